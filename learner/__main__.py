@@ -1,7 +1,7 @@
 """`python -m learner -c pipeline.toml`: the learner by itself.
 
 Exit codes are those of `anabranch.runtime.lifecycle.Exit`. With `learner.replicas` or `learner.hosts` it launches
-ranks of itself, each of which is told a folder that says where they meet.
+ranks of itself, and passes each a folder with its assignment.
 """
 
 import argparse
@@ -29,26 +29,26 @@ def main(arguments: list[str] | None = None) -> int:
     options, others = parser.parse_known_args(sys.argv[1:] if arguments is None else arguments)
     if options.group is not None:
         return _rank(options.group, others)
-    told: int | None = 0
+    launcher_code: int | None = 0
 
     def learn_or_launch(config: "Config", stop: threading.Event) -> None:
-        nonlocal told
+        nonlocal launcher_code
         if config.pipeline.learner.replicas == config.pipeline.learner.hosts == 1:
             learn_config(config, stop)
         else:
-            told = _launch(config, stop)
+            launcher_code = _launch(config, stop)
 
     code = enter("learner", "Learn from the stream, and publish versions.", learn_or_launch, others, prepare)
-    return code or (told if told is not None else 1)
+    return code or (launcher_code if launcher_code is not None else 1)
 
 
 def prepare() -> None:
-    """Import what a learner needs, and what torch leaves for the first optimizer; touches no device and no file."""
-    gc.disable()  # nothing of it is garbage
+    """Import the modules of the learner and of torch's first optimizer; touches no device and no file."""
+    gc.disable()  # imports make no garbage
     try:
         import torch
 
-        import learner.run  # noqa: F401 what takes seconds
+        import learner.run  # noqa: F401 takes seconds
         from learner.config import OptimizerSettings
         from learner.training.optimizers import build_optimizer
 
@@ -58,13 +58,13 @@ def prepare() -> None:
 
 
 def learn_config(config: "Config", stop: threading.Event) -> None:
-    """Learn what the config describes until `stop` is set."""
+    """Run the learner of a config until `stop` is set."""
     from ingest.reader.reader import BlockReader
 
     pipeline = config.pipeline
     source = BlockReader(pipeline.stream, pipeline.events, pipeline.gate.hold_out(pipeline.seed))
     source.start()  # its process gets ready while torch is imported in this one
-    gc.disable()  # until all is there, of which nothing is garbage
+    gc.disable()  # until all is built: that makes no garbage
     try:
         from learner.run import learn
 
@@ -74,53 +74,53 @@ def learn_config(config: "Config", stop: threading.Event) -> None:
 
 
 def _launch(config: "Config", stop: threading.Event) -> int | None:
-    """Run all ranks of this host; return the exit code that rank 0 has told."""
-    # Torch writes a page of C++ frames when a host is gone, of which we say one sentence.
+    """Run all ranks of this host; return the exit code that rank 0 wrote."""
+    # Torch would log a page of C++ frames when a host is gone; we log one sentence.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from learner.distributed.launcher import launch
-    from learner.distributed.rendezvous import meet_hosts
+    from learner.distributed.rendezvous import connect_hosts
 
     settings = config.pipeline.learner
     command = (sys.executable, "-P", "-m", "learner", "-c", str(config.path))
-    with meet_hosts(settings, config.pipeline.stream, _alike(config)) as hosts:
+    with connect_hosts(settings, config.pipeline.stream, _alike(config)) as hosts:
         return launch(settings, hosts, command, stop)
 
 
 def _alike(config: "Config") -> "dict[str, object]":
-    """Return what is to be the same on all hosts, of other sections than the learner's."""
+    """Return the settings that have to be the same on all hosts, except those of `[learner]`."""
     pipeline = config.pipeline
     replay = pipeline.replay.model_dump(mode="json", include={"admission", "sampling"})
     sections = {"[schema]": pipeline.events, "[model]": pipeline.model}
-    whole = {name: section.model_dump(mode="json") for name, section in sections.items()}
+    dumped = {name: section.model_dump(mode="json") for name, section in sections.items()}
     stream = pipeline.stream.model_dump(mode="json", exclude={"bootstrap_servers", "properties"})
-    return {"name": pipeline.name, "seed": pipeline.seed, "[stream]": stream, "[replay]": replay, **whole}
+    return {"name": pipeline.name, "seed": pipeline.seed, "[stream]": stream, "[replay]": replay, **dumped}
 
 
 def _rank(group: Path, arguments: list[str]) -> int:
-    """Be one of the ranks that the launcher starts, and return the exit code by which it starts all again or not."""
-    from learner.distributed.launcher import REFUSED, leave_rows, stop_with_launcher, take_place, write_outcome
+    """Run one of the launcher's ranks, and return its exit code; 0 means that it must not be restarted."""
+    from learner.distributed.launcher import REFUSED, leave_rows, read_assignment, stop_with_launcher, write_outcome
 
     def learn_in_group(config: "Config", stop: threading.Event) -> None:
-        from learner.errors import RankLostError, RankTooLargeError, tells_of_a_lost_rank
+        from learner.errors import RankLostError, RankTooLargeError, is_of_a_lost_rank
         from learner.run import learn
         from learner.run_follower import follow_leader
 
         gc.disable()  # as `learn_config` does
         stop_with_launcher(stop)
-        place = take_place(group, config.pipeline.learner)
+        assignment = read_assignment(group, config.pipeline.learner)
         try:
-            (learn if place.rank == 0 else follow_leader)(deployment_of(config, place.rows), stop, place)
+            (learn if assignment.rank == 0 else follow_leader)(deployment_of(config, assignment.rows), stop, assignment)
         except RankTooLargeError as exc:
             log.error("%s", exc)  # noqa: TRY400 the sentence says all
             leave_rows(group, exc.rows)
             sys.exit(1)
         except RankLostError as exc:
-            log.error("rank %d ends: %s", place.rank, exc)  # noqa: TRY400 the sentence says all
+            log.error("rank %d ends: %s", assignment.rank, exc)  # noqa: TRY400 the sentence says all
             sys.exit(1)
         except RuntimeError as exc:
-            if not tells_of_a_lost_rank(exc):
+            if not is_of_a_lost_rank(exc):
                 raise
-            log.error("rank %d ends: another rank is gone: %s", place.rank, str(exc).splitlines()[0])  # noqa: TRY400
+            log.error("rank %d ends: another rank is gone: %s", assignment.rank, str(exc).splitlines()[0])  # noqa: TRY400
             sys.exit(1)
 
     code = enter("learner", "One rank of a learner.", learn_in_group, arguments)
@@ -130,7 +130,7 @@ def _rank(group: Path, arguments: list[str]) -> int:
 
 
 def deployment_of(config: "Config", rows: int | None = None) -> "LearnerSpec":
-    """Return the sections that a learner needs; `rows`: what a micro-batch may have, whatever the file says."""
+    """Return the sections that a learner needs; `rows` overrides `learner.micro_batch_size`."""
     from learner.build import LearnerSpec
     from learner.device_sharing.sharing import DeviceSharingSpec
 
@@ -150,7 +150,9 @@ def deployment_of(config: "Config", rows: int | None = None) -> "LearnerSpec":
         state_dir=config.state_dir,
         read_token=pipeline.serving.tokens.read.get_secret_value(),
         device_sharing=DeviceSharingSpec(
-            *(pipeline.device_sharing, pipeline.serving.slo, pipeline.serving.timeout),
+            settings=pipeline.device_sharing,
+            slo=pipeline.serving.slo,
+            patience=pipeline.serving.timeout,
             fixed=pipeline.learner.deterministic,
         ),
     )

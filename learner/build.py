@@ -1,4 +1,4 @@
-"""What a learner is given, and what each of its ranks trains with."""
+"""Builds from the settings what each rank of a learner trains with."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -33,10 +33,10 @@ _SEARCH_ROWS = 2
 
 @dataclass(frozen=True)
 class LearnerSpec:
-    """The sections that the learner takes its settings from, and where things lie."""
+    """The sections of the settings that a learner uses, and its folders."""
 
     name: str
-    """The pipeline's, which its keys in Redis begin with."""
+    """Name of the pipeline, with which its keys in Redis begin."""
     stream: StreamSettings
     events: SchemaSettings
     model: ModelSettings
@@ -47,16 +47,16 @@ class LearnerSpec:
     gate: GateSettings
     seed: int
     folder: Path
-    """Where the model factory may lie: on the Python path, last."""
+    """The config's folder, last on the Python path: the model factory may be there."""
     state_dir: Path
     read_token: str
-    """Wanted by `/metrics`, unless it is empty."""
+    """Required by `/metrics`, unless it is empty."""
     device_sharing: DeviceSharingSpec
 
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """What every rank trains with."""
+    """The objects that every rank trains with."""
 
     schema: Schema
     task: Task
@@ -67,21 +67,21 @@ class TrainingSetup:
     strategy: Strategy
     settings: LearnerSettings
     output_shape: tuple[int, ...]
-    """Of the model's output for one event."""
+    """Shape of the model's output for one event."""
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Those of a trainer."""
+        """Keyword arguments of `Trainer`."""
         return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "output_shape"}
 
     @property
     def leaves_some_out(self) -> bool:
-        """Whether some weights get no gradient."""
+        """Whether some weights get no gradient in a step."""
         return leaves_some_out(self.model, sample(self.schema, _SEARCH_ROWS, self.device))
 
 
 def build_training_setup(deployment: LearnerSpec, device: torch.device, rank: int = 0) -> TrainingSetup:
-    """Build and check what a rank trains with; ranks sample other random numbers from then on."""
+    """Build and check the training setup of a rank; each rank has other random numbers from then on."""
     schema = Schema(deployment.events)
     if deployment.learner.deterministic:
         compute_deterministically()
@@ -90,14 +90,26 @@ def build_training_setup(deployment: LearnerSpec, device: torch.device, rank: in
     task = make_task(deployment.model.task, deployment.folder)
     model = build_model(deployment.model.factory, deployment.model.args, deployment.folder).to(device)
     embedding = build_embedding_source(
-        *(deployment.model, deployment.learner.strategy, deployment.replay),
-        *(model, task, [feature.name for feature in schema.features]),
+        settings=deployment.model,
+        strategy=deployment.learner.strategy,
+        replay=deployment.replay,
+        model=model,
+        task=task,
+        features=[feature.name for feature in schema.features],
     )
     output_shape = check_model(model, task, schema, device)
     check_task(task, output_shape, schema.label, device)
     strategy = build_strategy(deployment.learner.strategy, deployment.model, task)
     return TrainingSetup(
-        *(schema, task, model, embedding, precision, device, strategy, deployment.learner), output_shape=output_shape
+        schema=schema,
+        task=task,
+        model=model,
+        embedding=embedding,
+        precision=precision,
+        device=device,
+        strategy=strategy,
+        settings=deployment.learner,
+        output_shape=output_shape,
     )
 
 
@@ -109,7 +121,7 @@ def build_embedding_source(
     task: Task,
     features: Sequence[str],
 ) -> Embeddings | None:
-    """Listen to the module that `model.embedding` names, else ask the task, where a strategy or policy wants it.
+    """Return the source of embeddings if a strategy or policy needs them: a module of the model, or else the task.
 
     Raises:
         ModelError: the model has no such module.
@@ -123,5 +135,5 @@ def build_embedding_source(
     elif isinstance(task, Embeds):
         embedding = TaskEmbedding(model, task, features)
     if embedding is not None:
-        embedding.listen()
+        embedding.capture_next()
     return embedding

@@ -1,6 +1,6 @@
-"""What goes together: strategy, precision, micro-batches, replicas, compiler and the rest. Imports no torch.
+"""Which settings exclude each other: strategy, precision, replicas, compiler and others. Imports no torch.
 
-Everything does, but for what `RULES` names. The conformance suite runs each combination that is left.
+`RULES` has all conflicts. The conformance suite runs each other combination.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +18,7 @@ Test = Callable[[Any], bool]
 
 @dataclass(frozen=True)
 class Conflict:
-    """Two keys, and which values of them do not go together; the first is the one to change."""
+    """Two keys and their values that exclude each other; the first key is the one to change."""
 
     key: str
     values: Test
@@ -88,32 +88,32 @@ def _samples_nothing(value: Any) -> bool:
     return not StrategySettings(name=value).replays
 
 
-_ANEW = "the compiler does not follow modules that compute their activations again"
-_UNHEARD = "embeddings are heard from a module while it runs, which compiled code does not do"
-_LATE = "neighbours are found in a process of their own, and come when they come"
-_COMPILED = "what the compiler makes may differ from one start to the next"
-_TWICE = "compiled code is gone through once for a gradient, and this strategy takes two of one pass"
-_APART = "sums over replicas are rounded in another way than those of one process"
+_RECOMPUTED = "the compiler does not support modules that recompute their activations"
+_UNCAPTURED = "embeddings are captured from a module while it runs, which compiled code does not support"
+_LATE = "neighbours are found in a separate process, and arrive at no fixed step"
+_COMPILED = "compiled code may differ from one start to the next"
+_TWICE = "compiled code supports one gradient per pass, and this strategy takes two"
+_ROUNDED = "sums over replicas are rounded differently than those of one process"
 _NO_GRADIENTS = "replicas that average weights now and then exchange no gradients"
-_UNPICKLES = "torch unpickles what replicas send each other for it, which is not to come from another host"
-_BY_CLOCK = "whether the learner is behind is told by a clock"
+_UNPICKLES = "torch unpickles the data that replicas exchange for it, which must not come from another host"
+_BY_CLOCK = "whether the learner is behind depends on a clock"
 _NO_STORE = "that strategy has no store"
-_NO_SCALE = "the scale of losses is agreed on where gradients are"
-_PARTS = "it works on whole weights or gradients, of which each replica has a part"
-_APART_PARTS = "the compiler does not follow modules that are brought together from their parts"
-_OWN_EXCHANGE = "modules in parts exchange gradients in a way of their own"
-_ONE_SCALE = "replicas with parts of the gradients would scale losses differently"
-_ALL_RUN = "all replicas have to run a model in parts, and only the first tries it on old events"
-_HALF_RUN = "a model in parts runs as a whole only"
+_NO_SCALE = "replicas agree on the loss scale when they exchange gradients"
+_PARTS = "it needs full weights or gradients, of which each replica has a shard"
+_GATHERED = "the compiler does not support modules that are gathered from shards"
+_OWN_EXCHANGE = "sharded modules exchange gradients in their own way"
+_ONE_SCALE = "replicas with shards of the gradients would scale losses differently"
+_ALL_RUN = "all replicas have to run a sharded model, and only the first scores old events with it"
+_HALF_RUN = "a sharded model can only be run in full"
 _FUSED = "compiled code runs across the borders of layers"
-_ALONE = "what stands by takes the place of one process"
-_SHAPES = "it keeps averages over rows and columns, which lie in parts of a weight"
+_ALONE = "a standby replaces one process"
+_SHAPES = "it keeps averages over rows and columns, of which each shard has a part"
 
 RULES = (
-    Conflict("learner.compile", _on, "learner.activation_checkpointing", _on, _ANEW, "set one of them to false"),
+    Conflict("learner.compile", _on, "learner.activation_checkpointing", _on, _RECOMPUTED, "set one of them to false"),
     Conflict("learner.compile", _on, "learner.strategy", _is_agem, _TWICE, "set it to false"),
-    Conflict("learner.compile", _on, "replay.sampling", _compares, _UNHEARD, "set it to false"),
-    Conflict("learner.compile", _on, "replay.admission", _compares, _UNHEARD, "set it to false"),
+    Conflict("learner.compile", _on, "replay.sampling", _compares, _UNCAPTURED, "set it to false"),
+    Conflict("learner.compile", _on, "replay.admission", _compares, _UNCAPTURED, "set it to false"),
     Conflict("replay.sampling", _compares, "learner.deterministic", _on, _LATE, 'take "uniform"'),
     Conflict("replay.admission", _compares, "learner.deterministic", _on, _LATE, 'take "reservoir"'),
     Conflict("learner.compile", _on, "learner.deterministic", _on, _COMPILED, "set it to false"),
@@ -121,16 +121,16 @@ RULES = (
     Conflict("learner.sharding", _given, "learner.sync_every", _many, _NO_GRADIENTS, 'write "none"'),
     Conflict("learner.strategy", _needs_whole, "learner.sharding", _fsdp, _PARTS, 'take "er"'),
     Conflict("learner.optimizer", _is_adafactor, "learner.sharding", _fsdp, _SHAPES, 'take "adamw"'),
-    Conflict("learner.compile", _on, "learner.sharding", _fsdp, _APART_PARTS, "set it to false"),
+    Conflict("learner.compile", _on, "learner.sharding", _fsdp, _GATHERED, "set it to false"),
     Conflict("learner.comm_hook", _given, "learner.sharding", _fsdp, _OWN_EXCHANGE, 'write "none"'),
     Conflict("learner.precision", _fp16, "learner.sharding", _fsdp, _ONE_SCALE, 'write "bf16" or "fp32"'),
     Conflict("learner.replay_ratio", _is_auto, "learner.sharding", _fsdp, _ALL_RUN, "write a number"),
     Conflict("replay.sampling", _compares, "learner.sharding", _fsdp, _HALF_RUN, 'take "uniform"'),
     Conflict("replay.admission", _compares, "learner.sharding", _fsdp, _HALF_RUN, 'take "reservoir"'),
     Conflict("learner.precision", _fp16, "learner.sync_every", _many, _NO_SCALE, 'write "bf16" or "fp32"'),
-    Conflict("learner.replicas", _many, "learner.deterministic", _on, _APART, "set it to 1"),
+    Conflict("learner.replicas", _many, "learner.deterministic", _on, _ROUNDED, "set it to 1"),
     Conflict("device_sharing.yield_at", _at_layers, "learner.compile", _on, _FUSED, 'write "micro-batch"'),
-    Conflict("learner.hosts", _many, "learner.deterministic", _on, _APART, "set it to 1"),
+    Conflict("learner.hosts", _many, "learner.deterministic", _on, _ROUNDED, "set it to 1"),
     Conflict("learner.standby", _on, "learner.replicas", _many, _ALONE, "set it to false"),
     Conflict("learner.standby", _on, "learner.hosts", _many, _ALONE, "set it to false"),
     Conflict("learner.sharding", _zero1, "learner.hosts", _many, _UNPICKLES, 'write "none" or "fsdp"'),
@@ -147,17 +147,17 @@ def facts(
     stream: StreamSettings | None = None,
     sharing: DeviceSharingSettings | None = None,
 ) -> Point:
-    """Return what the rules look at."""
+    """Return the values of the keys that the rules use."""
     named = {"strategy": learner.strategy.name, "optimizer": learner.optimizer.name}
     sections = {"learner": learner.model_dump() | named, "replay": replay.model_dump()}
     if sharing is not None:
         sections["device_sharing"] = sharing.model_dump()
-    found = {f"{section}.{key}": value for section, values in sections.items() for key, value in values.items()}
-    return found if stream is None else {**found, "stream.lag_policy.action": stream.lag_policy.action}
+    values_by_key = {f"{section}.{key}": value for section, values in sections.items() for key, value in values.items()}
+    return values_by_key if stream is None else {**values_by_key, "stream.lag_policy.action": stream.lag_policy.action}
 
 
 def conflicts(chosen: Point) -> Iterator[tuple[str, str]]:
-    """Return what does not go together: the key to change, and one sentence that names values and the way out."""
+    """Yield the conflicts: the key to change, and one sentence with the values and the way out."""
     for rule in RULES:
         value, other = chosen.get(rule.key), chosen.get(rule.other)
         if rule.values(value) and rule.others(other):

@@ -1,4 +1,5 @@
-"""The sections `[model]`, `[learner]`, `[versions]` and `[gate]` of `pipeline.toml`. Imports no torch."""
+"""The sections `[model]`, `[learner]`, `[versions]`, `[checkpoints]`, `[gate]` and `[device_sharing]` of
+`pipeline.toml`. Imports no torch."""
 
 import math
 import re
@@ -38,10 +39,10 @@ class ModelSettings(Section):
     args: dict[str, Any] = {}
     """Keyword arguments of the factory."""
     task: Annotated[str, AfterValidator(_task)] = "classification"
-    """What the model's output means: logits `[B, classes]` for `classification` and `multilabel`, one number an event
-    for `regression`, or what a task of your own says, by import string as of the factory."""
+    """The meaning of the model's output: logits `[B, classes]` for `classification` and `multilabel`, one number per
+    event for `regression`, or a custom task, by import string like the factory."""
     embedding: str = ""
-    """Name of the submodule whose output says where an event lies, such as `body.2`, best the last but one: for
+    """Name of the submodule whose output is the embedding of an event, such as `body.2`; the last but one is best. For
     `replay.sampling` and `replay.admission` that compare events, and requests with `return_embedding`. Empty: none."""
 
 
@@ -57,7 +58,7 @@ class OptimizerSettings(BaseModel):
 
 
 class StrategySettings(BaseModel):
-    """A strategy by its name alone, or a table of the name and its own arguments, such as
+    """A strategy by its name alone, or a table of the name and its arguments, such as
     `{name = "der++", alpha = 0.1, beta = 0.5}`; docs/guides/strategies.md has them."""
 
     model_config = ConfigDict(frozen=True, extra="allow", use_attribute_docstrings=True)
@@ -75,8 +76,7 @@ class StrategySettings(BaseModel):
         "slda",
         "ncm",
     ] = "er"
-    """How old events take part, or what else keeps the model from forgetting: `none` nothing, `er` experience replay;
-    further keys are its arguments."""
+    """The method against forgetting, such as `er` for experience replay, or `none`; further keys are its arguments."""
 
     @property
     def replays(self) -> bool:
@@ -99,61 +99,61 @@ def _named(value: object) -> object:
 
 
 class DriftSettings(Section):
-    """What is done when the error on new events rises: the stream has changed."""
+    """What is done when the error on new events rises, because the stream has changed."""
 
     actions: tuple[Literal["mark", "raise-lr", "raise-replay", "checkpoint"], ...] = ("mark",)
-    """`mark` counts and logs it, as every other does too; `raise-lr` and `raise-replay` raise the learning rate and the
-    replay ratio for a while; `checkpoint` begins a checkpoint before that. Empty: drift is not looked for."""
+    """`mark` counts and logs drift, as every other action does too; `raise-lr` and `raise-replay` raise the learning
+    rate and the replay ratio for a while; `checkpoint` starts a checkpoint before that. Empty: no drift detection."""
     delta: Annotated[float, Field(gt=0, lt=1)] = 0.002
-    """Chance of finding drift in a window where there is none; smaller finds less, and later."""
+    """Chance of finding drift in a window without any; a smaller one finds less, and later."""
     lr_factor: Annotated[float, Field(ge=1, le=100)] = 2.0
-    """What `raise-lr` multiplies the learning rate by; it falls back in a line over `steps`."""
+    """Factor of `raise-lr` on the learning rate; it falls back linearly over `steps`."""
     replay_factor: Annotated[float, Field(ge=1, le=100)] = 2.0
-    """What `raise-replay` multiplies the replay ratio by; it falls back in a line over `steps`."""
+    """Factor of `raise-replay` on the replay ratio; it falls back linearly over `steps`."""
     steps: Annotated[int, Field(ge=1)] = 500
-    """Steps until both are back."""
+    """Steps until both factors are back at 1."""
 
 
 class ScheduleSettings(Section):
-    """How the learning rate changes along a stream that has no end."""
+    """How the learning rate changes over a stream without an end."""
 
     warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Steps in which the learning rate rises evenly to `learner.optimizer.lr`; it then stays there."""
+    """Steps in which the learning rate rises linearly to `learner.optimizer.lr`; then it is constant."""
     restart: Literal["never", "drift"] = "never"
     """When to warm up again: `drift` when the stream has changed."""
 
     @model_validator(mode="after")
-    def _restarts_with_something(self) -> Self:
+    def _restart_needs_warmup(self) -> Self:
         if self.restart == "drift" and not self.warmup_steps:
             raise ValueError('restart = "drift" has nothing to do again; set warmup_steps')
         return self
 
 
 class ProfileSettings(Section):
-    """A window of steps of which a trace is written, once."""
+    """A window of steps to trace, once."""
 
     start: Annotated[int, Field(ge=0)]
-    """How many steps of the pipeline's life are done before it."""
+    """Number of steps before the window, over the life of the pipeline."""
     steps: Annotated[int, Field(ge=1, le=1000)] = 10
-    """How many steps it has."""
+    """Number of steps to trace."""
 
 
 class LearnerSettings(Section):
     """The training loop."""
 
     batch_size: Annotated[int, Field(ge=1, le=1_000_000)] = 64
-    """New events a step and replica."""
+    """New events per step and replica."""
     max_delay: PositiveDuration = timedelta(milliseconds=50)
-    """How long a step waits for a full batch of new events before it takes those that have come."""
+    """How long a step waits for a full batch of new events before it takes a smaller one."""
     replay_ratio: Annotated[float, Field(ge=0, le=1000)] | Literal["auto"] = 1.0
-    """Replayed events for each new one; `auto` replays up to one for each where that is measured to undo forgetting."""
+    """Replayed events per new one; `auto` replays up to one per new event where that measurably reduces forgetting."""
     old_weight: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """For `auto`: what old events count, of 1 for old and new together; 0 never replays, 1 at the least forgetting."""
+    """For `auto`: the weight of old events, of 1 for old and new together; 0: no replay, 1: at the least forgetting."""
     micro_batch_size: Annotated[int, Field(ge=2)] | None = None
-    """Events that go through the model at once, new and replayed: a step is as many such parts as it takes, with the
-    gradient of all together, so that it fits the device. Absent: a step is one part."""
+    """Largest number of events in one pass of the model, new and replayed. A larger step is split, with the gradient of
+    all parts together, so that it fits the device. Absent: a step is one pass."""
     strategy: Annotated[StrategySettings, BeforeValidator(_named)] = StrategySettings()
-    """How old events take part."""
+    """The method against forgetting."""
     optimizer: OptimizerSettings = OptimizerSettings()
     """The optimizer and its arguments."""
     schedule: ScheduleSettings = ScheduleSettings()
@@ -163,30 +163,29 @@ class LearnerSettings(Section):
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Arithmetic of the forward pass; `auto` is bf16 on CUDA devices that have it, else fp16 there, else fp32."""
     activation_checkpointing: bool | list[str] = False
-    """Modules that keep their inputs alone and compute the rest again for the gradient, by name: less memory for a
-    third more time. `true`: what the outermost `nn.Sequential` of the model consist of."""
+    """Names of modules that keep only their inputs, and recompute activations for the gradient: less memory for a third
+    more time. `true`: the members of the model's outermost `nn.Sequential`."""
     compile: bool = False
-    """Whether the model goes through torch's compiler; where that fails, it runs as it is, with a warning."""
+    """Whether to compile the model with torch; where that fails, it runs uncompiled, with a warning."""
     replicas: Annotated[int, Field(ge=1, le=256)] = 1
-    """Processes on this host that train the model together, each on a CUDA device of its own, or all on the CPU."""
+    """Processes on this host that train the model together, each on its own CUDA device, or all on the CPU."""
     hosts: Annotated[int, Field(ge=1, le=256)] = 1
     """Hosts that train the model together, each with its `replicas`."""
     host_rank: Annotated[int, Field(ge=0)] = 0
-    """Which of the hosts this one is, from 0 on: host 0 reads the stream and has the state directory, and leads."""
+    """Number of this host, from 0 on: host 0 leads, reads the stream and has the state directory."""
     rendezvous: Annotated[str, AfterValidator(_host_and_port)] | None = None
-    """Address of host 0, as `HOST:PORT`, at which it listens for the others; wanted with `hosts` above 1."""
+    """Address of host 0, as `HOST:PORT`, at which it listens for the others; required with `hosts` above 1."""
     interface: str | None = None
-    """Network interface of this host over which replicas talk to those of other hosts, such as `eth0`; likewise."""
+    """Network interface of this host for replicas of other hosts, such as `eth0`; required with `hosts` above 1."""
     join_timeout: PositiveDuration = timedelta(minutes=1)
-    """How long a start waits for hosts that are not there, before it goes on with those that are."""
+    """How long a start waits for missing hosts before it continues without them."""
     comm_hook: Literal["none", "bf16", "fp16", "powersgd"] = "none"
     """How replicas compress the gradients that they exchange: `bf16` and `fp16` halve them, `powersgd` sends factors
     of them."""
     sync_every: Annotated[int, Field(ge=1)] = 1
-    """Steps after which replicas average their weights, learning apart in between; 1: they average each gradient."""
+    """Steps after which replicas average their weights, training separately until then; 1: they average gradients."""
     sharding: Literal["none", "zero1", "fsdp"] = "none"
-    """What replicas split among them: `zero1` the optimizer's state, which each rank then keeps a part of; `fsdp` the
-    weights and gradients too."""
+    """What is sharded over replicas: with `zero1` the optimizer's state, with `fsdp` the weights and gradients too."""
     device: DeviceName = "auto"
     """Device to train on; `auto` takes CUDA, else Apple's MPS, else the CPU."""
     drift: DriftSettings = DriftSettings()
@@ -197,21 +196,22 @@ class LearnerSettings(Section):
     profile: ProfileSettings | None = None
     """A window of steps to trace, into `traces` below `state_dir`; absent: none."""
     standby: bool = False
-    """Whether `anabranch up` keeps a second process that has imported what a learner needs, and that goes on when the
-    learner dies."""
+    """Whether `anabranch up` keeps a second process with all imports done, which takes over when the learner dies."""
     stop_timeout: PositiveDuration = timedelta(seconds=30)
-    """Time in which SIGTERM stops the learner, its last checkpoint and version included."""
+    """Time in which the learner stops after SIGTERM, including its last checkpoint and version."""
     status: Annotated[str, AfterValidator(_host_and_port)] = "127.0.0.1:8001"
     """Address of the learner's `/metrics` and `/healthz`; off loopback `serving.tokens.read` is required."""
 
     @model_validator(mode="after")
-    def _hears_of_drift(self) -> Self:
+    def _drift_restart_needs_actions(self) -> Self:
         if self.schedule.restart == "drift" and not self.drift.actions:
-            raise ValueError('schedule.restart = "drift", but drift.actions is empty, which looks for none; add "mark"')
+            raise ValueError(
+                'schedule.restart = "drift", but drift.actions is empty, so that none is detected; add "mark"'
+            )
         return self
 
     @model_validator(mode="after")
-    def _hosts_can_meet(self) -> Self:
+    def _hosts_can_connect(self) -> Self:
         if self.host_rank >= self.hosts:
             raise ValueError(f"host_rank = {self.host_rank}, but hosts = {self.hosts}: it is below that")
         lacking = [key for key in ("rendezvous", "interface") if getattr(self, key) is None]
@@ -228,20 +228,20 @@ class VersionsSettings(Section):
     keep: Annotated[int, Field(ge=2)] = 20
     """Newest versions to keep."""
     keep_hourly: Annotated[int, Field(ge=0)] = 24
-    """Beyond those, the last version of each of so many hours."""
+    """Number of hours of which the last version is kept too, beyond `keep`."""
 
 
 class CheckpointSettings(Section):
-    """How often everything is saved that a restart resumes from."""
+    """How often the state is saved that a restart resumes from."""
 
     every: PositiveDuration = timedelta(seconds=30)
-    """Time between checkpoints: what a crash costs at most is learning that long again."""
+    """Time between checkpoints: after a crash at most this much is learned again."""
     keep: Annotated[int, Field(ge=2)] = 3
     """Newest checkpoints to keep."""
 
 
 class GateSettings(Section):
-    """The held-out events by which versions are judged."""
+    """The holdout set, and how versions are judged on it."""
 
     holdout_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.01
     """Fraction of the labelled events that is held out: never trained on, never replayed."""
@@ -253,15 +253,15 @@ class GateSettings(Section):
     max_drop_old: Annotated[float, Field(ge=0)] = 0.02
     """The same on older ones, and compared with the best version served within `max_hold` too."""
     min_rows: Annotated[int, Field(ge=1)] = 1000
-    """Held-out events that a verdict takes; with fewer a version is served, marked `inconclusive`."""
+    """Held-out events that a verdict requires; with fewer a version is served, marked `inconclusive`."""
     max_hold: PositiveDuration = timedelta(minutes=10)
     """How long versions may fail in a row before `on_hold` holds."""
     on_hold: Literal["alert", "serve"] = "alert"
-    """What is done then: `alert` goes on and is unhealthy; `serve` serves the next one all the same, and it is from
-    then on what others are compared with."""
+    """What is done then: `alert` continues and is unhealthy; `serve` serves the next version anyway, with which later
+    ones are then compared."""
 
     def hold_out(self, seed: int) -> HoldOut:
-        """Return which events of a pipeline are held out: a choice that is independent of what is kept."""
+        """Return which events of a pipeline are held out, independently of which are kept for replay."""
         return HoldOut(fraction=self.holdout_fraction, seed=seed ^ _HOLDOUT_SALT)
 
 
@@ -269,20 +269,20 @@ class DeviceSharingSettings(Section):
     """How serving borrows the device from the learner."""
 
     policy: Literal["inference-first", "fraction", "exclusive"] = "inference-first"
-    """Who waits: with `inference-first` training, for as long as requests need the device; with `fraction` too, but it
-    gets at least `fraction` of the time; with `exclusive` nobody, since each has a device or cores of its own."""
+    """Who waits: with `inference-first` training, while requests need the device; with `fraction` too, but it gets at
+    least `fraction` of the time; with `exclusive` neither, since each has its own device or cores."""
     fraction: Annotated[float, Field(gt=0, lt=1)] = 0.5
-    """What training gets at least with `policy = "fraction"`, of the time in which it has something to do."""
+    """Smallest fraction of the time for training with `policy = "fraction"`, while it has work."""
     yield_at: Literal["micro-batch", "layer"] = "micro-batch"
-    """Where training gives way: before each micro-batch, or at the borders of the model's layers within it too."""
+    """Where training yields: before each micro-batch, or also between the model's layers within it."""
     stream_priority: bool = True
     """On a CUDA device: whether serving's stream has the highest priority; between processes it counts under MPS."""
     mps_percentage: Annotated[int, Field(ge=1, le=100)] | None = None
-    """On a CUDA device under MPS: the part of its threads that training may take at most; absent: all."""
+    """On a CUDA device under MPS: the largest percentage of its threads for training; absent: all."""
     sms: Annotated[int, Field(ge=1)] | None = None
-    """On a CUDA device: the multiprocessors that steps are kept to, by a green context; absent: all."""
+    """On a CUDA device: number of multiprocessors for steps, by a green context; absent: all."""
 
     @property
     def least(self) -> float:
-        """What training gets at least, as a fraction of the time."""
+        """The smallest fraction of the time for training."""
         return self.fraction if self.policy == "fraction" else 0.0

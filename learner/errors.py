@@ -10,8 +10,8 @@ AnabranchError
 `-- DependencyError           something outside cannot be reached: wait or fix it, then start again (exit 3)
     `-- StateBusyError        a command holds the lock on the state directory
 
-RankLostError             another rank is gone: end, and all ranks begin again from the newest checkpoint
-RankTooLargeError         a device ran out of memory: the same, with fewer events at once on this host
+RankLostError             another rank is gone: this rank ends, and all ranks restart from the newest checkpoint
+RankTooLargeError         a device ran out of memory: the same, with smaller micro-batches on this host
 """
 
 import re
@@ -32,8 +32,7 @@ class CheckpointError(SettingsError):
 
 
 class MisfitError(CheckpointError):
-    """A checkpoint is whole, and of another schema or release, or too old: a person decides, and none takes its
-    place."""
+    """A checkpoint is undamaged, but of another schema or release, or too old: no older one is used instead."""
 
 
 class SecondLearnerError(SettingsError):
@@ -48,8 +47,8 @@ class RankLostError(Exception):
     """Another rank is gone."""
 
 
-def tells_of_a_lost_rank(error: RuntimeError) -> bool:
-    """Whether torch raised it, from wherever a rank waits for others, since the connection to one of them has ended."""
+def is_of_a_lost_rank(error: RuntimeError) -> bool:
+    """Return whether torch raised the error because the connection to another rank has ended."""
     return re.search("Connection closed by peer|Connection reset by peer|remote process exited", str(error)) is not None
 
 

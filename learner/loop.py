@@ -262,7 +262,7 @@ class TrainingLoop:
         batch.skip(raised, SkipReason.MODEL)
         self._metrics.learner.raised.labels("new").inc(count)
         self.raised.add(self.rows_new + self.raised.new + count, count, said)
-        self.raised.tell("which are skipped", self._names(left), said)
+        self.raised.log("which are skipped", self._names(left), said)
 
     def _replay_no_more(self, sample: Sample, raised: NDArray[np.bool_], said: str) -> Sample:
         """Take old events on which the model raised out of the store, and return the rest of a sample."""
@@ -270,7 +270,7 @@ class TrainingLoop:
         records = sample.records[raised]
         self._parts.clerk.remove(sample.slots[raised], records)
         self._metrics.learner.raised.labels("replay").inc(len(records))
-        self.raised.tell("which are replayed no more", self._names(records), said)
+        self.raised.log("which are replayed no more", self._names(records), said)
         return sample.of(~raised)
 
     def _hold_out_no_more(self) -> None:
@@ -281,7 +281,7 @@ class TrainingLoop:
                 left = self._parts.holdout.remove(hashes)
                 if left and (count := len(left["offset"])):
                     self._metrics.learner.raised.labels("held_out").inc(count)
-                    self.raised.tell("which are held out no more", self._names(left), said)
+                    self.raised.log("which are held out no more", self._names(left), said)
 
     def _names(self, columns: Mapping[str, Array] | NDArray[np.void]) -> list[str]:
         """Name events as `topic[partition]@offset`."""
@@ -442,7 +442,7 @@ class TrainingLoop:
         self._replay_debt = state["replay_debt"]
         self._batches.restore(state.get("batches", {}))
         parts.lag.restore(state.get("lag", {}))
-        parts.publisher.jury.restore(state.get("gate", {}))
+        parts.publisher.gate.restore(state.get("gate", {}))
         parts.publisher.go_on_from(self._progress(), self.ledger.trained_through)
         parts.trainer.restore_generators(checkpoint.tensors["rng"], state["rng"])
         if self.drift.pending:
@@ -469,7 +469,7 @@ class TrainingLoop:
             OUTPUT: _shape_kept(parts.clerk),
             "batches": self._batches.state(),
             "lag": parts.lag.state(),
-            "gate": parts.publisher.jury.state(),
+            "gate": parts.publisher.gate.state(),
             ERASED: parts.erasure.looked,
         }
         return CapturedState(

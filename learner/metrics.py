@@ -4,7 +4,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 
 class LearnerMetrics:
-    """Collectors of the learner; one object a process, with a registry of its own."""
+    """Collectors of the learner; one object per process, with its own registry."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.steps = Counter("anabranch_learner_steps", "Steps.", registry=registry)
@@ -104,14 +104,14 @@ class LearnerMetrics:
         self.published = Counter("anabranch_versions_published", "Versions published.", registry=registry)
         self.gate_verdicts = Counter("anabranch_gate_verdicts", "Versions by verdict.", ["verdict"], registry=registry)
         self.withdrawn = Counter(
-            "anabranch_gate_withdrawn", "Times that the watch found what was served worse.", registry=registry
+            "anabranch_gate_withdrawn", "Times that monitoring withdrew the served versions.", registry=registry
         )
         self.hold = Gauge(
             "anabranch_gate_hold_seconds", "Time for which versions have failed in a row; 0 if none.", registry=registry
         )
         self.device_sharing_wait = Histogram(
             "anabranch_device_sharing_wait_duration_seconds",
-            "Time that training took to give way to a request.",
+            "Time that training took to yield to a request.",
             buckets=(1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1, 3),
             registry=registry,
         )

@@ -84,7 +84,7 @@ class Reporter:
             self._heartbeat.problem,
             self._source.problem,
             self._publisher.problem,
-            self._publisher.jury.problem,
+            self._publisher.gate.problem,
             self._checkpointer.problem,
             self._erasure.problem,
             replay,
@@ -169,9 +169,9 @@ class Reporter:
             erased_through=self._erasure.through,
             version=publisher.number,
             verdict=publisher.verdict,
-            held_since=publisher.jury.held_since,
-            held_reasons=publisher.jury.reasons,
-            withdrawn=publisher.jury.withdrawn,
+            held_since=publisher.gate.held_since,
+            held_reasons=publisher.gate.reasons,
+            withdrawn=publisher.gate.withdrawn,
             versions_published=publisher.published,
             publish_skipped=publisher.skipped,
         )
@@ -228,7 +228,7 @@ class Reporter:
         self._metrics.learner.micro_batch.set(self._loop.micro_batch_size or 0)
         self._metrics.learner.holdout.set(report.holdout_rows)
         self._metrics.learner.version.set(report.version or 0)
-        self._metrics.learner.hold.set(self._publisher.jury.held_seconds)
+        self._metrics.learner.hold.set(self._publisher.gate.held_seconds)
         self._metrics.learner.checkpoint_number.set(report.checkpoint or 0)
         self._metrics.learner.checkpoint_time.set(report.checkpoint_time or 0)
         self._metrics.learner.problems.set(len(report.problems))

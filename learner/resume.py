@@ -85,7 +85,7 @@ class ResumePoint:
         return build_store(
             *(deployment.replay, bench.schema, bench.device, deployment.seed, folder, self.contents),
             extra=columns,
-            dim=bench.embedding.heard().shape[1] if bench.embedding is not None else None,
+            dim=bench.embedding.captured().shape[1] if bench.embedding is not None else None,
             keys=f"{deployment.name}:{RANK}",
             first=self.first,
             step=most_offered(deployment.learner, deployment.stream, ranks),

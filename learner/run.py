@@ -145,7 +145,7 @@ def learn(
             sharing=sharing,
         )
         if sharing is not None:
-            sharing.attend(trainer, ranks)
+            sharing.attach(trainer, ranks)
             sharing.while_waiting = reporter.report_if_due
         port = stack.enter_context(
             serve_status(
@@ -171,9 +171,9 @@ def learn(
             reporter.report_if_due()
             if isinstance(source, MultiHostReader):
                 source.rebalance(loop.rates.now)
-            tracing.look(loop.steps)
+            tracing.step(loop.steps)
             if sharing is not None:
-                sharing.steer(trainer, loop.rows_of_step)
+                sharing.adjust(trainer, loop.rows_of_step)
             if isinstance(trainer, Leader):
                 trainer.beat()
 
@@ -201,14 +201,14 @@ def _latest_generation(state_dir: Path) -> int:
 def _publisher(
     deployment: LearnerSpec, bench: TrainingSetup, generation: int, metrics: LoopMetrics, alone: Callable[[], None]
 ) -> Publisher:
-    """Make what publishes, with the jury that judges what it publishes."""
+    """Make what publishes, with the gate that judges what it publishes."""
     versions = Versions(deployment.state_dir / "versions")
     versions.clean()
     reference = reference_to(deployment.model)
     scorer = Scorer(bench.model, bench.task, bench.schema, bench.device)
-    jury = QualityGate(versions, deployment.gate, scorer, reference)
+    gate = QualityGate(versions, deployment.gate, scorer, reference)
     settings = deployment.versions
-    return Publisher(*(versions, settings, reference, bench.schema, scorer, jury, generation, metrics.learner, alone))
+    return Publisher(*(versions, settings, reference, bench.schema, scorer, gate, generation, metrics.learner, alone))
 
 
 def _source(deployment: LearnerSpec, place: RankAssignment | None) -> BlockReader | MultiHostReader:

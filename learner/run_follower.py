@@ -22,7 +22,7 @@ def follow_leader(deployment: LearnerSpec, stop: threading.Event, place: RankAss
     Raises:
         RankLostError: the leader is gone.
     """
-    if isinstance(place.meeting, RendezvousAddress) and place.first:
+    if isinstance(place.rendezvous, RendezvousAddress) and place.first:
         deployment = _unshared(deployment)
     limit_threads(deployment.device_sharing.settings)
     with (
@@ -40,7 +40,7 @@ def follow_leader(deployment: LearnerSpec, stop: threading.Event, place: RankAss
             trainer = Trainer(**bench.arguments, ranks=replicas)
             trainer.lane = lane
             if sharing is not None:
-                sharing.attend(trainer, place.size)
+                sharing.attach(trainer, place.size)
             gc.freeze()  # as rank 0 does
             gc.enable()
             return trainer, replicas

@@ -24,7 +24,7 @@ class MemoryFolder:
     def stamp(self, name: str) -> object:
         return self._objects[name][0] if name in self._objects else None
 
-    def read(self, name: str, most: int | None = None) -> bytes:
+    def read(self, name: str, max_bytes: int | None = None) -> bytes:
         if name not in self._objects:
             raise FileNotFoundError(name)
         return self._objects[name][1]

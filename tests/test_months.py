@@ -184,7 +184,7 @@ def raised_and_stalled(year: Year) -> Driven:
     def look(tick: int) -> None:
         raised.add(5 * tick, 2, f"ValueError: {tick}")
         for _ in range(3):
-            raised.tell("which are skipped", [f"events[0]@{tick}"], f"ValueError: {tick}")
+            raised.log("which are skipped", [f"events[0]@{tick}"], f"ValueError: {tick}")
         raised.problem(5 * tick)
         topic = TopicPartition("events", tick % 5)
         stalls.look({topic: Position(tick // 50)}, {topic: 10**6}, 2.0)

@@ -15,7 +15,7 @@ from ingest.events.schema import Schema
 from learner.build import build_embedding_source
 from learner.config import LearnerSettings, ModelSettings
 from learner.distributed.process_group import RankAssignment, device_of
-from learner.distributed.rendezvous import meet_hosts
+from learner.distributed.rendezvous import connect_hosts
 from learner.errors import CheckpointError
 from learner.model.device import Precision, check_scaling, choose_device, choose_precision
 from learner.model.embedding import Embedding
@@ -63,7 +63,7 @@ def try_device(learner: LearnerSettings, say: Callable[[ProbeFinding], None]) ->
 def _check_interface(learner: LearnerSettings) -> None:
     """Look for the interface as one of the other hosts does, which listens on nothing."""
     other = learner.model_copy(update={"host_rank": 1})
-    with meet_hosts(other, _NOWHERE, {}):
+    with connect_hosts(other, _NOWHERE, {}):
         pass
 
 
@@ -95,7 +95,7 @@ def try_model(asked: Asked, device: torch.device, say: Callable[[Step | ProbeFin
         shape = check_model(model, task, schema, device)
         check_task(task, shape, schema.label, device)
         kind = "model.embedding"
-        dim = None if embedding is None else embedding.heard().shape[1]
+        dim = None if embedding is None else embedding.captured().shape[1]
         kind = "model.strategy"
         strategy = build_strategy(learner.strategy, settings, task)
         if strategy.keeps_output:

@@ -1,4 +1,4 @@
-"""Threads that wait for those of serving: on a CPU the kernel takes the core away from training, wherever it is."""
+"""Lowers the CPU priority of training threads, so that the kernel preempts them for serving at any point."""
 
 import contextlib
 import math
@@ -7,27 +7,28 @@ from pathlib import Path
 
 _LOWEST = 19
 _STEP = 1.25
-"""What one level of nice is worth: a thread gets so many times as much of a core as one of the next level."""
+"""Ratio of CPU time between a thread and one at the next nice level."""
 _AUTOGROUP = Path("/proc/self/autogroup")
-"""Empty where the kernel does not group this process: then it takes a level and does nothing with it."""
+"""Empty where the kernel does not group this process: writing a level has no effect then."""
 
 
 def nice_level(fraction: float) -> int:
-    """Return the level at which threads get at least this fraction of a core that others want all of; 0: the lowest."""
+    """Return the nice level at which a thread gets at least `fraction` of a busy core; the lowest priority for 0."""
     if not fraction:
         return _LOWEST
     return max(0, min(_LOWEST, math.floor(math.log((1 - fraction) / fraction, _STEP))))
 
 
 def step_back(nice: int) -> str:
-    """Let all threads of this process and of its children, now and to come, wait for those of other processes.
+    """Set the nice level of all threads of this process and its children, including threads that start later.
 
-    On Linux a level is a thread's own, and threads that libraries have started at their import have theirs. Where the
-    kernel groups by sessions (autogroup) it holds within one, so that a session of the learner's own gets it too:
-    `anabranch up` starts each part in one. What is lower already stays so; without rights there is no way back.
+    On Linux each thread has its own level, including threads that libraries started at import. Where the kernel groups
+    by sessions (autogroup), a level counts within the session only, so the learner's session gets the level too if it
+    has one to itself: `anabranch up` starts each part in its own. Threads at a lower priority keep it. Without
+    privileges this cannot be undone.
 
     Returns:
-        What was done, in words.
+        A description of the change, for the log and the report.
     """
     done = f"nice {nice}"
     for process in (os.getpid(), *_children(os.getpid())):
@@ -43,7 +44,7 @@ def step_back(nice: int) -> str:
 
 
 def _threads(process: int) -> list[int]:
-    """Return the threads of a process, or the process alone where they cannot be told."""
+    """Return the threads of a process, or the process alone where they cannot be listed."""
     try:
         return [int(name) for name in os.listdir(f"/proc/{process}/task")]  # noqa: PTH208 numbers, not paths
     except OSError:
@@ -51,10 +52,10 @@ def _threads(process: int) -> list[int]:
 
 
 def _children(process: int) -> list[int]:
-    """Return the processes that this one has started, and theirs; none where they cannot be told."""
-    found: list[int] = []
+    """Return all descendants of a process; none where they cannot be listed."""
+    descendants: list[int] = []
     for thread in _threads(process):
         with contextlib.suppress(OSError):
             for child in Path(f"/proc/{process}/task/{thread}/children").read_text().split():
-                found += [int(child), *_children(int(child))]
-    return found
+                descendants += [int(child), *_children(int(child))]
+    return descendants

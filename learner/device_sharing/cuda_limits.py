@@ -1,4 +1,4 @@
-"""Where on a CUDA device training may run besides giving way: refinements that a device or its driver may lack."""
+"""Limits on the multiprocessors and threads of a CUDA device for training; a device or its driver may lack them."""
 
 import contextlib
 import os
@@ -13,18 +13,18 @@ from learner.training.trainer import LaunchContext
 
 _MPS_PERCENTAGE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 _MPS_PIPE = "CUDA_MPS_PIPE_DIRECTORY"
-_MPS_PIPE_USUAL = "/tmp/nvidia-mps"  # noqa: S108 where the MPS daemon of NVIDIA listens unless it is told otherwise
+_MPS_PIPE_USUAL = "/tmp/nvidia-mps"  # noqa: S108 the default pipe of NVIDIA's MPS daemon
 
 
 def limit_threads(settings: DeviceSharingSettings) -> None:
-    """Tell the driver what part of the device training may take under MPS; to be called before CUDA begins."""
+    """Set the part of the device that training may use under MPS; call it before CUDA is initialized."""
     if settings.mps_percentage is not None:
         os.environ.setdefault(_MPS_PERCENTAGE, str(settings.mps_percentage))
 
 
 @contextlib.contextmanager
 def confined(settings: DeviceSharingSettings, device: torch.device) -> Iterator[LaunchContext]:
-    """Yield the lane of steps: what it gives the device keeps to some multiprocessors, where the config says so.
+    """Yield the launch context of steps, limited to some multiprocessors where `device_sharing.sms` is set.
 
     Raises:
         SettingsError: `device_sharing.sms` is set, and the device or this torch cannot do that.
@@ -37,9 +37,9 @@ def confined(settings: DeviceSharingSettings, device: torch.device) -> Iterator[
     from torch.cuda.green_contexts import GreenContext
 
     try:
-        # What torch says of its type is less than it is.
+        # Torch's annotations lack methods of it.
         context: Any = GreenContext.create(num_sms=settings.sms, device_id=device.index or 0)
-        # Not `set_context`: autograd goes backward in threads of its own, and follows streams into them, not contexts.
+        # Not `set_context`: autograd runs backward in other threads, which inherit streams but not contexts.
         stream: torch.cuda.Stream = context.Stream()
     except RuntimeError as exc:
         raise SettingsError(
@@ -51,7 +51,7 @@ def confined(settings: DeviceSharingSettings, device: torch.device) -> Iterator[
 
 @contextlib.contextmanager
 def _on(stream: torch.cuda.Stream, device: torch.device) -> Iterator[None]:
-    """Give work to a stream, after what the current one has been given so far and before what it is given then."""
+    """Launch work on `stream`, ordered after earlier and before later work of the current stream."""
     usual = torch.cuda.current_stream(device)
     stream.wait_stream(usual)
     try:
@@ -62,22 +62,22 @@ def _on(stream: torch.cuda.Stream, device: torch.device) -> Iterator[None]:
 
 
 def lacks_green_contexts(device: torch.device) -> str | None:
-    """Say why training cannot be kept to some multiprocessors, in words that follow the key; None when it can."""
+    """Return why steps cannot be limited to some multiprocessors, as a clause after the key; None if they can."""
     if device.type != "cuda":
         return f"needs a CUDA device, but the device is {device}"
     try:
         from torch.cuda import green_contexts
     except ImportError:
         return f"needs green contexts, which torch {torch.__version__} does not have"
-    if not getattr(green_contexts, "SUPPORTED", True):  # later ones find out as they make one
+    if not getattr(green_contexts, "SUPPORTED", True):  # later releases find out when they create one
         return f"needs green contexts, which this build of torch {torch.__version__} does not have"
     return None
 
 
 def lacks_mps(device: torch.device) -> str | None:
-    """Say why `device_sharing.mps_percentage` has no effect, in words that follow the key; None when it has."""
+    """Return why `device_sharing.mps_percentage` has no effect, as a clause after the key; None if it has."""
     if device.type != "cuda":
         return f"needs a CUDA device, but the device is {device}"
-    if not os.path.exists(os.environ.get(_MPS_PIPE, _MPS_PIPE_USUAL)):  # noqa: PTH110 the environment's word
+    if not os.path.exists(os.environ.get(_MPS_PIPE, _MPS_PIPE_USUAL)):  # noqa: PTH110 a path from the environment
         return "has no effect, since no MPS daemon listens"
     return None

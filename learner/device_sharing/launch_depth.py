@@ -1,4 +1,4 @@
-"""How far the host runs ahead of a device: what it has queued there cannot be called back."""
+"""Limits how far the host runs ahead of a CUDA device: queued work cannot be cancelled."""
 
 from collections import deque
 
@@ -9,14 +9,14 @@ MOST_AHEAD = 2
 
 
 class LaunchLimiter:
-    """Called by the thread that trains, before each micro-batch. A CPU has no queue, and nothing is done there."""
+    """Limits the micro-batches that are queued on a CUDA device; does nothing on a CPU. Used by the training thread."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
         self._marks: deque[torch.cuda.Event] = deque()
 
     def wait(self) -> None:
-        """Return when no more than two micro-batches are queued, the one to come counted."""
+        """Wait until at most `MOST_AHEAD` micro-batches are queued, including the next one; call it before each."""
         if self._cuda:
             mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
             mark.record()
@@ -25,6 +25,6 @@ class LaunchLimiter:
                 self._marks.popleft().synchronize()
 
     def drain(self) -> None:
-        """Return when nothing is queued."""
+        """Wait until nothing is queued."""
         while self._marks:
             self._marks.popleft().synchronize()

@@ -1,12 +1,12 @@
 """Device sharing's contract: a mapped file for each server and each rank of the learner, in `var/device_sharing/`.
 Imports no torch.
 
-A server marks in its file that requests wait; the learner looks at the marks of all servers between micro-batches. Each
-file has one writer, who holds a lock on it for as long as it lives: the kernel lets go of the lock however the process
-ends, and pids say nothing between containers that share a volume. A mark whose file is not locked is a dead one's.
+A server marks in its file that requests wait; the learner reads the marks of all servers between micro-batches. Each
+file has one writer, which holds a lock on it while it lives: the kernel releases the lock however the process ends,
+while pids mean nothing between containers that share a volume. A mark in a file that is not locked is of a dead server.
 
-Every field is a word of 64 bits that means something by itself and is written at once, so that no reader sees half of a
-mark. Moments are nanoseconds of the monotonic clock, which all processes of one machine share.
+Every field is a word of 64 bits that is valid by itself and is written at once, so that no reader sees half of a mark.
+Times are nanoseconds of the monotonic clock, which all processes of one machine share.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from anabranch.core.failures import state_errors
 FOLDER = "device_sharing"
 _SERVER, _LEARNER = "server", "learner"
 _FORM = 0x1_6573_6165_6C
-"""The first word of a file that is one of these: "lease" and the number of the form."""
+"""The first word of such a file: "lease" and the format number."""
 _BYTES = 64
 _MOST_HOLDERS = 256
 
@@ -37,15 +37,15 @@ class Field(IntEnum):
     WAITING = 1
     """Of a server: since when the oldest request waits for its answer; 0: none does."""
     RUNNING = 2
-    """Of a server: since when the model is at work on a batch; 0: it is not."""
+    """Of a server: since when the model runs on a batch; 0: it does not."""
     ANSWERED = 3
     """Of a server: requests answered so far."""
     LATE = 4
     """Of a server: those of them that took longer than `serving.slo`."""
     YIELDING = 5
-    """Of a rank: since when it gives way; 0: it does not."""
+    """Of a rank: since when it yields; 0: it does not."""
     ROWS = 6
-    """Of a rank: events of a micro-batch at most; 0: all of a step."""
+    """Of a rank: largest micro-batch in events; 0: all of a step."""
 
 
 class Slot:
@@ -73,14 +73,14 @@ class Slot:
         return False
 
     def close(self) -> None:
-        """Unmap it, and let go of the lock."""
+        """Unmap the file, and release the lock."""
         self._words.release()
         self._mapped.close()
         os.close(self._descriptor)
 
 
 class ServerMark:
-    """What one server tells the learner. Used by one thread."""
+    """The marks that one server sets for the learner. Used by one thread."""
 
     def __init__(self, slot: Slot, slo: timedelta) -> None:
         self._slot = slot
@@ -90,7 +90,7 @@ class ServerMark:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """A request waits for as long as the block runs, and is answered unless that raises."""
+        """Mark that a request waits while the block runs, and count it as answered unless the block raises."""
         begin, self._requests = time.monotonic_ns(), self._requests + 1
         number = self._requests
         self._begins[number] = begin
@@ -105,11 +105,11 @@ class ServerMark:
             self._mark()
 
     def run(self) -> None:
-        """Mark that the model begins with a batch."""
+        """Mark that the model starts on a batch."""
         self._slot[Field.RUNNING] = time.monotonic_ns()
 
     def rest(self) -> None:
-        """Mark that the model has nothing to do."""
+        """Mark that the model is idle."""
         self._slot[Field.RUNNING] = 0
 
     def _mark(self) -> None:
@@ -120,15 +120,15 @@ class Servers:
     """The marks of all servers of a state directory, as the learner sees them. Used by one thread."""
 
     def __init__(self, state_dir: Path, patience: timedelta) -> None:
-        """A mark that is older than `patience` is of a server that hangs, and is not waited for."""
+        """Take `patience`: a mark that is older is of a server that hangs, and is ignored."""
         self._folder = state_dir / FOLDER
         self._patience = int(patience.total_seconds() * 1e9)
         self._slots: dict[str, Slot] = {}
 
     def refresh(self) -> None:
-        """Take note of servers that have come; a slot that was once seen is kept, since another may take it over.
+        """Map the slots of new servers; mapped slots are kept, since another server may take them over.
 
-        What cannot be read now, for want of descriptors also, is read the next time.
+        A slot that cannot be read, for lack of descriptors for example, is tried again at the next call.
         """
         with contextlib.suppress(OSError):
             for path in self._folder.iterdir():
@@ -138,28 +138,28 @@ class Servers:
                         self._slots[path.name] = slot
 
     def since(self, field: Field) -> int:
-        """Return the earliest moment that stands in a field of a living server, 0 when there is none.
+        """Return the earliest time in a field of the living servers, 0 when there is none.
 
-        Takes a microsecond where nobody waits, since only a server that has a mark is asked whether it lives.
+        Takes a microsecond where no request waits, since only servers with a mark are checked for life.
         """
         earliest = 0
         for slot in self._slots.values():
-            moment = slot[field]
-            if moment and time.monotonic_ns() - moment < self._patience and slot.alive:
-                earliest = min(earliest or moment, moment)
+            since = slot[field]
+            if since and time.monotonic_ns() - since < self._patience and slot.alive:
+                earliest = min(earliest or since, since)
         return earliest
 
     def total(self, field: Field) -> int:
-        """Add up a count of all servers; the count of one that is started again begins anew."""
+        """Return the sum of a count over all servers; the count of a restarted server starts at 0."""
         return sum(slot[field] for slot in self._slots.values())
 
     @property
     def alive(self) -> int:
-        """How many servers there are."""
+        """Number of living servers."""
         return sum(slot.alive for slot in self._slots.values())
 
     def close(self) -> None:
-        """Unmap all."""
+        """Unmap all slots."""
         for slot in self._slots.values():
             slot.close()
         self._slots.clear()
@@ -180,15 +180,15 @@ def hold_learner(state_dir: Path) -> Iterator[Slot]:
 
 
 def learners(state_dir: Path) -> list[dict[Field, int]]:
-    """Return what the fields of each living rank say."""
-    found = []
+    """Return the fields of each living rank of the learner."""
+    ranks = []
     for path in sorted((state_dir / FOLDER).glob(f"{_LEARNER}-*")):
         slot = _seen(path)
         if slot is not None:
             if slot.alive:
-                found.append({field: slot[field] for field in Field})
+                ranks.append({field: slot[field] for field in Field})
             slot.close()
-    return found
+    return ranks
 
 
 @contextlib.contextmanager
@@ -206,7 +206,9 @@ def _hold(state_dir: Path, kind: str) -> Iterator[Slot]:
 
 
 def _taken(path: Path) -> Slot | None:
-    """Take a slot unless another has it, all words but the first 0; written out, so that a full disk is met here."""
+    """Take a slot, with all words but the first 0; None when another process has it.
+
+    The words are written, not only mapped, so that a full disk raises here."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -223,7 +225,7 @@ def _taken(path: Path) -> Slot | None:
 
 
 def _seen(path: Path) -> Slot | None:
-    """Map another's slot to read it; None when it is not whole yet, or is none."""
+    """Map another process's slot for reading; None when it is incomplete or no slot."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

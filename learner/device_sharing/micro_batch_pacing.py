@@ -1,43 +1,42 @@
-"""How much training device sharing leaves: two rules that know no clock, no process and no device. Imports no torch."""
+"""Two pure rules of device sharing: the size of micro-batches, and the time that training gets. Imports no torch."""
 
 _LATE = 0.01
 """The part of the answers that may take longer than `serving.slo`: what a 99th percentile leaves out."""
 _AT_FAULT = 0.1
-"""Training is at fault for late answers where it took at least so much of `serving.slo` to give way."""
+"""Training is at fault for late answers if it took at least this part of `serving.slo` to yield."""
 _LONGEST_INTERVALS = 120
-"""Intervals in which late answers are made up for at most."""
+"""Number of intervals after which late answers no longer count."""
 _RISES = 64
-"""Intervals in which micro-batches rise from nothing to all of a step; an eighth of that where nobody asks."""
+"""Intervals in which micro-batches grow from 0 to a full step; an eighth of that while there are no requests."""
 LEAST_ROWS = 2
 
 
 class MicroBatchController:
     """The size of micro-batches: additive increase, multiplicative decrease (Chiu and Jain 1989).
 
-    It is halved when more than one answer of a hundred is late and training took part in that. It rises again once so
-    many others were in time that no more than one of a hundred is late, all in all. Late answers that are not
-    training's doing make nothing smaller.
+    The size is halved when more than one answer in a hundred is late and training is at fault. It rises again once at
+    most one answer in a hundred is late overall. Late answers that training did not cause change nothing.
     """
 
     def __init__(self, slo: float) -> None:
-        """`slo` in seconds: the 99th percentile of the time that an answer may take."""
+        """Take `slo` in seconds, the bound on the 99th percentile of response times."""
         self._slo = slo
         self._too_many = 0.0
         self.rows: int | None = None
-        """Events of a micro-batch at most; None: all of a step."""
+        """Largest micro-batch in events; None: all of a step."""
 
     def interval(self, step: int, answered: int, late: int, longest_wait: float) -> int | None:
-        """Take note of an interval, and return the size from now on.
+        """Add an interval, and return the size from now on.
 
         Args:
-            step: events of a step, or what a micro-batch may have at most for other reasons.
+            step: events of a step, or a smaller limit on micro-batches if there is one.
             answered: requests answered in it.
-            late: those of them that took longer than `slo`.
-            longest_wait: seconds that training took at most to give way.
+            late: answered requests that took longer than `slo`.
+            longest_wait: the longest time that training took to yield, in seconds.
         """
         rows = step if self.rows is None else min(self.rows, step)
-        most = max(1.0, _LATE * answered * _LONGEST_INTERVALS)
-        self._too_many = min(most, max(0.0, self._too_many + late - _LATE * answered))
+        limit = max(1.0, _LATE * answered * _LONGEST_INTERVALS)
+        self._too_many = min(limit, max(0.0, self._too_many + late - _LATE * answered))
         if late > _LATE * answered and longest_wait >= _AT_FAULT * self._slo:
             rows //= 2
         elif not answered:
@@ -50,20 +49,19 @@ class MicroBatchController:
 
 
 class TrainingBudget:
-    """How long training may still give way: all the time, or so that it gets at least a fraction of it."""
+    """The time that training may still yield: without a limit, or so that training gets a fraction of all time."""
 
-    def __init__(self, fraction: float, most: float = 1.0) -> None:
-        """`fraction` of the time that training gets at least; it gives way for at most `most` seconds at a stretch."""
+    def __init__(self, fraction: float, longest: float = 1.0) -> None:
+        """Take the smallest `fraction` of time for training, and the `longest` stretch in seconds that it may yield."""
         self._per_second = (1 - fraction) / fraction if fraction else 0.0
-        self._most = most if fraction else float("inf")
-        self.left = self._most
-        """Seconds that training may give way from now on, if it does not train in between; below 0 where it gave way
-        for longer than it was to, which it then makes up for."""
+        self._longest = longest if fraction else float("inf")
+        self.left = self._longest
+        """Seconds that training may still yield. Negative after yielding too long; training time pays it back."""
 
     def trained(self, seconds: float) -> None:
-        """Take note of training, which earns the requests their time."""
-        self.left = min(self._most, self.left + seconds * self._per_second)
+        """Add training time, which extends the time that training may yield."""
+        self.left = min(self._longest, self.left + seconds * self._per_second)
 
-    def gave_way(self, seconds: float) -> None:
-        """Take note of a stretch in which requests had the device."""
+    def yielded(self, seconds: float) -> None:
+        """Subtract a stretch for which training has yielded."""
         self.left -= seconds

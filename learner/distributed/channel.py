@@ -1,4 +1,4 @@
-"""How the leader talks with the other ranks: headers of int64 on the CPU, and bytes on the device where one says so."""
+"""Messages between the leader and the other ranks: a header of int64 on the CPU, and optionally bytes on the device."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -16,18 +16,18 @@ from learner.distributed.process_group import SILENCE, RankAssignment, join_grou
 from learner.errors import RankLostError
 
 _HEADER = 24
-_PATIENCE = timedelta(seconds=2)
-_QUIET_SECONDS = 1.0
-"""After so long without a step the leader says that it is there, so that no rank gives up on a quiet stream."""
+_STOP_TIMEOUT = timedelta(seconds=2)
+_KEEPALIVE_SECONDS = 1.0
+"""The leader sends a keepalive after so long without a message, so that no rank times out while the stream is idle."""
 
 
 class Action(IntEnum):
-    """What a header asks of the other ranks."""
+    """What the other ranks have to do."""
 
     STOP = 0
     WAIT = 1
     BEGIN = 2
-    FORMS = 3
+    LAYOUTS = 3
     STEP = 4
     RESTORE = 5
     GATHER = 6
@@ -38,7 +38,7 @@ class Action(IntEnum):
 
 
 class Channel:
-    """The headers and bytes between the leader and the others. Called by every rank."""
+    """Sends and receives headers and bytes between the leader and the other ranks. Used by every rank."""
 
     def __init__(self, device: torch.device) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
@@ -48,90 +48,90 @@ class Channel:
 
     @property
     def others(self) -> range:
-        """The ranks that are led."""
+        """All ranks but the leader."""
         return range(1, self.size)
 
     @property
-    def quiet(self) -> bool:
-        """Whether nothing was said for a second."""
+    def idle(self) -> bool:
+        """Whether nothing was sent for a second."""
         return time.monotonic() >= self._due
 
-    def tell(self, rank: int, action: Action, numbers: Sequence[int] = (), message: Tensor | None = None) -> None:
-        """Send a header, and a message with it, without waiting until they have arrived."""
+    def send(self, rank: int, action: Action, numbers: Sequence[int] = (), message: Tensor | None = None) -> None:
+        """Send a header, and a message with it, without waiting until they are received."""
         header = torch.zeros(_HEADER, dtype=torch.int64)
         size = -1 if message is None else len(message)
         header[: 3 + len(numbers)] = torch.tensor([action, size, len(numbers), *numbers])
         self._sent.append((dist.isend(header, rank), header))
         if message is not None:
             self._sent.append((dist.isend(message, rank), message))
-        self._due = time.monotonic() + _QUIET_SECONDS
+        self._due = time.monotonic() + _KEEPALIVE_SECONDS
 
-    def tell_all(
-        self, action: Action, numbers: Sequence[int] = (), message: Tensor | None = None, patience: timedelta = SILENCE
+    def send_all(
+        self, action: Action, numbers: Sequence[int] = (), message: Tensor | None = None, timeout: timedelta = SILENCE
     ) -> None:
-        """Tell every other rank the same, and wait until it has arrived."""
+        """Send the same to every other rank, and wait until all have received it."""
         for rank in self.others:
-            self.tell(rank, action, numbers, message)
-        self.arrived(patience)
+            self.send(rank, action, numbers, message)
+        self.wait_sent(timeout)
 
-    def arrived(self, patience: timedelta = SILENCE) -> None:
-        """Wait until all that was told has arrived; raises RuntimeError when a rank does not listen."""
+    def wait_sent(self, timeout: timedelta = SILENCE) -> None:
+        """Wait until everything sent was received; raises RuntimeError when a rank does not receive."""
         for work, _ in self._sent:
             if work is not None:
-                work.wait(patience)
+                work.wait(timeout)
         self._sent.clear()
 
-    def hear(self) -> tuple[Action, list[int], Tensor | None]:
-        """Wait for the leader's next header, and the message that goes with it."""
+    def receive(self) -> tuple[Action, list[int], Tensor | None]:
+        """Wait for the leader's next header and its message."""
         header = torch.zeros(_HEADER, dtype=torch.int64)
         try:
             dist.recv(header, 0)
         except RuntimeError as exc:
             raise RankLostError(f"rank 0 is gone: {exc}") from exc
         action, size, count, *numbers = header.tolist()
-        return Action(action), numbers[:count], None if size < 0 else self.receive(0, size)
+        return Action(action), numbers[:count], None if size < 0 else self.receive_bytes(0, size)
 
     def reply(self, message: Tensor) -> None:
         """Send bytes to the leader."""
         dist.send(message, 0)
 
     def reply_with_size(self, message: Tensor) -> None:
-        """Send the leader bytes of which it does not know how many they are."""
+        """Send bytes to the leader, their number first."""
         dist.send(torch.tensor([len(message)]), 0)
         self.reply(message)
 
     def receive_with_size(self, rank: int) -> Tensor:
-        """Wait for what a rank sends by `reply_with_size`."""
+        """Wait for the bytes that a rank sends with `reply_with_size`."""
         size = torch.empty(1, dtype=torch.int64)
         dist.recv(size, rank)
-        return self.receive(rank, int(size))
+        return self.receive_bytes(rank, int(size))
 
-    def receive(self, rank: int, size: int) -> Tensor:
-        """Wait for so many bytes of a rank, uint8 on the learner's device."""
+    def receive_bytes(self, rank: int, size: int) -> Tensor:
+        """Wait for `size` bytes from a rank; return them as uint8 on the learner's device."""
         message = torch.empty(size, dtype=torch.uint8, device=self.device)
         dist.recv(message, rank)
         return message
 
     @contextmanager
     def leading(self) -> Iterator[None]:
-        """Tell the others to begin now, and to stop when the block is left in order or by an error that is no bug.
+        """Send STOP to the other ranks when the block ends in order or by an `AnabranchError`.
 
-        When a rank is lost there is nobody to tell, and the others see for themselves that the group is broken.
+        Nothing is sent when a rank is lost: the other ranks notice that the group is broken.
         """
         try:
             yield
         except AnabranchError:
-            # Ranks in the midst of a step do not listen: they see for themselves that this one is gone.
+            # Ranks in the middle of a step do not receive: they notice that this one is gone.
             with suppress(RuntimeError):
-                self.tell_all(Action.STOP, patience=_PATIENCE)
+                self.send_all(Action.STOP, timeout=_STOP_TIMEOUT)
             raise
-        self.tell_all(Action.STOP)
+        self.send_all(Action.STOP)
 
 
 @contextmanager
-def lead(place: RankAssignment, settings: LearnerSettings) -> Iterator[Channel]:
-    """Join the group of all ranks as the one that leads it."""
-    with join_group(place, settings) as device:
+def lead(assignment: RankAssignment, settings: LearnerSettings) -> Iterator[Channel]:
+    """Join the group of all ranks as its leader, and yield the channel."""
+    with join_group(assignment, settings) as device:
         channel = Channel(device)
         with channel.leading():
             yield channel

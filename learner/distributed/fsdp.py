@@ -1,7 +1,7 @@
-"""FSDP: each rank keeps a part of every weight, gradient and moment, and has a module whole only while it runs.
+"""FSDP: each rank keeps a shard of every weight, gradient and moment, and gathers a module only while it runs.
 
-Zhao et al. 2023, "PyTorch FSDP: experiences on scaling fully sharded data parallel"; torch's `fully_shard`. Only those
-import it who ask for it: torch takes seconds to import what it is made of.
+Zhao et al. 2023, "PyTorch FSDP: experiences on scaling fully sharded data parallel"; torch's `fully_shard`. Import this
+module only where `learner.sharding` asks for it: that takes seconds.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,12 +17,12 @@ from anabranch.core.errors import SettingsError
 
 
 class ShardedWeights:
-    """Split along their first dimension, as evenly as it goes."""
+    """Weights split along their first dimension, as evenly as possible."""
 
     sharded = True
 
     def split(self, model: nn.Module) -> None:
-        """Give all ranks the weights of rank 0, and let each keep its part.
+        """Broadcast the weights of rank 0, and let each rank keep its shard.
 
         Raises:
             SettingsError: the model has a parameter that cannot be split.
@@ -38,36 +38,39 @@ class ShardedWeights:
                 f'learner.sharding = "fsdp" cannot split the model; write "zero1": {" ".join(str(exc).split())}'
             ) from exc
 
-    def rounds(self, n: int) -> int:
-        """As often as the rank that has the most: all have to send what they have of the model."""
-        most = torch.tensor(n)  # on the CPU, so that nothing waits for the device
-        dist.all_reduce(most, dist.ReduceOp.MAX)
-        return int(most)
+    def num_forwards(self, n: int) -> int:
+        """Return the largest `n` of all ranks: each forward pass gathers shards from all of them."""
+        largest = torch.tensor(n)  # on the CPU, so that nothing waits for the device
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return int(largest)
 
-    def parts(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return the parts of this rank."""
+    def local_shards(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the shards of this rank."""
         return [each.to_local() if isinstance(each, DTensor) else each for each in tensors]
 
     def norm(self, norm: Tensor) -> Tensor:
-        """Return the root of the sum of all ranks' squares."""
+        """Return the root of the sum of the squared norms of all ranks."""
         squares = norm.square()
         dist.all_reduce(squares)
         return squares.sqrt()
 
-    def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return copies, for which all ranks send their parts: in the order of their names, since a rank that has heard
-        of a checkpoint may have them in another than the one that has read it."""
+    def full_copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return full copies, gathered from all ranks in the order of the names.
+
+        The order has to be the same on all ranks: one that received a checkpoint may have another than the one that
+        read it.
+        """
         return {
             name: value.full_tensor() if isinstance(value, DTensor) else value.detach().clone()
             for name, value in sorted(tensors.items())
         }
 
-    def mine(self, tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Cut this rank's parts out of tensors that every rank has whole."""
-        return {name: _cut_out(value, like.get(name)) for name, value in tensors.items()}
+    def shard_like(self, tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return this rank's shards of tensors that every rank has in full."""
+        return {name: _shard_of(value, like.get(name)) for name, value in tensors.items()}
 
 
-def _cut_out(value: Tensor, like: Tensor | None) -> Tensor:
+def _shard_of(value: Tensor, like: Tensor | None) -> Tensor:
     if not isinstance(like, DTensor) or like.shape != value.shape:
         return value
     device = torch.device(like.device_mesh.device_type)
@@ -75,12 +78,12 @@ def _cut_out(value: Tensor, like: Tensor | None) -> Tensor:
 
 
 def _units(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that are brought together one at a time: what the outermost sequences of the model consist of.
+    """Return the modules that are gathered one at a time: the members of the model's outermost sequences.
 
-    A parameter that is in two places has to be in one unit: then there are none but the model itself.
+    Tied parameters have to be in one unit: a model that has any is gathered as one.
     """
-    every = [id(each) for _, each in model.named_parameters(remove_duplicate=False)]
-    if len(set(every)) < len(every):
+    ids = [id(each) for _, each in model.named_parameters(remove_duplicate=False)]
+    if len(set(ids)) < len(ids):
         return []
     return [
         child for each in _sequences(model) for child in each.children() if next(child.parameters(), None) is not None

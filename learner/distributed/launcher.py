@@ -1,10 +1,12 @@
 """Starts the ranks of a learner under torch's elastic agent, which is what torchrun runs.
 
-When a rank dies the agent ends the others of this host, and all are started again, a few times; they go on from the
-newest checkpoint. So are they when a host is gone, or comes, and when a rank runs out of memory: those of its host then
-take fewer events at once. The agent runs in a thread: a signal is for the launcher, which then writes into the pipe
-that is stdin of every rank: rank 0 stops in order, and tells the others. Where the pipe ends without a word the
-launcher was killed, and all ranks end at once, as it did: whoever starts it again finds none of them in the way.
+When a rank dies, the agent ends the other ranks of this host, and the launcher starts all again, a few times; they
+resume from the newest checkpoint. It also restarts them when a host is lost or comes, and when a rank runs out of
+memory: the ranks of its host then take smaller micro-batches.
+
+The agent runs in a thread. On a signal the launcher writes into the pipe that is stdin of every rank: rank 0 stops in
+order and stops the other ranks. When the pipe ends without a byte, the launcher was killed, and all ranks end at once,
+so that none is left when the launcher is started again.
 """
 
 import json
@@ -31,19 +33,19 @@ from learner.distributed.rendezvous import Hosts, MembershipChange
 
 _RESTARTS = 3
 _IN_A_ROW = timedelta(minutes=10)
-"""Ranks that have lived for so long have not died in a row with those before them."""
+"""A round that lasted so long resets the count of deaths in a row."""
 _NOWHERE = "127.0.0.1"
-"""The agent wants an address at which ranks may meet; they meet elsewhere."""
-_LOOK_SECONDS = 0.1
+"""A placeholder for the agent's rendezvous address: ranks connect elsewhere."""
+_POLL_SECONDS = 0.1
 _BEYOND_STOP_TIMEOUT = timedelta(seconds=3)
-_PATIENCE = timedelta(seconds=10)
-"""In which ranks see for themselves that others are gone."""
-_ENOUGH = 4096
-_MEETING = "meeting"
-_SEAT = "seat.json"
+_EXIT_TIMEOUT = timedelta(seconds=10)
+"""How long ranks may take to notice that others are gone."""
+_STOP_BYTES = 4096
+_RENDEZVOUS = "rendezvous"
+_RANK_SETTINGS = "rank_settings.json"
 _LOGS = "logs"
 _ROWS = "rows-"
-"""What the files begin with in which ranks leave word of how many events may fit."""
+"""Prefix of the files in which ranks write how many events may fit."""
 OUTCOME = "outcome"
 REFUSED = frozenset({2, 3})
 """Exit codes that starting again cannot fix."""
@@ -51,17 +53,17 @@ REFUSED = frozenset({2, 3})
 log = logging.getLogger(__name__)
 
 
-class _End(NamedTuple):
+class _RoundResult(NamedTuple):
     """How a round ended on this host."""
 
     code: int | None
-    """Which rank 0 left, or one that refused; None: there is none, or ranks died."""
+    """The exit code of rank 0, or of a rank that refused to start; None: there is none, or ranks died."""
     change: MembershipChange
-    """What ended it, if not a rank."""
+    """Why the round ended, if not by a rank of this host."""
     over: bool
-    """Whether no rank is left."""
+    """Whether all ranks have ended."""
     rows: int | None
-    """Events that may fit where a rank ran out of memory; None: none did."""
+    """Events that may fit, after a rank ran out of memory; None when none did."""
 
 
 def launch(settings: LearnerSettings, hosts: Hosts, command: Sequence[str], stop: threading.Event) -> int | None:
@@ -73,18 +75,18 @@ def launch(settings: LearnerSettings, hosts: Hosts, command: Sequence[str], stop
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // settings.replicas)))
     logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
     deaths, died_in, rows = 0, None, None
-    while (dealt := hosts.gather(stop)) is not None:
-        # Where another host was gone by then they died of that; where one ran out of memory it takes fewer events now.
-        deaths += died_in is not None and _all_there(died_in, dealt) and died_in.name not in hosts.ran_out
+    while (current_round := hosts.next_round(stop)) is not None:
+        # Does not count if another host was gone (the cause), or ran out of memory (it takes fewer events now).
+        deaths += died_in is not None and _all_there(died_in, current_round) and died_in.name not in hosts.ran_out
         if deaths > _RESTARTS:
             log.error("ranks have died %d times in a row", deaths)
-            hosts.over(ran_out=False)
+            hosts.round_ended(ran_out=False)
             return None
         began, died_in = time.monotonic(), None
-        end = _run(settings, hosts, _seat(settings, dealt, rows), command, stop)
+        end = _run(settings, hosts, _rank_settings(settings, current_round, rows), command, stop)
         if stop.is_set() or end.code in REFUSED or not end.over:
             return end.code
-        hosts.over(ran_out=end.rows is not None)
+        hosts.round_ended(ran_out=end.rows is not None)
         rows = end.rows or rows
         if not hosts.leads or end.rows is not None:
             continue
@@ -93,89 +95,101 @@ def launch(settings: LearnerSettings, hosts: Hosts, command: Sequence[str], stop
         if end.change is MembershipChange.LOST:
             continue
         if end.code is None:
-            died_in = dealt
+            died_in = current_round
         elif end.change is MembershipChange.NONE:
             return end.code
     return 0
 
 
 def _all_there(before: MembershipRound, now: MembershipRound) -> bool:
-    """Whether the launchers that had a seat have one again."""
-    return {seat.id for seat in before.seats.values()} <= {seat.id for seat in now.seats.values()}
+    """Return whether all launchers of the earlier round are in this one."""
+    return {each.id for each in before.assignments.values()} <= {each.id for each in now.assignments.values()}
 
 
 def _run(
-    settings: LearnerSettings, hosts: Hosts, seat: Mapping[str, Any], command: Sequence[str], stop: threading.Event
-) -> _End:
-    """Run the ranks of this host for one round."""
+    settings: LearnerSettings,
+    hosts: Hosts,
+    rank_settings: Mapping[str, Any],
+    command: Sequence[str],
+    stop: threading.Event,
+) -> _RoundResult:
+    """Run the ranks of this host for one round, and return how it ended."""
     change, stop_timeout = MembershipChange.NONE, settings.stop_timeout
     with tempfile.TemporaryDirectory(prefix="anabranch-") as name:
         folder = Path(name)
-        (folder / _SEAT).write_text(json.dumps(seat))
+        (folder / _RANK_SETTINGS).write_text(json.dumps(rank_settings))
         with _Lifeline() as lifeline:
             agent = _Agent(settings.replicas, (*command, "--group", name), stop_timeout, folder / _LOGS)
             agent.start()
-            # A rank that refuses to go on ends all: others may wait for it, and would be started again.
-            while agent.is_alive() and read_outcome(folder) not in REFUSED and not stop.wait(_LOOK_SECONDS):
-                change = hosts.change()
+            # A rank that refuses ends all: others may wait for it, and would be started again.
+            while agent.is_alive() and read_outcome(folder) not in REFUSED and not stop.wait(_POLL_SECONDS):
+                change = hosts.poll()
                 if change is not MembershipChange.NONE:
                     break
             if stop.is_set():
                 hosts.leave()
             gone = change in (MembershipChange.LOST, MembershipChange.DIED)
             if not gone:
-                lifeline.say_stop()
-            patience = _PATIENCE if gone else stop_timeout + _BEYOND_STOP_TIMEOUT
-            agent.join(patience.total_seconds())
-        agent.join(_PATIENCE.total_seconds())  # what was left of them ended with the pipe
+                lifeline.send_stop()
+            timeout = _EXIT_TIMEOUT if gone else stop_timeout + _BEYOND_STOP_TIMEOUT
+            agent.join(timeout.total_seconds())
+        agent.join(_EXIT_TIMEOUT.total_seconds())  # ranks that were left ended with the pipe
         code = None if agent.is_alive() else read_outcome(folder)
         code = code if code or not agent.failed else None
-        return _End(code, change, not agent.is_alive(), _left_rows(folder))
+        return _RoundResult(code, change, not agent.is_alive(), _read_rows(folder))
 
 
-def _seat(settings: LearnerSettings, dealt: MembershipRound, rows: int | None) -> dict[str, Any]:
-    """Return what the ranks of this host are to know of their place among all."""
-    absent = [host for host in range(settings.hosts) if host not in dealt.seats]
+def _rank_settings(settings: LearnerSettings, current_round: MembershipRound, rows: int | None) -> dict[str, Any]:
+    """Return the settings of this host's ranks in a round."""
+    absent = [host for host in range(settings.hosts) if host not in current_round.assignments]
     return {
-        "name": dealt.name,
-        "size": dealt.size,
-        "first": dealt.seats[settings.host_rank].first,
+        "name": current_round.name,
+        "size": current_round.size,
+        "first": current_round.assignments[settings.host_rank].first,
         "absent": absent,
-        "readers": [each.reads_at for each in dealt.seats.values() if each.reads_at],
+        "readers": [each.reads_at for each in current_round.assignments.values() if each.reads_at],
         "rows": rows,
     }
 
 
-def take_place(folder: Path, settings: LearnerSettings) -> RankAssignment:
-    """Return the place of this rank, which torch's agent tells its number on this host."""
-    seat = json.loads((folder / _SEAT).read_text())
-    meeting: Path | RendezvousAddress = folder / _MEETING
+def read_assignment(folder: Path, settings: LearnerSettings) -> RankAssignment:
+    """Return the assignment of this rank; torch's agent sets its number on this host as `RANK`."""
+    rank_settings = json.loads((folder / _RANK_SETTINGS).read_text())
+    rendezvous: Path | RendezvousAddress = folder / _RENDEZVOUS
     if settings.hosts > 1:
         assert settings.rendezvous is not None
         assert settings.interface is not None
-        meeting = RendezvousAddress(settings.rendezvous, seat["name"], settings.interface)
-    first = int(seat["first"])
-    absent, readers = (tuple(seat[name]) for name in ("absent", "readers"))
-    return RankAssignment(first + int(os.environ["RANK"]), seat["size"], meeting, first, absent, readers, seat["rows"])
+        rendezvous = RendezvousAddress(settings.rendezvous, rank_settings["name"], settings.interface)
+    first = int(rank_settings["first"])
+    absent, readers = (tuple(rank_settings[name]) for name in ("absent", "readers"))
+    return RankAssignment(
+        first + int(os.environ["RANK"]),
+        rank_settings["size"],
+        rendezvous,
+        first,
+        absent,
+        readers,
+        rank_settings["rows"],
+    )
 
 
 def leave_rows(folder: Path, rows: int) -> None:
-    """Leave word for the launcher of how many events may fit, where so many more did not."""
+    """Write for the launcher how many events may fit, after a rank ran out of memory."""
     (folder / f"{_ROWS}{os.environ['RANK']}").write_text(str(rows))
 
 
-def _left_rows(folder: Path) -> int | None:
-    """Return what ranks left, the least; None: nothing."""
+def _read_rows(folder: Path) -> int | None:
+    """Return the smallest number that a rank wrote with `leave_rows`; None when none did."""
     return min((int(path.read_text()) for path in folder.glob(f"{_ROWS}*")), default=None)
 
 
 def write_outcome(folder: Path, code: int) -> None:
-    """Leave an exit code for the launcher: the agent tells only whether all ranks ended with 0."""
+    """Write an exit code for the launcher: the agent reports only whether all ranks ended with 0."""
     (folder / OUTCOME).write_text(str(code))
 
 
 def read_outcome(folder: Path) -> int | None:
-    """Return the exit code that was left last; None: there is none."""
+    """Return the exit code that was written last; None when there is none."""
     try:
         return int((folder / OUTCOME).read_text())
     except FileNotFoundError:
@@ -183,7 +197,7 @@ def read_outcome(folder: Path) -> int | None:
 
 
 def stop_with_launcher(stop: threading.Event) -> None:
-    """Set `stop` when the launcher says so, and end this process when it is gone. Called by every rank."""
+    """Set `stop` when the launcher sends a byte, and end this process when it is gone. Called by every rank."""
 
     def watch() -> None:
         if not os.read(0, 1):
@@ -194,7 +208,7 @@ def stop_with_launcher(stop: threading.Event) -> None:
 
 
 class _Lifeline:
-    """A pipe that takes the place of stdin, for children to read."""
+    """A pipe that replaces stdin, for children to read."""
 
     def __enter__(self) -> "_Lifeline":
         self._before = os.dup(0)
@@ -203,9 +217,9 @@ class _Lifeline:
         os.close(reading)
         return self
 
-    def say_stop(self) -> None:
-        """Leave a byte for each rank, those included that the agent may start yet."""
-        os.write(self._writing, bytes(_ENOUGH))
+    def send_stop(self) -> None:
+        """Write a byte for each rank, including ranks that the agent may still start."""
+        os.write(self._writing, bytes(_STOP_BYTES))
 
     def __exit__(self, *_: object) -> None:
         os.close(self._writing)
@@ -214,36 +228,36 @@ class _Lifeline:
 
 
 class _Rendezvous(RendezvousHandler):
-    """Where the agents of all hosts would meet: each knows of none but itself, since the launchers meet.
+    """The agent's rendezvous, of one host alone: the launchers connect the hosts.
 
-    Torch's own listens on every interface, and unpickles what it is told there.
+    Torch's own rendezvous listens on every interface, and unpickles the data it receives there.
     """
 
     def get_backend(self) -> str:
-        """Name it."""
+        """Return the name of this rendezvous."""
         return "anabranch"
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Be the first and only one."""
+        """Return a rendezvous with one agent, of rank 0."""
         return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo(_NOWHERE, 0))
 
     def is_closed(self) -> bool:
-        """Never."""
+        """Return False: it is never closed."""
         return False
 
     def set_closed(self) -> None:
-        """Nothing to close."""
+        """Do nothing."""
 
     def num_nodes_waiting(self) -> int:
-        """Nobody."""
+        """Return 0: no other agent ever waits."""
         return 0
 
     def get_run_id(self) -> str:
-        """Tell this launcher from others."""
+        """Return a name that is unique to this launcher."""
         return f"anabranch-{os.getpid()}"
 
     def shutdown(self) -> bool:
-        """Nothing to end."""
+        """Return True: there is nothing to shut down."""
         return True
 
 
@@ -251,7 +265,7 @@ class _Agent(threading.Thread):
     """Torch's agent for one host."""
 
     def __init__(self, ranks: int, command: Sequence[str], stop_timeout: timedelta, logs: Path) -> None:
-        """`logs`: where the agent makes folders for each rank, which it never deletes."""
+        """Take `logs`, the folder in which the agent makes one folder per rank and never deletes it."""
         super().__init__(name="ranks", daemon=True)
         program, *arguments = command
         spec = WorkerSpec(

@@ -1,4 +1,4 @@
-"""How ranks find each other, and the process group that they make."""
+"""How ranks find each other, and the process group that they form."""
 
 import contextlib
 import os
@@ -19,49 +19,49 @@ from learner.errors import RankLostError
 from learner.model.device import choose_device
 
 SILENCE = timedelta(minutes=10)
-"""After so long without a word the others give up: many times what the leader ever takes between two headers."""
+"""Timeout of the process group: many times what the leader ever takes between two headers."""
 
 
 @dataclass(frozen=True)
 class RendezvousAddress:
-    """Where the ranks of several hosts meet: under a name of their own in the store that host 0 serves."""
+    """Where the ranks of several hosts connect: under the round's name in the store that host 0 serves."""
 
     address: str
     name: str
     interface: str
-    """The network interface of this host over which its ranks talk."""
+    """The network interface of this host of its ranks."""
 
 
 @dataclass(frozen=True)
 class RankAssignment:
-    """Which rank this process is: `rank` of `size`, all of which meet at the file `meeting`, or with other hosts."""
+    """The rank of this process: `rank` of `size`, which connect by the file or the address in `rendezvous`."""
 
     rank: int
     size: int
-    meeting: Path | RendezvousAddress
+    rendezvous: Path | RendezvousAddress
     first: int = 0
     """The first rank on this host."""
     absent: tuple[int, ...] = ()
-    """Hosts that did not come."""
+    """Hosts that do not take part."""
     readers: tuple[str, ...] = ()
     """Addresses of the ingest processes of other hosts."""
     rows: int | None = None
-    """Events of a micro-batch at most, since a device of this host has run out of memory; None: it has not."""
+    """Largest micro-batch in events, after a device of this host ran out of memory; None when none did."""
 
 
 @contextlib.contextmanager
-def join_group(place: RankAssignment, settings: LearnerSettings) -> Iterator[torch.device]:
-    """Be one of the group of all ranks, for as long as the block runs; yields this rank's device. Called by every rank.
+def join_group(assignment: RankAssignment, settings: LearnerSettings) -> Iterator[torch.device]:
+    """Join the group of all ranks while the block runs, and yield this rank's device. Called by every rank.
 
-    On one host they meet at a file and talk over the loopback interface, so that nothing of them is seen from outside.
+    On one host the ranks connect by a file and use the loopback interface, so that nothing is visible from outside.
 
     Raises:
         SettingsError: there is no device for each rank.
-        RankLostError: others are gone before all have met.
+        RankLostError: other ranks ended before all were connected.
     """
-    device = device_of(place, settings)
+    device = device_of(assignment, settings)
     loopback = "lo0" if sys.platform == "darwin" else "lo"
-    interface = place.meeting.interface if isinstance(place.meeting, RendezvousAddress) else loopback
+    interface = assignment.rendezvous.interface if isinstance(assignment.rendezvous, RendezvousAddress) else loopback
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(variable, interface)
     if device.type == "cuda":
@@ -69,25 +69,25 @@ def join_group(place: RankAssignment, settings: LearnerSettings) -> Iterator[tor
     try:
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-            store=_store_of(place),
-            rank=place.rank,
-            world_size=place.size,
+            store=_store_of(assignment),
+            rank=assignment.rank,
+            world_size=assignment.size,
             timeout=SILENCE,
         )
     except (RuntimeError, OSError) as exc:
-        raise RankLostError(f"the {place.size} ranks did not meet: {exc}") from exc
+        raise RankLostError(f"the {assignment.size} ranks did not connect: {exc}") from exc
     yield device
-    # Not after an error: what is left of a group whose ranks are lost may not let go.
+    # Not after an error: destroying a group whose ranks are lost may hang.
     dist.destroy_process_group()
 
 
-def _store_of(place: RankAssignment) -> Store:
-    if isinstance(place.meeting, RendezvousAddress):
-        return PrefixStore(place.meeting.name, connect(place.meeting.address, SILENCE))
-    return FileStore(str(place.meeting), place.size)
+def _store_of(assignment: RankAssignment) -> Store:
+    if isinstance(assignment.rendezvous, RendezvousAddress):
+        return PrefixStore(assignment.rendezvous.name, connect(assignment.rendezvous.address, SILENCE))
+    return FileStore(str(assignment.rendezvous), assignment.size)
 
 
-def device_of(place: RankAssignment, settings: LearnerSettings) -> torch.device:
+def device_of(assignment: RankAssignment, settings: LearnerSettings) -> torch.device:
     """Return the device of a rank; raises SettingsError when there is none for each rank of the host."""
     device, what = choose_device(settings.device), f"learner.replicas = {settings.replicas}"
     if device.type == "cpu":
@@ -100,4 +100,4 @@ def device_of(place: RankAssignment, settings: LearnerSettings) -> torch.device:
         raise SettingsError(f'{what} needs a device for each, but learner.device = "{settings.device}"; write "cuda"')
     if torch.cuda.device_count() < settings.replicas:
         raise SettingsError(f"{what} needs so many CUDA devices, but there are {torch.cuda.device_count()}")
-    return torch.device("cuda", place.rank - place.first)
+    return torch.device("cuda", assignment.rank - assignment.first)

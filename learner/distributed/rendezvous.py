@@ -1,7 +1,7 @@
-"""How the launchers of several hosts meet, and agree on which ranks there are.
+"""Rendezvous of the launchers of several hosts: they agree on the hosts and ranks of each round.
 
-Host 0 deals the seats of a round: who takes part, and which ranks are whose. A round ends on all hosts when it ends on
-one, and another is dealt to those that are there.
+Host 0 decides which hosts take part in a round, and assigns their ranks. A round ends on all hosts when it ends on one;
+then host 0 assigns the next round to the hosts that are there.
 """
 
 import json
@@ -32,10 +32,10 @@ from learner.distributed.membership import (
     listen,
     own_address,
     reach,
-    read_word,
+    read_state,
 )
 
-_LOOK_SECONDS = 0.1
+_POLL_SECONDS = 0.1
 _OWN = {
     "host_rank",
     "replicas",
@@ -47,52 +47,52 @@ _OWN = {
     "stop_timeout",
     "profile",
 }
-"""Settings of the learner in which hosts may differ."""
-_TWICE_SECONDS = 2.0
-"""So long is looked whether somebody else says the words of this host."""
+"""Settings of the learner that may differ between hosts."""
+_DUPLICATE_CHECK_SECONDS = 2.0
+"""How long a launcher watches whether another one publishes states of the same host."""
 
 log = logging.getLogger(__name__)
 
 
 class MembershipChange(Enum):
-    """What has become of a round."""
+    """Why a round has to end, if it does."""
 
     NONE = "nothing"
-    HOSTS = "a host came, or wants to leave: stop in order, and deal anew"
+    HOSTS = "a host came, or is leaving: stop in order, and assign another round"
     DIED = "the ranks of another host are gone"
     LOST = "another host is gone"
 
 
 class Hosts(Protocol):
-    """Deals the rounds that ranks are started for. Used by the launcher's one thread."""
+    """Returns the rounds that ranks are started for. Used by the launcher's one thread."""
 
     leads: bool
-    """Whether this is the host that decides when to give up."""
+    """Whether this host decides when to give up."""
 
     @property
     def ran_out(self) -> Collection[str]:
-        """The names of the rounds in which ranks of other hosts ran out of memory when those last ended."""
+        """The last round of each other host, by name, if its ranks ran out of memory in it."""
         ...
 
-    def gather(self, stop: threading.Event) -> MembershipRound | None:
-        """Wait for the next round that this host has a seat in; None once `stop` is set."""
+    def next_round(self, stop: threading.Event) -> MembershipRound | None:
+        """Wait for the next round that this host takes part in; return None once `stop` is set."""
         ...
 
-    def change(self) -> MembershipChange:
-        """Return what has become of the round since."""
+    def poll(self) -> MembershipChange:
+        """Return whether the round has to end, and why."""
         ...
 
-    def over(self, *, ran_out: bool) -> None:
-        """Say that the ranks of this host have ended, and whether it was for want of memory."""
+    def round_ended(self, *, ran_out: bool) -> None:
+        """Publish that the ranks of this host have ended, and whether they ran out of memory."""
         ...
 
     def leave(self) -> None:
-        """Say that this host ends when the round does."""
+        """Publish that this host leaves when the round ends."""
         ...
 
 
 class SingleHost:
-    """One host."""
+    """The only host: it starts its round at once."""
 
     leads = True
     ran_out: Collection[str] = ()
@@ -100,116 +100,116 @@ class SingleHost:
     def __init__(self, ranks: int) -> None:
         self._round = MembershipRound(str(uuid.uuid4()), ranks, {0: HostAssignment("", 0)})
 
-    def gather(self, stop: threading.Event) -> MembershipRound | None:
-        """Begin at once."""
+    def next_round(self, stop: threading.Event) -> MembershipRound | None:
+        """Return the round at once; None once `stop` is set."""
         return None if stop.is_set() else self._round
 
-    def change(self) -> MembershipChange:
-        """Nothing ever changes."""
+    def poll(self) -> MembershipChange:
+        """Return that the round goes on."""
         return MembershipChange.NONE
 
-    def over(self, *, ran_out: bool) -> None:
-        """Nobody to tell."""
+    def round_ended(self, *, ran_out: bool) -> None:
+        """Do nothing: there is no other host."""
 
     def leave(self) -> None:
-        """Nobody to tell."""
+        """Do nothing: there is no other host."""
 
 
 class Coordinator:
-    """Host 0's: waits for the others, for so long at most, and deals the seats."""
+    """Host 0's: waits for the other hosts, for `learner.join_timeout` at most, and assigns the ranks."""
 
     leads = True
 
     def __init__(self, store: Store, settings: LearnerSettings, alike: dict[str, str]) -> None:
         self._others = range(1, settings.hosts)
-        self._patience = settings.join_timeout
+        self._join_timeout = settings.join_timeout
         self._ranks = settings.replicas
-        self._voice = Membership(store, 0, HostState(str(uuid.uuid4()), self._ranks, alike), self._others)
+        self._membership = Membership(store, 0, HostState(str(uuid.uuid4()), self._ranks, alike), self._others)
         self._round: MembershipRound | None = None
         self._within: set[int] = set()
         self._refused: dict[int, str] = {}
 
     @property
     def ran_out(self) -> Collection[str]:
-        """What the words of all others say, until their ranks end again."""
-        words = [self._voice.heard(host) for host in self._others]
-        return [word.ran_out for word in words if word is not None and word.ran_out is not None]
+        """The rounds that the states of the other hosts name, until their ranks end again."""
+        states = [self._membership.latest(host) for host in self._others]
+        return [state.ran_out for state in states if state is not None and state.ran_out is not None]
 
-    def gather(self, stop: threading.Event) -> MembershipRound | None:
-        """Wait until all are ready, or those that are not have had their time."""
-        deadline, told = time.monotonic() + self._patience.total_seconds(), False
+    def next_round(self, stop: threading.Event) -> MembershipRound | None:
+        """Wait until all hosts are ready or the join timeout has passed, and assign a round."""
+        deadline, logged = time.monotonic() + self._join_timeout.total_seconds(), False
         while not stop.is_set():
-            ready = {host: word for host in self._others if (word := self._ready(host))}
+            ready = {host: state for host in self._others if (state := self._ready(host))}
             awaited = [host for host in self._others if host not in ready and not self._left(host)]
             if not awaited or time.monotonic() > deadline:
-                return self._deal(ready)
-            if not told:
-                log.info("waiting for host %s for %s at most", ", ".join(map(str, awaited)), self._patience)
-                told = True
-            stop.wait(_LOOK_SECONDS)
+                return self._assign(ready)
+            if not logged:
+                log.info("waiting for host %s for %s at most", ", ".join(map(str, awaited)), self._join_timeout)
+                logged = True
+            stop.wait(_POLL_SECONDS)
         return None
 
-    def change(self) -> MembershipChange:
-        """Look at the words of all others."""
+    def poll(self) -> MembershipChange:
+        """Compare the states of the other hosts with the round."""
         assert self._round is not None
         newcomers = False
         for host in self._others:
-            seat, word = self._round.seats.get(host), self._voice.heard(host)
-            if seat is None:
+            assignment, state = self._round.assignments.get(host), self._membership.latest(host)
+            if assignment is None:
                 newcomers |= self._ready(host) is not None
                 continue
-            if word is None or word.id != seat.id:
+            if state is None or state.id != assignment.id:
                 log.warning("host %d is gone", host)
                 return MembershipChange.LOST
-            if word.within == self._round.name:
+            if state.within == self._round.name:
                 self._within.add(host)
             elif host in self._within:
                 return MembershipChange.DIED
-            newcomers |= word.leaving
+            newcomers |= state.leaving
         return MembershipChange.HOSTS if newcomers else MembershipChange.NONE
 
-    def over(self, *, ran_out: bool) -> None:  # noqa: ARG002 it knows that itself
-        """Let all others end their ranks too."""
-        self._voice.say(dealt=None)
+    def round_ended(self, *, ran_out: bool) -> None:  # noqa: ARG002 the launcher has it already
+        """Publish that there is no round, so that the other hosts end their ranks too."""
+        self._membership.publish(current_round=None)
 
     def leave(self) -> None:
-        """The others wait for this host's return."""
+        """Do nothing: the other hosts wait until this one is back."""
 
     def close(self) -> None:
-        """Fall silent."""
-        self._voice.close()
+        """Stop publishing."""
+        self._membership.close()
 
     def _ready(self, host: int) -> HostState | None:
-        word = self._voice.heard(host)
-        if word is None or word.within is not None or word.leaving or not self._takes(host, word):
+        state = self._membership.latest(host)
+        if state is None or state.within is not None or state.leaving or not self._accepts(host, state):
             return None
-        return word
+        return state
 
-    def _takes(self, host: int, word: HostState) -> bool:
-        """Whether a host has the settings of this one; says so once where it does not, which will end by itself."""
-        other = _unlike(self._voice.word, word)
-        if other and self._refused.get(host) != word.id:
-            self._refused[host] = word.id
-            log.warning("host %d is refused: its %s differ from those of host 0", host, other)
-        return not other
+    def _accepts(self, host: int, state: HostState) -> bool:
+        """Return whether a host has the settings of this one; if not, log it once per start: that host ends itself."""
+        differing = _differing_settings(self._membership.state, state)
+        if differing and self._refused.get(host) != state.id:
+            self._refused[host] = state.id
+            log.warning("host %d is refused: its %s differ from those of host 0", host, differing)
+        return not differing
 
     def _left(self, host: int) -> bool:
-        word = self._voice.heard(host)
-        return word is not None and word.leaving
+        state = self._membership.latest(host)
+        return state is not None and state.leaving
 
-    def _deal(self, ready: Mapping[int, HostState]) -> MembershipRound:
-        seats, size = {0: HostAssignment(self._voice.word.id, 0)}, self._ranks
-        for host, word in ready.items():
-            seats[host] = HostAssignment(word.id, size, word.reads_at)
-            size += word.ranks
-        self._round, self._within = MembershipRound(str(uuid.uuid4()), size, seats), set()
-        self._voice.say(dealt=self._round)
-        log.info("%d of %d hosts take part, with %d ranks", len(seats), len(self._others) + 1, size)
+    def _assign(self, ready: Mapping[int, HostState]) -> MembershipRound:
+        assignments, size = {0: HostAssignment(self._membership.state.id, 0)}, self._ranks
+        for host, state in ready.items():
+            assignments[host] = HostAssignment(state.id, size, state.reads_at)
+            size += state.ranks
+        self._round, self._within = MembershipRound(str(uuid.uuid4()), size, assignments), set()
+        self._membership.publish(current_round=self._round)
+        log.info("%d of %d hosts take part, with %d ranks", len(assignments), len(self._others) + 1, size)
         return self._round
 
 
 class Member:
-    """Another host's: takes the seats that host 0 deals, and waits for it as long as it is away."""
+    """Another host's: runs the rounds that host 0 assigns, and waits while host 0 is away."""
 
     leads = False
     ran_out: Collection[str] = ()
@@ -220,109 +220,114 @@ class Member:
         self._stream = stream
         self._remote: Remote | None = None
         self._host = settings.host_rank
-        self._word = HostState(str(uuid.uuid4()), settings.replicas, alike)
-        self._voice: Membership | None = None
+        self._state = HostState(str(uuid.uuid4()), settings.replicas, alike)
+        self._membership: Membership | None = None
         self._last = ""
 
-    def gather(self, stop: threading.Event) -> MembershipRound | None:
-        """Wait for a seat.
+    def next_round(self, stop: threading.Event) -> MembershipRound | None:
+        """Wait for a round in which host 0 gives this launcher an assignment.
 
         Raises:
-            SettingsError: host 0 has other settings, or another launcher says that it is this host.
+            SettingsError: host 0 has other settings, or another launcher runs as this host.
         """
         while not stop.is_set():
-            self._keep_reading()
-            if self._voice is None or self._voice.broken:
-                self._meet(stop)
-            elif (leader := self._voice.heard(0)) is not None:
+            self._keep_ingest()
+            if self._membership is None or self._membership.broken:
+                self._connect(stop)
+            elif (leader := self._membership.latest(0)) is not None:
                 self._check(leader)
-                dealt = leader.dealt
-                seat = dealt.seats.get(self._host) if dealt is not None else None
-                if dealt is not None and seat is not None and seat.id == self._word.id and dealt.name != self._last:
-                    self._last = dealt.name
-                    self._voice.say(within=dealt.name)
-                    return dealt
-            stop.wait(_LOOK_SECONDS)
+                current_round = leader.current_round
+                assignment = current_round.assignments.get(self._host) if current_round is not None else None
+                if (
+                    current_round is not None
+                    and assignment is not None
+                    and assignment.id == self._state.id
+                    and current_round.name != self._last
+                ):
+                    self._last = current_round.name
+                    self._membership.publish(within=current_round.name)
+                    return current_round
+            stop.wait(_POLL_SECONDS)
         return None
 
-    def change(self) -> MembershipChange:
-        """Look at the word of host 0, and at the ingest process here."""
-        self._keep_reading()
-        assert self._voice is not None
-        leader = self._voice.heard(0)
-        if self._voice.broken or leader is None:
+    def poll(self) -> MembershipChange:
+        """Compare the state of host 0 with the round, and keep the ingest process running."""
+        self._keep_ingest()
+        assert self._membership is not None
+        leader = self._membership.latest(0)
+        if self._membership.broken or leader is None:
             log.warning("host 0 is gone; it is waited for")
             return MembershipChange.LOST
         return (
             MembershipChange.NONE
-            if leader.dealt is not None and leader.dealt.name == self._last
+            if leader.current_round is not None and leader.current_round.name == self._last
             else MembershipChange.LOST
         )
 
-    def over(self, *, ran_out: bool) -> None:
-        """Be ready for another round."""
-        self._read_anew()
-        if self._voice is not None:
+    def round_ended(self, *, ran_out: bool) -> None:
+        """Publish that this host is ready for another round."""
+        self._restart_ingest()
+        if self._membership is not None:
             last = self._last if ran_out else None
-            self._voice.say(within=None, reads_at=self._word.reads_at, ran_out=last)
+            self._membership.publish(within=None, reads_at=self._state.reads_at, ran_out=last)
 
     def leave(self) -> None:
-        """Let host 0 deal without this one."""
-        if self._voice is not None:
-            self._voice.say(leaving=True)
+        """Publish that host 0 is to assign rounds without this host."""
+        if self._membership is not None:
+            self._membership.publish(leaving=True)
 
     def close(self) -> None:
-        """Leave at once."""
+        """Publish that this host has left, and end its ingest process."""
         if self._remote is not None:
             self._remote.close()
-        if self._voice is not None:
-            self._voice.say(leaving=True, within=None)
-            self._voice.close()
+        if self._membership is not None:
+            self._membership.publish(leaving=True, within=None)
+            self._membership.close()
 
-    def _meet(self, stop: threading.Event) -> None:
-        if self._voice is not None:
-            self._voice.close()
-            self._voice = None
+    def _connect(self, stop: threading.Event) -> None:
+        if self._membership is not None:
+            self._membership.close()
+            self._membership = None
         store = reach(self._address, stop)
         if store is None:
             return
-        before = read_word(store, self._host)
-        if before is not None and before.id != self._word.id and not before.leaving:
-            stop.wait(_TWICE_SECONDS)
-            now = read_word(store, self._host)
+        before = read_state(store, self._host)
+        if before is not None and before.id != self._state.id and not before.leaving:
+            stop.wait(_DUPLICATE_CHECK_SECONDS)
+            now = read_state(store, self._host)
             if now is not None and now.beat != before.beat:
                 raise SettingsError(f"learner.host_rank = {self._host}: another launcher is host {self._host} already")
-        self._read_anew()
-        self._voice = Membership(store, self._host, self._word, range(1))
+        self._restart_ingest()
+        self._membership = Membership(store, self._host, self._state, range(1))
 
-    def _read_anew(self) -> None:
-        """Start another ingest process: the one before may wait for a learner that is gone."""
+    def _restart_ingest(self) -> None:
+        """Restart the ingest process: the one before may wait for a learner that is gone."""
         if self._remote is not None:
             self._remote.close()
             self._remote = None
-        with suppress(OSError):  # host 0 is gone, and is to be met again
+        with suppress(OSError):  # host 0 is gone; `next_round` connects again
             self._remote = Remote(self._stream, own_address(self._address))
-        self._word = msgspec.structs.replace(self._word, reads_at=self._remote.address if self._remote else "")
+        self._state = msgspec.structs.replace(self._state, reads_at=self._remote.address if self._remote else "")
 
-    def _keep_reading(self) -> None:
+    def _keep_ingest(self) -> None:
         if self._remote is not None:
             self._remote.keep()
 
     def _check(self, leader: HostState) -> None:
-        if other := _unlike(self._word, leader):
+        if differing := _differing_settings(self._state, leader):
             raise SettingsError(
-                f"{other} of host {self._host} differ from those of host 0; all hosts take the same ones"
+                f"{differing} of host {self._host} differ from those of host 0; all hosts take the same ones"
             )
 
 
 @contextmanager
-def meet_hosts(settings: LearnerSettings, stream: StreamSettings, others: Mapping[str, object]) -> Iterator[Hosts]:
-    """Yield what deals the rounds of this host.
+def connect_hosts(settings: LearnerSettings, stream: StreamSettings, others: Mapping[str, object]) -> Iterator[Hosts]:
+    """Yield the rounds of this host.
 
     Args:
         settings: of this host's learner.
         stream: of which this host reads a part.
-        others: what else has to be the same on all hosts, by name.
+        others: further values that have to be the same on all hosts, by name.
 
     Raises:
         SettingsError: `learner.rendezvous` cannot be listened on, or there is no `learner.interface`.
@@ -336,8 +341,8 @@ def meet_hosts(settings: LearnerSettings, stream: StreamSettings, others: Mappin
     try:
         socket.if_nametoindex(settings.interface)
     except OSError as exc:
-        known = ", ".join(name for _, name in socket.if_nameindex())
-        raise SettingsError(f'learner.interface = "{settings.interface}": there are {known}') from exc
+        interfaces = ", ".join(name for _, name in socket.if_nameindex())
+        raise SettingsError(f'learner.interface = "{settings.interface}": there are {interfaces}') from exc
     learner = settings.model_dump(mode="json", exclude=_OWN)
     alike = {name: _digest(values) for name, values in {**others, "[learner]": learner}.items()}
     alike["torch"] = torch.__version__.partition("+")[0]
@@ -351,12 +356,12 @@ def meet_hosts(settings: LearnerSettings, stream: StreamSettings, others: Mappin
         hosts.close()
 
 
-def _unlike(one: HostState, other: HostState) -> str:
-    """Name what two hosts have to have alike and have not; empty: nothing."""
+def _differing_settings(one: HostState, other: HostState) -> str:
+    """Return the names of the settings that differ between two hosts, joined by commas; empty when none does."""
     names = sorted(one.settings.keys() | other.settings.keys())
     return ", ".join(name for name in names if one.settings.get(name) != other.settings.get(name))
 
 
 def _digest(values: object) -> str:
-    """Return what tells values apart, which are JSON's."""
+    """Return a digest of JSON values."""
     return sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""How the events of a step are dealt to ranks, and how they travel there: as bytes of a form that both sides know.
+"""Scatters the events of a step to the ranks, as bytes in a layout that both sides have.
 
 Legend: N ranks, b bytes of a message.
 """
@@ -25,16 +25,15 @@ class Column(NamedTuple):
     shape: tuple[int, ...]
 
 
-Form = tuple[Column, ...]
-"""The tensors of examples, in the order in which they travel."""
+TensorLayout = tuple[Column, ...]
+"""The tensors of examples, in the order in which they are sent."""
 Slices = list[slice]
-"""Of the new events and of each sample, which are a rank's."""
+"""A rank's slices of the new events and of each sample."""
 
 
 def scatter(counts: Sequence[int], ranks: int) -> list[Slices]:
-    """Deal new events and samples to N ranks, so that all have nearly as many: who gets fewer new ones gets more
-    old."""
-    dealt: list[Slices] = [[] for _ in range(ranks)]
+    """Return each rank's slices of new events and samples, balanced: ranks with fewer new events get more old ones."""
+    slices: list[Slices] = [[] for _ in range(ranks)]
     total = [0] * ranks
     for count in counts:
         order = sorted(range(ranks), key=lambda rank: (total[rank], rank))
@@ -42,16 +41,17 @@ def scatter(counts: Sequence[int], ranks: int) -> list[Slices]:
         for rank in order[: count % ranks]:
             sizes[rank] += 1
         for rank, end in enumerate(accumulate(sizes)):
-            dealt[rank].append(slice(end - sizes[rank], end))
+            slices[rank].append(slice(end - sizes[rank], end))
             total[rank] += sizes[rank]
-    return dealt
+    return slices
 
 
 @dataclass(frozen=True)
 class RankBatch:
-    """A rank's part of a step: so many of the new events and of each sample travel, and so many of them are real.
+    """A rank's part of a step: its new events and samples, and how many events of each are real.
 
-    They differ where the rank has none while others have: one of no weight stands in, so that all ranks do alike.
+    Where a rank has no event of a group while others do, it gets a placeholder of weight 0, so that all ranks run
+    the same passes.
     """
 
     parts: list[Examples]
@@ -59,28 +59,28 @@ class RankBatch:
 
     @classmethod
     def of(cls, everything: Sequence[Examples], slices: Slices) -> "RankBatch":
-        """Return the events in the slices of each."""
-        parts = [each[where] for each, where in zip(everything, slices, strict=True)]
-        travelling = [part if len(part) else _stand_in(each) for part, each in zip(parts, everything, strict=True)]
-        return cls(travelling, [len(part) for part in parts])
+        """Return the events in the slices, with placeholders for groups in which the rank has none."""
+        parts = [events[where] for events, where in zip(everything, slices, strict=True)]
+        padded = [part if len(part) else _placeholder(events) for part, events in zip(parts, everything, strict=True)]
+        return cls(padded, [len(part) for part in parts])
 
     @property
     def counts(self) -> list[int]:
-        """How many travel of each."""
+        """Events of each group, placeholders included."""
         return [len(part) for part in self.parts]
 
-    def whose(self, places: Iterable[int], slices: Slices) -> Iterator[tuple[int, int]]:
-        """Return of each place among the events that travel where its event comes from: the group, and the place there.
+    def sources(self, indices: Iterable[int], slices: Slices) -> Iterator[tuple[int, int]]:
+        """Yield the group of each event of this batch, by its index, and its index in the whole group.
 
-        What stands in is the first event of its group.
+        A placeholder is a copy of the first event of its group.
         """
-        groups = [(group, place) for group, count in enumerate(self.counts) for place in range(count)]
-        for group, place in (groups[each] for each in places):
-            yield group, slices[group].start + place if place < self.real[group] else 0
+        members = [(group, index) for group, count in enumerate(self.counts) for index in range(count)]
+        for group, index in (members[each] for each in indices):
+            yield group, slices[group].start + index if index < self.real[group] else 0
 
 
-def form_of(examples: Examples) -> Form:
-    """Return the form of examples."""
+def layout_of(examples: Examples) -> TensorLayout:
+    """Return the layout of examples."""
     return tuple(
         Column(name, str(value.dtype).removeprefix("torch."), tuple(value.shape[1:]))
         for name, value in _columns(examples)
@@ -98,33 +98,33 @@ def packed(parts: Sequence[Examples]) -> Tensor:
     return message
 
 
-def unpacked(message: Tensor, forms: Sequence[Form], counts: Sequence[int]) -> list[Examples]:
-    """View a message of `packed` as examples, of which each has a form and a count."""
-    place, found = 0, []
-    for form, count in zip(forms, counts, strict=True):
+def unpacked(message: Tensor, layouts: Sequence[TensorLayout], counts: Sequence[int]) -> list[Examples]:
+    """View a message of `packed` as examples, given the layout and the count of each."""
+    offset, groups = 0, []
+    for layout, count in zip(layouts, counts, strict=True):
         tensors = {}
-        for column in form:
+        for column in layout:
             dtype = getattr(torch, column.dtype)
             size = count * dtype.itemsize * _numbers(column.shape)
-            tensors[column.name] = message[place : place + size].view(dtype).view(count, *column.shape)
-            place += _aligned(size)
+            tensors[column.name] = message[offset : offset + size].view(dtype).view(count, *column.shape)
+            offset += _aligned(size)
         features = {name[8:]: value for name, value in tensors.items() if name.startswith("feature.")}
-        found.append(Examples(features, tensors["label"], tensors["weight"], tensors.get("output")))
-    return found
+        groups.append(Examples(features, tensors["label"], tensors["weight"], tensors.get("output")))
+    return groups
 
 
-def forms_to_json(forms: Sequence[Form]) -> bytes:
-    """Return forms as JSON."""
-    return json.dumps(forms).encode()
+def layouts_to_json(layouts: Sequence[TensorLayout]) -> bytes:
+    """Return layouts as JSON."""
+    return json.dumps(layouts).encode()
 
 
-def forms_from_json(text: bytes) -> list[Form]:
-    """Return the forms that `forms_to_json` wrote."""
-    return [tuple(Column(name, dtype, tuple(shape)) for name, dtype, shape in form) for form in json.loads(text)]
+def layouts_from_json(text: bytes) -> list[TensorLayout]:
+    """Return the layouts that `layouts_to_json` wrote."""
+    return [tuple(Column(name, dtype, tuple(shape)) for name, dtype, shape in layout) for layout in json.loads(text)]
 
 
-def _stand_in(examples: Examples) -> Examples:
-    """Return one event of no weight, or none where there is none."""
+def _placeholder(examples: Examples) -> Examples:
+    """Return the first event with weight 0; none where there is none."""
     one = examples[:1]
     return replace(one, weight_B=torch.zeros_like(one.weight_B))
 

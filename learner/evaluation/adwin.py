@@ -1,4 +1,4 @@
-"""A window that is as long as what it sees stays the same (ADWIN: Bifet & Gavaldà 2007).
+"""A window that grows while the mean of its values stays the same (ADWIN: Bifet & Gavaldà 2007).
 
 "Learning from time-changing data with adaptive windowing", SDM 2007, the variant with an exponential histogram.
 """
@@ -15,7 +15,7 @@ _SHORTEST = 5
 _GRACE = 10
 """A window with so many values or fewer is not split."""
 _TAIL = 4.0
-"""The bound's term for rare values, in standard deviations, where values have no range of their own."""
+"""The bound's term for rare values, in standard deviations, where the range of values is unknown."""
 
 Summary = tuple[int, float, float, float]
 """Of a bucket: values, their weight, the weighted sum, and the squared deviations from the mean."""
@@ -34,25 +34,25 @@ class _Bucket:
 
     def joined(self, other: "_Bucket") -> "_Bucket":
         weight = self.weight + other.weight
-        apart = self.total / self.weight - other.total / other.weight
-        deviation = self.deviation + other.deviation + self.weight * other.weight / weight * apart * apart
+        difference = self.total / self.weight - other.total / other.weight
+        deviation = self.deviation + other.deviation + self.weight * other.weight / weight * difference * difference
         return _Bucket(self.count + other.count, weight, self.total + other.total, deviation)
 
 
 class Adwin:
     """Keeps the longest window of which no two parts have means that differ by more than chance allows.
 
-    Its memory grows with the logarithm of the window's length. State is plain numbers, and what it does is a function
-    of the values alone. Used by one thread.
+    Its memory grows with the logarithm of the window's length. State is plain numbers, and results depend on the
+    values alone. Used by one thread.
     """
 
     def __init__(self, delta: float = 0.002, *, every: int = 32, bounded: bool = True) -> None:
-        """Set up an empty window.
+        """Create an empty window.
 
         Args:
             delta: chance of splitting a window in which nothing has changed.
-            every: values between two looks.
-            bounded: whether values lie between 0 and 1; else the bound is taken from how much they vary.
+            every: values between two checks.
+            bounded: whether values are between 0 and 1; if not, the bound depends on their variance.
         """
         self._delta = delta
         self._every = every
@@ -62,7 +62,7 @@ class Adwin:
         self._since = 0
 
     def add(self, total: float, weight: float = 1.0) -> float:
-        """Take up one value: the mean of `weight` observations that add up to `total`.
+        """Add one value: the mean of `weight` observations that sum to `total`.
 
         Returns:
             By how much the mean has changed, newer less older part, when the older has been dropped; else 0.
@@ -95,12 +95,12 @@ class Adwin:
         return 0 if self._all is None else self._all.count
 
     def state(self) -> dict[str, Any]:
-        """Plain numbers, for a checkpoint."""
+        """Return plain numbers, for a checkpoint."""
         rows = [[bucket.summary for bucket in row] for row in self._rows]
         return {"rows": rows, "all": None if self._all is None else self._all.summary, "since": self._since}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take up the window of a checkpoint."""
+        """Restore the window of a checkpoint."""
         self._rows = [[_Bucket(*summary) for summary in row] for row in state["rows"]]
         self._all = None if state["all"] is None else _Bucket(*state["all"])
         self._since = state["since"]
@@ -115,7 +115,7 @@ class Adwin:
             del row[:2]
 
     def _shorten(self) -> float:
-        """Drop oldest buckets until no split tells two parts apart; return by how much the mean has changed."""
+        """Drop oldest buckets until no split shows a change; return by how much the mean has changed."""
         changed = 0.0
         while (change := self._change()) is not None:
             changed = changed or change
@@ -123,7 +123,7 @@ class Adwin:
         return changed
 
     def _change(self) -> float | None:
-        """Return by how much the newer part differs at the first split that tells two apart, the oldest first."""
+        """Return by how much the newer part differs at the oldest split that shows a change; None where none does."""
         whole = self._all
         if whole is None or whole.count <= _GRACE:
             return None
@@ -152,6 +152,6 @@ class Adwin:
             self._rows.pop()
         whole = self._all
         count, weight, total = whole.count - oldest.count, whole.weight - oldest.weight, whole.total - oldest.total
-        apart = oldest.total / oldest.weight - total / weight
-        lost = oldest.deviation + oldest.weight * weight / (oldest.weight + weight) * apart * apart
+        difference = oldest.total / oldest.weight - total / weight
+        lost = oldest.deviation + oldest.weight * weight / (oldest.weight + weight) * difference * difference
         self._all = _Bucket(count, weight, total, max(0.0, whole.deviation - lost))

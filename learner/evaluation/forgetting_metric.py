@@ -1,4 +1,4 @@
-"""What a model once could, and how much of it is left, seen over the versions that were scored on the holdout set."""
+"""Measures forgetting: best scores of earlier versions on the holdout set, compared with the scores now."""
 
 import math
 from collections.abc import Mapping
@@ -8,17 +8,17 @@ from typing import Any
 from learner.evaluation.scoring import Evaluation
 
 _BETTER = 0.02
-"""A score is a new best, from which the lowest counts anew, only when it is better by so much; less is noise. Of an
-error, which is a score below 0, such a part."""
+"""A score is a new best, which resets the lowest, only when it is better by this much; less is noise. For errors, whose
+scores are below 0, relative to the best."""
 _SMOOTHED = 20
 """Versions over which the score of a class is averaged: the best of thousands of noisy ones is noise."""
 _NEAR_ROWS = 500
-"""Events of the near future to tell of."""
+"""Newest events of the near future that count."""
 
 
 @dataclass(frozen=True)
 class Peak:
-    """The score from which on the lowest counts, the best up to what is noise, and the lowest since."""
+    """The best score, up to noise, and the lowest score since."""
 
     best: float
     lowest: float
@@ -54,12 +54,12 @@ class ForgettingState:
     forgetting: float | None = None
     near: tuple[tuple[int, float], ...] = ()
 
-    def followed_by(self, found: Evaluation) -> "ForgettingState":
-        """Return the retention after a version that was scored."""
-        if "old" not in found.windows:
+    def followed_by(self, evaluation: Evaluation) -> "ForgettingState":
+        """Return the state after a version that was scored."""
+        if "old" not in evaluation.windows:
             return self
-        score = found.windows["old"]
-        now = found.classes or {"old": score}
+        score = evaluation.windows["old"]
+        now = evaluation.classes or {"old": score}
         smooth = {**self.smooth, **{name: _averaged(self.smooth.get(name), value) for name, value in now.items()}}
         best = {**self.classes, **{name: max(self.classes.get(name, -math.inf), smooth[name][1]) for name in now}}
         return replace(
@@ -71,7 +71,7 @@ class ForgettingState:
         )
 
     def with_near(self, rows: int, score: float) -> "ForgettingState":
-        """Return the retention after events of the near future: scored by a version that was there before them."""
+        """Return the state after events of the near future, scored by a version from before them."""
         near = (*self.near, (rows, score))
         while sum(count for count, _ in near[1:]) >= _NEAR_ROWS:
             near = near[1:]
@@ -79,7 +79,7 @@ class ForgettingState:
 
     @property
     def windows(self) -> dict[str, float]:
-        """`near_future` and `old_lowest`, as far as they can be told."""
+        """`near_future` and `old_lowest`, as far as they are known."""
         windows: dict[str, float] = {}
         if self.near:
             windows["near_future"] = sum(score for _, score in self.near) / sum(rows for rows, _ in self.near)
@@ -88,7 +88,7 @@ class ForgettingState:
         return windows
 
     def state(self) -> dict[str, Any]:
-        """Plain values, for a checkpoint."""
+        """Return plain values, for a checkpoint."""
         old = None if self.old is None else (self.old.best, self.old.lowest)
         return {
             "old": old,
@@ -100,14 +100,14 @@ class ForgettingState:
 
 
 def _averaged(before: tuple[int, float] | None, score: float) -> tuple[int, float]:
-    """Return an average after one more score, all of the first ones counting alike."""
+    """Return an average after one more score; the first `_SMOOTHED` scores have equal weight."""
     count, mean = before or (0, 0.0)
     count = min(count + 1, _SMOOTHED)
     return count, mean + (score - mean) / count
 
 
 def retention_of(state: Mapping[str, Any]) -> ForgettingState:
-    """Take up the state of a checkpoint."""
+    """Restore the state of a checkpoint."""
     old = None if state["old"] is None else Peak(*state["old"])
     near = tuple((int(rows), float(score)) for rows, score in state["near"])
     smooth = {name: (int(count), float(mean)) for name, (count, mean) in state.get("smooth", {}).items()}

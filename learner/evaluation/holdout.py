@@ -1,4 +1,4 @@
-"""The holdout set: held-out events, never trained on, by which old knowledge is measured.
+"""The holdout set: held-out events, never trained on, which measure old knowledge.
 
 Legend: G events in the set.
 """
@@ -17,18 +17,18 @@ from ingest.events.schema import Schema
 from replay.erasure.erased_events import ErasedEvents
 
 YOUNG = 4
-"""One in so many of the events held is young: the newest, by which accuracy on what is new is told."""
+"""The newest 1 / `YOUNG` of the held events are young: they measure accuracy on new events."""
 _SLACK = 16
 _MOST_PARTS = 64
 _MANY = 16
-"""Blocks of held-out events, mostly of one or two, that are taken up at once."""
+"""Blocks of held-out events, mostly of one or two, that are added at once."""
 _SEED = 0x6A09E667
 
 
 class HoldoutRows:
-    """G held-out events in the order in which they came; immutable. Any thread may look at it.
+    """G held-out events in the order in which they came; immutable. Any thread may read it.
 
-    They lie in parts, and are put together, and trimmed to the size of the set, when somebody looks.
+    The events are stored in parts, which are joined and trimmed to the size of the set on first access.
     """
 
     def __init__(self, parts: Sequence[Mapping[str, Array]], most: int, *, classes: bool) -> None:
@@ -45,7 +45,7 @@ class HoldoutRows:
         return trimmed(joined(self._parts), self._most, classes=self._classes)
 
     def without(self, hashes: NDArray[np.uint64]) -> "HoldoutRows":
-        """Return these events without those of these hashes."""
+        """Return the events without those of `hashes`."""
         stays = ~np.isin(self.columns["hash"].astype(np.uint64), hashes)
         columns = {name: column[stays] for name, column in self.columns.items()}
         return HoldoutRows([columns] if stays.any() else [], self._most, classes=self._classes)
@@ -57,11 +57,11 @@ class HoldoutRows:
 
 
 class HoldoutSet:
-    """At most `rows` events. The youngest quarter always stays; of the rest every class keeps its fair share, where an
-    event has just one.
+    """At most `rows` events. The youngest quarter always stays; of the rest every class keeps its fair share, if labels
+    have one class.
 
-    Who stays within a class is decided by a hash of the identity. The set is trimmed when it has a sixteenth more than
-    it may show, triggered by count, never by time: to put all together for each event would cost more than the step.
+    Within a class, a hash of the identity decides which events stay. The set is trimmed when it has a sixteenth more
+    than `rows`, by count and never by time: to join all parts for each event would cost more than the step.
     Used by one thread; what `held` returns may be read by others.
     """
 
@@ -85,26 +85,26 @@ class HoldoutSet:
 
     @property
     def older(self) -> int:
-        """Events that are older than the youngest quarter, those that wait to be trimmed among them."""
+        """Number of events older than the youngest quarter, including those still to be trimmed."""
         return self._rows - self._rows // YOUNG
 
-    def take(self, places: NDArray[np.int64]) -> dict[str, Array]:
-        """Return the columns of n events by their places in the order in which they came, each `[n, ...]`.
+    def take(self, indices: NDArray[np.int64]) -> dict[str, Array]:
+        """Return the columns of n events by their indices in the order in which they came, each `[n, ...]`.
 
-        They come part by part: nothing is put together for the few that are looked at.
+        The result is ordered by part: parts are not joined for a few events.
         """
         parts = self._take_in()
         ends = np.cumsum([len(part["label"]) for part in parts])
-        where = np.searchsorted(ends, places, side="right")
+        where = np.searchsorted(ends, indices, side="right")
         taken = []
         for number in np.unique(where).tolist():
             part = parts[number]
-            mine = places[where == number] - (ends[number] - len(part["label"]))
-            taken.append({name: column.take(mine, axis=0) for name, column in part.items()})
+            within = indices[where == number] - (ends[number] - len(part["label"]))
+            taken.append({name: column.take(within, axis=0) for name, column in part.items()})
         return dict(joined(taken))
 
     def add(self, columns: Mapping[str, Array], partitions: Sequence[TopicPartition]) -> None:
-        """Take up N held-out events, columns `[N, ...]`; they must not change any more."""
+        """Add N held-out events, columns `[N, ...]`, which must not change any more."""
         if not columns:
             return
         if len(partitions) > len(self._bases):
@@ -117,7 +117,7 @@ class HoldoutSet:
             self._hold(joined(self._parts))
 
     def _take_in(self) -> tuple[Mapping[str, Array], ...]:
-        """Take up what waits, and return the events in parts, in the order in which they came."""
+        """Add the waiting events, and return all events in parts, in the order in which they came."""
         if self._waiting:
             columns, self._waiting = joined(self._waiting), []
             offset, row = columns["offset"].astype(np.int64), columns["row"].astype(np.int32)
@@ -126,10 +126,10 @@ class HoldoutSet:
         return self._parts
 
     def erase(self, erased: ErasedEvents, bases: NDArray[np.uint64]) -> int:
-        """Let erased events leave, and return how many.
+        """Remove erased events, and return how many.
 
         Args:
-            erased: what is.
+            erased: the erased events.
             bases: `partition_base` of each partition by its index.
         """
         columns = joined(self._take_in())
@@ -140,7 +140,7 @@ class HoldoutSet:
         return int(np.count_nonzero(covered))
 
     def remove(self, hashes: NDArray[np.uint64]) -> Mapping[str, Array]:
-        """Let the events of these hashes leave, and return the columns of those that were held."""
+        """Remove the events of these hashes, and return the columns of those that were held."""
         columns = joined(self._take_in())
         if not columns:
             return {}
@@ -151,16 +151,16 @@ class HoldoutSet:
         return left
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The set, for a checkpoint, with what is still to be trimmed; later events do not change it."""
+        """Return the set for a checkpoint, including events still to be trimmed; later events do not change it."""
         self._hold(joined(self._take_in()))
         return {name: torch.from_numpy(column) for part in self._parts for name, column in part.items()}
 
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take up the set of a checkpoint."""
+        """Restore the set of a checkpoint."""
         self._hold({name: tensor.numpy() for name, tensor in tensors.items()})
 
     def _hold(self, columns: Mapping[str, Array]) -> None:
-        """Hold these events and no others, in one part."""
+        """Replace all events with these, in one part."""
         self._parts, self._waiting = (columns,) if columns else (), []
         self._rows = len(columns["label"]) if columns else 0
 
@@ -173,7 +173,7 @@ def joined(parts: Sequence[Mapping[str, Array]]) -> Mapping[str, Array]:
 
 
 def trimmed(columns: Mapping[str, Array], most: int, *, classes: bool) -> Mapping[str, Array]:
-    """Return at most so many of the events, in their order; `classes` says that labels tell who shares the room."""
+    """Return at most `most` of the events, in their order; `classes`: each class keeps its fair share."""
     if not columns or len(columns["label"]) <= most:
         return columns
     stays = _stays(columns["label"], columns["hash"].astype(np.uint64), most, classes=classes)

@@ -1,4 +1,4 @@
-"""Test-then-train: how well new events were predicted before they were trained on.
+"""Test-then-train: scores of new events, predicted before training on them.
 
 Each step's predictions are those of a model that has not seen the events (Gama et al. 2013, "On evaluating stream
 learning algorithms").
@@ -14,7 +14,7 @@ from learner.evaluation.adwin import Adwin
 
 @dataclass(frozen=True)
 class Scored:
-    """New events as a step found them before training: how many, and the sums of their scores and losses."""
+    """New events of a step before training on them: how many, and the sums of their scores and losses."""
 
     rows: int
     score: float
@@ -22,7 +22,7 @@ class Scored:
 
 
 class Prequential:
-    """Mean score and loss over windows that are as long as nothing changes, and since the beginning of the stream."""
+    """Mean score and loss, over windows without a change and since the beginning of the stream."""
 
     def __init__(self, *, bounded: bool = True) -> None:
         self._score = Adwin(bounded=bounded)
@@ -30,12 +30,12 @@ class Prequential:
         self._rows, self._scored, self._total, self._total_loss = 0, 0, 0.0, 0.0
 
     def add(self, scored: Scored) -> None:
-        """Add a step's new events; a score that is not finite says nothing of them."""
+        """Add a step's new events; a score that is not finite is ignored."""
         if math.isfinite(scored.score):
             self._score.add(scored.score, scored.rows)
             self._scored += scored.rows
             self._total += scored.score
-        # A strategy may leave out what makes the task's own loss of a step infinite.
+        # A strategy may leave out events that make the task's own loss of a step infinite.
         loss = scored.loss if math.isfinite(scored.loss) else (self._loss.mean or 0.0) * scored.rows
         self._loss.add(loss, scored.rows)
         self._rows += scored.rows
@@ -67,7 +67,7 @@ class Prequential:
         return self._total_loss / self._rows if self._rows else None
 
     def state(self) -> dict[str, Any]:
-        """Plain values, for a checkpoint."""
+        """Return plain values, for a checkpoint."""
         return {
             "score": self._score.state(),
             "loss": self._loss.state(),
@@ -78,7 +78,7 @@ class Prequential:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take up the windows of a checkpoint."""
+        """Restore the windows of a checkpoint."""
         self._score.restore(state["score"])
         self._loss.restore(state["loss"])
         self._rows, self._total, self._total_loss = state["rows"], state["total"], state["total_loss"]

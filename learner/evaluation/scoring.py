@@ -1,4 +1,4 @@
-"""What the holdout set tells of a model.
+"""Scores a model on the holdout set.
 
 Legend: G held-out events, C classes.
 """
@@ -25,9 +25,9 @@ from learner.model.task import Task
 from learner.training.out_of_memory import release
 
 _FEWEST = 10
-"""A class or a group is told of only with so many events."""
+"""Smallest number of events for which a class or group is listed."""
 _MOST = 64
-"""So many classes, and so many groups, are told of: those with the most events."""
+"""Largest number of classes, and of groups, that are listed: those with the most events."""
 _CHUNK = 1024
 
 log = logging.getLogger(__name__)
@@ -35,11 +35,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Mean scores of a model on held-out events. What cannot be told from so few, or is not finite, is absent.
+    """Mean scores of a model on held-out events. A score of too few events, or one that is not finite, is absent.
 
     Attributes:
-        windows: `new` of the youngest quarter, `old` of the rest, `worst` of the class and `worst_group` of the group
-            that does worst.
+        windows: `new` of the youngest quarter, `old` of the rest, `worst` and `worst_group` of the class and group
+            with the lowest score.
         classes: by the name of the class, or its number.
         groups: by the hash of the group, 16 hexadecimal digits: the events do not carry its name.
     """
@@ -51,20 +51,20 @@ class Evaluation:
 
 @dataclass
 class Chunk:
-    """How many events are scored at once: fewer from where memory runs out on. Used by one thread."""
+    """How many events are scored at once; reduced when memory runs out. Used by one thread."""
 
     rows: int = _CHUNK
 
 
 def evaluate(model: nn.Module, task: Task, schema: Schema, rows: HoldoutRows, device: torch.device) -> Evaluation:
-    """Score the held-out events with a model in evaluation mode."""
+    """Return the evaluation of a model, in evaluation mode, on the held-out events."""
     if len(rows) < 2 * YOUNG:
         return Evaluation()
     return evaluation_of(score_each(model, task, schema, rows.columns, device), schema, rows)
 
 
 def evaluation_of(scores_G: NDArray[np.float64], schema: Schema, rows: HoldoutRows) -> Evaluation:
-    """Return what the scores `[G]` of the held-out events tell."""
+    """Return the evaluation from the scores `[G]` of the held-out events."""
     total = len(rows)
     if total < 2 * YOUNG:
         return Evaluation()
@@ -86,7 +86,7 @@ def evaluation_of(scores_G: NDArray[np.float64], schema: Schema, rows: HoldoutRo
 
 
 def class_marks(schema: Schema, rows: HoldoutRows) -> dict[str, NDArray[np.bool_]]:
-    """Return which of the G events are of each class that is told of, by its name or number; empty for regression."""
+    """Return which of the G events are of each listed class, by its name or number; empty for regression."""
     if not schema.label.classes or not len(rows):
         return {}
     which, has = _members(schema, rows)
@@ -108,15 +108,15 @@ def score_each(
 ) -> NDArray[np.float64]:
     """Return the score of each of G events, float64 `[G]`; the model is in evaluation mode.
 
-    NaN where the output has one, whatever the task makes of it, and where model or task raises: what they raise is put
-    into `raised` by the place of the event. `chunk` is what earlier calls have found to fit.
+    The score is NaN where the output has one, even if the task returns another, and where model or task raises: the
+    error is put into `raised` by the index of the event. `chunk` is the size that earlier calls have found to fit.
 
     Raises:
         Exception: every event raises, and so do events of zeros.
     """
     chunk = chunk or Chunk()
-    total, most, begin = len(columns["label"]), chunk.rows, 0
-    scores_G, found = np.full(total, np.nan), dict[int, str]()
+    total, rows_before, begin = len(columns["label"]), chunk.rows, 0
+    scores_G, errors = np.full(total, np.nan), dict[int, str]()
 
     def check(first: int, last: int) -> None:
         scores_G[first:last] = _scores(model, task, schema, columns, slice(first, last), device)
@@ -124,27 +124,27 @@ def score_each(
     while begin < total:
         end = min(total, begin + chunk.rows)
         try:
-            found |= _raising_in(begin, end, check)
+            errors |= _raising_in(begin, end, check)
         except RuntimeError as exc:
             if not out_of_memory(exc) or end - begin == 1:
                 raise
         else:
             begin = end
             continue
-        # Past the handler, since the error holds on to what the pass had made.
+        # After the handler, since the error references tensors of the pass.
         release(device)
         chunk.rows = (end - begin) // 2
-    if chunk.rows < most:
+    if chunk.rows < rows_before:
         log.warning("%s ran out of memory: from now on %d held-out events are scored at once", device, chunk.rows)
-    if found and len(found) == total and not works_on_zeros(_scoring(model, task), schema, device):
+    if errors and len(errors) == total and not works_on_zeros(_scoring(model, task), schema, device):
         check(0, total)
     if raised is not None:
-        raised |= found
+        raised |= errors
     return scores_G
 
 
 def _raising_in(begin: int, end: int, check: Check) -> dict[int, str]:
-    """Return what model or task raises on the events of a part, by their places."""
+    """Return the errors of model or task on the events of a part, by index."""
     try:
         check(begin, end)
     except Exception as exc:  # the user's own code may raise anything
@@ -152,8 +152,8 @@ def _raising_in(begin: int, end: int, check: Check) -> dict[int, str]:
             raise
     else:
         return {}
-    found = raising(end - begin, lambda first, last: check(begin + first, begin + last))
-    return {begin + place: said for place, said in found.items()}
+    errors = raising(end - begin, lambda first, last: check(begin + first, begin + last))
+    return {begin + index: message for index, message in errors.items()}
 
 
 def _scoring(model: nn.Module, task: Task) -> Callable[[Mapping[str, Tensor], Tensor], object]:
@@ -167,7 +167,7 @@ def _scoring(model: nn.Module, task: Task) -> Callable[[Mapping[str, Tensor], Te
 def _scores(
     model: nn.Module, task: Task, schema: Schema, columns: Mapping[str, Array], part: slice, device: torch.device
 ) -> NDArray[np.float32]:
-    """Score some of the events in one pass."""
+    """Return the scores of a slice of the events, from one pass."""
     with torch.inference_mode():
         features = {
             feature.name: torch.from_numpy(columns[f"feature.{feature.name}"][part]).to(device)
@@ -176,25 +176,25 @@ def _scores(
         output_B = forward(model, features)
         score_B = task.score(output_B, torch.from_numpy(columns["label"][part]).to(device)).float()
         score_B[output_B.reshape(len(score_B), -1).isnan().any(1)] = torch.nan
-        found: NDArray[np.float32] = score_B.cpu().numpy()
-    return found
+        scores: NDArray[np.float32] = score_B.cpu().numpy()
+    return scores
 
 
 def newcomers(rows: HoldoutRows, before: HoldoutRows) -> dict[str, Array]:
-    """Return the columns of those events of the youngest quarter that an earlier state of the holdout set had not.
+    """Return the columns of the youngest quarter's events that an earlier state of the holdout set did not have.
 
-    The youngest quarter alone, since it is kept whole: among older ones rare classes are kept longer.
+    Of the youngest quarter alone, since no event of it is dropped: among older ones rare classes are kept longer.
     """
     if not len(rows):
         return {}
     young = {name: column[len(rows) - len(rows) // YOUNG :] for name, column in rows.columns.items()}
-    known = before.columns["hash"] if len(before) else np.empty(0, np.uint64)
-    fresh = ~np.isin(young["hash"], known)
+    earlier = before.columns["hash"] if len(before) else np.empty(0, np.uint64)
+    fresh = ~np.isin(young["hash"], earlier)
     return {name: column[fresh] for name, column in young.items()}
 
 
 def _members(schema: Schema, rows: HoldoutRows) -> tuple[NDArray[np.intp], NDArray[np.int64]]:
-    """Return places of events and a class of each: an event of several classes counts for each."""
+    """Return indices of events and a class of each; an event of several classes is listed once per class."""
     label = rows.columns["label"]
     if schema.label.multi:
         which, has = np.nonzero(label)
@@ -209,13 +209,13 @@ def _name(schema: Schema, number: int) -> str:
 
 def _by(members: NDArray[np.generic], scores_G: NDArray[np.float64]) -> tuple[dict[str, float], dict[int, float]]:
     """Return the worst score under `worst`, and the scores of the members with the most events."""
-    found, inverse, counts = np.unique(members, return_inverse=True, return_counts=True)
-    means = np.bincount(inverse, weights=scores_G, minlength=len(found)) / np.maximum(counts, 1)
+    values, inverse, counts = np.unique(members, return_inverse=True, return_counts=True)
+    means = np.bincount(inverse, weights=scores_G, minlength=len(values)) / np.maximum(counts, 1)
     enough = np.flatnonzero(counts >= _FEWEST)
     if not len(enough):
         return {}, {}
-    told = np.sort(enough[np.argsort(-counts[enough], kind="stable")[:_MOST]])
-    return {"worst": float(means[enough].min())}, {int(found[index]): float(means[index]) for index in told}
+    listed = np.sort(enough[np.argsort(-counts[enough], kind="stable")[:_MOST]])
+    return {"worst": float(means[enough].min())}, {int(values[index]): float(means[index]) for index in listed}
 
 
 def _finite(scores: Mapping[str, float]) -> dict[str, float]:
@@ -223,36 +223,36 @@ def _finite(scores: Mapping[str, float]) -> dict[str, float]:
 
 
 Scores = NDArray[np.float64]
-"""Of each event `[G]`: 1 for right and 0 for wrong, or minus the error; larger is better."""
+"""Scores of events `[G]`: 1 for right and 0 for wrong, or minus the error; larger is better."""
 
 
 class Scorer:
-    """A copy of the model that takes up the weights to be scored. Used by one thread."""
+    """Scores weights with a copy of the model. Used by one thread."""
 
     def __init__(self, model: nn.Module, task: Task, schema: Schema, device: torch.device) -> None:
         self.schema = schema
         self.bounded = schema.label.classes is not None
-        """Whether scores lie between 0 and 1."""
+        """Whether scores are between 0 and 1."""
         self._model = copy.deepcopy(model).eval()
         self._task = task
         self._device = device
         self._chunk = Chunk()
         self._loaded: Mapping[str, Tensor] | None = None
         self.raised: deque[tuple[NDArray[np.uint64], str]] = deque()
-        """Hashes of events on which the model raised, whose score is NaN, and what it raised on the first of them: for
-        the loop's thread to take out of the held-out set."""
+        """Hashes of events on which the model raised, whose score is NaN, and the error on the first of them; the
+        loop's thread removes them from the holdout set."""
 
     def score(self, weights: Mapping[str, Tensor], columns: Mapping[str, Array]) -> Scores:
-        """Return the scores of G events, columns `[G, ...]`, NaN where the model raises; the weights fit."""
+        """Return the scores of G events, columns `[G, ...]`, NaN where the model raises; the weights have to fit."""
         return self.score_and_find(weights, columns)[0]
 
     def score_and_find(
         self, weights: Mapping[str, Tensor], columns: Mapping[str, Array]
     ) -> tuple[Scores, NDArray[np.uint64]]:
-        """Return the scores likewise, and the hashes of the events on which the model raises."""
-        nothing = np.empty(0, np.uint64)
+        """Return the scores of G events, and the hashes of those on which the model raises."""
+        no_hashes = np.empty(0, np.uint64)
         if not columns:
-            return np.empty(0), nothing
+            return np.empty(0), no_hashes
         if weights is not self._loaded:
             self._loaded = None
             self._model.load_state_dict(dict(weights))
@@ -260,13 +260,13 @@ class Scorer:
         raised: dict[int, str] = {}
         scores_G = score_each(self._model, self._task, self.schema, columns, self._device, self._chunk, raised)
         if not raised:
-            return scores_G, nothing
+            return scores_G, no_hashes
         hashes = columns["hash"].astype(np.uint64)[list(raised)]
         self.raised.append((hashes, next(iter(raised.values()))))
         return scores_G, hashes
 
     def fits(self, weights: Mapping[str, Tensor]) -> bool:
-        """Whether weights are of this model."""
+        """Return whether the weights are of this model."""
         self._loaded = None
         try:
             self._model.load_state_dict(dict(weights))

@@ -1,4 +1,4 @@
-"""Device and arithmetic of the forward pass, from `learner.device` and `learner.precision`."""
+"""The device, precision and determinism of training, from `learner.device`, `learner.precision` and others."""
 
 import contextlib
 import os
@@ -12,7 +12,7 @@ from anabranch.core.errors import SettingsError
 
 @dataclass(frozen=True)
 class Precision:
-    """What the forward pass computes in; weights stay float32."""
+    """The arithmetic of the forward pass; weights stay float32."""
 
     name: str
     dtype: torch.dtype | None
@@ -23,14 +23,14 @@ class Precision:
         return self.dtype is torch.float16
 
     def autocast(self, device: torch.device) -> contextlib.AbstractContextManager[object]:
-        """Return the context of the forward pass."""
+        """Return the context manager for a forward pass."""
         if self.dtype is None:
             return contextlib.nullcontext()
         return torch.autocast(device.type, dtype=self.dtype)
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device that the setting names; raises SettingsError when it is not there."""
+    """Return the device that the setting names; raises SettingsError when torch has no such device."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     device = torch.device(name)
@@ -42,10 +42,10 @@ def choose_device(name: str) -> torch.device:
 
 @contextlib.contextmanager
 def without_denormals(device: torch.device) -> Iterator[None]:
-    """Have this thread, and those that it starts, take numbers for 0 that are too small for the processor's fast path.
+    """Flush denormals to zero in this thread and threads that it starts, while the block runs on a CPU.
 
-    Moments of weights that get no gradient any more, as behind a unit that is dead, fade into such numbers within some
-    hundred steps: an update of Adam then takes ten times as long, for good.
+    Without this, Adam's moments for weights behind dead units decay into the denormal range within some hundred steps,
+    and every update from then on takes ten times as long.
     """
     if device.type != "cpu":
         yield
@@ -83,11 +83,11 @@ _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
 
 def compute_deterministically() -> None:
-    """Have torch use algorithms alone that give the same bits each time, on one thread; before the first of its work.
+    """Make torch use only deterministic algorithms, on one thread; call it before any other work of torch.
 
     Sums of floats depend on how many threads share them, and the number of threads on the machine's load and limits.
     """
-    os.environ.setdefault(_CUBLAS, ":4096:8")  # what cuBLAS wants for it
+    os.environ.setdefault(_CUBLAS, ":4096:8")  # required by cuBLAS
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""From the import string in `[model]` to a checked module: the same in the learner and in serving."""
+"""Builds and checks the module that `[model]` names; used by the learner and by serving."""
 
 import importlib
 import sys
@@ -21,7 +21,7 @@ _OTHERS = (
     f"{Path(__file__).parents[1]}/",
     *(f"{Path(str(module.__file__)).parent}/" for module in (torch, importlib)),
 )
-"""What the files of frames begin with that are ours, torch's or of the import itself."""
+"""Path prefixes of frames that are not the user's: ours, torch's and those of the import system."""
 _CHECK_ROWS = 3
 """Events of the check at start: more than one, so that an output without the batch dimension is noticed."""
 
@@ -57,7 +57,7 @@ def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _imported(key: str, reference: str, folder: Path) -> Callable[..., object]:
-    """Return what an import string names; raises ModelError when it is not there or cannot be called."""
+    """Return the callable that an import string names; raises ModelError when there is none."""
     module_name, _, name = reference.partition(":")
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
@@ -71,14 +71,14 @@ def _imported(key: str, reference: str, folder: Path) -> Callable[..., object]:
         ) from exc
     except (Exception, SystemExit) as exc:  # the user's own code may raise anything
         raise ModelError(f'{key} = "{reference}": importing {module_name} fails: {in_one_line(exc)}') from exc
-    found = getattr(module, name, None)
-    if not callable(found):
+    member = getattr(module, name, None)
+    if not callable(member):
         raise ModelError(f'{key} = "{reference}": {module.__file__} has no function {name}')
-    return cast("Callable[..., object]", found)
+    return cast("Callable[..., object]", member)
 
 
 def forward(model: nn.Module, features: Mapping[str, Tensor]) -> Tensor:
-    """Call the model on a batch: a single feature is passed by position, several by name."""
+    """Return the model's output for a batch: a single feature is passed by position, several by name."""
     if len(features) == 1:
         (only,) = features.values()
         output: Tensor = model(only)
@@ -88,9 +88,9 @@ def forward(model: nn.Module, features: Mapping[str, Tensor]) -> Tensor:
 
 
 def check_model(model: nn.Module, task: Task, schema: Schema, device: torch.device) -> tuple[int, ...]:
-    """Run the model on a few events of zeros, and return the shape of its output for one event.
+    """Run the model on a few all-zero events, and return the shape of its output for one event.
 
-    It is run as in serving and as in training. The module's mode and state are as before afterwards.
+    The model runs in evaluation and in training mode. Its mode and state are unchanged afterwards.
 
     Raises:
         ModelError: it fails, or its output does not fit.
@@ -115,38 +115,38 @@ def check_model(model: nn.Module, task: Task, schema: Schema, device: torch.devi
 
 
 def check_task(task: Task, output_shape: tuple[int, ...], label: Label, device: torch.device) -> None:
-    """Try the task's loss and score on an output as the model has it, with labels of 0 and of 1.
+    """Run the task's loss and score on an output of the model's shape, with labels of 0 and of 1.
 
-    A loss `[B, 1]` or a mean of all would train: by weights that are spread over each other's events.
+    A loss `[B, 1]`, or a mean over all events, would train too, but with the wrong weights of events.
 
     Raises:
-        ModelError: one of them does not tell of each event, or fails with either label; or the loss has no gradient.
+        ModelError: one returns no number for each event, or fails with both labels; or the loss has no gradient.
     """
     for method in ("loss", "score"):
         refused = [_refusal(task, method, output_shape, label, value, device) for value in (0, 1)]
-        said = [each for each in refused if each is not None]
-        # Labels that never occur, such as prices of 0, may be refused by what is right for all others.
-        if len(said) == len(refused) or any(each.is_shape for each in said):
-            raise ModelError(f"model.task: {type(task).__name__}.{method} {said[0].sentence}")
+        refusals = [each for each in refused if each is not None]
+        # A correct task may refuse labels that never occur, such as prices of 0.
+        if len(refusals) == len(refused) or any(each.is_shape for each in refusals):
+            raise ModelError(f"model.task: {type(task).__name__}.{method} {refusals[0].sentence}")
 
 
 @dataclass(frozen=True)
 class _Refusal:
     sentence: str
     is_shape: bool = False
-    """Whether it is what no label can be the reason of."""
+    """Whether the label cannot be the cause."""
 
 
 def _refusal(
     task: Task, method: str, output_shape: tuple[int, ...], label: Label, value: int, device: torch.device
 ) -> _Refusal | None:
-    """Return what is wrong with what a task makes of a few events with a label; None: nothing."""
+    """Return what is wrong with a task's result for a few events with a label; None when it is correct."""
     dtype = tensor_dtype(label.dtype.name)
     label_B = torch.full((_CHECK_ROWS, *label.shape), value, device=device).to(dtype)
     output_B = torch.zeros((_CHECK_ROWS, *output_shape), device=device)
     try:
         if method == "loss":
-            # As in training: no leaf, so that it may be written to.
+            # As in training: not a leaf, so that the task may change it in place.
             found = task.loss(output_B.requires_grad_().clone(), label_B)
         else:
             with torch.no_grad():
@@ -154,19 +154,19 @@ def _refusal(
     except Exception as exc:  # noqa: BLE001 the user's own code may raise anything
         shapes = f"an output {list(output_B.shape)} and labels {list(label_B.shape)} {dtype} of 0 and of 1"
         return _Refusal(f"fails on {shapes}: {in_one_line(exc)}")
-    told = f"{found.dtype} {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+    returned = f"{found.dtype} {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
     if not isinstance(found, Tensor) or found.shape != (_CHECK_ROWS,):
-        return _Refusal(f"returned {told} for {_CHECK_ROWS} events; return one number an event, [B]", is_shape=True)
+        return _Refusal(f"returned {returned} for {_CHECK_ROWS} events; return one number an event, [B]", is_shape=True)
     if method == "loss" and not (found.is_floating_point() and found.requires_grad):
-        return _Refusal(f"returned {told} without a gradient; compute it from the output in torch")
+        return _Refusal(f"returned {returned} without a gradient; compute it from the output in torch")
     return None
 
 
 def make_task(name: str, folder: Path = Path()) -> Task:
-    """Return the task of that name, or the user's own that an import string names; learner and serving both do so.
+    """Return a built-in task by name, or the user's by import string.
 
     Args:
-        name: one of TASKS, or `module:name` of what makes a Task when it is called without arguments.
+        name: one of TASKS, or `module:name` of a callable that returns a task without arguments.
         folder: the config's, which is on the path, last.
 
     Raises:
@@ -186,7 +186,7 @@ def make_task(name: str, folder: Path = Path()) -> Task:
 
 
 def sample(schema: Schema, rows: int, device: torch.device) -> dict[str, Tensor]:
-    """Return the features of so many events of zeros, or of what is nearest to zero where that is not allowed."""
+    """Return the features of `rows` all-zero example events, or of the allowed values nearest to zero."""
     return {
         feature.name: torch.full(
             (rows, *feature.shape), feature.filler, dtype=tensor_dtype(feature.dtype.name), device=device
@@ -196,15 +196,15 @@ def sample(schema: Schema, rows: int, device: torch.device) -> dict[str, Tensor]
 
 
 def tensor_dtype(name: str) -> torch.dtype:
-    """Return torch's dtype of numpy's name, such as `float32` or `bool`."""
+    """Return torch's dtype for a name of numpy, such as `float32` or `bool`."""
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype
 
 
 def in_one_line(error: BaseException) -> str:
-    """What was raised, on one line, and the innermost line of the user's own code, if it went through any."""
+    """Return an error on one line, with the innermost line of the user's code in its traceback, if there is any."""
     frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     users = [(name, line) for name, line in frames if not name.startswith(_OTHERS)]
-    place = " ({}, line {})".format(*users[-1]) if users else ""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}{place}"
+    location = " ({}, line {})".format(*users[-1]) if users else ""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}{location}"

@@ -1,4 +1,4 @@
-"""Events on which the user's model or task raises: which ones they are, and how many there were lately.
+"""Finds and counts events on which the user's model or task raises.
 
 Legend: B events of a step or a pass.
 """
@@ -15,14 +15,14 @@ from torch import Tensor
 from anabranch.core.errors import AnabranchError
 from anabranch.core.failures import out_of_memory
 from ingest.events.schema import Schema
-from learner.errors import RankLostError, RankTooLargeError, tells_of_a_lost_rank
+from learner.errors import RankLostError, RankTooLargeError, is_of_a_lost_rank
 from learner.model.factory import in_one_line, sample, tensor_dtype
 
 _DEVICE_WORDS = ("CUDA error", "device-side assert", "HIP error", "MPS error", "NCCL error")
-"""What torch says of a device that answers nothing more in this process."""
+"""Parts of torch's messages when a device no longer works in this process."""
 _ZERO_ROWS = 3
 _WINDOW = 1000
-"""New events over which it is judged whether too many raise."""
+"""New events over which the fraction that raises is measured."""
 _FEWEST_UNHEALTHY = 10
 _UNHEALTHY_FRACTION = 0.05
 _MANY_STEPS = 10
@@ -30,17 +30,17 @@ _NAMED = 5
 _EVERY_SECONDS = 10.0
 
 Check = Callable[[int, int], object]
-"""Runs the model and the task on events `[begin, end)`, and raises what they raise."""
+"""Runs the model and the task on events `[begin, end)`; raises their errors."""
 
 log = logging.getLogger(__name__)
 
 
 class RaisingEventsError(Exception):
-    """The model or the task raises on some events of a step or a probe, which was undone; without them it may not.
+    """The model or the task raises on some events of a step or a probe, which was undone.
 
     Attributes:
-        places: of these events, in rising order: new events first, the replayed ones after them.
-        said: what was raised on the first of them, on one line.
+        places: indices of these events, rising: new events first, replayed ones after them.
+        said: the error on the first of them, on one line.
     """
 
     def __init__(self, places: Sequence[int], said: str) -> None:
@@ -50,23 +50,23 @@ class RaisingEventsError(Exception):
 
 
 def may_be_of_events(error: Exception) -> bool:
-    """Whether events may be the reason: not where memory, a rank or the device is, or it has a sentence of its own."""
+    """Return whether events may be the cause: not with errors of memory, ranks or the device, nor with our own."""
     if isinstance(error, AnabranchError | RankLostError | RankTooLargeError | MemoryError | RaisingEventsError):
         return False
     if not isinstance(error, RuntimeError):
         return True
     sticky = any(words in str(error) for words in _DEVICE_WORDS)
-    return not (sticky or out_of_memory(error) or tells_of_a_lost_rank(error))
+    return not (sticky or out_of_memory(error) or is_of_a_lost_rank(error))
 
 
 def raising(rows: int, check: Check) -> dict[int, str]:
-    """Return what `check` raises on one line, by the place of the event.
+    """Return the errors of `check`, each on one line, by the index of the event.
 
-    It is called on halves of what raises: 2 p log B times or so for p of B events. Where a part raises and neither of
-    its halves does, each of its events counts as raising.
+    Parts that raise are halved: about 2 p log B calls for p of B events. If a part raises and neither of its halves
+    does, each of its events counts as raising.
 
     Raises:
-        Exception: what `may_be_of_events` says is of something else.
+        Exception: an error of which events are not the cause, by `may_be_of_events`.
     """
     found: dict[int, str] = {}
     if rows and (error := _raised(check, 0, rows)) is not None:
@@ -75,7 +75,7 @@ def raising(rows: int, check: Check) -> dict[int, str]:
 
 
 def _search(begin: int, end: int, error: str, check: Check, found: dict[int, str]) -> None:
-    """Add the events of a part that raises."""
+    """Add the events of a part that raises to `found`."""
     if end - begin == 1:
         found[begin] = error
         return
@@ -99,9 +99,9 @@ def _raised(check: Check, begin: int, end: int) -> str | None:
 
 
 def works_on_zeros(run: Callable[[Mapping[str, Tensor], Tensor], object], schema: Schema, device: torch.device) -> bool:
-    """Whether `run` raises nothing on events of zeros, as the check at start has it, with labels of 0 or of 1.
+    """Return whether `run` succeeds on all-zero events, as in the check at start, with labels of 0 or of 1.
 
-    Where every event raises, this tells a model that is broken from events that no model of its kind can take.
+    When every event raises, this shows whether the model is broken or the events are invalid for it.
     """
     features, label = sample(schema, _ZERO_ROWS, device), schema.label
     dtype = tensor_dtype(label.dtype.name)
@@ -124,50 +124,50 @@ def error_of(found: Mapping[int, str]) -> RaisingEventsError:
 @dataclass(frozen=True)
 class _Mark:
     seen: int
-    """New events by then."""
+    """New events until then."""
     rows: int
     """New events that raised."""
 
 
 class Raised:
-    """Counts events that raised since the start of the process, and says so. Used by the loop's thread."""
+    """Counts and logs events that raised since the start of the process. Used by the loop's thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._marks: tuple[_Mark, ...] = ()
         self._said = ""
         self._quiet_until = -float("inf")
-        self._untold: deque[int] = deque()
+        self._unlogged: deque[int] = deque()
         self.new = 0
         """New events that raised."""
         self.steps_in_a_row = 0
-        """Steps of which every new event raised, since one of which some did not."""
+        """Consecutive steps in which every new event raised."""
 
     def add(self, seen: int, rows: int, said: str) -> None:
-        """Note that so many new events raised, when `seen` had come."""
+        """Count `rows` new events that raised, after `seen` new events in all."""
         self.new += rows
         self._said = said
         recent = [mark for mark in self._marks if mark.seen > seen - _WINDOW]
         self._marks = (*recent, _Mark(seen, rows))
 
-    def tell(self, what: str, names: Sequence[str], said: str) -> None:
-        """Write into the log which events they are, at most every ten seconds."""
+    def log(self, what: str, names: Sequence[str], said: str) -> None:
+        """Log which events raised, at most every ten seconds."""
         if self._clock() < self._quiet_until:
-            self._untold.append(len(names))
+            self._unlogged.append(len(names))
             return
         more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-        since = f"; {sum(self._untold)} other events since the last such line" if self._untold else ""
+        since = f"; {sum(self._unlogged)} other events since the last such line" if self._unlogged else ""
         log.warning("the model raises on %s%s, %s%s: %s", ", ".join(names[:_NAMED]), more, what, since, said)
-        self._untold.clear()
+        self._unlogged.clear()
         self._quiet_until = self._clock() + _EVERY_SECONDS
 
     @property
     def is_all(self) -> bool:
-        """Whether so many steps in a row learned nothing, since every event raised, that the model is to be doubted."""
+        """Whether every event raised in so many consecutive steps that the model is likely broken."""
         return self.steps_in_a_row >= _MANY_STEPS
 
     def problem(self, seen: int) -> str | None:
-        """One sentence when too many of the new events raised lately, `seen` having come. Any thread may ask."""
+        """Return one sentence when too many of the last new events raised, after `seen` in all. Thread-safe."""
         rows = sum(mark.rows for mark in self._marks if mark.seen > seen - _WINDOW)
         recent = min(seen, _WINDOW)
         if rows < _FEWEST_UNHEALTHY or rows < _UNHEALTHY_FRACTION * recent:

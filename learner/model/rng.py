@@ -30,14 +30,14 @@ def rng_values() -> dict[str, Any]:
 
 
 def restore_rng(tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-    """Put all generators back; those of CUDA devices that are not there are left out, and `cuda` is the current one."""
+    """Restore all generators, except those of missing CUDA devices; `cuda` is the current device."""
     torch.set_rng_state(tensors["cpu"])
     for name, state in tensors.items():
         device, _, index = name.partition(".")
         if device == "cuda" and torch.cuda.is_available():
-            place = int(index or torch.cuda.current_device())
-            if place < torch.cuda.device_count():
-                torch.cuda.set_rng_state(state, place)
+            number = int(index or torch.cuda.current_device())
+            if number < torch.cuda.device_count():
+                torch.cuda.set_rng_state(state, number)
     version, words, gauss = values["python"]
     random.setstate((version, tuple(words), gauss))
     name, keys, position, has_gauss, cached = values["numpy"]

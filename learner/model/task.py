@@ -1,4 +1,4 @@
-"""What a model's output means: its loss, its predictions, and when it is right.
+"""Tasks: the loss, score and predictions of a model's output.
 
 Legend: B events, C classes. `output` is what the module returned for a batch.
 """
@@ -20,7 +20,7 @@ METHODS = ("check", "loss", "score", "predict")
 class Task(Protocol):
     """The meaning of the model's output. Called on the learner's device and in serving; keeps no state.
 
-    One may have a method more, `embed(model, features)`, which returns where the model puts events, floats `[B, D]`.
+    An optional method, `embed(model, features)`, returns the embeddings of events, floats `[B, D]`.
     """
 
     def check(self, output_B: Tensor, label: Label, rows: int) -> None:
@@ -42,10 +42,10 @@ class Task(Protocol):
 
 @runtime_checkable
 class Embeds(Protocol):
-    """A task that knows where a model puts events."""
+    """A task that computes embeddings of events."""
 
     def embed(self, model: nn.Module, features: Mapping[str, Tensor]) -> Tensor:
-        """Return the embeddings of events, floats `[B, D]`; the model is as in evaluation, and no graph is kept."""
+        """Return the embeddings of events, floats `[B, D]`; the model is in evaluation mode, and no graph is kept."""
         ...
 
 
@@ -63,7 +63,7 @@ class Classification:
         _check_output(output_B, (rows, label.classes), 'task "classification"')
 
     def loss(self, output_B: Tensor, label_B: Tensor) -> Tensor:
-        """Cross entropy of each event, float32 `[B]`."""
+        """Return the cross entropy of each event, float32 `[B]`."""
         return functional.cross_entropy(output_B.float(), label_B, reduction="none")
 
     def score(self, output_B: Tensor, label_B: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ class Classification:
         return (output_B.argmax(dim=1) == label_B).float()
 
     def predict(self, output_B: Tensor) -> dict[str, Tensor]:
-        """`prediction` int64 `[B]`, the most likely class, and `probabilities` float32 `[B, C]`."""
+        """Return `prediction` int64 `[B]`, the most likely class, and `probabilities` float32 `[B, C]`."""
         return {"prediction": output_B.argmax(dim=1), "probabilities": output_B.float().softmax(dim=1)}
 
 
@@ -87,23 +87,22 @@ class MultiLabel:
         _check_output(output_B, (rows, label.classes), 'task "multilabel"')
 
     def loss(self, output_B: Tensor, label_B: Tensor) -> Tensor:
-        """Binary cross entropy of each event, the mean over the classes, float32 `[B]`."""
+        """Return the binary cross entropy of each event, the mean over the classes, float32 `[B]`."""
         losses_BC = functional.binary_cross_entropy_with_logits(output_B.float(), label_B.float(), reduction="none")
         return losses_BC.mean(dim=1)
 
     def score(self, output_B: Tensor, label_B: Tensor) -> Tensor:
-        """Return of the classes that are told or true the part that is both, 1 where there is none; float32 `[B]`.
+        """Return the Jaccard index of predicted and true classes, 1 where there are none; float32 `[B]`.
 
         That is multi-label accuracy (Godbole & Sarawagi 2004, "Discriminative methods for multi-labeled
-        classification"), the Jaccard index. The part of all classes that are told right would be close to 1 for a model
-        that never tells a rare one.
+        classification"). Plain accuracy per class would be close to 1 for a model that never predicts a rare class.
         """
-        told_BC, true_BC = output_B > 0, label_B.bool()
-        either_B = (told_BC | true_BC).sum(dim=1)
-        return torch.where(either_B > 0, (told_BC & true_BC).sum(dim=1) / either_B.clamp_min(1), 1.0)
+        predicted_BC, true_BC = output_B > 0, label_B.bool()
+        either_B = (predicted_BC | true_BC).sum(dim=1)
+        return torch.where(either_B > 0, (predicted_BC & true_BC).sum(dim=1) / either_B.clamp_min(1), 1.0)
 
     def predict(self, output_B: Tensor) -> dict[str, Tensor]:
-        """`prediction` bool `[B, C]`, which classes are more likely than not, and `probabilities` float32 `[B, C]`."""
+        """Return `prediction` bool `[B, C]`, where a class is likely, and `probabilities` float32 `[B, C]`."""
         return {"prediction": output_B > 0, "probabilities": output_B.float().sigmoid()}
 
 
@@ -120,15 +119,15 @@ class Regression:
         _check_output(output_B, shape, 'task "regression"')
 
     def loss(self, output_B: Tensor, label_B: Tensor) -> Tensor:
-        """Squared error of each event, float32 `[B]`."""
+        """Return the squared error of each event, float32 `[B]`."""
         return (output_B.reshape(-1).float() - label_B.float()).square()
 
     def score(self, output_B: Tensor, label_B: Tensor) -> Tensor:
-        """Minus the absolute error of each event, float32 `[B]`."""
+        """Return minus the absolute error of each event, float32 `[B]`."""
         return -(output_B.reshape(-1).float() - label_B.float()).abs()
 
     def predict(self, output_B: Tensor) -> dict[str, Tensor]:
-        """`prediction` float32 `[B]`."""
+        """Return `prediction` float32 `[B]`."""
         return {"prediction": output_B.reshape(-1).float()}
 
 

@@ -1,4 +1,4 @@
-"""A version that others are compared with: its weights, and how it scored on held-out events."""
+"""A version that candidates are compared with: its weights, and its scores on held-out events."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from learner.evaluation.scoring import Scorer, Scores
 from learner.publishing.gate import Marks
 
 Hashes = NDArray[np.uint64]
-"""Of the identities of events."""
+"""Hashes of the identities of events."""
 
 
 @dataclass
@@ -21,28 +21,28 @@ class Baseline:
 
     number: int
     weights: Mapping[str, Tensor]
-    known: Hashes
+    held_out: Hashes
     """The events that were held out when it was published."""
-    _hashes: Hashes = field(default_factory=lambda: np.empty(0, np.uint64))
+    _scored: Hashes = field(default_factory=lambda: np.empty(0, np.uint64))
     _scores: Scores = field(default_factory=lambda: np.empty(0))
 
-    def knew(self, hashes: Hashes) -> Marks:
-        """Return which events were held out already when it was published."""
-        return np.isin(hashes, self.known)
+    def held_out_before(self, hashes: Hashes) -> Marks:
+        """Return which events were held out already when this version was published."""
+        return np.isin(hashes, self.held_out)
 
     def remember(self, hashes: Hashes, scores: Scores) -> None:
-        """Take note of its scores on G events, which are all that it is asked for until the next call."""
+        """Keep its scores on G events, in place of those kept before."""
         order = np.argsort(hashes)
-        self._hashes, self._scores = hashes[order], scores[order]
+        self._scored, self._scores = hashes[order], scores[order]
 
     def scores(self, scorer: Scorer, columns: Mapping[str, Array]) -> Scores:
-        """Return its scores on G events, columns `[G, ...]`; only those are scored that were not the last time."""
+        """Return its scores on G events, columns `[G, ...]`; only events without a kept score are scored."""
         hashes = columns["hash"].astype(np.uint64)
-        found = np.isin(hashes, self._hashes)
+        kept = np.isin(hashes, self._scored)
         scores = np.empty(len(hashes))
-        scores[found] = self._scores[np.searchsorted(self._hashes, hashes[found])]
-        if not found.all():
-            fresh = {name: column[~found] for name, column in columns.items()}
-            scores[~found] = scorer.score(self.weights, fresh)
+        scores[kept] = self._scores[np.searchsorted(self._scored, hashes[kept])]
+        if not kept.all():
+            fresh = {name: column[~kept] for name, column in columns.items()}
+            scores[~kept] = scorer.score(self.weights, fresh)
         self.remember(hashes, scores)
         return scores

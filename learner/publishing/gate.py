@@ -1,4 +1,4 @@
-"""The gate: whether a candidate may be served, told by the scores of its rivals on the same held-out events. Pure.
+"""The gate: decides from scores on the same held-out events whether a candidate may be served. Pure.
 
 Legend: G held-out events.
 """
@@ -15,67 +15,67 @@ from learner.evaluation.scoring import Scores
 from learner.state_dir.version import Verdict
 
 Marks = NDArray[np.bool_]
-"""Which events belong to something, `[G]`."""
+"""Which events belong to a set, `[G]`."""
 
-_MAY_BE = 1.645
+_Z_95 = 1.645
 """Standard errors of the one-sided 95 % limit."""
-_IS = 2.326
+_Z_99 = 2.326
 """Standard errors of the one-sided 99 % limit."""
-_SURELY = 3.09
-"""Standard errors of the one-sided 99.9 % limit, for who looks again and again."""
-_NEVER_BY_CHANCE = 4.5
-"""Standard errors that chance exceeds once in 300,000 looks: the watch takes thousands a day."""
+_Z_999 = 3.09
+"""Standard errors of the one-sided 99.9 % limit, for repeated comparisons."""
+_Z_MONITOR = 4.5
+"""Standard errors that chance exceeds once in 300,000 comparisons: monitoring makes thousands a day."""
 _LEAST = 1e-12
 
 
 @dataclass(frozen=True)
 class Drop:
-    """How much worse a candidate scores than a rival on the same events: absolute for accuracy, relative for errors."""
+    """How much worse a candidate scores than a baseline on the same events: absolute for accuracy, else relative."""
 
     rows: int
     candidate: float
     """Mean score."""
-    rival: float
+    baseline: float
     """Mean score."""
     drop: float
     error: float
-    """Its standard error, of the paired differences."""
+    """Standard error of `drop`, from the paired differences."""
 
     @property
     def upper(self) -> float:
         """Upper one-sided 95 % limit."""
-        return self.drop + _MAY_BE * self.error
+        return self.drop + _Z_95 * self.error
 
-    def may_exceed(self, most: float) -> bool:
-        """Whether there is a drop, and it may be more than `most`.
+    def possible(self, limit: float) -> bool:
+        """Return whether there is a drop (99 %), and it may exceed `limit` (95 %).
 
-        That it may be more is not enough: two models that are as good differ on some events, and where those are few
-        the limit is beyond `most` by chance alone, most of the time.
+        The second condition alone is not enough: two equally good models differ on some events, and where those are few
+        the upper limit exceeds `limit` by chance most of the time.
         """
-        return self.upper > most and self.drop > _IS * self.error
+        return self.upper > limit and self.drop > _Z_99 * self.error
 
     @property
-    def surely_better(self) -> bool:
-        """Whether it is the other way round, and no chance."""
-        return -self.drop > _SURELY * self.error
+    def certainly_better(self) -> bool:
+        """Whether the candidate is better, and not by chance."""
+        return -self.drop > _Z_999 * self.error
 
-    def surely_exceeds(self, most: float) -> bool:
-        """Whether it is more than `most` and no chance, also when it is asked a thousand times a day."""
-        return self.drop > most and self.drop > _NEVER_BY_CHANCE * self.error
+    def certain(self, limit: float) -> bool:
+        """Return whether the drop exceeds `limit` and is not by chance, even over a thousand comparisons a day."""
+        return self.drop > limit and self.drop > _Z_MONITOR * self.error
 
 
 @dataclass(frozen=True)
 class GateInput:
-    """All that a verdict is made from; scores and marks are of the same G events.
+    """The inputs of a verdict; scores and marks are of the same G events.
 
     Attributes:
-        candidate: scores of the one to be judged.
+        candidate: scores of the version to be judged.
         served: scores of the served version; None without one to compare with.
         best: scores of the best version served within `max_hold`; None where it is the served one.
         new: the youngest events.
-        old: events by which old knowledge is told; those that came while nothing passed are in neither.
+        old: events that measure old knowledge; events that came while nothing passed are in neither set.
         classes: the events of each class that has enough of them, by its name.
-        held: whether nothing has passed since a version failed: `min_rows` is no way out of that.
+        held: whether nothing has passed since a version failed: then `min_rows` no longer makes it inconclusive.
     """
 
     candidate: Scores
@@ -87,35 +87,35 @@ class GateInput:
     held: bool = False
 
 
-def compare(candidate_G: Scores, rival_G: Scores, *, bounded: bool) -> Drop:
-    """Compare scores of the same G events, at least one, all finite; `bounded` says that they lie between 0 and 1."""
-    difference_G = rival_G - candidate_G
-    rows, rival = len(difference_G), float(rival_G.mean())
-    unit = 1.0 if bounded else max(abs(rival), _LEAST)
+def compare(candidate_G: Scores, baseline_G: Scores, *, bounded: bool) -> Drop:
+    """Compare scores of the same G events, at least one, all finite; `bounded`: scores are between 0 and 1."""
+    difference_G = baseline_G - candidate_G
+    rows, baseline = len(difference_G), float(baseline_G.mean())
+    unit = 1.0 if bounded else max(abs(baseline), _LEAST)
     error = float(difference_G.std(ddof=1)) / math.sqrt(rows) if rows > 1 else math.inf
-    return Drop(rows, float(candidate_G.mean()), rival, float(difference_G.mean()) / unit, error / unit)
+    return Drop(rows, float(candidate_G.mean()), baseline, float(difference_G.mean()) / unit, error / unit)
 
 
-def judge(hearing: GateInput, settings: GateSettings, *, bounded: bool) -> Verdict:
-    """Return `fail`, `pass`, or `inconclusive` where too little is known, with numbers and reasons."""
-    rows = len(hearing.candidate)
-    if wrong := _not_finite(hearing):
+def judge(inputs: GateInput, settings: GateSettings, *, bounded: bool) -> Verdict:
+    """Return a verdict with numbers and reasons; `inconclusive` where too little is known."""
+    rows = len(inputs.candidate)
+    if wrong := _not_finite(inputs):
         return Verdict("fail", [f"its score is not finite on {wrong} of {rows} held-out events"], {"rows": rows})
-    if hearing.served is None:
+    if inputs.served is None:
         return Verdict("inconclusive", ["there is no served version to compare it with"], {"rows": rows})
-    if not rows or (rows < settings.min_rows and not hearing.held):
+    if not rows or (rows < settings.min_rows and not inputs.held):
         return Verdict("inconclusive", [f"{rows} held-out events are fewer than gate.min_rows"], {"rows": rows})
     failed, unsure, numbers = [], [], {"rows": float(rows)}
-    for name, drop, most in _drops(hearing, hearing.served, settings, bounded=bounded):
+    for name, drop, limit in _drops(inputs, inputs.served, settings, bounded=bounded):
         numbers |= {name: drop.candidate, f"{name}_rows": drop.rows, f"{name}_drop": drop.drop}
-        numbers |= {f"{name}_rival": drop.rival, f"{name}_drop_upper": drop.upper}
-        sentence = f"{_WORDS[name]}: {_amount(drop, bounded=bounded)}, of {most:g} that are allowed"
-        if drop.may_exceed(most) or (name != "new" and drop.drop > most):
+        numbers |= {f"{name}_rival": drop.baseline, f"{name}_drop_upper": drop.upper}
+        sentence = f"{_WORDS[name]}: {_amount(drop, bounded=bounded)}, of {limit:g} that are allowed"
+        if drop.possible(limit) or (name != "new" and drop.drop > limit):
             failed.append(f"worse than {sentence}")
-        elif not drop.upper <= most:
-            unsure.append(f"too few events to tell it from {sentence}")
-    numbers |= _classes(hearing, hearing.served, bounded=bounded)
-    if hearing.held and not hearing.old.any():
+        elif not drop.upper <= limit:
+            unsure.append(f"too few events to distinguish it from {sentence}")
+    numbers |= _classes(inputs, inputs.served, bounded=bounded)
+    if inputs.held and not inputs.old.any():
         failed.append("no held-out event is left by which the served version was judged: promote one by hand")
     finite = {name: value for name, value in numbers.items() if math.isfinite(value)}
     if failed:
@@ -123,12 +123,12 @@ def judge(hearing: GateInput, settings: GateSettings, *, bounded: bool) -> Verdi
     return Verdict("inconclusive" if unsure else "pass", unsure, finite)
 
 
-def _not_finite(hearing: GateInput) -> int:
-    """Return on how many events the candidate alone has no finite score; such as no model can answer say nothing."""
-    finite = np.isfinite(hearing.candidate)
+def _not_finite(inputs: GateInput) -> int:
+    """Return on how many events the candidate alone has no finite score; those without one for either do not count."""
+    finite = np.isfinite(inputs.candidate)
     if len(finite) and not finite.any():
         return len(finite)
-    return int(np.count_nonzero(~finite & np.isfinite(hearing.served))) if hearing.served is not None else 0
+    return int(np.count_nonzero(~finite & np.isfinite(inputs.served))) if inputs.served is not None else 0
 
 
 _WORDS = {
@@ -139,48 +139,48 @@ _WORDS = {
 
 
 def _drops(
-    hearing: GateInput, served_G: Scores, settings: GateSettings, *, bounded: bool
+    inputs: GateInput, served_G: Scores, settings: GateSettings, *, bounded: bool
 ) -> list[tuple[str, Drop, float]]:
-    """Return each comparison that there are events for: its name, the drop, and how much of one is allowed."""
-    wanted = [
-        ("new", served_G, hearing.new, settings.max_drop_new),
-        ("old", served_G, hearing.old, settings.max_drop_old),
+    """Return each comparison that has events: its name, the drop, and the allowed drop."""
+    comparisons = [
+        ("new", served_G, inputs.new, settings.max_drop_new),
+        ("old", served_G, inputs.old, settings.max_drop_old),
     ]
-    if hearing.best is not None:
-        wanted.append(("best", hearing.best, hearing.old, settings.max_drop_old))
+    if inputs.best is not None:
+        comparisons.append(("best", inputs.best, inputs.old, settings.max_drop_old))
     return [
-        (name, compare(hearing.candidate[both], rival_G[both], bounded=bounded), most)
-        for name, rival_G, marks, most in wanted
-        if (both := marks & np.isfinite(rival_G) & np.isfinite(hearing.candidate)).any()
+        (name, compare(inputs.candidate[both], baseline_G[both], bounded=bounded), limit)
+        for name, baseline_G, marks, limit in comparisons
+        if (both := marks & np.isfinite(baseline_G) & np.isfinite(inputs.candidate)).any()
     ]
 
 
-def surpasses(hearing: GateInput, *, bounded: bool) -> bool:
-    """Whether a candidate is surely better on old events than the best before it; chance alone makes no new best."""
-    best_G = hearing.best if hearing.best is not None else hearing.served
+def surpasses(inputs: GateInput, *, bounded: bool) -> bool:
+    """Return whether a candidate is better on old events than the best before it, and not by chance."""
+    best_G = inputs.best if inputs.best is not None else inputs.served
     if best_G is None:
         return True
-    both = hearing.old & np.isfinite(best_G) & np.isfinite(hearing.candidate)
+    both = inputs.old & np.isfinite(best_G) & np.isfinite(inputs.candidate)
     if not both.any():
         return True
-    return compare(hearing.candidate[both], best_G[both], bounded=bounded).surely_better
+    return compare(inputs.candidate[both], best_G[both], bounded=bounded).certainly_better
 
 
-def _classes(hearing: GateInput, served_G: Scores, *, bounded: bool) -> dict[str, float]:
-    """Return the score and drop of each class, and of the one that does worst; they are told, and not judged."""
+def _classes(inputs: GateInput, served_G: Scores, *, bounded: bool) -> dict[str, float]:
+    """Return the score and drop of each class, and of the worst class, for display only."""
     numbers: dict[str, float] = {}
     drops: list[Drop] = []
-    if not hearing.classes:
+    if not inputs.classes:
         return numbers
-    for name, marks in hearing.classes.items():
-        drop = compare(hearing.candidate[marks], served_G[marks], bounded=bounded)
+    for name, marks in inputs.classes.items():
+        drop = compare(inputs.candidate[marks], served_G[marks], bounded=bounded)
         drops.append(drop)
         numbers |= {f"class_{name}": drop.candidate, f"class_{name}_drop": drop.drop}
     worst = min(drop.candidate for drop in drops)
-    return numbers | {"worst": worst, "worst_rival": min(drop.rival for drop in drops)}
+    return numbers | {"worst": worst, "worst_rival": min(drop.baseline for drop in drops)}
 
 
 def _amount(drop: Drop, *, bounded: bool) -> str:
-    shown = drop.drop + 0.0
+    shown = drop.drop + 0.0  # not -0
     what = f"{shown:.4f}" if bounded else f"{shown:.2%} of its error"
     return f"{what} (at most {drop.upper:.4f}, {drop.rows} events)"

@@ -1,7 +1,7 @@
-"""Judges versions before they are published, and watches the served one afterwards.
+"""Judges versions before they are published, and monitors the served one afterwards.
 
-It knows three versions: the one that serving takes if it obeys, the best of those served within `gate.max_hold`, and
-the last that the watch has found well. What a person decided is in `state.json`, which serving writes.
+It keeps three versions: the one that serving should serve, the best of those served within `gate.max_hold`, and the
+last good one, which monitoring has passed. Decisions by a person are in `state.json`, which serving writes.
 """
 
 import contextlib
@@ -23,21 +23,21 @@ from learner.publishing.baseline import Baseline
 from learner.publishing.gate import GateInput, compare, judge, surpasses
 from learner.state_dir.version import ModelReference, RegistryState, Verdict, Versions
 
-WATCH_ROWS = 50
-"""Held-out events that came after a swap, before the watch judges it."""
-WATCH_ENOUGH = 500
-"""With so many a version is found well, or with the youngest quarter of the holdout set, if that is less. A holdout set
-whose quarter is less than `WATCH_ROWS` is not watched."""
+MONITOR_ROWS = 50
+"""Held-out events after a swap before monitoring judges it."""
+MONITOR_ENOUGH = 500
+"""After so many events, or the youngest quarter of the holdout set if that is less, a version is good. With a holdout
+set whose quarter is less than `MONITOR_ROWS` there is no monitoring."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class _Held:
-    """Versions have failed in a row.
+    """A hold: versions have failed in a row.
 
     Attributes:
-        began: when the first of them did, by the monotonic clock: what lasts is measured by it.
+        began: when the first of them failed, by the monotonic clock, which measures durations.
         since: the same in seconds since 1970, for display alone.
         served: the version that is served meanwhile.
     """
@@ -48,7 +48,7 @@ class _Held:
 
 
 class QualityGate:
-    """Used by the publisher's thread; attributes may be read by others."""
+    """Decides which versions serving may take. Used by the publisher's thread; other threads may read attributes."""
 
     def __init__(self, versions: Versions, settings: GateSettings, scorer: Scorer, reference: ModelReference) -> None:
         self._versions = versions
@@ -58,23 +58,23 @@ class QualityGate:
         self._served: Baseline | None = None
         self._best: Baseline | None = None
         self._best_served = 0.0
-        """When it was the served one last, or became the best; by the monotonic clock."""
-        self._well: Baseline | None = None
-        self._first_on_trial: int | None = None
-        """The first version that was served after that; all from it on are on trial. None where none is."""
-        self._before_trial = np.empty(0, np.uint64)
-        self._enough = min(WATCH_ENOUGH, max(1, settings.holdout_rows // YOUNG))
-        self._looks_at = 0
-        """With how many events that came after the trial began the watch looks next."""
+        """When the best version was served last, or became the best; by the monotonic clock."""
+        self._last_good: Baseline | None = None
+        self._first_on_probation: int | None = None
+        """The first version served after the last good one; all from it on are on probation. None where none is."""
+        self._before_probation = np.empty(0, np.uint64)
+        self._enough = min(MONITOR_ENOUGH, max(1, settings.holdout_rows // YOUNG))
+        self._next_check_at = 0
+        """How many events have to come after the probation began before monitoring compares next."""
         self._state: RegistryState | None = None
         self._surpasses = True
         self._held: _Held | None = None
         self._held_before: _Held | None = None
-        """What the checkpoint says that the learner goes on from; counts while the same version is served."""
+        """The hold of the restored checkpoint; applies while the same version is served."""
         self.reasons: list[str] = []
-        """Why the last one did."""
+        """Why the last version failed."""
         self.withdrawn = 0
-        """Versions that the watch has failed."""
+        """Times that monitoring has withdrawn the served versions."""
 
     @property
     def held_since(self) -> float | None:
@@ -84,7 +84,7 @@ class QualityGate:
 
     @property
     def held_seconds(self) -> float:
-        """For how long they have; 0 when the last one did not."""
+        """For how long versions have failed in a row; 0 when the last one did not."""
         held = self._held
         return time.monotonic() - held.began if held is not None else 0.0
 
@@ -96,87 +96,88 @@ class QualityGate:
             return None
         when = datetime.fromtimestamp(held.since, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
         why = self.reasons[0] if self.reasons else "no reason is known"
-        return f"no version has passed the gate since {when}: {why}; promote one, or look at the events since then"
+        return f"no version has passed the gate since {when}: {why}; promote one, or check the events since then"
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps, so that a restart does not begin a hold anew. Any thread may ask."""
+        """Return the hold for a checkpoint, so that a restart continues it. Any thread may call this."""
         held = self._held
         return {} if held is None else {"held_seconds": self.held_seconds, "served": held.served}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take up what a checkpoint kept, before anything is judged; time in which no learner ran does not count."""
+        """Restore the hold of a checkpoint, before anything is judged; time without a learner does not count."""
         if "held_seconds" in state:
             seconds = float(state["held_seconds"])
             self._held_before = _Held(time.monotonic() - seconds, time.time() - seconds, state["served"])
 
     def judge(self, scores_G: Scores, rows: HoldoutRows) -> Verdict:
         """Judge a candidate by its scores on the held-out events."""
-        self._look(rows)
-        hearing = self._hearing(scores_G, rows)
+        self._refresh(rows)
+        inputs = self._gate_input(scores_G, rows)
         bounded = self._scorer.bounded
-        self._surpasses = surpasses(hearing, bounded=bounded)
-        verdict = judge(hearing, self._settings, bounded=bounded)
+        self._surpasses = surpasses(inputs, bounded=bounded)
+        verdict = judge(inputs, self._settings, bounded=bounded)
         if verdict.verdict == "fail" and self._hold_is_over() and np.isfinite(scores_G).any():
-            self._forget_rivals()
+            self._clear_baselines()
             reason = 'served all the same: nothing has passed for gate.max_hold, and gate.on_hold is "serve"'
             return Verdict("inconclusive", [reason, *verdict.reasons], verdict.numbers)
         return verdict
 
-    def take(
+    def record_published(
         self, number: int, weights: Mapping[str, Tensor], scores_G: Scores, rows: HoldoutRows, verdict: Verdict
     ) -> None:
-        """Take note of a version that was published, weights on the host; what passed is served from now on."""
+        """Record a published version, weights on the host; one that has not failed is served from now on."""
         if verdict.verdict == "fail":
-            self._hold(verdict.reasons)
+            self._start_hold(verdict.reasons)
             return
         if self._held is not None:
             log.info("version %d may be served, after none could", number)
-        contender = Baseline(number, weights, rows.hashes)
+        baseline = Baseline(number, weights, rows.hashes)
         if len(rows):
-            contender.remember(rows.columns["hash"].astype(np.uint64), scores_G)
-        if self._well is None:
-            self._well = contender
-        else:
-            if self._first_on_trial is None:
-                self._before_trial, self._looks_at = contender.known, min(WATCH_ROWS, self._enough)
-                self._first_on_trial = number
+            baseline.remember(rows.columns["hash"].astype(np.uint64), scores_G)
+        if self._last_good is None:
+            self._last_good = baseline
+        elif self._first_on_probation is None:
+            self._before_probation, self._next_check_at = baseline.held_out, min(MONITOR_ROWS, self._enough)
+            self._first_on_probation = number
         if self._best is None or self._surpasses:
-            self._compare_with(contender)
-        self._served, self._held, self.reasons = contender, None, []
+            self._compare_with(baseline)
+        self._served, self._held, self.reasons = baseline, None, []
 
-    def watch(self, rows: HoldoutRows) -> None:
-        """Compare what is served with the last version found well, on what was held out since: withdraw what is worse.
+    def monitor(self, rows: HoldoutRows) -> None:
+        """Compare the served version with the last good one on events held out since; withdraw it if it is worse.
 
-        Versions follow each other faster than held-out events come, so all since then are on trial together. It looks
-        each time that there are half as many events more: whoever looks at each finds something by chance.
+        Versions are published faster than held-out events come, so all since then are on probation together. The
+        comparison is repeated each time the events have grown by half: one after each event would fail by chance.
         """
-        self._look(rows)
-        served, well = self._served, self._well
-        if served is None or well is None or self._first_on_trial is None or not len(rows):
+        self._refresh(rows)
+        served, last_good = self._served, self._last_good
+        if served is None or last_good is None or self._first_on_probation is None or not len(rows):
             return
-        fresh = ~np.isin(rows.columns["hash"].astype(np.uint64), self._before_trial)
+        fresh = ~np.isin(rows.columns["hash"].astype(np.uint64), self._before_probation)
         count = int(np.count_nonzero(fresh))
-        if count < self._looks_at:
+        if count < self._next_check_at:
             return
-        self._looks_at = min(count + count // 2, self._enough)
-        now_G, before_G = (each.scores(self._scorer, rows.columns)[fresh] for each in (served, well))
+        self._next_check_at = min(count + count // 2, self._enough)
+        now_G, before_G = (each.scores(self._scorer, rows.columns)[fresh] for each in (served, last_good))
         finite = np.isfinite(now_G) & np.isfinite(before_G)
         if not finite.any():
             return
         drop = compare(now_G[finite], before_G[finite], bounded=self._scorer.bounded)
-        if drop.rows >= WATCH_ROWS and drop.surely_exceeds(self._settings.max_drop_new):
-            reason = f"the watch found it worse than version {well.number} on {drop.rows} events that came after it"
-            numbers = {"watch": drop.candidate, "watch_rival": drop.rival, "watch_drop": drop.drop}
-            self._withdraw(Verdict("fail", [reason], numbers), well, self._first_on_trial)
+        if drop.rows >= MONITOR_ROWS and drop.certain(self._settings.max_drop_new):
+            reason = (
+                f"monitoring found it worse than version {last_good.number} on {drop.rows} events that came after it"
+            )
+            numbers = {"watch": drop.candidate, "watch_rival": drop.baseline, "watch_drop": drop.drop}
+            self._withdraw(Verdict("fail", [reason], numbers), last_good, self._first_on_probation)
         elif count >= self._enough:
-            self._well, self._first_on_trial = served, None
+            self._last_good, self._first_on_probation = served, None
 
     @property
     def needed(self) -> set[int]:
-        """Versions that serving may have to go back to: not to be deleted."""
-        return {each.number for each in (self._served, self._well) if each is not None}
+        """Versions that serving may roll back to, and that must not be deleted."""
+        return {each.number for each in (self._served, self._last_good) if each is not None}
 
-    def _hearing(self, scores_G: Scores, rows: HoldoutRows) -> GateInput:
+    def _gate_input(self, scores_G: Scores, rows: HoldoutRows) -> GateInput:
         total, held = len(scores_G), self._held is not None
         new = np.arange(total) >= total - total // YOUNG
         served, best = self._served, self._best
@@ -188,15 +189,15 @@ class QualityGate:
             best = self._compare_with(served)
         served_G = served.scores(self._scorer, rows.columns)
         best_G = best.scores(self._scorer, rows.columns) if best is not None and best is not served else None
-        # While nothing passes, what comes may be what makes the candidates worse: it does not become old knowledge.
-        old = ~new & served.knew(rows.columns["hash"].astype(np.uint64)) if held else ~new
-        told = np.isfinite(served_G) & np.isfinite(scores_G)
-        classes = {name: marks & told for name, marks in class_marks(self._scorer.schema, rows).items()}
+        # Events that come while nothing passes may be why the candidates are worse: they do not become old knowledge.
+        old = ~new & served.held_out_before(rows.columns["hash"].astype(np.uint64)) if held else ~new
+        finite = np.isfinite(served_G) & np.isfinite(scores_G)
+        classes = {name: marks & finite for name, marks in class_marks(self._scorer.schema, rows).items()}
         classes = {name: marks for name, marks in classes.items() if marks.any()}
         return GateInput(scores_G, served_G, best_G, new, old, classes, held=held)
 
     def _compare_with(self, best: Baseline) -> Baseline:
-        """Have what comes compared with another best, for `gate.max_hold` at least."""
+        """Compare later versions with another best, for `gate.max_hold` at least."""
         self._best, self._best_served = best, time.monotonic()
         return best
 
@@ -207,7 +208,7 @@ class QualityGate:
     def _is_over(self, held: _Held) -> bool:
         return time.monotonic() - held.began >= self._settings.max_hold.total_seconds()
 
-    def _hold(self, reasons: list[str]) -> None:
+    def _start_hold(self, reasons: list[str]) -> None:
         served = self._served.number if self._served is not None else None
         if self._held is None:
             self._held = _Held(time.monotonic(), time.time(), served)
@@ -215,22 +216,24 @@ class QualityGate:
         self._held = replace(self._held, served=served)
         self.reasons = reasons
 
-    def _forget_rivals(self) -> None:
-        """Have the next version that is served be what all others are compared with."""
-        self._best = self._well = self._first_on_trial = None
+    def _clear_baselines(self) -> None:
+        """Make the next served version the one that all others are compared with."""
+        self._best = self._last_good = self._first_on_probation = None
 
-    def _withdraw(self, verdict: Verdict, well: Baseline, first: int) -> None:
-        """Fail all versions on trial that are still there: serving rolls back to the last one found well."""
-        trial = [number for number in self._versions.numbers() if number >= first and not self._has_failed(number)]
-        log.warning("versions %s are withdrawn: %s", ", ".join(map(str, trial)), verdict.reasons[0])
-        for number in trial:
+    def _withdraw(self, verdict: Verdict, last_good: Baseline, first: int) -> None:
+        """Fail all versions on probation that still exist: serving rolls back to the last good one."""
+        on_probation = [
+            number for number in self._versions.numbers() if number >= first and not self._has_failed(number)
+        ]
+        log.warning("versions %s are withdrawn: %s", ", ".join(map(str, on_probation)), verdict.reasons[0])
+        for number in on_probation:
             with contextlib.suppress(FileNotFoundError):
                 self._versions.write_verdict(number, verdict)
         self.withdrawn += 1
         if self._best is not None and self._best.number >= first:
-            self._compare_with(well)
-        self._served, self._first_on_trial = well, None
-        self._hold(verdict.reasons)
+            self._compare_with(last_good)
+        self._served, self._first_on_probation = last_good, None
+        self._start_hold(verdict.reasons)
 
     def _has_failed(self, number: int) -> bool:
         try:
@@ -239,24 +242,24 @@ class QualityGate:
             return False
         return verdict is not None and verdict.verdict == "fail"
 
-    def _look(self, rows: HoldoutRows) -> None:
-        """Take up what is served after a restart, and what a person has decided since the last look."""
+    def _refresh(self, rows: HoldoutRows) -> None:
+        """Load the baselines after a restart, and apply decisions that a person has made since the last call."""
         try:
             state = self._versions.state()
-        except (VersionError, OSError):  # serving, whose file it is, tells of it
+        except (VersionError, OSError):  # serving writes the file, and reports its problems
             return
         before, self._state = self._state, state
         if before is None:
-            self._meet(state, rows)
+            self._load_baselines(state, rows)
         elif state.promoted is not None and state.promoted != before.promoted:
-            self._begin_with(self._read(state.promoted, rows))
+            self._start_with(self._read(state.promoted, rows))
             self._held = None
         elif self._served is not None and self._served.number in state.rolled_back and state.serving is not None:
-            self._begin_with(self._read(state.serving, rows))
-            self._hold(["a person rolled back the version before"])
+            self._start_with(self._read(state.serving, rows))
+            self._start_hold(["a person rolled back the version before"])
 
-    def _meet(self, state: RegistryState, rows: HoldoutRows) -> None:
-        """Begin with the newest version on disk that serving may take."""
+    def _load_baselines(self, state: RegistryState, rows: HoldoutRows) -> None:
+        """Load the newest version on disk that serving may take as all three baselines."""
         failed, numbers = False, self._versions.numbers()
         passed_over = (self._versions.stale(numbers) - {state.promoted}) | {*state.rolled_back}
         for number in reversed(numbers):
@@ -267,22 +270,22 @@ class QualityGate:
                 if verdict is None or (verdict.verdict == "fail" and number != state.promoted):
                     failed = failed or verdict is not None
                     continue
-            if (found := self._read(number, rows)) is not None:
-                self._begin_with(found)
+            if (baseline := self._read(number, rows)) is not None:
+                self._start_with(baseline)
                 break
         if failed and self._served is not None and len(rows):
             before = self._held_before
             if before is not None and before.served == self._served.number:
                 self._held = before
-            self._hold(["versions failed before the learner was started"])
+            self._start_hold(["versions failed before the learner was started"])
 
-    def _begin_with(self, contender: Baseline | None) -> None:
-        if contender is not None:
-            self._served = self._well = self._compare_with(contender)
-            self._first_on_trial = None
+    def _start_with(self, baseline: Baseline | None) -> None:
+        if baseline is not None:
+            self._served = self._last_good = self._compare_with(baseline)
+            self._first_on_probation = None
 
     def _read(self, number: int, rows: HoldoutRows) -> Baseline | None:
-        """Read a version of this schema and model; None when it is not, or is damaged or gone."""
+        """Read a version; None when it has another schema or model, or is damaged or gone."""
         try:
             manifest = self._versions.manifest(number)
             same = manifest.schema == self._scorer.schema.digest and manifest.model == self._reference

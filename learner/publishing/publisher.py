@@ -28,10 +28,10 @@ from learner.state_dir.version import Manifest, ModelReference, Versions
 from learner.stream.record_times import RecordTimes
 
 _LEARNED_TIMES = 32
-"""So many record times stand for all the events that a version is the first to have learned."""
+"""Quantiles of record times that a manifest has for its newly trained events."""
 
 _SCORING_SHARE = 4
-"""Scoring may take one part in so many of a core; versions that fall due meanwhile are skipped and counted."""
+"""Scoring uses at most 1 / `_SCORING_SHARE` of a core; versions that fall due meanwhile are skipped and counted."""
 _WATCH_SECONDS = 1.0
 
 Progress = tuple[int, tuple[Position, ...]]
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Snapshot:
-    """All that a version is made from, copied at one step boundary."""
+    """The data of a version, copied at one step boundary."""
 
     step: int
     weights: Mapping[str, Tensor]
@@ -50,13 +50,13 @@ class Snapshot:
     holdout: HoldoutRows
     accuracy_now: float | None
     learned: RecordTimes
-    """Of the events that were learned for the first time since the last snapshot."""
+    """Record times of the newly trained events since the last snapshot."""
 
 
 class Publisher:
-    """Judges and writes versions in a thread of its own, one at a time; one that falls due meanwhile is skipped.
+    """Judges and writes versions in a background thread, one at a time; one that falls due meanwhile is skipped.
 
-    Nothing is published that was not judged: a gate that is slow makes versions rarer.
+    Every version is judged before it is published: a slow gate makes versions rarer.
     """
 
     def __init__(
@@ -66,18 +66,18 @@ class Publisher:
         reference: ModelReference,
         schema: Schema,
         scorer: Scorer,
-        jury: QualityGate,
+        gate: QualityGate,
         generation: int,
         metrics: LearnerMetrics,
         check: Callable[[], object] = bool,
     ) -> None:
-        """Take the generation of the learner, and what is called before each version is scored and written."""
+        """Take the learner's generation, and `check`, which is called before each version is scored and written."""
         self._versions = versions
         self._settings = settings
         self._reference = reference
         self._schema = schema
         self._scorer = scorer
-        self.jury = jury
+        self.gate = gate
         self._generation = generation
         self._metrics = metrics
         self._every = settings.publish_every.total_seconds()
@@ -89,22 +89,22 @@ class Publisher:
         self.number: int | None = max(versions.numbers(), default=None)
         """The newest version."""
         self.verdict: str | None = None
-        """Of the newest version of this process."""
+        """Verdict of the newest version of this process."""
         self._highest = max([versions.highest(), *(n or 0 for n in _remembered(versions))])
         self._scored: tuple[HoldoutRows, Mapping[str, Tensor]] | None = None
         self._hours: dict[int, int] = {}
-        """Of versions beyond `keep`, counted from 1970."""
+        """Hour since 1970 of each version beyond `keep`."""
         self.evaluation = Evaluation()
-        """Of the newest version, whatever its verdict."""
+        """Evaluation of the newest version, whatever its verdict."""
         self.retention = ForgettingState()
-        """What the versions before it could do, and how they did on events that came after them."""
+        """Best scores of earlier versions, and scores of versions on events that came after them."""
         self._problem: str | None = None
         self.published = 0
         self.skipped = 0
 
     @property
     def raised(self) -> deque[tuple[NDArray[np.uint64], str]]:
-        """Hashes of held-out events on which the model raised, and what it raised: for the loop's thread to take."""
+        """Hashes of held-out events on which the model raised, and the error; the loop's thread removes them."""
         return self._scorer.raised
 
     @property
@@ -112,13 +112,13 @@ class Publisher:
         """One sentence when the last version could not be written, or this one takes too long. Any thread may ask."""
         return self._background.overdue(self._versions.path, self._every) or self._problem
 
-    def publish_if_due(self, told: Callable[[], Progress], take: Callable[[], Snapshot]) -> None:
-        """Publish what `take` returns when a version is due and there is progress; called at every step boundary."""
+    def publish_if_due(self, progress_now: Callable[[], Progress], take: Callable[[], Snapshot]) -> None:
+        """Publish the snapshot of `take` when a version is due and there is progress; called at every step boundary."""
         self._background.raise_bug()
         now = time.monotonic()
         if now < self._due:
             return
-        busy, progress = self._background.busy, told()
+        busy, progress = self._background.busy, progress_now()
         if not self._is_new(progress) or (busy and self._watching):
             return
         self._due = now + self._every
@@ -129,16 +129,16 @@ class Publisher:
         self._start(progress, take())
 
     def watch_if_due(self, rows: Callable[[], HoldoutRows]) -> None:
-        """Have the served version watched about once a second, on the held-out events that `rows` returns."""
+        """Monitor the served version about once a second, on the held-out events that `rows` returns."""
         now = time.monotonic()
         if now >= self._watch_due and not self._background.busy:
             self._watch_due = now + _WATCH_SECONDS
-            held = rows()
+            holdout = rows()
             self._watching = True
-            self._background.start(lambda: self._watch(held))
+            self._background.start(lambda: self._watch(holdout))
 
     def published_through(self) -> Mapping[str, PartitionProgress]:
-        """Return how far the newest version has learned, by `topic:partition`; a torn manifest says nothing."""
+        """Return how far the newest version is trained, by `topic:partition`; empty when its manifest is damaged."""
         if self.number is None:
             return {}
         try:
@@ -147,7 +147,7 @@ class Publisher:
             return {}
 
     def go_on_from(self, progress: Progress, trained_through: Mapping[str, PartitionProgress]) -> None:
-        """Publish a checkpoint's progress only if the newest version has not come as far, or is of another model."""
+        """Skip publishing a checkpoint's progress if the newest version has the same model and has come as far."""
         if self._has_published(progress[0], trained_through):
             self._progress = progress
 
@@ -164,7 +164,7 @@ class Publisher:
         return all(name in there and _reaches(there[name], trained) for name, trained in trained_through.items())
 
     def publish_last(self, progress: Progress, take: Callable[[], Snapshot], deadline: Deadline) -> None:
-        """Publish what was learned since the last version, and wait until it is written."""
+        """Publish the progress since the last version, and wait until it is written."""
         self._background.wait(deadline)
         if self._is_new(progress) and not self._background.busy:
             self._start(progress, take())
@@ -172,7 +172,7 @@ class Publisher:
         self._background.raise_bug()
 
     def _is_new(self, progress: Progress) -> bool:
-        """Whether there is something to publish: nothing before the first step, and nothing twice."""
+        """Return whether there is progress to publish: not before the first step, and not twice."""
         return progress[0] > 0 and progress != self._progress
 
     def _start(self, progress: Progress, snapshot: Snapshot) -> None:
@@ -181,17 +181,17 @@ class Publisher:
         self._background.start(lambda: self._publish(snapshot))
 
     def _watch(self, rows: HoldoutRows) -> None:
-        before = self.jury.withdrawn
+        before = self.gate.withdrawn
         try:
-            self.jury.watch(rows)
+            self.gate.monitor(rows)
         except OSError as exc:
             log.error("a verdict in %s cannot be written: %s", self._versions.path, exc.strerror or exc)  # noqa: TRY400
-        self._metrics.withdrawn.inc(self.jury.withdrawn - before)
+        self._metrics.withdrawn.inc(self.gate.withdrawn - before)
 
     def _publish(self, snapshot: Snapshot) -> None:
-        """Score, judge, write, and delete what is old. A disk that is full costs this version, not the training."""
+        """Score, judge and write a version, and delete old ones. A full disk costs this version, not the training."""
         scores_G, holdout = self._score(snapshot)
-        verdict = self.jury.judge(scores_G, holdout)
+        verdict = self.gate.judge(scores_G, holdout)
         number = self._highest = self._highest + 1  # a number that failed is not used again
         now = {} if snapshot.accuracy_now is None else {"now": snapshot.accuracy_now}
         metrics = now | dict(self.evaluation.windows)
@@ -221,10 +221,10 @@ class Publisher:
             self._problem = f"version {number} could not be written to {self._versions.path}: {exc.strerror or exc}"
             log.error("%s", self._problem)  # noqa: TRY400 the sentence says all
             self._versions.clean()
-            self._progress = None  # so that it is tried again, also when nothing more is learned
+            self._progress = None  # so that it is tried again, even without new progress
             return
         self._learned = RecordTimes()
-        self.jury.take(number, weights, scores_G, holdout, verdict)
+        self.gate.record_published(number, weights, scores_G, holdout, verdict)
         self.number, self.verdict = number, verdict.verdict
         self.published += 1
         self._metrics.published.inc()
@@ -238,12 +238,12 @@ class Publisher:
             self._problem = None
 
     def _score(self, snapshot: Snapshot) -> tuple[Scores, HoldoutRows]:
-        """Score a version on the holdout set, and the one before it on what has come since.
+        """Score a version on the holdout set, and the version before it on events that came since.
 
         Returns:
-            The scores, and the events that they are of: those on which the model raises are left out.
+            The scores and their events, without those on which the model raises.
         """
-        begin = time.thread_time()  # not of the clock: where others have the cores, it costs no more
+        begin = time.thread_time()  # CPU time, since other processes may have the cores
         self._score_near_future(snapshot.holdout)
         holdout = snapshot.holdout
         scores_G, raised = self._scorer.score_and_find(snapshot.weights, holdout.columns)
@@ -260,7 +260,7 @@ class Publisher:
         return scores_G, holdout
 
     def _score_near_future(self, holdout: HoldoutRows) -> None:
-        """Score the version before on held-out events that came after it."""
+        """Score the previous version on held-out events that came after it."""
         if self._scored is None:
             return
         rows, weights = self._scored
@@ -273,34 +273,34 @@ class Publisher:
                 self.retention = self.retention.with_near(int(np.count_nonzero(stays)), total)
 
     def _prune(self) -> None:
-        """Delete what is stale, and beyond `keep` and `keep_hourly`, never what serving needs."""
+        """Delete versions that are stale or beyond `keep` and `keep_hourly`, except those that serving needs."""
         numbers = self._versions.numbers()
         stale = self._versions.stale(numbers)
         older = [number for number in numbers if number not in stale][: -self._settings.keep]
         if not older and not stale:
             return
         state = self._versions.state()
-        needed = {state.serving, state.previous, state.pinned} | self.jury.needed | self._hourly(older)
+        needed = {state.serving, state.previous, state.pinned} | self.gate.needed | self._hourly(older)
         for number in [*stale, *older]:
             if number not in needed:
                 self._versions.delete(number)
 
     def _hourly(self, numbers: list[int]) -> set[int]:
         """Return the last version of each of the newest `keep_hourly` hours; each manifest is read once."""
-        known, self._hours = self._hours, {}
+        hours, self._hours = self._hours, {}
         for number in numbers:
-            with contextlib.suppress(VersionError):  # nobody can serve it
-                self._hours[number] = known.get(number) or int(self._versions.manifest(number).time // 3600)
+            with contextlib.suppress(VersionError):  # it cannot be served
+                self._hours[number] = hours.get(number) or int(self._versions.manifest(number).time // 3600)
         last = {hour: number for number, hour in self._hours.items()}
         return {last[hour] for hour in sorted(last)[len(last) - self._settings.keep_hourly :]}
 
 
-def _reaches(there: PartitionProgress, wanted: PartitionProgress) -> bool:
-    return (there.incarnation, there.offset) >= (wanted.incarnation, wanted.offset)
+def _reaches(there: PartitionProgress, needed: PartitionProgress) -> bool:
+    return (there.incarnation, there.offset) >= (needed.incarnation, needed.offset)
 
 
 def _remembered(versions: Versions) -> tuple[int | None, ...]:
-    """Numbers that were given before, also when their directories are gone, as far as `state.json` can be read."""
+    """Return the version numbers in `state.json`, whose directories may be gone; none where it cannot be read."""
     try:
         state = versions.state()
     except (VersionError, OSError) as exc:

@@ -1,4 +1,4 @@
-"""Tells a loop that works or waits from one that hangs."""
+"""Detects a training loop that hangs."""
 
 import time
 from collections.abc import Callable
@@ -7,11 +7,14 @@ from datetime import timedelta
 from prometheus_client import Gauge
 
 PATIENCE = timedelta(minutes=1)
-"""The loop passes a boundary after every step, and ten times a second while nothing comes."""
+"""Longest time between two beats: the loop beats after every step, and ten times a second while it is idle."""
 
 
 class Heartbeat:
-    """The loop's thread beats, any thread may ask. Before the first beat it starts, which may take its time."""
+    """Detects a loop that no longer beats. The loop's thread beats; any thread may read `problem`.
+
+    Before the first beat the loop starts, which may take long, so there is no problem then.
+    """
 
     def __init__(self, gauge: Gauge, clock: Callable[[], float] = time.monotonic) -> None:
         self._gauge = gauge
@@ -19,7 +22,7 @@ class Heartbeat:
         self._last: float | None = None
 
     def beat(self) -> None:
-        """Note that the loop is at a boundary."""
+        """Record that the loop is at a boundary between steps."""
         self._last = self._clock()
         self._gauge.set_to_current_time()
 

@@ -1,4 +1,4 @@
-"""A trace of a few steps, to be looked at in a browser: `learner.profile`."""
+"""Writes a trace of a few steps, for a browser: `learner.profile`."""
 
 import logging
 from pathlib import Path
@@ -22,8 +22,8 @@ class ProfilerWindow:
         self._profile: profile | None = None
         self._begun = 0
 
-    def look(self, step: int) -> None:
-        """Begin or end the window, at a boundary between steps of which `step` are done."""
+    def step(self, step: int) -> None:
+        """Start or end the window; called between steps, of which `step` are done."""
         if self._settings is None:
             return
         end = self._settings.start + self._settings.steps
@@ -35,13 +35,13 @@ class ProfilerWindow:
             self._write(step)
 
     def close(self) -> None:
-        """End a window that the end of the run checkpoints short."""
+        """End a window that the end of the run cuts off."""
         if self._profile is not None:
             self._profile.stop()
             self._profile, self._settings = None, None
 
     def _write(self, step: int) -> None:
-        """Write the trace, for which the next step waits once. A full disk costs the trace alone."""
+        """Write the trace, while the next step waits. A full disk costs only the trace."""
         assert self._profile is not None
         self._profile.stop()
         path = self._folder / f"steps-{self._begun}-{step}.json"

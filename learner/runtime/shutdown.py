@@ -1,4 +1,4 @@
-"""One budget of time that is handed down through the parts of a shutdown."""
+"""The time budget of a shutdown, which is passed down through its parts."""
 
 import contextlib
 import os
@@ -10,7 +10,7 @@ from datetime import timedelta
 
 
 class Deadline:
-    """A moment on the monotonic clock."""
+    """A point in time on the monotonic clock."""
 
     def __init__(self, budget: timedelta) -> None:
         self._at = time.monotonic() + budget.total_seconds()

@@ -1,4 +1,4 @@
-"""The learner's address: `/metrics` and `/healthz`."""
+"""The learner's status server: `/metrics` and `/healthz`."""
 
 import contextlib
 import hmac
@@ -19,9 +19,9 @@ from anabranch.core.errors import SettingsError
 from anabranch.core.net import names_loopback
 
 _MOST_CONNECTIONS = 16
-"""Open at a time, each with a thread; for another one the oldest is closed."""
+"""Largest number of open connections, each with a thread; one more closes the oldest."""
 _PATIENCE = timedelta(seconds=10)
-"""From a connection to its end, however slowly its bytes come."""
+"""Longest duration of a connection."""
 _MOST_HEAD_BYTES = 16_384
 _RETRY = timedelta(milliseconds=100)
 
@@ -32,7 +32,7 @@ class _Server(ThreadingMixIn, WSGIServer):
 
     def __init__(self, *args: Any) -> None:
         self._open: dict[socket.socket, float] = {}
-        """Connections with the moment at which each has to end, the oldest first."""
+        """Connections with the time at which each has to end, the oldest first."""
         self._lock = threading.Lock()
         super().__init__(*args)
 
@@ -63,7 +63,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing: a client that sends no request is no news."""
+        """Log nothing: clients that send no request are expected."""
 
     def _end(self, request: socket.socket) -> None:
         """Wake the connection's thread, which closes it."""
@@ -85,7 +85,7 @@ class _QuietHandler(WSGIRequestHandler):
         self.rfile = io.BytesIO(_head(self.connection))
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 the name is the base class's
-        """Scrapes are no news."""
+        """Log nothing: scrapes are frequent."""
 
 
 def _head(connection: socket.socket) -> bytes:
@@ -107,11 +107,11 @@ def serve_status(
     problems: Callable[[], list[str]],
     warnings: Callable[[], list[str]] = list,
 ) -> Iterator[int]:
-    """Listen on `address` (`HOST:PORT`, port 0 takes a free one) in threads of its own, and yield the port.
+    """Listen on `address` (`HOST:PORT`, port 0 takes a free one) in background threads, and yield the port.
 
-    `/healthz` answers 200 when `problems` returns nothing, else 503 with its sentences; those of `warnings` are
-    told with either. `/metrics` wants `token` as a bearer token; where that is empty, as only loopback has it, requests
-    that are for another machine get 403. Both answer also while the loop hangs.
+    `/healthz` answers 200 when `problems` returns nothing, else 503 with its sentences; both
+    answers have those of `warnings`. `/metrics` requires `token` as a bearer token. Without one, which only loopback
+    allows, requests whose Host header names another machine get 403. Both paths answer also while the loop hangs.
 
     Raises:
         SettingsError: the address cannot be listened on.
@@ -125,7 +125,9 @@ def serve_status(
         if environ["PATH_INFO"] == "/healthz":
             sentences = problems()
             status = "503 Service Unavailable" if sentences else "200 OK"
-            answer = {"ok": not sentences, "problems": sentences} | ({"warnings": told} if (told := warnings()) else {})
+            answer = {"ok": not sentences, "problems": sentences} | (
+                {"warnings": notices} if (notices := warnings()) else {}
+            )
             start_response(status, [("Content-Type", "application/json")])
             return [json.dumps(answer).encode()]
         if environ["PATH_INFO"] == "/metrics":

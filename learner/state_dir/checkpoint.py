@@ -1,16 +1,17 @@
-"""The checkpoint format: everything that a restart resumes from, in a directory that exists whole or not at all.
+"""The checkpoint format: all state that a restart resumes from, in a directory published completely or not at all.
 
     var/checkpoints/<number>/rank-0/<part>.safetensors   tensors of one part: model, optimizer, replay, holdout, rng,
-    segment-... var/checkpoints/<number>/rank-0/state.json           everything that is no tensor
+                                                         segment-...
+    var/checkpoints/<number>/rank-0/state.json           all values that are no tensors
     var/checkpoints/<number>/manifest.json               number, generation, step, schema, and the SHA-256 of every file
 
-In `rng` the generators of another rank are one tensor of bytes, `rank-<r>`, which that rank has packed.
+In `rng` the generators of another rank are one tensor of bytes, `rank-<r>`, packed by that rank.
 
 Files first, fsync, manifest last, one rename, as with versions. Nothing is unpickled. A part that is the same as in an
-earlier checkpoint is linked to: each checkpoint is whole by itself, whichever others are deleted.
+earlier checkpoint is a link: each checkpoint is complete by itself, whichever others are deleted.
 
-Only what is erased changes a checkpoint: a part without it is written as <part>.<n>.safetensors, then the manifest
-is replaced, then the old file is deleted.
+Only erasures change a checkpoint: a part without the erased events is written as <part>.<n>.safetensors, then the
+manifest is replaced, then the old file is deleted.
 """
 
 import contextlib
@@ -35,10 +36,10 @@ from learner.state_dir.safetensors_file import Piece, TensorFile, digest_of, pie
 
 STATE = "state.json"
 ERASED = "erased"
-"""What in the state says how many records of `erasures.log` are applied to a checkpoint."""
+"""Key of the state: how many records of `erasures.log` are applied to a checkpoint."""
 FORMAT = 5
 SEGMENT = "segment-"
-"""What the names of parts begin with that checkpoints share: events of the store, without which a checkpoint can do."""
+"""Prefix of parts that checkpoints share: events of the store, which a checkpoint can be restored without."""
 RANK = "rank-0"
 SUFFIX = ".safetensors"
 
@@ -46,7 +47,7 @@ log = logging.getLogger(__name__)
 
 
 class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a checkpoint is, and the digests by which it is found to be whole."""
+    """The description of a checkpoint, and the digests of its files."""
 
     format: int = 0
     number: int
@@ -58,15 +59,15 @@ class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def begins(self) -> bool:
-        """Whether it only says where the stream is begun, for any model and schema: it was made before any step."""
+        """Whether it was made before any step: it has only start positions of the stream, for any model and schema."""
         return self.files.keys() == {f"{RANK}/{STATE}"}
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One moment of the learner: tensors by part, and a state of plain JSON values.
+    """The state of the learner at one step: tensors by part, and plain JSON values.
 
-    `carried` names the parts that are those of an earlier checkpoint, of the number given.
+    `carried` has the parts that are linked from an earlier checkpoint, with its number.
     """
 
     step: int
@@ -76,19 +77,19 @@ class Checkpoint:
 
     @property
     def begins(self) -> bool:
-        """Whether it only says where the stream is begun, as `CheckpointManifest.begins`."""
+        """Whether it has only the start positions of the stream, as `CheckpointManifest.begins`."""
         return not self.tensors and not self.carried
 
 
 class Checkpoints:
     """The directory `var/checkpoints`, written and read by the learner that holds the lock.
 
-    Whatever reads raises CheckpointError for a checkpoint that is damaged, and OSError where the operating system does
-    not give it, which says nothing of the checkpoint: no other one may take its place, and it must not be deleted.
+    Methods that read raise CheckpointError for a damaged checkpoint, and OSError where the operating system cannot read
+    it. After an OSError the checkpoint may be sound: no other one may replace it, and it must not be deleted.
     """
 
     def __init__(self, path: Path, schema: str, generation: int, storage: Storage | None = None) -> None:
-        """Take the directory, or where checkpoints lie instead; the schema's digest; the generation of the learner."""
+        """Take the directory, the schema's digest, the learner's generation, and another storage if there is one."""
         self.path = path
         self._storage = storage or LocalStorage(path)
         self._schema = schema
@@ -101,36 +102,36 @@ class Checkpoints:
 
     def generation(self) -> int:
         """Return the latest generation of a learner that wrote one; 0 when there is none."""
-        found = [0]
+        generations = [0]
         for number in self.numbers():
-            with contextlib.suppress(CheckpointError):  # `newest` says what is wrong with it
-                found.append(self.manifest(number).generation)
-        return max(found)
+            with contextlib.suppress(CheckpointError):  # `newest` reports it
+                generations.append(self.manifest(number).generation)
+        return max(generations)
 
     def newest(self) -> tuple[int, Checkpoint] | None:
-        """Return the newest checkpoint that is whole, or None when there is no checkpoint; damaged ones are named in
-        the log.
+        """Return the newest undamaged checkpoint, or None when there is no checkpoint; damaged ones are logged.
 
-        The newest is that of the latest learner: what one wrote that had lost its lock is older, whatever its number.
+        The newest is that of the latest generation: one by a learner that had lost its lock is older, whatever its
+        number.
 
         Raises:
-            CheckpointError: it is whole, but was made under another schema or by another release; or all checkpoints
-            are damaged.
-            OSError: the newest one that may be whole cannot be read.
+            CheckpointError: it is undamaged, but was made under another schema or by another release; or all
+                checkpoints are damaged.
+            OSError: the newest one that may be undamaged cannot be read.
         """
         damage: dict[int, CheckpointError] = {}
-        found = self._newest(damage, lenient=False) or self._newest(damage, lenient=True)
-        if found is None and (left := [number for number in self.numbers() if number in damage]):
+        newest = self._newest(damage, lenient=False) or self._newest(damage, lenient=True)
+        if newest is None and (left := [number for number in self.numbers() if number in damage]):
             raise CheckpointError(
                 f"there are checkpoints in {self.path} ({', '.join(map(str, left))}), and none can be used: "
                 f"{damage[left[-1]]}; put it back from a backup, or begin anew by moving {self.path} away"
             )
-        return found
+        return newest
 
     def _newest(self, damage: dict[int, CheckpointError], *, lenient: bool) -> tuple[int, Checkpoint] | None:
-        """Return the newest checkpoint; a lenient look, when there is no other, takes one that has lost stored events.
+        """Return the newest undamaged checkpoint; if `lenient`, also one that has lost stored events.
 
-        What is wrong with others is added to `damage`.
+        The errors of others are added to `damage`.
         """
         for number in reversed(self._by_age()):
             try:
@@ -151,11 +152,10 @@ class Checkpoints:
         return None
 
     def latest(self) -> CheckpointManifest | None:
-        """Return what the newest checkpoint says of itself, whose files are not looked at; None where there is no
-        checkpoint.
+        """Return the manifest of the newest checkpoint, without checking its files; None where there is none.
 
         Raises:
-            CheckpointError: it is damaged.
+            CheckpointError: the manifest is damaged.
         """
         numbers = self._by_age()
         return self.manifest(numbers[-1]) if numbers else None
@@ -175,7 +175,7 @@ class Checkpoints:
             )
 
     def write(self, number: int, checkpoint: Checkpoint, now: float) -> Path:
-        """Write a checkpoint, all of it or nothing, and return its path."""
+        """Write a checkpoint, completely or not at all, and return its path."""
         files: dict[str, str] = {}
         with self._storage.publish(number, self._generation) as folder:
             for part, tensors in checkpoint.tensors.items():
@@ -199,12 +199,11 @@ class Checkpoints:
         return self.path / str(number)
 
     def part(self, number: int, part: str) -> dict[str, Tensor]:
-        """Read one part of a checkpoint; raises CheckpointError when it is not what was written."""
+        """Read one part of a checkpoint; raises CheckpointError when it is damaged."""
         return load_tensors(self.read(self.manifest(number), self.name(number, part)))
 
     def clean_of(self, through: int) -> int:
-        """Return the number of the last record of `erasures.log`, up to `through`, of which no checkpoint has an
-        event.
+        """Return the last record of `erasures.log`, up to `through`, of which no checkpoint has an event.
 
         0 while a checkpoint is damaged, or of another release. Raises OSError where one cannot be read.
         """
@@ -219,9 +218,9 @@ class Checkpoints:
         return through
 
     def open(self, manifest: CheckpointManifest) -> tuple[dict[str, Mapping[str, Tensor]], dict[str, Any]]:
-        """Return the parts of a checkpoint, whose tensors are read when they are looked at, and its state.
+        """Return the parts of a checkpoint, whose tensors are read on access, and its state.
 
-        Segments that are damaged are left out. Digests are not looked at: reading a tensor may raise DamagedError.
+        Damaged segments are left out. Digests are not checked: reading a tensor may raise DamagedError.
         """
         folder, parts = self._storage.folder(manifest.number), dict[str, Mapping[str, Tensor]]()
         for name in manifest.files:
@@ -241,14 +240,13 @@ class Checkpoints:
         parts: Mapping[str, Mapping[str, Tensor]],
         known: dict[str, tuple[int, str, str]],
     ) -> None:
-        """Put other tensors in place of parts of a checkpoint, so that a crash leaves the old checkpoint or the new
-        one.
+        """Replace parts of a checkpoint, so that a crash leaves the old checkpoint or the new one.
 
         Args:
             manifest: of the checkpoint.
             parts: the new tensors.
-            known: checkpoint, name and digest of new files by the digest of the old one, which checkpoints may share;
-                more are added.
+            known: checkpoint, name and digest of new files, by the digest of the old file, which checkpoints may
+                share; new files are added.
 
         Raises:
             OSError: it cannot be written.
@@ -268,7 +266,7 @@ class Checkpoints:
         self.sweep(changed)
 
     def sweep(self, manifest: CheckpointManifest) -> None:
-        """Delete what is in a checkpoint's directory and not in its manifest."""
+        """Delete files in a checkpoint's directory that are not in its manifest."""
         folder = self._storage.folder(manifest.number)
         for name in folder.files().keys() - manifest.files - {MANIFEST}:
             folder.remove(name)
@@ -282,20 +280,20 @@ class Checkpoints:
         self._storage.delete(number)
 
     def name(self, number: int, part: str) -> str:
-        """Return the name of the file that has a part of a checkpoint; raises CheckpointError when there is none."""
+        """Return the name of a part's file in a checkpoint; raises CheckpointError when there is none."""
         for name in self.manifest(number).files:
             if part_of(name) == part:
                 return name
         raise CheckpointError(f"checkpoint {number}: it has no part {part}")
 
     def prune(self, keep: int) -> None:
-        """Delete all but the newest `keep`, and what is newer; those that `newest` has refused do not count."""
-        whole = 0
+        """Delete all but the newest `keep`; those that `newest` has refused do not count, and newer ones are kept."""
+        kept = 0
         for number in reversed(self._by_age()):
-            if whole >= keep:
+            if kept >= keep:
                 self.delete(number)
                 self._refused.discard(number)
-            whole += number not in self._refused
+            kept += number not in self._refused
 
     def clean(self) -> None:
         """Remove what a crash left half-written or half-deleted."""
@@ -308,12 +306,12 @@ class Checkpoints:
             try:
                 return self.manifest(number).generation, number
             except CheckpointError:
-                return self._generation, number  # `newest` says what is wrong with it
+                return self._generation, number  # `newest` reports it
 
         return sorted(self.numbers(), key=age)
 
     def manifest(self, number: int) -> CheckpointManifest:
-        """Read what a checkpoint says of itself; raises CheckpointError when that is damaged."""
+        """Read the manifest of a checkpoint; raises CheckpointError when it is damaged."""
         path = self.path / str(number) / MANIFEST
         with damage_is(CheckpointError, f"checkpoint {number}: {path} cannot be read"):
             manifest = decoded(self._storage.folder(number).read(MANIFEST, MOST_BYTES), CheckpointManifest)
@@ -344,7 +342,7 @@ class Checkpoints:
 
 
 def part_of(name: str) -> str:
-    """Return the part that a file of a checkpoint has, by its name in the manifest."""
+    """Return the part of a checkpoint's file, by its name in the manifest."""
     return name.removeprefix(f"{RANK}/").partition(".")[0]
 
 

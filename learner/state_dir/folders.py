@@ -1,6 +1,6 @@
-"""Where checkpoints and versions lie: numbered folders of files, each there whole or not at all.
+"""Storage of checkpoints and versions: numbered folders of files, each published completely or not at all.
 
-An object store is one more class beside `LocalStorage`. What tells the learner and serving of each other (`state.json`,
+An object store would be another class like `LocalStorage`. The files that learner and serving exchange (`state.json`,
 reports, locks) and the disk tier are files of the host in any case.
 """
 
@@ -24,8 +24,8 @@ MANIFEST = "manifest.json"
 class Folder(Protocol):
     """Files by names, which may have a `/` in them.
 
-    All raise OSError, FileNotFoundError where a file is missing; what reads raises DamagedError where something else
-    than a file is in its place.
+    All methods raise OSError, FileNotFoundError where a file is missing; those that read raise DamagedError where
+    something other than a file has its name.
     """
 
     def files(self) -> Mapping[str, int]:
@@ -33,27 +33,27 @@ class Folder(Protocol):
         ...
 
     def stamp(self, name: str) -> object:
-        """Return what tells a file from the one that takes its place; None where there is none."""
+        """Return a stamp that changes when the file is replaced; None where there is no file."""
         ...
 
-    def read(self, name: str, most: int | None = None) -> bytes:
-        """Return the contents of a file; DamagedError where it has more than `most` bytes."""
+    def read(self, name: str, max_bytes: int | None = None) -> bytes:
+        """Return the contents of a file; DamagedError where it has more than `max_bytes`."""
         ...
 
     def local(self, name: str) -> Path:
-        """Return a file of this host with the same contents, to read parts of."""
+        """Return the path of a local file with the same contents, for reading parts of it."""
         ...
 
     def write(self, name: str, *pieces: bytes | memoryview) -> None:
-        """Write a file that is not there yet; it survives a crash once the folder is published or one replaced."""
+        """Write a new file; it survives a crash once the folder is published or a file in it is replaced."""
         ...
 
     def link(self, name: str, source: "Folder", other: str) -> None:
-        """Make a file that has the contents of one in another folder for good, without copying where that can be."""
+        """Make a file with the contents of one in another folder, permanently, and without copying if possible."""
         ...
 
     def replace(self, name: str, content: bytes) -> None:
-        """Replace a file atomically, once all that was written before survives a crash."""
+        """Replace a file atomically, after earlier writes survive a crash."""
         ...
 
     def remove(self, name: str) -> None:
@@ -69,7 +69,7 @@ class Storage(Protocol):
         ...
 
     def highest(self) -> int:
-        """Return the highest number of any folder, whole or not; 0 when there is none."""
+        """Return the highest number of any folder, complete or not; 0 when there is none."""
         ...
 
     def folder(self, number: int) -> Folder:
@@ -77,15 +77,15 @@ class Storage(Protocol):
         ...
 
     def publish(self, number: int, generation: int) -> AbstractContextManager[Folder]:
-        """Give a folder to write into, MANIFEST last, which exists when the context ends and survives a crash.
+        """Yield a folder to write into, MANIFEST last; it exists when the context ends, and survives a crash.
 
-        After an error or a crash before that there is nothing, or a leftover that `clean` removes. Writers of several
-        generations do not disturb each other.
+        After an earlier error or crash there is no folder, or a leftover that `clean` removes. Writers of several
+        generations do not interfere.
         """
         ...
 
     def delete(self, number: int) -> None:
-        """Remove a folder, if it is there: at once it does not exist, and what a crash leaves of it is for `clean`."""
+        """Remove a folder, if it is there, atomically; `clean` removes what a crash leaves of it."""
         ...
 
     def clean(self) -> None:
@@ -101,21 +101,21 @@ class LocalFolder:
         self._unsynced: set[Path] = set()
 
     def files(self) -> Mapping[str, int]:
-        """Return names and sizes, of subdirectories too."""
-        found = (path for path in self.path.rglob("*") if path.is_file())
-        return {path.relative_to(self.path).as_posix(): path.stat().st_size for path in found}
+        """Return names and sizes, including files in subdirectories."""
+        paths = (path for path in self.path.rglob("*") if path.is_file())
+        return {path.relative_to(self.path).as_posix(): path.stat().st_size for path in paths}
 
     def stamp(self, name: str) -> object:
         """Return modification time and inode."""
         try:
-            found = (self.path / name).stat()
+            status = (self.path / name).stat()
         except FileNotFoundError:
             return None
-        return found.st_mtime_ns, found.st_ino
+        return status.st_mtime_ns, status.st_ino
 
-    def read(self, name: str, most: int | None = None) -> bytes:
+    def read(self, name: str, max_bytes: int | None = None) -> bytes:
         """Read a regular file."""
-        return read_file(self.local(name), most)
+        return read_file(self.local(name), max_bytes)
 
     def local(self, name: str) -> Path:
         """Return the file itself; DamagedError where a link leads to another folder."""
@@ -127,17 +127,17 @@ class LocalFolder:
 
     def write(self, name: str, *pieces: bytes | memoryview) -> None:
         """Write a file and fsync it."""
-        write_durably(self._place(name), *pieces)
+        write_durably(self._new_path(name), *pieces)
 
     def link(self, name: str, source: Folder, other: str) -> None:
         """Make a hard link, or a copy where the file system has no links."""
-        place, there = self._place(name), source.local(other)
+        path, there = self._new_path(name), source.local(other)
         try:
-            place.hardlink_to(there)
+            path.hardlink_to(there)
         except FileNotFoundError:
             raise
         except OSError:  # the file system has no links
-            write_durably(place, read_file(there))
+            write_durably(path, read_file(there))
 
     def replace(self, name: str, content: bytes) -> None:
         """Write under another name, and rename."""
@@ -150,16 +150,16 @@ class LocalFolder:
             self.local(name).unlink()
 
     def sync(self) -> None:
-        """Have the names of all files that were written survive a crash of the machine."""
+        """Fsync the directories of all written files, so that their names survive a crash of the machine."""
         while self._unsynced:
             sync_directory(self._unsynced.pop())
 
-    def _place(self, name: str) -> Path:
-        place = self.path / name
-        if place.parent != self.path:
-            place.parent.mkdir(exist_ok=True)
-        self._unsynced |= {place.parent, self.path}
-        return place
+    def _new_path(self, name: str) -> Path:
+        path = self.path / name
+        if path.parent != self.path:
+            path.parent.mkdir(exist_ok=True)
+        self._unsynced |= {path.parent, self.path}
+        return path
 
 
 class LocalStorage:
@@ -169,11 +169,11 @@ class LocalStorage:
         self.path = path
 
     def numbers(self) -> list[int]:
-        """Look for directories with a manifest."""
+        """Return the numbers of directories with a manifest."""
         return sorted(number for number in self._directories() if self._exists(number))
 
     def highest(self) -> int:
-        """Look at the names of all directories."""
+        """Return the highest number of any directory."""
         return max(self._directories(), default=0)
 
     def folder(self, number: int) -> LocalFolder:
@@ -182,7 +182,7 @@ class LocalStorage:
 
     @contextlib.contextmanager
     def publish(self, number: int, generation: int) -> Iterator[Folder]:
-        """Give a temporary directory, fsync it, and rename it once."""
+        """Yield a temporary directory, fsync it, and rename it."""
         with contextlib.suppress(FileExistsError):
             self.path.mkdir(parents=True)
             sync_directory(self.path.parent)
@@ -222,7 +222,7 @@ class LocalStorage:
             return []
 
     def _exists(self, number: int) -> bool:
-        """Return whether a folder has a manifest; raises OSError where that cannot be found out."""
+        """Return whether a folder has a manifest; raises OSError where it cannot be checked."""
         try:
             os.lstat(self.path / str(number) / MANIFEST)
         except (FileNotFoundError, NotADirectoryError):

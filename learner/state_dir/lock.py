@@ -1,7 +1,6 @@
-"""One learner a state directory: a file lock, and an generation that grows with every holder.
+"""One learner per state directory: a file lock, and a generation that grows with every holder.
 
-A network file system may let go of a lock that its holder believes in: the generation then tells the one that has lost
-it.
+A network file system may release a lock without its holder's knowledge: the generation then shows who has lost it.
 """
 
 import contextlib
@@ -22,15 +21,15 @@ from learner.errors import SecondLearnerError, StateBusyError
 LOCK = "learner.lock"
 GENERATION = "generation"
 _STOPPING = b"stopping"
-"""What the lock's file holds once its holder was told to stop."""
+"""Content of the lock file once its holder is stopping."""
 _COMMAND = b"command: "
-"""What the lock's file begins with while its holder is a command, which ends by itself; its name follows."""
+"""Prefix of the lock file while its holder is a command, which ends by itself; its name follows."""
 _LONGEST_MARK = 200
 _LONGEST_COMMAND = timedelta(hours=1)
 """How long a learner waits for a command."""
 _UNTIL_MARKED = timedelta(seconds=0.5)
-"""How long a learner waits for a holder without a mark, which may be a command that has just taken the lock."""
-_LOOK_SECONDS = 0.05
+"""How long a learner waits for a holder without a mark, which may be a command that has just locked it."""
+_POLL_SECONDS = 0.05
 
 log = logging.getLogger(__name__)
 
@@ -45,18 +44,17 @@ def hold_state_directory(
 ) -> Iterator[int]:
     """Hold the lock and yield the new generation, which is larger than all before it.
 
-    The kernel lets go of the lock when the process ends, however it ends; it is proof of life also between containers
-    that share the volume but not their process ids. From `stop` on others may know that this one ends; so long, and
-    `patience` at most, is waited for one that does: when a supervisor is killed, the next one's learner comes before
-    the last checkpoint of the one before it is written. A holder that is no learner names its `command`, which ends by
-    itself: whoever has patience waits for it, for an hour at most. `known` tells the latest generation of what lies in
-    the
-    directory: what is written from now on is newer, also where the file of generations was lost.
+    The kernel releases the lock however the process ends, so it proves life also between containers that share the
+    volume but not their process ids. Once `stop` is set, the lock file says that this holder is stopping. For such a
+    holder others wait up to `patience`: when a supervisor is killed, the next one's learner starts before the last
+    checkpoint of the one before is written. A holder that is no learner names its `command`, which ends by itself:
+    others with patience wait for it, for an hour at most. `known` returns the latest generation in the directory's
+    files: the new one is larger, even if the file of generations was lost.
 
     Raises:
         SecondLearnerError: another learner holds it.
         StateBusyError: a command holds it.
-        SettingsError: the directory is none that this user may write to.
+        SettingsError: the user may not write to the directory.
         DependencyError: its disk cannot be read or written for now: it is full, read-only or away.
     """
     with state_errors(f"state_dir: cannot write to {path}"):
@@ -68,7 +66,9 @@ def hold_state_directory(
             _lock(descriptor, path, stop, patience)
             _mark(descriptor, _COMMAND + command.encode() if command else b"")
         if stop is not None:
-            threading.Thread(target=_tell, args=(stop, closed, path), name="tell-stopping", daemon=True).start()
+            threading.Thread(
+                target=_mark_stopping, args=(stop, closed, path), name="mark-stopping", daemon=True
+            ).start()
         yield _next_generation(path / GENERATION, known())
     finally:
         closed.set()
@@ -76,7 +76,7 @@ def hold_state_directory(
 
 
 def is_held(path: Path) -> bool:
-    """Whether a learner or a command holds the lock; its file is not made, and the try is over at once."""
+    """Return whether a learner or a command holds the lock, without waiting and without creating its file."""
     try:
         with (path / LOCK).open("rb") as file:
             return not _locks(file.fileno(), fcntl.LOCK_SH)
@@ -85,14 +85,14 @@ def is_held(path: Path) -> bool:
 
 
 def check_generation(path: Path, generation: int) -> None:
-    """Look whether the learner of this generation is the last that has held a state directory, before it writes there.
+    """Check, before a write, that the learner of this generation is the last that has held a state directory.
 
     Raises:
         SecondLearnerError: another one has held the directory since.
     """
     try:
         latest = int((path / GENERATION).read_text())
-    except (OSError, ValueError):  # who cannot read here cannot write here either, and tells of that
+    except (OSError, ValueError):  # then the write fails too, and is reported
         return
     if latest > generation:
         raise SecondLearnerError(
@@ -102,19 +102,19 @@ def check_generation(path: Path, generation: int) -> None:
 
 
 def _lock(descriptor: int, path: Path, stop: threading.Event | None, patience: timedelta) -> None:
-    """Take the lock, and wait for it while its holder is stopping, or is a command."""
-    mark, since, told = b"", time.monotonic(), True
+    """Lock the file, waiting while its holder is stopping or is a command."""
+    mark, since, logged = b"", time.monotonic(), True
     while not _locks(descriptor, fcntl.LOCK_EX):
-        found = os.pread(descriptor, _LONGEST_MARK, 0)
-        if found != mark:
-            mark, since, told = found, time.monotonic(), not found
+        holder_mark = os.pread(descriptor, _LONGEST_MARK, 0)
+        if holder_mark != mark:
+            mark, since, logged = holder_mark, time.monotonic(), not holder_mark
         stopped = stop is not None and stop.is_set()
         if stopped or time.monotonic() - since >= _longest_wait(mark, patience).total_seconds():
             raise _refusal(mark, path)
-        if not told:
-            log.info("%s in %s; its end is waited for", _holder(mark), path)
-            told = True
-        time.sleep(_LOOK_SECONDS)
+        if not logged:
+            log.info("%s in %s; waiting for its end", _holder(mark), path)
+            logged = True
+        time.sleep(_POLL_SECONDS)
 
 
 def _locks(descriptor: int, kind: int) -> bool:
@@ -126,7 +126,7 @@ def _locks(descriptor: int, kind: int) -> bool:
 
 
 def _longest_wait(mark: bytes, patience: timedelta) -> timedelta:
-    """Return how long one who has `patience` waits for a holder with this mark."""
+    """Return how long to wait for a holder with this mark."""
     if mark.startswith(_COMMAND):
         return _LONGEST_COMMAND if patience else timedelta(0)
     return patience if mark == _STOPPING else min(patience, _UNTIL_MARKED)
@@ -136,7 +136,7 @@ def _refusal(mark: bytes, path: Path) -> AnabranchError:
     if mark.startswith(_COMMAND):
         return StateBusyError(f"{_holder(mark)} in {path}; start again when it has ended")
     return SecondLearnerError(
-        f"another learner is at work in {path}; stop it first, or give this pipeline a state_dir of its own"
+        f"another learner is at work in {path}; stop it first, or give this pipeline another state_dir"
     )
 
 
@@ -147,13 +147,13 @@ def _holder(mark: bytes) -> str:
 
 
 def _mark(descriptor: int, mark: bytes) -> None:
-    """Say in the lock's file what holds it; whoever reads another's mark before this reads on, since it changes."""
+    """Write into the lock file what holds it; others that read an older mark read again, since it changes."""
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, mark, 0)
 
 
-def _tell(stop: threading.Event, closed: threading.Event, path: Path) -> None:
-    """Write down that the holder of the lock was told to stop, as long as it holds it."""
+def _mark_stopping(stop: threading.Event, closed: threading.Event, path: Path) -> None:
+    """Write into the lock file that its holder is stopping, unless it has released the lock."""
     stop.wait()
     if not closed.is_set():
         with contextlib.suppress(OSError):

@@ -1,7 +1,7 @@
-"""What the learner says of itself: `learner.json` in the state directory, replaced atomically about once a second.
+"""The learner's report: `learner.json` in the state directory, replaced atomically about once a second.
 
-A file rather than an address, because whoever asks (`anabranch status`, serving's `/api/status`, the supervisor) shares
-the state directory by contract, and because the last words of a dead learner are worth reading. `time` tells its age.
+A file rather than an address, because its readers (`anabranch status`, serving's `/api/status`, the supervisor) share
+the state directory by contract, and because the last report of a dead learner is useful. `time` gives its age.
 """
 
 from datetime import timedelta
@@ -15,7 +15,7 @@ from anabranch.core.files import MOST_BYTES, read_file
 
 REPORT = "learner.json"
 LAG_STALE = timedelta(seconds=10)
-"""Lag that is older is not told as the lag of now. Ingest asks for the ends of partitions every second."""
+"""Lag that is older is not reported as current. Ingest asks for the end offsets of partitions every second."""
 
 
 class PartitionReport(msgspec.Struct, frozen=True):
@@ -41,27 +41,27 @@ class DeviceSharingReport(msgspec.Struct, frozen=True, kw_only=True):
 
     policy: str
     servers: int
-    """Serving processes that live."""
+    """Living serving processes."""
     training: float
-    """Of the time of the last steps, the part that was not given to requests: 0 to 1."""
+    """Fraction of the time of the last steps in which training did not yield, 0 to 1."""
     times: int
-    """How often it gave way since the start of the process."""
+    """How often training has yielded since the start of the process."""
     yielded_seconds: float
-    """How long altogether."""
+    """How long in total."""
     wait_p99_seconds: float | None = None
-    """How long it took at the 99th percentile to give way to a request; None if there was none."""
+    """99th percentile of the time it took to yield to a request; None if there was none."""
     micro_batch_size: int | None = None
-    """Events of a micro-batch now; None: all of a step."""
+    """Current micro-batch size in events; None: all of a step."""
     scheduling: str | None = None
-    """By which the kernel lets its threads wait for those of serving, such as `nice 19`; None: by nothing."""
+    """CPU priority of training while it shares cores with serving, such as `nice 19`; None: unchanged."""
 
 
 class LearnerReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One moment of a learner."""
+    """The state of a learner at one point in time."""
 
     pid: int
     launcher: int | None = None
-    """The process that started it and the other ranks; None where there is one rank."""
+    """Process id of the launcher of all ranks; None where there is one rank."""
     generation: int
     started: float
     """Seconds since 1970, as is `time`."""
@@ -76,25 +76,25 @@ class LearnerReport(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint_time: float | None = None
     """When it was made."""
     problems: list[str] = []
-    """One sentence for each part that does not work as it should; empty when all is well."""
+    """One sentence for each part that does not work; empty when the learner is healthy."""
     warnings: list[str] = []
-    """One sentence for each thing that was done to go on, and that a person may want to change."""
+    """One sentence for each workaround that the learner applied, and that a person may change."""
     outcomes: dict[str, int] = {}
     """Events by outcome: trained, stored_only, held_out, dead_lettered, skipped."""
     skipped: dict[str, int] = {}
     """Skipped events by reason."""
     unknown_fields: int = 0
-    """Events that had fields which the schema does not know."""
+    """Events with fields that the schema does not have."""
     lag_seconds: float = 0.0
     """How long the next event without outcome has been there, on the partition that lags most."""
     lag_age_seconds: float | None = None
-    """How long before `time` the broker was asked for the ends to which lag is counted; None: it has told none yet."""
+    """Age at `time` of the end offsets from the broker, to which lag is measured; None: there are none yet."""
     behind: bool = False
     """Whether `[stream.lag_policy]` holds, because that became longer than `high`."""
     partitions: dict[str, PartitionReport] = {}
     """By `topic:partition`."""
     accuracy: dict[str, float] = {}
-    """By window: now, overall, near_future, worst, worst_group, old, old_lowest; absent if it cannot be told yet."""
+    """By window: now, overall, near_future, worst, worst_group, old, old_lowest; absent while it is unknown."""
     error: dict[str, float] = {}
     """For regression the mean absolute error by window, in place of the accuracy."""
     loss: dict[str, float] = {}
@@ -104,7 +104,7 @@ class LearnerReport(msgspec.Struct, frozen=True, kw_only=True):
     classes: dict[str, float] = {}
     """Accuracy on held-out events by class, of those with the most held-out events."""
     groups: dict[str, float] = {}
-    """Accuracy or error on held-out events by the hash of the group, likewise."""
+    """Accuracy or error on held-out events by the hash of the group, of those with the most held-out events."""
     forgetting: float | None = None
     """Best accuracy ever less accuracy now on held-out events, mean over the classes; for regression, error."""
     drifts: int = 0
@@ -129,19 +129,19 @@ class LearnerReport(msgspec.Struct, frozen=True, kw_only=True):
     device_sharing: DeviceSharingReport | None = None
     """None where the device is not shared."""
     erased: int = 0
-    """Records of what is erased; none of it is trained on or stored from then on."""
+    """Erasure records that apply; their events are not trained on or stored from then on."""
     erased_through: int = 0
-    """The last of them of which nothing is left in store, holdout set and checkpoints."""
+    """The last record whose events are gone from the store, the holdout set and all checkpoints."""
     version: int | None = None
     """The newest version published."""
     verdict: str | None = None
-    """Of that; None before the first of this process."""
+    """Verdict of that version; None before the first of this process."""
     held_since: float | None = None
     """Since when versions have failed the gate in a row; None when the last one did not."""
     held_reasons: list[str] = []
     """Why the last one failed."""
     withdrawn: int = 0
-    """Times that the watch found what was served worse, since the start of the process."""
+    """Times that monitoring withdrew the served versions, since the start of the process."""
     versions_published: int = 0
     publish_skipped: int = 0
 

@@ -1,8 +1,7 @@
 """A file of safetensors in pieces: written from the memory of its tensors, read one tensor at a time.
 
-The library copies all tensors into one string, and no other thread runs Python meanwhile: the steps would wait. To read
-some, it maps the file into memory, where a disk that fails ends the process, and takes any error of opening for a
-missing file.
+The library copies all tensors into one string while it holds the GIL, so that steps would wait. For reading it maps the
+file into memory, where a disk error ends the process, and reports any error on opening as a missing file.
 """
 
 import hashlib
@@ -40,7 +39,7 @@ _KINDS = {
     torch.int64: "I64",
     torch.uint64: "U64",
 }
-"""What the format calls them; tensors lie in a file in the reverse order of their kinds, the widest first."""
+"""The format's names of dtypes; a file has tensors in the reverse order of this list, the widest first."""
 _ORDER = list(_KINDS)
 _KIND_OF = {name: kind for kind, name in _KINDS.items()}
 
@@ -53,7 +52,7 @@ def pieces_of(tensors: Mapping[str, Tensor]) -> list[Piece]:
     header, pieces, end = {}, list[Piece](), 0
     for name, tensor in sorted(tensors.items(), key=lambda each: (-_ORDER.index(each[1].dtype), each[0])):
         flat = tensor.detach().reshape(-1)
-        if flat.stride() != (1,):  # of an empty array numpy may say that its stride is 0, which `view` does not take
+        if flat.stride() != (1,):  # numpy may give an empty array a stride of 0, which `view` refuses
             flat = flat.clone(memory_format=torch.contiguous_format)
         piece = flat.view(torch.uint8).numpy().data
         begin, end = end, end + piece.nbytes
@@ -65,9 +64,9 @@ def pieces_of(tensors: Mapping[str, Tensor]) -> list[Piece]:
 
 
 class TensorFile(Mapping[str, Tensor]):
-    """The tensors of a file, each read onto the CPU when it is asked for.
+    """The tensors of a file, each read onto the CPU on access.
 
-    Making it and asking raise DamagedError where the file is not of tensors, and OSError where it cannot be read.
+    Opening and access raise DamagedError where the file has no tensors, and OSError where it cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -77,44 +76,44 @@ class TensorFile(Mapping[str, Tensor]):
             length = int.from_bytes(file.read(8), "little")
             if not 0 < length <= min(size - 8, MOST_BYTES):
                 raise DamagedError(f"{path} is not safetensors: its header has {length} bytes")
-            self._places = decoded(file.read(length), dict[str, _Place])
+            self._entries = decoded(file.read(length), dict[str, _Entry])
         self._begin, self._bytes = 8 + length, size - 8 - length
-        for name, place in self._places.items():
-            self._check(name, place)
+        for name, entry in self._entries.items():
+            self._check(name, entry)
 
     def __getitem__(self, name: str) -> Tensor:
         """Read a tensor."""
-        place = self._places[name]
-        begin, end = place.data_offsets
+        entry = self._entries[name]
+        begin, end = entry.data_offsets
         content = bytearray(end - begin)
         with os.fdopen(open_file(self._path), "rb") as file:
             file.seek(self._begin + begin)
             if file.readinto(content) != len(content):
                 raise DamagedError(f"{self._path} is cut short")
-        kind = _KIND_OF[place.dtype]
+        kind = _KIND_OF[entry.dtype]
         flat = torch.frombuffer(content, dtype=kind) if content else torch.empty(0, dtype=kind)
-        return flat.reshape(place.shape)
+        return flat.reshape(entry.shape)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
+        return iter(self._entries)
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._entries)
 
-    def _check(self, name: str, place: "_Place") -> None:
-        begin, end = place.data_offsets
-        kind = _KIND_OF.get(place.dtype)
+    def _check(self, name: str, entry: "_Entry") -> None:
+        begin, end = entry.data_offsets
+        kind = _KIND_OF.get(entry.dtype)
         if (
             kind is None
-            or min([*place.shape, begin], default=0) < 0
+            or min([*entry.shape, begin], default=0) < 0
             or not begin <= end <= self._bytes
-            or math.prod(place.shape) * kind.itemsize != end - begin
+            or math.prod(entry.shape) * kind.itemsize != end - begin
         ):
             raise DamagedError(f"{self._path} is not safetensors: {name[:200]!r} has no tensor's place")
 
 
-class _Place(msgspec.Struct, frozen=True):
-    """What the header says of a tensor."""
+class _Entry(msgspec.Struct, frozen=True):
+    """The header's entry for a tensor."""
 
     dtype: str
     shape: list[int]
@@ -123,7 +122,7 @@ class _Place(msgspec.Struct, frozen=True):
 
 def digest_of(pieces: Iterable[Piece]) -> str:
     """Return the SHA-256 of a file in pieces."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for piece in pieces:
-        found.update(piece)
-    return found.hexdigest()
+        digest.update(piece)
+    return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""How far a version has learned, and the form in which replies say so. Imports no torch."""
+"""How far a version is trained, and the format of it in HTTP replies. Imports no torch."""
 
 import re
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ import msgspec
 
 
 class PartitionProgress(msgspec.Struct, frozen=True):
-    """How far a version has learned on one partition: up to `offset`, inclusive (-1 for none)."""
+    """How far a version is trained on one partition: up to `offset`, inclusive (-1 for none)."""
 
     offset: int
     incarnation: int = 0
@@ -20,18 +20,18 @@ class NewlyTrained(msgspec.Struct, frozen=True):
     """The events that a version is the first to have been trained on, restarts of the learner included."""
 
     rows: Annotated[int, msgspec.Meta(ge=0)]
-    """How many of them have a record time."""
+    """Number of these events that have a record time."""
     times_ms: list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]]
-    """Record times of evenly spaced ones among them, in milliseconds since 1970, rising."""
+    """Quantiles of their record times, in milliseconds since 1970, rising."""
 
 
 def format_trained_through(trained_through: Mapping[str, PartitionProgress]) -> str:
-    """Write the form that HTTP replies carry: `events:0=4711,events:1=4698`."""
+    """Return the format of HTTP replies: `events:0=4711,events:1=4698`."""
     return ",".join(f"{name}={trained.offset}" for name, trained in sorted(trained_through.items()))
 
 
 def parse_trained_through(text: str) -> dict[str, int]:
-    """Read that form back into an offset for each `topic:partition`; raises ValueError."""
+    """Parse that format into an offset for each `topic:partition`; raises ValueError."""
     offsets: dict[str, int] = {}
     for part in text.split(","):
         match = re.fullmatch(r"\s*([A-Za-z0-9._-]+:\d+)=(-?\d+)\s*", part)

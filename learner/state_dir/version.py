@@ -1,4 +1,4 @@
-"""The version format: weights for serving, in a directory that exists whole or not at all.
+"""The version format: weights for serving, in a directory that is published completely or not at all.
 
     var/versions/<number>/model.safetensors   weights
     var/versions/<number>/manifest.json       everything else; immutable
@@ -8,7 +8,7 @@
 A directory without a manifest does not exist. Weights are safetensors: reading a version runs no code from it, but the
 model factory that the manifest names is imported from the reader's own path.
 
-Torch is imported where tensors are read or written: whoever only lists versions needs none.
+Torch is imported only where tensors are read or written: listing versions does not need it.
 """
 
 import contextlib
@@ -40,11 +40,11 @@ STATE_LOCK = "state.lock"
 WEIGHTS = "model.safetensors"
 _MOST_KEYS = 5
 _LONGEST_KEY = 50
-"""Of a manifest's `model.args`, in a sentence: anybody may have written it."""
+"""Limit on a key of `model.args` in a sentence: a manifest may have been written by anybody."""
 
 
 class ModelReference(msgspec.Struct, frozen=True):
-    """How the module is built that the weights belong to."""
+    """How the module of the weights is built."""
 
     factory: str
     args: dict[str, Any]
@@ -52,20 +52,20 @@ class ModelReference(msgspec.Struct, frozen=True):
 
 
 def reference_to(model: ModelSettings) -> ModelReference:
-    """Return what versions say of the model that `[model]` describes: the values that JSON makes of its args."""
+    """Return the reference of the model that `[model]` describes, with its args as JSON values."""
     return ModelReference(model.factory, msgspec.json.decode(msgspec.json.encode(model.args)), model.task)
 
 
-def other_model(found: ModelReference, wanted: ModelReference) -> str | None:
-    """Say how a version's model differs from that of `[model]`; None when it does not.
+def other_model(found: ModelReference, expected: ModelReference) -> str | None:
+    """Return how a version's model differs from that of `[model]`, as a sentence; None when it does not.
 
     A factory may do anything with its arguments, so they are taken from the config alone, never from a version.
     """
-    if (found.factory, found.task) != (wanted.factory, wanted.task):
-        return f"it is of {found.factory} for {found.task}, but [model] names {wanted.factory} for {wanted.task}"
+    if (found.factory, found.task) != (expected.factory, expected.task):
+        return f"it is of {found.factory} for {found.task}, but [model] names {expected.factory} for {expected.task}"
     absent = object()
     differ = [
-        key for key in {**wanted.args, **found.args} if found.args.get(key, absent) != wanted.args.get(key, absent)
+        key for key in {**expected.args, **found.args} if found.args.get(key, absent) != expected.args.get(key, absent)
     ]
     if not differ:
         return None
@@ -77,7 +77,7 @@ def other_model(found: ModelReference, wanted: ModelReference) -> str | None:
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """All about a version but its weights."""
+    """The data of a version besides its weights."""
 
     number: int
     generation: int
@@ -95,7 +95,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     files: dict[str, str]
     """SHA-256 of every file, by name."""
     learned: NewlyTrained | None = None
-    """What it is the first to have learned; None where its learner did not say."""
+    """The newly trained events; None where they are unknown."""
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -112,18 +112,18 @@ class RegistryState(msgspec.Struct, frozen=True):
     serving: int | None = None
     previous: int | None = None
     pinned: int | None = None
-    """Served, and no other, until it is unpinned."""
+    """The only version to serve until it is unpinned."""
     rolled_back: list[int] = []
-    """Not taken again."""
+    """Versions that are not served again."""
     promoted: int | None = None
-    """The last one that a person chose; taken whatever its verdict."""
+    """The last version that a person promoted; served whatever its verdict."""
 
 
 class Versions:
-    """The directory `var/versions`. The learner writes it, serving reads it; several readers may be at work."""
+    """The directory `var/versions`. The learner writes it, serving reads it; there may be several readers."""
 
     def __init__(self, path: Path, storage: Storage | None = None) -> None:
-        """Take the directory, and where versions lie if that is elsewhere than `state.json`."""
+        """Take the directory of `state.json`, and the storage of versions if that is elsewhere."""
         self.path = path
         self._storage = storage or LocalStorage(path)
         self._generations: dict[int, int | None] = {}
@@ -137,7 +137,7 @@ class Versions:
         return self._storage.numbers()
 
     def highest(self) -> int:
-        """Return the highest number of any directory, whole or not; 0 when there is none."""
+        """Return the highest number of any directory, complete or not; 0 when there is none."""
         return self._storage.highest()
 
     def generation(self) -> int:
@@ -145,14 +145,14 @@ class Versions:
         return max((self._generation(number) or 0 for number in self.numbers()), default=0)
 
     def stale(self, numbers: Sequence[int]) -> set[int]:
-        """Return those of all versions, rising, that a learner wrote that had lost its lock: above a later learner's.
+        """Return the versions of a learner that had lost its lock: those of an older generation than a lower number.
 
-        They count for nothing. Manifests that cannot be read say nothing here; those that are away are asked for again.
+        `numbers` are all versions, rising. Damaged manifests are ignored; those that cannot be read now are read again.
         """
-        known, self._generations = self._generations, {}
+        generations, self._generations = self._generations, {}
         for number in numbers:
             with contextlib.suppress(OSError):
-                self._generations[number] = known[number] if number in known else self._generation(number)
+                self._generations[number] = generations[number] if number in generations else self._generation(number)
         latest, stale = 0, set()
         for number, generation in self._generations.items():
             latest = max(latest, generation or 0)
@@ -174,11 +174,11 @@ class Versions:
         return self._document(number, VERDICT, Verdict) if self.verdict_stamp(number) is not None else None
 
     def verdict_stamp(self, number: int) -> object:
-        """Return what tells a version's verdict from a later one; None when there is none yet."""
+        """Return a stamp that changes when the verdict is replaced; None when there is none yet."""
         return self._storage.folder(number).stamp(VERDICT)
 
     def stamp(self, number: int) -> object:
-        """Return what tells a version's files from those that take their place; raises OSError."""
+        """Return a stamp that changes when the version's files are replaced; raises OSError."""
         folder = self._storage.folder(number)
         return tuple(folder.stamp(name) for name in (MANIFEST, WEIGHTS, VERDICT))
 
@@ -187,7 +187,7 @@ class Versions:
         self._storage.folder(number).replace(VERDICT, msgspec.json.encode(verdict))
 
     def state(self) -> RegistryState:
-        """Read what serving serves; the empty state when nothing was written yet."""
+        """Return the state that serving wrote; the empty state when there is none yet."""
         path = self.path / STATE
         with damage_is(VersionError, f"{path} cannot be read"), contextlib.suppress(FileNotFoundError):
             return decoded(read_file(path, MOST_BYTES), RegistryState)
@@ -200,7 +200,7 @@ class Versions:
 
     @contextlib.contextmanager
     def changing_state(self) -> Iterator[None]:
-        """Hold off all others who read `state.json` in order to change it, in this process too; not to be nested.
+        """Lock `state.json` for a change, against other processes and this one; must not be nested.
 
         Raises OSError when the directory cannot be written.
         """
@@ -226,7 +226,7 @@ class Versions:
         return contents
 
     def weights(self, manifest: Manifest) -> dict[str, "Tensor"]:
-        """Read a version's weights onto the CPU, after all its files have been found to have their digests."""
+        """Read a version's weights onto the CPU, after checking the digests of all its files."""
         from safetensors import SafetensorError
         from safetensors.torch import load as load_tensors
 
@@ -237,10 +237,10 @@ class Versions:
             raise VersionError(f"version {manifest.number}: {directory / WEIGHTS} is not safetensors: {exc}") from exc
 
     def write(self, weights: Mapping[str, "Tensor"], manifest: Manifest, verdict: Verdict) -> Path:
-        """Write a version, all of it or nothing, and return its path. `manifest.files` is filled in here."""
+        """Write a version, completely or not at all, and return its path. `manifest.files` is filled in here."""
         from learner.state_dir.safetensors_file import digest_of, pieces_of
 
-        pieces = pieces_of(_apart(weights))
+        pieces = pieces_of(_untied(weights))
         files = {WEIGHTS: digest_of(pieces)}
         with self._storage.publish(manifest.number, manifest.generation) as folder:
             folder.write(WEIGHTS, *pieces)
@@ -250,7 +250,7 @@ class Versions:
         return self.directory(manifest.number)
 
     def size_bytes(self, number: int) -> int:
-        """Return how much a version takes; 0 when there is none."""
+        """Return the size of a version in bytes; 0 when there is none."""
         return sum(self._storage.folder(number).files().values())
 
     def clean(self) -> None:
@@ -281,14 +281,14 @@ def _pretty(value: msgspec.Struct) -> bytes:
     return json.dumps(msgspec.to_builtins(value), indent=1, allow_nan=False).encode()
 
 
-def _apart(weights: Mapping[str, "Tensor"]) -> dict[str, "Tensor"]:
-    """Return contiguous tensors of which no two share memory, as safetensors wants them: tied weights are copied."""
+def _untied(weights: Mapping[str, "Tensor"]) -> dict[str, "Tensor"]:
+    """Return contiguous tensors that share no memory, as safetensors requires: tied weights are copied."""
     import torch
 
-    apart: dict[str, Tensor] = {}
+    untied: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in weights.items():
-        place = tensor.untyped_storage().data_ptr()
-        apart[name] = tensor.clone(memory_format=torch.contiguous_format) if place in seen else tensor.contiguous()
-        seen.add(place)
-    return apart
+        address = tensor.untyped_storage().data_ptr()
+        untied[name] = tensor.clone(memory_format=torch.contiguous_format) if address in seen else tensor.contiguous()
+        seen.add(address)
+    return untied

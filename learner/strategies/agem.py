@@ -17,7 +17,7 @@ class _TwoLosses(MicroBatchLoss):
 
 
 class ProjectedGradient(Strategy):
-    """Follows the gradient of the new events, without the part of it that goes against that of the old ones.
+    """Follows the gradient of the new events, projected so that it does not oppose that of the old ones.
 
     A-GEM: Chaudhry et al. 2019, "Efficient lifelong learning with A-GEM".
     """
@@ -25,11 +25,11 @@ class ProjectedGradient(Strategy):
     sees_classes = False
 
     def on_step_start(self) -> None:
-        """Forget the old events' gradient."""
+        """Discard the old events' gradient."""
         self._reference: list[Tensor] = []
 
     def loss(self, forward: Forward, new: Examples, old: Sequence[Examples], whole: StepWeights) -> MicroBatchLoss:
-        """Mean loss of the new events; that of the old ones goes with it, to be told apart in `backward`."""
+        """Return the mean loss of the new events, and that of the old ones separately for `backward`."""
         everything, loss = [new, *old], self.learner.task.loss
         output, *outputs = split_like(forward(concat(everything).features), everything)
         total = weighted(loss(output, new.label_B), new.weight_B, whole.new)
@@ -41,23 +41,24 @@ class ProjectedGradient(Strategy):
         return _TwoLosses(total, output.detach(), known, reference=torch.stack(parts).sum())
 
     def backward(self, loss: MicroBatchLoss, scaled: Callable[[Tensor], Tensor]) -> None:
-        """Add up both gradients, under the same scale."""
+        """Add the gradients of both losses, with the same scale."""
         total = loss.total
         if isinstance(loss, _TwoLosses) and loss.reference is not None:
-            found = torch.autograd.grad(
-                *(scaled(loss.reference), self.learner.weights),
+            gradients = torch.autograd.grad(
+                scaled(loss.reference),
+                self.learner.weights,
                 retain_graph=True,
                 allow_unused=True,
                 materialize_grads=True,
             )
-            before = self._reference or [torch.zeros_like(each) for each in found]
-            self._reference = [sum_ + each for sum_, each in zip(before, found, strict=True)]
+            before = self._reference or [torch.zeros_like(each) for each in gradients]
+            self._reference = [sum_ + each for sum_, each in zip(before, gradients, strict=True)]
             # An overflow here has to be seen by the scaler, on all ranks: it spoils the gradient that they share.
-            total = total * (1 + torch.stack([(each * 0).sum() for each in found]).sum())
+            total = total * (1 + torch.stack([(each * 0).sum() for each in gradients]).sum())
         scaled(total).backward()  # type: ignore[no-untyped-call]
 
     def transform_gradients(self, scale: float) -> None:
-        """Take away what goes against the old events' gradient; both are those of all ranks."""
+        """Remove the component that opposes the old events' gradient; both gradients are averaged over the ranks."""
         if not self._reference:
             return
         self.learner.reduce(self._reference)

@@ -1,10 +1,10 @@
-"""What a strategy is: how old events take part in a step, and what else keeps a model from forgetting.
+"""The contract of a strategy: how old events take part in a step, and what else reduces forgetting.
 
 A step is one or more micro-batches on each of one or more ranks. The loss of a micro-batch is a sum over its events
-divided by what the whole step weighs (`StepWeights`), so that the gradients add up to those of one large batch.
+divided by the weight of the whole step (`StepWeights`), so that the gradients add up to those of one large batch.
 
 Legend: B new events, R replayed ones, N ranks, C classes, D dimensions of an embedding. A step's old events come as
-samples, each of a number of events of its own: most strategies ask for one, DER++ for two.
+samples, each with its own number of events: most strategies ask for one, DER++ for two.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ Forward = Callable[[Mapping[str, Tensor]], Tensor]
 
 @contextlib.contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Run a model as in evaluation; its mode is as before afterwards."""
+    """Run a model in evaluation mode, and restore its mode afterwards."""
     was_training = model.training
     model.eval()
     try:
@@ -35,13 +35,13 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class StepWeights:
-    """What a step weighs over all its micro-batches and ranks, divided by N: gradients are averaged over the ranks.
+    """The weights of a step, summed over its micro-batches and ranks and divided by N, since gradients are averaged.
 
     Attributes:
         new: the sum of the weights of the new events, float32 scalar.
-        old: of each sample, likewise.
+        old: the sum of the weights of each sample, float32 scalars.
         present_C: which classes are among the new events, bool `[C]`; None where labels are no classes, or the
-            strategy does not look.
+            strategy has `sees_classes = False`.
     """
 
     new: Tensor
@@ -51,13 +51,13 @@ class StepWeights:
 
 @dataclass(frozen=True)
 class MicroBatchLoss:
-    """What one micro-batch says.
+    """The loss and outputs of one micro-batch.
 
     Attributes:
         total: the loss to differentiate, a scalar.
         output_B: the model's output for the new events, without a gradient.
-        old: of each sample the loss of its events, float `[R]` without a gradient; empty when nothing was sampled.
-        new_B: the task's loss of each new event, likewise, where it was computed; None: the trainer does so.
+        old: the loss of each event, by sample, float `[R]` without a gradient; empty when nothing was sampled.
+        new_B: the task's loss of each new event, `[B]` without a gradient; None: the trainer computes it.
     """
 
     total: Tensor
@@ -68,18 +68,18 @@ class MicroBatchLoss:
 
 @dataclass(frozen=True)
 class StrategyContext:
-    """What a strategy may use of the learner.
+    """The parts of the learner that a strategy may use.
 
     Attributes:
         model: the module itself; its gradients are those of this rank until `transform_gradients`.
-        task: what its output means.
-        reduce: averages tensors over the ranks, in place; all ranks have to call it alike.
-        rate: returns the optimizer's learning rate as it is now.
-        parts: checkpoints events into parts that are small enough to go through the model at once.
+        task: the meaning of its output.
+        reduce: averages tensors over the ranks, in place; all ranks have to make the same calls.
+        rate: returns the optimizer's current learning rate.
+        parts: splits events into parts that are small enough for one pass of the model.
         probe: features of a few made-up events, which differ.
         embed: runs the model on features; returns embeddings, float32 `[B, D]`, and its output. None when no module is
             named.
-        ranks: how many there are.
+        ranks: the number of ranks.
     """
 
     model: nn.Module
@@ -98,10 +98,10 @@ class StrategyContext:
 
 
 class Strategy:
-    """Learns from new events alone; the base of those that do more, which say where they come from.
+    """Base class of strategies: a step without replay state, whose `loss` a subclass has to implement.
 
-    The first forward pass of `loss` is over the new events, with the replayed ones after them when there are any: that
-    is where embeddings are taken from.
+    The first forward pass of `loss` has to be over the new events, followed by the replayed ones if there are any:
+    embeddings are taken from it.
     """
 
     replays: ClassVar[bool] = True
@@ -109,29 +109,29 @@ class Strategy:
     keeps_output: ClassVar[bool] = False
     """Whether the store keeps the model's output with each event."""
     tasks: ClassVar[frozenset[str]] = frozenset()
-    """The tasks that it is made for; empty: any."""
+    """The tasks that it supports; empty: any."""
     sees_classes: ClassVar[bool] = True
-    """Whether it looks at which classes are among the new events of a step."""
+    """Whether it uses which classes are among the new events of a step."""
     embeds: ClassVar[bool] = False
     """Whether it needs embeddings."""
     picks: ClassVar[bool] = False
     """Whether `select` chooses among the old events."""
     learns_gradient: ClassVar[bool] = True
-    """Whether the optimizer takes a step; else `after_step` does what is to be done."""
+    """Whether the optimizer takes a step; if not, `after_step` updates the model."""
 
     def setup(self, learner: StrategyContext) -> None:
-        """Take what it needs of the learner; called once, before the first step."""
+        """Keep the parts of the learner that it uses; called once, before the first step."""
         self.learner = learner
 
     def samples(self, replayed: int) -> tuple[int, ...]:
-        """Return how many events each sample of a step has that replays so many."""
+        """Return the size of each sample of a step that replays `replayed` events."""
         return (replayed,) if self.replays else ()
 
     def select(self, _forward: Forward, _new: Examples, _old: Sequence[Examples], /) -> Sequence[Tensor] | None:
-        """Choose which of the old events to train on: int64 places for each sample; None: all. Called once a step.
+        """Choose which of the old events to train on: int64 indices for each sample; None: all. Called once per step.
 
-        It may leave gradients behind, but no other trace in the model, also where it runs out of memory: then it is
-        called again, and `StrategyContext.parts` are smaller.
+        It may leave gradients in the model, but must change nothing else, even when it runs out of memory: then it is
+        called again, and `StrategyContext.parts` returns smaller parts.
         """
         return None
 
@@ -144,35 +144,35 @@ class Strategy:
         scaled(loss.total).backward()  # type: ignore[no-untyped-call]
 
     def on_step_start(self) -> None:
-        """A step begins, or begins again: forget what `backward` has added."""
+        """Prepare for a step, or for its retry: discard everything that `backward` has added."""
 
     def transform_gradients(self, scale: float, /) -> None:
         """Change the gradients of the whole step, which are averaged over the ranks and no longer scaled."""
 
     def after_step(self, new: Examples, output_B: Tensor, /) -> None:
-        """Hear of a step that is done: its new events on this rank, and the model's output for them before it."""
+        """Update the strategy after a step, from this rank's new events and the model's output for them before it."""
 
     def on_drift(self) -> None:
-        """Look back now, where that is otherwise done every so many steps: for who knows that the stream has changed.
+        """Do now what is otherwise done periodically, since the stream has changed.
 
         Called between steps, by every rank.
         """
 
     def gather(self) -> None:
-        """Bring together what ranks have each of their own, for `tensors`: called by every rank before a checkpoint."""
+        """Combine the state of all ranks for `tensors`; called by every rank before a checkpoint."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return what a checkpoint has to keep, as tensors that later steps do not change."""
+        """Return the state for a checkpoint, as tensors that later steps do not change."""
         return {}
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint has to keep beside tensors, as JSON values."""
+        """Return the state for a checkpoint besides tensors, as JSON values."""
         return {}
 
     def restore(self, tensors: Tensors, state: Mapping[str, Any]) -> None:
-        """Take up what a checkpoint kept; of another strategy's nothing fits, and it begins anew."""
+        """Restore the state of a checkpoint of the same strategy."""
 
 
 def weighted(loss_B: Tensor, weight_B: Tensor, whole: Tensor) -> Tensor:
-    """Return a micro-batch's part of a weighted mean, of which `whole` is the sum of all weights."""
+    """Return a micro-batch's part of a weighted mean; `whole` is the sum of all weights of the step."""
     return (loss_B * weight_B).sum() / whole.clamp_min(torch.finfo(weight_B.dtype).tiny)

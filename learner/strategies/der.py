@@ -1,4 +1,4 @@
-"""DER and DER++: the model is held to what it said of old events when they were new."""
+"""DER and DER++: keeps the model's outputs for old events close to those from when they were new."""
 
 from collections.abc import Sequence
 
@@ -19,22 +19,22 @@ class DarkReplay(Strategy):
     sees_classes = False
 
     def __init__(self, *, alpha: float = 0.3) -> None:
-        """Take what the outputs of old events count for; the default is the paper's for Split-CIFAR-10."""
+        """Take the weight of the old events' outputs; the default is the paper's for Split-CIFAR-10."""
         self._alpha = alpha
 
     def loss(self, forward: Forward, new: Examples, old: Sequence[Examples], whole: StepWeights) -> MicroBatchLoss:
-        """Mean loss of the new events, plus `alpha` times how far the old ones' outputs have moved."""
+        """Return the mean loss of the new events, plus `alpha` times the drift of the old ones' outputs."""
         everything, loss = [new, *old], self.learner.task.loss
         output, *outputs = split_like(forward(concat(everything).features), everything)
         total = weighted(loss(output, new.label_B), new.weight_B, whole.new)
         losses = []
-        for place, (each, output_R) in enumerate(zip(old, outputs, strict=True)):
-            total = total + self._rehearsed(place, output_R, each, whole.old[place])
+        for index, (each, output_R) in enumerate(zip(old, outputs, strict=True)):
+            total = total + self._rehearsed(index, output_R, each, whole.old[index])
             losses.append(loss(output_R.detach(), each.label_B))
         return MicroBatchLoss(total, output.detach(), losses)
 
-    def _rehearsed(self, _place: int, output_R: Tensor, old: Examples, whole: Tensor) -> Tensor:
-        """Return the part of the loss that a sample has."""
+    def _rehearsed(self, _index: int, output_R: Tensor, old: Examples, whole: Tensor) -> Tensor:
+        """Return a sample's part of the loss."""
         return self._alpha * weighted(moved(output_R, old.output_B), old.weight_B, whole)
 
 
@@ -42,17 +42,17 @@ class DarkReplayPlus(DarkReplay):
     """Learns from the labels of other old events as well (DER++, of the same paper)."""
 
     def __init__(self, *, alpha: float = 0.1, beta: float = 0.5) -> None:
-        """Take what outputs and labels of old events count for; the defaults are the paper's for Split-CIFAR-10."""
+        """Take the weights of the old events' outputs and labels; the defaults are the paper's for Split-CIFAR-10."""
         super().__init__(alpha=alpha)
         self._beta = beta
 
     def samples(self, replayed: int) -> tuple[int, ...]:
-        """One for the outputs, and as many events again for the labels."""
+        """Return two sizes: a sample for the outputs, and one for the labels."""
         return replayed, replayed
 
-    def _rehearsed(self, place: int, output_R: Tensor, old: Examples, whole: Tensor) -> Tensor:
-        if place == 0:
-            return super()._rehearsed(place, output_R, old, whole)
+    def _rehearsed(self, index: int, output_R: Tensor, old: Examples, whole: Tensor) -> Tensor:
+        if index == 0:
+            return super()._rehearsed(index, output_R, old, whole)
         return self._beta * weighted(self.learner.task.loss(output_R, old.label_B), old.weight_B, whole)
 
 

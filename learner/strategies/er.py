@@ -1,4 +1,4 @@
-"""Plain rehearsal, and none."""
+"""Experience replay, and training without replay."""
 
 from collections.abc import Sequence
 
@@ -7,13 +7,13 @@ from learner.strategies.examples import Examples, concat
 
 
 class NoReplay(Strategy):
-    """Learns from new events alone; what a model without this project does."""
+    """Trains on new events alone."""
 
     replays = False
     sees_classes = False
 
     def loss(self, forward: Forward, new: Examples, _old: Sequence[Examples], whole: StepWeights) -> MicroBatchLoss:
-        """Weighted mean loss of the new events."""
+        """Return the weighted mean loss of the new events."""
         output = forward(new.features)
         losses = self.learner.task.loss(output, new.label_B)
         return MicroBatchLoss(weighted(losses, new.weight_B, whole.new), output.detach(), (), losses.detach())
@@ -25,7 +25,7 @@ class ExperienceReplay(Strategy):
     sees_classes = False
 
     def loss(self, forward: Forward, new: Examples, old: Sequence[Examples], whole: StepWeights) -> MicroBatchLoss:
-        """Weighted mean loss of new and old events together."""
+        """Return the weighted mean loss of new and old events together."""
         everything = concat([new, *old])
         output = forward(everything.features)
         losses = self.learner.task.loss(output, everything.label_B)

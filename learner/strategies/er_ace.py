@@ -1,4 +1,4 @@
-"""ER-ACE: new events are told apart from one another, old ones from everything."""
+"""ER-ACE: the loss of new events is over the classes present in the step, that of old ones over all classes."""
 
 import math
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ class AsymmetricReplay(Strategy):
     tasks = frozenset({"classification"})
 
     def loss(self, forward: Forward, new: Examples, old: Sequence[Examples], whole: StepWeights) -> MicroBatchLoss:
-        """Mean loss of the new events among themselves, plus mean loss of the old ones."""
+        """Return the mean loss of the new events over present classes, plus that of the old ones over all."""
         everything, loss = [new, *old], self.learner.task.loss
         output, *outputs = split_like(forward(concat(everything).features), everything)
         assert whole.present_C is not None

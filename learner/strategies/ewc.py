@@ -1,4 +1,4 @@
-"""Online EWC: weights that mattered for what was learned are held where they were."""
+"""Online EWC: penalizes changes of weights that past events depend on."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,8 +17,8 @@ class ElasticWeights(NoReplay):
     """Pulls each weight back to where it was consolidated last, by how much past events depend on it.
 
     Online EWC: Schwarz et al. 2018, "Progress & compress"; Kirkpatrick et al. 2017. A stream has no borders between
-    tasks, so it consolidates every so many steps. How much events depend on a weight is its squared gradient (the
-    empirical Fisher information), which is taken of one new event a step, as in evaluation.
+    tasks, so it consolidates every `every` steps. How much events depend on a weight is its squared gradient (the
+    empirical Fisher information), taken from one new event per step, in evaluation mode.
     """
 
     def __init__(self, *, strength: float = 10.0, decay: float = 0.9, every: int = 1000) -> None:
@@ -40,7 +40,7 @@ class ElasticWeights(NoReplay):
             weight.grad = pull if weight.grad is None else weight.grad.add_(pull)
 
     def after_step(self, new: Examples, _output_B: Tensor) -> None:
-        """Look at one event, and consolidate when it is time."""
+        """Add the squared gradient of one event, and consolidate every `every` steps."""
         self._add(new[:1])
         self._sum_of_all = None
         self._steps += 1
@@ -48,19 +48,19 @@ class ElasticWeights(NoReplay):
             self.on_drift()
 
     def on_drift(self) -> None:
-        """Consolidate: what was learned since the last time is to be held from now on. Called by every rank."""
+        """Consolidate: protect from now on what was learned since the last time. Called by every rank."""
         if not self._sum:
             return
         self.learner.reduce(self._sum)
         *sums, count = self._sum
-        found = [each / count.clamp_min(1e-9) for each in sums]
-        before = self._fisher or [torch.zeros_like(each) for each in found]
-        self._fisher = [self._decay * old + new for old, new in zip(before, found, strict=True)]
+        latest = [each / count.clamp_min(1e-9) for each in sums]
+        before = self._fisher or [torch.zeros_like(each) for each in latest]
+        self._fisher = [self._decay * old + new for old, new in zip(before, latest, strict=True)]
         self._anchor = [weight.detach().clone() for weight in self.learner.weights]
         self._sum, self._sum_of_all = [], None
 
     def _add(self, event: Examples) -> None:
-        """Add the squared gradient of a single event, if there is one, and count it; one of no weight stands in."""
+        """Add the squared gradient of a single event, if there is one, and count it unless its weight is 0."""
         weights = self.learner.weights
         if not self._sum:
             self._sum = [torch.zeros_like(weight) for weight in weights] + [weights[0].new_zeros(())]
@@ -73,29 +73,30 @@ class ElasticWeights(NoReplay):
         except Exception as exc:  # the user's own code may raise anything, in evaluation alone too
             if not may_be_of_events(exc):
                 raise
-            return  # it was learned already; another event tells as much
+            return  # it was trained on already; another event serves as well
         counts = (event.weight_B[0] > 0).to(weights[0])
         for sum_, gradient in zip(self._sum, [*gradients, counts], strict=True):
-            # An overflow of one event would make the penalty infinite for good.
+            # An overflow of one event would make the penalty infinite permanently.
             sum_ += counts * gradient.square().nan_to_num(nan=0.0, posinf=0.0)
 
     def gather(self) -> None:
-        """Average what the ranks have added up, beside it: a checkpoint must not change what comes of it by a
-        rounding."""
+        """Average the sums of the ranks into a copy, so that a checkpoint does not change later results by rounding."""
         self._sum_of_all = [each.clone() for each in self._sum]
         self.learner.reduce(self._sum_of_all)
 
     def tensors(self) -> dict[str, Tensor]:
-        """What is held where, and what was added up since, of all ranks."""
+        """Return Fisher information, anchors, and the sums since then over all ranks."""
         kinds = {"sum": self._sum_of_all or self._sum, "fisher": self._fisher, "anchor": self._anchor}
-        return {f"{name}.{place}": each.clone() for name, found in kinds.items() for place, each in enumerate(found)}
+        return {
+            f"{name}.{index}": each.clone() for name, tensors in kinds.items() for index, each in enumerate(tensors)
+        }
 
     def state(self) -> dict[str, Any]:
-        """The steps so far."""
+        """Return the steps so far."""
         return {"steps": self._steps}
 
     def restore(self, tensors: Tensors, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint."""
+        """Restore the state of a checkpoint."""
         self._steps, self._sum_of_all = state["steps"], None
         device = self.learner.weights[0].device
         self._sum, self._fisher, self._anchor = (
@@ -104,5 +105,5 @@ class ElasticWeights(NoReplay):
 
 
 def _numbered(tensors: Tensors, name: str, device: torch.device) -> list[Tensor]:
-    found: Sequence[str] = [key for key in tensors if key.startswith(f"{name}.")]
-    return [tensors[f"{name}.{place}"].to(device) for place in range(len(found))]
+    keys: Sequence[str] = [key for key in tensors if key.startswith(f"{name}.")]
+    return [tensors[f"{name}.{index}"].to(device) for index in range(len(keys))]

@@ -18,15 +18,15 @@ Tensors = Mapping[str, Tensor]
 
 
 OUTPUT = "output"
-"""A column that a step adds to its events where the strategy keeps what the model said of them."""
+"""A column that a step adds to its events for strategies that keep the model's outputs."""
 
 
 @dataclass(frozen=True)
 class Examples:
     """Events as tensors on the learner's device: features by name `[B, ...]`, labels `[B]`, loss weights `[B]`.
 
-    An event without a label has weight 0 and some valid label. `output_B` is what the model said when the event was
-    new, NaN where that is not known; it is there for strategies that keep it.
+    An event without a label has weight 0 and some valid label. `output_B` is the model's output from when the event
+    was new, NaN where that is not known; only strategies that keep outputs have it.
     """
 
     features: Tensors
@@ -38,7 +38,7 @@ class Examples:
         return self.label_B.shape[0]
 
     def __getitem__(self, which: slice | Tensor) -> "Examples":
-        """Return some of them."""
+        """Return the selected events."""
         return Examples(
             {name: value[which] for name, value in self.features.items()},
             self.label_B[which],
@@ -48,7 +48,7 @@ class Examples:
 
 
 def concat(parts: Sequence[Examples]) -> Examples:
-    """Return all events of several, in order; what the model said of them is left out."""
+    """Join examples in order, without their outputs."""
     if len(parts) == 1:
         return parts[0]
     return Examples(
@@ -59,13 +59,13 @@ def concat(parts: Sequence[Examples]) -> Examples:
 
 
 def split_like(values: Tensor, parts: Sequence[Examples]) -> list[Tensor]:
-    """Return what several have of values that were found for all their events, in order."""
+    """Split values of all events, in order, into those of each of the parts."""
     ends = [*itertools.accumulate(map(len, parts))]
     return [values[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
 
 
 def pad_single(one: Examples) -> Examples:
-    """Return an event and its double, which has no weight: batch norm has no statistics of a lone event."""
+    """Return an event and a copy of weight 0: batch norm has no statistics of a single event."""
     return Examples(
         {name: torch.cat([value, value]) for name, value in one.features.items()},
         torch.cat([one.label_B, one.label_B]),
@@ -74,7 +74,7 @@ def pad_single(one: Examples) -> Examples:
 
 
 def output_field(shape: tuple[int, ...]) -> Fields:
-    """Return the column in which a store keeps the model's output, which has a shape for each event."""
+    """Return the column in which a store keeps the model's output of the given shape."""
     return {OUTPUT: (np.dtype(np.float32), shape)}
 
 
@@ -82,17 +82,15 @@ _FEATURE = "feature."
 
 
 def examples_of(sample: Sample, samples: Sequence[int]) -> list[Examples]:
-    """Make examples of a sample, dealt among the `samples` that the strategy asks for: fewer each when fewer came, and
-    none when there is not one for each.
+    """Split a sample into examples of the sizes `samples`: smaller ones if it has fewer events, none if too few.
 
-    Their weight is 0 where there is no label. The sample's importance makes up for how events were kept and sampled:
-    where `[schema.weight]` is declared, heavy events are kept more often than light ones, and the rehearsed loss
-    is that of the stream all the same.
+
+    Their weight is 0 where there is no label. The sample's importance corrects for how events were kept and sampled:
+    with `[schema.weight]` heavy events are kept more often, and yet the rehearsed loss is that of the stream.
     """
     columns = sample.columns
     labelled, label, weight = columns["labelled"], columns["label"], sample.importance
-    # Mostly all are; to look is to wait for a device that is not the host. Both are copied: they are whole then, and
-    # nobody else's.
+    # Mostly all are labelled, but a check on a device would wait for it. Both are copied: contiguous and unshared.
     if labelled.is_cpu and labelled.numpy().all():
         label, weight = label.clone(memory_format=torch.contiguous_format), weight.clone()
     else:
@@ -100,9 +98,9 @@ def examples_of(sample: Sample, samples: Sequence[int]) -> list[Examples]:
         label = torch.where(known, label, torch.zeros_like(label))
         weight = torch.where(labelled, weight, 0.0)
     features = {name.removeprefix(_FEATURE): column for name, column in columns.items() if name.startswith(_FEATURE)}
-    everything, n, wanted = Examples(features, label, weight, columns.get(OUTPUT)), len(sample), sum(samples)
+    everything, n, total = Examples(features, label, weight, columns.get(OUTPUT)), len(sample), sum(samples)
     if len(samples) == 1:
         return [everything]
-    ends = [sum(samples[: place + 1]) * n // wanted for place in range(len(samples))]
+    ends = [sum(samples[: index + 1]) * n // total for index in range(len(samples))]
     parts = [everything[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
     return parts if all(map(len, parts)) else []

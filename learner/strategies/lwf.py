@@ -1,4 +1,4 @@
-"""LwF: the model is held to what an earlier version of itself says of new events."""
+"""LwF: keeps the model's outputs for new events close to those of an earlier snapshot of itself."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,14 +16,14 @@ from learner.strategies.examples import Examples, Tensors
 
 
 class Distillation(NoReplay):
-    """Learns from new events, and to say of them what a snapshot of the model says, which is taken anew now and then.
+    """Learns from new events, and to give them the outputs of a snapshot of the model, which is renewed periodically.
 
     LwF: Li & Hoiem 2017, "Learning without forgetting". Classes are compared as the paper does, by probabilities at a
     temperature; other outputs by their mean squared difference.
     """
 
     def __init__(self, *, strength: float = 1.0, temperature: float = 2.0, every: int = 1000) -> None:
-        """Take what the snapshot counts for, the temperature, and the steps between two snapshots."""
+        """Take the weight of the snapshot's outputs, the temperature, and the steps between two snapshots."""
         if temperature <= 0:
             raise ValueError("temperature has to be more than 0")
         self._strength, self._temperature, self._every = strength, temperature, every
@@ -31,54 +31,54 @@ class Distillation(NoReplay):
         self._teacher: dict[str, Tensor] = {}
 
     def loss(self, forward: Forward, new: Examples, _old: Sequence[Examples], whole: StepWeights) -> MicroBatchLoss:
-        """Mean loss of the new events, plus how far the outputs are from the snapshot's."""
+        """Return the mean loss of the new events, plus the distance of the outputs from the snapshot's."""
         output = forward(new.features)
         losses = self.learner.task.loss(output, new.label_B)
         if self._teacher:
-            losses = losses + self._strength * self._apart(output, self._told(new))
+            losses = losses + self._strength * self._distance(output, self._teacher_output(new))
         return MicroBatchLoss(weighted(losses, new.weight_B, whole.new), output.detach())
 
     def after_step(self, _new: Examples, _output_B: Tensor) -> None:
-        """Take a snapshot when it is time."""
+        """Take a snapshot every `every` steps."""
         self._steps += 1
         if self._steps % self._every == 0:
             self.on_drift()
 
     def on_drift(self) -> None:
-        """Take a snapshot of the model now, the mean of the ranks'."""
+        """Take a snapshot of the model now, averaged over the ranks."""
         self._teacher = {name: value.detach().clone() for name, value in self._now().items()}
         self.learner.reduce([value for value in self._teacher.values() if value.is_floating_point()])
 
-    def _told(self, new: Examples) -> Tensor:
-        """Return what the snapshot says, as in evaluation."""
+    def _teacher_output(self, new: Examples) -> Tensor:
+        """Return the snapshot's output in evaluation mode."""
         features, model = new.features, self.learner.model
         arguments, named = (tuple(features.values()), {}) if len(features) == 1 else ((), dict(features))
         with eval_mode(model), torch.no_grad():
-            told: Tensor = functional_call(model, self._teacher, arguments, named)
-        return told
+            target: Tensor = functional_call(model, self._teacher, arguments, named)
+        return target
 
-    def _apart(self, output: Tensor, told: Tensor) -> Tensor:
-        """Return how far each event's output is from what was told, float32 `[B]`."""
+    def _distance(self, output: Tensor, target: Tensor) -> Tensor:
+        """Return the distance of each event's output from the snapshot's, float32 `[B]`."""
         if not isinstance(self.learner.task, Classification):
-            return moved(output, told.float())
-        softer, target = output.float() / self._temperature, told.float() / self._temperature
+            return moved(output, target.float())
+        softened, softened_target = output.float() / self._temperature, target.float() / self._temperature
         return functional.kl_div(
-            softer.log_softmax(dim=1), target.log_softmax(dim=1), reduction="none", log_target=True
+            softened.log_softmax(dim=1), softened_target.log_softmax(dim=1), reduction="none", log_target=True
         ).sum(dim=1)
 
     def _now(self) -> dict[str, Tensor]:
         return {**dict(self.learner.model.named_parameters()), **dict(self.learner.model.named_buffers())}
 
     def tensors(self) -> dict[str, Tensor]:
-        """The snapshot."""
+        """Return the snapshot."""
         return dict(self._teacher)
 
     def state(self) -> dict[str, Any]:
-        """The steps so far."""
+        """Return the steps so far."""
         return {"steps": self._steps}
 
     def restore(self, tensors: Tensors, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint."""
+        """Restore the state of a checkpoint."""
         self._steps = state["steps"]
         now = self._now()
         self._teacher = {name: value.to(now[name].device) for name, value in tensors.items()}

@@ -1,4 +1,4 @@
-"""MIR: old events that the step is about to harm are rehearsed."""
+"""MIR: rehearses the old events whose loss the step would raise most."""
 
 from collections.abc import Sequence
 
@@ -20,15 +20,15 @@ class InterferedReplay(ExperienceReplay):
     picks = True
 
     def __init__(self, *, candidates: int = 5) -> None:
-        """Take how many events are sampled for each that is taken; the paper samples 50 for 10."""
+        """Take how many candidates are sampled per rehearsed event; the paper samples 50 for 10."""
         self._candidates = candidates
 
     def samples(self, replayed: int) -> tuple[int, ...]:
-        """All candidates."""
+        """Return the number of candidates."""
         return (replayed * self._candidates,)
 
     def select(self, forward: Forward, new: Examples, old: Sequence[Examples]) -> Sequence[Tensor]:
-        """Return the places of the events whose loss rises most, and of those without a label last."""
+        """Return the indices of the events whose loss rises most; those without a label come last."""
         (candidates,) = old
         n = -(-len(candidates) // self._candidates)
         before_R = self._losses(forward, candidates)
@@ -38,13 +38,13 @@ class InterferedReplay(ExperienceReplay):
         with torch.no_grad():
             for weight, gradient in zip(weights, gradients, strict=True):
                 weight.sub_(gradient, alpha=rate)
-            torch.clear_autocast_cache()  # which holds the weights as they were, in low precision
+            torch.clear_autocast_cache()  # it caches the old weights in low precision
             try:
                 rise_R = self._losses(forward, candidates) - before_R
             finally:
                 for weight, value in zip(weights, kept, strict=True):
                     weight.copy_(value)
-        # A loss that is not finite after the step has risen most.
+        # A loss that is not finite after the step counts as the largest rise.
         rise_R = rise_R.nan_to_num(nan=torch.inf).masked_fill(candidates.weight_B == 0, -torch.inf)
         return [rise_R.topk(n).indices]
 
@@ -56,11 +56,11 @@ class InterferedReplay(ExperienceReplay):
                 self.learner.task.loss(forward(each.features), each.label_B)
                 for each in self.learner.parts(pad_single(examples) if n == 1 else examples)
             ]
-        torch.clear_autocast_cache()  # which holds weights without a graph
+        torch.clear_autocast_cache()  # it caches weights without a graph
         return torch.cat(losses)[:n].float()
 
     def _gradients(self, forward: Forward, new: Examples) -> list[Tensor]:
-        """Return the gradient of the mean loss of the new events of all ranks, which the virtual step takes."""
+        """Return the gradient for the virtual step: of the mean loss of the new events of all ranks."""
         weights = self.learner.weights
         whole = new.weight_B.sum()
         self.learner.reduce([whole])

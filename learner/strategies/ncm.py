@@ -1,4 +1,4 @@
-"""NCM and SLDA: a model that is not trained, whose last layer follows what is known of the classes.
+"""NCM: a model that is not trained, whose last layer is computed from statistics of the classes.
 
 Legend: B events, C classes, D dimensions of an embedding.
 """
@@ -17,10 +17,10 @@ _NEVER = -1e6
 
 
 class NearestClassMean(Strategy):
-    """Says of an event the class whose mean embedding is nearest: the weights of the last layer say so as a whole.
+    """Predicts the class whose mean embedding is nearest, by setting the weights of the last layer.
 
-    The squared distance to a mean is linear but for what all classes share. The rest of the model stays as it was
-    built, and is run as in evaluation, so it wants weights that were learned elsewhere. Sums are kept in float64.
+    The squared distance to a mean is linear, except for a term that all classes share. The rest of the model is not
+    trained and runs in evaluation mode, so it needs pretrained weights. Sums are kept in float64.
     (Mensink et al. 2013, "Distance-based image classification".)
     """
 
@@ -35,9 +35,9 @@ class NearestClassMean(Strategy):
         self._name = head
 
     def setup(self, learner: StrategyContext) -> None:
-        """Find the last layer, and see that the model is the embedding and that layer after it."""
+        """Find the last layer, and check that the model's output is that layer applied to the embedding."""
         super().setup(learner)
-        self._head = self._found()
+        self._head = self._find_head()
         embedding_BD, output_BC = self._run(learner.probe)
         classes, dim = self._head.weight.shape
         if embedding_BD.shape[1] != dim or not torch.allclose(self._logits(embedding_BD), output_BC, atol=1e-3):
@@ -52,23 +52,23 @@ class NearestClassMean(Strategy):
         self._sum_CD = torch.zeros(classes, dim, dtype=torch.float64, device=device)
 
     def on_step_start(self) -> None:
-        """Forget the embeddings of a step that begins again."""
+        """Discard the embeddings of a step that is retried."""
         self._embedding: list[Tensor] = []
 
     def loss(self, _forward: Forward, new: Examples, _old: Sequence[Examples], whole: StepWeights) -> MicroBatchLoss:
-        """Mean loss of the new events, to be told only."""
+        """Return the mean loss of the new events, for reports only."""
         embedding_BD, output_BC = self._run(new.features)
         self._embedding.append(embedding_BD)
         losses = self.learner.task.loss(output_BC, new.label_B)
         return MicroBatchLoss(weighted(losses, new.weight_B, whole.new), output_BC)
 
     def after_step(self, new: Examples, _output_B: Tensor) -> None:
-        """Add the events of all ranks to the sums, and write the last layer anew."""
+        """Add the events of all ranks to the sums, and set the last layer's weights."""
         embedding_BD = torch.cat(self._embedding).double()
         weight_B1 = new.weight_B.double()[:, None]
         for total, part in zip(self._totals(), self._parts(embedding_BD, weight_B1, new.label_B), strict=True):
             self.learner.reduce([part])
-            # The sum, since a checkpoint may be gone on from with another number of ranks.
+            # The sum, not the mean: a checkpoint may be restored on another number of ranks.
             total += part * self.learner.ranks
         weight_CD, bias_C = self._answer()
         seen_C = self._count_C > 0
@@ -82,22 +82,22 @@ class NearestClassMean(Strategy):
         return self._sum_CD / self._count_C.clamp_min(1e-300)[:, None]
 
     def _answer(self) -> tuple[Tensor, Tensor]:
-        """Return the weights and biases of minus the squared distance to each class, as far as classes differ in it."""
+        """Return weights and biases of the negative squared distance to each class, without the shared term."""
         mean_CD = self.means
         return 2 * mean_CD, -mean_CD.square().sum(dim=1)
 
     def _totals(self) -> list[Tensor]:
-        """Return what is added up, in the order of `_parts`."""
+        """Return the sums, in the order of `_parts`."""
         return [self._count_C, self._sum_CD]
 
     def _parts(self, embedding_BD: Tensor, weight_B1: Tensor, label_B: Tensor) -> list[Tensor]:
-        """Return what events add to the totals."""
+        """Return the contribution of events to each sum."""
         count_C, sum_CD = torch.zeros_like(self._count_C), torch.zeros_like(self._sum_CD)
         count_C.index_add_(0, label_B, weight_B1[:, 0])
         return [count_C, sum_CD.index_add_(0, label_B, weight_B1 * embedding_BD)]
 
     def _run(self, features: Tensors) -> tuple[Tensor, Tensor]:
-        """Return embeddings and logits, as in evaluation and in float32."""
+        """Return embeddings and logits, in evaluation mode and float32."""
         assert self.learner.embed is not None
         device = self._head.weight.device.type
         with eval_mode(self.learner.model), torch.no_grad(), torch.autocast(device, enabled=False):
@@ -108,7 +108,7 @@ class NearestClassMean(Strategy):
         logits_BC: Tensor = self._head(embedding_BD.to(self._head.weight.dtype))
         return logits_BC.float()
 
-    def _found(self) -> nn.Linear:
+    def _find_head(self) -> nn.Linear:
         """Return the layer of that name; raises SettingsError when it is no linear layer with a bias."""
         layers = {name: each for name, each in self.learner.model.named_modules() if isinstance(each, nn.Linear)}
         self._name = self._name or next(reversed(layers), "")
@@ -121,10 +121,10 @@ class NearestClassMean(Strategy):
         return head
 
     def tensors(self) -> dict[str, Tensor]:
-        """The sums."""
-        return {str(place): each.clone() for place, each in enumerate(self._totals())}
+        """Return the sums."""
+        return {str(index): each.clone() for index, each in enumerate(self._totals())}
 
     def restore(self, tensors: Tensors, _state: object) -> None:
-        """Go on from a checkpoint."""
-        for place, each in enumerate(self._totals()):
-            each.copy_(tensors[str(place)])
+        """Restore the sums of a checkpoint."""
+        for index, each in enumerate(self._totals()):
+            each.copy_(tensors[str(index)])

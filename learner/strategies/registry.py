@@ -31,14 +31,14 @@ STRATEGIES: dict[str, type[Strategy]] = {
     "slda": StreamingDiscriminant,
     "ncm": NearestClassMean,
 }
-"""To add a strategy, write a class in a module of its own and add a line here."""
+"""To add a strategy, write a class in a new module and add a line here."""
 
 
 def build_strategy(settings: StrategySettings, model: ModelSettings, task: Task) -> Strategy:
-    """Make the strategy with its arguments, and see whether it can work with the model.
+    """Build the strategy with its arguments, and check that it supports the model.
 
     Raises:
-        SettingsError: an argument that it does not know, a value that it refuses, or a model that it is not made for.
+        SettingsError: it has no such argument, refuses a value, or does not support the model.
     """
     name, kind = settings.name, STRATEGIES[settings.name]
     if kind.tasks and not any(isinstance(task, TASKS[each]) for each in kind.tasks):
@@ -52,12 +52,12 @@ def build_strategy(settings: StrategySettings, model: ModelSettings, task: Task)
             "module before the last"
         )
     arguments: dict[str, Any] = settings.model_extra or {}
-    known = {each.name: each for each in inspect.signature(kind).parameters.values()}
+    parameters = {each.name: each for each in inspect.signature(kind).parameters.values()}
     for argument, value in arguments.items():
-        if argument not in known:
-            takes = f"it takes {', '.join(known)}" if known else "it takes no arguments"
+        if argument not in parameters:
+            takes = f"it takes {', '.join(parameters)}" if parameters else "it takes no arguments"
             raise SettingsError(f"learner.strategy: {name} has no {argument!r}; {takes}")
-        _check(name, argument, value, known[argument].default)
+        _check(name, argument, value, parameters[argument].default)
     try:
         return kind(**arguments)
     except ValueError as exc:
@@ -71,6 +71,6 @@ def _check(name: str, argument: str, value: object, default: object) -> None:
         int: (type(value) is int and value >= 1, "a whole number of at least 1"),
         float: (type(value) in (int, float) and 0 <= value < math.inf, "a number of at least 0"),  # type: ignore[operator]
     }
-    fits, wanted = kinds[type(default)]
+    fits, needed = kinds[type(default)]
     if not fits:
-        raise SettingsError(f"learner.strategy: {name} refuses {argument} = {value!r}: it has to be {wanted}")
+        raise SettingsError(f"learner.strategy: {name} refuses {argument} = {value!r}: it has to be {needed}")

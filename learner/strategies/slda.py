@@ -1,4 +1,4 @@
-"""SLDA: classes as normal distributions of embeddings, which share a covariance.
+"""SLDA: models each class as a normal distribution of embeddings, with a shared covariance.
 
 Legend: C classes, D dimensions of an embedding.
 """
@@ -11,7 +11,7 @@ from learner.strategies.ncm import NearestClassMean
 
 
 class StreamingDiscriminant(NearestClassMean):
-    """Linear discriminant analysis of the embeddings, with all classes alike before an event is seen.
+    """Linear discriminant analysis of the embeddings; all classes are equally likely.
 
     Hayes & Kanan 2020, "Lifelong machine learning with deep streaming linear discriminant analysis". The covariance is
     that of all events within their classes, exactly, whatever order they came in.
@@ -25,7 +25,7 @@ class StreamingDiscriminant(NearestClassMean):
         self._shrinkage = shrinkage
 
     def setup(self, learner: StrategyContext) -> None:
-        """Begin without any event."""
+        """Find the last layer, and start with empty sums."""
         super().setup(learner)
         dim = self._sum_CD.shape[1]
         self._product_DD = self._sum_CD.new_zeros(dim, dim)

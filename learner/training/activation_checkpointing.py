@@ -1,4 +1,4 @@
-"""Activation checkpointing: modules that keep their inputs alone and compute the rest again in the backward pass.
+"""Activation checkpointing: modules keep only their inputs, and recompute activations in the backward pass.
 
 Chen et al. 2016, "Training deep nets with sublinear memory cost".
 """
@@ -15,11 +15,11 @@ from anabranch.core.errors import SettingsError
 
 
 def checkpoint_activations(model: nn.Module, which: bool | Sequence[str]) -> None:
-    """Have modules of the model keep less in training; gradients, weights and the names of weights stay the same.
+    """Make modules of the model keep less in training; gradients, weights and names of weights stay the same.
 
     Args:
         model: changed in place.
-        which: names of submodules, or True for what the outermost `nn.Sequential` of the model consist of.
+        which: names of submodules, or True for the members of the model's outermost `nn.Sequential`.
 
     Raises:
         SettingsError: there is no such module.
@@ -37,12 +37,12 @@ def _chosen(model: nn.Module, which: bool | Sequence[str]) -> list[nn.Module]:
                 "its modules"
             )
         return chosen
-    known = dict(model.named_modules())
+    modules = dict(model.named_modules())
     for name in which:
-        if not name or name not in known:
-            names = ", ".join(each for each in known if each)
+        if not name or name not in modules:
+            names = ", ".join(each for each in modules if each)
             raise SettingsError(f'learner.activation_checkpointing: the model has no module "{name}", but {names}')
-    return [known[name] for name in which]
+    return [modules[name] for name in which]
 
 
 def _sequences(module: nn.Module) -> Iterator[nn.Module]:
@@ -60,7 +60,9 @@ def _checkpointed(kind: type[nn.Module]) -> type[nn.Module]:
         if not (self.training and torch.is_grad_enabled()):
             return kind.forward(self, *args, **kwargs)
         return checkpoint(
-            *(kind.forward, self, *args),
+            kind.forward,
+            self,
+            *args,
             use_reentrant=False,
             context_fn=lambda: (contextlib.nullcontext(), _OnCopiesOfBuffers(self)),
             **kwargs,
@@ -70,9 +72,9 @@ def _checkpointed(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 class _OnCopiesOfBuffers:
-    """Lets the second pass leave no trace: batch norm would count each batch twice.
+    """Restores buffers after the recomputation: otherwise batch norm would count each batch twice.
 
-    May be entered more than once, one after the other: a graph that is kept is gone through for each gradient.
+    May be entered several times in sequence: a retained graph is traversed once per gradient.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -81,10 +83,10 @@ class _OnCopiesOfBuffers:
 
     def __enter__(self) -> None:
         self._kept = [(each._buffers, dict(each._buffers)) for each in self._module.modules()]
-        for home, buffers in self._kept:
-            home.update({name: None if buffer is None else buffer.clone() for name, buffer in buffers.items()})
+        for owner, buffers in self._kept:
+            owner.update({name: None if buffer is None else buffer.clone() for name, buffer in buffers.items()})
 
     def __exit__(self, *_: object) -> None:
-        for home, buffers in self._kept:
-            home.update(buffers)
+        for owner, buffers in self._kept:
+            owner.update(buffers)
         self._kept = []

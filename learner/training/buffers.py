@@ -1,36 +1,36 @@
-"""A model's buffers, such as running statistics: kept beside a step, so that it can be undone."""
+"""A model's buffers, such as running statistics: copied before a step, so that it can be undone."""
 
 from torch import Tensor, nn
 
 Saved = list[tuple[dict[str, Tensor | None], str, Tensor, Tensor]]
-"""Where each buffer was, by what name, the tensor itself, and what it held."""
+"""The dictionary and name of each buffer, the tensor itself, and a copy of its value."""
 
 
 class Buffers:
-    """All buffers of a model. Its modules are those that it has now; their buffers may come, go and be bound anew."""
+    """All buffers of a model. The set of modules is fixed; their buffers may be added, removed and rebound."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._homes = [module._buffers for module in model.modules()]
+        self._owners = [module._buffers for module in model.modules()]
 
     def saved(self) -> Saved:
-        """Copy what they hold, on the device."""
+        """Return copies of all buffers, on the device."""
         return [
-            (home, name, buffer, buffer.clone())
-            for home in self._homes
-            for name, buffer in home.items()
+            (owner, name, buffer, buffer.clone())
+            for owner in self._owners
+            for name, buffer in owner.items()
             if buffer is not None
         ]
 
     def put_back(self, saved: Saved) -> None:
-        """Undo what forward passes left in buffers, also in those that the model binds anew."""
-        for home, name, buffer, value in saved:
-            home[name] = buffer.detach().copy_(value) if buffer.shape == value.shape else value.clone()
+        """Restore the saved values, including buffers that the model has rebound."""
+        for owner, name, buffer, value in saved:
+            owner[name] = buffer.detach().copy_(value) if buffer.shape == value.shape else value.clone()
 
     def spoiled(self, saved: Saved) -> list[Tensor]:
-        """Return for each floating buffer whether it lost numbers: some were finite when `saved`, and are no more."""
-        found = []
-        for home, name, _, value in saved:
-            now = home.get(name)
+        """Return for each floating-point buffer whether a value that was finite in `saved` no longer is."""
+        lost = []
+        for owner, name, _, value in saved:
+            now = owner.get(name)
             if now is not None and now.is_floating_point() and now.shape == value.shape:
-                found.append((value.isfinite() & ~now.isfinite()).any())
-        return found
+                lost.append((value.isfinite() & ~now.isfinite()).any())
+        return lost

@@ -1,4 +1,4 @@
-"""`learner.compile`: the module through torch's compiler, or as it is where that fails."""
+"""`learner.compile`: compiles the module with torch, or uses it as it is where that fails."""
 
 import logging
 from typing import cast
@@ -15,7 +15,7 @@ from learner.training.parallelism import Ranks
 
 BACKEND = "inductor"
 _ROWS = (8, 12)
-"""Two numbers of events: from the second on the compiler takes them for a variable, and compiles no third time."""
+"""Two batch sizes: with the second the compiler makes the size dynamic, and does not compile again."""
 
 log = logging.getLogger(__name__)
 
@@ -23,27 +23,27 @@ log = logging.getLogger(__name__)
 def compiled(module: nn.Module, schema: Schema, device: torch.device, precision: Precision, ranks: Ranks) -> nn.Module:
     """Compile a module for training, and try it on a few events of zeros, before the first step.
 
-    Where that fails on any rank, a warning says so and all take the module as it is. What torch compiles later, for
-    shapes that it has not met, falls back by itself. Weights, buffers and generators are as before afterwards.
+    Where that fails on any rank, a warning is logged and all ranks use the module as it is. Later compilations, for
+    new shapes, fall back by themselves. Weights, buffers and generators are unchanged afterwards.
     """
     failed = torch.zeros((), dtype=torch.bool, device=device)
     fast = cast("nn.Module", torch.compile(module, backend=BACKEND))
-    buffers, dice = Buffers(module), RngSnapshot(device)
+    buffers, rng = Buffers(module), RngSnapshot(device)
     saved = buffers.saved()
     try:
         for rows in _ROWS:
-            # Apart, since where it fails on one rank alone the others would wait for its gradient.
-            with ranks.apart():
+            # Without averaging: if it failed on one rank, the others would wait for its gradient.
+            with ranks.no_sync():
                 with precision.autocast(device):
                     output = forward(fast, sample(schema, rows, device))
                 output.float().sum().backward()  # type: ignore[no-untyped-call]
-    except Exception as exc:  # noqa: BLE001 the compiler runs programs of others, which may raise anything
+    except Exception as exc:  # noqa: BLE001 the compiler runs other programs, which may raise anything
         log.warning("learner.compile: compiling fails, and the model runs as it is: %s", " ".join(str(exc).split()))
         failed.fill_(True)
     for weight in module.parameters():
         weight.grad = None
     buffers.put_back(saved)
-    dice.put_back()
+    rng.put_back()
     if ranks.any(failed).item():
         return module
     torch._dynamo.config.suppress_errors = True

@@ -1,4 +1,4 @@
-"""From the host to the learner's device."""
+"""Copies columns from the host to the learner's device."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from ingest.events.block import Array
 
 
 class Transfer:
-    """Copies columns to the device. On CUDA by pinned memory and a stream of its own: the host does not wait for it.
+    """Copies columns to the device. On CUDA by pinned memory and a separate stream: the host does not wait.
 
     Used by one thread.
     """
@@ -17,12 +17,12 @@ class Transfer:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def __call__(self, column: Array) -> Tensor:
-        """Return a column on the device, as work that is queued from now on sees it."""
+        """Return a column on the device; work that is queued later sees it."""
         host = torch.from_numpy(column)
         if self._stream is None:
             return host.to(self._device)
         with torch.cuda.stream(self._stream):
-            # Torch keeps pinned memory until the copy is made; the column itself may change at once.
+            # Torch keeps the pinned memory until the copy is done; the column may change at once.
             there = host.pin_memory().to(self._device, non_blocking=True)
         now = torch.cuda.current_stream(self._device)
         now.wait_stream(self._stream)

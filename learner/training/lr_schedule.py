@@ -1,4 +1,4 @@
-"""The learning rate of a stream, which has no end to decay towards: warm-up, then constant, and again on drift."""
+"""Learning-rate schedule for a stream without an end: warm-up, then constant, and a new warm-up on drift."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,7 +7,7 @@ from learner.config import ScheduleSettings
 
 
 class Schedule:
-    """What the learning rate of the config is multiplied by. A function of the steps and drifts told, of no clock."""
+    """The factor for the configured learning rate. It depends on steps and drifts alone, not on time."""
 
     def __init__(self, settings: ScheduleSettings) -> None:
         self._settings = settings
@@ -15,7 +15,7 @@ class Schedule:
         self._rates: list[float] | None = None
         self._factor = 1.0
         self.scale = 1.0
-        """What the rate is multiplied by beside that, such as for a while after a drift; not kept in a checkpoint."""
+        """A further factor, such as for some steps after a drift; not kept in a checkpoint."""
 
     def rate(self, step: int) -> float:
         """Return the factor for a step; the first step is 0.
@@ -26,7 +26,7 @@ class Schedule:
         return self.scale * (min(1.0, (step - self._since + 1) / warm) if warm else 1.0)
 
     def apply(self, step: int, groups: Sequence[dict[str, Any]]) -> None:
-        """Set the learning rates of an optimizer's groups, which are those of the config at the first call."""
+        """Set the learning rates of an optimizer's groups, which have the configured rates at the first call."""
         if self._rates is None:
             self._rates = [group["lr"] for group in groups]
         factor = self.rate(step)
@@ -36,14 +36,14 @@ class Schedule:
                 group["lr"] = rate * factor
 
     def on_drift(self, step: int) -> None:
-        """Hear that the stream has changed before this step: warm up again, if so set."""
+        """Restart the warm-up at `step` if `learner.schedule.restart` is "drift"."""
         if self._settings.restart == "drift":
             self._since = step
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint has to keep, as JSON values."""
+        """Return the state for a checkpoint, as JSON values."""
         return {"since": self._since}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take up what a checkpoint kept; after one without a schedule it has long been warm."""
+        """Restore the state of a checkpoint; without one the warm-up counts as over."""
         self._since = int(state.get("since", -self._settings.warmup_steps))

@@ -15,27 +15,27 @@ Part = tuple[Examples, list[Examples]]
 """Some of the new events, and some of those of each sample."""
 
 
-def micro_batches(new: Examples, old: Sequence[Examples], most: int | None) -> list[Part]:
-    """Cut a step into parts of at most `most` events, alike in what they have of each; None: one part.
+def micro_batches(new: Examples, old: Sequence[Examples], max_rows: int | None) -> list[Part]:
+    """Cut a step into parts of at max_rows `max_rows` events, alike in what they have of each; None: one part.
 
-    No part has a lone event, for which batch norm has no statistics, as long as there are two in a step.
+    No part has a single event, for which batch norm has no statistics, unless the step has only one.
     """
     counts = [len(new), *map(len, old)]
     parts, limit = 1, max(1, max(counts) // 2)
-    if most is not None:
-        parts = max(1, math.ceil(sum(counts) / most))
-        while parts < limit and sum(math.ceil(count / parts) for count in counts) > most:
+    if max_rows is not None:
+        parts = max(1, math.ceil(sum(counts) / max_rows))
+        while parts < limit and sum(math.ceil(count / parts) for count in counts) > max_rows:
             parts += 1
     parts = min(parts, limit)
     if parts == 1:
         return [(new, list(old))]
     return [
-        (_part(new, place, parts), [_part(each, place, parts) for each in old if len(each)]) for place in range(parts)
+        (_part(new, index, parts), [_part(each, index, parts) for each in old if len(each)]) for index in range(parts)
     ]
 
 
 def idle(new: Examples, old: Sequence[Examples]) -> Part:
-    """Return events of no weight, two of each kind, to run a model with that other ranks need this one for."""
+    """Return events of weight 0, two of each group, for a pass that other ranks need this rank to run."""
     first, *others = [each[:2] if len(each) > 1 else pad_single(each) for each in (new, *old) if len(each)]
     return _weightless(first), [_weightless(each) for each in others]
 
@@ -44,6 +44,6 @@ def _weightless(examples: Examples) -> Examples:
     return replace(examples, weight_B=torch.zeros_like(examples.weight_B))
 
 
-def _part(examples: Examples, place: int, parts: int) -> Examples:
+def _part(examples: Examples, index: int, parts: int) -> Examples:
     n = len(examples)
-    return examples[place * n // parts : (place + 1) * n // parts]
+    return examples[index * n // parts : (index + 1) * n // parts]

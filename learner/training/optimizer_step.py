@@ -1,4 +1,4 @@
-"""From gradients to weights: the norm, the loss scale, the learning rate, the optimizer."""
+"""From gradients to weights: norm, loss scale, learning rate and optimizer."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from learner.training.parallelism import Ranks, Weights, WholeWeights
 
 
 class OptimizerStep:
-    """What a step does to the weights once it has their gradients. Used by one thread."""
+    """Updates the weights of a step from their gradients. Used by one thread."""
 
     def __init__(
         self, settings: LearnerSettings, model: nn.Module, precision: Precision, device: torch.device, ranks: Ranks
@@ -34,7 +34,7 @@ class OptimizerStep:
         self._device = device
         self._name = settings.optimizer.name
         self._is_whole = False
-        """Whether the optimizer has made all that it keeps."""
+        """Whether the optimizer has allocated its state."""
 
     def unscale(self) -> None:
         """Divide the gradients by the loss scale, once all of them are there."""
@@ -42,14 +42,14 @@ class OptimizerStep:
         self._unscaled = self._scaled
 
     def give_up(self) -> None:
-        """Let go of the gradients of a pass that ran out of memory; another may follow."""
+        """Clear the gradients of a pass that ran out of memory; another may follow."""
         self.gradients.clear()
         if self._unscaled:
-            # The only word by which the scaler forgets that it has divided; the scale stays as it is.
+            # The only call that resets the scaler's unscaled state; the scale stays the same.
             self.rescale(self.scaler.get_scale())
 
     def rescale(self, scale: float | None = None) -> None:
-        """Set the loss scale of the next pass: as the last one has shown, or as told."""
+        """Set the loss scale of the next pass: to `scale`, or by whether the last pass overflowed."""
         self.scaler.update(scale)
         self._unscaled = False
 
@@ -57,7 +57,7 @@ class OptimizerStep:
         """Change the weights.
 
         Raises:
-            SettingsError: there is no memory for what the optimizer keeps of them, which it makes at its first step.
+            SettingsError: there is no memory for the optimizer's state, which it allocates at its first step.
         """
         try:
             self.scaler.step(self.optimizer)
@@ -73,7 +73,7 @@ class OptimizerStep:
         self._is_whole = True
 
     def begin(self, step: int) -> None:
-        """Set the learning rate of a step."""
+        """Set the learning rate for a step."""
         self.schedule.apply(step, self.optimizer.param_groups)
 
     def rate(self) -> float:
@@ -82,11 +82,10 @@ class OptimizerStep:
 
     def optimizer_state(self) -> dict[str, Tensor]:
         """Copy the optimizer's tensors, on the device."""
-        return self._weights.whole(state_tensors(self.optimizer))
+        return self._weights.full_copy(state_tensors(self.optimizer))
 
     def state(self, step: int) -> dict[str, Any]:
-        """What optimizer, scaler and schedule have beside tensors before this step, as JSON values, for a
-        checkpoint."""
+        """Return the state of optimizer, scaler and schedule before `step`, besides tensors, as JSON values."""
         return {
             **state_scalars(self.optimizer),
             "scaler": self.scaler.state_dict(),
@@ -94,13 +93,13 @@ class OptimizerStep:
         }
 
     def restore(self, kept: Mapping[str, Tensor], state: Mapping[str, Any]) -> int:
-        """Take up what a checkpoint kept, and return its step; settings of the optimizer stay those of the config.
+        """Restore the state of a checkpoint and return its step; settings of the optimizer stay those of the config.
 
         Raises:
-            RuntimeError, KeyError, ValueError: they are of another model or optimizer.
+            RuntimeError, KeyError, ValueError: the state is of another model or optimizer.
         """
         self.schedule.scale = 1.0
-        load_optimizer(self.optimizer, self._weights.mine(kept, param_of(self.optimizer, kept)), state)
+        load_optimizer(self.optimizer, self._weights.shard_like(kept, param_of(self.optimizer, kept)), state)
         self._is_whole = bool(kept)
         if self._scaled and state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
@@ -109,37 +108,37 @@ class OptimizerStep:
 
 
 class Gradients:
-    """Those of the weights that are trained. Does what torch's own functions do, at a fraction of their cost.
+    """Zeroes, measures and clips the gradients of a step. Faster than torch's own functions, with equal results.
 
-    With a small model on a CPU the calls around the arithmetic are what a step takes its time for.
+    With a small model on a CPU, most of a step's time is in the calls around the arithmetic.
     """
 
-    def __init__(self, weights: Sequence[nn.Parameter], max_norm: float, where: Weights | None = None) -> None:
+    def __init__(self, weights: Sequence[nn.Parameter], max_norm: float, shards: Weights | None = None) -> None:
         self._weights = weights
         self._max_norm = max_norm
-        self._where = where or WholeWeights()
+        self._shards = shards or WholeWeights()
 
     def clear(self) -> None:
-        """Forget them."""
+        """Set all gradients to None."""
         for weight in self._weights:
             weight.grad = None
 
     @torch.no_grad()
     def clip(self) -> Tensor:
-        """Scale them down to the largest norm that is allowed, bit for bit as `clip_grad_norm_` does.
+        """Scale the gradients down to the largest allowed norm, bit for bit as `clip_grad_norm_` does.
 
         Returns:
-            Their norm before, a scalar on the device; where any is allowed, up to rounding.
+            Their norm before, a scalar on the device; correct up to rounding where any norm is allowed.
         """
-        gradients = self._where.parts([weight.grad for weight in self._weights if weight.grad is not None])
+        gradients = self._shards.local_shards([weight.grad for weight in self._weights if weight.grad is not None])
         if not gradients:
             return self._weights[0].new_zeros(())
         if math.isinf(self._max_norm) and gradients[0].is_cpu:
-            # Only whether it is finite matters then: half the time of the norms.
+            # Only whether it is finite matters then, and this takes half the time.
             squares = [torch.dot(each, each) for each in (gradient.reshape(-1) for gradient in gradients)]
-            return self._where.norm(torch.stack(squares).sum().sqrt())
-        norm = self._where.norm(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))))
+            return self._shards.norm(torch.stack(squares).sum().sqrt())
+        norm = self._shards.norm(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))))
         if math.isinf(self._max_norm) or (norm.is_cpu and not norm.item() + 1e-6 > self._max_norm):
-            return norm  # times 1 changes nothing; off the CPU, to look would be to wait
+            return norm  # times 1 changes nothing; on a device, to compare would be to wait
         torch._foreach_mul_(gradients, (self._max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm

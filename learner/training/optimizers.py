@@ -28,17 +28,17 @@ def build_optimizer(settings: OptimizerSettings, parameters: Iterable[nn.Paramet
     """Make the optimizer, in its fused form where the device has one.
 
     Raises:
-        SettingsError: an argument that it does not know, or a value that it refuses.
+        SettingsError: it has no such argument, or refuses a value.
     """
     kind = OPTIMIZERS[settings.name]
     weights = [parameter for parameter in parameters if parameter.requires_grad]
     if not weights:
         raise SettingsError("model.factory: the model has no parameters that require a gradient")
-    known = [name for name in inspect.signature(kind).parameters if name != "params"]
+    names = [name for name in inspect.signature(kind).parameters if name != "params"]
     arguments: dict[str, Any] = {"lr": settings.lr, **(settings.model_extra or {})}
-    unknown = sorted(set(arguments) - set(known))
+    unknown = sorted(set(arguments) - set(names))
     if unknown:
-        raise SettingsError(f"learner.optimizer: {settings.name} has no {unknown[0]!r}; it takes {', '.join(known)}")
+        raise SettingsError(f"learner.optimizer: {settings.name} has no {unknown[0]!r}; it takes {', '.join(names)}")
     if settings.name == "sgd" and arguments.get("fused") and _in_parts(weights):
         raise SettingsError(
             'learner.optimizer: sgd has no fused form for the weights of learner.sharding = "fsdp"; leave fused out'
@@ -60,14 +60,14 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
 
 
 def param_of(optimizer: torch.optim.Optimizer, tensors: Iterable[str]) -> dict[str, Tensor]:
-    """Return the parameter that each of the names which `state_tensors` gives is of, as far as there is one."""
+    """Return the parameter of each name that `state_tensors` gives, if the optimizer has it."""
     weights = [each for group in optimizer.param_groups for each in group["params"]]
-    places = {name: int(name.partition(".")[0]) for name in tensors}
-    return {name: weights[place] for name, place in places.items() if place < len(weights)}
+    indices = {name: int(name.partition(".")[0]) for name in tensors}
+    return {name: weights[index] for name, index in indices.items() if index < len(weights)}
 
 
 def state_scalars(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return what it has beside tensors, as JSON values."""
+    """Return the optimizer's state besides tensors, as JSON values."""
     state = optimizer.state_dict()
     others = {
         str(index): {name: value for name, value in values.items() if not isinstance(value, Tensor)}
@@ -77,55 +77,55 @@ def state_scalars(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-    """Take up what `state_tensors` and `state_scalars` returned; learning rates and so on stay those of the config.
+    """Restore the state from `state_tensors` and `state_scalars`; learning rates and so on stay those of the config.
 
     Raises:
-        ValueError: it is of an optimizer with other parameters, or of another kind.
+        ValueError: the state is of an optimizer with other parameters, or of another class.
     """
     if state.get("kind", _kind(optimizer)) != _kind(optimizer):
         raise ValueError(f"the checkpoint is of {state['kind']}, and learner.optimizer is {_kind(optimizer)}")
-    found: dict[int, dict[str, Any]] = {int(index): dict(values) for index, values in state["others"].items()}
+    restored: dict[int, dict[str, Any]] = {int(index): dict(values) for index, values in state["others"].items()}
     for key, value in tensors.items():
         index, _, name = key.partition(".")
-        found.setdefault(int(index), {})[name] = value
+        restored.setdefault(int(index), {})[name] = value
     groups = _groups(optimizer)
     if [len(group["params"]) for group in groups] != [len(group["params"]) for group in state["groups"]]:
         raise ValueError("the optimizer has other parameters")
-    optimizer.load_state_dict({"state": found, "param_groups": groups})
+    optimizer.load_state_dict({"state": restored, "param_groups": groups})
     if (inner := getattr(optimizer, "optim", None)) is not None:
         _keep_once(optimizer, inner)
 
 
 def _keep_once(optimizer: torch.optim.Optimizer, inner: torch.optim.Optimizer) -> None:
-    """Leave what was taken up to the inner optimizer alone, on the devices that its own form wants.
+    """Keep the restored state in the inner optimizer alone, on the devices that it requires.
 
-    ZeroRedundancyOptimizer keeps a copy that no step changes, and puts the counts of steps of the inner one on the CPU,
-    where fused kernels of CUDA refuse them (pytorch#124133).
+    ZeroRedundancyOptimizer keeps an unused copy, and moves the inner optimizer's step counts to the CPU, where fused
+    CUDA kernels refuse them (pytorch#124133).
     """
     optimizer.state.clear()
     inner.load_state_dict(inner.state_dict())
 
 
 def _kind(optimizer: torch.optim.Optimizer) -> str:
-    """Name the optimizer, and those of its arguments that decide what it keeps for each parameter."""
-    inner = getattr(optimizer, "optim", optimizer)  # of one whose state lies on many ranks
+    """Return the optimizer's name, with the arguments that decide which state it keeps per parameter."""
+    inner = getattr(optimizer, "optim", optimizer)  # of one whose state is sharded over ranks
     keeps = [name for name in ("momentum", "amsgrad", "centered") if optimizer.defaults.get(name)]
     return " with ".join([type(inner).__name__.lower(), *keeps])
 
 
 def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return the groups as `state_dict` has them, which one whose state lies on many ranks cannot give at any time."""
-    places = count()
-    return [{**group, "params": [next(places) for _ in group["params"]]} for group in optimizer.param_groups]
+    """Return the groups as in `state_dict`, which an optimizer with sharded state cannot give at any time."""
+    indices = count()
+    return [{**group, "params": [next(indices) for _ in group["params"]]} for group in optimizer.param_groups]
 
 
 def _in_parts(weights: Sequence[nn.Parameter]) -> bool:
-    """Whether they are DTensors; to ask for the class would be to import it, which takes seconds."""
+    """Return whether the weights are DTensors, without importing that class, which takes seconds."""
     return any(hasattr(weight, "device_mesh") for weight in weights)
 
 
 def _fused(name: str, weights: Sequence[nn.Parameter], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Ask for the fused form where there is one and it is faster, unless the user has said how."""
+    """Return `fused=True` where the fused form exists and is faster, unless the user has set it."""
     if name not in _FUSED or {"fused", "foreach", "differentiable"} & arguments.keys():
         return {}
     if not all(weight.is_floating_point() for weight in weights) or (name == "sgd" and _in_parts(weights)):

@@ -1,4 +1,4 @@
-"""A device that is out of memory: what a step is made smaller by; `anabranch.core.failures` says how it is told."""
+"""Handles a device that ran out of memory: smaller micro-batches; `anabranch.core.failures` detects it."""
 
 import logging
 
@@ -11,21 +11,21 @@ from learner.errors import RankTooLargeError
 log = logging.getLogger(__name__)
 
 
-def halve_micro_batch(rows: int, most: int | None, device: torch.device, ranks: int, said: str) -> int:
-    """Return half of the micro-batch that did not fit, and say so loudly.
+def halve_micro_batch(rows: int, max_rows: int | None, device: torch.device, ranks: int, said: str) -> int:
+    """Return half the size of the micro-batch that did not fit, and log an error.
 
     Args:
         rows: events of the step.
-        most: events of a micro-batch until now; None: all.
+        max_rows: largest micro-batch until now; None: all of a step.
         device: on which memory ran out.
         ranks: how many train together.
-        said: its own words.
+        said: the error message.
 
     Raises:
         SettingsError: not even a few events fit.
-        RankTooLargeError: there are other ranks, which wait in the middle of their passes for what does not come.
+        RankTooLargeError: there are other ranks, which wait for this one in the middle of their passes.
     """
-    now = min(rows, most or rows)
+    now = min(rows, max_rows or rows)
     if now // 2 < 2:
         raise SettingsError(
             f"model.factory: {device} runs out of memory with {now} events at once; take a smaller model, "
@@ -38,16 +38,16 @@ def halve_micro_batch(rows: int, most: int | None, device: torch.device, ranks: 
     return now // 2
 
 
-def oom_warning(device: torch.device, most: int) -> str:
-    """Say what was done about it."""
+def oom_warning(device: torch.device, rows: int) -> str:
+    """Return one sentence about the smaller micro-batches and the setting for them."""
     return (
-        f"{device} ran out of memory: from now on {most} events go through the model at once, with the same gradient; "
-        f"learner.micro_batch_size = {most} does so from the start"
+        f"{device} ran out of memory: from now on {rows} events go through the model at once, with the same gradient; "
+        f"learner.micro_batch_size = {rows} does so from the start"
     )
 
 
 class RngSnapshot:
-    """The state of torch's generators on the CPU and on one device, to throw the same numbers again."""
+    """Snapshot of torch's RNG state on the CPU and one device, for retrying a failed pass."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -55,13 +55,13 @@ class RngSnapshot:
         self._cuda: Tensor | None = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
     def put_back(self) -> None:
-        """Throw from here on what was thrown since."""
+        """Restore the snapshot."""
         torch.set_rng_state(self._cpu)
         if self._cuda is not None:
             torch.cuda.set_rng_state(self._cuda, self._device)
 
 
 def release(device: torch.device) -> None:
-    """Give memory back that torch keeps for later."""
+    """Free memory that torch's allocator caches."""
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""The ranks that train one model together, as a trainer sees them."""
+"""What a trainer needs of the ranks that train one model together: averaging, and the layout of weights."""
 
 import contextlib
 from collections.abc import Mapping, Sequence
@@ -9,100 +9,100 @@ from torch.optim import Optimizer
 
 
 class Weights(Protocol):
-    """How what is held of a model becomes what a checkpoint has of it, and back. All ranks call everything alike."""
+    """Converts between the tensors of this rank and the full tensors of a checkpoint. All ranks make the same calls."""
 
     sharded: bool
-    """Whether no rank has all of them."""
+    """Whether each rank has only a shard of them."""
 
     def split(self, model: nn.Module) -> None:
-        """Let each rank keep its part of the model's parameters, which are others from then on."""
+        """Keep only this rank's shards of the model's parameters, which are replaced."""
         ...
 
-    def rounds(self, n: int) -> int:
-        """Return how often this rank has to run the model in a step of which it has n parts."""
+    def num_forwards(self, n: int) -> int:
+        """Return how many forward passes this rank has to run in a step of which it has `n` micro-batches."""
         ...
 
-    def parts(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return what this rank has of parameters or gradients, as tensors that share their memory."""
+    def local_shards(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return this rank's shards of parameters or gradients, as tensors that share their memory."""
         ...
 
     def norm(self, norm: Tensor) -> Tensor:
-        """Return the norm of whole tensors by that of this rank's parts, both scalars."""
+        """Return the norm of the full tensors, given that of this rank's shards; both are scalars."""
         ...
 
-    def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return copies of tensors, whole, on the device."""
+    def full_copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return full copies of tensors, on the device."""
         ...
 
-    def mine(self, tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return whole tensors as they lie on this rank: each as the one of its name does, if that has its shape."""
+    def shard_like(self, tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Shard full tensors like the tensors of the same name in `like`; return the others unchanged."""
         ...
 
 
 class WholeWeights:
-    """Every rank has all of them."""
+    """Weights that every rank has in full."""
 
     sharded = False
 
     def split(self, model: nn.Module) -> None:
         """Leave the model as it is."""
 
-    def rounds(self, n: int) -> int:
-        """As often as it has parts."""
+    def num_forwards(self, n: int) -> int:
+        """Return `n`."""
         return n
 
-    def parts(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def local_shards(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the tensors."""
         return list(tensors)
 
     def norm(self, norm: Tensor) -> Tensor:
-        """Return it."""
+        """Return the norm unchanged."""
         return norm
 
-    def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def full_copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return copies."""
         return {name: value.detach().clone() for name, value in tensors.items()}
 
-    def mine(self, tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:  # noqa: ARG002
+    def shard_like(self, tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:  # noqa: ARG002
         """Return the tensors."""
         return dict(tensors)
 
 
 class Ranks(Protocol):
-    """How the gradients of N ranks become one. All ranks call everything alike, in the same order."""
+    """Averages the gradients of N ranks. All ranks make the same calls in the same order."""
 
     size: int
     """N."""
     weights: Weights
-    """Where the weights lie."""
+    """How the weights are split over the ranks."""
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Return the module to run in training: the backward pass through it averages gradients over the ranks."""
         ...
 
     def shard(self, optimizer: Optimizer) -> Optimizer:
-        """Return the optimizer to use: one that keeps its state on this rank alone, or the given."""
+        """Return an optimizer that keeps this rank's part of the state, or `optimizer` itself."""
         ...
 
-    def apart(self) -> contextlib.AbstractContextManager[object]:
-        """Within, gradients add up on this rank alone, as those of all micro-batches but a step's last one do."""
+    def no_sync(self) -> contextlib.AbstractContextManager[object]:
+        """Return a context in which gradients accumulate on this rank alone, for all micro-batches but the last."""
         ...
 
     def average(self, tensors: Sequence[Tensor]) -> None:
-        """Average tensors over the ranks, in place; returns when they can be used on the device."""
+        """Average tensors over the ranks, in place; return when they can be used on the device."""
         ...
 
     def any(self, tensor: Tensor) -> Tensor:
         """Return where a bool tensor is true on any rank."""
         ...
 
-    def start_afresh(self) -> None:
-        """Forget what averaging gradients carries from pass to pass: the last one was not finite, on all ranks."""
+    def reset_comm_state(self) -> None:
+        """Clear state that averaging keeps between passes, after a pass that was not finite on any rank."""
         ...
 
 
 class SingleRank:
-    """One rank, which has nobody to wait for."""
+    """A single rank, which has nothing to average."""
 
     size = 1
 
@@ -117,8 +117,8 @@ class SingleRank:
         """Return the optimizer itself."""
         return optimizer
 
-    def apart(self) -> contextlib.AbstractContextManager[object]:
-        """Change nothing."""
+    def no_sync(self) -> contextlib.AbstractContextManager[object]:
+        """Return a context that does nothing."""
         return contextlib.nullcontext()
 
     def average(self, tensors: Sequence[Tensor]) -> None:
@@ -128,5 +128,5 @@ class SingleRank:
         """Return the tensor itself."""
         return tensor
 
-    def start_afresh(self) -> None:
-        """Nothing is carried."""
+    def reset_comm_state(self) -> None:
+        """Do nothing: there is no such state."""

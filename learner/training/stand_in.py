@@ -1,4 +1,4 @@
-"""A rank on which the model raises goes on with events of zeros, so that no other rank waits for its part for ever."""
+"""Lets a rank on which the model raises continue with all-zero events, so that no other rank waits for it forever."""
 
 import traceback
 from collections.abc import Callable, Sequence
@@ -16,15 +16,15 @@ _T = TypeVar("_T")
 
 
 class RankRaisedError(Exception):
-    """On some rank the model raised in a step; every rank raises this at the same place, once the step is through."""
+    """The model raised on some rank in a step; every rank raises this at the same point, at the end of the step."""
 
 
 class StandIn:
-    """Lets a step of several ranks come to its end where the model raises on one. Nothing is learned of such a step.
+    """Completes a step of several ranks when the model raises on one of them. Such a step is undone.
 
-    With weights in parts this cannot be: in the midst of a pass the others want this rank's part of the very next
-    module. Then, and with one rank, errors are raised as they are. So they are where a backward pass raises once it has
-    begun to average gradients.
+    With sharded weights that is impossible: in the middle of a pass the other ranks need this rank's shard of the next
+    module. Then, and with one rank, errors are raised as they are; so are errors of a backward pass that has begun to
+    average gradients.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -33,53 +33,53 @@ class StandIn:
         self._averaged = 0
         self._skipped = 0
         self.error: Exception | None = None
-        """What was raised first in this step, on this rank."""
+        """The first error of this step on this rank."""
 
     def begin(self) -> None:
-        """A step begins: nothing was raised in it."""
+        """Start a step: clear the error."""
         self.error = None
 
     def average(self, tensors: Sequence[Tensor]) -> None:
-        """Average tensors over the ranks, but for those that a pass which raised has averaged already."""
+        """Average tensors over the ranks, except those that a pass which raised has averaged already."""
         if self._skipped:
             self._skipped -= 1
             return
         self._averaged += 1
         self._ranks.average(tensors)
 
-    def instead(self, run: Callable[[Examples, Sequence[Examples]], _T], new: Examples, old: Sequence[Examples]) -> _T:
-        """Run a pass; where it raises, note that, and run it on as many events of zeros.
+    def run(self, run_pass: Callable[[Examples, Sequence[Examples]], _T], new: Examples, old: Sequence[Examples]) -> _T:
+        """Run a pass; if it raises, record the error and run it on as many all-zero events.
 
         Raises:
-            Exception: what may not be of the events, or what was raised on them where zeros raise too.
+            Exception: the events are not the cause, or all-zero events raise too.
         """
         self._averaged = self._skipped = 0
         try:
-            return run(new, old)
+            return run_pass(new, old)
         except Exception as exc:  # the user's own code may raise anything
-            if not self.noted(exc):
+            if not self.recorded(exc):
                 raise
             error = exc
-        traceback.clear_frames(error.__traceback__)  # which hold on to what the pass had made
+        traceback.clear_frames(error.__traceback__)  # they reference tensors of the pass
         for label in (0, 1):
             self._skipped = self._averaged
             try:
-                return run(_zeros(new, label), [_zeros(each, label) for each in old])
+                return run_pass(_zeros(new, label), [_zeros(each, label) for each in old])
             except Exception as exc:
-                if not self.noted(exc):
+                if not self.recorded(exc):
                     raise
         raise error
 
-    def noted(self, error: Exception) -> bool:
-        """Note what was raised, if it may be of the events and this rank can go on; else it is to be raised again."""
-        noted = self._able and may_be_of_events(error)
-        if noted:
+    def recorded(self, error: Exception) -> bool:
+        """Record an error and return whether this rank can continue; if not, the caller has to raise it again."""
+        recorded = self._able and may_be_of_events(error)
+        if recorded:
             self.error = self.error or error
-        return noted
+        return recorded
 
 
 def _zeros(events: Examples, label: int) -> Examples:
-    """Return as many events of zeros and of no weight."""
+    """Return as many all-zero events of weight 0."""
     return replace(
         events,
         features={name: torch.zeros_like(value) for name, value in events.features.items()},

@@ -1,4 +1,4 @@
-"""What the micro-batches of a step said, put together again.
+"""Collects the outputs of a step's micro-batches, and joins them.
 
 Legend: B new events, R replayed ones, N both, D numbers of an embedding.
 """
@@ -15,18 +15,17 @@ from learner.strategies.base import MicroBatchLoss
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step did.
+    """The results of a step.
 
     Attributes:
-        finite: False when loss, gradient or running statistics were not finite; weights and statistics are as before.
+        finite: False when loss, gradient or running statistics were not finite; weights and statistics are unchanged.
         loss: of the step on all ranks, a number.
-        score: sum over the new events of all ranks of the task's score, by the predictions made before training on
-            them.
+        score: sum of the task's scores over the new events of all ranks, from predictions before training on them.
         loss_new: sum of their losses, by the same predictions.
         old_R: the loss of each event sampled, float32 `[R]` on the device, NaN where it was not trained on; None when
             nothing was sampled.
-        embedding_N: of the new events and the replayed ones after them, float32 `[B + R, D]` on the device, NaN where
-            it is not known; None unless it was asked for.
+        embedding_N: embeddings of new events, then of replayed ones, float32 `[B + R, D]` on the device, NaN where it
+            is not known; None unless a strategy or policy uses embeddings.
         output_B: the model's output for the new events, `[B, ...]` on the device.
         replayed: how many old events were trained on.
     """
@@ -43,7 +42,7 @@ class StepResult:
 
 @dataclass
 class StepAccumulator:
-    """Collects from one micro-batch after the other."""
+    """Collects the outputs of micro-batches, one after the other."""
 
     total: list[Tensor] = field(default_factory=list)
     output: list[Tensor] = field(default_factory=list)
@@ -52,7 +51,7 @@ class StepAccumulator:
     embedding: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def add(self, loss: MicroBatchLoss, embedding_N: Tensor | None) -> None:
-        """Take what a micro-batch said, new events before the replayed ones."""
+        """Add the outputs of a micro-batch, new events before replayed ones."""
         self.total.append(loss.total.detach())
         self.output.append(loss.output_B)
         if loss.new_B is not None:
@@ -63,12 +62,12 @@ class StepAccumulator:
             self.embedding.append((embedding_N[:rows], embedding_N[rows:]))
 
 
-def dealt(
-    heard: StepAccumulator, sampled: Sequence[int], picked: Sequence[Tensor] | None, rows: int
+def collect_outputs(
+    accumulated: StepAccumulator, sampled: Sequence[int], picked: Sequence[Tensor] | None, rows: int
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the loss of each event sampled and the embeddings of all, in the order in which they were given."""
+    """Return the loss of each sampled event and the embeddings of all events, in their order in the step."""
     old_R: Tensor | None = None
-    samples = [cat(parts) for parts in zip(*(each for each in heard.old if each), strict=False)]
+    samples = [cat(parts) for parts in zip(*(each for each in accumulated.old if each), strict=False)]
     if samples:
         if picked is not None:
             samples = [
@@ -77,9 +76,9 @@ def dealt(
             ]
         old_R = cat(samples)
     embedding_N: Tensor | None = None
-    if heard.embedding:
-        new = torch.cat([each for each, _ in heard.embedding])[:rows]
-        old = torch.cat([each for _, each in heard.embedding])
+    if accumulated.embedding:
+        new = torch.cat([each for each, _ in accumulated.embedding])[:rows]
+        old = torch.cat([each for _, each in accumulated.embedding])
         if picked is not None or len(sampled) > 1 or len(old) != sum(sampled):
             old = new.new_full((sum(sampled), new.shape[1]), math.nan)
         embedding_N = torch.cat([new, old])

@@ -36,7 +36,7 @@ from learner.training.optimizer_step import OptimizerStep
 from learner.training.out_of_memory import RngSnapshot, halve_micro_batch, oom_warning, release
 from learner.training.parallelism import Ranks, SingleRank
 from learner.training.stand_in import RankRaisedError, StandIn
-from learner.training.step_result import StepAccumulator, StepResult, cat, dealt
+from learner.training.step_result import StepAccumulator, StepResult, cat, collect_outputs
 
 _PROBES = 3
 _SCALE_RETRIES = 16
@@ -68,12 +68,12 @@ class Trainer:
         self.strategy = strategy
         self.micro_batch_size = settings.micro_batch_size
         """Events of a micro-batch; None: all of a step at once. May change between steps."""
-        self.give_way: Callable[[int], None] | None = None
-        """Called before each micro-batch of a pass, with its place there; may take its time."""
+        self.yield_to_serving: Callable[[int], None] | None = None
+        """Called before each micro-batch of a pass, with its index; may wait."""
         self.lane: LaunchContext = contextlib.nullcontext
-        """What a step gives the device is given in it."""
+        """Context manager under which a step launches device work."""
         self.warning: str | None = None
-        """One sentence when micro-batches were made smaller for want of memory."""
+        """One sentence when micro-batches were made smaller after running out of memory."""
         self._transfer = Transfer(device)
         self._fixed = settings.deterministic
         self._steps = 0
@@ -93,14 +93,19 @@ class Trainer:
             self._trained = compiled(self._trained, schema, device, precision, self._ranks)
         strategy.setup(
             StrategyContext(
-                *(model, task, self._stand_in.average, self.update.rate, self._parts, _probe(schema, device)),
-                None if embedding is None else self._embed,
-                self._ranks.size,
+                model=model,
+                task=task,
+                reduce=self._stand_in.average,
+                rate=self.update.rate,
+                parts=self._parts,
+                probe=_probe(schema, device),
+                embed=None if embedding is None else self._embed,
+                ranks=self._ranks.size,
             )
         )
 
     def examples(self, columns: Mapping[str, Array]) -> Examples:
-        """Move the columns of B labelled events to the device."""
+        """Return the columns of B labelled events as tensors on the device."""
         return Examples(
             {name: self._transfer(columns[f"feature.{name}"]) for name in self._features},
             self._transfer(columns["label"]),
@@ -108,23 +113,23 @@ class Trainer:
         )
 
     def probe(self, old: Examples) -> tuple[int, float]:
-        """Score old events in evaluation mode; nothing is learned from them.
+        """Score old events in evaluation mode, without training on them.
 
-        Waits for the device: how much is forgotten decides how much the next step replays.
+        Waits for the device: the score decides how much the next step replays.
 
         Returns:
-            How many have a label, and so many times their mean score, each counted by its importance.
+            How many events have a label, and that many times their mean score, weighted by importance.
 
         Raises:
             RaisingEventsError: model or task raises on some of them.
         """
-        before, dice = self._buffers.saved(), RngSnapshot(self.device)
+        before, rng = self._buffers.saved(), RngSnapshot(self.device)
 
         def scored(part: Examples) -> Tensor:
             self.model.eval()
             try:
                 with torch.no_grad(), self._precision.autocast(self.device):
-                    return self._fitting(lambda: self._scored(part), len(part), before, dice)
+                    return self._fitting(lambda: self._scored(part), len(part), before, rng)
             finally:
                 self.model.train()
 
@@ -134,7 +139,7 @@ class Trainer:
             if not may_be_of_events(exc):
                 raise
             self._buffers.put_back(before)
-            dice.put_back()
+            rng.put_back()
             if found := raising(len(old), lambda begin, end: scored(old[begin:end])):
                 raise error_of(found) from exc
             raise
@@ -143,13 +148,13 @@ class Trainer:
         return int(rows), mean_score * rows
 
     def _scored(self, old: Examples) -> Tensor:
-        """Return how many events have a label, the sum of their weighted scores, and that of their weights."""
-        found = []
+        """Return how many events have a label, the sum of their weighted scores, and the sum of their weights."""
+        totals = []
         for part in self._parts(old):
             score_B, weight_B = self.task.score(forward(self.model, part.features), part.label_B), part.weight_B
             sums = (weight_B > 0).sum(), (score_B * weight_B).sum(), weight_B.sum()
-            found.append(torch.stack([each.float() for each in sums]))
-        return reduce(torch.add, found)
+            totals.append(torch.stack([each.float() for each in sums]))
+        return reduce(torch.add, totals)
 
     def scale_learning_rate(self, factor: float) -> None:
         """Multiply the config's learning rate by a factor, from the next step on."""
@@ -158,16 +163,15 @@ class Trainer:
     def step(self, new: Examples, old: Sequence[Examples] = (), rows: int | None = None) -> StepResult:
         """Score the new events, then train on new and old.
 
-        Of the new ones only the first `rows` count, None being all: a rank without new events has one of no weight.
+        Only the first `rows` new events count, or all for None: a rank without new events has one of weight 0.
 
-        The predictions that are scored are those of the forward pass that the gradient comes from: the model has not
-        seen the events before it, and a second pass would cost a third of the step. So dropout, where the model has
-        it, is on.
+        The scored predictions come from the forward pass of the gradient: the model has not trained on the events yet,
+        and a second pass would cost a third of the step. So dropout is on, if the model has it.
 
         Raises:
             RaisingEventsError: model or task raises on some of the events; nothing has changed, so that the caller may
-                step again without them. Any other error that they raise is none of these events'. Of several ranks
-                each raises this, and names those of its own, which may be none.
+                step again without them. Any other error has another cause. With several ranks each rank raises this,
+                and names its own events, of which there may be none.
         """
         with self.lane():
             return self._step(new, old, rows)
@@ -176,60 +180,60 @@ class Trainer:
         rows, sampled = len(new) if rows is None else rows, [len(each) for each in old]
         given = new, *old
         if len(new) == 1 and not sum(sampled):
-            # Batch norm needs two: the event stands for another one of no weight.
+            # Batch norm needs two events: the second is a copy of weight 0.
             new = pad_single(new)
         self.update.begin(self._steps)
-        before, dice = self._buffers.saved(), RngSnapshot(self.device)
+        before, rng = self._buffers.saved(), RngSnapshot(self.device)
         self._stand_in.begin()
         try:
-            found = self._passes(new, old, rows, before, dice)
+            passed = self._passes(new, old, rows, before, rng)
         except RankRaisedError as exc:
-            self._ranks.start_afresh()
-            self._undo(before, dice)
+            self._ranks.reset_comm_state()
+            self._undo(before, rng)
             error = self._stand_in.error
             if error is None:
                 raise RaisingEventsError((), "") from exc
-            self._name_events(error, given, before, dice)
+            self._name_events(error, given, before, rng)
             raise error from None
         except Exception as exc:  # the user's own code may raise anything
             if self._ranks.size > 1 or not may_be_of_events(exc):
                 raise
-            self._name_events(exc, given, before, dice)
+            self._name_events(exc, given, before, rng)
             raise
-        heard, picked, finite, (total, score, loss_new) = found
+        accumulated, picked, finite, (total, score, loss_new) = passed
         self._steps += 1
-        output_B = cat(heard.output)
+        output_B = cat(accumulated.output)
         if finite:
             self.strategy.after_step(new, output_B)
-        old_R, embedding_N = dealt(heard, sampled, picked, rows)
+        old_R, embedding_N = collect_outputs(accumulated, sampled, picked, rows)
         replayed = sum(sampled) if picked is None else sum(map(len, picked))
         return StepResult(finite, total, score, loss_new, old_R, embedding_N, output_B[:rows], replayed)
 
     def _passes(
-        self, new: Examples, old: Sequence[Examples], rows: int, before: Saved, dice: RngSnapshot
+        self, new: Examples, old: Sequence[Examples], rows: int, before: Saved, rng: RngSnapshot
     ) -> tuple[StepAccumulator, Sequence[Tensor] | None, bool, tuple[float, float, float]]:
-        """Compute the gradient of a step and, if all is finite, change the weights; nothing else of it lasts.
+        """Compute the gradient of a step and, if all is finite, update the weights; nothing else is changed.
 
         Returns:
-            What the micro-batches said, which old events were picked, whether all is finite, and the loss of the step,
-            the score and the loss of the new events.
+            The outputs of the micro-batches, the indices of picked old events, whether all is finite, and three
+            numbers: the loss of the step, the score and the loss of the new events.
         """
-        picked = self._pick(new, old, before, dice)
+        picked = self._pick(new, old, before, rng)
         if picked is not None:
-            old, dice = [each[places] for each, places in zip(old, picked, strict=True)], RngSnapshot(self.device)
-        taken, whole = old, self._whole(new, old)
+            old, rng = [each[places] for each, places in zip(old, picked, strict=True)], RngSnapshot(self.device)
+        taken, whole = old, self._step_weights(new, old)
         scaler = self.update.scaler
-        # fp16 waits for the device here and where scaled: the scale before says what an overflow is to be blamed on.
+        # With fp16 this waits for the device. The scale before the step shows whether it caused an overflow.
         scale, scaled = scaler.get_scale(), self._precision.scaled and self.strategy.learns_gradient
         for attempt in range(_SCALE_RETRIES if scaled else 1):
-            dice = RngSnapshot(self.device) if attempt else dice
+            rng = RngSnapshot(self.device) if attempt else rng
             backward = lambda: self._backward(new, taken, whole)  # noqa: E731
-            heard = self._fitting(backward, len(new) + sum(map(len, taken)), before, dice)
-            total, norm, spoiled, score, loss_new = self._numbers(heard, new, rows, before)
+            accumulated = self._fitting(backward, len(new) + sum(map(len, taken)), before, rng)
+            total, norm, spoiled, score, loss_new = self._numbers(accumulated, new, rows, before)
             finite = math.isfinite(total) and math.isfinite(norm) and not spoiled
             if not finite:
                 self._buffers.put_back(before)
-                self._ranks.start_afresh()
+                self._ranks.reset_comm_state()
             elif self.strategy.learns_gradient:
                 self.update.apply()
             if scaled:
@@ -237,18 +241,18 @@ class Trainer:
             if finite or not math.isfinite(total):
                 break
         if not finite and scaled:
-            # The events are to blame, not the scale.
+            # The events caused it, not the scale.
             self.update.rescale(scale)
-        return heard, picked, finite, (total, score, loss_new)
+        return accumulated, picked, finite, (total, score, loss_new)
 
-    def _name_events(self, error: Exception, given: Sequence[Examples], before: Saved, dice: RngSnapshot) -> None:
-        """Undo a step that raised, and find the events that raise, by passes of parts of it that learn nothing.
+    def _name_events(self, error: Exception, given: Sequence[Examples], before: Saved, rng: RngSnapshot) -> None:
+        """Undo a step that raised, and find the events that raise, by passes over parts of it without training.
 
         Raises:
-            RaisingEventsError: these are the events.
-            Exception: they raise in none of these passes, or all do and so do events of zeros: it is not the events.
+            RaisingEventsError: names the events.
+            Exception: no part raises, or all raise and so do all-zero events: the events are not the cause.
         """
-        traceback.clear_frames(error.__traceback__)  # which hold on to what the pass had made
+        traceback.clear_frames(error.__traceback__)  # they reference tensors of the pass
         release(self.device)
         everything = concat(given)
 
@@ -256,24 +260,24 @@ class Trainer:
             try:
                 self._try(pad_single(events) if len(events) == 1 else events)
             finally:
-                self._undo(before, dice)
+                self._undo(before, rng)
 
         def learn_zeros(features: Tensors, label_B: Tensor) -> None:
             learn(Examples(dict(features), label_B, torch.ones(len(label_B), device=self.device)))
 
-        self._undo(before, dice)
+        self._undo(before, rng)
         found = raising(len(everything), lambda begin, end: learn(everything[begin:end]))
         if found and (len(found) < len(everything) or works_on_zeros(learn_zeros, self._schema, self.device)):
             raise error_of(found) from error
 
-    def _undo(self, before: Saved, dice: RngSnapshot) -> None:
-        """Leave no trace of a pass."""
+    def _undo(self, before: Saved, rng: RngSnapshot) -> None:
+        """Undo a pass: clear gradients, restore buffers and random generators."""
         self.update.give_up()
         self._buffers.put_back(before)
-        dice.put_back()
+        rng.put_back()
 
     def _try(self, events: Examples) -> None:
-        """Compute the gradient and the score of events, as of new ones, on this rank alone and without the compiler."""
+        """Compute gradient and score of events as if new, on this rank alone and without the compiler."""
 
         def backward() -> None:
             self.update.gradients.clear()
@@ -281,7 +285,7 @@ class Trainer:
             weight, present = events.weight_B.sum(), self._present(events)
             for part in self._parts(events):
                 if self._embedding is not None:
-                    self._embedding.listen()
+                    self._embedding.capture_next()
                 with self._precision.autocast(self.device):
                     loss = self.strategy.loss(
                         lambda features: forward(self.model, features), part, [], StepWeights(weight, [], present)
@@ -289,16 +293,14 @@ class Trainer:
                 if self.strategy.learns_gradient:
                     self.strategy.backward(loss, self.update.scaler.scale)
                 if self._embedding is not None:
-                    self._embedding.heard()
+                    self._embedding.captured()
                 with torch.no_grad():
                     self.task.score(loss.output_B, part.label_B)
 
         self._fitting(backward, len(events), self._buffers.saved(), RngSnapshot(self.device))
 
-    def _pick(
-        self, new: Examples, old: Sequence[Examples], before: Saved, dice: RngSnapshot
-    ) -> Sequence[Tensor] | None:
-        """Let the strategy choose among the old events, which leaves the model as it was."""
+    def _pick(self, new: Examples, old: Sequence[Examples], before: Saved, rng: RngSnapshot) -> Sequence[Tensor] | None:
+        """Let the strategy pick among the old events; the model is unchanged afterwards."""
         if not self.strategy.picks or not any(map(len, old)):
             return None
 
@@ -306,13 +308,13 @@ class Trainer:
             with self._precision.autocast(self.device):
                 return self.strategy.select(lambda features: forward(self.model, features), new, old)
 
-        picked = self._fitting(lambda: self._stand_in.instead(pick, new, old), max(map(len, (new, *old))), before, dice)
+        picked = self._fitting(lambda: self._stand_in.run(pick, new, old), max(map(len, (new, *old))), before, rng)
         if picked is not None:
             self._buffers.put_back(before)
         return picked
 
-    def _whole(self, new: Examples, old: Sequence[Examples]) -> StepWeights:
-        """Add up the weights of all ranks."""
+    def _step_weights(self, new: Examples, old: Sequence[Examples]) -> StepWeights:
+        """Return the event weights of a step, averaged over all ranks."""
         weights = [each.weight_B.sum() for each in (new, *old)]
         if self._ranks.size > 1:
             together = torch.stack(weights)
@@ -322,18 +324,18 @@ class Trainer:
         return StepWeights(weights[0], weights[1:], None if present is None else self._ranks.any(present))
 
     def _present(self, new: Examples) -> Tensor | None:
-        """Return which classes are among new events of this rank, bool `[C]`, where the strategy looks at that."""
+        """Return which classes are among this rank's new events, bool `[C]`; None where the strategy needs none."""
         if self._classes is None or not self.strategy.sees_classes:
             return None
-        # One place more takes the labels that do not count: to leave them out would be to wait for the device.
-        found = torch.zeros(self._classes + 1, dtype=torch.bool, device=self.device)
-        found.index_fill_(0, torch.where(new.weight_B > 0, new.label_B, self._classes), True)
-        return found[: self._classes]
+        # One extra entry takes the labels of weight 0: to filter them would be to wait for the device.
+        present = torch.zeros(self._classes + 1, dtype=torch.bool, device=self.device)
+        present.index_fill_(0, torch.where(new.weight_B > 0, new.label_B, self._classes), True)
+        return present[: self._classes]
 
-    def _fitting(self, passes: Callable[[], _T], rows: int, before: Saved, dice: RngSnapshot) -> _T:
-        """Run passes of at most so many rows, in smaller micro-batches where memory runs out, as if so from the start.
+    def _fitting(self, passes: Callable[[], _T], rows: int, before: Saved, rng: RngSnapshot) -> _T:
+        """Run passes of at most `rows` events; if memory runs out, restart them with smaller micro-batches.
 
-        The strategy leaves the weights as they were when one of its passes fails. `dice` are those before it.
+        The strategy restores the weights when one of its passes fails. `rng` is the state before the passes.
         """
         while True:
             try:
@@ -342,91 +344,89 @@ class Trainer:
                 if not out_of_memory(exc) or self._fixed:
                     raise
                 said = " ".join(str(exc).split())
-            # Past the handler, since the error holds on to what the pass had made.
+            # After the handler, since the error references tensors of the pass.
             self.update.give_up()
             release(self.device)
             self.micro_batch_size = halve_micro_batch(rows, self.micro_batch_size, self.device, self._ranks.size, said)
             self.warning = oom_warning(self.device, self.micro_batch_size)
             self._buffers.put_back(before)
-            dice.put_back()
+            rng.put_back()
 
     def on_drift(self) -> None:
-        """Hear that the stream has changed: the learning rate begins again where the schedule says so, and a strategy
-        that looks back from time to time does so now.
-        """
+        """Apply a change of the stream: restart the schedule where `restart` says so, and consolidate the strategy."""
         self.update.schedule.on_drift(self._steps)
         self.strategy.on_drift()
 
     def _backward(self, new: Examples, old: Sequence[Examples], whole: StepWeights) -> StepAccumulator:
-        """Compute the gradient of the whole step, as the strategy wants it."""
+        """Compute the gradient of the whole step, transformed by the strategy."""
         self.update.gradients.clear()
         self.strategy.on_step_start()
-        heard = StepAccumulator()
+        accumulated = StepAccumulator()
         parts = micro_batches(new, old, self.micro_batch_size)
-        rounds = self._ranks.weights.rounds(len(parts))
-        for place, (some_new, some_old) in enumerate(parts):
-            if self.give_way is not None:
-                self.give_way(place)
-            with self._ranks.apart() if place < len(parts) - 1 else contextlib.nullcontext():
-                self._learn(some_new, some_old, whole, heard)
-        for _ in range(len(parts), rounds):
+        forwards = self._ranks.weights.num_forwards(len(parts))
+        for index, (some_new, some_old) in enumerate(parts):
+            if self.yield_to_serving is not None:
+                self.yield_to_serving(index)
+            with self._ranks.no_sync() if index < len(parts) - 1 else contextlib.nullcontext():
+                self._learn(some_new, some_old, whole, accumulated)
+        for _ in range(len(parts), forwards):
             before = self._buffers.saved()
             self._learn(*idle(new, old), whole, StepAccumulator())
             self._buffers.put_back(before)
         if self.strategy.learns_gradient:
             self.update.unscale()
             self.strategy.transform_gradients(self.update.scaler.get_scale())
-        return heard
+        return accumulated
 
-    def _learn(self, new: Examples, old: Sequence[Examples], whole: StepWeights, heard: StepAccumulator) -> None:
+    def _learn(self, new: Examples, old: Sequence[Examples], whole: StepWeights, accumulated: StepAccumulator) -> None:
         def run(new: Examples, old: Sequence[Examples]) -> MicroBatchLoss:
             if self._embedding is not None:
-                self._embedding.listen()
+                self._embedding.capture_next()
             with self._precision.autocast(self.device):
                 loss = self.strategy.loss(lambda features: forward(self._trained, features), new, old, whole)
             if self.strategy.learns_gradient:
                 self.strategy.backward(loss, self.update.scaler.scale)
             return loss
 
-        loss = self._stand_in.instead(run, new, old)
+        loss = self._stand_in.run(run, new, old)
         embedding_N: Tensor | None = None
         if self._embedding is not None:
             try:
-                embedding_N = self._embedding.heard()
+                embedding_N = self._embedding.captured()
             except Exception as exc:  # the user's own code may raise anything
-                if not self._stand_in.noted(exc):
+                if not self._stand_in.recorded(exc):
                     raise
-        heard.add(loss, embedding_N)
+        accumulated.add(loss, embedding_N)
 
     def _numbers(
-        self, heard: StepAccumulator, new: Examples, rows: int, before: Saved
+        self, accumulated: StepAccumulator, new: Examples, rows: int, before: Saved
     ) -> tuple[float, float, bool, float, float]:
-        """Clip the gradient, and read back what settles the step.
+        """Clip the gradient, and read back the numbers that settle the step.
 
         Returns:
             The loss, the gradient's norm, whether running statistics that were finite `before` no longer are (an
-            overflow can spoil them while loss and gradient look well), score and loss of the first `rows` events; of
-            all ranks.
+            overflow can spoil them while loss and gradient are finite), score and loss of the first `rows` events;
+            over all ranks.
 
         Raises:
             RankRaisedError: the model raised on one of them.
         """
         norm = self.update.gradients.clip()
         with torch.no_grad():
-            output_B, label_B = cat(heard.output)[:rows], new.label_B[:rows]
+            output_B, label_B = cat(accumulated.output)[:rows], new.label_B[:rows]
             try:
-                loss_B = cat(heard.new)[:rows] if heard.new else self.task.loss(output_B, label_B)
+                loss_B = cat(accumulated.new)[:rows] if accumulated.new else self.task.loss(output_B, label_B)
                 score, loss_new = self.task.score(output_B, label_B).sum(), loss_B.sum()
             except Exception as exc:  # the user's own code may raise anything
-                if not self._stand_in.noted(exc):
+                if not self._stand_in.recorded(exc):
                     raise
                 score = loss_new = norm.new_zeros(())
-            told = [reduce(torch.add, heard.total), norm, score, loss_new, *self._buffers.spoiled(before)]
+            numbers = [reduce(torch.add, accumulated.total), norm, score, loss_new, *self._buffers.spoiled(before)]
             if self._ranks.size == 1 and self.device.type == "cpu":
-                total_, norm_, score_, loss_, *spoiled = [each.item() for each in told]
+                total_, norm_, score_, loss_, *spoiled = [each.item() for each in numbers]
                 return total_, norm_, any(spoiled), score_, loss_
-            told.append(norm.new_full((), self._stand_in.error is not None))
-            together = torch.stack([each.float() for each in told])
+            numbers.append(norm.new_full((), self._stand_in.error is not None))
+            together = torch.stack([each.float() for each in numbers])
             self._ranks.average([together])
             # The one wait for the device in a step: whether its events were learned is settled before the next.
             total_, norm_, score_, loss_, *spoiled, raised = together.tolist()
@@ -436,34 +436,34 @@ class Trainer:
 
     def snapshot(self) -> dict[str, Tensor]:
         """Copy the weights and buffers as they are now, on the device; later steps do not change the copy."""
-        return self._ranks.weights.whole(self.model.state_dict())
+        return self._ranks.weights.full_copy(self.model.state_dict())
 
     def optimizer_state(self) -> dict[str, Tensor]:
-        """Copy the optimizer's tensors likewise."""
+        """Copy the optimizer's tensors, on the device; later steps do not change the copy."""
         return self.update.optimizer_state()
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
-        """Weights and the optimizer's tensors, copied on the device, for a checkpoint."""
+        """Copy the tensors of model, optimizer and strategy on the device, for a checkpoint."""
         strategy = self.strategy.tensors()
-        found = {"model": self.snapshot(), "optimizer": self.optimizer_state()}
-        return found | ({"strategy": strategy} if strategy else {})
+        tensors = {"model": self.snapshot(), "optimizer": self.optimizer_state()}
+        return tensors | ({"strategy": strategy} if strategy else {})
 
     def state(self) -> dict[str, Any]:
-        """What optimizer and scaler have beside tensors, as JSON values, for a checkpoint."""
+        """Return the state of optimizer, scaler and strategy besides tensors, as JSON values, for a checkpoint."""
         strategy = {"class": type(self.strategy).__name__, **self.strategy.state()}
         return {**self.update.state(self._steps), "strategy": strategy}
 
     def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:
-        """Take up the weights and the optimizer of a checkpoint.
+        """Restore the weights and the optimizer of a checkpoint.
 
-        The settings of the optimizer (learning rate and so on) stay those of the config: what the user changed between
-        two starts is to hold.
+        Settings of the optimizer, such as the learning rate, stay those of the config, so that the user's changes
+        between two starts apply.
 
         Raises:
-            CheckpointError: they are of another model or optimizer.
+            CheckpointError: the checkpoint is of another model or optimizer.
         """
         try:
-            self.model.load_state_dict(self._ranks.weights.mine(tensors["model"], self.model.state_dict()))
+            self.model.load_state_dict(self._ranks.weights.shard_like(tensors["model"], self.model.state_dict()))
             self._steps = self.update.restore(tensors["optimizer"], state)
             self._restore_strategy(tensors.get("strategy", {}), state.get("strategy", {}))
         except (RuntimeError, KeyError, ValueError) as exc:
@@ -480,11 +480,11 @@ class Trainer:
         return rng_tensors(), rng_values()
 
     def restore_generators(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        """Put all random generators back, after `restore`."""
+        """Restore the states of all random generators; called after `restore`."""
         restore_rng(tensors, values)
 
     def _restore_strategy(self, tensors: Tensors, state: Mapping[str, Any]) -> None:
-        """Let the strategy go on, unless the checkpoint is of another, which says nothing to this one."""
+        """Restore the strategy, unless the checkpoint is of another strategy."""
         now, before = type(self.strategy).__name__, state.get("class")
         if before == now:
             self.strategy.restore(tensors, state)
@@ -492,32 +492,32 @@ class Trainer:
             log.info("the checkpoint was made under the strategy %s: %s begins with nothing of its own", before, now)
 
     def _embed(self, features: Tensors) -> tuple[Tensor, Tensor]:
-        """Return the embeddings of events, by the module that is named, and the model's output."""
+        """Return the embeddings of events and the model's output."""
         assert self._embedding is not None
-        self._embedding.listen()
+        self._embedding.capture_next()
         output = forward(self.model, features)
-        return self._embedding.heard(), output
+        return self._embedding.captured(), output
 
     def _parts(self, examples: Examples) -> list[Examples]:
         return [part for part, _ in micro_batches(examples, (), self.micro_batch_size)]
 
 
 def _first_clause(error: Exception) -> str:
-    """Return the first of what torch lists a line each, below a headline."""
+    """Return the first item of torch's error message, which lists one per line below a headline."""
     headline, *clauses = str(error).splitlines() or [""]
     return (clauses[0] if clauses else headline).strip()
 
 
 def _probe(schema: Schema, device: torch.device) -> dict[str, Tensor]:
-    """Return features of a few events, of numbers that differ where they may."""
+    """Return features of a few made-up events, which differ where their dtype allows."""
     generator = torch.Generator().manual_seed(0)
-    found = {}
+    features = {}
     for feature in schema.features:
         dtype, shape = tensor_dtype(feature.dtype.name), (_PROBES, *feature.shape)
         noise = torch.randn(shape, generator=generator) if dtype.is_floating_point else torch.zeros(shape)
-        found[feature.name] = noise.to(device, dtype)
-    return found
+        features[feature.name] = noise.to(device, dtype)
+    return features
 
 
 LaunchContext = Callable[[], contextlib.AbstractContextManager[object]]
-"""Returns what work for the device is given in."""
+"""Returns the context manager under which device work is launched."""

@@ -53,10 +53,10 @@ class ServedVersion:
         with torch.inference_mode(), self._deployment.stream():
             tensors = {name: torch.from_numpy(array).to(device) for name, array in features.items()}
             if embed and self._embedding is not None:
-                self._embedding.listen()
+                self._embedding.capture_next()
             predictions = self._deployment.task.predict(forward(self._module, tensors))
             if embed and self._embedding is not None:
-                predictions = {**predictions, EMBEDDING: self._embedding.heard()}
+                predictions = {**predictions, EMBEDDING: self._embedding.captured()}
             return {name: value.cpu().numpy() for name, value in predictions.items()}
 
     def zeros(self, rows: int) -> dict[str, Array]:

@@ -93,7 +93,7 @@ def test_what_is_not_refused_learns(schema: Schema, cell: dict[str, Any], monkey
         (
             {"deterministic": True},
             {"sampling": "similar"},
-            'replay.sampling = "similar" does not go with learner.deterministic = true: neighbours are found in a proc',
+            'replay.sampling = "similar" does not go with learner.deterministic = true: neighbours are found in a sepa',
         ),
         ({"deterministic": True, "compile": True}, {}, "learner.compile = true does not go with learner.deterministic"),
         (
@@ -114,7 +114,7 @@ def test_what_is_not_refused_learns(schema: Schema, cell: dict[str, Any], monkey
         (
             {"sharding": "fsdp", "strategy": "mir"},
             {},
-            'learner.strategy = "mir" does not go with learner.sharding = "fsdp": it works on whole weights',
+            'learner.strategy = "mir" does not go with learner.sharding = "fsdp": it needs full weights',
         ),
         (
             {"sharding": "fsdp", "optimizer": {"name": "adafactor"}},
@@ -152,11 +152,11 @@ def test_what_is_not_refused_learns(schema: Schema, cell: dict[str, Any], monkey
             'replay.admission = "diverse" does not go with learner.sharding = "fsdp"',
         ),
         ({"replicas": 2, "deterministic": True}, {}, "learner.replicas = 2 does not go with learner.deterministic"),
-        ({"standby": True, "replicas": 2}, {}, "learner.standby = true does not go with learner.replicas = 2: what st"),
+        ({"standby": True, "replicas": 2}, {}, "learner.standby = true does not go with learner.replicas = 2: a stan"),
         (
             {"standby": True, "hosts": 2, "rendezvous": "h:1", "interface": "lo"},
             {},
-            "learner.standby = true does not go with learner.hosts = 2: what stands by",
+            "learner.standby = true does not go with learner.hosts = 2: a standby",
         ),
         (
             {"compile": True},
@@ -175,7 +175,7 @@ def test_what_does_not_go_together_is_one_sentence(
     assert any(f"; {verb} " in said for verb in ("set", "take", "write"))
 
 
-def test_compiled_code_has_no_layers_to_give_way_between() -> None:
+def test_compiled_code_has_no_layers_to_yield_between() -> None:
     share = DeviceSharingSettings.model_validate({"yield_at": "layer"})
     assert list(conflicts(facts(LearnerSettings(), ReplaySettings(), sharing=share))) == []
     chosen = facts(LearnerSettings.model_validate({"compile": True}), ReplaySettings(), sharing=share)

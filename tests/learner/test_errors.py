@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from learner.errors import tells_of_a_lost_rank
+from learner.errors import is_of_a_lost_rank
 
 PROGRAM = """
 import os, sys, torch, torch.distributed as dist
-from learner.errors import tells_of_a_lost_rank
+from learner.errors import is_of_a_lost_rank
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
 dist.all_reduce(torch.ones(4))
@@ -20,17 +20,17 @@ if rank == 1:
 try:
     dist.all_reduce(torch.ones(4))
 except RuntimeError as exc:
-    os.write(1, str(tells_of_a_lost_rank(exc)).encode())
+    os.write(1, str(is_of_a_lost_rank(exc)).encode())
 os._exit(0)
 """
 
 
 @pytest.mark.process
-def test_a_rank_that_is_gone_is_told_from_other_errors(tmp_path: Path) -> None:
+def test_a_lost_rank_is_distinguished_from_other_errors(tmp_path: Path) -> None:
     command = [sys.executable, "-c", PROGRAM]
     with subprocess.Popen([*command, "1", str(tmp_path / "meeting")]) as other:
         done = subprocess.run(
             [*command, "0", str(tmp_path / "meeting")], stdout=subprocess.PIPE, env=os.environ, timeout=100
         )
     assert (done.stdout, other.returncode) == (b"True", 9)
-    assert not tells_of_a_lost_rank(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert not is_of_a_lost_rank(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))

@@ -111,7 +111,7 @@ class Stream:
     def _sampled(self, rows: int, generator: torch.Generator) -> list[Examples]:
         samples = self.trainer.strategy.samples(rows) if self.learned else ()
         places = [torch.randint(len(self.learned), (n,), generator=generator).tolist() for n in samples]
-        return [_stacked([self.learned[place][place % rows : place % rows + 1] for place in each]) for each in places]
+        return [_stacked([self.learned[index][index % rows : index % rows + 1] for index in each]) for each in places]
 
 
 def on(device: torch.device, examples: Examples) -> Examples:
@@ -156,7 +156,7 @@ class TestEveryStrategy:
         host = {part: {key: value.cpu() for key, value in each.items()} for part, each in trainer.tensors().items()}
         other.restore(host, trainer.state())
         new = on(trainer.device, events(12, 1))
-        old = [on(trainer.device, events(n, 2 + place)) for place, n in enumerate(trainer.strategy.samples(12))]
+        old = [on(trainer.device, events(n, 2 + index)) for index, n in enumerate(trainer.strategy.samples(12))]
         assert trainer.step(new, old).loss == pytest.approx(other.step(new, old).loss, rel=1e-4)
         for key, value in trainer.snapshot().items():
             assert torch.allclose(value, other.snapshot()[key], atol=1e-4), key
@@ -167,13 +167,13 @@ class TestEveryStrategy:
         model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
         trainer = make_trainer(schema, model, STRATEGIES[name](), precision=precision)
         samples = trainer.strategy.samples(1)
-        for old in ([], [events(n, place) for place, n in enumerate(samples)], [events(1, 4) for _ in samples]):
+        for old in ([], [events(n, index) for index, n in enumerate(samples)], [events(1, 4) for _ in samples]):
             assert trainer.step(events(1, 1), old).finite
 
     def test_it_does_a_step_that_is_not_finite_over(self, schema: Schema, name: str) -> None:
         trainer = make_trainer(schema, small(), STRATEGIES[name]())
         samples = trainer.strategy.samples(6)
-        old = [events(n, place) for place, n in enumerate(samples)]
+        old = [events(n, index) for index, n in enumerate(samples)]
         assert trainer.step(events(6, 1), old).finite
         before = trainer.tensors()
         bad = events(6, 2)
@@ -187,7 +187,7 @@ class TestEveryStrategy:
     def test_it_replays_what_its_samples_bring_to_the_step(self, schema: Schema, name: str) -> None:
         trainer = make_trainer(schema, small(), STRATEGIES[name]())
         samples = trainer.strategy.samples(6)
-        result = trainer.step(events(6, 1), [events(n, place) for place, n in enumerate(samples)])
+        result = trainer.step(events(6, 1), [events(n, index) for index, n in enumerate(samples)])
         assert (len(samples) > 0) == trainer.strategy.replays
         assert result.replayed == (6 if name == "mir" else sum(samples))
         if samples:
@@ -234,7 +234,7 @@ def test_a_strategy_that_is_not_made_for_one_class_learns_several(name: str) -> 
 
 
 class TestErAce:
-    def test_new_events_are_told_apart_among_the_classes_that_are_new(self, schema: Schema) -> None:
+    def test_the_loss_of_new_events_is_over_the_classes_that_are_new(self, schema: Schema) -> None:
         new, old, plain = events(6, 1, (0, 2)), events(5, 2), small()
         logits = plain(new.features["x"])[:, [0, 2]]
         among = functional.cross_entropy(logits, new.label_B // 2, reduction="none")
@@ -408,8 +408,8 @@ class TestEwc:
             trainer = make_trainer(schema, small(), strategy, optimizer={"name": "sgd", "lr": 0.05})
             for step in range(200):
                 x = torch.randn(12, 3, generator=torch.Generator().manual_seed(step))
-                place = 0 if step < 100 else 1
-                trainer.step(Examples({"x": x}, (x[:, place] > 0).long(), torch.ones(12)))
+                index = 0 if step < 100 else 1
+                trainer.step(Examples({"x": x}, (x[:, index] > 0).long(), torch.ones(12)))
             x = torch.randn(500, 3, generator=torch.Generator().manual_seed(1000))
             kept.append((trainer.model(x).argmax(dim=1) == (x[:, 0] > 0).long()).float().mean().item())
         assert kept[0] > kept[1] + 0.05
@@ -425,9 +425,9 @@ class TestLwf:
         trainer.step(events(5, 2))
         plain.load_state_dict(trainer.snapshot())
         new = events(5, 3)
-        told = (teacher(new.features["x"]).detach() / 3).softmax(dim=1)
-        said = (plain(new.features["x"]) / 3).log_softmax(dim=1)
-        losses = cross_entropy(plain, new) - 0.5 * (told * said).sum(dim=1)
+        target = (teacher(new.features["x"]).detach() / 3).softmax(dim=1)
+        output = (plain(new.features["x"]) / 3).log_softmax(dim=1)
+        losses = cross_entropy(plain, new) - 0.5 * (target * output).sum(dim=1)
         assert torch.allclose(stepped(trainer, new, []), gradient(plain, mean(losses, new)), atol=1e-6)
 
     def test_the_snapshot_has_its_own_running_statistics(self, schema: Schema) -> None:
@@ -436,7 +436,7 @@ class TestLwf:
         trainer.step(events(8, 1))
         before = trainer.strategy.tensors()["1.running_mean"]
         learned = {**trainer.strategy.tensors()}
-        trainer.strategy._told(events(8, 2))  # type: ignore[attr-defined]
+        trainer.strategy._teacher_output(events(8, 2))  # type: ignore[attr-defined]
         assert torch.equal(learned["1.running_mean"], before)
         assert torch.equal(trainer.snapshot()["1.running_mean"], before)
         assert model.training

@@ -1,4 +1,4 @@
-"""Threads step back: those that run already, those to come, and children."""
+"""All threads get a lower priority: running ones, later ones, and those of children."""
 
 import subprocess
 import sys
@@ -17,10 +17,10 @@ from learner.device_sharing.cpu_priority import step_back
 def nice():
     return str(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
 
-stay, told = threading.Event(), []
+stay, levels = threading.Event(), []
 def run():
     stay.wait()
-    told.append(nice())
+    levels.append(nice())
 
 child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
 thread = threading.Thread(target=run)
@@ -30,7 +30,7 @@ later = threading.Thread(target=run)
 later.start()
 stay.set()
 thread.join(), later.join()
-print(*told, nice(), os.getpriority(os.PRIO_PROCESS, child.pid))
+print(*levels, nice(), os.getpriority(os.PRIO_PROCESS, child.pid))
 group = Path("/proc/self/autogroup")
 print(group.read_text().strip().rpartition(" ")[2] if group.exists() else "")
 child.communicate()

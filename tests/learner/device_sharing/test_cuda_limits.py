@@ -1,4 +1,4 @@
-"""Refinements on a CUDA device, as far as they can be told without one."""
+"""Limits on a CUDA device, as far as they can be tested without one."""
 
 import contextlib
 import subprocess
@@ -59,9 +59,7 @@ def test_multiprocessors_of_a_device_that_has_none_are_one_sentence() -> None:
 
 @pytest.mark.parametrize(("before", "after"), [(None, "30"), ("70", "70")])
 @pytest.mark.process
-def test_the_driver_is_told_what_part_training_may_take_unless_it_was_told_before(
-    before: str | None, after: str
-) -> None:
+def test_the_part_that_training_may_take_is_set_unless_it_was_set_before(before: str | None, after: str) -> None:
     code = (
         "import os; from learner.config import DeviceSharingSettings;"
         "from learner.device_sharing.cuda_limits import limit_threads;"

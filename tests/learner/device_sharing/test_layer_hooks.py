@@ -1,4 +1,4 @@
-"""Training looks between layers, and every number stays what it is."""
+"""A callback between layers leaves every result of training unchanged."""
 
 import copy
 from typing import Any
@@ -10,7 +10,7 @@ from torch import nn
 from ingest.events.schema import Schema
 from ingest.kafka.fake import fake_columns
 from learner.config import LearnerSettings
-from learner.device_sharing.layer_hooks import look_between_layers
+from learner.device_sharing.layer_hooks import call_between_layers
 from learner.model.device import choose_precision
 from learner.model.task import Classification
 from learner.strategies.registry import STRATEGIES
@@ -25,23 +25,23 @@ def make_model() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.LeakyReLU(inplace=True), body, nn.Linear(16, 3))
 
 
-def trained(schema: Schema, settings: dict[str, Any], *, looks: bool) -> tuple[dict[str, Any], int]:
-    """Take ten steps; return what a checkpoint would have, and how often it was looked."""
+def trained(schema: Schema, settings: dict[str, Any], *, hooked: bool) -> tuple[dict[str, Any], int]:
+    """Take ten steps; return what a checkpoint would have, and how often the callback was called."""
     options = LearnerSettings.model_validate({**settings, "optimizer": {"name": "adam", "lr": 0.02}})
-    strategy, model, looked = STRATEGIES[options.strategy.name](), make_model(), 0
+    strategy, model, calls = STRATEGIES[options.strategy.name](), make_model(), 0
     trainer = Trainer(model, Classification(), strategy, schema, options, CPU, choose_precision("bf16", CPU))
 
-    def look() -> None:
-        nonlocal looked
-        looked += 1
+    def count_call() -> None:
+        nonlocal calls
+        calls += 1
 
-    if looks:
-        look_between_layers(trainer.model, look)
+    if hooked:
+        call_between_layers(trainer.model, count_call)
     for step in range(10):
         torch.manual_seed(step)
         new = trainer.examples(fake_columns(schema, range(step * 8, step * 8 + 8), label=[0, 1, 2]))
         assert trainer.step(new, [new] * len(strategy.samples(8))).finite
-    return trainer.tensors(), looked
+    return trainer.tensors(), calls
 
 
 @pytest.mark.parametrize(
@@ -55,25 +55,25 @@ def trained(schema: Schema, settings: dict[str, Any], *, looks: bool) -> tuple[d
         {"strategy": {"name": "lwf", "every": 2}},
     ],
 )
-def test_no_number_is_another_where_training_looks_between_layers(schema: Schema, settings: dict[str, Any]) -> None:
-    plain, never = trained(schema, settings, looks=False)
-    looking, often = trained(schema, settings, looks=True)
-    torch.testing.assert_close(looking, plain, rtol=0, atol=0)
+def test_results_are_unchanged_with_a_callback_between_layers(schema: Schema, settings: dict[str, Any]) -> None:
+    plain, never = trained(schema, settings, hooked=False)
+    with_hooks, often = trained(schema, settings, hooked=True)
+    torch.testing.assert_close(with_hooks, plain, rtol=0, atol=0)
     assert never == 0
     assert often >= 10 * (7 + 5)
 
 
-def test_a_pass_looks_ahead_of_each_layer_in_both_directions() -> None:
-    model, looked = make_model(), []
-    look_between_layers(model, lambda: looked.append(len(looked)))
+def test_the_callback_is_called_before_each_layer_in_both_directions() -> None:
+    model, calls = make_model(), []
+    call_between_layers(model, lambda: calls.append(len(calls)))
     model(torch.randn(4, 3)).sum().backward()
-    assert len(looked) == 7 + 5  # backward where there are gradients
+    assert len(calls) == 7 + 5  # backward where there are gradients
 
 
-def test_copies_and_passes_without_gradients_look_at_nothing() -> None:
-    model, looked = make_model(), []
-    look_between_layers(model, lambda: looked.append(True))
+def test_copies_and_passes_without_gradients_call_nothing() -> None:
+    model, calls = make_model(), []
+    call_between_layers(model, lambda: calls.append(True))
     with torch.no_grad():
         model(torch.randn(4, 3))
     copy.deepcopy(model)(torch.randn(4, 3)).sum().backward()
-    assert looked == []
+    assert calls == []

@@ -39,15 +39,15 @@ with hold_server(Path(sys.argv[1]), timedelta(milliseconds=20)) as mark, hold_le
 
 
 class Holder:
-    """Another process, with a request that waits until it is told to answer."""
+    """Another process, with a request that waits until `answer` is called."""
 
     def __init__(self, state_dir: Path) -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-c", HOLDER, str(state_dir)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
-        self.hear("marked")
+        self.expect("marked")
 
-    def hear(self, word: str) -> None:
+    def expect(self, word: str) -> None:
         assert self.process.stdout is not None
         assert self.process.stdout.readline().strip() == word
 
@@ -55,7 +55,7 @@ class Holder:
         assert self.process.stdin is not None
         self.process.stdin.write("\n")
         self.process.stdin.flush()
-        self.hear("answered")
+        self.expect("answered")
 
     def kill(self) -> None:
         self.process.kill()
@@ -174,7 +174,7 @@ def test_a_slot_that_is_torn_is_made_whole_by_its_next_holder(tmp_path: Path) ->
             assert seen.since(Field.WAITING)
 
 
-def test_ranks_say_that_they_give_way(tmp_path: Path) -> None:
+def test_ranks_mark_that_they_yield(tmp_path: Path) -> None:
     with hold_learner(tmp_path) as first, hold_learner(tmp_path) as second:
         first[Field.YIELDING], second[Field.ROWS] = 7, 32
         assert [(rank[Field.YIELDING], rank[Field.ROWS]) for rank in learners(tmp_path)] == [(7, 0), (0, 32)]
@@ -196,7 +196,7 @@ def test_a_disk_that_fails_is_no_fault_of_the_settings(tmp_path: Path, monkeypat
         pass
 
 
-def test_a_learner_goes_on_when_there_are_no_descriptors_to_look_for_servers(
+def test_a_learner_goes_on_when_there_are_no_descriptors_to_find_servers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object, **__: object) -> None:

@@ -96,13 +96,13 @@ def test_a_limit_of_another_kind_is_kept() -> None:
     steps=st.lists(st.floats(1e-4, 0.3), min_size=1, max_size=100),
 )
 def test_training_gets_its_fraction_in_a_flood_of_requests(fraction: float, steps: list[float]) -> None:
-    """Requests always wait, so that training gives way whenever it may."""
+    """Requests always wait, so that training yields whenever it may."""
     allowance, trained, yielded, too_long = TrainingBudget(fraction), 0.0, 0.0, 0.0
     for seconds in steps:
         if allowance.left > 0:
             too_long = seconds / 10
             yielded += allowance.left + too_long
-            allowance.gave_way(allowance.left + too_long)
+            allowance.yielded(allowance.left + too_long)
         trained += seconds
         allowance.trained(seconds)
         assert trained >= fraction * (trained + yielded - 1.0 - too_long) - 1e-9, "but for the one second at the begin"
@@ -113,13 +113,13 @@ def test_requests_get_the_rest(steps: list[float]) -> None:
     allowance, yielded = TrainingBudget(0.25), 0.0
     for seconds in steps:
         yielded += allowance.left
-        allowance.gave_way(allowance.left)
+        allowance.yielded(allowance.left)
         allowance.trained(seconds)
     assert yielded >= 3 * sum(steps[:-1])
 
 
 def test_without_a_fraction_requests_have_the_device_for_as_long_as_they_come() -> None:
     allowance = TrainingBudget(0.0)
-    allowance.gave_way(1e9)
+    allowance.yielded(1e9)
     allowance.trained(0.01)
     assert allowance.left == float("inf")

@@ -1,4 +1,4 @@
-"""The learner gives way to requests: a real one, with marks that the test sets as a server does."""
+"""A learner yields to requests: a real one, with marks that the test sets as a server does."""
 
 import os
 import signal
@@ -48,7 +48,7 @@ with hold_server(Path(sys.argv[1]), timedelta(milliseconds=20)) as mark, mark.wa
     print("marked", flush=True)
     sys.stdin.readline()
 """
-MEETING = """
+BARRIER = """
 import contextlib
 import threading
 from pathlib import Path
@@ -58,9 +58,9 @@ from torch import nn
 HERE = Path(__file__).parent
 
 
-class Meeting(nn.Module):
+class Barrier(nn.Module):
     def forward(self, x):
-        if torch.is_grad_enabled() and (HERE / "meet").exists():
+        if torch.is_grad_enabled() and (HERE / "hold").exists():
             (HERE / "within").touch()
             while not (HERE / "go").exists():
                 threading.Event().wait(0.01)
@@ -76,19 +76,19 @@ class After(nn.Module):
 
 
 def build():
-    return nn.Sequential(nn.Linear(3, 3), Meeting(), After())
+    return nn.Sequential(nn.Linear(3, 3), Barrier(), After())
 """
 EVENTS = encoded(events(6000))
 FEED_SECONDS = 0.5
 """Between so many events; a learner that is slowed down has more to read than it takes."""
 
 
-def gives_way(learner: Learner) -> bool:
+def is_yielding(learner: Learner) -> bool:
     return any(rank[Field.YIELDING] for rank in learners(learner.state_dir))
 
 
 def steps_of(learner: Learner) -> float:
-    """Read them from the metrics, which the learner tells also while it gives way."""
+    """Read them from the metrics, which the learner reports also while it yields."""
     return learner.metric("learner_steps_total")
 
 
@@ -125,7 +125,7 @@ def begin(
         thread.join()
 
 
-def test_training_stands_still_while_a_request_is_answered(begin: Callable[..., Learner]) -> None:
+def test_training_stops_while_a_request_is_answered(begin: Callable[..., Learner]) -> None:
     learner = begin()
     with hold_server(learner.state_dir, SLO) as mark:
         learner.until(
@@ -135,12 +135,12 @@ def test_training_stands_still_while_a_request_is_answered(begin: Callable[..., 
             before = steps_of(learner)
             learner.until(lambda: steps_of(learner) > before)  # a request whose batch is not full keeps no CPU busy
             mark.run()
-            learner.until(lambda: gives_way(learner))
-            steps, told = steps_of(learner), learner.report
-            assert told is not None
-            learner.until(lambda: (report := learner.report) is not None and report.time > told.time + 1)
+            learner.until(lambda: is_yielding(learner))
+            steps, seconds = steps_of(learner), learner.report
+            assert seconds is not None
+            learner.until(lambda: (report := learner.report) is not None and report.time > seconds.time + 1)
             assert steps_of(learner) == steps
-            assert gives_way(learner)
+            assert is_yielding(learner)
             assert os.getpriority(os.PRIO_PROCESS, learner.process.pid) == 19
             mark.rest()
         learner.until(lambda: steps_of(learner) > steps)
@@ -163,7 +163,7 @@ def test_training_goes_on_at_once_when_the_server_is_killed(begin: Callable[...,
     )
     assert server.stdout is not None
     server.stdout.readline()
-    learner.until(lambda: gives_way(learner))
+    learner.until(lambda: is_yielding(learner))
     steps = steps_of(learner)
     server.kill()
     server.communicate()
@@ -172,11 +172,11 @@ def test_training_goes_on_at_once_when_the_server_is_killed(begin: Callable[...,
     assert time.monotonic() - killed < 10, "serving.timeout is 30 s: it was not waited for"
 
 
-def test_a_learner_that_gives_way_stops_in_time_and_makes_its_last_checkpoint(begin: Callable[..., Learner]) -> None:
+def test_a_learner_that_yields_stops_in_time_and_makes_its_last_checkpoint(begin: Callable[..., Learner]) -> None:
     learner = begin()
     with hold_server(learner.state_dir, SLO) as mark, mark.waiting():
         mark.run()
-        learner.until(lambda: gives_way(learner))
+        learner.until(lambda: is_yielding(learner))
         learner.process.send_signal(signal.SIGTERM)
         assert learner.process.wait(30) == 0
     assert list((learner.state_dir / "checkpoints").glob("*/manifest.json"))
@@ -195,7 +195,7 @@ def test_training_gets_its_fraction(begin: Callable[..., Learner]) -> None:
     assert 0.3 < report.device_sharing.training < 0.6
 
 
-def test_training_of_its_own_device_gives_way_to_nobody(begin: Callable[..., Learner]) -> None:
+def test_training_on_a_separate_device_yields_to_nobody(begin: Callable[..., Learner]) -> None:
     learner = begin('policy = "exclusive"')
     with hold_server(learner.state_dir, SLO) as mark, mark.waiting():
         mark.run()
@@ -207,14 +207,14 @@ def test_training_of_its_own_device_gives_way_to_nobody(begin: Callable[..., Lea
     assert learner.report.device_sharing is None
 
 
-def test_training_gives_way_within_a_step_for_a_second_where_the_config_says_so(begin: Callable[..., Learner]) -> None:
-    learner = begin('yield_at = "layer"', MEETING)
+def test_training_yields_within_a_step_for_a_second_where_the_config_says_so(begin: Callable[..., Learner]) -> None:
+    learner = begin('yield_at = "layer"', BARRIER)
     folder = learner.state_dir.parent
     with hold_server(learner.state_dir, SLO) as mark:
         learner.until(
             lambda: (report := learner.report) and report.device_sharing and report.device_sharing.servers == 1
         )
-        (folder / "meet").touch()
+        (folder / "hold").touch()
         learner.until((folder / "within").exists)
         with mark.waiting():
             mark.run()
@@ -233,44 +233,44 @@ class FakeTrainer:
 
 @pytest.fixture(autouse=True)
 def _stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process of the tests is not to step back for good."""
+    """The process of the tests must keep its priority."""
     monkeypatch.setattr("learner.device_sharing.sharing.step_back", lambda nice: f"nice {nice}")
 
 
-def steered(tmp_path: Path, trainer: FakeTrainer, *, fixed: bool = False) -> None:
-    """Answer late, with training at work, and let the learner look once."""
-    terms = DeviceSharingSpec(DeviceSharingSettings(), timedelta(microseconds=1), timedelta(seconds=10), fixed=fixed)
+def adjusted(tmp_path: Path, trainer: FakeTrainer, *, fixed: bool = False) -> None:
+    """Answer late, with training at work, and let the learner adjust once."""
+    spec = DeviceSharingSpec(DeviceSharingSettings(), timedelta(microseconds=1), timedelta(seconds=10), fixed=fixed)
     with (
-        hold_server(tmp_path, terms.slo) as mark,
-        device_sharing(terms, tmp_path, torch.device("cpu"), threading.Event()) as sharing,
+        hold_server(tmp_path, spec.slo) as mark,
+        device_sharing(spec, tmp_path, torch.device("cpu"), threading.Event()) as sharing,
     ):
         assert sharing is not None
         sharing.while_waiting = mark.rest
         with mark.waiting():
             mark.run()
-            sharing.give_way(0)
-        sharing.steer(trainer, 64)  # type: ignore[arg-type]
+            sharing.yield_to_serving(0)
+        sharing.adjust(trainer, 64)  # type: ignore[arg-type]
 
 
 def test_late_answers_make_micro_batches_smaller(tmp_path: Path) -> None:
     trainer = FakeTrainer()
-    steered(tmp_path, trainer)
+    adjusted(tmp_path, trainer)
     assert trainer.micro_batch_size == 32
 
 
 def test_micro_batches_stay_as_they_are_where_every_bit_counts(tmp_path: Path) -> None:
     trainer = FakeTrainer()
-    steered(tmp_path, trainer, fixed=True)
+    adjusted(tmp_path, trainer, fixed=True)
     assert trainer.micro_batch_size is None
 
 
 def test_a_size_that_memory_has_set_is_not_exceeded(tmp_path: Path) -> None:
-    terms = DeviceSharingSpec(DeviceSharingSettings(), SLO, timedelta(seconds=10))
-    servers, trainer = Servers(tmp_path, terms.patience), FakeTrainer()
+    spec = DeviceSharingSpec(DeviceSharingSettings(), SLO, timedelta(seconds=10))
+    servers, trainer = Servers(tmp_path, spec.patience), FakeTrainer()
     with hold_learner(tmp_path) as slot:
-        sharing = DeviceSharing(terms, servers, slot, torch.device("cpu"), threading.Event())
+        sharing = DeviceSharing(spec, servers, slot, torch.device("cpu"), threading.Event())
         trainer.micro_batch_size = 16
-        sharing.steer(trainer, 64)  # type: ignore[arg-type]
+        sharing.adjust(trainer, 64)  # type: ignore[arg-type]
         assert trainer.micro_batch_size == 16
         assert slot[Field.ROWS] == 16
 
@@ -309,13 +309,13 @@ class Traced(nn.Module):
         ("micro-batch", "b forth", "a back", None),
     ],
 )
-def test_a_request_is_given_way_to_at_the_next_border(
+def test_training_yields_to_a_request_at_the_next_border(
     tmp_path: Path, yield_at: str, asked: str, before: str, after: str | None, schema: Schema
 ) -> None:
     said: list[str] = []
     cpu, precision = torch.device("cpu"), choose_precision("fp32", torch.device("cpu"))
-    terms = DeviceSharingSpec(DeviceSharingSettings.model_validate({"yield_at": yield_at}), SLO, timedelta(seconds=10))
-    with hold_server(tmp_path, SLO) as mark, device_sharing(terms, tmp_path, cpu, threading.Event()) as sharing:
+    spec = DeviceSharingSpec(DeviceSharingSettings.model_validate({"yield_at": yield_at}), SLO, timedelta(seconds=10))
+    with hold_server(tmp_path, SLO) as mark, device_sharing(spec, tmp_path, cpu, threading.Event()) as sharing:
         assert sharing is not None
 
         def say(what: str) -> None:
@@ -324,22 +324,22 @@ def test_a_request_is_given_way_to_at_the_next_border(
                 mark.run()
 
         def answer() -> None:
-            said.append("gives way")
+            said.append("yields")
             mark.rest()
 
         sharing.while_waiting = answer
         model = nn.Sequential(*(Traced(name, say) for name in "abc"))
         trainer = Trainer(*(model, Classification(), STRATEGIES["none"](), schema, LearnerSettings(), cpu, precision))
-        sharing.attend(trainer, 1)
+        sharing.attach(trainer, 1)
         new = trainer.examples(fake_columns(schema, range(4), label=[0, 1, 2]))
         trainer.step(new)
         steps = len(said)
-        sharing.give_way(0)
+        sharing.yield_to_serving(0)
         assert sharing.report.times == 1
-    place = said.index("gives way")
-    assert said[place - 1] == before
-    assert said[place + 1 :][:1] == ([after] if after else [])
-    assert (place < steps) == (yield_at == "layer")
+    index = said.index("yields")
+    assert said[index - 1] == before
+    assert said[index + 1 :][:1] == ([after] if after else [])
+    assert (index < steps) == (yield_at == "layer")
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -350,17 +350,17 @@ def test_other_ranks_are_kept_waiting_for_so_long_in_a_step_at_most_however_many
     monkeypatch.setattr("learner.device_sharing.sharing._LONGEST_SECONDS", 0.05)
     monkeypatch.setattr("learner.device_sharing.sharing._LONGEST_IN_PASS_SECONDS", 0.12)
     cpu, precision = torch.device("cpu"), choose_precision("fp32", torch.device("cpu"))
-    terms = DeviceSharingSpec(DeviceSharingSettings(), SLO, timedelta(minutes=10))
+    spec = DeviceSharingSpec(DeviceSharingSettings(), SLO, timedelta(minutes=10))
     settings = LearnerSettings(micro_batch_size=2)
     trainer = Trainer(*(nn.Linear(3, 3), Classification(), STRATEGIES["none"](), schema, settings, cpu, precision))
     new = trainer.examples(fake_columns(schema, range(12), label=[0, 1, 2]))
     with (
-        hold_server(tmp_path, terms.slo) as mark,
-        device_sharing(terms, tmp_path, cpu, threading.Event()) as sharing,
+        hold_server(tmp_path, spec.slo) as mark,
+        device_sharing(spec, tmp_path, cpu, threading.Event()) as sharing,
         mark.waiting(),
     ):
         assert sharing is not None
-        sharing.attend(trainer, ranks)
+        sharing.attach(trainer, ranks)
         mark.run()
         for step in (1, 2):
             trainer.step(new)

@@ -15,7 +15,15 @@ from torch import Tensor
 from anabranch.core.errors import SettingsError
 from learner.config import LearnerSettings
 from learner.distributed.process_group import RankAssignment, join_group
-from learner.distributed.scatter import RankBatch, form_of, forms_from_json, forms_to_json, packed, scatter, unpacked
+from learner.distributed.scatter import (
+    RankBatch,
+    layout_of,
+    layouts_from_json,
+    layouts_to_json,
+    packed,
+    scatter,
+    unpacked,
+)
 from learner.state_dir.checkpoint import Checkpoints
 from learner.strategies.examples import Examples
 from learner.strategies.registry import STRATEGIES
@@ -32,28 +40,28 @@ Play = Any
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=3), st.integers(1, 5))
-def test_every_event_is_dealt_once_in_order_and_ranks_have_nearly_as_many(counts: list[int], ranks: int) -> None:
-    dealt = scatter(counts, ranks)
-    for place, count in enumerate(counts):
-        slices = [slices[place] for slices in dealt]
+def test_every_event_is_scattered_once_in_order_and_ranks_have_nearly_as_many(counts: list[int], ranks: int) -> None:
+    by_rank = scatter(counts, ranks)
+    for group, count in enumerate(counts):
+        slices = [slices[group] for slices in by_rank]
         assert [slices[0].start, slices[-1].stop] == [0, count]
         assert all(before.stop == after.start for before, after in pairwise(slices))
-    totals = [sum(each.stop - each.start for each in slices) for slices in dealt]
+    totals = [sum(each.stop - each.start for each in slices) for slices in by_rank]
     assert max(totals) - min(totals) <= 1
 
 
 @given(st.integers(0, 9), st.booleans())
 @example(1, False)
-def test_examples_travel_as_they_are(n: int, kept: bool) -> None:
-    apart = torch.rand(n, 5)  # whose columns have strides, as those of a store's rows have
+def test_examples_are_sent_unchanged(n: int, kept: bool) -> None:
+    strided = torch.rand(n, 5)  # columns have strides, as those of a store's rows have
     examples = Examples(
-        {"x": torch.rand(n, 3, 2), "flag": torch.rand(n) > 0.5, "scalar": apart[:, 1]},
+        {"x": torch.rand(n, 3, 2), "flag": torch.rand(n) > 0.5, "scalar": strided[:, 1]},
         torch.arange(n),
         torch.rand(n, dtype=torch.float64),
         torch.rand(n, 4) if kept else None,
     )
-    (forms,) = (forms_from_json(forms_to_json([form_of(examples)] * 2)),)
-    first, second = unpacked(packed([examples[:1], examples]), forms, [min(n, 1), n])
+    (layouts,) = (layouts_from_json(layouts_to_json([layout_of(examples)] * 2)),)
+    first, second = unpacked(packed([examples[:1], examples]), layouts, [min(n, 1), n])
     assert len(first) == min(n, 1)
     for ours, theirs in zip(examples.features.values(), second.features.values(), strict=True):
         assert torch.equal(ours, theirs)
@@ -62,7 +70,7 @@ def test_examples_travel_as_they_are(n: int, kept: bool) -> None:
     assert (second.output_B is None) == (not kept)
 
 
-def test_an_event_of_no_weight_stands_in_where_a_rank_has_none() -> None:
+def test_a_rank_without_an_event_gets_a_placeholder_of_no_weight() -> None:
     examples = Examples({"x": torch.rand(1, 3)}, torch.tensor([2]), torch.tensor([1.5]))
     one, other = (RankBatch.of([examples], slices) for slices in scatter([1], 2))
     assert (one.real, one.counts, other.real, other.counts) == ([1], [1], [0], [1])
@@ -100,8 +108,8 @@ def test_events_on_which_the_model_raises_on_some_rank_are_left_out_on_all(play:
         dealt = [[new, *[old] * len(kind().samples(2))] for new, old in steps]
         scenarios.append({"strategy": strategy, "steps": dealt, "raises": "forward", "settings": {}})
     small = {"micro_batch_size": 3, "optimizer": {"name": "adamw", "lr": 0.01}}
-    for place in ("forward", "backward", "loss", "score"):
-        scenarios.append({"strategy": "er", "steps": steps, "raises": place, "settings": small})
+    for index in ("forward", "backward", "loss", "score"):
+        scenarios.append({"strategy": "er", "steps": steps, "raises": index, "settings": small})
     # Zeros of the first label raise too: those of the second stand in.
     scenarios.insert(0, {"strategy": "er", "steps": steps, "raises": "loss", "refused": 0, "settings": small})
     replicas = [each | {"settings": each["settings"] | {"replicas": 2}} for each in scenarios]
@@ -169,7 +177,7 @@ def test_ranks_with_a_part_of_the_weights_learn_what_one_learns_and_checkpoint_t
             assert torch.allclose(value, two[name], rtol=0, atol=atol, equal_nan=True), (scenario, name)
 
 
-def test_a_drift_lets_a_strategy_look_back_on_all_ranks(play: Play) -> None:
+def test_a_drift_makes_a_strategy_consolidate_on_all_ranks(play: Play) -> None:
     """EWC pulls at nothing, and is plain training, until it has consolidated."""
     drifts = {"steps": UNEVEN, "drift_at": 2, "settings": {"replicas": 2}}
     plain, held = play(2, [drifts | {"strategy": strategy} for strategy in ("none", "ewc")], 60)
@@ -177,17 +185,17 @@ def test_a_drift_lets_a_strategy_look_back_on_all_ranks(play: Play) -> None:
     assert not torch.allclose(plain["model.0.weight"], held["model.0.weight"], rtol=0, atol=1e-9)
 
 
-def test_a_checkpoint_has_what_strategies_gather_of_all_ranks(play: Play) -> None:
+def test_a_checkpoint_has_the_state_that_strategies_gather_from_all_ranks(play: Play) -> None:
     """What EWC added up is what it would consolidate; LwF's teacher is the model that a version would have had."""
     scenario = {"steps": [[8]], "times": 4, "tells_strategy": True, "settings": {"replicas": 2}}
-    apart = scenario | {"strategy": "lwf", "drift_at": 3, "settings": {"replicas": 2, "sync_every": 100}}
+    diverged = scenario | {"strategy": "lwf", "drift_at": 3, "settings": {"replicas": 2, "sync_every": 100}}
     held = scenario | {"strategy": "ewc"}
-    summed, consolidated, taught = play(2, [held, held | {"drift_at": 3}, apart])
-    places = range(len([name for name in consolidated if name.startswith("strategy.fisher")]))
-    assert places
-    for place in places:
-        fisher = summed[f"strategy.sum.{place}"] / summed[f"strategy.sum.{len(places)}"]
-        assert torch.allclose(fisher, consolidated[f"strategy.fisher.{place}"], rtol=1e-9)
+    summed, consolidated, taught = play(2, [held, held | {"drift_at": 3}, diverged])
+    indices = range(len([name for name in consolidated if name.startswith("strategy.fisher")]))
+    assert indices
+    for index in indices:
+        fisher = summed[f"strategy.sum.{index}"] / summed[f"strategy.sum.{len(indices)}"]
+        assert torch.allclose(fisher, consolidated[f"strategy.fisher.{index}"], rtol=1e-9)
     for name in ("0.weight", "2.bias"):
         assert torch.allclose(taught[f"strategy.{name}"], taught[f"model.{name}"], rtol=1e-9)
 
@@ -213,26 +221,26 @@ def test_compressed_and_rarer_exchange_leads_about_as_far(play: Play) -> None:
     ("settings", "sentence"),
     [({"device": "cpu", "comm_hook": "bf16"}, "needs CUDA devices"), ({"device": "cuda"}, "sees no such device")],
 )
-def test_devices_that_ranks_cannot_have_are_refused_before_they_meet(
+def test_devices_that_ranks_cannot_have_are_refused_before_they_connect(
     settings: dict[str, str], sentence: str, tmp_path: Path
 ) -> None:
     if settings["device"] == "cuda" and torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
     with pytest.raises(SettingsError, match=sentence):
-        with join_group(RankAssignment(0, 2, tmp_path / "meeting"), LearnerSettings.model_validate(settings)):
+        with join_group(RankAssignment(0, 2, tmp_path / "rendezvous"), LearnerSettings.model_validate(settings)):
             pass
 
 
-def test_what_ranks_have_learned_apart_is_averaged_in_versions_and_checkpoints(play: Play) -> None:
-    """With plain SGD one step apart, then averaged, is the step of the averaged gradient."""
+def test_weights_that_have_diverged_are_averaged_in_versions_and_checkpoints(play: Play) -> None:
+    """With plain SGD, one separate step per rank, then averaged, is the step of the averaged gradient."""
     scenario = {"steps": [[8, 8]], "settings": {"replicas": 2, "sync_every": 100}}
     (found,), (exact,) = play(2, [scenario]), play(1, [scenario | {"settings": {}}])
     for name in ("model.0.weight", "model.2.bias"):
         assert torch.allclose(found[name], exact[name], rtol=0, atol=1e-12)
 
 
-def test_what_ranks_learn_apart_is_averaged_every_so_many_steps(play: Play, tmp_path: Path) -> None:
-    """Which is what a checkpoint does too, that is made after as many; before it, and without it, they stay apart."""
+def test_weights_of_ranks_are_averaged_every_sync_every_steps(play: Play, tmp_path: Path) -> None:
+    """A checkpoint after as many steps averages them too; before it, and without it, they stay different."""
     scenario: dict[str, Any] = {"steps": [[8, 8]], "times": 3}
     rare = scenario | {"settings": {"replicas": 2, "sync_every": 100}}
     often = scenario | {"settings": {"replicas": 2, "sync_every": 2}}
@@ -263,7 +271,7 @@ def test_ranks_go_on_from_a_checkpoint_as_if_they_had_never_ended(
         assert torch.equal(resumed[name], found[name]), name
 
 
-def test_a_checkpoint_gives_each_rank_that_it_knows_its_generators_back(
+def test_a_checkpoint_restores_the_generators_of_each_rank_that_it_has(
     play: Play, of_two: tuple[str, dict[str, Tensor]], tmp_path: Path
 ) -> None:
     """With more ranks than it is of, and with one: those that it does not know go on from their seed."""

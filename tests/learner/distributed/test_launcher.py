@@ -190,16 +190,16 @@ class Two(SingleHost):
         self._out = ran_out
         self.rounds = 0
 
-    def gather(self, stop: threading.Event) -> MembershipRound | None:
+    def next_round(self, stop: threading.Event) -> MembershipRound | None:
         self.rounds += 1
         return MembershipRound(
             str(self.rounds), 1, {0: HostAssignment("0", 0), 1: HostAssignment(f"1, {self.rounds * self._another}", 1)}
         )
 
-    def change(self) -> MembershipChange:
+    def poll(self) -> MembershipChange:
         return self._change if self.rounds < 6 else MembershipChange.NONE
 
-    def over(self, *, ran_out: bool) -> None:
+    def round_ended(self, *, ran_out: bool) -> None:
         assert not ran_out, "it is the other's memory"
         self.ran_out = [str(self.rounds)] if self._out else []
 
@@ -219,7 +219,7 @@ class Two(SingleHost):
         "elsewhere",
         "of a host that was gone by then",
         "of a host that was seen to be gone",
-        "of a host that ran out of memory, before it was heard of",
+        "of a host that ran out of memory, before its state arrived",
         "of a host that was seen to end, out of memory",
     ],
 )

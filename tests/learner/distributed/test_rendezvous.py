@@ -1,4 +1,4 @@
-"""A learner on several hosts, each a launcher of its own here: what it learns, what it outlives, what it refuses."""
+"""A learner on several hosts, each a separate launcher here: what it learns, survives and refuses."""
 
 import contextlib
 import json
@@ -22,7 +22,7 @@ from torch.distributed import HashStore
 from anabranch.runtime.embedded_broker import free_port
 from ingest.config import StreamSettings
 from learner.config import LearnerSettings
-from learner.distributed import membership as voice
+from learner.distributed import membership
 from learner.distributed.membership import HostState, Membership, MembershipRound, listen
 from learner.distributed.rendezvous import Coordinator, Member, MembershipChange
 from learner.state_dir.report import LearnerReport
@@ -104,7 +104,7 @@ def test_a_host_may_die_and_come_back_and_every_event_is_learned_once(
     start: Start,
     second: Start,
 ) -> None:
-    """At first all events are of one partition, then of two, which are dealt to both hosts."""
+    """At first all events are of one partition, then of two, which are current_round to both hosts."""
     topic = make_topic(partitions=2)
 
     sent, halves = 0, "partitions that each host reads: 1, 1"
@@ -299,7 +299,7 @@ def test_a_host_with_other_settings_and_a_second_one_of_a_number_are_refused(
         ({"SHARDING": "zero1"}, 'learner.sharding = "zero1" does not go with learner.hosts = 2'),
     ],
 )
-def test_hosts_that_cannot_meet_are_refused_in_one_sentence(
+def test_hosts_that_cannot_connect_are_refused_in_one_sentence(
     pipeline: Write, start: Start, setting: dict[str, str], sentence: str
 ) -> None:
     config = pipeline("never")
@@ -309,48 +309,48 @@ def test_hosts_that_cannot_meet_are_refused_in_one_sentence(
     assert sentence in said
 
 
-def test_a_host_that_comes_takes_a_seat_and_one_that_leaves_or_falls_silent_loses_it(
+def test_a_host_that_comes_gets_ranks_and_one_that_leaves_or_stops_publishing_loses_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(voice, "SILENT_SECONDS", 1.0)
+    monkeypatch.setattr(membership, "SILENT_SECONDS", 1.0)
     store, stop = HashStore(), threading.Event()
     settings = LearnerSettings(
         hosts=3, replicas=2, rendezvous="h:1", interface="i", join_timeout=timedelta(seconds=0.5)
     )
     leading = Coordinator(store, settings, {})
     with contextlib.closing(leading):
-        dealt = leading.gather(stop)
-        assert dealt is not None
-        assert [dealt.size, set(dealt.seats)] == [2, {0}]
-        assert leading.change() is MembershipChange.NONE
+        current_round = leading.next_round(stop)
+        assert current_round is not None
+        assert [current_round.size, set(current_round.assignments)] == [2, {0}]
+        assert leading.poll() is MembershipChange.NONE
         others = [
             Membership(store, host, HostState(f"id {host}", ranks, {}), range(1)) for host, ranks in ((1, 1), (2, 4))
         ]
-        until(lambda: leading.change() is MembershipChange.HOSTS)
-        leading.over(ran_out=False)
-        dealt = leading.gather(stop)
-        assert dealt is not None
-        assert dealt.size == 7
-        assert [dealt.seats[host].first for host in range(3)] == [0, 2, 3]
-        until(lambda: (said := others[0].heard(0)) is not None and said.dealt == dealt)
-        assert leading.change() is MembershipChange.NONE, "they are ready, and have not begun"
+        until(lambda: leading.poll() is MembershipChange.HOSTS)
+        leading.round_ended(ran_out=False)
+        current_round = leading.next_round(stop)
+        assert current_round is not None
+        assert current_round.size == 7
+        assert [current_round.assignments[host].first for host in range(3)] == [0, 2, 3]
+        until(lambda: (state := others[0].latest(0)) is not None and state.current_round == current_round)
+        assert leading.poll() is MembershipChange.NONE, "they are ready, and have not begun"
         for each in others:
-            each.say(within=dealt.name)
-        others[1].say(leaving=True)
-        until(lambda: leading.change() is MembershipChange.HOSTS)
-        others[1].say(within=None)
-        until(lambda: leading.change() is MembershipChange.DIED)
-        leading.over(ran_out=False)
-        others[0].say(within=None)
+            each.publish(within=current_round.name)
+        others[1].publish(leaving=True)
+        until(lambda: leading.poll() is MembershipChange.HOSTS)
+        others[1].publish(within=None)
+        until(lambda: leading.poll() is MembershipChange.DIED)
+        leading.round_ended(ran_out=False)
+        others[0].publish(within=None)
         others[1].close()
-        dealt = leading.gather(stop)
-        assert dealt is not None
-        assert set(dealt.seats) == {0, 1}
+        current_round = leading.next_round(stop)
+        assert current_round is not None
+        assert set(current_round.assignments) == {0, 1}
         others[0].close()
-        until(lambda: leading.change() is MembershipChange.LOST)
+        until(lambda: leading.poll() is MembershipChange.LOST)
 
 
-def test_a_host_with_other_settings_ends_no_round_and_is_told_of_once_each_time_it_starts(
+def test_a_host_with_other_settings_ends_no_round_and_is_logged_once_each_time_it_starts(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.WARNING, "learner.distributed.rendezvous")
@@ -358,32 +358,32 @@ def test_a_host_with_other_settings_ends_no_round_and_is_told_of_once_each_time_
     settings = LearnerSettings(hosts=2, rendezvous="h:1", interface="i", join_timeout=timedelta(seconds=0.5))
     leading = Coordinator(store, settings, alike)
     with contextlib.closing(leading):
-        assert leading.gather(stop) is not None
+        assert leading.next_round(stop) is not None
         for start in (1, 2):
             strange = Membership(
                 store, 1, HostState(f"start {start}", 1, {**alike, "seed": "2", "[learner]": "b"}), range(1)
             )
             changes: list[MembershipChange] = []
 
-            def look(found: list[MembershipChange] = changes, turns: int = start) -> bool:
-                found.append(leading.change())
-                return len(caplog.messages) == turns or MembershipChange.HOSTS in found
+            def polled(seen: list[MembershipChange] = changes, turns: int = start) -> bool:
+                seen.append(leading.poll())
+                return len(caplog.messages) == turns or MembershipChange.HOSTS in seen
 
             with contextlib.closing(strange):
-                until(look)
-                changes += [leading.change() for _ in range(5)]
+                until(polled)
+                changes += [leading.poll() for _ in range(5)]
             assert set(changes) == {MembershipChange.NONE}, "a round goes on"
         assert caplog.messages == ["host 1 is refused: its [learner], seed differ from those of host 0"] * 2
-        leading.over(ran_out=False)
-        dealt = leading.gather(stop)
-        assert dealt is not None
-        assert set(dealt.seats) == {0}
+        leading.round_ended(ran_out=False)
+        current_round = leading.next_round(stop)
+        assert current_round is not None
+        assert set(current_round.assignments) == {0}
         with contextlib.closing(Membership(store, 1, HostState("fixed", 1, alike), range(1))):
-            until(lambda: leading.change() is MembershipChange.HOSTS)
+            until(lambda: leading.poll() is MembershipChange.HOSTS)
 
 
 @pytest.mark.process
-def test_host_0_hears_in_which_round_the_ranks_of_another_host_ran_out_of_memory() -> None:
+def test_host_0_receives_in_which_round_the_ranks_of_another_host_ran_out_of_memory() -> None:
     stop, both = threading.Event(), {"hosts": 2, "rendezvous": f"127.0.0.1:{free_port()}", "interface": INTERFACE}
     settings, its = (LearnerSettings.model_validate({**both, "host_rank": rank}) for rank in (0, 1))
     stream = StreamSettings(bootstrap_servers="127.0.0.1:1", topics=("never",))
@@ -392,20 +392,20 @@ def test_host_0_hears_in_which_round_the_ranks_of_another_host_ran_out_of_memory
     with contextlib.closing(leading), contextlib.closing(led), ThreadPoolExecutor() as pool:
 
         def begin() -> MembershipRound:
-            seated = pool.submit(led.gather, stop)
-            dealt = leading.gather(stop)
-            assert dealt is not None
-            assert seated.result(20) == dealt
-            return dealt
+            assigned = pool.submit(led.next_round, stop)
+            current_round = leading.next_round(stop)
+            assert current_round is not None
+            assert assigned.result(20) == current_round
+            return current_round
 
         first = begin()
         assert list(leading.ran_out) == []
-        led.over(ran_out=True)
+        led.round_ended(ran_out=True)
         until(lambda: list(leading.ran_out) == [first.name])
-        leading.over(ran_out=False)
+        leading.round_ended(ran_out=False)
         second = begin()
         assert list(leading.ran_out) == [first.name] != [second.name], "until its ranks end again"
-        led.over(ran_out=False)
+        led.round_ended(ran_out=False)
         until(lambda: not leading.ran_out)
 
 
@@ -417,7 +417,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.process
-def test_ranks_that_meet_as_hosts_do_learn_what_one_learns_and_have_the_same_weights(tmp_path: Path) -> None:
+def test_ranks_that_connect_over_an_address_learn_as_one_rank_does_and_have_the_same_weights(tmp_path: Path) -> None:
     address = f"127.0.0.1:{free_port()}"
     store = listen(address)
     (tmp_path / "address").write_text(address)

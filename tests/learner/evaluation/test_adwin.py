@@ -33,10 +33,10 @@ def test_length_mean_and_changes_are_those_of_river(levels: list[float], seed: i
         assert ours.length == theirs.width
         assert ours.mean == pytest.approx(theirs.estimation, abs=1e-9)
         if changed:
-            ours = Adwin(every=32)  # river begins anew after a change; the paper's window, and ours, goes on
+            ours = Adwin(every=32)  # river resets after a change; the paper's window, and ours, continues
 
 
-def test_a_change_is_told_with_its_sign_and_the_window_keeps_what_came_after_it() -> None:
+def test_a_change_is_returned_with_its_sign_and_the_window_keeps_what_came_after_it() -> None:
     for before, after in ((0.9, 0.5), (0.5, 0.9)):
         window = Adwin()
         changes = [window.add(value) for value in stream([before] * 4 + [after] * 4, 0, bits=True)]
@@ -57,7 +57,7 @@ def test_where_nothing_changes_the_window_holds_all(bounded: bool) -> None:
     assert window.mean == pytest.approx(0.8, abs=1e-3)
 
 
-def test_errors_without_a_range_are_told_apart_at_any_scale() -> None:
+def test_changes_of_errors_without_a_range_are_found_at_any_scale() -> None:
     random = np.random.default_rng(1)
     for scale in (1e-4, 1.0, 1e6):
         window = Adwin(bounded=False)

@@ -1,4 +1,4 @@
-"""What the holdout set tells of a model, and what is kept of it over the versions."""
+"""Scores of a model on the holdout set, and their history over the versions."""
 
 import json
 from dataclasses import replace
@@ -44,7 +44,7 @@ def guarded(schema: Schema, *batches: dict[str, Array]) -> HoldoutSet:
 
 
 class TestEvaluation:
-    def test_scores_tell_new_from_old_and_name_the_worst_class(self, schema: Schema) -> None:
+    def test_scores_separate_new_from_old_and_name_the_worst_class(self, schema: Schema) -> None:
         holdout = guarded(
             schema, fake_columns(schema, range(300), label=[0]), fake_columns(schema, range(300, 400), label=[1])
         )
@@ -53,7 +53,7 @@ class TestEvaluation:
         found = evaluate(Always(1), Classification(), schema, holdout.held, CPU)
         assert found == Evaluation({"new": 1.0, "old": 0.0, "worst": 0.0}, {"0": 0.0, "1": 1.0})
 
-    def test_a_handful_of_events_tells_nothing(self, schema: Schema) -> None:
+    def test_a_handful_of_events_has_no_evaluation(self, schema: Schema) -> None:
         for holdout in (guarded(schema), guarded(schema, fake_columns(schema, range(3)))):
             assert evaluate(Always(0), Classification(), schema, holdout.held, CPU) == Evaluation()
 
@@ -65,7 +65,7 @@ class TestEvaluation:
         found = evaluate(Always(0), Classification(), schema, holdout.held, CPU)
         assert found.classes == {"cat": 1.0, "dog": 0.0}
 
-    def test_groups_are_told_by_their_hash_where_they_are_declared(self) -> None:
+    def test_groups_are_named_by_their_hash_where_they_are_declared(self) -> None:
         schema = _schema(group={"name": "shop"})
         columns = fake_columns(schema, range(60), label=[0, 0, 1])
         columns["group_hash"] = np.repeat(np.array([7, 2**64 - 1, 0], np.uint64), 20)
@@ -75,7 +75,7 @@ class TestEvaluation:
         assert found.groups["f" * 16] == found.windows["worst_group"] == 0
         assert found.groups[f"{7:016x}"] == pytest.approx(14 / 20)
 
-    def test_so_many_groups_are_told_of_and_no_more(self) -> None:
+    def test_the_number_of_listed_groups_is_bounded(self) -> None:
         schema = _schema(group={"name": "shop"})
         columns = fake_columns(schema, range(1000), label=[0])
         columns["group_hash"] = (np.arange(1000) % 100 + 1).astype(np.uint64)
@@ -131,7 +131,7 @@ class TestRetention:
         for old in (0.1, 0.5, 0.9, 0.6, 0.91, 0.7, 0.99):
             found = found.followed_by(seen(old))
             lowest.append(found.windows["old_lowest"])
-        assert lowest == [0.1, 0.5, 0.9, 0.6, 0.6, 0.6, 0.99], "0.91 is no new best beside 0.9: it is noise"
+        assert lowest == [0.1, 0.5, 0.9, 0.6, 0.6, 0.6, 0.99], "0.91 is no new best after 0.9: it is noise"
         assert found.old == Peak(0.99, 0.99)
 
     @pytest.mark.parametrize(("begin", "gain"), [(0.10, 0.015), (-0.05, 0.0008)])
@@ -147,12 +147,12 @@ class TestRetention:
         assert found.followed_by(seen(0.7, a=0.9, b=0.9)).forgetting == pytest.approx(0.05)
 
     def test_the_best_of_many_noisy_scores_is_no_forgetting(self) -> None:
-        random, found, told = np.random.default_rng(0), ForgettingState(), []
+        random, found, forgetting = np.random.default_rng(0), ForgettingState(), []
         for _ in range(3000):
             scores = {f"c{number}": score / 40 for number, score in enumerate(random.binomial(40, 0.8, 10).tolist())}
             found = found.followed_by(seen(0.8, **scores))
-            told.append(found.forgetting)
-        assert np.mean(told[-1000:]) < 0.07
+            forgetting.append(found.forgetting)
+        assert np.mean(forgetting[-1000:]) < 0.07
 
     def test_the_best_that_an_earlier_release_kept_is_not_gone_by(self) -> None:
         old = {"old": (0.9, 0.8), "classes": {"a": 1.0}, "forgetting": 0.2, "near": ()}
@@ -162,7 +162,7 @@ class TestRetention:
         found = ForgettingState().followed_by(seen(-1.0)).followed_by(seen(-3.0))
         assert found.forgetting == 2.0
 
-    def test_a_version_that_could_not_be_told_of_changes_nothing(self) -> None:
+    def test_a_version_without_an_evaluation_changes_nothing(self) -> None:
         found = ForgettingState().followed_by(seen(0.8))
         assert found.followed_by(Evaluation()) == found
 

@@ -1,4 +1,4 @@
-"""Embeddings of events, and what a step tells the store."""
+"""Embeddings of events, and the results of a step for the store."""
 
 from collections.abc import Callable
 from typing import cast
@@ -48,7 +48,7 @@ def test_the_embedding_is_what_the_module_gives_out_before_the_step_new_events_f
     assert alone.embedding_N.shape == (1, 8)
 
 
-def test_the_loss_of_each_old_event_is_told(schema: Schema, make_model: MakeModel) -> None:
+def test_the_loss_of_each_old_event_is_returned(schema: Schema, make_model: MakeModel) -> None:
     trainer, plain = make_trainer(schema, make_model(), None), make_model()
     new, old = examples(trainer, schema, 0, 5), examples(trainer, schema, 50, 3)
     result = trainer.step(new, [old])
@@ -77,7 +77,7 @@ def test_a_module_that_takes_no_part_is_refused(make_model: MakeModel) -> None:
 
     model = Idle()
     embedding = Embedding(model, "idle")
-    embedding.listen()
+    embedding.capture_next()
     model(torch.zeros(2, 3))
     with pytest.raises(ModelError, match=r'model.embedding = "idle": the module gives out no tensor'):
-        embedding.heard()
+        embedding.captured()

@@ -32,7 +32,7 @@ def schema_of(features=None, label=None):
 
 @pytest.fixture
 def build(tmp_path, monkeypatch):
-    """Builds a model from source code: `build(source, args={})`; the file is named anew each time."""
+    """Builds a model from source code: `build(source, args={})`; the file has a new name each time."""
     monkeypatch.setattr(sys, "path", [*sys.path])
 
     def build(source, args=None, factory="build"):
@@ -154,7 +154,7 @@ class TestChecking:
         assert model.training
 
     @pytest.mark.parametrize(
-        ("method", "told", "sentence"),
+        ("method", "replacement", "sentence"),
         [
             ("loss", lambda out, y: (out.squeeze(1) - y).square().mean(), r"returned torch.float32 \[\] for 3 events"),
             ("loss", lambda out, y: (out - y.unsqueeze(1)).square(), r"returned torch.float32 \[3, 1\] for 3 events"),
@@ -164,18 +164,18 @@ class TestChecking:
             ("score", lambda out, y: 0.0, r"returned float for 3 events; return one number an event, \[B\]"),
         ],
     )
-    def test_a_task_that_does_not_tell_of_each_event_is_one_sentence(self, method, told, sentence):
+    def test_a_task_without_a_number_for_each_event_is_one_sentence(self, method, replacement, sentence):
         class Own(Regression):
             pass
 
-        setattr(Own, method, lambda self, output_B, label_B: told(output_B, label_B))
+        setattr(Own, method, lambda self, output_B, label_B: replacement(output_B, label_B))
         label = {"name": "y", "dtype": "float32"}
         with pytest.raises(ModelError, match=sentence) as caught:
             check_task(Own(), (1,), schema_of(label=label).label, CPU)
         assert str(caught.value).startswith("model.task: Own.")
 
     @pytest.mark.parametrize(
-        ("method", "told"),
+        ("method", "replacement"),
         [
             ("loss", lambda out, y: (out.clamp_(-1, 1).squeeze(1) - y).square()),
             ("loss", lambda out, y: -torch.distributions.LogNormal(out.squeeze(1), 1.0).log_prob(y)),
@@ -185,9 +185,9 @@ class TestChecking:
         ],
         ids=["in place", "of what is above 0", "without a name", "score in place", "score by numpy"],
     )
-    def test_a_task_that_trains_is_not_refused(self, method, told):
+    def test_a_task_that_trains_is_not_refused(self, method, replacement):
         task = Regression()
-        setattr(task, method, told)
+        setattr(task, method, replacement)
         check_task(task, (1,), schema_of(label={"name": "y", "dtype": "float32"}).label, CPU)
 
     def test_labels_of_several_classes_with_none_set_may_have_no_gradient(self):
@@ -197,7 +197,7 @@ class TestChecking:
         check_task(task, (3,), schema_of(label=label).label, CPU)
 
     @pytest.mark.parametrize("model", [nn.LSTM(4, 1), nn.Linear(4, 2)])
-    def test_a_regression_wants_one_number(self, model):
+    def test_a_regression_needs_one_number(self, model):
         with pytest.raises(ModelError, match='task "regression" needs'):
             self.check(model, schema_of(label={"name": "y", "dtype": "float32"}), "regression")
 

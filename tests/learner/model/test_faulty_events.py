@@ -226,10 +226,10 @@ def test_the_log_names_events_at_most_every_ten_seconds(caplog: pytest.LogCaptur
     now = [0.0]
     raised = Raised(lambda: now[0])
     with caplog.at_level(logging.WARNING):
-        raised.tell("which are skipped", [f"t[0]@{place}" for place in range(7)], "IndexError: bad")
-        raised.tell("which are skipped", ["t[0]@8", "t[0]@9"], "IndexError: bad")
+        raised.log("which are skipped", [f"t[0]@{place}" for place in range(7)], "IndexError: bad")
+        raised.log("which are skipped", ["t[0]@8", "t[0]@9"], "IndexError: bad")
         now[0] = 11.0
-        raised.tell("which are skipped", ["t[0]@10"], "IndexError: bad")
+        raised.log("which are skipped", ["t[0]@10"], "IndexError: bad")
     assert [record.getMessage() for record in caplog.records] == [
         "the model raises on t[0]@0, t[0]@1, t[0]@2, t[0]@3, t[0]@4 and 2 more, which are skipped: IndexError: bad",
         "the model raises on t[0]@10, which are skipped; 2 other events since the last such line: IndexError: bad",
@@ -241,9 +241,9 @@ def test_many_events_that_raise_are_unhealthy_until_they_are_few_again() -> None
     raised.add(1000, 9, "bad")
     assert raised.problem(1000) is None
     raised.add(1200, 41, "worse")
-    told = raised.problem(1200)
-    assert told is not None
-    assert told.startswith("the model raised on 50 of the last 1000 new events, which are skipped: worse")
+    problem = raised.problem(1200)
+    assert problem is not None
+    assert problem.startswith("the model raised on 50 of the last 1000 new events, which are skipped: worse")
     assert raised.problem(2100) is None
     assert raised.problem(2300) is None
 
@@ -331,7 +331,7 @@ def test_a_held_out_event_that_raises_leaves_the_set_and_spoils_no_verdict(
     assert bench.metrics.learner.raised.labels("held_out")._value.get() == 2
     assert bench.publisher.verdict == "inconclusive"
     assert set(bench.publisher.evaluation.windows) >= {"new", "old"}
-    assert bench.publisher.jury.held_since is None
+    assert bench.publisher.gate.held_since is None
 
 
 def test_a_probe_takes_a_held_out_event_that_raises_out_of_the_set(make_bench: Callable[..., Bench]) -> None:
@@ -346,9 +346,9 @@ def test_a_stream_of_which_half_raises_is_learned_and_is_unhealthy(make_bench: C
     bench.run()
     assert bench.loop.ledger.outcomes["trained"] + bench.loop.ledger.outcomes["skipped"] == 20 * (ROWS - 1)
     assert bench.loop.ledger.outcomes["skipped"] == 20 * ROWS // 2
-    told = bench.loop.too_many_raised
-    assert told is not None
-    assert "the model raised on 320 of the last 620 new events" in told
+    problem = bench.loop.too_many_raised
+    assert problem is not None
+    assert "the model raised on 320 of the last 620 new events" in problem
 
 
 def test_while_the_model_takes_nothing_no_checkpoint_passes_by_the_events(make_bench: Callable[..., Bench]) -> None:
@@ -356,9 +356,9 @@ def test_while_the_model_takes_nothing_no_checkpoint_passes_by_the_events(make_b
     bench.run()
     bench.finish()
     assert bench.loop.ledger.skipped == {"model": 25 * (ROWS - 1)}
-    told = bench.loop.too_many_raised
-    assert told is not None
-    assert "no checkpoint is made" in told
+    problem = bench.loop.too_many_raised
+    assert problem is not None
+    assert "no checkpoint is made" in problem
     newest = bench.checkpoints.newest()
     assert newest is not None
     assert all(each["position"][0] < 20 * ROWS for each in newest[1].state["ledger"]), "empty in the first checkpoint"

@@ -1,4 +1,4 @@
-"""Tasks of the user's own: found by import string, and asked for all that the learner and serving want to know."""
+"""Custom tasks: found by import string, and used by the learner and by serving."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -130,10 +130,10 @@ class TestEmbed:
 
         model = nn.Linear(3, 3)
         embedding = TaskEmbedding(model, Odd(), ["x"])
-        embedding.listen()
+        embedding.capture_next()
         model(torch.zeros(4, 3))
         with pytest.raises(ModelError, match=r"embed returned torch.float32 \[3\] for 4 events, but it needs floats"):
-            embedding.heard()
+            embedding.captured()
 
 
 def test_labels_of_several_classes_are_scored_as_the_field_does() -> None:
@@ -141,12 +141,12 @@ def test_labels_of_several_classes_are_scored_as_the_field_does() -> None:
     output, label = torch.randn(200, 5, generator=generator), torch.rand(200, 5, generator=generator) < 0.3
     label[:20], output[:10] = False, -1.0
     task = MultiLabel()
-    told = task.predict(output)
-    assert told["prediction"].dtype == torch.bool
-    assert torch.equal(told["prediction"], told["probabilities"] > 0.5)
+    predicted = task.predict(output)
+    assert predicted["prediction"].dtype == torch.bool
+    assert torch.equal(predicted["prediction"], predicted["probabilities"] > 0.5)
     score = task.score(output, label)
     assert score[:10].tolist() == [1.0] * 10
-    reference = jaccard_score(label.numpy(), told["prediction"].numpy(), average="samples", zero_division=1.0)
+    reference = jaccard_score(label.numpy(), predicted["prediction"].numpy(), average="samples", zero_division=1.0)
     assert float(score.mean()) == pytest.approx(reference)
     expected = torch.stack([nn.BCEWithLogitsLoss()(*each) for each in zip(output, label.float(), strict=True)])
     assert torch.allclose(task.loss(output, label), expected)

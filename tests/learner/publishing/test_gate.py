@@ -31,13 +31,13 @@ def worse(served: Scores, drop: float, where: slice = slice(None), seed: int = 1
     return found
 
 
-def hear(candidate: Scores, served: Scores | None, best: Scores | None = None, **changes: Any) -> GateInput:
+def judged(candidate: Scores, served: Scores | None, best: Scores | None = None, **changes: Any) -> GateInput:
     new = np.arange(len(candidate)) >= len(candidate) - len(candidate) // 4
     return GateInput(candidate, served, best, **({"new": new, "old": ~new, "classes": {}} | changes))
 
 
 def verdict(*arguments: Any, gate: GateSettings = GATE, bounded: bool = True, **changes: Any) -> Verdict:
-    return judge(hear(*arguments, **changes), gate, bounded=bounded)
+    return judge(judged(*arguments, **changes), gate, bounded=bounded)
 
 
 OLD, NEW = slice(0, 1500), slice(1500, EVENTS)
@@ -104,11 +104,11 @@ def test_scores_that_are_not_finite_fail_but_not_where_no_model_has_one() -> Non
     broken[3] = math.nan
     assert verdict(broken, served).verdict == "fail"
     assert verdict(np.full(5, math.nan), None).verdict == "fail", "also where there is nothing to compare it with"
-    assert verdict(broken, broken).verdict == "pass", "an event that no model can answer holds all back for ever"
+    assert verdict(broken, broken).verdict == "pass", "an event that no model can score fails all versions forever"
     assert verdict(served, broken).verdict == "pass"
 
 
-def test_chance_alone_is_not_a_drop_but_is_told_as_doubt() -> None:
+def test_chance_alone_is_not_a_drop_but_is_a_reason_to_be_inconclusive() -> None:
     served = scores(0.9)
     swapped = served.copy()
     swapped[np.flatnonzero(served[NEW])[:20] + 1500] = 0
@@ -127,7 +127,7 @@ def test_errors_of_regression_are_compared_relative_to_the_error() -> None:
     assert verdict(served * 0, served, bounded=False).verdict == "pass"
 
 
-def test_each_class_and_the_worst_are_told() -> None:
+def test_each_class_and_the_worst_are_reported() -> None:
     served = scores(0.9)
     first = np.arange(EVENTS) % 10 == 0
     candidate = np.where(first, 0.0, served)
@@ -152,9 +152,9 @@ def test_a_new_best_is_better_beyond_chance() -> None:
     served = scores(0.9)
     better = served.copy()
     better[np.flatnonzero(served == 0)[:5]] = 1
-    assert not surpasses(hear(better, served), bounded=True)
-    assert surpasses(hear(np.ones(EVENTS), served), bounded=True)
-    assert not surpasses(hear(np.ones(EVENTS), served, np.ones(EVENTS)), bounded=True)
+    assert not surpasses(judged(better, served), bounded=True)
+    assert surpasses(judged(np.ones(EVENTS), served), bounded=True)
+    assert not surpasses(judged(np.ones(EVENTS), served, np.ones(EVENTS)), bounded=True)
 
 
 def test_as_good_a_model_is_rarely_held_back_where_the_limit_alone_would_hold_back_half() -> None:

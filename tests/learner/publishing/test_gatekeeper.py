@@ -24,7 +24,7 @@ from learner.evaluation.scoring import Scorer
 from learner.metrics import LearnerMetrics
 from learner.model.task import Classification, MultiLabel, Task
 from learner.publishing.gate import compare
-from learner.publishing.gatekeeper import WATCH_ENOUGH, WATCH_ROWS, QualityGate
+from learner.publishing.gatekeeper import MONITOR_ENOUGH, MONITOR_ROWS, QualityGate
 from learner.publishing.publisher import Publisher, Snapshot
 from learner.runtime.shutdown import Deadline
 from learner.state_dir.trained_through import PartitionProgress
@@ -51,10 +51,10 @@ class Bench:
         reference = reference_to(ModelSettings(factory="m:build"))
         scorer = Scorer(nn.Linear(3, 3), task or Classification(), schema, torch.device("cpu"))
         settings = GateSettings.model_validate({"min_rows": 100, **gate})
-        self.jury = QualityGate(self.versions, settings, scorer, reference)
+        self.gate = QualityGate(self.versions, settings, scorer, reference)
         self.registry = CollectorRegistry()
         self.publisher = Publisher(
-            *(self.versions, VersionsSettings(), reference, schema, scorer, self.jury, 1),
+            *(self.versions, VersionsSettings(), reference, schema, scorer, self.gate, 1),
             LearnerMetrics(self.registry),
         )
 
@@ -112,14 +112,14 @@ def test_a_worse_version_is_held_back_and_the_next_good_one_passes(
     with caplog.at_level(logging.INFO):
         assert bench.publish(WORSE) == "fail"
         assert bench.publish(BAD) == "fail"
-        assert bench.jury.held_since is not None
+        assert bench.gate.held_since is not None
         assert bench.publish(GOOD) == "pass"
-    assert bench.jury.held_since is None
+    assert bench.gate.held_since is None
     assert "on old events" in bench.reasons(3)
     verdict = bench.versions.verdict(3)
     assert verdict is not None
     assert (verdict.numbers["worst"], verdict.numbers["class_2_drop"]) == (0, 1)
-    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"], "each hold is told of once"
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"], "each hold is logged once"
     sample = bench.registry.get_sample_value
     assert sample("anabranch_gate_verdicts_total", {"verdict": "fail"}) == 2
     assert sample("anabranch_gate_verdicts_total", {"verdict": "pass"}) == 2
@@ -141,17 +141,17 @@ def test_an_alert_says_that_nothing_has_passed_for_max_hold(make_bench: Callable
     bench = make_bench(max_hold="1ms")
     bench.hold_out(200)
     bench.publish(GOOD)
-    assert bench.jury.problem is None
+    assert bench.gate.problem is None
     for _ in range(3):
         assert bench.publish(BAD) == "fail"
-    assert bench.jury.problem is not None
-    assert "no version has passed the gate since" in bench.jury.problem
-    assert "worse than the served version" in bench.jury.problem
+    assert bench.gate.problem is not None
+    assert "no version has passed the gate since" in bench.gate.problem
+    assert "worse than the served version" in bench.gate.problem
     bench.publish(GOOD)
-    assert bench.jury.problem is None
+    assert bench.gate.problem is None
 
 
-def test_a_stream_that_has_changed_does_not_freeze_serving_where_that_is_wanted(
+def test_a_stream_that_has_changed_does_not_freeze_serving_where_on_hold_is_serve(
     make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [1e9]
@@ -186,10 +186,10 @@ def test_a_hold_lasts_as_long_whatever_is_done_to_the_wall_clock(
     bench.publish(GOOD)
     assert bench.publish(BAD) == "fail"
     now[0], wall[0] = now[0] + 599, wall[0] + jump
-    assert (bench.publish(BAD), bench.jury.problem) == ("fail", None)
+    assert (bench.publish(BAD), bench.gate.problem) == ("fail", None)
     now[0] += 1
-    assert bench.jury.problem is not None
-    assert "since 2001-09-09 01:46:40Z" in bench.jury.problem
+    assert bench.gate.problem is not None
+    assert "since 2001-09-09 01:46:40Z" in bench.gate.problem
     assert bench.publish(BAD) == "inconclusive"
 
 
@@ -207,10 +207,10 @@ def test_a_hold_goes_on_over_restarts_however_many(
     for _ in range(3):
         verdicts.append(bench.publish(BAD))
         now[0] += 240
-        kept, now[0] = msgspec.json.decode(msgspec.json.encode(bench.jury.state())), 5.0
+        kept, now[0] = msgspec.json.decode(msgspec.json.encode(bench.gate.state())), 5.0
         bench = make_bench(max_hold="10m", on_hold="serve")
         bench.hold_out(200)
-        bench.jury.restore(kept)
+        bench.gate.restore(kept)
     assert [*verdicts, bench.publish(BAD)] == ["fail"] * 3 + ["inconclusive"]
 
 
@@ -223,14 +223,14 @@ def test_a_hold_that_ended_after_the_checkpoint_does_not_go_on(
     )
     bench.publish(BAD)
     now[0] += 1e5
-    kept = bench.jury.state()
+    kept = bench.gate.state()
     assert [bench.publish(GOOD), bench.publish(BAD)] == ["pass", "fail"]
     again = make_bench()
     again.hold_out(200)
-    again.jury.restore(kept)
+    again.gate.restore(kept)
     again.watch()
-    assert again.jury.held_since is not None
-    assert again.jury.problem is None
+    assert again.gate.held_since is not None
+    assert again.gate.problem is None
 
 
 def test_a_poisoned_stream_does_not_become_old_knowledge_while_versions_are_held_back(bench: Bench) -> None:
@@ -272,20 +272,20 @@ def test_the_best_is_forgotten_when_it_was_served_longer_ago_than_max_hold(make_
         assert bench.publish(weights) != "fail"
 
 
-def test_the_watch_withdraws_what_turns_out_worse_and_the_gate_then_knows_better(
+def test_monitoring_withdraws_a_worse_version_and_the_gate_compares_with_the_one_before(
     make_bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture
 ) -> None:
     bench = make_bench(min_rows=10_000)
     bench.hold_out(30)
     assert [bench.publish(weights) for weights in (GOOD, WORSE, WORSE)] == ["inconclusive"] * 3
-    bench.hold_out(WATCH_ROWS - 1)
+    bench.hold_out(MONITOR_ROWS - 1)
     bench.watch()
-    assert bench.verdict(3) == "inconclusive", "so few events tell nothing"
+    assert bench.verdict(3) == "inconclusive", "so few events are inconclusive"
     bench.hold_out(1)
     with caplog.at_level(logging.WARNING):
         bench.watch()
     assert [bench.verdict(number) for number in (1, 2, 3)] == ["inconclusive", "fail", "fail"]
-    assert f"worse than version 1 on {WATCH_ROWS} events" in bench.reasons(3)
+    assert f"worse than version 1 on {MONITOR_ROWS} events" in bench.reasons(3)
     assert "versions 2, 3 are withdrawn" in caplog.text
     assert bench.registry.get_sample_value("anabranch_gate_withdrawn_total") == 1
     assert bench.publish(WORSE) == "fail", "gate.min_rows is a way back for what was withdrawn"
@@ -296,9 +296,9 @@ def test_what_is_on_trial_takes_no_memory_however_many_versions_come(make_bench:
     """Without held-out events, or while they are rare, nothing ends a trial."""
     bench = make_bench(holdout_fraction=0.0)
     for number in range(1, 1001):
-        bench.jury.take(number, {}, np.empty(0), bench.holdout.held, Verdict("inconclusive"))
-        bench.jury.watch(bench.holdout.held)
-    sizes = {name: len(value) for name, value in vars(bench.jury).items() if hasattr(value, "__len__")}
+        bench.gate.record_published(number, {}, np.empty(0), bench.holdout.held, Verdict("inconclusive"))
+        bench.gate.monitor(bench.holdout.held)
+    sizes = {name: len(value) for name, value in vars(bench.gate).items() if hasattr(value, "__len__")}
     assert max(sizes.values()) < 10, sizes
 
 
@@ -306,11 +306,11 @@ def test_what_is_withdrawn_is_not_what_failed_before(make_bench: Callable[..., B
     bench = make_bench(min_rows=10_000)
     bench.hold_out(30)
     assert [bench.publish(weights) for weights in (GOOD, WORSE, WORSE)] == ["inconclusive"] * 3
-    bench.versions.write_verdict(2, Verdict("fail", ["a reason of its own"]))
-    bench.hold_out(WATCH_ROWS)
+    bench.versions.write_verdict(2, Verdict("fail", ["its own reason"]))
+    bench.hold_out(MONITOR_ROWS)
     bench.watch()
     assert [bench.verdict(number) for number in (1, 2, 3)] == ["inconclusive", "fail", "fail"]
-    assert bench.reasons(2) == "a reason of its own"
+    assert bench.reasons(2) == "its own reason"
 
 
 def test_the_watch_finds_as_good_a_version_well(make_bench: Callable[..., Bench]) -> None:
@@ -324,25 +324,25 @@ def test_the_watch_finds_as_good_a_version_well(make_bench: Callable[..., Bench]
 
 
 def test_the_watch_withdraws_nothing_by_chance(make_bench: Callable[..., Bench]) -> None:
-    """Two models that differ on one event in five, and are as good: in a thousand trials of all its looks."""
+    """Two models that differ on one event in five, and are as good: in a thousand runs of all its comparisons."""
     noise, rivals = np.random.default_rng(0), np.array([[0.0, 1.0], [1.0, 0.0], [1.0, 1.0]])
-    looks = [50, 75, 112, 168, 252, 378, 500]
+    checks_at = [50, 75, 112, 168, 252, 378, 500]
     for _ in range(1000):
         now_G, before_G = rivals[noise.choice(3, 500, p=[0.1, 0.1, 0.8])].T
-        assert not any(compare(now_G[:n], before_G[:n], bounded=True).surely_exceeds(0.02) for n in looks)
+        assert not any(compare(now_G[:n], before_G[:n], bounded=True).certain(0.02) for n in checks_at)
     bench = make_bench(min_rows=10_000)
     bench.holdout = HoldoutSet(bench.schema, 2000)
     bench.hold_out(30)
     assert [bench.publish(GOOD), bench.publish(GOOD)] == ["inconclusive"] * 2
     seen = []
-    for _ in range(WATCH_ENOUGH):
+    for _ in range(MONITOR_ENOUGH):
         bench.hold_out(1)
-        before = bench.jury._looks_at
+        before = bench.gate._next_check_at
         bench.watch()
-        if bench.jury._looks_at != before:
+        if bench.gate._next_check_at != before:
             seen.append(before)
-    assert seen == looks[:-1]
-    assert bench.jury._first_on_trial is None
+    assert seen == checks_at[:-1]
+    assert bench.gate._first_on_probation is None
 
 
 def test_in_a_small_holdout_set_a_trial_ends_with_its_youngest_quarter(make_bench: Callable[..., Bench]) -> None:
@@ -352,17 +352,17 @@ def test_in_a_small_holdout_set_a_trial_ends_with_its_youngest_quarter(make_benc
     bench.hold_out(100)
     for _ in range(2):
         bench.watch()
-    assert bench.jury._first_on_trial is None
+    assert bench.gate._first_on_probation is None
 
 
-def test_a_holdout_set_too_small_to_tell_withdraws_nothing(make_bench: Callable[..., Bench]) -> None:
+def test_a_holdout_set_that_is_too_small_withdraws_nothing(make_bench: Callable[..., Bench]) -> None:
     bench = make_bench(min_rows=10_000, holdout_rows=100)
     bench.hold_out(30)
     assert [bench.publish(GOOD), bench.publish(BAD)] == ["inconclusive"] * 2
-    bench.hold_out(WATCH_ROWS - 1)
+    bench.hold_out(MONITOR_ROWS - 1)
     bench.watch()
     assert bench.verdict(2) == "inconclusive"
-    assert bench.jury._first_on_trial is None
+    assert bench.gate._first_on_probation is None
 
 
 def test_what_a_person_promotes_is_what_others_are_compared_with(bench: Bench) -> None:
@@ -392,7 +392,7 @@ def test_a_restart_goes_on_with_the_newest_version_that_has_not_failed(
     again = make_bench(max_hold="1ms")
     again.hold_out(200)
     again.watch()
-    assert again.jury.held_since is not None, "the hold is forgotten"
+    assert again.gate.held_since is not None, "the hold is forgotten"
     assert again.publish(WORSE) == "fail"
     assert again.publish(GOOD) == "pass"
 
@@ -408,13 +408,13 @@ def test_a_restart_compares_nothing_with_a_stale_learners_version(
     assert "than the served version" in again.reasons(4)
 
 
-def test_a_learner_that_begins_anew_without_held_out_events_inherits_no_hold(
+def test_a_learner_that_starts_without_held_out_events_inherits_no_hold(
     bench: Bench, make_bench: Callable[..., Bench]
 ) -> None:
     bench.publish(WORSE)
     again = make_bench()
     assert again.publish(WORSE) == "inconclusive"
-    assert again.jury.held_since is None
+    assert again.gate.held_since is None
 
 
 def test_without_any_held_out_event_nothing_is_held_back(make_bench: Callable[..., Bench]) -> None:

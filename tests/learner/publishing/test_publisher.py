@@ -89,7 +89,7 @@ def test_a_version_is_scored_on_what_came_after_it(make_bench: Callable[..., Ben
             value.zero_()
             if name == "3.bias":
                 value[1] = 1.0
-    bench.publish()  # knows nothing but class 1
+    bench.publish()  # has seen class 1 alone
     assert bench.publisher.retention.near == ()
     bench.holdout.add(fake_columns(schema, range(100, 110), label=[1]), [TopicPartition("events", 0)])
     with torch.no_grad():
@@ -178,7 +178,7 @@ def test_numbers_go_on_from_the_highest_ever_seen(make_bench: Callable[..., Benc
     assert second.versions.manifest(42).parent == 1
 
 
-def test_a_restart_knows_how_far_the_newest_version_has_learned(make_bench: Callable[..., Bench]) -> None:
+def test_a_restart_reads_how_far_the_newest_version_is_trained(make_bench: Callable[..., Bench]) -> None:
     first = make_bench()
     assert first.publisher.published_through() == {}
     first.publish()
@@ -309,7 +309,7 @@ def test_a_disk_that_fails_costs_the_version_and_not_the_training(
     assert bench.versions.manifest(3).learned == NewlyTrained(0, [])
 
 
-def test_a_disk_that_hangs_is_told_of_until_it_goes_on(
+def test_a_disk_that_hangs_is_a_problem_until_it_works_again(
     make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now, go, sync = [1000.0], threading.Event(), os.fsync

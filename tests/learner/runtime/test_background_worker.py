@@ -1,4 +1,4 @@
-"""Work beside the loop: one piece at a time, in one thread, and no bug is lost."""
+"""Work in the background: one piece at a time, in one thread, and no bug is lost."""
 
 import threading
 import weakref

@@ -1,4 +1,4 @@
-"""A loop that hangs is told of, by `/healthz` too; one that starts, works or waits is not."""
+"""A loop that hangs is a problem, in `/healthz` too; one that starts, works or waits is not."""
 
 import json
 import urllib.error

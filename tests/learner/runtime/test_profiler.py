@@ -11,7 +11,7 @@ from learner.runtime.profiler import ProfilerWindow
 
 def run(tracing: ProfilerWindow, steps: range) -> None:
     for step in steps:
-        tracing.look(step)
+        tracing.step(step)
         torch.ones(8, 8).matmul(torch.ones(8, 8))
     tracing.close()
 
@@ -24,7 +24,7 @@ def test_one_window_is_written_and_no_more(tmp_path: Path) -> None:
     assert names.count("aten::matmul") == 4
 
 
-def test_a_window_that_lies_behind_or_is_cut_short_is_not_written(tmp_path: Path) -> None:
+def test_a_window_that_is_over_or_cut_short_is_not_written(tmp_path: Path) -> None:
     run(ProfilerWindow(ProfileSettings(start=3, steps=4), tmp_path), range(10, 20))
     run(ProfilerWindow(ProfileSettings(start=3, steps=4), tmp_path), range(5))
     run(ProfilerWindow(None, tmp_path), range(5))

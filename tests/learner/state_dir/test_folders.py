@@ -96,7 +96,7 @@ def test_what_is_linked_stays_when_its_source_is_deleted_or_replaced(storage: St
         storage.folder(2).link("b", storage.folder(1), "a")
 
 
-def test_a_file_that_takes_the_place_of_another_is_told_from_it(storage: Storage) -> None:
+def test_the_stamp_of_a_file_changes_when_it_is_replaced(storage: Storage) -> None:
     folder = publish(storage, 1, a=b"old")
     before = folder.stamp("a")
     assert before == folder.stamp("a") is not None
@@ -153,7 +153,7 @@ def test_a_checkpoint_and_those_that_carry_its_parts_are_read_back(storage: Stor
     assert not (tmp_path / "nowhere").exists()
 
 
-def test_a_version_is_judged_anew_and_deleted(storage: Storage, tmp_path: Path) -> None:
+def test_a_version_is_judged_again_and_deleted(storage: Storage, tmp_path: Path) -> None:
     versions = Versions(tmp_path / "nowhere", storage)
     manifest = Manifest(
         number=1,
@@ -188,13 +188,13 @@ def synced(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[int, int], list[
     found: list[tuple[tuple[int, int], list[str]]] = []
     sync = os.fsync
 
-    def note(descriptor: int) -> None:
+    def record(descriptor: int) -> None:
         status = os.fstat(descriptor)
         if stat.S_ISDIR(status.st_mode):
             found.append(((status.st_dev, status.st_ino), sorted(os.listdir(descriptor))))
         sync(descriptor)
 
-    monkeypatch.setattr("os.fsync", note)
+    monkeypatch.setattr("os.fsync", record)
     return found
 
 

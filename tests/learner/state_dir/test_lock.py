@@ -42,10 +42,10 @@ def test_an_generation_is_later_than_all_that_are_known_also_where_its_file_was_
         assert generation == 9
 
 
-def test_one_that_has_lost_its_lock_is_told_by_the_generation(tmp_path: Path) -> None:
+def test_a_holder_that_has_lost_its_lock_is_found_by_the_generation(tmp_path: Path) -> None:
     with hold_state_directory(tmp_path) as first:
         check_generation(tmp_path, first)
-        (tmp_path / LOCK).unlink()  # as a network file system may let go of it
+        (tmp_path / LOCK).unlink()  # as a network file system may release it
         with hold_state_directory(tmp_path) as second:
             check_generation(tmp_path, second)
             with pytest.raises(SecondLearnerError, match="lost its lock"):
@@ -97,7 +97,7 @@ def test_one_that_is_stopping_is_waited_for(tmp_path: Path, caplog: pytest.LogCa
         stop.set()
         _until(lambda: (tmp_path / LOCK).read_bytes() == b"stopping")
         second = pool.submit(hold)
-        _until(lambda: "its end is waited for" in caplog.text)
+        _until(lambda: "waiting for its end" in caplog.text)
         assert not second.done()
         first.close()
         assert second.result(30) == 2
@@ -129,7 +129,7 @@ def test_a_learner_waits_for_a_command_however_short_its_patience(
         assert not learner.done()
         command.close()
         assert learner.result(30) == 2
-    assert caplog.text.count("waited for") == 1
+    assert caplog.text.count("waiting for") == 1
 
 
 def test_a_command_is_waited_for_only_so_long_and_is_no_fault_of_the_settings(
@@ -142,7 +142,7 @@ def test_a_command_is_waited_for_only_so_long_and_is_no_fault_of_the_settings(
                 pass
 
 
-def test_one_that_is_told_to_stop_waits_for_no_command(tmp_path: Path) -> None:
+def test_a_learner_that_is_stopping_waits_for_no_command(tmp_path: Path) -> None:
     stop = threading.Event()
     stop.set()
     with hold_state_directory(tmp_path, command="anabranch replay erase"), pytest.raises(StateBusyError):
@@ -174,7 +174,7 @@ def test_a_command_that_has_not_yet_said_what_it_is_is_waited_for(
         assert waiting.result(30) == 1
 
 
-def test_whether_it_is_held_is_told_without_holding_or_making_it(tmp_path: Path) -> None:
+def test_is_held_neither_locks_nor_creates_the_file(tmp_path: Path) -> None:
     assert not is_held(tmp_path)
     assert not (tmp_path / LOCK).exists()
     with hold_state_directory(tmp_path):

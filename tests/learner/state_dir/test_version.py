@@ -374,7 +374,7 @@ class TestCrashes:
         assert_whole(one, 2)
 
 
-def test_a_reader_beside_the_writer_sees_whole_versions_only(versions):
+def test_a_reader_sees_only_complete_versions_while_one_is_written(versions):
     last, errors, read = 60, [], []
 
     def read_all():
@@ -437,11 +437,11 @@ class TestTrainedThrough:
 
 def test_a_version_of_the_configured_model_is_one_whose_arguments_are_equal_after_json() -> None:
     settings = ModelSettings(factory="m:build", args={"sizes": (8, 1.0), "since": date(2026, 1, 2)})
-    wanted = reference_to(settings)
-    read = msgspec.json.decode(msgspec.json.encode(wanted), type=ModelReference)
-    assert other_model(read, wanted) is None
-    for args in ({}, {**wanted.args, "x" * 1000: 1}, {**wanted.args, "sizes": None}):
-        said = other_model(ModelReference("m:build", args, "classification"), wanted)
+    expected = reference_to(settings)
+    read = msgspec.json.decode(msgspec.json.encode(expected), type=ModelReference)
+    assert other_model(read, expected) is None
+    for args in ({}, {**expected.args, "x" * 1000: 1}, {**expected.args, "sizes": None}):
+        said = other_model(ModelReference("m:build", args, "classification"), expected)
         assert said is not None
         assert "set them back to serve it" in said
         assert len(said) < 300

@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def _anew() -> Iterator[None]:
+def _reset() -> Iterator[None]:
     """What one test compiles, and how it falls back, is none of another's."""
     torch._dynamo.reset()
     with torch._dynamo.config.patch(suppress_errors=False):

@@ -23,7 +23,7 @@ def test_gradients_are_clipped_as_torch_does_it_bit_for_bit(most: float, poison:
         other.grad = mine.grad.clone()
     norm = Gradients(ours, most).clip()
     torchs_norm = nn.utils.clip_grad_norm_(torchs, most).nan_to_num()
-    # Where nothing is clipped the norm only tells whether all is finite.
+    # Where nothing is clipped, the norm only shows whether all is finite.
     same = torch.allclose if math.isinf(most) else torch.equal
     assert same(norm.nan_to_num(), torchs_norm)
     if poison is None:

@@ -71,7 +71,7 @@ def test_a_checkpoint_keeps_where_the_schedule_is_and_the_config_sets_the_rate(s
         assert trainer.update.optimizer.param_groups[0]["lr"] == pytest.approx(expected)
 
 
-def test_a_restart_on_drift_wants_drift_to_be_looked_for() -> None:
+def test_a_restart_on_drift_requires_drift_actions() -> None:
     schedule = {"warmup_steps": 10, "restart": "drift"}
     LearnerSettings.model_validate({"schedule": schedule})
     with pytest.raises(ValidationError, match=r"drift\.actions is empty"):

@@ -44,7 +44,7 @@ def test_every_event_is_in_one_part_in_order_and_none_is_alone(n: int, sampled: 
 
 
 def often(kind: type[Strategy]) -> Strategy:
-    """Make a strategy that looks back after each step, if it does so at all."""
+    """Make a strategy that consolidates after each step, if it does so at all."""
     return kind(every=1) if "every" in inspect.signature(kind).parameters else kind()
 
 

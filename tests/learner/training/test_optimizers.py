@@ -25,7 +25,7 @@ def make_trainer(schema: Schema, **optimizer: object) -> Trainer:
     return Trainer(nn.Linear(3, 3), Classification(), STRATEGIES["none"](), schema, settings, CPU, precision)
 
 
-def test_the_config_knows_the_names() -> None:
+def test_the_config_has_the_same_names() -> None:
     assert set(get_args(OptimizerSettings.model_fields["name"].annotation)) == set(OPTIMIZERS)
 
 

@@ -144,7 +144,7 @@ def test_memory_that_runs_out_after_the_gradient_was_unscaled_halves_too(
 
 
 @pytest.mark.parametrize("error", kinds())
-def test_an_optimizer_whose_tensors_do_not_fit_is_told_by_its_name(
+def test_an_optimizer_whose_state_does_not_fit_is_named(
     schema: Schema, error: Callable[[], RuntimeError], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object, **__: object) -> None:
@@ -156,9 +156,11 @@ def test_an_optimizer_whose_tensors_do_not_fit_is_told_by_its_name(
     resumed.restore(whole.tensors(), whole.state())
     for each in (trainer, whole, resumed):
         monkeypatch.setattr(each.update.optimizer, "step", fail)
-    with pytest.raises(SettingsError, match=r"^learner.optimizer: cpu runs out of memory with what adam keeps") as told:
+    with pytest.raises(
+        SettingsError, match=r"^learner.optimizer: cpu runs out of memory with what adam keeps"
+    ) as raised:
         learn(trainer, schema, [0])
-    assert str(error()) in str(told.value)
+    assert str(error()) in str(raised.value)
     for each in (whole, resumed):  # which had room for them: others have taken it, and may give it back
         with pytest.raises(RuntimeError) as caught:
             learn(each, schema, [1])
@@ -204,14 +206,14 @@ def test_held_out_events_that_do_not_fit_are_scored_fewer_at_once(
     assert said == ["cpu ran out of memory: from now on 3 held-out events are scored at once"]
 
 
-def test_where_not_even_one_held_out_event_fits_the_error_is_told(schema: Schema) -> None:
+def test_where_not_even_one_held_out_event_fits_the_error_is_raised(schema: Schema) -> None:
     model = Narrow(0, kinds()[0])
     scorer = Scorer(model, Classification(), schema, CPU)
     with pytest.raises(torch.OutOfMemoryError):
         scorer.score(model.state_dict(), fake_columns(schema, range(50), label=[0]))
 
 
-def test_other_errors_are_no_want_of_memory(schema: Schema) -> None:
+def test_other_errors_are_not_out_of_memory(schema: Schema) -> None:
     trainer = make_trainer(schema, Narrow(1, lambda: RuntimeError("mat1 and mat2 shapes cannot be multiplied")))
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
         learn(trainer, schema, [0])

@@ -100,7 +100,7 @@ def test_the_learning_rate_is_scaled_from_that_of_the_config(schema: Schema, mak
     assert all(torch.equal(value, twice.snapshot()[name]) for name, value in scaled.snapshot().items())
 
 
-def test_a_strategy_that_looks_ahead_knows_the_rate_of_its_step_also_after_a_restart(
+def test_a_virtual_step_has_the_learning_rate_of_its_step_also_after_a_restart(
     schema: Schema, make_model: MakeModel
 ) -> None:
     def make() -> Trainer:
@@ -231,7 +231,7 @@ def test_a_checkpoint_of_fp32_goes_on_in_fp16(schema: Schema, make_model: MakeMo
 
 
 class Odd(nn.Linear):
-    """Has a mask of minus infinity, and statistics that it binds anew."""
+    """Has a mask of minus infinity, and statistics that it rebinds."""
 
     def __init__(self) -> None:
         super().__init__(3, 3)
@@ -243,7 +243,7 @@ class Odd(nn.Linear):
         return super().forward(x - self.mean.detach())
 
 
-def test_buffers_may_be_infinite_or_bound_anew(schema: Schema) -> None:
+def test_buffers_may_be_infinite_or_rebound(schema: Schema) -> None:
     trainer = make_trainer(schema, Odd())
     good = trainer.examples(fake_columns(schema, range(8), label=[0, 1, 2]))
     assert trainer.step(good).finite
@@ -397,7 +397,7 @@ def test_what_is_compiled_learns_on_a_gpu_what_it_learns_as_it_is(
 def test_a_gpu_that_is_out_of_memory_takes_the_step_in_smaller_parts(
     schema: Schema, make_model: MakeModel, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """More than eight events at once want more memory than there is."""
+    """More than eight events at once need more memory than there is."""
     cuda = torch.device("cuda")
     torch.cuda.empty_cache()
 
