@@ -104,7 +104,9 @@ def judge(hearing: GateInput, settings: GateSettings, *, bounded: bool) -> Verdi
     if hearing.served is None:
         return Verdict("inconclusive", ["there is no served version to compare it with"], {"rows": rows})
     if not rows or (rows < settings.min_rows and not hearing.held):
-        return Verdict("inconclusive", [f"{rows} held-out events are fewer than gate.min_rows"], {"rows": rows})
+        return Verdict(
+            "inconclusive", [f"{rows} of {settings.min_rows} held-out events, fewer than gate.min_rows"], {"rows": rows}
+        )
     failed, unsure, numbers = [], [], {"rows": float(rows)}
     for name, drop, most in _drops(hearing, hearing.served, settings, bounded=bounded):
         numbers |= {name: drop.candidate, f"{name}_rows": drop.rows, f"{name}_drop": drop.drop}
