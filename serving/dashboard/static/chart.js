@@ -72,15 +72,15 @@ function path(times, values, gap, x, y) {
   return drawn;
 }
 
-function niceTop(most) {
-  const power = 10 ** Math.floor(Math.log10(most || 1));
-  return [1, 2, 4, 5, 10].find((step) => step * power >= most) * power;
+function niceTop(largest) {
+  const power = 10 ** Math.floor(Math.log10(largest || 1));
+  return [1, 2, 4, 5, 10].find((step) => step * power >= largest) * power;
 }
 
 const TICKS = [10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600, 43200, 86400, 172800];
 
-function timeTicks(from, to, most) {
-  const step = TICKS.find((seconds) => (to - from) / seconds <= most) ?? 604800;
+function timeTicks(from, to, ticksAtMost) {
+  const step = TICKS.find((seconds) => (to - from) / seconds <= ticksAtMost) ?? 604800;
   const zone = new Date(from * 1000).getTimezoneOffset() * 60;
   const ticks = [];
   for (let tick = Math.ceil((from - zone) / step) * step + zone; tick <= to; tick += step) ticks.push(tick);
@@ -200,8 +200,8 @@ class Chart {
   point(event) {
     if (!this.data) return;
     const { from, to } = this.data, zero = this.x(from);
-    const place = event.clientX - this.host.getBoundingClientRect().left;
-    this.move(from + ((place - zero) / (this.x(to) - zero)) * (to - from));
+    const pointer = event.clientX - this.host.getBoundingClientRect().left;
+    this.move(from + ((pointer - zero) / (this.x(to) - zero)) * (to - from));
   }
 
   key(event) {
@@ -236,7 +236,7 @@ class Chart {
       drawing.append(shape("circle", { class: `point mark ${line.kind}`, cx: at, cy: this.y(line.values[i]), r: 4.5 }));
     }
     const rows = known.map((line) => element("tr", {}, element("th", {}, line.short), element("td", {}, format(line.values[i]))));
-    this.tip.replaceChildren(clock(times[i]), element("table", {}, ...rows), ...this.near(times[i]).map((mark) => element("p", {}, mark.text)));
+    this.tip.replaceChildren(clock(times[i]), element("table", {}, ...rows), ...this.near(times[i]).map((mark) => element("p", {}, mark.count > 1 ? `${mark.text} (${mark.count} of them)` : mark.text)));
     const leftwards = at > this.host.clientWidth / 2;
     this.tip.style.transform = `translateX(${Math.max(0, leftwards ? at - this.tip.offsetWidth - 14 : at + 14)}px)`;
   }
@@ -245,9 +245,9 @@ class Chart {
 /* A line without axes: the first series strong, the second faint; from 0 to the greater maximum. */
 function spark(host, times, series, from, to, gap) {
   const width = host.clientWidth, height = host.clientHeight;
-  const most = Math.max(...series.flat().filter((value) => value !== null), 0) || 1;
+  const largest = Math.max(...series.flat().filter((value) => value !== null), 0) || 1;
   const x = (time) => ((time - from) / (to - from)) * width;
-  const y = (value) => height - 1 - (value / most) * (height - 3);
+  const y = (value) => height - 1 - (value / largest) * (height - 3);
   const base = shape("line", { class: "grid", x1: 0, x2: width, y1: height - 0.5, y2: height - 0.5 });
   const curves = series.map((values, i) => shape("path", { class: "ab"[i], d: path(times, values, gap, x, y) }));
   host.replaceChildren(shape("svg", { viewBox: `0 0 ${width} ${height}`, "aria-hidden": "true" }, base, ...curves.reverse()));

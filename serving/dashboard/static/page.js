@@ -11,7 +11,7 @@ const HELP = {
   old: "Accuracy on the older three quarters of the holdout set, which the model never trains on.",
   worst: "Of all classes, the lowest accuracy on the holdout set.",
   baseline: "The same figure of a second learner, on the same events, that runs for comparison.",
-  zoom: "Starts the y axis at the 1st percentile of the values instead of 0.",
+  zoom: "Starts the y axis at the 1st percentile of the values instead of 0, the baseline left out.",
   freshness: "Time from the append of an event to Kafka until a version that has trained on it is served. Median and 99th percentile over the last minute.",
   latency: "Time from the receipt of an inference request to its reply. Median and 99th percentile over the last minute.",
   lag: "Offsets between the end of the topic's partitions and what has its outcome, and how long the oldest of them has waited.",
@@ -34,7 +34,7 @@ const grouped = new Intl.NumberFormat("en");
 const known = (value) => value !== null && value !== undefined;
 const count = (value) => (known(value) ? grouped.format(value) : NONE);
 const rate = (value) => (known(value) ? grouped.format(Number(value.toFixed(value < 100 ? 1 : 0))) : NONE);
-const percent = (value, whole) => (known(value) ? `${(100 * value).toFixed(whole === true ? 0 : 1)} %` : NONE);
+const percent = (value, rounded) => (known(value) ? `${(100 * value).toFixed(rounded === true ? 0 : 1)} %` : NONE);
 const digits = (value) => (known(value) ? String(Number(value.toPrecision(3))) : NONE);
 function duration(seconds) {
   if (!known(seconds)) return NONE;
@@ -162,7 +162,7 @@ function headline(state, sentence, problems) {
 
 /* the page */
 const regression = () => Object.keys(status.learner?.error ?? {}).length > 0 || status.task === "regression";
-const score = (value, whole) => (regression() ? digits(value) : percent(value, whole));
+const score = (value, rounded) => (regression() ? digits(value) : percent(value, rounded));
 
 function render() {
   const { learner, serving, health } = status;
@@ -195,7 +195,7 @@ function lines() {
   const all = [
     { kind: "now", series: "now", name: "Now", short: "now", about: "newest events, before training", value: now?.now },
     { kind: "old", series: "old", name: "Old", short: "old", about: "older held-out events", value: now?.old },
-    { kind: "worst", series: "worst", name: "Worst class", short: "worst class", about: "held-out events of the class with the lowest", value: now?.worst },
+    { kind: "worst", series: "worst", name: "Worst class", short: "worst class", about: "held-out events, lowest of all classes", value: now?.worst },
     { kind: "baseline", series: "baseline_old", name: plain ? "Old, without replay" : "Old, baseline", short: plain ? "no replay" : "baseline", about: plain ? "older held-out events, baseline" : "the baseline", value: other?.old },
   ];
   return all.filter((line) => (line.kind !== "baseline" || baseline) && (line.kind !== "worst" || !regression()));
@@ -228,7 +228,7 @@ function renderAccuracy() {
   const { from } = bounds(), marks = points.events.filter((event) => event.until >= from);
   chart.draw({
     ...bounds(), times, gap, format: score,
-    top, bottom: $("zoom").checked ? zoomedBottom(values.flat(), top) : 0, marks,
+    top, bottom: $("zoom").checked ? zoomedBottom(drawn.flatMap((line, i) => (line.kind === "baseline" ? [] : values[i])), top) : 0, marks,
     empty: status.learner ? "No figures yet: the first held-out events are on their way" : "The learner has not reported yet",
     lines: drawn.map((line, i) => ({ ...line, values: values[i] })),
   });
@@ -299,7 +299,7 @@ const STATUSES = { swapped: "replaced", "rolled back": "rejected" };
 /* How far an inconclusive version was from a verdict, such as "17 of 1,000 holdout events". */
 function compared(version) {
   const rows = /^(\d+) of (\d+) (?:held-out|holdout) events/.exec(version.reason ?? "");
-  return rows ? `: ${count(Number(rows[1]))} of ${count(Number(rows[2]))} holdout events` : "";
+  return rows ? `${count(Number(rows[1]))} of ${count(Number(rows[2]))} holdout events` : "";
 }
 
 /* What a person may order about a version. */
@@ -319,12 +319,12 @@ function versionRows(version) {
     element("td", { class: "num wide" }, count(version.step)),
     element("td", { class: "num" }, known(old) ? score(scores * old) : NONE),
     element("td", { class: version.verdict ?? "" }, element("span", { class: "glyph", "aria-hidden": "true" }, VERDICTS[version.verdict] ?? ""),
-      element("span", version.verdict ? why : {}, version.verdict ?? NONE), element("span", { class: "wide" }, version.verdict === "inconclusive" ? compared(version) : "")),
+      element("span", version.verdict ? why : {}, version.verdict ?? NONE), ...(version.verdict === "inconclusive" && compared(version) ? [":", element("span", { class: "compared" }, ` ${compared(version)}`)] : [])),
     element("td", { class: version.fate === "rolled back" ? "refused" : version.fate }, shown),
     element("td", { class: "actions" }, ...orders(version).map((action) =>
       element("button", { type: "button", "data-key": action, "data-action": action, "aria-label": `${TITLES[action]} version ${version.number}` }, TITLES[action]))));
-  const told = ["refused", "rolled back"].includes(version.fate) && version.reason;
-  return told ? [row, element("tr", { class: "reason", "data-key": `${version.number} reason` }, element("td", { colspan: "7" }, version.reason))] : [row];
+  const explains = ["refused", "rolled back"].includes(version.fate) && version.reason;
+  return explains ? [row, element("tr", { class: "reason", "data-key": `${version.number} reason` }, element("td", { colspan: "7" }, version.reason))] : [row];
 }
 
 function renderVersions() {
@@ -452,7 +452,7 @@ document.addEventListener("keydown", (event) => { if (event.key === "Escape") no
 const TITLES = { promote: "Promote", pin: "Pin", unpin: "Unpin", reject: "Reject" };
 const CONFIRMED = {
   promote: (number) => `Version ${number} is served whatever its verdict, and versions newer than it that are there now are not. The next version that passes the gate replaces it.`,
-  reject: (number) => `Version ${number} is not served again. If it is served now, an older version replaces it, and versions between them are not served either. This cannot be undone from here.`,
+  reject: (number) => `Version ${number} is never served again, and if it is served now, an older version replaces it. It comes back only when a person promotes it.`,
 };
 const pending = { action: "", number: 0 };
 
