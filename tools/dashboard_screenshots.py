@@ -31,13 +31,13 @@ def take(folder: Path) -> None:
     """Run the demo for two minutes and write `dashboard-light.png` and `dashboard-dark.png` into `folder`."""
     from playwright.sync_api import sync_playwright
 
-    found = next((path for name in _BROWSERS if (path := shutil.which(name))), None)
-    if found is None:
+    chromium = next((path for name in _BROWSERS if (path := shutil.which(name))), None)
+    if chromium is None:
         raise SettingsError(f"there is no browser on the path; install one of {', '.join(_BROWSERS)}")
     folder.mkdir(parents=True, exist_ok=True)
     with _demo() as url, sync_playwright() as playwright:
         time.sleep(_SECONDS)
-        browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox", "--disable-gpu"])
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
         for scheme in ("light", "dark"):
             page = browser.new_page(
                 viewport={"width": _WIDTH, "height": _HEIGHT}, device_scale_factor=_SCALE, color_scheme=scheme
@@ -45,7 +45,7 @@ def take(folder: Path) -> None:
             page.goto(url)
             page.wait_for_selector("[data-state=well]")
             picture = page.screenshot(full_page=True)
-            page.goto("about:blank")  # whose policy lets a picture be looked at
+            page.goto("about:blank")  # whose policy allows pictures
             (folder / f"dashboard-{scheme}.png").write_bytes(_with_few_colours(_pixels(page, picture)))
             page.close()
         browser.close()
@@ -63,11 +63,11 @@ def _demo() -> Iterator[str]:
             process.communicate()
 
 
-def _url(said: IO[str]) -> str:
-    for line in said:
-        found = re.search(r"look at it on (\S+)", line)
-        if found:
-            return found[1]
+def _url(lines: IO[str]) -> str:
+    for line in lines:
+        match = re.search(r"look at it on (\S+)", line)
+        if match:
+            return match[1]
     raise SettingsError("the demo did not start; run `anabranch demo --headless` to see why")
 
 
@@ -79,14 +79,14 @@ def _pixels(page: Any, picture: bytes) -> NDArray[np.uint8]:
 
 
 def _with_few_colours(pixels: NDArray[np.uint8]) -> bytes:
-    """Return a PNG of the 256 most frequent colours, a fraction of the size; the rest are sampled in the nearest."""
+    """Return a PNG of the 256 most frequent colours, a fraction of the size; the rest become the nearest of them."""
     height, width, _ = pixels.shape
     packed = pixels.astype(np.uint32) @ np.array([1 << 16, 1 << 8, 1], np.uint32)
-    found, place, count = np.unique(packed, return_inverse=True, return_counts=True)
-    colours = np.stack([found >> 16, found >> 8 & 255, found & 255], axis=1).astype(np.uint8)
+    packed_colours, inverse, count = np.unique(packed, return_inverse=True, return_counts=True)
+    colours = np.stack([packed_colours >> 16, packed_colours >> 8 & 255, packed_colours & 255], axis=1).astype(np.uint8)
     kept = colours[np.argsort(-count)[:256]]
     distance = ((colours[:, None, :].astype(np.int32) - kept[None, :, :]) ** 2).sum(axis=2)
-    index = distance.argmin(axis=1).astype(np.uint8)[place].reshape(height, width)
+    index = distance.argmin(axis=1).astype(np.uint8)[inverse].reshape(height, width)
     rows = np.pad(index, ((0, 0), (1, 0))).tobytes()  # each row is preceded by the number of its filter: none
     header = struct.pack(">IIBBBBB", width, height, 8, 3, 0, 0, 0)
     chunks = ((b"IHDR", header), (b"PLTE", kept.tobytes()), (b"IDAT", zlib.compress(rows, 9)), (b"IEND", b""))

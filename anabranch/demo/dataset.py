@@ -19,6 +19,14 @@ CLASSES = 10
 ENDLESS_PHASE = 2_000
 """Events of a class in a row where the stream has no end."""
 MALFORMED_EVERY = 1_000
+POISONED_EVENTS = 3_000
+"""Events in a row whose labels are wrong, where the stream has no end: five seconds at the default rate."""
+POISONED_FROM = 30_000
+"""Events before them: by then the gate has enough held-out events to decide."""
+SWAPPED_LABELS = (4, 9)
+"""The digits of a poisoned phase, each labelled as the other."""
+POISONED_EVERY = 90_000
+"""Events from the beginning of one poisoned phase to that of the next."""
 _HELD_OUT_FRACTION = 0.2
 _NOISE = 0.06
 
@@ -42,6 +50,8 @@ class Message:
     value: bytes
     phase: int
     malformed: bool = False
+    poisoned: bool = False
+    """Whether its label is wrong on purpose."""
 
 
 def load_digits(seed: int) -> Digits:
@@ -50,11 +60,11 @@ def load_digits(seed: int) -> Digits:
     Raises:
         SettingsError: scikit-learn is not installed.
     """
-    found = importlib.util.find_spec("sklearn")
-    if found is None or found.origin is None:
+    sklearn = importlib.util.find_spec("sklearn")
+    if sklearn is None or sklearn.origin is None:
         raise SettingsError("the demo's data is not installed: pip install 'anabranch[embedded]'")
     # Read as scikit-learn does; to import it, with scipy, takes a second and a half.
-    rows = np.loadtxt(Path(found.origin).parent / "datasets/data/digits.csv.gz", delimiter=",")
+    rows = np.loadtxt(Path(sklearn.origin).parent / "datasets/data/digits.csv.gz", delimiter=",")
     pixels = (rows[:, :-1] / 16).astype(np.float32)
     labels = rows[:, -1].astype(np.int64)
     order = np.random.default_rng(seed).permutation(len(labels))
@@ -65,17 +75,26 @@ def load_digits(seed: int) -> Digits:
 def messages(digits: Digits, seed: int, events: int | None) -> Iterator[Message]:
     """Yield the stream: with `events` it has so many messages and ten phases of one class, else it goes round for ever.
 
-    One message in a thousand is malformed, in ways that take turns. The same seed gives the same stream.
+    One message in a thousand is malformed, in ways that take turns. A stream without end has poisoned phases, in which
+    two digits have each other's label: the gate has to refuse what is trained on them. The same seed gives the same
+    stream.
     """
     rng = np.random.default_rng(seed + 1)
     rows_of = [np.flatnonzero(digits.stream_labels == label) for label in range(CLASSES)]
-    for place in count() if events is None else range(events):
-        phase = place // ENDLESS_PHASE % CLASSES if events is None else place * CLASSES // events
-        row = rng.choice(rows_of[phase])
-        image = vary(digits.stream_pixels[row], rng)
-        malformed = place % MALFORMED_EVERY == MALFORMED_EVERY // 2
-        value = _malformed(image, phase, place // MALFORMED_EVERY) if malformed else encode(image, phase)
-        yield Message(value, phase, malformed)
+    for number in count() if events is None else range(events):
+        phase = number // ENDLESS_PHASE % CLASSES if events is None else number * CLASSES // events
+        poisoned = events is None and is_poisoned(number)
+        digit = int(rng.choice(SWAPPED_LABELS)) if poisoned else phase
+        image = vary(digits.stream_pixels[rng.choice(rows_of[digit])], rng)
+        label = sum(SWAPPED_LABELS) - digit if poisoned else digit
+        malformed = number % MALFORMED_EVERY == MALFORMED_EVERY // 2
+        value = _malformed(image, label, number // MALFORMED_EVERY) if malformed else encode(image, label)
+        yield Message(value, phase, malformed, poisoned)
+
+
+def is_poisoned(number: int) -> bool:
+    """Whether the event of this number is in a poisoned phase of a stream without end."""
+    return number >= POISONED_FROM and (number - POISONED_FROM) % POISONED_EVERY < POISONED_EVENTS
 
 
 def vary(image: Images, rng: np.random.Generator) -> Images:

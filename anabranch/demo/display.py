@@ -102,6 +102,7 @@ class LivePanel:
             rows.add_row("", _bar("no replay", figures.accuracy("old", baseline=True), "red", self._baseline_old))
         rows.add_row("replay", _replay(figures))
         rows.add_row("serving", _serving(figures))
+        rows.add_row("gate", _gate(figures))
         rows.add_row("requests", _requests(figures))
         rows.add_row(
             "freshness",
@@ -131,7 +132,8 @@ def plain_line(figures: DemoSnapshot) -> str:
         f"freshness p99 {seconds(figures.freshness_p99_seconds)}  "
         f"{figures.requests:,} requests, {figures.failures} failed"
     )
-    return "; ".join([line, *figures.problems])
+    gate = [f"gate: {_gate(figures)}"] if figures.poisoned or _held_reasons(figures) else []
+    return "; ".join([line, *gate, *figures.problems])
 
 
 def sparkline(values: deque[float]) -> str:
@@ -174,6 +176,23 @@ def _serving(figures: DemoSnapshot) -> str:
     if figures.serving is None or figures.serving.version is None:
         return "waits for the first version"
     return f"version {figures.serving.version}, swapped {figures.serving.swaps.get('swapped', 0):,} times under load"
+
+
+def _gate(figures: DemoSnapshot) -> Text:
+    """Return what the quality gate decided about the newest version; in a poisoned phase also that it is one."""
+    learner, text = figures.learner, Text()
+    if figures.poisoned:
+        text.append("the producer sends wrong labels on purpose; ", style="magenta")
+    if learner is None or learner.version is None or learner.verdict is None:
+        return text.append("nothing judged yet")
+    if reasons := _held_reasons(figures):
+        return text.append(f"version {learner.version} FAIL: {reasons[0]}", style="red")
+    return text.append(f"version {learner.version} {learner.verdict}")
+
+
+def _held_reasons(figures: DemoSnapshot) -> list[str]:
+    """Return why the newest version failed; nothing where it did not."""
+    return figures.learner.held_reasons if figures.learner else []
 
 
 def _requests(figures: DemoSnapshot) -> Text:

@@ -20,17 +20,17 @@ class Freshness:
         self._samples: deque[float] = deque(maxlen=_KEPT_SAMPLES)
 
     def sent(self, partition: str, offset: int, moment: float) -> None:
-        """Note an event sent at `moment`; the reply that has learned it may have been noted before."""
+        """Record an event sent at `moment`; the reply whose model was trained on it may have been recorded before."""
         with self._lock:
             steps = self._learned[partition]
-            place = bisect.bisect_left(steps, offset, key=lambda step: step[0])
-            if place < len(steps):
-                self._samples.append(max(0.0, steps[place][1] - moment))
+            step = bisect.bisect_left(steps, offset, key=lambda known: known[0])
+            if step < len(steps):
+                self._samples.append(max(0.0, steps[step][1] - moment))
             else:
                 bisect.insort(self._waiting[partition], (offset, moment))
 
     def replied(self, trained_through: Mapping[str, int], moment: float) -> None:
-        """Note a reply, received at `moment`, of a model that has learned each partition up to an offset, inclusive."""
+        """Record a reply, received at `moment`, of a model trained through an offset of each partition, inclusive."""
         with self._lock:
             for partition, offset in trained_through.items():
                 steps = self._learned[partition]

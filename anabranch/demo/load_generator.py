@@ -38,7 +38,7 @@ class LoadGenerator:
         self._latencies: deque[float] = deque(maxlen=_WINDOW)
         self._thread = threading.Thread(target=self._run, name="prober", daemon=True)
         self.classes_seen = 1
-        """Only digits below it are asked for; set by whoever knows how far the stream is."""
+        """Only digits below it are requested; set by the demo, which follows the stream."""
         self.requests = 0
         self.failures = 0
         self.last_failure: str | None = None
@@ -56,7 +56,7 @@ class LoadGenerator:
         return latencies[min(len(latencies) - 1, int(quantile * len(latencies)))] if latencies else None
 
     def start(self) -> None:
-        """Begin to ask; requests count from the first moment at which serving says that it is ready."""
+        """Start to send requests; they count from the first moment at which serving is ready."""
         self._thread.start()
 
     def stop(self) -> None:

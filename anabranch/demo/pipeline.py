@@ -18,10 +18,24 @@ from learner.state_dir.report import REPORT as LEARNER_REPORT
 _THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 """The demo's models are so small that more threads only get into each other's way."""
 
+_DECIDING = {
+    "VERSIONS__PUBLISH_EVERY": "2s",
+    "GATE__HOLDOUT_FRACTION": 0.2,
+    "GATE__HOLDOUT_ROWS": 4000,
+    "GATE__MIN_ROWS": 3500,
+    "GATE__MAX_DROP_NEW": 0.25,
+    "GATE__MAX_DROP_OLD": 0.1,
+}
+"""Settings by which the gate of a watched demo decides.
+
+Versions are inconclusive until every class was held out. Later ones pass, although the stream changes its class every
+few seconds, and those of a poisoned phase fail.
+"""
+
 
 @dataclass(frozen=True)
 class DemoPipeline:
-    """Where everything lies, and what runs."""
+    """The paths and processes of a demo."""
 
     config: Config
     environment: Mapping[str, str]
@@ -37,10 +51,13 @@ class DemoPipeline:
         return f"http://127.0.0.1:{self.config.pipeline.serving.port}"
 
 
-def lay_out(folder: Path, bootstrap: str, port: int, *, own_broker: bool, baseline: bool) -> DemoPipeline:
+def lay_out(
+    folder: Path, bootstrap: str, port: int, *, own_broker: bool, baseline: bool, endless: bool
+) -> DemoPipeline:
     """Write the example into `folder`, and return what is to run there.
 
-    On a broker of the user's own (`own_broker`) the topics get names that nobody else has.
+    On a broker of the user's own (`own_broker`) the topics get names that nobody else has. An `endless` stream is
+    watched, so its gate gets what it takes to decide soon: more held-out events and fewer versions.
     """
     write_example(folder)
     stem = f"anabranch-demo-{uuid.uuid4().hex[:8]}." if own_broker else ""
@@ -55,6 +72,8 @@ def lay_out(folder: Path, bootstrap: str, port: int, *, own_broker: bool, baseli
         "LEARNER__STATUS": f"127.0.0.1:{_free_port_beside(port)}",
         "STATE_DIR": str(folder / "var"),
     }
+    if endless:
+        overrides |= _DECIDING
     baseline_state_dir = folder / "baseline" if baseline else None
     if baseline_state_dir is not None:
         overrides["SERVING__BASELINE"] = str(baseline_state_dir)

@@ -1,6 +1,6 @@
 """`python -m anabranch.demo.producer`: sends the demo's stream, in a process of its own as a user's producer would be.
 
-It begins with the first byte on stdin and stops when stdin ends; what it does it tells as JSON lines on stdout.
+It begins with the first byte on stdin and stops when stdin ends. It reports its progress as JSON lines on stdout.
 """
 
 import argparse
@@ -26,7 +26,7 @@ _STDOUT = 1
 
 
 class Acknowledged(msgspec.Struct, frozen=True, tag="acknowledged"):
-    """The broker has an event that was sent at `time`, in seconds since 1970; told of each tenth one."""
+    """The broker has an event that was sent at `time`, in seconds since 1970; reported for every tenth event."""
 
     partition: str
     """As `topic:partition`."""
@@ -35,10 +35,12 @@ class Acknowledged(msgspec.Struct, frozen=True, tag="acknowledged"):
 
 
 class Progress(msgspec.Struct, frozen=True, tag="progress"):
-    """So many messages were sent, and the stream is at this class."""
+    """The number of messages sent, and the class that the stream is at."""
 
     sent: int
     phase: int
+    poisoned: bool = False
+    """Whether labels are wrong on purpose now."""
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
@@ -48,7 +50,7 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
     last_offsets: dict[str, int]
 
 
-News = Acknowledged | Progress | Done
+ProducerReport = Acknowledged | Progress | Done
 
 
 def send(stream: Iterator[Message], rate: float, producer: EventProducer, topic: str, stop: threading.Event) -> int:
@@ -63,7 +65,7 @@ def send(stream: Iterator[Message], rate: float, producer: EventProducer, topic:
         producer.send(message.value, partial(_acknowledged, topic, time.time()) if sampled else None)
         sent += 1
         if time.monotonic() >= next_progress:
-            _tell(Progress(sent, message.phase))
+            _report(Progress(sent, message.phase, message.poisoned))
             next_progress = time.monotonic() + _PROGRESS_SECONDS
     producer.flush()
     return sent
@@ -90,18 +92,18 @@ def main() -> None:
             stop_with_parent(stop)
             stream = messages(digits, arguments.seed, arguments.events)
             sent = send(stream, arguments.rate, producer, topic, stop)
-            _tell(Done(sent, producer.last_offsets))
+            _report(Done(sent, producer.last_offsets))
         finally:
             producer.close()
 
 
 def _acknowledged(topic: str, moment: float, partition: int, offset: int) -> None:
-    _tell(Acknowledged(f"{topic}:{partition}", offset, moment))
+    _report(Acknowledged(f"{topic}:{partition}", offset, moment))
 
 
-def _tell(news: News) -> None:
+def _report(report: ProducerReport) -> None:
     # One write of less than PIPE_BUF is not mixed with those of other threads.
-    os.write(_STDOUT, msgspec.json.encode(news) + b"\n")
+    os.write(_STDOUT, msgspec.json.encode(report) + b"\n")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from anabranch.demo.freshness import Freshness
-from anabranch.demo.producer import Acknowledged, Done, News, Progress
+from anabranch.demo.producer import Acknowledged, Done, ProducerReport, Progress
 from anabranch.runtime.lifecycle import Exit
 
 _STOP_SECONDS = 10.0
@@ -29,7 +29,7 @@ class StreamProgress:
 
 
 class ProducerProcess:
-    """Starts the producer and hears its news, in a thread of its own. Its figures may be read at any time."""
+    """Starts the producer and receives its reports, in its own thread. Its figures may be read at any time."""
 
     def __init__(
         self, config: Path, stream: StreamProgress, environment: Mapping[str, str], output: Path, freshness: Freshness
@@ -43,10 +43,11 @@ class ProducerProcess:
         if stream.events is not None:
             self._command += ["--events", str(stream.events)]
         self._process: subprocess.Popen[bytes] | None = None
-        self._thread = threading.Thread(target=self._listen, name="feed", daemon=True)
+        self._thread = threading.Thread(target=self._receive_all, name="feed", daemon=True)
         self._recent: deque[tuple[float, int]] = deque(maxlen=25)
         self.sent = 0
         self.phase = 0
+        self.poisoned = False
         self.classes_seen = 1
         self.done: Done | None = None
 
@@ -88,7 +89,7 @@ class ProducerProcess:
         return Exit(code) if code in (Exit.SETTINGS, Exit.DEPENDENCY) else Exit.BUG
 
     def stop(self) -> None:
-        """Let the producer finish what is on its way, and end it."""
+        """Let the producer finish the messages in flight, and stop it."""
         if self._process is None:
             return
         process = self._process
@@ -103,21 +104,21 @@ class ProducerProcess:
             self._thread.join()
             self._process = None
 
-    def _listen(self) -> None:
+    def _receive_all(self) -> None:
         assert self._process is not None
         assert self._process.stdout is not None
-        decoder = msgspec.json.Decoder(News)
+        decoder = msgspec.json.Decoder(ProducerReport)
         with self._process.stdout as lines:
             for line in lines:
-                self._hear(decoder.decode(line))
+                self._receive(decoder.decode(line))
 
-    def _hear(self, news: News) -> None:
-        match news:
+    def _receive(self, report: ProducerReport) -> None:
+        match report:
             case Acknowledged(partition, offset, moment):
                 self._freshness.sent(partition, offset, moment)
-            case Progress(sent, phase):
-                self.sent, self.phase = sent, phase
+            case Progress(sent, phase, poisoned):
+                self.sent, self.phase, self.poisoned = sent, phase, poisoned
                 self.classes_seen = max(self.classes_seen, phase + 1)
                 self._recent.append((time.monotonic(), sent))
             case Done(sent):
-                self.sent, self.done = sent, news
+                self.sent, self.done = sent, report

@@ -24,7 +24,7 @@ class DemoReport(msgspec.Struct, frozen=True, kw_only=True):
     freshness_p50_seconds: float | None
     freshness_p99_seconds: float | None
     serving_freshness_p50_seconds: float | None
-    """As serving tells it, of the last minute; those above are measured from outside."""
+    """As serving reports it, of the last minute; those above are measured from outside."""
     serving_freshness_p99_seconds: float | None
     replay_rows: dict[str, int]
     seconds: float

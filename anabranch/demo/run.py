@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line says."""
+    """The options of the command line."""
 
     events: int | None = None
     headless: bool = False
@@ -66,7 +66,14 @@ def run_demo(options: Options) -> Exit:
     with stop_on_signals() as stop, contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="anabranch-demo-")))
         bootstrap = options.bootstrap or stack.enter_context(_embedded_broker())
-        pipeline = lay_out(folder, bootstrap, port, own_broker=options.bootstrap is not None, baseline=options.baseline)
+        pipeline = lay_out(
+            folder,
+            bootstrap,
+            port,
+            own_broker=options.bootstrap is not None,
+            baseline=options.baseline,
+            endless=options.events is None,
+        )
         stack.enter_context(_topics(pipeline, keep=options.bootstrap is None))
         request = folder / "request.json"
         request.write_bytes(request_body(digits.request_pixels[0]))
@@ -108,7 +115,7 @@ class _Demo:
 
     def figures(self) -> DemoSnapshot:
         """Return the figures of this moment."""
-        return self._sources.look(self._supervisor.restarts)
+        return self._sources.read(self._supervisor.restarts)
 
     def run(self, display: Display, stop: threading.Event) -> Exit:
         """Start all, watch until the end, stop all: requests, stream, learner with baseline and serving, in this

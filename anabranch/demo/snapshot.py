@@ -1,4 +1,4 @@
-"""What the demo knows of its parts at one moment, and whether that is the end."""
+"""The state of the demo at one moment, and whether it is complete."""
 
 import time
 from collections.abc import Callable
@@ -18,7 +18,7 @@ _PATIENCE_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class DemoSnapshot:
-    """One moment of the demo; what cannot be told yet is None."""
+    """The state of the demo at one moment; figures that are not known yet are None."""
 
     seconds: float
     sent: int
@@ -39,6 +39,8 @@ class DemoSnapshot:
     freshness_p50_seconds: float | None
     freshness_p99_seconds: float | None
     restarts: dict[str, int]
+    poisoned: bool = False
+    """Whether the producer sends wrong labels on purpose now."""
 
     @property
     def outcomes(self) -> dict[str, int]:
@@ -49,9 +51,9 @@ class DemoSnapshot:
     def problems(self) -> list[str]:
         """What does not work, in sentences."""
         parts = (("learner", self.learner), ("baseline", self.baseline), ("serving", self.serving))
-        said = [f"{name}: {sentence}" for name, report in parts if report for sentence in report.problems]
-        said += [f"{name} was started again {count} times" for name, count in self.restarts.items() if count]
-        return [*said, f"the last request failed: {self.last_failure}"] if self.last_failure else said
+        problems = [f"{name}: {sentence}" for name, report in parts if report for sentence in report.problems]
+        problems += [f"{name} was started again {count} times" for name, count in self.restarts.items() if count]
+        return [*problems, f"the last request failed: {self.last_failure}"] if self.last_failure else problems
 
     def accuracy(self, window: str, *, baseline: bool = False) -> float | None:
         """Return an accuracy of the learner or of its baseline."""
@@ -71,7 +73,7 @@ class SnapshotSources:
     prober: LoadGenerator
     freshness: Freshness
 
-    def look(self, restarts: dict[str, int]) -> DemoSnapshot:
+    def read(self, restarts: dict[str, int]) -> DemoSnapshot:
         """Return the figures of this moment."""
         feed, prober = self.feed, self.prober
         return DemoSnapshot(
@@ -92,6 +94,7 @@ class SnapshotSources:
             freshness_p50_seconds=self.freshness.seconds(0.5),
             freshness_p99_seconds=self.freshness.seconds(0.99),
             restarts=restarts,
+            poisoned=feed.poisoned,
         )
 
 

@@ -104,7 +104,8 @@ def judge(inputs: GateInput, settings: GateSettings, *, bounded: bool) -> Verdic
     if inputs.served is None:
         return Verdict("inconclusive", ["there is no served version to compare it with"], {"rows": rows})
     if not rows or (rows < settings.min_rows and not inputs.held):
-        return Verdict("inconclusive", [f"{rows} held-out events are fewer than gate.min_rows"], {"rows": rows})
+        reason = f"{rows} of {settings.min_rows} held-out events, fewer than gate.min_rows"
+        return Verdict("inconclusive", [reason], {"rows": rows})
     failed, unsure, numbers = [], [], {"rows": float(rows)}
     for name, drop, limit in _drops(inputs, inputs.served, settings, bounded=bounded):
         numbers |= {name: drop.candidate, f"{name}_rows": drop.rows, f"{name}_drop": drop.drop}

@@ -1,4 +1,4 @@
-"""What `/api/status` and `/api/history` say: learner, baseline and serving together, now and over time."""
+"""The content of `/api/status` and `/api/history`: learner, baseline and serving together, now and over time."""
 
 import time
 from pathlib import Path
@@ -6,7 +6,9 @@ from threading import Lock
 from typing import Any
 
 from learner.state_dir.report import LAG_STALE, LearnerReport, read_report
+from serving.dashboard.events import EventDetector
 from serving.dashboard.time_series import RESOLUTIONS, History
+from serving.dashboard.version_history import VersionHistory, VersionRow
 from serving.model.deployment import Deployment
 from serving.reporting.health import ReportAge, judge
 from serving.reporting.report import ServingReport
@@ -27,11 +29,11 @@ SERIES = (
     "request_p50_seconds",
     "request_p99_seconds",
 )
-"""What is kept over time; the windows hold the accuracy, or for regression the error."""
+"""The series that are kept over time; the windows hold the accuracy, or for regression the error."""
 
 
 class Overview:
-    """The picture of a whole pipeline. Its methods read files, so they are not for the event loop's thread."""
+    """The state of a whole pipeline. Its methods read files, so the event loop's thread may not call them."""
 
     def __init__(
         self, deployment: Deployment, swap: VersionSwapper, baseline: str, worker: PoolWorker | None = None
@@ -43,13 +45,18 @@ class Overview:
         self._worker = worker
         self._began = time.time()
         self._registry = VersionList(deployment, swap, self._began)
+        self._thinned = VersionHistory()
         self._lock = Lock()
         self._learner_age, self._baseline_age = ReportAge(), ReportAge()
         self.history = History(SERIES)
+        self._detector = EventDetector(self.history.events, self._began)
 
     def sample(self, serving: ServingReport) -> None:
-        """Take the figures of this moment into the history; figures of a part that is silent are gaps."""
-        now, serving = time.time(), self._whole(serving)
+        """Add the figures of now to the history, and what happened since the last call.
+
+        Figures of a part that does not report are gaps.
+        """
+        now, serving = time.time(), self._of_all_workers(serving)
         learner, baseline = read_report(self._state_dir), _read(self._baseline)
         values: dict[str, float | None] = {name: getattr(serving, name) for name in SERIES if name.endswith("_seconds")}
         if learner is not None and not self._learner_age.is_silent(learner):
@@ -60,14 +67,13 @@ class Overview:
         if baseline is not None and not self._baseline_age.is_silent(baseline):
             values |= {f"baseline_{name}": score for name, score in _scores(baseline).items() if name in _WINDOWS}
         self.history.add(now, values)
+        self._detector.update(now, learner, serving, self._versions())
 
     def status(self, serving: ServingReport) -> dict[str, Any]:
-        """Return everything that is known now, as JSON values."""
+        """Return the state of now, as JSON values."""
         learner, now = read_report(self._state_dir), time.time()
-        serving = self._whole(serving)
+        serving = self._of_all_workers(serving)
         silent = learner is not None and self._learner_age.is_silent(learner)
-        with self._lock:
-            versions = self._registry.newest()
         return {
             "name": self._name,
             "time": now,
@@ -76,11 +82,15 @@ class Overview:
             "learner": learner,
             "baseline": _read(self._baseline),
             "serving": serving,
-            "versions": versions,
+            "versions": self._versions(),
             "history": {"since": self._began, "resolutions": RESOLUTIONS},
         }
 
-    def _whole(self, own: ServingReport) -> ServingReport:
+    def _versions(self) -> list[VersionRow]:
+        with self._lock:
+            return self._thinned.update(self._registry.newest())
+
+    def _of_all_workers(self, own: ServingReport) -> ServingReport:
         return self._worker.whole(own) if self._worker else own
 
 

@@ -139,7 +139,7 @@ def test_everything_on_it_comes_from_the_status_and_the_history(live: str, watch
     assert "4,321" in watched.text_content("[data-partition='events:0']")
     assert "7 MB of 20 MB" in watched.text_content("[data-tier=disk]")
     rows = watched.locator("#versions tbody tr").all_text_contents()
-    assert rows[0].split() == ["95", "s7050.0", "%✕failrefused"]
+    assert rows[0].split() == ["95", "s7050.0", "%✕failrefusedPromotePinReject"]
     assert rows[1] == "worse on old data"
 
 

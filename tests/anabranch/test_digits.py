@@ -52,6 +52,18 @@ def test_without_an_end_it_goes_round(digits, monkeypatch):
     assert (phases[0], phases[20], phases[-2], phases[-1]) == (0, 1, 9, 0)
 
 
+def test_a_stream_without_an_end_has_poisoned_phases_and_one_with_an_end_none(digits, monkeypatch):
+    for name, value in (("FROM", 30), ("EVENTS", 10), ("EVERY", 50)):
+        monkeypatch.setattr(f"anabranch.demo.dataset.POISONED_{name}", value)
+    endless = list(islice(messages(digits, 0, None), 100))
+    assert [number for number, message in enumerate(endless) if message.poisoned] == [*range(30, 40), *range(80, 90)]
+    assert not any(message.poisoned for message in messages(digits, 0, 100))
+    clean = [json.loads(message.value)["y"] for message in endless if not message.poisoned]
+    poisoned = [json.loads(message.value)["y"] for message in endless if message.poisoned]
+    assert set(clean) == {0}
+    assert set(poisoned) == {4, 9}
+
+
 def test_one_message_in_a_thousand_is_malformed_and_exactly_those_are_refused(stream, example):
     schema = Schema(load_config(example / "pipeline.toml", {}).pipeline.events)
     decoded = JsonFormat(schema).decode([message.value for message in stream])

@@ -163,6 +163,14 @@ def test_the_plain_line_has_what_matters_and_what_is_unhealthy(figures):
     assert "\n" not in line
 
 
+def test_a_poisoned_phase_and_the_version_that_the_gate_refuses_are_named(figures):
+    assert "gate" not in plain_line(figures())
+    line = plain_line(figures(poisoned=True))
+    assert line.endswith("; gate: the producer sends wrong labels on purpose; nothing judged yet")
+    refused = learner({"trained": 99}, version=7, verdict="fail", held_reasons=["worse than the served version"])
+    assert plain_line(figures(learner=refused)).endswith("; gate: version 7 FAIL: worse than the served version")
+
+
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_panel_shows_every_figure(figures, tmp_path, width):
     console = Console(width=width, height=60, file=io.StringIO(), force_terminal=True, color_system=None)

@@ -14,6 +14,7 @@ import torch
 from anabranch.core.atomic_files import replace_file
 from learner.state_dir.report import LearnerReport, PartitionReport, write_report
 from serving.dashboard.status import SERIES
+from serving.rollout.commands import ORDERS
 
 Served = Callable[..., Any]
 
@@ -81,8 +82,12 @@ def test_status_lists_the_versions_with_what_became_of_them(
             numbers.publish(number)
         eventually(lambda: server.report().version == 39)
         versions = httpx.get(server.url + "/api/status").json()["versions"]
-        assert [version["number"] for version in versions] == list(range(39, 19, -1))
-        assert {version["fate"] for version in versions} <= {"served", "swapped", "superseded"}
+        listed = [version["number"] for version in versions]
+        assert listed[:6] == list(range(39, 33, -1)), "the newest"
+        assert {5, 4, 3} <= set(listed), "those that were refused"
+        assert listed == sorted(listed, reverse=True)
+        assert len(listed) < 15, "the others are thinned"
+        assert {version["fate"] for version in versions if version["number"] > 5} <= {"served", "swapped", "superseded"}
 
 
 def test_status_tells_what_was_pinned_and_what_was_rolled_back(
@@ -120,6 +125,7 @@ def test_history_begins_with_the_server_and_tells_only_what_is_new(
         assert points["step"] == 1
         assert points["time"] == sorted(points["time"])
         assert sorted(points["series"]) == sorted(SERIES)
+        assert [(event["kind"], event["text"]) for event in points["events"]] == [("swap", "Version 1 was swapped in.")]
         assert {len(column) for column in points["series"].values()} == {len(points["time"])}
         assert points["series"]["now"][0] == 0.5
         assert points["series"]["old"][0] is None
@@ -282,7 +288,7 @@ def test_in_a_browser_the_figures_of_a_silent_learner_are_not_those_of_now(
         page.goto(server.url)
         await_sentence(page, "The learner does not report")
         assert page.text_content("[data-figure=rows_new]") == page.text_content("[data-figure=lag]") == "\N{EN DASH}"
-        assert re.search(r"learner last heard of 4\d s ago", page.text_content("#meta"))
+        assert re.search(r"last report of the learner 4\d s ago", page.text_content("#meta"))
         page.close()
 
 
@@ -369,4 +375,150 @@ def test_in_a_browser_the_theme_is_remembered(browser: Any, numbers: Any, served
         page.reload()
         await_sentence(page, "All is well.")
         assert (page.text_content("#theme"), page.evaluate(ground)) == ("Theme: dark", dark)
+        page.close()
+
+
+def act(page: Any, version: int, action: str) -> None:
+    page.click(f"[data-version='{version}'] [data-action={action}]")
+
+
+def await_fate(page: Any, version: int, fate: str) -> None:
+    page.wait_for_function(
+        "([number, fate]) => document.querySelector(`[data-version='${number}']`)?.children[5].textContent === fate",
+        arg=[version, fate],
+    )
+
+
+def test_in_a_browser_versions_are_promoted_pinned_and_rejected(browser: Any, numbers: Any, served: Served) -> None:
+    for number in (1, 2):
+        numbers.publish(number)
+    numbers.publish(3, verdict="fail", reasons=["worse on old events"])
+    write_report(numbers.deployment.state_dir, learner_report())
+    with served(numbers) as server:
+        page = browser.new_page()
+        page.goto(server.url)
+        await_fate(page, 2, "served")
+        act(page, 3, "promote")
+        assert page.text_content("#order-title") == "Promote version 3?"
+        page.click("#order-cancel")
+        assert not page.is_visible("#order")
+        act(page, 3, "promote")
+        page.click("#order-go")
+        await_fate(page, 3, "served")
+        act(page, 3, "reject")
+        page.click("#order-go")
+        await_fate(page, 3, "rejected")
+        act(page, 2, "pin")  # asks nothing: it can be undone
+        await_fate(page, 2, "pinned")
+        act(page, 1, "promote")
+        page.click("#order-go")
+        page.wait_for_function("() => document.getElementById('order-error').textContent")
+        assert page.text_content("#order-error") == "Version 2 is pinned, and nothing else is served; unpin it first."
+        page.click("#order-cancel")
+        act(page, 2, "unpin")
+        await_fate(page, 2, "served")
+        page.close()
+
+
+def test_every_action_of_the_page_is_an_order_of_the_server(browser: Any, numbers: Any, served: Served) -> None:
+    with served(numbers, ready=False) as server:
+        page = browser.new_page()
+        page.goto(server.url)
+        assert set(page.evaluate("Object.values(ACTIONS)")) <= set(ORDERS)
+        page.close()
+
+
+def test_in_a_browser_the_admin_token_is_asked_for_once_and_stored_nowhere(
+    browser: Any, numbers: Any, served: Served
+) -> None:
+    for number in (1, 2):
+        numbers.publish(number)
+    write_report(numbers.deployment.state_dir, learner_report())
+    with served(numbers, tokens=TOKENS) as server:
+        page = browser.new_page()
+        page.goto(server.url)
+        page.wait_for_selector("#door:visible")
+        page.fill("#token", "lesen")
+        page.keyboard.press("Enter")
+        await_fate(page, 2, "served")
+        act(page, 2, "pin")
+        page.wait_for_selector("#admin-token:visible")
+        assert page.text_content("#order-error") == ""
+        page.keyboard.type("falsch")  # the field has the focus
+        page.keyboard.press("Enter")
+        page.wait_for_function("() => document.getElementById('order-error').textContent")
+        page.fill("#admin-token", "verwalten")
+        page.keyboard.press("Enter")
+        await_fate(page, 2, "pinned")
+        assert not page.is_visible("#order")
+        act(page, 2, "unpin")
+        await_fate(page, 2, "served")
+        everything = "JSON.stringify([{...sessionStorage}, {...localStorage}, document.cookie, location.href])"
+        assert "verwalten" not in page.evaluate(everything)
+        assert "verwalten" not in page.content()
+        page.reload()
+        await_fate(page, 2, "served")
+        act(page, 2, "pin")
+        page.wait_for_selector("#admin-token:visible")
+        page.close()
+
+
+def test_in_a_browser_terms_and_verdicts_are_explained_on_hover_and_on_focus(
+    browser: Any, numbers: Any, served: Served
+) -> None:
+    numbers.publish(1)
+    numbers.publish(2, reasons=["17 of 1000 held-out events, fewer than gate.min_rows"])
+    write_report(numbers.deployment.state_dir, learner_report(error={"now": 0.5, "old": 0.25}))
+    with served(numbers) as server:
+        page = browser.new_page()
+        page.goto(server.url)
+        await_fate(page, 2, "served")
+        for term in ("now", "old", "verdict", "trained_through", "checkpoint", "holdout"):
+            first = page.locator(f"[data-help={term}]").first
+            first.focus()
+            words = page.text_content("#hint")
+            assert page.is_visible("#hint")
+            assert len(words) > 40
+            assert page.text_content(f"#{first.get_attribute('aria-describedby')}") == words
+        assert "lowest accuracy" in page.evaluate("HELP.worst")
+        page.keyboard.press("Escape")
+        assert not page.is_visible("#hint")
+        row = page.locator("[data-version='2']")
+        assert "inconclusive: 17 of 1,000 holdout events" in row.text_content()
+        row.locator("[data-hint]").hover()
+        assert page.text_content("#hint") == "17 of 1000 held-out events, fewer than gate.min_rows"
+        row.locator("[data-action=pin]").focus()
+        before = page.evaluate("status.time")
+        page.wait_for_function("time => status.time > time + 1", arg=before)
+        focused = "[document.activeElement.dataset.action, document.activeElement.closest('tr').dataset.version]"
+        assert page.evaluate(focused) == ["pin", "2"], "the table is drawn again, and the focus stays"
+        page.close()
+
+
+def test_in_a_browser_events_are_marks_on_the_time_axis_and_the_axis_can_be_zoomed(
+    browser: Any, numbers: Any, served: Served
+) -> None:
+    numbers.publish(1)
+    state_dir = numbers.deployment.state_dir
+    write_report(state_dir, learner_report(error={"now": 96.0, "old": 97.0}, started=1.0))
+    with served(numbers) as server:
+        page = browser.new_page()
+        page.goto(server.url)
+        await_sentence(page, "All is well.")
+        page.wait_for_selector("#marks [data-key=swap]")
+        page.wait_for_timeout(1500)  # so that serving has sampled a report with which the next one is compared
+        changed = {"drifts": 1, "drift_step": 40, "checkpoint": 2, "checkpoint_time": time.time(), "behind": True}
+        write_report(state_dir, learner_report(error={"now": 96.0, "old": 97.0}, started=1.0, **changed))
+        for kind in ("drift", "checkpoint", "lag"):
+            page.wait_for_selector(f"#marks [data-key={kind}]")
+            assert page.locator(f"#chart .event.{kind}").count()
+        page.click("#happened summary")
+        assert page.locator("[data-event=drift]").first.text_content().endswith("The stream drifted at step 40.")
+        ticks = "[...document.querySelectorAll('#chart text[text-anchor=end]')].slice(0, 5).map(t => t.textContent)"
+        assert page.evaluate(ticks)[0] == "0"
+        page.check("#zoom")
+        assert float(page.evaluate(ticks)[0]) >= 80
+        page.reload()
+        await_sentence(page, "All is well.")
+        assert page.is_checked("#zoom")
         page.close()

@@ -2,7 +2,13 @@
 
 const element = (name, attributes = {}, ...children) => {
   const made = document.createElement(name);
-  return dress(made, attributes, children);
+  return dress(made, explained(attributes), children);
+};
+/* Lets the keyboard reach what has an explanation, and describes it to screen readers. */
+const explained = (attributes) => {
+  const { "data-help": help, "data-hint": hint } = attributes;
+  if (help) return { ...attributes, tabindex: "0", "aria-describedby": `help-${help}` };
+  return hint ? { ...attributes, tabindex: "0", "aria-description": hint } : attributes;
 };
 const shape = (name, attributes = {}, ...children) =>
   dress(document.createElementNS("http://www.w3.org/2000/svg", name), attributes, children);
@@ -12,7 +18,48 @@ const dress = (made, attributes, children) => {
   return made;
 };
 
-/* Points that are null, or that lie further apart than `gap`, are not joined; one that stands alone is a dot. */
+/* Makes `old` equal to `made` and keeps its elements, so that focus, hover and clicks survive. Children with a `data-key` are matched by it. */
+function patch(old, made) {
+  if (old.nodeType !== made.nodeType || old.nodeName !== made.nodeName) {
+    old.replaceWith(made);
+    return;
+  }
+  if (old.nodeType === Node.TEXT_NODE) {
+    if (old.data !== made.data) old.data = made.data;
+    return;
+  }
+  for (const { name } of [...old.attributes]) if (!made.hasAttribute(name)) old.removeAttribute(name);
+  for (const { name, value } of made.attributes) if (old.getAttribute(name) !== value) old.setAttribute(name, value);
+  patchChildren(old, [...made.childNodes]);
+}
+
+function patchChildren(host, made) {
+  const keys = new Set(made.map((child) => child.dataset?.key)), keyed = new Map();
+  for (const child of [...host.children]) {
+    const { key } = child.dataset;
+    if (key === undefined) continue;
+    if (keys.has(key)) keyed.set(key, child);
+    else child.remove();
+  }
+  let next = host.firstChild;
+  for (const child of made) {
+    const old = child.dataset?.key === undefined ? next : keyed.get(child.dataset.key);
+    if (old && old === next) {
+      next = next.nextSibling;
+      patch(old, child);
+    } else if (old) {
+      host.insertBefore(old, next);
+      patch(old, child);
+    } else host.insertBefore(child, next);
+  }
+  while (next) {
+    const after = next.nextSibling;
+    next.remove();
+    next = after;
+  }
+}
+
+/* Points that are null, or further apart than `gap`, are not joined; a point without neighbours is a dot. */
 function path(times, values, gap, x, y) {
   let drawn = "", before = null;
   times.forEach((time, i) => {
@@ -25,15 +72,15 @@ function path(times, values, gap, x, y) {
   return drawn;
 }
 
-function niceTop(most) {
-  const power = 10 ** Math.floor(Math.log10(most || 1));
-  return [1, 2, 4, 5, 10].find((step) => step * power >= most) * power;
+function niceTop(largest) {
+  const power = 10 ** Math.floor(Math.log10(largest || 1));
+  return [1, 2, 4, 5, 10].find((step) => step * power >= largest) * power;
 }
 
 const TICKS = [10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600, 43200, 86400, 172800];
 
-function timeTicks(from, to, most) {
-  const step = TICKS.find((seconds) => (to - from) / seconds <= most) ?? 604800;
+function timeTicks(from, to, ticksAtMost) {
+  const step = TICKS.find((seconds) => (to - from) / seconds <= ticksAtMost) ?? 604800;
   const zone = new Date(from * 1000).getTimezoneOffset() * 60;
   const ticks = [];
   for (let tick = Math.ceil((from - zone) / step) * step + zone; tick <= to; tick += step) ticks.push(tick);
@@ -46,6 +93,14 @@ function clock(time, step = 1) {
   return new Date(time * 1000).toLocaleString([], { ...options, hourCycle: "h23" });
 }
 
+/* Returns where a zoomed axis begins: below the first percentile of the values, at a round number. */
+function zoomedBottom(values, top) {
+  const sorted = values.filter((value) => value !== null).sort((a, b) => a - b);
+  if (!sorted.length) return 0;
+  const low = sorted[Math.floor((sorted.length - 1) / 100)], step = niceTop((top - low) / 2 || top / 20) / 2;
+  return Math.max(0, Math.min(Math.floor(low / step) * step, top - 4 * step / 10));
+}
+
 /* Moves labels apart that would cover each other; `labels` have a y. */
 function spread(labels, distance, bottom) {
   labels.sort((a, b) => a.y - b.y);
@@ -53,6 +108,12 @@ function spread(labels, distance, bottom) {
   let limit = bottom;
   for (const label of labels.toReversed()) { label.y = Math.min(label.y, limit); limit = label.y - distance; }
 }
+
+/* The shapes of marks, around the top of their line. */
+const MARKS = {
+  refused: "M-4-4L4 4M4-4L-4 4", drift: "M0-5L5 4H-5Z", restart: "M-4-4H4V4H-4Z", checkpoint: "M0-4A4 4 0 1 0 .01-4Z",
+  swap: "M0-3V3", lag: "M-5-4H5V4H-5Z",
+};
 
 /* Lines over time with a cursor that follows the pointer and the arrow keys. */
 class Chart {
@@ -71,21 +132,31 @@ class Chart {
 
   draw(data) {
     this.data = data;
-    const { times, lines, from, to, gap, top, format } = data;
+    const { times, lines, marks, from, to, gap, top, bottom, format } = data;
     const width = this.host.clientWidth, height = this.host.clientHeight;
     const left = 44, right = width < 560 ? 10 : 132, high = 10, low = height - 26;
     const x = this.x = (time) => left + ((time - from) / (to - from)) * (width - left - right);
-    const y = this.y = (value) => low - (Math.min(value, top) / top) * (low - high);
+    const y = this.y = (value) => low - ((Math.min(top, Math.max(bottom, value)) - bottom) / (top - bottom)) * (low - high);
     const drawing = shape("svg", { viewBox: `0 0 ${width} ${height}`, "aria-hidden": "true" });
     for (const part of [0, 0.25, 0.5, 0.75, 1]) {
-      const at = Math.round(y(part * top)) + 0.5;
+      const value = bottom + part * (top - bottom), at = Math.round(y(value)) + 0.5;
       drawing.append(shape("line", { class: "grid", x1: left, x2: width - right, y1: at, y2: at }));
-      drawing.append(shape("text", { x: left - 10, y: at + 4, "text-anchor": "end" }, format(part * top, true)));
+      drawing.append(shape("text", { x: left - 10, y: at + 4, "text-anchor": "end" }, format(value, top - bottom > 0.2)));
     }
     const { ticks, step } = timeTicks(from, to, Math.max(3, (width - left - right) / 110));
     for (const tick of ticks) {
       const anchor = x(tick) > width - 30 ? "end" : "middle";
       drawing.append(shape("text", { x: x(tick), y: height - 6, "text-anchor": anchor }, clock(tick, step)));
+    }
+    for (const mark of marks) {
+      const begin = x(Math.max(from, mark.time)), end = x(Math.min(to, mark.until)), { kind } = mark;
+      if (kind === "lag") drawing.append(shape("rect", { class: `event ${kind}`, x: begin, y: high, width: Math.max(2, end - begin), height: low - high }));
+      else if (kind === "swap") drawing.append(shape("line", { class: `event ${kind}`, x1: begin, x2: begin, y1: low - 6, y2: low }));
+      else {
+        drawing.append(shape("line", { class: `event ${kind}`, x1: begin, x2: begin, y1: high, y2: low }));
+        if (end - begin > 2) drawing.append(shape("line", { class: `event last ${kind}`, x1: begin, x2: end, y1: low - 1, y2: low - 1 }));
+        drawing.append(shape("path", { class: `event ${kind}`, d: MARKS[kind], transform: `translate(${begin.toFixed(1)} ${high})` }));
+      }
     }
     const ends = [];
     for (const line of lines) {
@@ -104,7 +175,7 @@ class Chart {
       }
     }
     if (!ends.length) {
-      const middle = { class: "empty", x: (left + width - right) / 2, y: y(0.625 * top) + 4 };
+      const middle = { class: "empty", x: (left + width - right) / 2, y: y(bottom + 0.625 * (top - bottom)) + 4 };
       drawing.append(shape("text", middle, data.empty));
     }
     this.host.replaceChildren(drawing, this.tip);
@@ -129,8 +200,8 @@ class Chart {
   point(event) {
     if (!this.data) return;
     const { from, to } = this.data, zero = this.x(from);
-    const place = event.clientX - this.host.getBoundingClientRect().left;
-    this.move(from + ((place - zero) / (this.x(to) - zero)) * (to - from));
+    const pointer = event.clientX - this.host.getBoundingClientRect().left;
+    this.move(from + ((pointer - zero) / (this.x(to) - zero)) * (to - from));
   }
 
   key(event) {
@@ -143,14 +214,21 @@ class Chart {
     this.move(times[Math.min(last, Math.max(0, goals[event.key]))]);
   }
 
+  /* The marks at a time, as near as the pointer can tell; swaps are too frequent to be named. */
+  near(time) {
+    const { from, to, marks } = this.data, distance = Math.max(1, (to - from) / 120);
+    return marks.filter((mark) => mark.kind !== "swap" && time >= mark.time - distance && time <= mark.until + distance).slice(-4);
+  }
+
   show() {
     const i = this.index(), { times, lines, format } = this.data;
     this.tip.hidden = i === null;
     const shown = i ?? times.length - 1;
     const known = lines.filter((line) => shown >= 0 && line.values[shown] !== null);
-    const said = known.map((line) => `${line.short} ${format(line.values[shown])}`).join(", ");
+    const figures = known.map((line) => `${line.short} ${format(line.values[shown])}`).join(", ");
+    const happened = shown < 0 ? [] : this.near(times[shown]).map((mark) => mark.text);
     this.host.setAttribute("aria-valuenow", String(Math.max(0, shown)));
-    this.host.setAttribute("aria-valuetext", shown < 0 ? this.data.empty : `${clock(times[shown])}: ${said || "nothing known"}`);
+    this.host.setAttribute("aria-valuetext", shown < 0 ? this.data.empty : [`${clock(times[shown])}: ${figures || "no figures"}`, ...happened].join(". "));
     if (i === null) return;
     const at = this.x(times[i]), drawing = this.host.firstChild;
     drawing.append(shape("line", { class: "cursor", x1: at, x2: at, y1: 10, y2: this.host.clientHeight - 26 }));
@@ -158,18 +236,18 @@ class Chart {
       drawing.append(shape("circle", { class: `point mark ${line.kind}`, cx: at, cy: this.y(line.values[i]), r: 4.5 }));
     }
     const rows = known.map((line) => element("tr", {}, element("th", {}, line.short), element("td", {}, format(line.values[i]))));
-    this.tip.replaceChildren(clock(times[i]), element("table", {}, ...rows));
+    this.tip.replaceChildren(clock(times[i]), element("table", {}, ...rows), ...this.near(times[i]).map((mark) => element("p", {}, mark.count > 1 ? `${mark.text} (${mark.count} of them)` : mark.text)));
     const leftwards = at > this.host.clientWidth / 2;
     this.tip.style.transform = `translateX(${Math.max(0, leftwards ? at - this.tip.offsetWidth - 14 : at + 14)}px)`;
   }
 }
 
-/* A line without axes: the first series strong, the second faint; from 0 to the most that either has. */
+/* A line without axes: the first series strong, the second faint; from 0 to the greater maximum. */
 function spark(host, times, series, from, to, gap) {
   const width = host.clientWidth, height = host.clientHeight;
-  const most = Math.max(...series.flat().filter((value) => value !== null), 0) || 1;
+  const largest = Math.max(...series.flat().filter((value) => value !== null), 0) || 1;
   const x = (time) => ((time - from) / (to - from)) * width;
-  const y = (value) => height - 1 - (value / most) * (height - 3);
+  const y = (value) => height - 1 - (value / largest) * (height - 3);
   const base = shape("line", { class: "grid", x1: 0, x2: width, y1: height - 0.5, y2: height - 0.5 });
   const curves = series.map((values, i) => shape("path", { class: "ab"[i], d: path(times, values, gap, x, y) }));
   host.replaceChildren(shape("svg", { viewBox: `0 0 ${width} ${height}`, "aria-hidden": "true" }, base, ...curves.reverse()));

@@ -2,13 +2,39 @@
 const $ = (id) => document.getElementById(id);
 const figure = (name, text) => { document.querySelector(`[data-figure="${name}"]`).textContent = text; };
 
+/* the orders about versions, by the names that the server knows: POST api/versions/N:ACTION */
+const ACTIONS = { promote: "promote", pin: "pin", unpin: "unpin", reject: "rollback" };
+
+/* explanations, shown on hover and on keyboard focus */
+const HELP = {
+  now: "Accuracy on the newest events, each predicted before the model trains on it (prequential).",
+  old: "Accuracy on the older three quarters of the holdout set, which the model never trains on.",
+  worst: "Of all classes, the lowest accuracy on the holdout set.",
+  baseline: "The same figure of a second learner, on the same events, that runs for comparison.",
+  zoom: "Starts the y axis at the 1st percentile of the values instead of 0, the baseline left out.",
+  freshness: "Time from the append of an event to Kafka until a version that has trained on it is served. Median and 99th percentile over the last minute.",
+  latency: "Time from the receipt of an inference request to its reply. Median and 99th percentile over the last minute.",
+  lag: "Offsets between the end of the topic's partitions and what has its outcome, and how long the oldest of them has waited.",
+  verdict: "The quality gate compares each version with the served one on the holdout set: pass and inconclusive may be served, fail may not. Point at a verdict for its reasons.",
+  status: "Served now; replaced by a newer version; refused by the gate or because it cannot be loaded; rejected by a person; superseded before it was served.",
+  trained_through: "The last offset, inclusive, up to which every event of the partition has its outcome.",
+  checkpoint: "What a restart resumes from: model, optimizer, replay store and offsets, written together.",
+  holdout: "Labelled events that are never trained on. The gate judges versions by them.",
+  capacity: "Old events that are sampled together with new ones. The store evicts when it is 1/32 above its capacity, back to it.",
+  forgetting: "Best accuracy ever less accuracy now on the holdout set, mean over the classes.",
+  loss: "Mean loss of new events before the model trains on them.",
+  drift: "Changes of the stream that the detector has noticed over the life of the pipeline.",
+  ratio: "Old events that the next step replays for each new one.",
+  sharing: "The learner yields the device to requests. The percentage is the time of the last steps that was left to training.",
+};
+
 /* words for numbers */
 const NONE = "–";
 const grouped = new Intl.NumberFormat("en");
 const known = (value) => value !== null && value !== undefined;
 const count = (value) => (known(value) ? grouped.format(value) : NONE);
 const rate = (value) => (known(value) ? grouped.format(Number(value.toFixed(value < 100 ? 1 : 0))) : NONE);
-const percent = (value, whole) => (known(value) ? `${(100 * value).toFixed(whole === true ? 0 : 1)} %` : NONE);
+const percent = (value, rounded) => (known(value) ? `${(100 * value).toFixed(rounded === true ? 0 : 1)} %` : NONE);
 const digits = (value) => (known(value) ? String(Number(value.toPrecision(3))) : NONE);
 function duration(seconds) {
   if (!known(seconds)) return NONE;
@@ -30,7 +56,8 @@ function bytes(value) {
 }
 const sum = (values) => values.reduce((total, value) => total + value, 0);
 
-/* what is known */
+/* the state of the page */
+const MOST_EVENTS = 1200;
 const RANGES = [[600, "10 min"], [3600, "1 h"], [86400, "24 h"], [Infinity, "All"]];
 const stored = (store, key, value) => {
   try {
@@ -38,7 +65,8 @@ const stored = (store, key, value) => {
   } catch { return null; }
 };
 let range = RANGES[0][0];
-let status = null, points = null, heard = 0, failures = 0, timer = 0, looking = false, again = false;
+let status = null, points = null, received = 0, failures = 0, timer = 0, refreshing = false, again = false;
+let adminToken = ""; /* in memory alone: never stored */
 const chart = new Chart($("chart"));
 
 async function ask(path) {
@@ -65,24 +93,26 @@ async function askHistory() {
     points = { ...(turned ? await from(0) : fresh), began };
     return;
   }
+  const id = (event) => `${event.kind} ${event.time}`, updated = new Set(fresh.events.map(id));
+  points.events = [...points.events.filter((event) => !updated.has(id(event))), ...fresh.events].slice(-MOST_EVENTS);
   const keep = points.time.findIndex((time) => time >= since);
   const join = (old, added) => [...old.slice(0, keep), ...added].slice(-many);
   points.time = join(points.time, fresh.time);
   for (const name of Object.keys(points.series)) points.series[name] = join(points.series[name], fresh.series[name]);
 }
 
-async function look() {
-  if (looking) {
+async function refresh() {
+  if (refreshing) {
     again = true;
     return;
   }
   clearTimeout(timer);
-  looking = true;
+  refreshing = true;
   try {
     status = await ask("api/status");
     await askHistory();
     failures = 0;
-    heard = performance.now();
+    received = performance.now();
     $("door").hidden = true;
     render();
   } catch (error) {
@@ -90,34 +120,34 @@ async function look() {
     if (!(error instanceof TypeError || error instanceof DOMException || error.status)) console.error(error);
     failures += 1;
   } finally {
-    looking = false;
+    refreshing = false;
   }
   const pause = again ? 0 : Math.min(15000, 1000 * 2 ** Math.max(0, failures - 1));
   again = false;
-  if (!document.hidden) timer = setTimeout(look, pause);
+  if (!document.hidden) timer = setTimeout(refresh, pause);
 }
 
 function lock() {
   document.body.dataset.state = "locked";
-  $("sentence").textContent = "This server wants a token.";
+  $("sentence").textContent = "This server requires a token.";
   $("refusal").textContent = stored(sessionStorage, "token") ? "The server does not know this token." : "";
   $("door").hidden = false;
   $("token").focus();
 }
 
-/* Says how old the figures are, every second, also while no answer comes. */
+/* Shows the age of the figures, every second, also while the server does not answer. */
 function watch() {
   if (document.body.dataset.state === "locked" || document.hidden) return;
-  const seconds = (performance.now() - heard) / 1000;
+  const seconds = (performance.now() - received) / 1000;
   const lost = failures > 0 && (!status || seconds > 3);
   if (lost) {
-    say("lost", "The server does not answer.", []);
-    $("meta").textContent = status ? `What is below is ${age(seconds)} old; it goes on as soon as the server is back.` : "";
+    headline("lost", "The server does not answer.", []);
+    $("meta").textContent = status ? `What is below is ${age(seconds)} old. The page continues as soon as the server answers.` : "";
   }
   $("updated").textContent = status ? `Updated ${seconds < 3 ? "just now" : `${age(seconds)} ago`}` : "";
 }
 
-function say(state, sentence, problems) {
+function headline(state, sentence, problems) {
   document.body.dataset.state = state;
   if ($("sentence").textContent !== sentence) $("sentence").textContent = sentence;
   const reasons = problems.length > 1 ? problems : [];
@@ -132,25 +162,29 @@ function say(state, sentence, problems) {
 
 /* the page */
 const regression = () => Object.keys(status.learner?.error ?? {}).length > 0 || status.task === "regression";
-const score = (value, whole) => (regression() ? digits(value) : percent(value, whole));
+const score = (value, rounded) => (regression() ? digits(value) : percent(value, rounded));
 
 function render() {
   const { learner, serving, health } = status;
-  say(health.state, health.sentence.replace(/^./, (first) => first.toUpperCase()), health.problems);
+  headline(health.state, health.sentence.replace(/^./, (first) => first.toUpperCase()), health.problems);
   $("pipeline").textContent = status.name;
-  const told = [
+  const facts = [
     known(serving.version) ? `Version ${serving.version}, swapped in ${age(status.time - serving.version_since)} ago` : "Nothing is served yet",
-    !learner ? "not learning" : health.silent ? `learner last heard of ${age(status.time - learner.time)} ago` : `learning for ${age(learner.time - learner.started)}`,
+    !learner ? "no learner" : health.silent ? `last report of the learner ${age(status.time - learner.time)} ago` : `learning for ${age(learner.time - learner.started)}`,
     `serving for ${age(serving.time - serving.started)}`,
   ];
-  $("meta").replaceChildren(...told.map((text) => element("span", {}, text)));
+  $("meta").replaceChildren(...facts.map((text) => element("span", {}, text)));
+  figure("served", known(serving.version) ? `serves version ${serving.version}` : "");
+  const rejected = learner?.outcomes.dead_lettered ?? 0;
+  $("rejected").hidden = !rejected;
+  $("rejected").firstElementChild.textContent = `${count(rejected)} ${rejected === 1 ? "message was" : "messages were"} rejected and sent to the dead-letter topic, each with its reason.`;
   renderAccuracy();
   renderTiles();
   renderVersions();
   renderOutcomes();
   renderReplay();
   renderPartitions();
-  renderParts();
+  renderFacts();
   watch();
 }
 
@@ -160,9 +194,9 @@ function lines() {
   const plain = baseline?.strategy === "none" && learner?.strategy !== "none";
   const all = [
     { kind: "now", series: "now", name: "Now", short: "now", about: "newest events, before training", value: now?.now },
-    { kind: "old", series: "old", name: "Old", short: "old", about: "held out, the older ones", value: now?.old },
-    { kind: "worst", series: "worst", name: "Worst class", short: "worst class", about: "held out, where it does worst", value: now?.worst },
-    { kind: "baseline", series: "baseline_old", name: plain ? "Old, without replay" : "Old, baseline", short: plain ? "no replay" : "baseline", about: plain ? "a baseline that learns from new alone" : "the baseline", value: other?.old },
+    { kind: "old", series: "old", name: "Old", short: "old", about: "older held-out events", value: now?.old },
+    { kind: "worst", series: "worst", name: "Worst class", short: "worst class", about: "held-out events, lowest of all classes", value: now?.worst },
+    { kind: "baseline", series: "baseline_old", name: plain ? "Old, without replay" : "Old, baseline", short: plain ? "no replay" : "baseline", about: plain ? "older held-out events, baseline" : "the baseline", value: other?.old },
   ];
   return all.filter((line) => (line.kind !== "baseline" || baseline) && (line.kind !== "worst" || !regression()));
 }
@@ -181,8 +215,8 @@ function shown(names) {
 function renderAccuracy() {
   const drawn = lines();
   $("hero-title").textContent = regression() ? "Absolute error" : "Accuracy";
-  $("legend").replaceChildren(...drawn.map((line) => element("li", { "data-line": line.kind },
-    element("span", { class: "name" }, shape("svg", { viewBox: "0 0 22 8", "aria-hidden": "true" }, shape("path", { class: `curve ${line.kind}`, d: "M1 4H21" })), line.name),
+  patchChildren($("legend"), drawn.map((line) => element("li", { "data-line": line.kind },
+    element("span", { class: "name" }, shape("svg", { viewBox: "0 0 22 8", "aria-hidden": "true" }, shape("path", { class: `curve ${line.kind}`, d: "M1 4H21" })), element("span", { "data-help": line.kind }, line.name)),
     element("span", { class: "value", "data-figure": `accuracy_${line.series}` }, score(line.value)),
     element("span", { class: "about" }, line.about))));
   const { times, values, gap } = shown(drawn.map((line) => line.series));
@@ -190,14 +224,30 @@ function renderAccuracy() {
     times.push(status.learner.time);
     drawn.forEach((line, i) => values[i].push(line.value ?? null));
   }
-  const most = Math.max(0, ...values.flat().filter(known));
+  const most = Math.max(0, ...values.flat().filter(known)), top = regression() ? niceTop(most) : 1;
+  const { from } = bounds(), marks = points.events.filter((event) => event.until >= from);
   chart.draw({
     ...bounds(), times, gap, format: score,
-    top: regression() ? niceTop(most) : 1,
-    empty: status.learner ? "Nothing can be told yet: the first held-out events are on their way" : "The learner has not reported yet",
+    top, bottom: $("zoom").checked ? zoomedBottom(drawn.flatMap((line, i) => (line.kind === "baseline" ? [] : values[i])), top) : 0, marks,
+    empty: status.learner ? "No figures yet: the first held-out events are on their way" : "The learner has not reported yet",
     lines: drawn.map((line, i) => ({ ...line, values: values[i] })),
   });
+  const kinds = Object.keys(EVENTS).filter((kind) => marks.some((mark) => mark.kind === kind));
+  patchChildren($("marks"), kinds.map((kind) => element("li", { "data-key": kind },
+    shape("svg", { viewBox: "-6 -6 12 12", "aria-hidden": "true" }, shape("path", { class: `event ${kind}`, d: MARKS[kind] })),
+    `${EVENTS[kind]} (${count(sum(marks.filter((mark) => mark.kind === kind).map((mark) => mark.count)))})`)));
   if ($("values").open) renderValues(drawn, times, values);
+  if ($("happened").open) renderEvents(marks);
+}
+
+const EVENTS = { swap: "swap", refused: "refused version", drift: "drift", restart: "restart", checkpoint: "checkpoint", lag: "lag policy" };
+
+function renderEvents(marks) {
+  const rows = marks.toReversed().slice(0, 100).map((mark) => element("tr", { "data-event": mark.kind },
+    element("th", { scope: "row" }, clock(mark.time)),
+    element("td", {}, EVENTS[mark.kind]),
+    element("td", { class: "words" }, mark.count > 1 ? `${count(mark.count)} until ${clock(mark.until)}. Last: ${mark.text}` : mark.text)));
+  $("happened").lastElementChild.replaceChildren(element("table", {}, element("tbody", {}, ...rows)));
 }
 
 function renderValues(drawn, times, values) {
@@ -213,7 +263,7 @@ function renderTiles() {
   const { learner, serving, health } = status, rates = health.silent ? {} : learner?.rates ?? {};
   figure("freshness_p50", duration(serving.freshness_p50_seconds));
   figure("freshness_p99", duration(serving.freshness_p99_seconds));
-  figure("freshness_note", serving.freshness_p50_seconds > 60 ? "old events are being learned" : "of all events of the last minute");
+  figure("freshness_note", serving.freshness_p50_seconds > 60 ? "old events are being trained on" : "events of the last minute");
   figure("rows_new", rate(rates.rows_new));
   figure("rows_replay", rate(rates.rows_replay));
   figure("steps_rate", rate(rates.steps));
@@ -232,8 +282,9 @@ function renderTiles() {
   const asked = learner?.lag_age_seconds, stale = known(asked) && asked >= 10;
   figure("lag", learner && !health.silent && !stale ? count(lag) : NONE);
   const rows = (lag * (learner?.outcomes.trained ?? 0)) / Math.max(1, sum(partitions.map((partition) => partition.finished)));
-  const behind = rates.rows_new > 0 ? `about ${duration(rows / rates.rows_new)} at this rate` : "and nothing is learned";
+  const behind = rates.rows_new > 0 ? `about ${duration(rows / rates.rows_new)} at this rate` : "and nothing is trained on";
   figure("behind", !learner || health.silent ? "" : stale ? `${count(lag)} as of ${age(asked)} ago` : lag === 0 ? "nothing waits" : behind);
+  figure("lag_seconds", learner && !health.silent && !stale ? `oldest waits ${duration(learner.lag_seconds)}${learner.behind ? ", lag policy holds" : ""}` : "age not known");
   figure("partitions", `${partitions.length} ${partitions.length === 1 ? "partition" : "partitions"}`);
   for (const host of document.querySelectorAll("[data-spark]")) {
     const { times, values, gap } = shown(host.dataset.spark.split(" "));
@@ -243,26 +294,47 @@ function renderTiles() {
 }
 
 const VERDICTS = { pass: "✓", fail: "✕", inconclusive: "○" };
+const STATUSES = { swapped: "replaced", "rolled back": "rejected" };
+
+/* How far an inconclusive version was from a verdict, such as "17 of 1,000 holdout events". */
+function compared(version) {
+  const rows = /^(\d+) of (\d+) (?:held-out|holdout) events/.exec(version.reason ?? "");
+  return rows ? `${count(Number(rows[1]))} of ${count(Number(rows[2]))} holdout events` : "";
+}
+
+/* What a person may order about a version. */
+function orders(version) {
+  const { fate, removed } = version;
+  if (removed) return [];
+  if (fate === "pinned") return ["unpin"];
+  return [...(fate === "served" ? [] : ["promote"]), "pin", ...(fate === "rolled back" ? [] : ["reject"])];
+}
+
+function versionRows(version) {
+  const old = version.metrics.old, scores = regression() ? -1 : 1, shown = STATUSES[version.fate] ?? version.fate;
+  const why = version.reason ? { "data-hint": version.reason } : {};
+  const row = element("tr", { class: ["served", "pinned"].includes(version.fate) ? "served" : "", "data-key": version.number, "data-version": version.number },
+    element("th", { scope: "row" }, String(version.number)),
+    element("td", { class: "num" }, known(version.time) ? age(status.time - version.time) : NONE),
+    element("td", { class: "num wide" }, count(version.step)),
+    element("td", { class: "num" }, known(old) ? score(scores * old) : NONE),
+    element("td", { class: version.verdict ?? "" }, element("span", { class: "glyph", "aria-hidden": "true" }, VERDICTS[version.verdict] ?? ""),
+      element("span", version.verdict ? why : {}, version.verdict ?? NONE), ...(version.verdict === "inconclusive" && compared(version) ? [":", element("span", { class: "compared" }, ` ${compared(version)}`)] : [])),
+    element("td", { class: version.fate === "rolled back" ? "refused" : version.fate }, shown),
+    element("td", { class: "actions" }, ...orders(version).map((action) =>
+      element("button", { type: "button", "data-key": action, "data-action": action, "aria-label": `${TITLES[action]} version ${version.number}` }, TITLES[action]))));
+  const explains = ["refused", "rolled back"].includes(version.fate) && version.reason;
+  return explains ? [row, element("tr", { class: "reason", "data-key": `${version.number} reason` }, element("td", { colspan: "7" }, version.reason))] : [row];
+}
 
 function renderVersions() {
-  const { learner, versions } = status, scores = regression() ? -1 : 1;
+  const { learner, versions } = status;
   const held = learner && known(learner.held_since) && !status.health.silent ? `, held back for ${age(learner.time - learner.held_since)}` : "";
   figure("versions", learner ? `${count(learner.versions_published)} published, ${count(learner.publish_skipped)} skipped${held}` : "");
   $("score-name").textContent = regression() ? "Old error" : "Old";
-  const rows = versions.flatMap((version) => {
-    const old = version.metrics.old;
-    const row = element("tr", { class: ["served", "pinned"].includes(version.fate) ? "served" : "", "data-version": version.number },
-      element("th", { scope: "row" }, String(version.number)),
-      element("td", { class: "num" }, known(version.time) ? age(status.time - version.time) : NONE),
-      element("td", { class: "num wide" }, count(version.step)),
-      element("td", { class: "num" }, known(old) ? score(scores * old) : NONE),
-      element("td", { class: version.verdict ?? "" }, element("span", { class: "glyph", "aria-hidden": "true" }, VERDICTS[version.verdict] ?? ""), version.verdict ?? NONE),
-      element("td", { class: version.fate === "rolled back" ? "refused" : version.fate }, version.fate));
-    const told = ["refused", "rolled back"].includes(version.fate) && version.reason;
-    return told ? [row, element("tr", { class: "reason" }, element("td", { colspan: "6" }, version.reason))] : [row];
-  });
-  if (!rows.length) rows.push(element("tr", { class: "reason" }, element("td", { colspan: "6" }, "None has been published yet.")));
-  $("versions").tBodies[0].replaceChildren(...rows);
+  const rows = versions.flatMap(versionRows);
+  if (!rows.length) rows.push(element("tr", { class: "reason" }, element("td", { colspan: "7" }, "None has been published yet.")));
+  patchChildren($("versions").tBodies[0], rows);
 }
 
 const OUTCOMES = ["trained", "stored_only", "held_out", "skipped", "dead_lettered"];
@@ -289,7 +361,8 @@ function renderOutcomes() {
 function renderReplay() {
   const { replay_rows: rows = {}, replay_bytes: sizes = {}, replay_bounds: bounds = {}, replay_capacity: capacity, replay_lost: lost } = status.learner ?? {};
   const names = Object.keys(rows), last = names.at(-1); /* the last tier holds all, those before it are caches */
-  figure("replay", known(capacity) ? `${count(rows[last] ?? 0)} of ${count(capacity)} events` : "");
+  const full = known(capacity) && (rows[last] ?? 0) >= capacity;
+  figure("replay", full ? `full, capacity ${count(capacity)} events` : known(capacity) ? `${count(rows[last] ?? 0)} of ${count(capacity)} events` : "");
   const tiers = names.map((tier) => {
     const size = sizes[tier] ?? 0, bound = bounds[tier] ?? 0, fraction = bound ? Math.min(1, size / bound) : 0;
     const fill = element("span");
@@ -316,25 +389,133 @@ function renderPartitions() {
   $("partitions").tBodies[0].replaceChildren(...rows);
 }
 
-function renderParts() {
+const pairs = (values, format) => Object.entries(values).map(([name, value]) => `${name.replaceAll("_", " ")} ${format(value)}`).join(", ");
+
+function renderFacts() {
   const { learner, serving, baseline } = status, ago = (time) => `${age(status.time - time)} ago`;
-  const swaps = serving.swaps.swapped ?? 0, refused = serving.swaps.refused ?? 0, { shadow } = serving;
-  const parts = [
-    ["Last checkpoint", learner?.checkpoint ? `number ${learner.checkpoint}, ${known(learner.checkpoint_time) ? ago(learner.checkpoint_time) : "age not known"}` : "none yet"],
-    ["Holdout set", learner ? `${count(learner.holdout_rows)} events` : NONE],
+  const swaps = serving.swaps.swapped ?? 0, refused = serving.swaps.refused ?? 0, { shadow } = serving, device = learner?.device_sharing;
+  const training = [
+    ["Strategy", learner?.strategy || NONE],
+    ["Loss, mean", learner && Object.keys(learner.loss).length ? pairs(learner.loss, digits) : NONE, "loss"],
+    ["Forgetting, mean", known(learner?.forgetting) ? score(learner.forgetting) : NONE, "forgetting"],
+    ["Drifts", !learner ? NONE : learner.drifts ? `${count(learner.drifts)}, last at step ${count(learner.drift_step)}` : "none", "drift"],
+    ["Replay ratio", learner ? `${digits(learner.replay_ratio)} old for each new event` : NONE, "ratio"],
+    ["Device sharing", device ? `${device.policy}, training ${percent(device.training, true)} of the time, yielded ${count(device.times)} times` : "off", "sharing"],
+    ["Gate", !learner?.verdict ? NONE : learner.held_reasons.length ? `fail: ${learner.held_reasons.join("; ")}` : learner.verdict, "verdict"],
+  ];
+  const state = [
+    ["Checkpoint", learner?.checkpoint ? `number ${learner.checkpoint}, ${known(learner.checkpoint_time) ? ago(learner.checkpoint_time) : "age not known"}` : "none yet", "checkpoint"],
+    ["Holdout set", learner ? `${count(learner.holdout_rows)} events` : NONE, "holdout"],
     ["Learner reported", learner ? ago(learner.time) : "never"],
     ...(baseline ? [["Baseline reported", ago(baseline.time)]] : []),
     ["Swaps", `${count(swaps)}, ${count(refused)} refused`],
     ...(shadow ? [["Shadow", shadow.failed ?? (shadow.rows ? `version ${shadow.version} disagrees by ${score(shadow.disagreement)}, over ${count(shadow.rows)} rows` : `version ${shadow.version}, nothing compared yet`)]] : []),
+    ...(learner?.warnings ?? []).map((warning) => ["Warning", warning]),
   ];
-  $("parts").replaceChildren(...parts.flatMap(([name, told]) => [element("dt", {}, name), element("dd", {}, told)]));
+  for (const [id, facts] of [["training", training], ["state", state]]) {
+    patchChildren($(id), facts.flatMap(([name, fact, help]) => [element("dt", {}, help ? element("span", { "data-help": help }, name) : name), element("dd", {}, fact)]));
+  }
 }
 
-/* what the reader does */
+/* explanations */
+for (const [key, text] of Object.entries(HELP)) $("helps").append(element("span", { id: `help-${key}` }, text));
+for (const term of document.querySelectorAll("[data-help]")) dress(term, explained({ "data-help": term.dataset.help }), []);
+
+let hinted = null;
+const EXPLAINED = "[data-help], [data-hint]";
+function placeHint() {
+  const at = hinted.getBoundingClientRect(), box = $("hint").getBoundingClientRect();
+  const above = at.bottom + box.height + 8 > innerHeight;
+  $("hint").style.left = `${Math.max(8, Math.min(at.left, document.documentElement.clientWidth - box.width - 8))}px`;
+  $("hint").style.top = `${above ? at.top - box.height - 6 : at.bottom + 6}px`;
+}
+/* Shows the explanation of what the pointer is on, else of what has the keyboard's focus. */
+function hint(event) {
+  const focused = document.activeElement?.matches(EXPLAINED) ? document.activeElement : null;
+  hinted = event.target.closest?.(EXPLAINED) ?? focused;
+  $("hint").hidden = !hinted;
+  if (!hinted) return;
+  $("hint").textContent = hinted.dataset.hint ?? HELP[hinted.dataset.help];
+  placeHint();
+}
+function noHint() {
+  hinted = null;
+  $("hint").hidden = true;
+}
+document.addEventListener("pointerover", hint);
+document.addEventListener("focusin", hint);
+document.addEventListener("focusout", noHint);
+document.addEventListener("scroll", () => { if (hinted) placeHint(); }, { capture: true, passive: true });
+document.addEventListener("keydown", (event) => { if (event.key === "Escape") noHint(); });
+
+/* orders about versions */
+const TITLES = { promote: "Promote", pin: "Pin", unpin: "Unpin", reject: "Reject" };
+const CONFIRMED = {
+  promote: (number) => `Version ${number} is served whatever its verdict, and versions newer than it that are there now are not. The next version that passes the gate replaces it.`,
+  reject: (number) => `Version ${number} is never served again, and if it is served now, an older version replaces it. It comes back only when a person promotes it.`,
+};
+const pending = { action: "", number: 0 };
+
+async function post(action, number) {
+  const token = adminToken || stored(sessionStorage, "token");
+  const headers = token ? { Authorization: `Bearer ${token}` } : {};
+  let reply;
+  try {
+    reply = await fetch(`api/versions/${number}:${ACTIONS[action]}`, { method: "POST", headers, signal: AbortSignal.timeout(30000) });
+  } catch {
+    return { status: 0, error: "The server did not answer; whether it did what was asked is not known. See the table." };
+  }
+  const body = await reply.json().catch(() => ({}));
+  return { status: reply.status, error: reply.ok ? "" : sentenceOf(body.error ?? `the server answered ${reply.status}`) };
+}
+const sentenceOf = (text) => `${text.replace(/^./, (first) => first.toUpperCase()).replace(/[.]$/, "")}.`;
+
+function openOrder(action, number, text, error = "", door = false) {
+  Object.assign(pending, { action, number });
+  $("order-title").textContent = `${TITLES[action]} version ${number}?`;
+  $("order-text").textContent = text;
+  $("order-error").textContent = error;
+  $("order-go").textContent = TITLES[action];
+  $("order-go").disabled = false;
+  $("order-door").hidden = !door;
+  if (!$("order").open) $("order").showModal();
+  (door ? $("admin-token") : $("order-cancel")).focus();
+}
+
+async function sendOrder(action, number) {
+  const text = CONFIRMED[action]?.(number) ?? "";
+  $("order-go").disabled = true;
+  const { status: code, error } = await post(action, number);
+  if (!error) {
+    $("order").close();
+    refresh();
+    return;
+  }
+  const refused = code === 401 || code === 403, wrong = refused && adminToken;
+  if (refused) adminToken = "";
+  openOrder(action, number, text, refused && !wrong ? "" : error, refused);
+}
+
+$("versions").addEventListener("click", (event) => {
+  const action = event.target.dataset.action, number = Number(event.target.closest("tr")?.dataset.version);
+  if (!action) return;
+  if (action in CONFIRMED) openOrder(action, number, CONFIRMED[action](number));
+  else sendOrder(action, number);
+});
+$("order-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  adminToken = $("admin-token").value.trim() || adminToken;
+  $("admin-token").value = "";
+  sendOrder(pending.action, pending.number);
+});
+$("order-cancel").addEventListener("click", () => $("order").close());
+$("order").addEventListener("close", () => { $("admin-token").value = ""; });
+
+/* choices of the reader */
 for (const [seconds, name] of RANGES) {
   const choice = element("input", { type: "radio", name: "range", value: seconds });
   choice.checked = seconds === range;
-  choice.addEventListener("change", () => { range = seconds; if (status) look(); });
+  choice.addEventListener("change", () => { range = seconds; if (status) refresh(); });
   $("ranges").append(element("label", {}, choice, name));
 }
 
@@ -356,9 +537,14 @@ $("door").addEventListener("submit", (event) => {
   event.preventDefault();
   stored(sessionStorage, "token", $("token").value.trim());
   $("token").value = "";
-  look();
+  refresh();
 });
-$("values").addEventListener("toggle", () => status && renderAccuracy());
-document.addEventListener("visibilitychange", () => { if (!document.hidden && document.body.dataset.state !== "locked") look(); });
+for (const id of ["values", "happened"]) $(id).addEventListener("toggle", () => status && renderAccuracy());
+$("zoom").checked = stored(localStorage, "zoom") === "on";
+$("zoom").addEventListener("change", () => {
+  stored(localStorage, "zoom", $("zoom").checked ? "on" : "off");
+  if (status && points) renderAccuracy();
+});
+document.addEventListener("visibilitychange", () => { if (!document.hidden && document.body.dataset.state !== "locked") refresh(); });
 setInterval(watch, 1000);
-look();
+refresh();
