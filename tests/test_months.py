@@ -32,7 +32,7 @@ from ingest.kafka.fake import fake_columns
 from ingest.metrics import IngestMetrics
 from ingest.reader.cursors import Partition
 from ingest.reader.hang_detector import HangDetector
-from ingest.worker.stalled_partitions import Stalls
+from ingest.worker.stalled_partitions import StallDetector
 from learner.adaptation.drift import Drift
 from learner.adaptation.replay_ratio import AdaptiveReplayRatio, ScoreSum
 from learner.checkpointing.tombstones import Tombstones
@@ -178,7 +178,7 @@ def ledger_and_lag(year: Year) -> Driven:
 
 
 def raised_and_stalled(year: Year) -> Driven:
-    raised, stalls = Raised(lambda: year.now), Stalls()
+    raised, stalls = Raised(lambda: year.now), StallDetector()
     silence = HangDetector(lambda: year.now)
 
     def look(tick: int) -> None:
