@@ -120,17 +120,17 @@ def _store(
             f"it holds {k} events; raise replay.capacity or its bytes"
         )
     quotas = Quotas(k, admission.groups)
-    entries = EventTable(tiers.slots, quotas.limit + MOST_INSERTED, seed, admission.groups)
-    whereabouts = None
+    event_table = EventTable(tiers.slots, quotas.limit + MOST_INSERTED, seed, admission.groups)
+    tracker = None
     if dim is not None:
         clusters = max(1, min(CLUSTERS - 1, k // _EVENTS_A_CLUSTER))
         neighbours = NeighbourClient(dim, quotas.limit + MOST_INSERTED, clusters=clusters)
-        whereabouts = EmbeddingTracker(entries, tiers.slots, neighbours)
-    company = SamplerContext(entries, tiers.slots, classes, settings.half_life, whereabouts)
-    policies = Policies(admission, quotas, SAMPLERS[settings.sampling](company), whereabouts)
-    store = Store(policies, entries, layout, tiers, seed, weighted=schema.weight is not None, step=step)
-    if whereabouts is not None:
-        whereabouts.neighbours.open()
+        tracker = EmbeddingTracker(event_table, tiers.slots, neighbours)
+    context = SamplerContext(event_table, tiers.slots, classes, settings.half_life, tracker)
+    policies = Policies(admission, quotas, SAMPLERS[settings.sampling](context), tracker)
+    store = Store(policies, event_table, layout, tiers, seed, weighted=schema.weight is not None, step=step)
+    if tracker is not None:
+        tracker.neighbours.open()
     return store
 
 

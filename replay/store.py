@@ -61,7 +61,7 @@ class Store:
     def __init__(
         self,
         policies: Policies,
-        entries: EventTable,
+        event_table: EventTable,
         layout: RowLayout,
         tiers: TierHierarchy,
         seed: int,
@@ -77,12 +77,12 @@ class Store:
         self.spare = spare
         """Slots beyond those for the events held."""
         self.tiers = tiers
-        self.entries = entries
+        self.event_table = event_table
         self.slots = SlotAllocator(tiers.slots, durable=tiers.durable)
         self._holes = Holes()
-        self.roll = Reservoir(policies.admission, policies.quotas, entries, seed)
+        self.reservoir = Reservoir(policies.admission, policies.quotas, event_table, seed)
         self._sampler = policies.sampler
-        self._whereabouts = policies.whereabouts
+        self._tracker = policies.tracker
         self._grouped = 0
         self._layout = layout
         self._seed = seed
@@ -94,11 +94,11 @@ class Store:
         self._first_checkpoint: int | None = None
         self._leftovers: list[Callable[[], None]] = []
         self._waiting = PendingEvents()
-        alone = not policies.sampler.divisible or policies.whereabouts is not None
+        alone = not policies.sampler.divisible or policies.tracker is not None
         self._together = 1 if alone else BLOCK
 
     def __len__(self) -> int:
-        return len(self.entries)
+        return len(self.event_table)
 
     @property
     def lost(self) -> int:
@@ -128,7 +128,7 @@ class Store:
     @property
     def capacity(self) -> int:
         """Events that are kept when there is no end of them."""
-        return self.roll.quotas.k
+        return self.reservoir.quotas.k
 
     def has_room(self, more: int = 0) -> bool:
         """Return whether the events of a step would find slots, beside `more` others; takes in what waits if need be.
@@ -181,30 +181,32 @@ class Store:
         if not waiting.blocks:
             return 0
         self._regroup()
-        offer = self.roll.add(waiting.columns(), self._clusters_of(waiting.embedding, len(waiting)))
-        if len(self) + len(offer.admitted) <= self.roll.quotas.limit:
+        offer = self.reservoir.add(waiting.columns(), self._clusters_of(waiting.embedding, len(waiting)))
+        if len(self) + len(offer.admitted) <= self.reservoir.quotas.limit:
             return self._admit(offer, offer.admitted, waiting)
         # Block by block where some have to leave, for what is held not to depend on how many waited.
-        return sum(self._admit(offer, self.roll.admits(offer, rows), waiting) for rows in waiting.parts(offer.admitted))
+        return sum(
+            self._admit(offer, self.reservoir.admits(offer, rows), waiting) for rows in waiting.parts(offer.admitted)
+        )
 
     def _put(
         self, columns: Mapping[str, Array], partitions: Sequence[TopicPartition], embedding: NDArray[np.float32] | None
     ) -> None:
-        self.entries.meet(partitions)
+        self.event_table.meet(partitions)
         self._waiting.put(columns, embedding)
 
     def _admit(self, offer: ScoredEvents, rows: NDArray[np.intp], waiting: PendingEvents) -> int:
         """Hold the given rows of an offer, and return how many were."""
         count = len(rows)
         while len(rows):
-            room = min(self.roll.quotas.at_once, self.slots.free)
+            room = min(self.reservoir.quotas.at_once, self.slots.free)
             if not room:
                 self._holes.add(len(rows))
                 return count - len(rows)
             self._insert(rows[:room], offer, waiting)
-            if (stays := self.roll.surplus()) is not None:
+            if (stays := self.reservoir.surplus()) is not None:
                 self._keep(stays)
-            rows = self.roll.admits(offer, rows[room:])
+            rows = self.reservoir.admits(offer, rows[room:])
         return count
 
     def update_priorities(
@@ -217,25 +219,25 @@ class Store:
             losses: of each event, float32 `[n]`, NaN where it is not known.
             embedding: of the model, float32 `[n, D]`, NaN likewise; None: of no event.
         """
-        still = (sample.slots >= 0) & self.entries.are(sample.slots, sample.records)
+        still = (sample.slots >= 0) & self.event_table.are(sample.slots, sample.records)
         told = still & ~np.isnan(losses)
         self._sampler.update_priorities(sample.slots[told], losses[told])
-        if self._whereabouts is not None and embedding is not None:
+        if self._tracker is not None and embedding is not None:
             told = still & ~np.isnan(embedding).any(axis=1)
-            self._whereabouts.update(sample.slots[told], embedding[told])
+            self._tracker.update(sample.slots[told], embedding[told])
 
     def remove(self, slots: NDArray[np.int32], records: NDArray[np.void]) -> None:
         """Let those of n events of samples leave that are held still; plans that name them keep them."""
         self.flush_pending()
         gone = np.zeros(self.tiers.slots, np.bool_)
-        gone[slots[(slots >= 0) & self.entries.are(slots, records)]] = True
+        gone[slots[(slots >= 0) & self.event_table.are(slots, records)]] = True
         if gone.any():
-            self._keep(~gone[self.entries.slots])
+            self._keep(~gone[self.event_table.slots])
 
     @property
     def neighbours(self) -> NeighbourClient | None:
         """The index of embeddings, for policies that ask for it."""
-        return None if self._whereabouts is None else self._whereabouts.neighbours
+        return None if self._tracker is None else self._tracker.neighbours
 
     @property
     def problem(self) -> str | None:
@@ -246,12 +248,12 @@ class Store:
     @property
     def listens(self) -> bool:
         """Whether `learned` changes anything."""
-        return self._sampler.uses_losses or self._whereabouts is not None
+        return self._sampler.uses_losses or self._tracker is not None
 
     def query_neighbours(self, step: int, embedding: NDArray[np.float32]) -> None:
         """Look for old events that are near to new ones, float32 `[N, D]`, for later samples; waits for nothing."""
-        if self._whereabouts is not None:
-            self._whereabouts.query(step, embedding)
+        if self._tracker is not None:
+            self._tracker.query(step, embedding)
 
     def plan(self, step: int, n: int) -> SamplePlan:
         """Choose n events for a step, or all when fewer are held, and begin to bring them to the device."""
@@ -264,16 +266,21 @@ class Store:
         total = sum(n for _, n in wanted)
         if total > len(self) and len(wanted) > 1:
             return [self.plan(step, n) for step, n in wanted]
-        if self._whereabouts is not None:
-            self._whereabouts.select_answer(wanted[0][0])
+        if self._tracker is not None:
+            self._tracker.select_answer(wanted[0][0])
         choice = self._sampler.sample(total, self._chance.of(wanted[0][0]))
-        places, records, rates, shares = choice.slots.astype(np.int64), self.entries.records(choice.slots), None, None
+        places, records, rates, shares = (
+            choice.slots.astype(np.int64),
+            self.event_table.records(choice.slots),
+            None,
+            None,
+        )
         if self._weighted:
-            rates, shares = self.roll.rates(records, self._clusters(choice.slots))
+            rates, shares = self.reservoir.rates(records, self._clusters(choice.slots))
         plans, end = [], 0
         for step, n in wanted:
             mine = slice(end, end := end + n)
-            rows = self.tiers.stage(places[mine], self.entries.identity)
+            rows = self.tiers.stage(places[mine], self.event_table.identity)
             rate, share, correction = _part(rates, mine), _part(shares, mine), _part(choice.correction, mine)
             plans.append(SamplePlan(step, choice.slots[mine], records[mine], rate, share, correction, rows))
         return plans
@@ -341,7 +348,7 @@ class Store:
         self.flush_pending()
         self._first_checkpoint = self._first_checkpoint or number
         self._held_through = self._plans[-1].step if self._plans else -1
-        change, rolled = self.roll.begin_snapshot(number)
+        change, reservoir_state = self.reservoir.begin_snapshot(number)
         standing = StoreState(
             checkpoint=number,
             file=self.tiers.file,
@@ -349,9 +356,9 @@ class Store:
             plans=(),
             sampler=self._sampler.state(),
             seed=self._seed,
-            **rolled,
+            **reservoir_state,
         )
-        return CapturedStore(standing, change, self.entries.identity(change.index["slot"]), tuple(self._plans))
+        return CapturedStore(standing, change, self.event_table.identity(change.index["slot"]), tuple(self._plans))
 
     def contents(self, held: CapturedStore) -> tuple[StoreState, StoreDelta]:
         """Return what was held, the payload being durable or part of it. May run in another thread until
@@ -371,7 +378,7 @@ class Store:
         """
         self._held_through = -1
         if not written:
-            self.roll.changes.clear()
+            self.reservoir.changes.clear()
         self.slots.end_snapshot(oldest)
         if oldest is None or (self._first_checkpoint is not None and oldest >= self._first_checkpoint):
             for discard in self._leftovers:
@@ -392,26 +399,26 @@ class Store:
         Raises:
             SettingsError: the contents do not fit this store.
         """
-        resumption = StoreRestore(contents, source, self.roll, self._layout, self.tiers, self._seed)
+        resumption = StoreRestore(contents, source, self.reservoir, self._layout, self.tiers, self._seed)
         standing = resumption.contents.standing
-        self.roll.take_up(standing)
+        self.reservoir.take_up(standing)
         index = resumption.place(self.slots)
-        self.entries.restore(index, standing.bases)
+        self.event_table.restore(index, standing.bases)
         self.tiers.doubt(standing.stale)
         if not resumption.moves:
-            self.tiers.take_up(self.entries.slots.astype(np.int64))
-        if self._whereabouts is not None:
-            self._whereabouts.restore(self.entries.slots)
-        self._sampler.add(self.entries.slots)
+            self.tiers.take_up(self.event_table.slots.astype(np.int64))
+        if self._tracker is not None:
+            self._tracker.restore(self.event_table.slots)
+        self._sampler.add(self.event_table.slots)
         self._holes.add(contents.lost + resumption.lost)
         if len(index) == len(contents.index) and not contents.lost:
             self._sampler.restore(standing.sampler)
             if resumption.goes_on:
-                self.roll.changes.begin(standing.checkpoint, len(self))
+                self.reservoir.changes.begin(standing.checkpoint, len(self))
         self._plans.clear()
         for plan in standing.plans:
             # A checkpoint that has the payload may name slots of several lives.
-            slots = self.entries.find(plan.events) if resumption.moves else plan.events["slot"].copy()
+            slots = self.event_table.find(plan.events) if resumption.moves else plan.events["slot"].copy()
             self._plans.append(resumed(plan, self.tiers.staged(plan.rows), slots, weighted=self._weighted))
 
     def erase(self, erased: ErasedEvents) -> int:
@@ -420,14 +427,14 @@ class Store:
         Also that of events which have left already. Returns how many of the events held were erased.
         """
         self.flush_pending()
-        covered, left = self.entries.covered(erased)
-        slots = np.concatenate([self.entries.slots[covered], left])
+        covered, left = self.event_table.covered(erased)
+        slots = np.concatenate([self.event_table.slots[covered], left])
         self.tiers.erase(slots.astype(np.int64))
         if covered.any():
             self._keep(~covered)
-        self.entries.erase(slots)
+        self.event_table.erase(slots)
         for place, plan in enumerate(self._plans):
-            if erased.covers(self.entries.bases, columns_of(plan.records)).any():
+            if erased.covers(self.event_table.bases, columns_of(plan.records)).any():
                 plan.rows.clear()
                 self._plans[place] = self.plan(plan.step, len(plan))
         return int(np.count_nonzero(covered))
@@ -441,55 +448,55 @@ class Store:
         """
         if not self.tiers.durable:
             return False
-        unknown = self.entries.unknown()
+        unknown = self.event_table.unknown()
         unknown = unknown[~named[unknown]][:most]
         self.tiers.erase(unknown.astype(np.int64))
-        self.entries.erase(unknown)
+        self.event_table.erase(unknown)
         return bool(len(unknown))
 
     def close(self) -> None:
         """Let go of the tiers, and end the index process."""
         self.tiers.close()
-        if self._whereabouts is not None:
-            self._whereabouts.close()
+        if self._tracker is not None:
+            self._tracker.close()
 
     def _clusters_of(self, embedding: NDArray[np.float32] | None, n: int) -> NDArray[np.int16]:
         """Return the clusters of n events that are offered; 0 where they are not known."""
-        if self._whereabouts is None or embedding is None:
+        if self._tracker is None or embedding is None:
             return np.zeros(n, np.int16)
-        return self._whereabouts.cluster_of(embedding)
+        return self._tracker.cluster_of(embedding)
 
     def _clusters(self, slots: NDArray[np.int32]) -> NDArray[np.int16]:
-        return np.zeros(len(slots), np.int16) if self._whereabouts is None else self._whereabouts.clusters(slots)
+        return np.zeros(len(slots), np.int16) if self._tracker is None else self._tracker.clusters(slots)
 
     def _regroup(self) -> None:
         """Follow the clusters when the index process has found others."""
-        if self._whereabouts is not None and self._grouped != (training := self._whereabouts.poll()):
+        if self._tracker is not None and self._grouped != (training := self._tracker.poll()):
             self._grouped = training
-            self.roll.regroup(self._whereabouts.clusters(self.entries.slots))
+            self.reservoir.regroup(self._tracker.clusters(self.event_table.slots))
 
     def _insert(self, rows: NDArray[np.intp], offer: ScoredEvents, waiting: PendingEvents) -> None:
         slots = self.slots.take(len(rows))
-        self.roll.append(slots, offer, rows)
+        self.reservoir.append(slots, offer, rows)
         pack: Pack = lambda part: waiting.pack(self._layout, rows[part])  # noqa: E731
         if 2 * len(offer.admitted) < len(waiting):
-            # The courier would keep far more than the rows that it reckons with, for as long as a disk is slow.
+            # The I/O thread would keep far more than the rows that it reckons with, for as long as a disk is slow.
             pack = pack(slice(None)).__getitem__
         self.tiers.write(slots.astype(np.int64), offer.identity.take(rows), pack)
-        if self._whereabouts is not None:
-            self._whereabouts.add(slots, None if waiting.embedding is None else waiting.embedding[rows])
+        if self._tracker is not None:
+            self._tracker.add(slots, None if waiting.embedding is None else waiting.embedding[rows])
         self._sampler.add(slots)
 
     def _keep(self, stays: NDArray[np.bool_]) -> None:
         """Let those leave that do not stay, bool `[H]`."""
         for plan in self._plans:
             plan.rows.settle()
-        left = self.roll.keep(stays)
+        left = self.reservoir.keep(stays)
         self.tiers.free(left.astype(np.int64))
         self.slots.leave(left)
         self._sampler.remove(left)
-        if self._whereabouts is not None:
-            self._whereabouts.remove(left)
+        if self._tracker is not None:
+            self._tracker.remove(left)
 
     def _drop_lost(self) -> None:
         """Let events leave whose rows a tier could not write or give back: holes, which fill as the stream goes on."""
@@ -497,7 +504,7 @@ class Store:
         if len(lost):
             gone = np.zeros(self.tiers.slots, np.bool_)
             gone[lost] = True
-            stays = ~gone[self.entries.slots]
+            stays = ~gone[self.event_table.slots]
             self._holes.add(int((~stays).sum()))
             self._keep(stays)
 

@@ -28,8 +28,8 @@ UNKNOWN = np.int16(0)
 class EmbeddingTracker:
     """The embeddings of the events in S slots. Used by the thread that has the store."""
 
-    def __init__(self, entries: EventTable, slots: int, neighbours: NeighbourClient) -> None:
-        self._entries = entries
+    def __init__(self, event_table: EventTable, slots: int, neighbours: NeighbourClient) -> None:
+        self._event_table = event_table
         self._neighbours = neighbours
         self._ids = np.full(slots, _NO_ID, np.int64)
         self._cluster = np.zeros(slots, np.int16)
@@ -146,7 +146,7 @@ class EmbeddingTracker:
 
     def _name(self, slots: NDArray[np.int32]) -> None:
         """Give events their ids: the slot, and half of the identity, by which a slot's earlier event is told."""
-        half = (self._entries.identity(slots) >> np.uint64(32)).astype(np.int64)
+        half = (self._event_table.identity(slots) >> np.uint64(32)).astype(np.int64)
         self._ids[slots] = (slots.astype(np.int64) << 32) | half
 
     def _slots_of(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:

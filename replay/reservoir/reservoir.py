@@ -44,10 +44,10 @@ class ScoredEvents:
 class Reservoir:
     """At most `quotas.limit` events and what is being inserted. Used by one thread."""
 
-    def __init__(self, admission: Admission, quotas: Quotas, entries: EventTable, seed: int) -> None:
+    def __init__(self, admission: Admission, quotas: Quotas, event_table: EventTable, seed: int) -> None:
         self.admission = admission
         self.quotas = quotas
-        self.entries = entries
+        self.event_table = event_table
         self.changes = DeltaTracker()
         """Since the last checkpoint."""
         self._seed = seed
@@ -56,19 +56,19 @@ class Reservoir:
         self._weight = 0.0
 
     def __len__(self) -> int:
-        return len(self.entries)
+        return len(self.event_table)
 
     def add(self, columns: Mapping[str, Array], cluster: NDArray[np.int16]) -> ScoredEvents:
         """Take note of N events, and tell which are to be held: those that `admits` and that are not held already.
 
         Args:
-            columns: a block's columns, each `[N, ...]`, of partitions that the entries have met.
+            columns: a block's columns, each `[N, ...]`, of partitions that are registered.
             cluster: of each event's embedding; 0 where it is not known.
         """
         # What has its dtype already is looked at and never written to.
         where, offset = (columns[name].astype(np.int64, copy=False) for name in ("partition", "offset"))
         row, weight = columns["row"].astype(np.int32, copy=False), columns["weight"].astype(np.float32, copy=False)
-        identity = identity_hash(self.entries.bases[where], offset, row, self._seed)
+        identity = identity_hash(self.event_table.bases[where], offset, row, self._seed)
         label = (
             columns["label"].astype(np.int64, copy=False)
             if columns["label"].dtype.kind == "i"
@@ -97,18 +97,18 @@ class Reservoir:
     def append(self, slots: NDArray[np.int32], offer: ScoredEvents, rows: NDArray[np.intp]) -> None:
         """Hold n events from now on, those in the rows of an offer, whose payload is in n slots."""
         # By `take`, which has half the cost of an index.
-        self.entries.append(slots, offer.priority.take(rows), offer.group.take(rows), offer.records.take(rows))
+        self.event_table.append(slots, offer.priority.take(rows), offer.group.take(rows), offer.records.take(rows))
 
     def surplus(self) -> NDArray[np.bool_] | None:
         """Return who stays, bool `[H]`, when there are too many; else None."""
-        if len(self.entries) <= self.quotas.limit:
+        if len(self.event_table) <= self.quotas.limit:
             return None
-        return self.quotas.lower(self.entries.priorities, self.entries.groups, self.entries.counts)
+        return self.quotas.lower(self.event_table.priorities, self.event_table.groups, self.event_table.counts)
 
     def keep(self, stays: NDArray[np.bool_]) -> NDArray[np.int32]:
         """Let those leave that do not stay, bool `[H]`, and return their slots."""
         self.changes.keep(stays)
-        return self.entries.keep(stays)
+        return self.event_table.keep(stays)
 
     def regroup(self, cluster: NDArray[np.int16]) -> None:
         """Put all events into the groups of other clusters, `[H]`; what was evicted under the old ones is gone.
@@ -116,9 +116,9 @@ class Reservoir:
         Of what was offered is not known which would have been in which: as much of each as of what is held.
         """
         if self.admission.by_cluster:
-            self.entries.regroup(cluster)
+            self.event_table.regroup(cluster)
             self.quotas.thresholds[:] = np.inf
-            held = np.cumsum(self.entries.counts)
+            held = np.cumsum(self.event_table.counts)
             until = np.rint(self._offered.sum() * (held / max(1, held[-1]))).astype(np.int64)
             self._offered = np.diff(until, prepend=0)
 
@@ -127,27 +127,26 @@ class Reservoir:
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Return what the importance of n events held is made of: their rates and shares, float64 `[n]` each."""
         group = self.admission.group(records["label"].astype(np.int64), cluster)
-        share = self.entries.counts / np.maximum(1, self._offered)
+        share = self.event_table.counts / np.maximum(1, self._offered)
         # Nothing of weight is counted where all that is held was offered out of its partition's order.
         mean = self._weight / max(1, int(self._offered.sum())) or 1.0
         return self.admission.rates(self.quotas.thresholds[group], records["time_s"], share[group], mean)
 
     def begin_snapshot(self, number: int) -> tuple[StoreDelta, dict[str, Any]]:
-        """Begin checkpoint `number`: return what has changed since the one before, and the roll's part of its
-        StoreState."""
-        change = StoreDelta(self.changes.base, self.changes.alive, self.entries.copy(self.changes.old), None)
+        """Begin checkpoint `number`; return the changes since the previous one, and fields of its StoreState."""
+        change = StoreDelta(self.changes.base, self.changes.alive, self.event_table.copy(self.changes.old), None)
         self.changes.begin(number, len(self))
         return change, {
             "policy": self.admission.name,
             "thresholds": self.quotas.thresholds.copy(),
             "offered": self._offered.copy(),
             "weight": self._weight,
-            "bases": self.entries.bases.tolist(),
+            "bases": self.event_table.bases.tolist(),
             "watermarks": dict(self._watermarks.highest),
         }
 
     def take_up(self, standing: StoreState) -> None:
-        """Go on with the thresholds, counts and watermarks of a checkpoint; the events follow by `entries.restore`."""
+        """Restore the thresholds, counts and watermarks of a checkpoint; `event_table.restore` restores the events."""
         self.quotas.thresholds, self._offered = standing.thresholds.copy(), standing.offered.copy()
         self._weight = standing.weight
         self._watermarks = Watermarks(standing.watermarks)
@@ -170,9 +169,9 @@ class Reservoir:
         wanted = np.sort(priority[candidates])
         if not len(wanted):
             return new
-        priorities = self.entries.priorities
+        priorities = self.event_table.priorities
         places = np.minimum(np.searchsorted(wanted, priorities), len(wanted) - 1)
-        alike = self.entries.records(self.entries.slots[wanted[places] == priorities])
+        alike = self.event_table.records(self.event_table.slots[wanted[places] == priorities])
         held = {(each["partition"], each["offset"], each["row"]) for each in alike}
         for at in np.flatnonzero(candidates & new).tolist() if held else ():
             new[at] = tuple(names[at]) not in held

@@ -81,12 +81,12 @@ class UniformSampler:
     uses_losses = False
     divisible = True
 
-    def __init__(self, entries: EventTable) -> None:
-        self._entries = entries
+    def __init__(self, event_table: EventTable) -> None:
+        self._event_table = event_table
 
     def sample(self, n: int, generator: np.random.Generator) -> Choice:
         """Choose positions."""
-        held = self._entries.slots
+        held = self._event_table.slots
         return Choice(held.take(generator.choice(len(held), size=min(n, len(held)), replace=False)))
 
     def add(self, slots: Slots) -> None:

@@ -35,17 +35,17 @@ class WeightedSampler(UniformSampler):
 
     divisible = False
 
-    def __init__(self, entries: EventTable, slots: int) -> None:
-        super().__init__(entries)
-        self._seats = StablePositions(slots, entries.limit)
-        self._tree = SumTree(entries.limit)
+    def __init__(self, event_table: EventTable, slots: int) -> None:
+        super().__init__(event_table)
+        self._seats = StablePositions(slots, event_table.limit)
+        self._tree = SumTree(event_table.limit)
 
     def sample(self, n: int, generator: np.random.Generator) -> Choice:
         """Throw points on the weights. What falls on the same event twice is thrown again, in the end without it.
 
         What is missing then, since weights are too uneven or 0, is sampled uniformly.
         """
-        n = min(n, len(self._entries))
+        n = min(n, len(self._event_table))
         chosen = self._thrown(np.empty(0, np.int64), n, generator, _ROUNDS)
         if len(chosen) < n:
             chosen = self._thrown_beside(chosen, n, generator)
@@ -87,11 +87,11 @@ class WeightedSampler(UniformSampler):
 
     def state(self) -> dict[str, NDArray[np.generic]]:
         """Return the seats by position."""
-        return {"seats": self._seats.of(self._entries.slots)}
+        return {"seats": self._seats.of(self._event_table.slots)}
 
     def restore(self, state: Mapping[str, NDArray[np.generic]]) -> None:
         """Take up the seats; a checkpoint that was made with a sampler of another kind has none that fit."""
-        seats, slots = state.get("seats", np.empty(0)).astype(np.int32), self._entries.slots
+        seats, slots = state.get("seats", np.empty(0)).astype(np.int32), self._event_table.slots
         if len(seats) == len(slots) and seats.max(initial=-1) < self._seats.count:
             weights = self._weights(slots)
             self._tree.set(self._seats.of(slots), 0.0)
@@ -111,8 +111,8 @@ class WeightedSampler(UniformSampler):
 class RecencySampler(WeightedSampler):
     """An event half as likely for each `half_life` that it is older than the newest."""
 
-    def __init__(self, entries: EventTable, slots: int, half_life: timedelta) -> None:
-        super().__init__(entries, slots)
+    def __init__(self, event_table: EventTable, slots: int, half_life: timedelta) -> None:
+        super().__init__(event_table, slots)
         self._decay = math.log(2) / half_life.total_seconds()
         self._generation = -math.inf
 
@@ -121,10 +121,10 @@ class RecencySampler(WeightedSampler):
         if not len(slots):
             return
         self._seats.take(slots)
-        newest = float(self._entries.of("time_s", slots).max())
+        newest = float(self._event_table.of("time_s", slots).max())
         if self._decay * (newest - self._generation) > _MOST_EXPONENT:
             self._generation = newest
-            slots = self._entries.slots
+            slots = self._event_table.slots
         self._weigh_by_age(slots)
 
     def state(self) -> dict[str, NDArray[np.generic]]:
@@ -134,14 +134,14 @@ class RecencySampler(WeightedSampler):
     def restore(self, state: Mapping[str, NDArray[np.generic]]) -> None:
         """Take up both; another half-life makes the weights anew all the same, as does a time far from what is held."""
         super().restore(state)
-        if "generation" in state and len(self._entries):
+        if "generation" in state and len(self._event_table):
             generation = float(state["generation"][0])
             if self._decay * abs(self._generation - generation) <= _MOST_EXPONENT:
                 self._generation = generation
-            self._weigh_by_age(self._entries.slots)
+            self._weigh_by_age(self._event_table.slots)
 
     def _weigh_by_age(self, slots: Slots) -> None:
-        age = self._generation - self._entries.of("time_s", slots).astype(np.float64)
+        age = self._generation - self._event_table.of("time_s", slots).astype(np.float64)
         self._weigh(slots, np.exp(np.maximum(-self._decay * age, -_MOST_EXPONENT)))
 
 
@@ -155,8 +155,8 @@ class PrioritizedSampler(WeightedSampler):
 
     uses_losses = True
 
-    def __init__(self, entries: EventTable, slots: int) -> None:
-        super().__init__(entries, slots)
+    def __init__(self, event_table: EventTable, slots: int) -> None:
+        super().__init__(event_table, slots)
         self._heard = np.empty(0, np.float32)
         """The newest weights that losses gave, the oldest first."""
 
@@ -184,7 +184,7 @@ class PrioritizedSampler(WeightedSampler):
 
     def state(self) -> dict[str, NDArray[np.generic]]:
         """Return the seats, the weights by position, and those that were heard last."""
-        weights = self._weights(self._entries.slots).astype(np.float32)
+        weights = self._weights(self._event_table.slots).astype(np.float32)
         return {**super().state(), "weights": weights, "heard": self._heard}
 
     def restore(self, state: Mapping[str, NDArray[np.generic]]) -> None:
@@ -192,11 +192,11 @@ class PrioritizedSampler(WeightedSampler):
         super().restore(state)
         if {"weights", "heard"} <= state.keys():
             self._heard = state["heard"].astype(np.float32)
-            self._weigh(self._entries.slots, state["weights"].astype(np.float64))
+            self._weigh(self._event_table.slots, state["weights"].astype(np.float64))
 
     def _correction(self, slots: Slots, /) -> NDArray[np.float64] | None:
         if not len(slots):
             return None
-        scarcity: NDArray[np.float64] = (len(self._entries) * self._weights(slots) / self._tree.total) ** -_BETA
+        scarcity: NDArray[np.float64] = (len(self._event_table) * self._weights(slots) / self._tree.total) ** -_BETA
         scarcity /= scarcity.max()
         return scarcity

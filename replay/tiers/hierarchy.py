@@ -59,16 +59,16 @@ class TierHierarchy:
         self.stats = TierStats.of(self._all)
         self._device = device
         self._cache: ClockCache | None = None
-        self._courier: IOWorker | None = None
+        self._io_worker: IOWorker | None = None
         self._coming: deque[StagedRows] = deque()
         self._lost: deque[tuple[NDArray[np.int64], NDArray[np.uint16]]] = deque()
         self._stale: dict[str, NDArray[np.bool_]] = {}
-        """By tier, in which slots there may be what an event before the last one left; the courier keeps it."""
+        """By tier, in which slots there may be what an event before the last one left; set in the I/O thread."""
         self._unerased: set[str] = set()
         self._refill = Budget(_BYTES_A_SECOND)
         self._given = {tier.name: 0 for tier in slow[:-1]}
         if slow:
-            self._courier = IOWorker("tiers")
+            self._io_worker = IOWorker("tiers")
             self._cache = ClockCache(device, self.slots, Budget(_BYTES_A_SECOND) if promote else None)
 
     @property
@@ -110,23 +110,23 @@ class TierHierarchy:
         return {tier.name: tier.slots * tier.slot_bytes for tier in self._all}
 
     def write(self, slots: NDArray[np.int64], identity: NDArray[np.uint64], pack: Pack) -> None:
-        """Put the rows of n events into free slots: those that memory takes now, all in the courier."""
-        if self._courier is None or self._cache is None:
+        """Put the rows of n events into free slots: those that memory takes now, all in the I/O thread."""
+        if self._io_worker is None or self._cache is None:
             self._device.write(slots, identity, pack(slice(None)))
             self._count("device", "written", len(slots))
             return
         generation = self._cache.generation(slots)
         self._give(slots, 1)
         self._count("device", "written", self._cache.keep(slots, lambda n: torch.from_numpy(pack(slice(n)))))
-        # Last, since the courier's thread competes for the interpreter from now on.
-        self.stats.stall_seconds += self._courier.send(
+        # Last, since the I/O thread competes for the interpreter from now on.
+        self.stats.stall_seconds += self._io_worker.send(
             lambda: self._bring_down(slots, identity, pack(slice(None)), generation),
             len(slots) * self._device.slot_bytes,
         )
 
     def stage(self, slots: NDArray[np.int64], identify: Identify) -> StagedRows:
         """Begin to bring the rows of n events to the device; their identities are asked for only where need be."""
-        if self._courier is None or self._cache is None:
+        if self._io_worker is None or self._cache is None:
             self._count_read("device", len(slots))
             return self._device.stage(slots)
         self._fill()
@@ -142,7 +142,7 @@ class TierHierarchy:
         if len(reserved):
             self._coming.append(staged)
         size = len(misses) * self._device.slot_bytes
-        self.stats.stall_seconds += self._courier.send(lambda: self._bring_up(staged, late), size)
+        self.stats.stall_seconds += self._io_worker.send(lambda: self._bring_up(staged, late), size)
         return staged
 
     def arrive(self, staged: StagedRows, n: int | None = None) -> PackedRows:
@@ -198,8 +198,8 @@ class TierHierarchy:
 
         In any thread. Rows that a tier did not take are lost, not an error.
         """
-        if self._courier is not None:
-            self._courier.drain()
+        if self._io_worker is not None:
+            self._io_worker.drain()
             for tier in self.slow:
                 tier.sync()
 
@@ -214,7 +214,7 @@ class TierHierarchy:
         Also what events have left behind in the memory tier as a cache. What a slower tier cannot erase is kept for
         `erase_stale`.
         """
-        if self._courier is None or self._cache is None:
+        if self._io_worker is None or self._cache is None:
             self._device.erase(slots)
             return
         for staged in self._coming:
@@ -263,7 +263,7 @@ class TierHierarchy:
         return _NO_SLOTS if stale is None else which.start + np.flatnonzero(stale[which])
 
     def _note(self, tier: SlowTier, slots: NDArray[np.int64], *, stale: bool) -> None:
-        """Remember whether there may be something of earlier events in n slots of a tier; in the courier."""
+        """Remember whether there may be something of earlier events in n slots of a tier; in the I/O thread."""
         if stale and tier.name not in self._stale:
             self._stale[tier.name] = np.zeros(tier.slots, np.bool_)
         if tier.name in self._stale:
@@ -285,8 +285,8 @@ class TierHierarchy:
                 if not len(self._stale_of(tier, slice(0, tier.slots))):
                     self._unerased.discard(tier.name)
 
-        assert self._courier is not None
-        self._courier.send(job, 0)
+        assert self._io_worker is not None
+        self._io_worker.send(job, 0)
 
     @property
     def unerased(self) -> bool:
@@ -295,8 +295,8 @@ class TierHierarchy:
 
     def close(self) -> None:
         """Let go of memory, files and connections."""
-        if self._courier is not None:
-            self._courier.close()
+        if self._io_worker is not None:
+            self._io_worker.close()
         for tier in self._all:
             tier.close()
 
@@ -329,7 +329,7 @@ class TierHierarchy:
         rows_nR: NDArray[np.uint8],
         generation: NDArray[np.uint16],
     ) -> None:
-        """Write new rows to the slower tiers; in the courier."""
+        """Write new rows to the slower tiers; in the I/O thread."""
         for tier in self.slow:
             mine = np.flatnonzero(slots < tier.slots)
             whose = slots, identity, rows_nR
@@ -344,7 +344,7 @@ class TierHierarchy:
                 self._note(tier, slots[mine], stale=False)
 
     def _bring_up(self, staged: StagedRows, late: MissingRows) -> None:
-        """Read what the memory tier has not, from the first tier that has it; in the courier."""
+        """Read what the memory tier has not, from the first tier that has it; in the I/O thread."""
         m = len(late.slots)
         whole, lost = np.zeros(m, np.bool_), np.zeros(m, np.bool_)
         missed: list[tuple[SlowTier, NDArray[np.bool_]]] = []

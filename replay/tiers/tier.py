@@ -166,7 +166,7 @@ class TierFactory(Protocol):
 
 @dataclass
 class TierStats:
-    """Running totals. Those of the memory tier are counted by who has the store, those of others by the courier.
+    """Running totals. Those of the memory tier are counted by who has the store, those of others by the I/O thread.
 
     Attributes:
         read: rows that were read for samples, by tier.

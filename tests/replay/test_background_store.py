@@ -98,7 +98,7 @@ class Life:
         """Return who is held, in order, and what is planned."""
         self.store.flush_pending()
         plans = [tuple(plan.records["offset"].tolist()) for plan in self.store._plans if plan.step >= self._step]
-        return [tuple(self.store.entries.copy()["offset"].tolist()), *plans]
+        return [tuple(self.store.event_table.copy()["offset"].tolist()), *plans]
 
 
 acts = st.lists(
@@ -245,7 +245,7 @@ def test_lost_events_leave_and_are_counted_where_no_step_comes(
     for begin in range(0, 10 * MOST_WAITING, MOST_WAITING):
         clerk.add(fake_columns(schema, range(begin, begin + MOST_WAITING)), PARTITIONS)
         clerk.plan_ahead(0, SAMPLED)
-        clerk._store.tiers._courier.drain()
+        clerk._store.tiers._io_worker.drain()
     assert clerk.store.lost >= 7 * MOST_WAITING
     assert len(clerk.store.tiers._lost) < 4
 

@@ -71,8 +71,8 @@ def fill(store: Store, schema: Schema, batches: list[int], partition: int = 0) -
 
 def held(store: Store) -> list[tuple[int, int]]:
     """Return who is held once all that is too much has left."""
-    index = store.entries.copy()
-    quotas = Quotas(store.capacity, len(store.roll.quotas.thresholds))
+    index = store.event_table.copy()
+    quotas = Quotas(store.capacity, len(store.reservoir.quotas.thresholds))
     stays = quotas.lower(index["priority"], index["group"])
     return sorted(zip(index["partition"][stays].tolist(), index["offset"][stays].tolist(), strict=True))
 
@@ -87,7 +87,7 @@ class TestSamplers:
     def test_a_sample_is_of_different_events_that_are_held(self, name: str, schema: Schema, open_store: Open) -> None:
         store = open_store(200, sampling=name)
         fill(store, schema, list(range(20)))
-        there = set(store.entries.copy()["offset"].tolist())
+        there = set(store.event_table.copy()["offset"].tolist())
         for step in range(50):
             offsets = sampled(store, step, 60)
             assert len(set(offsets)) == 60
@@ -162,9 +162,9 @@ class TestThePage:
         fresh, fair = (open_store(160, admission=name) for name in ("fresh-classes", "class-balanced"))
         for store in (fresh, fair):
             fill(store, schema, list(range(20)))
-            index = store.entries.copy()
+            index = store.event_table.copy()
             assert np.ptp(np.bincount(index["label"])) <= 5  # those up to the next clearing
-        assert np.median(fresh.entries.copy()["offset"]) > 1700 > np.median(fair.entries.copy()["offset"])
+        assert np.median(fresh.event_table.copy()["offset"]) > 1700 > np.median(fair.event_table.copy()["offset"])
 
     @pytest.mark.process
     def test_its_picture_is_what_the_policies_do(self) -> None:

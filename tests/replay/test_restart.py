@@ -133,14 +133,17 @@ def test_under_another_policy_events_compete_as_if_it_had_been_that_one(
         if mine.any():
             other.add_now({name: column[mine] for name, column in columns.items()}, PARTITIONS)
     store = build(arrangement, first, admission=after)
-    assert sorted(store.entries.copy()["offset"].tolist()) == kept.tolist()
+    assert sorted(store.event_table.copy()["offset"].tolist()) == kept.tolist()
     for step in range(20, 50):
         for each in (store, other):
             each.add_now(block(schema, step, 100), PARTITIONS)
     names = ["offset", "group", "priority"]
-    assert np.array_equal(np.sort(store.entries.copy()[names]), np.sort(other.entries.copy()[names])) or before == after
+    assert (
+        np.array_equal(np.sort(store.event_table.copy()[names]), np.sort(other.event_table.copy()[names]))
+        or before == after
+    )
     # The next checkpoint tells the new priorities, not those of the one before.
     again = build(arrangement, FakeCheckpoints(store, first).checkpoint(2), admission=after)
-    assert np.array_equal(again.entries.copy()[names], store.entries.copy()[names])
+    assert np.array_equal(again.event_table.copy()[names], store.event_table.copy()[names])
     assert len(again.sample(0, SAMPLED)) == SAMPLED
     assert store.lost == again.lost == 0

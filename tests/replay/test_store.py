@@ -34,7 +34,7 @@ MakeStore = Callable[..., Store]
 
 def held(store: Store) -> set[tuple[int, int]]:
     """Return (partition, offset) of what is held, read back from a sample of everything through the index."""
-    index = store.entries.copy()
+    index = store.event_table.copy()
     return set(zip(index["partition"].tolist(), index["offset"].tolist(), strict=True))
 
 
@@ -187,9 +187,9 @@ def test_events_that_waited_leave_the_store_as_those_that_were_taken_in_at_once(
         assert sampled[0].records.tobytes() == sampled[1].records.tobytes()
         assert all(torch.equal(sampled[0].columns[name], sampled[1].columns[name]) for name in sampled[0].columns)
     waited.flush_pending()
-    index, other = at_once.entries.copy(), waited.entries.copy()
+    index, other = at_once.event_table.copy(), waited.event_table.copy()
     assert all(np.array_equal(index[name], other[name]) for name in index.dtype.names if name != "slot")
-    assert at_once.roll.quotas.thresholds.tobytes() == waited.roll.quotas.thresholds.tobytes()
+    assert at_once.reservoir.quotas.thresholds.tobytes() == waited.reservoir.quotas.thresholds.tobytes()
 
 
 def test_events_wait_for_one_another_but_not_when_a_sampler_chooses_anew_each_step(schema: Schema) -> None:
@@ -247,7 +247,7 @@ def test_while_a_disk_is_slow_no_more_is_kept_in_memory_than_what_it_is_to_write
     store = build_store(options, schema, torch.device("cpu"), 0, tmp_path / "replay")
     store.add_now(fake_columns(schema, range(10_000)), PARTITIONS)  # few are admitted from now on
     slow = threading.Event()
-    store.tiers._courier.send(slow.wait, 0)
+    store.tiers._io_worker.send(slow.wait, 0)
     columns, admitted, begin = {}, 0, 10_000
     while not admitted:
         columns = fake_columns(schema, range(begin, begin + 50))
@@ -441,7 +441,7 @@ class TestSamples:
             store = build_store(ReplaySettings(capacity=100), schema, torch.device("cpu"), seed)
             for begin in range(0, 4000, 250):
                 store.add_now(fake_columns(schema, range(begin, begin + 250)), PARTITIONS)
-            counts += np.bincount(store.entries.copy()["offset"] // 400, minlength=10)
+            counts += np.bincount(store.event_table.copy()["offset"] // 400, minlength=10)
         expected = counts.sum() / 10
         assert ((counts - expected) ** 2 / expected).sum() < 33
 
@@ -462,7 +462,7 @@ class TestSamples:
                 each.plan_ahead(step, 8)
                 sampled.append((alone, each.sample(step, 8).records["offset"].tolist()))
             assert sampled[0] == sampled[1]
-            assert store.entries.copy()["offset"].tolist() == memory.entries.copy()["offset"].tolist()
+            assert store.event_table.copy()["offset"].tolist() == memory.event_table.copy()["offset"].tolist()
 
 
 def test_bytes_decide_where_they_hold_less_than_the_capacity(schema: Schema, caplog: pytest.LogCaptureFixture) -> None:
@@ -551,7 +551,7 @@ class TestCheckpoints:
         store.end_snapshot(None)
         assert not store.lost
         assert store.slots.free == store.tiers.slots - len(store)
-        slots = store.entries.slots
+        slots = store.event_table.slots
         assert len(set(slots.tolist())) == len(store)
 
     def test_a_smaller_store_takes_up_the_k_smallest(self, schema: Schema, make_store: MakeStore) -> None:

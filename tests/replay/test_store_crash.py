@@ -101,10 +101,10 @@ class Rehearsal:
         """Return the digest of what is held, in order, and planned."""
         self.store.flush_pending()
         assert self.store.lost == 0
-        index = self.store.entries.copy()
+        index = self.store.event_table.copy()
         index["slot"] = 0
         plans = [plan.records.tobytes() for plan in self.store._plans]
-        thresholds = self.store.roll.quotas.thresholds.tobytes()
+        thresholds = self.store.reservoir.quotas.thresholds.tobytes()
         sampler = [values.tobytes() for values in self.store._sampler.state().values()]
         return hashlib.sha256(b"".join([index.tobytes(), *plans, thresholds, *sampler])).hexdigest()
 
@@ -172,11 +172,11 @@ def digest_of(sample: Sample) -> str:
 
 def expect_whole(store: Store, schema: Schema) -> None:
     """Fail unless the file has each event's own row, and each slot is free, used or retired."""
-    slots = store.entries.slots
-    rows, whole = store.tiers.read(slots.astype(np.int64), store.entries.identity(slots))
+    slots = store.event_table.slots
+    rows, whole = store.tiers.read(slots.astype(np.int64), store.event_table.identity(slots))
     assert whole.all(), f"{(~whole).sum()} rows of {len(slots)} are torn or of other events"
     columns = store._layout.unpack(rows)
-    records = store.entries.records(slots)
+    records = store.event_table.records(slots)
     for partition in (0, 1):
         mine = records["partition"] == partition
         if not mine.any():  # the first checkpoint may be made before anything came

@@ -112,7 +112,7 @@ def names_of(records: np.ndarray) -> list[Event]:
 
 
 def held(store: Store) -> list[Event]:
-    return names_of(store.entries.copy())
+    return names_of(store.event_table.copy())
 
 
 def expect_payload(schema: Schema, sample: Sample) -> None:
@@ -128,7 +128,7 @@ def expect_payload(schema: Schema, sample: Sample) -> None:
 def expect_no_slot_leaked(store: Store) -> None:
     """Fail unless each slot is free, used or retired, and only one of these."""
     retired = [slots for _, slots in store.slots._retired]
-    everything = np.concatenate([store.entries.slots, store.slots._free, *retired])
+    everything = np.concatenate([store.event_table.slots, store.slots._free, *retired])
     assert sorted(everything.tolist()) == list(range(store.tiers.slots))
 
 
@@ -202,7 +202,7 @@ class Model:
 
     def moment(self, store: Store) -> Moment:
         plans = {step: list(plan) for step, plan in self.plans.items()}
-        return Moment(held(store), set(self.offered), plans, self.step, store.roll.quotas.thresholds.tolist())
+        return Moment(held(store), set(self.offered), plans, self.step, store.reservoir.quotas.thresholds.tolist())
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -340,7 +340,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.model = Model(set(moment.offered), plans, moment.step)
         expected = [event for event in moment.held if not self.is_erased(event)]
         assert held(self.store) == expected, "others are held after a restart, or in another order"
-        assert self.store.roll.quotas.thresholds.tolist() == moment.thresholds
+        assert self.store.reservoir.quotas.thresholds.tolist() == moment.thresholds
         assert [plan.step for plan in self.store._plans] == sorted(plans)
 
     @invariant()
@@ -351,7 +351,7 @@ class StoreMachine(RuleBasedStateMachine):
         if not len(self.store._waiting):
             self.model.taken_in = set(self.model.offered)
         assert len(events) == len(set(events)) == len(self.store), "an event is held twice"
-        assert len(events) <= self.store.roll.quotas.limit
+        assert len(events) <= self.store.reservoir.quotas.limit
         remembered_ = {event for event in self.model.taken_in if not self.is_erased(event)}
         assert set(events) <= remembered_
         assert self.store.lost == 0

@@ -131,7 +131,7 @@ def test_a_learner_that_goes_on_writes_whole_checkpoints_after_its_checkpoints_w
     pipeline.erase()
     erased = pipeline.store.erase(ERASED)
     assert erased > 0
-    pipeline.holdout.erase(ERASED, pipeline.store.entries.bases)
+    pipeline.holdout.erase(ERASED, pipeline.store.event_table.bases)
     for number, begin in enumerate(range(350, 550, 50), start=4):
         columns = range(begin + 1, begin + 10)
         pipeline.learn(columns)

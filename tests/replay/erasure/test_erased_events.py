@@ -452,7 +452,7 @@ def add(store: Store, schema: Schema, offsets: range, key: int = 1) -> None:
 
 
 def offsets_held(store: Store) -> list[int]:
-    return sorted(store.entries.copy()["offset"].tolist())
+    return sorted(store.event_table.copy()["offset"].tolist())
 
 
 def key_record(key: int, end: int) -> ErasedEvents:
@@ -626,7 +626,7 @@ def test_a_place_that_could_not_be_erased_is_left_alone_once_an_event_of_a_check
     add(store, schema, range(90, 3000))
     erase_stale(store)
     assert not store.tiers.unerased
-    identity = identity_hash(store.entries.bases[index["partition"]], index["offset"], index["row"], 0)
+    identity = identity_hash(store.event_table.bases[index["partition"]], index["offset"], index["row"], 0)
     _, whole = store.tiers.read(index["slot"].astype(np.int64), identity)
     assert len(index) == 50
     assert whole.all()
@@ -657,7 +657,7 @@ def test_places_of_which_nothing_is_known_are_erased_but_for_those_that_a_checkp
     contents = checkpoints.checkpoint(1)
     store = make_store(50, contents=contents)
     named = np.zeros(store.tiers.slots, np.bool_)
-    kept = store.entries.unknown()[:3]
+    kept = store.event_table.unknown()[:3]
     named[kept] = True
     rounds = 0
     while store.erase_unknown(named, max(64, store.tiers.slots // 8)):
@@ -666,6 +666,6 @@ def test_places_of_which_nothing_is_known_are_erased_but_for_those_that_a_checkp
     if store.tiers.slow and isinstance(disk := store.tiers.slow[-1], DiskTier):
         store.tiers.sync()
         written = np.array(written_slots(disk))
-        assert set(written.tolist()) <= {*store.entries.slots.tolist(), *kept.tolist()}
-        assert set(store.entries.slots.tolist()) <= set(written.tolist())
+        assert set(written.tolist()) <= {*store.event_table.slots.tolist(), *kept.tolist()}
+        assert set(store.event_table.slots.tolist()) <= set(written.tolist())
     assert len(store.fetch(store.plan(0, 50))) == 50

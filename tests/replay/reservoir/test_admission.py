@@ -184,13 +184,13 @@ def test_recent_keeps_half_as_many_for_each_half_life_that_they_are_older() -> N
 @pytest.mark.parametrize("policy", ["reservoir", "recent"])
 def test_rates_tell_with_what_probability_an_event_is_held(policy: str) -> None:
     """1 - exp(-weight * rate), over 20,000 identities for each weight; the error is that of a mean of so many."""
-    around = POLICIES[policy]()
+    context = POLICIES[policy]()
     threshold = {"reservoir": 0.7, "recent": -3.0}[policy]
     for weight in (0.3, 1.0, 2.5):
         identity = np.random.default_rng(int(weight * 10)).integers(2**64, size=20_000, dtype=np.uint64)
         time_s = np.full(len(identity), 4 * 3600, np.uint32)
-        found = around.priorities(Offered(identity, np.full(len(identity), weight, np.float32), time_s)) < threshold
-        rate, _ = around.rates(np.array([threshold]), time_s[:1], np.ones(1), 1.0)
+        found = context.priorities(Offered(identity, np.full(len(identity), weight, np.float32), time_s)) < threshold
+        rate, _ = context.rates(np.array([threshold]), time_s[:1], np.ones(1), 1.0)
         assert abs(found.mean() - (1 - math.exp(-weight * float(rate[0])))) < 0.015
 
 
@@ -255,16 +255,16 @@ def test_the_smallest_of_each_group_stay_below_its_threshold(
 
 
 @pytest.mark.parametrize(
-    ("policy", "around", "message"),
+    ("policy", "context", "message"),
     [
         ("class-balanced", AdmissionContext(None, HOUR, None), "needs schema.label.classes"),
         ("class-balanced", AdmissionContext(40_000, HOUR, None), "fewer than 32767"),
         ("diverse", AdmissionContext(4, HOUR, None), "needs model.embedding"),
     ],
 )
-def test_a_policy_that_lacks_what_it_needs_is_refused(policy: str, around: AdmissionContext, message: str) -> None:
+def test_a_policy_that_lacks_what_it_needs_is_refused(policy: str, context: AdmissionContext, message: str) -> None:
     with pytest.raises(SettingsError, match=message):
-        ADMISSIONS[policy](around)
+        ADMISSIONS[policy](context)
 
 
 def test_the_name_of_a_policy_tells_what_decides() -> None:

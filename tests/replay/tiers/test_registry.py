@@ -59,7 +59,7 @@ def draw_all(store: Store) -> int:
 
 
 def share(store: Store, cache: SlowTier) -> int:
-    return int((store.entries.slots < cache.slots).sum())
+    return int((store.event_table.slots < cache.slots).sum())
 
 
 def test_every_section_has_a_kind_that_opens_it() -> None:
@@ -142,10 +142,10 @@ def test_each_cache_that_missed_a_row_has_it_afterwards_as_far_as_the_bound_goes
     assert again.tiers.stats.moved["host", "written"] == again.tiers.stats.moved["attic", "written"] == 0
     again.tiers._refill = Budget(1_000_000)
     draw_all(again)
-    slots = again.entries.slots.astype(np.int64)
+    slots = again.event_table.slots.astype(np.int64)
     for tier in (host, attic):
         mine = slots[slots < tier.slots]
-        assert tier.read(mine, again.entries.identity(mine))[1].all()
+        assert tier.read(mine, again.event_table.identity(mine))[1].all()
     draw_all(again)
     assert again.tiers.stats.missed == {"device": 0, **{name: 2 * rows for name, rows in shares.items()}}
     assert again.tiers.stats.read == {
