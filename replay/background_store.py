@@ -43,7 +43,7 @@ class BackgroundStore:
         self._offered = 0
         """Events among the jobs."""
         self._step = 0
-        self._through = store.planned_through
+        self._through = store.planner.planned_through
         """The last step that is planned once the jobs are done."""
         self._due = False
         self._busy = threading.Lock()
@@ -70,7 +70,7 @@ class BackgroundStore:
         store = self._at_rest()
         self._do(self._take())
         self._raise()
-        store.use_up(self._step)
+        store.planner.drop_before(self._step)
         return store
 
     @property
@@ -87,7 +87,7 @@ class BackgroundStore:
         """Offer events, as `Store.offer` does."""
         self._jobs.append(partial(self._store.add, columns, partitions, embedding))
         self._offered += len(columns["offset"])
-        if self._store.are_many(self._offered):
+        if self._offered >= self._store.pending_limit:
             # Begun with the next sample, or where none comes with the next offer.
             if self._due:
                 self._begin()
@@ -96,7 +96,7 @@ class BackgroundStore:
     def plan_ahead(self, step: int, n: int | Callable[[int], int]) -> None:
         """Plan for the steps from `step` on, as `Store.plan_ahead` does."""
         self._step = step
-        blocks = self._store.blocks(step, self._through, n)
+        blocks = self._store.planner.blocks(step, self._through, n)
         if blocks or self._store.tiers.has_lost:
             self._jobs.append(partial(self._store.plan_blocks, step, blocks))
             self._due = True
@@ -105,7 +105,7 @@ class BackgroundStore:
 
     def planned(self, step: int) -> int:
         """Return how many events can be sampled for a step."""
-        return self._with_plan(step).planned(step) if step <= self._through else 0
+        return self._with_plan(step).planner.planned(step) if step <= self._through else 0
 
     def sample(self, step: int, n: int) -> Sample:
         """Return the first n events of the plan for a step, as `Store.sample` does, and let what is due be done."""
@@ -156,7 +156,7 @@ class BackgroundStore:
     def _with_plan(self, step: int) -> Store:
         """Return the store when it has the plan for a step, if that was asked for."""
         store, stats = self._at_rest(), self._store.tiers.stats
-        if store.planned_through < step:
+        if store.planner.planned_through < step:
             begin, before = time.perf_counter(), stats.stall_seconds
             store = self.store
             stats.stall_seconds = before + time.perf_counter() - begin

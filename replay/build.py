@@ -17,7 +17,7 @@ from replay.reservoir.event_table import EventTable
 from replay.reservoir.quotas import Quotas
 from replay.row_layout import Fields, RowLayout
 from replay.snapshot import StoreSnapshot
-from replay.store import MOST_INSERTED, Store, slots_for
+from replay.store import MOST_INSERTED, Store
 from replay.tiers.hierarchy import TierHierarchy
 from replay.tiers.memory import MemoryTier
 from replay.tiers.registry import kind_with, kinds_of
@@ -198,4 +198,4 @@ def _most_events(capacity: int, slots: int, row_bytes: int, setting: str, step: 
 def _spare(k: int, step: int) -> int:
     """Slots beside k: the reservoir's slack, what a step brings, and what is replaced while a checkpoint is written."""
     quotas = Quotas(k)
-    return quotas.limit - k + quotas.at_once + slots_for(step, quotas) + k // 16
+    return quotas.limit - k + quotas.at_once + quotas.slots_for(step) + k // 16

@@ -48,7 +48,7 @@ class EventTable:
         self.counts = np.zeros(groups, np.int64)
         """Events held of each quota group."""
         self.bases = np.empty(0, np.uint64)
-        """Of each partition that was met, the hash that its events' identities begin from."""
+        """Of each registered partition, the hash that its events' identities begin from."""
 
     def __len__(self) -> int:
         return self._held
@@ -109,8 +109,8 @@ class EventTable:
         held: NDArray[np.bool_] = self._records["offset"][slots] >= 0
         return held
 
-    def meet(self, partitions: Sequence[TopicPartition]) -> None:
-        """Learn of partitions by their index."""
+    def register(self, partitions: Sequence[TopicPartition]) -> None:
+        """Register partitions by their index."""
         if len(partitions) > len(self.bases):
             new = [partition_base(name) for name in partitions[len(self.bases) :]]
             self.bases = np.concatenate([self.bases, np.array(new, np.uint64)])

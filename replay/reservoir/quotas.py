@@ -39,6 +39,13 @@ class Quotas:
         """Events that enter between two looks at how many are held. It follows from k alone, as who is held must."""
         self.thresholds = np.full(groups, np.inf)
 
+    def slots_for(self, n: int) -> int:
+        """Return how many free slots n events need at most that are added between two checkpoints.
+
+        No more than can be held at any moment: new events that are evicted before a checkpoint free their slots.
+        """
+        return max(self.at_once, min(n, self.limit + self.at_once))
+
     def admits(self, priority: NDArray[np.float64], group: NDArray[np.int16]) -> NDArray[np.bool_]:
         """Return which of N events are to be held, bool `[N]`."""
         limits = self.thresholds[0] if len(self.thresholds) == 1 else self.thresholds[group]

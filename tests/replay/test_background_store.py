@@ -22,7 +22,8 @@ from replay.build import build_store
 from replay.config import ReplaySettings
 from replay.erasure.erased_events import ByRange, ErasedEvents
 from replay.plan import Sample
-from replay.store import MOST_WAITING, Store
+from replay.reservoir.pending_events import MOST_PENDING
+from replay.store import Store
 
 PARTITIONS = [TopicPartition("events", 0)]
 SAMPLED, HELD = 12, 300
@@ -79,7 +80,8 @@ class Life:
     def step(self, n: int) -> list[float]:
         """Return the events that a step samples, after which n new ones come."""
         sampled: list[float] = []
-        if self._keeper.planned(self._step):
+        planner = self._keeper if isinstance(self._keeper, BackgroundStore) else self._keeper.planner
+        if planner.planned(self._step):
             sample = self._keeper.sample(self._step, SAMPLED)
             sampled = [*sample.records["offset"].tolist(), *sample.importance.tolist()]
             sampled += sample.columns["feature.x"].flatten().tolist()
@@ -97,7 +99,7 @@ class Life:
     def seen(self) -> list[tuple[int, ...]]:
         """Return who is held, in order, and what is planned."""
         self.store.flush_pending()
-        plans = [tuple(plan.records["offset"].tolist()) for plan in self.store._plans if plan.step >= self._step]
+        plans = [tuple(plan.records["offset"].tolist()) for plan in self.store.planner.plans if plan.step >= self._step]
         return [tuple(self.store.event_table.copy()["offset"].tolist()), *plans]
 
 
@@ -190,12 +192,12 @@ def test_offers_that_nobody_samples_from_are_taken_in_too(
     open_clerk: Callable[..., BackgroundStore], schema: Schema
 ) -> None:
     clerk, most = open_clerk(capacity=100_000), 0
-    for begin in range(0, 20 * MOST_WAITING, 128):
+    for begin in range(0, 20 * MOST_PENDING, 128):
         clerk.add(fake_columns(schema, range(begin, begin + 128)), PARTITIONS)
         most = max(most, clerk._offered)
-    assert most <= MOST_WAITING + 128
-    assert len(clerk._at_rest()) >= 20 * MOST_WAITING - 2 * (MOST_WAITING + 128)
-    assert clerk.store.flush_pending() + len(clerk.store) >= 20 * MOST_WAITING
+    assert most <= MOST_PENDING + 128
+    assert len(clerk._at_rest()) >= 20 * MOST_PENDING - 2 * (MOST_PENDING + 128)
+    assert clerk.store.flush_pending() + len(clerk.store) >= 20 * MOST_PENDING
 
 
 class Panic(BaseException):
@@ -242,19 +244,19 @@ def test_lost_events_leave_and_are_counted_where_no_step_comes(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(clerk.store.tiers.slow[0], "write", full)
-    for begin in range(0, 10 * MOST_WAITING, MOST_WAITING):
-        clerk.add(fake_columns(schema, range(begin, begin + MOST_WAITING)), PARTITIONS)
+    for begin in range(0, 10 * MOST_PENDING, MOST_PENDING):
+        clerk.add(fake_columns(schema, range(begin, begin + MOST_PENDING)), PARTITIONS)
         clerk.plan_ahead(0, SAMPLED)
         clerk._store.tiers._io_worker.drain()
-    assert clerk.store.lost >= 7 * MOST_WAITING
+    assert clerk.store.lost >= 7 * MOST_PENDING
     assert len(clerk.store.tiers._lost) < 4
 
 
 def test_nothing_is_held_on_to_that_is_done(open_clerk: Callable[..., BackgroundStore], schema: Schema) -> None:
     clerk = open_clerk()
     offered = []
-    for begin in range(0, 4 * MOST_WAITING, MOST_WAITING):
-        columns = fake_columns(schema, range(begin, begin + MOST_WAITING))
+    for begin in range(0, 4 * MOST_PENDING, MOST_PENDING):
+        columns = fake_columns(schema, range(begin, begin + MOST_PENDING))
         offered.append(weakref.ref(columns["feature.x"]))
         clerk.add(columns, PARTITIONS)
         del columns

@@ -20,8 +20,9 @@ from ingest.kafka.fake import fake_columns
 from replay.build import build_store
 from replay.config import ReplaySettings
 from replay.fake import FakeCheckpoints
+from replay.planner import AHEAD
 from replay.snapshot import StoreSnapshot
-from replay.store import AHEAD, Store
+from replay.store import Store
 from replay.tiers.disk import DiskTier
 from replay.tiers.disk_files import make_way
 

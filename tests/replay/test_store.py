@@ -23,8 +23,10 @@ from replay.build import build_store
 from replay.config import ReplaySettings
 from replay.erasure.erased_events import ByRange, ErasedEvents
 from replay.fake import FakeCheckpoints
+from replay.planner import AHEAD, BLOCK
 from replay.reservoir.admission import exponentials
-from replay.store import AHEAD, BLOCK, MOST_WAITING, MOST_WAITING_BYTES, Store
+from replay.reservoir.pending_events import MOST_PENDING, MOST_PENDING_BYTES
+from replay.store import Store
 from replay.tiers import registry as kinds
 from replay.tiers.redis_tier import RedisTier
 
@@ -263,12 +265,12 @@ def test_while_a_disk_is_slow_no_more_is_kept_in_memory_than_what_it_is_to_write
 
 def test_no_more_events_wait_than_are_taken_in_soon(schema: Schema) -> None:
     store = build_store(ReplaySettings(capacity=2000), schema, torch.device("cpu"), 0)
-    store.add(fake_columns(schema, range(MOST_WAITING)), PARTITIONS)
-    assert len(store) == MOST_WAITING
+    store.add(fake_columns(schema, range(MOST_PENDING)), PARTITIONS)
+    assert len(store) == MOST_PENDING
 
 
 def test_no_more_bytes_wait_than_are_taken_in_soon() -> None:
-    features = {"x": {"dtype": "uint8", "shape": [MOST_WAITING_BYTES // 10]}}
+    features = {"x": {"dtype": "uint8", "shape": [MOST_PENDING_BYTES // 10]}}
     large = Schema(SchemaSettings.model_validate({"features": features, "label": {"name": "y", "classes": 4}}))
     store = build_store(ReplaySettings(capacity=20), large, torch.device("cpu"), 0)
     store.add(fake_columns(large, range(5)), PARTITIONS)
@@ -404,7 +406,7 @@ class TestSamples:
         store = make_store(100)
         store.add_now(fake_columns(schema, range(80)), PARTITIONS)
         store.plan_ahead(0, lambda step: 30 if step % 4 == 2 else step)
-        assert [store.planned(step) for step in range(4)] == [0, 1, 30, 3]
+        assert [store.planner.planned(step) for step in range(4)] == [0, 1, 30, 3]
         for step in range(4):
             sample = store.sample(step, 100)
             assert len(set(sample.records["offset"].tolist())) == len(sample)

@@ -36,7 +36,8 @@ from replay.background_store import BackgroundStore
 from replay.build import build_store
 from replay.config import ReplaySettings
 from replay.plan import Sample
-from replay.store import AHEAD, Store
+from replay.planner import AHEAD
+from replay.store import Store
 from replay.tiers import redis_server as redis
 
 KILLS = "ANABRANCH_TEST_KILLS"
@@ -103,7 +104,7 @@ class Rehearsal:
         assert self.store.lost == 0
         index = self.store.event_table.copy()
         index["slot"] = 0
-        plans = [plan.records.tobytes() for plan in self.store._plans]
+        plans = [plan.records.tobytes() for plan in self.store.planner.plans]
         thresholds = self.store.reservoir.quotas.thresholds.tobytes()
         sampler = [values.tobytes() for values in self.store._sampler.state().values()]
         return hashlib.sha256(b"".join([index.tobytes(), *plans, thresholds, *sampler])).hexdigest()

@@ -36,9 +36,10 @@ from replay.config import ReplaySettings
 from replay.erasure.erased_events import ByKey, ByRange, ErasedEvents, Record
 from replay.fake import FakeCheckpoints
 from replay.plan import Sample
+from replay.planner import AHEAD
 from replay.sampling.base import BY_POSITION
 from replay.snapshot import StoreSnapshot
-from replay.store import AHEAD, Store
+from replay.store import Store
 from replay.tiers.disk_files import make_way
 
 PARTITIONS = [TopicPartition("events", 0), TopicPartition("events", 1), TopicPartition("other", 0, incarnation=2)]
@@ -253,14 +254,16 @@ class StoreMachine(RuleBasedStateMachine):
 
     def has_room(self, n: int) -> bool:
         """Whether slots are free for what waits and n events more."""
-        return self.store.slots.free >= len(self.store._waiting) + n
+        return self.store.slots.free >= len(self.store._pending) + n
 
     @rule(n=st.integers(0, 30))
     def plan(self, n: int) -> None:
         self.store.plan_ahead(self.model.step, n)
         before = held(self.store)
-        assert [plan.step for plan in self.store._plans][:AHEAD] == [*range(self.model.step, self.model.step + AHEAD)]
-        for plan in self.store._plans:
+        assert [plan.step for plan in self.store.planner.plans][:AHEAD] == [
+            *range(self.model.step, self.model.step + AHEAD)
+        ]
+        for plan in self.store.planner.plans:
             if plan.step not in self.model.plans:
                 events = names_of(plan.records)
                 assert len(events) == len(set(events)) == min(n, len(before))
@@ -289,9 +292,9 @@ class StoreMachine(RuleBasedStateMachine):
         self.erased.append(record)
         self.fates.clear()
         gone = [event for event in held(self.store) if is_erased(record, event)]
-        waits, count = len(self.store._waiting), self.store.erase(ErasedEvents([record]))
+        waits, count = len(self.store._pending), self.store.erase(ErasedEvents([record]))
         assert count == len(gone) or (waits and count <= len(gone) + waits), "others are erased than were held"
-        for plan in self.store._plans:
+        for plan in self.store.planner.plans:
             events, before = names_of(plan.records), self.model.plans[plan.step]
             if any(is_erased(record, event) for event in before):
                 assert len(events) == len(set(events)) == min(len(before), len(self.store))
@@ -341,14 +344,14 @@ class StoreMachine(RuleBasedStateMachine):
         expected = [event for event in moment.held if not self.is_erased(event)]
         assert held(self.store) == expected, "others are held after a restart, or in another order"
         assert self.store.reservoir.quotas.thresholds.tolist() == moment.thresholds
-        assert [plan.step for plan in self.store._plans] == sorted(plans)
+        assert [plan.step for plan in self.store.planner.plans] == sorted(plans)
 
     @invariant()
     def what_is_held_is_what_the_definition_says(self) -> None:
         if not hasattr(self, "store"):
             return
         events = held(self.store)
-        if not len(self.store._waiting):
+        if not len(self.store._pending):
             self.model.taken_in = set(self.model.offered)
         assert len(events) == len(set(events)) == len(self.store), "an event is held twice"
         assert len(events) <= self.store.reservoir.quotas.limit
@@ -365,7 +368,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_event_has_its_own_payload(self) -> None:
-        if hasattr(self, "store") and not len(self.store._waiting):  # to plan is to take in what waits
+        if hasattr(self, "store") and not len(self.store._pending):  # to plan is to take in what waits
             sample = self.store.fetch(self.store.plan(0, len(self.store)))
             assert len(sample) == len(self.store), "a row was written over"
             expect_payload(self.schema, sample)

@@ -232,7 +232,7 @@ def test_what_is_erased_while_a_checkpoint_is_written_spoils_no_checkpoint_and_i
     pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pipeline.learn(range(350, 360))
-    plan = pipeline.store._plans[0]
+    plan = pipeline.store.planner.plans[0]
     named = np.flatnonzero(plan.records["key_hash"] == 9)
     plan.rows.wait()
     payload = [torch.as_tensor(plan.rows.rows())[place].numpy().tobytes() for place in named.tolist()]

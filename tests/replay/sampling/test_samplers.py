@@ -29,7 +29,7 @@ class Bench:
         self.name = name
         self._slots = np.random.default_rng(luck).permutation(SLOTS).astype(np.int32)
         self.event_table = EventTable(SLOTS, LIMIT, 0)
-        self.event_table.meet([TopicPartition("events", 0)])
+        self.event_table.register([TopicPartition("events", 0)])
         self.sampler: Sampler = SAMPLERS[name](SamplerContext(self.event_table, SLOTS, 4, HOUR, None))
         self._next = 0
 

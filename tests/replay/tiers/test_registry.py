@@ -17,8 +17,9 @@ from ingest.kafka.fake import fake_columns
 from replay.build import build_store
 from replay.config import ReplaySettings, TierSettings
 from replay.fake import FakeCheckpoints
+from replay.planner import AHEAD
 from replay.snapshot import StoreSnapshot
-from replay.store import AHEAD, Store
+from replay.store import Store
 from replay.tiers import registry as kinds
 from replay.tiers.clock_cache import Budget
 from replay.tiers.tier import SlowTier
