@@ -12,13 +12,14 @@ from ingest.events.schema import Schema
 from replay.config import COMPARING, ReplaySettings
 from replay.embedding_index.client import NeighbourClient
 from replay.embedding_index.embedding_tracker import CLUSTERS, EmbeddingTracker
+from replay.payload.cached_hierarchy import CachedHierarchy
+from replay.payload.hierarchy import TierHierarchy
 from replay.policies import ADMISSIONS, SAMPLERS, AdmissionContext, Policies, SamplerContext
 from replay.reservoir.event_table import EventTable
 from replay.reservoir.quotas import Quotas
 from replay.row_layout import Fields, RowLayout
 from replay.snapshot import StoreSnapshot
 from replay.store import MOST_INSERTED, Store
-from replay.tiers.hierarchy import TierHierarchy
 from replay.tiers.memory import MemoryTier
 from replay.tiers.registry import kind_with, kinds_of
 from replay.tiers.tier import SlowTier, TierContext, TierFactory
@@ -80,7 +81,8 @@ def build_store(
             source = None
         memory = _memory(settings, layout.row_bytes, count, device)
         opened.callback(memory.close)
-        tiers = TierHierarchy(memory, slow, promote=settings.sampling not in _SAMPLED_EVENLY)
+        promote = settings.sampling not in _SAMPLED_EVENLY
+        tiers = CachedHierarchy(memory, slow, promote=promote) if slow else TierHierarchy(memory)
         store = _store(settings, schema, layout, tiers, k, seed, dim, step)
         opened.pop_all()
         opened.callback(store.close)

@@ -14,11 +14,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from replay.payload.hierarchy import TierHierarchy
 from replay.reservoir.admission import importance
 from replay.reservoir.event_table import FIELDS, RECORD
 from replay.row_layout import RowLayout
 from replay.snapshot import PLANNED, SavedPlan
-from replay.tiers.hierarchy import TierHierarchy
 from replay.tiers.staged_rows import StagedRows
 
 
@@ -86,7 +86,7 @@ class Sample(msgspec.Struct, frozen=True, eq=False):
 
 def fetch(plan: SamplePlan, layout: RowLayout, tiers: TierHierarchy, n: int | None) -> Sample:
     """Wait for the first n events of a plan, or for all; fewer when the rows of some cannot be had."""
-    columns = layout.unpack(tiers.arrive(plan.rows, n))
+    columns = layout.unpack(tiers.wait(plan.rows, n))
     which = plan.rows.which(n)
     label = columns["label"]
     weights = _ones(label.shape[0], label.device)

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from replay.erasure.erased_events import ErasedEvents
+from replay.payload.hierarchy import TierHierarchy
 from replay.plan import Sample, SamplePlan, fetch, resumed
 from replay.policies import Policies
 from replay.reservoir.event_table import columns_of
@@ -17,7 +18,6 @@ from replay.reservoir.reservoir import Reservoir
 from replay.row_layout import RowLayout
 from replay.sampling.step_rng import StepRng
 from replay.snapshot import SavedPlan
-from replay.tiers.hierarchy import TierHierarchy
 
 AHEAD = 4
 """Steps that are planned at least: the time that slower tiers have to read the rows of a sample."""
@@ -100,7 +100,7 @@ class SamplePlanner:
         plans, end = [], 0
         for step, n in request:
             part = slice(end, end := end + n)
-            rows = self._tiers.stage(slots[part], events.identity)
+            rows = self._tiers.prefetch(slots[part], events.identity)
             rate, share, correction = (_part(values, part) for values in (rates, shares, choice.correction))
             plans.append(SamplePlan(step, choice.slots[part], records[part], rate, share, correction, rows))
         return plans

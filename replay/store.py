@@ -19,6 +19,7 @@ from replay.checkpoint.slot_allocator import SlotAllocator
 from replay.embedding_index.client import NeighbourClient
 from replay.erasure.erased_events import ErasedEvents
 from replay.held_events import HeldEvents
+from replay.payload.hierarchy import TierHierarchy
 from replay.plan import Sample, SamplePlan
 from replay.planner import BLOCK, Request, SamplePlanner
 from replay.policies import Policies
@@ -27,7 +28,6 @@ from replay.reservoir.pending_events import PendingEvents, pending_limit
 from replay.reservoir.reservoir import Reservoir
 from replay.row_layout import Fields, RowLayout
 from replay.snapshot import StoreDelta, StoreSnapshot, StoreState
-from replay.tiers.hierarchy import TierHierarchy
 from replay.tiers.tier import Tier
 
 MOST_INSERTED = 1024
@@ -295,9 +295,9 @@ class Store:
         self.reservoir.take_up(standing)
         index = restoring.place(self.slots)
         self.event_table.restore(index, standing.bases)
-        self.tiers.doubt(standing.stale)
+        self.tiers.mark_stale(standing.stale)
         if not restoring.moves:
-            self.tiers.take_up(self.event_table.slots.astype(np.int64))
+            self.tiers.add_existing(self.event_table.slots.astype(np.int64))
         if self._tracker is not None:
             self._tracker.restore(self.event_table.slots)
         self._sampler.add(self.event_table.slots)

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from replay.payload.hierarchy import TierHierarchy
 from replay.plan import SamplePlan, planned_rows
 from replay.snapshot import StoreDelta, StoreState
-from replay.tiers.hierarchy import TierHierarchy
 
 
 @dataclass(frozen=True)

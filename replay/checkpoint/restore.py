@@ -16,11 +16,11 @@ from torch import Tensor
 from anabranch.core.errors import SettingsError
 from ingest.events.identity import identity_hash
 from replay.checkpoint.slot_allocator import SlotAllocator
+from replay.payload.hierarchy import TierHierarchy
 from replay.reservoir.admission import Admission, Offered
 from replay.reservoir.reservoir import Reservoir
 from replay.row_layout import RowLayout
 from replay.snapshot import StoreSnapshot
-from replay.tiers.hierarchy import TierHierarchy
 from replay.tiers.tier import Tier
 
 Rows = Callable[[slice, NDArray[np.uint64]], tuple[Tensor, NDArray[np.bool_]]]

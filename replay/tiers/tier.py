@@ -5,7 +5,7 @@ Legend: n rows of a call, N rows of an array, R bytes of a row, S slots of the t
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -166,26 +166,38 @@ class TierFactory(Protocol):
 
 @dataclass
 class TierStats:
-    """Running totals. Those of the memory tier are counted by who has the store, those of others by the I/O thread.
+    """Running totals. The store's thread counts those of the memory tier, the I/O thread those of slower tiers.
 
     Attributes:
+        row_bytes: R.
         read: rows that were read for samples, by tier.
-        missed: rows that a cache was to have and had not, by tier.
+        missed: rows that a cache should have had and had not, by tier.
         moved: bytes by tier and direction, `read` or `written`.
-        stall_seconds: time that steps have waited, for a tier or for what the store had to do before.
+        stall_seconds: time that steps waited, for a tier or for earlier work of the store.
     """
 
-    read: dict[str, int] = field(default_factory=dict)
-    missed: dict[str, int] = field(default_factory=dict)
-    moved: dict[tuple[str, str], int] = field(default_factory=dict)
+    row_bytes: int
+    read: dict[str, int]
+    missed: dict[str, int]
+    moved: dict[tuple[str, str], int]
     stall_seconds: float = 0.0
 
     @classmethod
     def of(cls, tiers: Sequence[Tier]) -> "TierStats":
-        """Return totals of nothing."""
+        """Return totals of 0 for these tiers, from fast to slow."""
         names = [tier.name for tier in tiers]
         return cls(
+            tiers[0].slot_bytes,
             dict.fromkeys(names, 0),
             dict.fromkeys(names[:-1], 0),
             {(name, direction): 0 for name in names for direction in ("read", "written")},
         )
+
+    def add_read(self, name: str, rows: int) -> None:
+        """Count rows that were read from a tier for samples."""
+        self.read[name] += rows
+        self.add_moved(name, "read", rows)
+
+    def add_moved(self, name: str, direction: str, rows: int) -> None:
+        """Count the bytes of rows that were read from a tier or written to it."""
+        self.moved[name, direction] += rows * self.row_bytes

@@ -247,7 +247,7 @@ def test_lost_events_leave_and_are_counted_where_no_step_comes(
     for begin in range(0, 10 * MOST_PENDING, MOST_PENDING):
         clerk.add(fake_columns(schema, range(begin, begin + MOST_PENDING)), PARTITIONS)
         clerk.plan_ahead(0, SAMPLED)
-        clerk._store.tiers._io_worker.drain()
+        clerk._store.tiers._io_worker.flush()
     assert clerk.store.lost >= 7 * MOST_PENDING
     assert len(clerk.store.tiers._lost) < 4
 

@@ -249,7 +249,7 @@ def test_while_a_disk_is_slow_no_more_is_kept_in_memory_than_what_it_is_to_write
     store = build_store(options, schema, torch.device("cpu"), 0, tmp_path / "replay")
     store.add_now(fake_columns(schema, range(10_000)), PARTITIONS)  # few are admitted from now on
     slow = threading.Event()
-    store.tiers._io_worker.send(slow.wait, 0)
+    store.tiers._io_worker.submit(slow.wait, 0)
     columns, admitted, begin = {}, 0, 10_000
     while not admitted:
         columns = fake_columns(schema, range(begin, begin + 50))

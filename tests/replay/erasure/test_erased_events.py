@@ -499,11 +499,11 @@ def test_what_had_left_the_store_before_is_overwritten_in_every_tier(schema: Sch
     checkpoints.checkpoint(1)
     store.tiers.sync()
     pattern = secret["feature.x"][0].tobytes()
-    assert any(pattern in bytes_of(tier) for tier in store.tiers._all)
+    assert any(pattern in bytes_of(tier) for tier in store.tiers.all)
     store.erase(key_record(2, 400))
     store.tiers.sync()
     assert min(offsets_held(store)) >= 400
-    assert not any(pattern in bytes_of(tier) for tier in store.tiers._all)
+    assert not any(pattern in bytes_of(tier) for tier in store.tiers.all)
     assert not store.tiers.unerased
     assert len(store.fetch(store.plan(0, 50))) == len(store) == len(offsets_held(store))
 
@@ -520,7 +520,7 @@ def test_what_is_on_its_way_into_memory_when_it_is_erased_is_overwritten_there(
         secret["key_hash"][:], secret["feature.x"][:] = 2, 12345.678
         store.add_now(secret, PARTITIONS)
         store.tiers.sync()
-        (memory,) = (tier for tier in store.tiers._all if isinstance(tier, MemoryTier))
+        (memory,) = (tier for tier in store.tiers.all if isinstance(tier, MemoryTier))
         assert 0 < len(store.tiers._cache or ()) == memory.slots < 20
         (disk,), asked = store.tiers.slow, threading.Event()
         read, wait = disk.read_into, StagedRows.wait
@@ -544,7 +544,7 @@ def test_what_a_tier_cannot_erase_is_erased_once_it_can(
     with contextlib.closing(build_store(settings, schema, torch.device("cpu"), 0, tmp_path, keys="test")) as store:
         add(store, schema, range(40), key=2)
         store.tiers.sync()
-        (redis,) = (tier for tier in store.tiers._all if isinstance(tier, RedisTier))
+        (redis,) = (tier for tier in store.tiers.all if isinstance(tier, RedisTier))
         with failing(monkeypatch, [redis], "erase"):
             store.erase(key_record(2, 30))
             store.tiers.sync()
@@ -607,7 +607,7 @@ def test_what_lies_under_events_that_could_not_be_written_is_erased_with_what_is
     store.erase(key_record(2, 400))
     erase_stale(store)
     assert not store.tiers.unerased
-    assert not any(map(tells, store.tiers._all))
+    assert not any(map(tells, store.tiers.all))
 
 
 def test_a_place_that_could_not_be_erased_is_left_alone_once_an_event_of_a_checkpoint_is_in_it(
@@ -630,7 +630,7 @@ def test_a_place_that_could_not_be_erased_is_left_alone_once_an_event_of_a_check
     _, whole = store.tiers.read(index["slot"].astype(np.int64), identity)
     assert len(index) == 50
     assert whole.all()
-    assert not any(map(tells, store.tiers._all))
+    assert not any(map(tells, store.tiers.all))
 
 
 def test_what_an_earlier_process_could_not_overwrite_in_a_cache_is_erased_if_there_was_something_to_erase(

@@ -76,7 +76,7 @@ def unanswered(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 def fill(store: Store, schema: Schema, begin: int, end: int) -> None:
     for offset in range(begin, end, 100):
         store.add_now(fake_columns(schema, range(offset, offset + 100)), PARTITIONS)
-        store._drop_lost()
+        store._held.remove_lost()
     store.tiers.sync()
 
 
@@ -235,7 +235,7 @@ def test_as_the_home_it_can_be_away_without_an_event_being_lost(
     fill(store, schema, 0, 1000)
     with mortal_redis.paused():
         assert sampled(store) == 0
-        store._drop_lost()
+        store._held.remove_lost()
     assert (len(store), store.lost) == (1000, 0)
     until(lambda: store.tiers.problem is None)
     assert sampled(store) == 1000
@@ -248,7 +248,7 @@ def test_as_the_home_what_came_while_it_was_away_is_counted_as_lost(
     fill(store, schema, 0, 1000)
     mortal_redis.stop()
     fill(store, schema, 1000, 1500)
-    store._drop_lost()
+    store._held.remove_lost()
     assert (len(store), store.lost) == (1000, 500)
 
 
@@ -262,7 +262,7 @@ def test_as_the_home_it_is_filled_again_by_the_stream_after_it_came_back_empty(
     assert sampled(store) == 0
     until(lambda: store.tiers.problem is None)
     sampled(store)
-    store._drop_lost()
+    store._held.remove_lost()
     assert (len(store), store.lost) == (0, 1500)
     fill(store, schema, 1500, 4000)
     assert sampled(store) == len(store) >= 900
@@ -275,7 +275,7 @@ def test_as_the_home_what_it_evicts_is_a_hole(schema: Schema, build: Build, mort
     fill(store, schema, 500, 2000)
     for _ in range(2):  # to answer takes memory too, for which more may have to go
         came = sampled(store)
-        store._drop_lost()
+        store._held.remove_lost()
         assert 0 < came == len(store) < 2000
         assert store.lost + len(store) == 2000
 
@@ -285,7 +285,7 @@ def test_as_the_home_a_full_one_turns_events_away(schema: Schema, build: Build, 
     fill(store, schema, 0, 500)
     mortal_redis.bound(mortal_redis.used_bytes, "noeviction")
     fill(store, schema, 500, 1000)
-    store._drop_lost()
+    store._held.remove_lost()
     assert store.lost > 0
     assert len(store) + store.lost == 1000
     assert sampled(store) == len(store) >= 500
@@ -310,7 +310,7 @@ def test_a_restart_goes_on_with_what_it_has(schema: Schema, build: Build, mortal
     mortal_redis.start()
     third = build(contents=contents)
     sampled(third)
-    third._drop_lost()
+    third._held.remove_lost()
     assert (len(third), third.lost) == (0, 1500)
 
 

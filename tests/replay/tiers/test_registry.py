@@ -17,11 +17,11 @@ from ingest.kafka.fake import fake_columns
 from replay.build import build_store
 from replay.config import ReplaySettings, TierSettings
 from replay.fake import FakeCheckpoints
+from replay.payload.clock_cache import Budget
 from replay.planner import AHEAD
 from replay.snapshot import StoreSnapshot
 from replay.store import Store
 from replay.tiers import registry as kinds
-from replay.tiers.clock_cache import Budget
 from replay.tiers.tier import SlowTier
 
 PARTITIONS = [TopicPartition("events", 0)]
@@ -137,11 +137,11 @@ def test_each_cache_that_missed_a_row_has_it_afterwards_as_far_as_the_bound_goes
     assert [host.name, attic.name, disk.name] == ["host", "attic", "disk"]
     shares = {tier.name: share(again, tier) for tier in (host, attic)}
     assert 0 < shares["host"] < shares["attic"] < 1000
-    again.tiers._refill = Budget(0)
+    again.tiers._reads.refill = Budget(0)
     assert draw_all(again) == 1000
     assert again.tiers.stats.missed == {"device": 0, **shares}
     assert again.tiers.stats.moved["host", "written"] == again.tiers.stats.moved["attic", "written"] == 0
-    again.tiers._refill = Budget(1_000_000)
+    again.tiers._reads.refill = Budget(1_000_000)
     draw_all(again)
     slots = again.event_table.slots.astype(np.int64)
     for tier in (host, attic):
