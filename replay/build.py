@@ -60,7 +60,7 @@ def build_store(
         dim: numbers of the model's embedding; None where there is none.
         keys: what its keys on servers begin with, and no other's do; needed where there is a tier on a server.
         first: whether there is no checkpoint that could name what earlier processes have left on servers.
-        step: events that a step may offer; `has_room` tells whether they find slots, which are there after some
+        step: events that a step may add; `has_room` tells whether they find slots, which are there after some
             checkpoints.
 
     Raises:
@@ -137,24 +137,24 @@ def _store(
 
 
 def _size(settings: ReplaySettings, chain: Mapping[str, TierFactory], row_bytes: int, step: int) -> tuple[int, int]:
-    """Return how many events are kept, and how many slots the home has."""
+    """Return how many events are kept, and how many slots the primary tier has."""
     if not chain:
         slots, setting = int(settings.device_bytes) // row_bytes, f"device_bytes = {settings.device_bytes:d}"
         k = _most_events(settings.capacity, slots, row_bytes, setting, step)
         return k, k + _spare(k, step)
-    name, home = [*chain.items()][-1]
-    slots, setting = home.slots, f"{name}.bytes = {settings.slower[name].bytes:d}"
+    name, primary = [*chain.items()][-1]
+    slots, setting = primary.slots, f"{name}.bytes = {settings.slower[name].bytes:d}"
     k = _most_events(settings.capacity, slots, row_bytes, setting, step)
     return k, min(slots, k + _spare(k, step) + _ROOMY)
 
 
 def _slow(chain: Sequence[TierFactory], source: SlowTier | None, count: int) -> list[SlowTier]:
-    """Open the slower tiers: a home of so many slots, which may be `source`, below its caches."""
+    """Open the slower tiers: a primary tier of `count` slots, which may be `source`, below its caches."""
     if not chain:
         return []
-    home = chain[-1].open_primary(count, source)
-    assert home.file is not None
-    return [*(kind.cache(min(count, kind.slots), home) for kind in chain[:-1]), home]
+    primary = chain[-1].open_primary(count, source)
+    assert primary.file is not None
+    return [*(kind.cache(min(count, kind.slots), primary) for kind in chain[:-1]), primary]
 
 
 def _restore(store: Store, contents: StoreSnapshot, source: SlowTier | None) -> None:

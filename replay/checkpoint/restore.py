@@ -17,7 +17,7 @@ from anabranch.core.errors import SettingsError
 from ingest.events.identity import identity_hash
 from replay.checkpoint.slot_allocator import SlotAllocator
 from replay.payload.hierarchy import TierHierarchy
-from replay.reservoir.admission import Admission, Offered
+from replay.reservoir.admission import Admission, Candidates
 from replay.reservoir.reservoir import Reservoir
 from replay.row_layout import RowLayout
 from replay.snapshot import StoreSnapshot
@@ -139,14 +139,14 @@ def converted(
         weight = weights(rows(chunk, identity)[0]).numpy()
         # A row that cannot be read has any weight; it is found lost later.
         weight = np.where(weight >= 0, weight, 1).astype(np.float32)
-        events["priority"] = admission.priorities(Offered(identity, weight, events["time_s"]))
+        events["priority"] = admission.priorities(Candidates(identity, weight, events["time_s"]))
         events["group"] = admission.group(events["label"].astype(np.int64), np.zeros(len(events), np.int16))
     stands = replace(
         contents.standing,
         policy=admission.name,
         thresholds=np.full(admission.groups, np.inf),
-        offered=np.bincount(index["group"], minlength=admission.groups).astype(np.int64),
-        weight=contents.standing.weight * len(index) / max(1, int(contents.standing.offered.sum())),
+        added=np.bincount(index["group"], minlength=admission.groups).astype(np.int64),
+        weight=contents.standing.weight * len(index) / max(1, int(contents.standing.added.sum())),
     )
     return replace(contents, standing=stands, index=index)
 

@@ -1,6 +1,6 @@
 """How many events of each group are held, and the threshold of each.
 
-Legend: N events offered, H events held, G groups.
+Legend: N added events, H events held, G groups.
 """
 
 import functools
@@ -27,7 +27,7 @@ class Quotas:
     An event whose priority is below the threshold of its group is held. Thresholds only fall: when more than k + k/32
     are held, the groups that have more than `level` keep so many, the smallest, in one scan, triggered by count, never
     by time. The level is the largest whole number at which not more than k are held in all. It is the same for what is
-    held as for all that was ever offered: a group that was never reduced has all of its events, one that was has
+    held as for all that was ever added: a group that was never reduced has all of its events, one that was has
     more than the level.
     """
 

@@ -61,7 +61,7 @@ def open_store(schema: Schema, tmp_path: Path) -> Any:
 
 
 def fill(store: Store, schema: Schema, batches: list[int], partition: int = 0) -> None:
-    """Offer batches of 100 events by number: classes 0 to 3 by turns, an event each quarter of an hour."""
+    """Add batches of 100 events by number: classes 0 to 3 by turns, an event each quarter of an hour."""
     for number in batches:
         offsets = range(100 * number, 100 * number + 100)
         columns = fake_columns(schema, offsets, partition=partition, label=[0, 0, 0, 0, 0, 1, 1, 2, 2, 3])
@@ -126,14 +126,14 @@ class TestAdmissions:
             assert len(store) <= 330
         assert len(store) > 300
 
-    def test_offering_again_changes_nothing(self, name: str, schema: Schema, open_store: Open) -> None:
+    def test_adding_again_changes_nothing(self, name: str, schema: Schema, open_store: Open) -> None:
         store = open_store(200, admission=name)
         fill(store, schema, list(range(20)))
         before = held(store)
         fill(store, schema, [3, 19, 4])
         assert held(store) == before
 
-    def test_the_order_of_offers_does_not_matter(self, name: str, schema: Schema, open_store: Open) -> None:
+    def test_the_order_of_additions_does_not_matter(self, name: str, schema: Schema, open_store: Open) -> None:
         one, two = open_store(200, admission=name), open_store(200, admission=name)
         fill(one, schema, list(range(20)))
         fill(one, schema, list(range(5)), partition=1)

@@ -42,7 +42,7 @@ def block(schema: Schema, step: int, rows: int) -> Columns:
 
 
 def take_step(store: Store, schema: Schema, step: int, rows: int) -> list[Any]:
-    """Sample, learn, offer and plan as the learner does; return all of the sample."""
+    """Sample, learn, add and plan as the learner does; return all of the sample."""
     sample = store.sample(step, SAMPLED)
     store.update_priorities(sample, (sample.records["offset"] * 7 % 19 / 5).astype(np.float32))
     store.add(block(schema, step, rows), PARTITIONS)
@@ -119,7 +119,7 @@ def build(schema: Schema, tmp_path: Path) -> Iterator[Build]:
 def test_under_another_policy_events_compete_as_if_it_had_been_that_one(
     schema: Schema, build: Build, before: str, after: str, arrangement: dict[str, Any]
 ) -> None:
-    """Of what the old one had kept and what came later, the new one holds what one that was offered these holds."""
+    """Of what the old one had kept and what came later, the new one holds what one to which these were added holds."""
     store, other = build(arrangement, admission=before), build({}, admission=after)
     for step in range(20):
         store.add_now(block(schema, step, 100), PARTITIONS)

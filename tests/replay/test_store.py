@@ -45,7 +45,7 @@ def everything(store: Store) -> dict[str, torch.Tensor]:
 
 
 def k_smallest(schema: Schema, events: Iterable[tuple[int, int]], k: int, seed: int) -> set[tuple[int, int]]:
-    """The plain definition: the k events with the smallest priorities of all that were ever offered."""
+    """The plain definition: the k events with the smallest priorities of all that were ever added."""
     unique = sorted(set(events))
     partition, offset = (np.array(column) for column in zip(*unique, strict=True))
     bases = np.array([partition_base(name) for name in PARTITIONS], np.uint64)[partition]
@@ -140,18 +140,18 @@ def test_no_more_is_held_than_capacity_and_a_little(schema: Schema, make_store: 
     st.integers(1, 60),
     st.integers(0, 3),
 )
-def test_the_k_smallest_of_all_that_was_offered_are_held(
+def test_the_k_smallest_of_all_added_events_are_held(
     schema: Schema, batches: list[tuple[int, int, int, bool, bool]], k: int, seed: int
 ) -> None:
     """In any order, with any repetition, within and across batches."""
     store = build_store(ReplaySettings(capacity=k), schema, torch.device("cpu"), seed)
-    offered: list[tuple[int, int]] = []
+    added: list[tuple[int, int]] = []
     for partition, begin, count, backwards, twice in batches:
         offsets = [*range(begin, begin + count), *([begin] if twice else [])]
         store.add_now(fake_columns(schema, offsets[::-1] if backwards else offsets, partition=partition), PARTITIONS)
-        offered += [(partition, offset) for offset in offsets]
+        added += [(partition, offset) for offset in offsets]
         contents = held(store)
-        assert k_smallest(schema, offered, k, seed) <= contents <= set(offered)
+        assert k_smallest(schema, added, k, seed) <= contents <= set(added)
         assert len(contents) == len(store), "an event is held twice"
     sampled = everything(store)
     assert sorted(sampled["feature.n"].tolist()) == sorted(offset % 100 for _, offset in held(store))
@@ -279,7 +279,7 @@ def test_no_more_bytes_wait_than_are_taken_in_soon() -> None:
     assert len(store) == 10
 
 
-def test_offering_again_changes_nothing(schema: Schema, make_store: MakeStore) -> None:
+def test_adding_again_changes_nothing(schema: Schema, make_store: MakeStore) -> None:
     store = make_store(50)
     for begin in range(0, 2000, 100):
         store.add_now(fake_columns(schema, range(begin, begin + 100)), PARTITIONS)
@@ -289,8 +289,8 @@ def test_offering_again_changes_nothing(schema: Schema, make_store: MakeStore) -
     assert held(store) == before
 
 
-def test_offering_again_changes_no_importance_either(schema: Schema) -> None:
-    """However offers are grouped, and whether the event is held."""
+def test_adding_again_changes_no_importance_either(schema: Schema) -> None:
+    """However additions are grouped, and whether the event is held."""
     sampled = []
     for again in (0, 100, 700):
         store = build_store(ReplaySettings(capacity=50), schema, torch.device("cpu"), 0)

@@ -87,7 +87,7 @@ class Rehearsal:
         return self._keeper.store if isinstance(self._keeper, BackgroundStore) else self._keeper
 
     def take_step(self) -> str:
-        """Sample, learn, offer and plan; return the digest of what was sampled."""
+        """Sample, learn, add and plan; return the digest of what was sampled."""
         sample = self._keeper.sample(self.step, SAMPLED)
         offsets = sample.records["offset"]
         self._keeper.update_priorities(sample, ((offsets * 31 + self.step) % 17 / 4).astype(np.float32))
@@ -124,11 +124,13 @@ class Life(Rehearsal):
         if "redis" in chosen:
             chosen["redis"] = {"url": redis, **chosen["redis"]}
         options = ReplaySettings.model_validate({"capacity": CAPACITY, **SETTINGS[settings], **chosen})
-        self._clerk = BackgroundStore(build_store(options, schema, CPU, 0, path / "replay", contents, keys=KEYS))
-        super().__init__(self._clerk, schema, found[1].step if found else 0)
+        self._background_store = BackgroundStore(
+            build_store(options, schema, CPU, 0, path / "replay", contents, keys=KEYS)
+        )
+        super().__init__(self._background_store, schema, found[1].step if found else 0)
         every = CheckpointSettings.model_validate({"every": "5ms"})
         self._checkpointer = Checkpointer(
-            checkpoints, every, self._clerk, LearnerMetrics(CollectorRegistry()), segments
+            checkpoints, every, self._background_store, LearnerMetrics(CollectorRegistry()), segments
         )
 
     def checkpoint_if_due(self) -> None:
@@ -138,7 +140,7 @@ class Life(Rehearsal):
         assert self._checkpointer.problem is None
 
     def close(self) -> None:
-        self._clerk.close()
+        self._background_store.close()
 
 
 class Undisturbed:

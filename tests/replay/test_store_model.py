@@ -85,11 +85,11 @@ def columns_of(schema: Schema, events: list[Event]) -> Columns:
     return columns
 
 
-def kept(schema: Schema, admission: str, offered: set[Event], k: int) -> set[Event]:
+def kept(schema: Schema, admission: str, added: set[Event], k: int) -> set[Event]:
     """The definition: of each group the q smallest, q being the largest number with which no more than k are kept."""
-    if not offered:
+    if not added:
         return set()
-    events = sorted(offered)
+    events = sorted(added)
     columns = columns_of(schema, events)
     bases = np.array([partition_base(name) for name in PARTITIONS], np.uint64)[columns["partition"]]
     identity = identity_hash(bases, columns["offset"], columns["row"], 0).tolist()
@@ -184,7 +184,7 @@ class Moment:
     """What a checkpoint must bring back."""
 
     held: list[Event]
-    offered: set[Event]
+    added: set[Event]
     plans: dict[int, list[Event]]
     step: int
     thresholds: list[float]
@@ -195,15 +195,15 @@ class Moment:
 class Model:
     """All that is known of the store from outside."""
 
-    offered: set[Event] = field(default_factory=set)
+    added: set[Event] = field(default_factory=set)
     plans: dict[int, list[Event]] = field(default_factory=dict)
     step: int = 0
     taken_in: set[Event] = field(default_factory=set)
-    """What was offered and does not wait for more offers."""
+    """The added events that are not pending."""
 
     def moment(self, store: Store) -> Moment:
         plans = {step: list(plan) for step, plan in self.plans.items()}
-        return Moment(held(store), set(self.offered), plans, self.step, store.reservoir.quotas.thresholds.tolist())
+        return Moment(held(store), set(self.added), plans, self.step, store.reservoir.quotas.thresholds.tolist())
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -250,7 +250,7 @@ class StoreMachine(RuleBasedStateMachine):
             self._finish(written=True, keep=1)
             assert self.has_room(len(events)), "a checkpoint has not freed the slots that no checkpoint names"
         self.store.add(columns_of(self.schema, events), PARTITIONS)
-        self.model.offered |= set(events)
+        self.model.added |= set(events)
 
     def has_room(self, n: int) -> bool:
         """Whether slots are free for what waits and n events more."""
@@ -340,7 +340,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.store = self.open(arrangement, contents, **self.options)
         self.fakes = FakeCheckpoints(self.store, contents)
         plans = {plan.step: moment.plans[plan.step] for plan in contents.standing.plans}
-        self.model = Model(set(moment.offered), plans, moment.step)
+        self.model = Model(set(moment.added), plans, moment.step)
         expected = [event for event in moment.held if not self.is_erased(event)]
         assert held(self.store) == expected, "others are held after a restart, or in another order"
         assert self.store.reservoir.quotas.thresholds.tolist() == moment.thresholds
@@ -352,13 +352,13 @@ class StoreMachine(RuleBasedStateMachine):
             return
         events = held(self.store)
         if not len(self.store._pending):
-            self.model.taken_in = set(self.model.offered)
+            self.model.taken_in = set(self.model.added)
         assert len(events) == len(set(events)) == len(self.store), "an event is held twice"
         assert len(events) <= self.store.reservoir.quotas.limit
         remembered_ = {event for event in self.model.taken_in if not self.is_erased(event)}
         assert set(events) <= remembered_
         assert self.store.lost == 0
-        # What was erased leaves holes: thresholds do not rise.
+        # Erased events are missing: thresholds do not rise.
         assert kept(self.schema, self.admission, self.model.taken_in, self.k) & remembered_ <= set(events)
 
     @invariant()
@@ -379,7 +379,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.store.begin_snapshot(self.number),
             self.model.moment(self.store),
         )
-        self.model.taken_in = set(self.model.offered)
+        self.model.taken_in = set(self.model.added)
 
     def _finish(self, *, written: bool, keep: int) -> None:
         if self.pending is None:

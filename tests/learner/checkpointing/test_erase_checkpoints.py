@@ -94,7 +94,7 @@ def test_all_checkpoints_lose_what_is_erased_and_stay_whole(pipeline: Pipeline) 
     assert pipeline.erase() == 3
     after = pipeline.newest()
     assert after.index.tobytes() == kept.tobytes()
-    assert len(after.standing.sampler["seats"]) == len(after.standing.sampler["weights"]) == len(kept)
+    assert len(after.standing.sampler["positions"]) == len(after.standing.sampler["weights"]) == len(kept)
     if before.payload is not None and after.payload is not None:
         assert torch.equal(after.payload, before.payload[torch.from_numpy(before.index["key_hash"] != 9)])
     for number in pipeline.checkpoints.numbers():

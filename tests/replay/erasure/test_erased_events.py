@@ -592,12 +592,12 @@ def failing(monkeypatch: pytest.MonkeyPatch, tiers: Sequence[Tier], what: str) -
         yield
 
 
-@pytest.mark.parametrize("also_home", [False, True])
+@pytest.mark.parametrize("also_primary", [False, True])
 def test_what_lies_under_events_that_could_not_be_written_is_erased_with_what_is_erased(
-    schema: Schema, make_store: MakeStore, monkeypatch: pytest.MonkeyPatch, *, also_home: bool
+    schema: Schema, make_store: MakeStore, monkeypatch: pytest.MonkeyPatch, *, also_primary: bool
 ) -> None:
     store = make_store(50)
-    tiers = store.tiers.slow if also_home else store.tiers.slow[:-1]
+    tiers = store.tiers.slow if also_primary else store.tiers.slow[:-1]
     add_secrets(store, schema, range(400))
     assert all(map(tells, tiers))
     with failing(monkeypatch, tiers, "write"):

@@ -189,7 +189,7 @@ class TestRecent:
         poisoned = bench.sampler.state()["generation"]
         bench = Bench("recent")
         bench.add(100, hours=np.repeat([0, 1], 50))
-        bench.sampler.restore({"seats": np.empty(0), "generation": poisoned})
+        bench.sampler.restore({"positions": np.empty(0), "generation": poisoned})
         counts = bench.places(1, 6000)[0].reshape(2, 50).sum(axis=1)
         assert chi_square(counts, np.array([1.0, 2.0])) < 4.5
 
@@ -247,7 +247,7 @@ class TestLoss:
         slots = bench.add(1000)
         for turn in range(10):
             bench.sampler.update_priorities(slots, np.full(1000, 32.0 if turn < 5 else 1.0, np.float32))
-        assert bench.sampler.state()["heard"].nbytes == 4096
+        assert bench.sampler.state()["newest"].nbytes == 4096
         other = bench.restarted(3)
         for each in (bench, other):
             each.add(1000)

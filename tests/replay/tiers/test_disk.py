@@ -196,7 +196,7 @@ def test_a_file_that_cannot_be_used_is_refused_in_a_sentence(
     assert open_files() == before
 
 
-class TestCourier:
+class TestIOWorker:
     @pytest.fixture
     def io_worker(self) -> Iterator[IOWorker]:
         io_worker = IOWorker("test")

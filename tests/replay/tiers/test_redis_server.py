@@ -228,7 +228,7 @@ def test_above_a_disk_a_full_one_costs_no_event(schema: Schema, build: Build, mo
         assert sampled(store) == len(store) == mortal_redis.keys() - 1
 
 
-def test_as_the_home_it_can_be_away_without_an_event_being_lost(
+def test_as_the_primary_tier_it_can_be_away_without_an_event_being_lost(
     schema: Schema, build: Build, mortal_redis: Any
 ) -> None:
     store = build()
@@ -241,7 +241,7 @@ def test_as_the_home_it_can_be_away_without_an_event_being_lost(
     assert sampled(store) == 1000
 
 
-def test_as_the_home_what_came_while_it_was_away_is_counted_as_lost(
+def test_as_the_primary_tier_what_came_while_it_was_away_is_counted_as_lost(
     schema: Schema, build: Build, mortal_redis: Any
 ) -> None:
     store = build()
@@ -252,7 +252,7 @@ def test_as_the_home_what_came_while_it_was_away_is_counted_as_lost(
     assert (len(store), store.lost) == (1000, 500)
 
 
-def test_as_the_home_it_is_filled_again_by_the_stream_after_it_came_back_empty(
+def test_as_the_primary_tier_it_is_filled_again_by_the_stream_after_it_came_back_empty(
     schema: Schema, build: Build, mortal_redis: Any
 ) -> None:
     store = build()
@@ -268,7 +268,7 @@ def test_as_the_home_it_is_filled_again_by_the_stream_after_it_came_back_empty(
     assert sampled(store) == len(store) >= 900
 
 
-def test_as_the_home_what_it_evicts_is_a_hole(schema: Schema, build: Build, mortal_redis: Any) -> None:
+def test_as_the_primary_tier_what_it_evicts_is_a_missing_event(schema: Schema, build: Build, mortal_redis: Any) -> None:
     store = build()
     fill(store, schema, 0, 500)
     mortal_redis.bound(mortal_redis.used_bytes + 50_000, "allkeys-random")
@@ -280,7 +280,7 @@ def test_as_the_home_what_it_evicts_is_a_hole(schema: Schema, build: Build, mort
         assert store.lost + len(store) == 2000
 
 
-def test_as_the_home_a_full_one_turns_events_away(schema: Schema, build: Build, mortal_redis: Any) -> None:
+def test_as_the_primary_tier_a_full_one_turns_events_away(schema: Schema, build: Build, mortal_redis: Any) -> None:
     store = build()
     fill(store, schema, 0, 500)
     mortal_redis.bound(mortal_redis.used_bytes, "noeviction")
@@ -390,7 +390,7 @@ def test_a_checkpoint_whose_rows_are_in_redis_needs_it(
 
 
 class TestStart:
-    def test_a_server_that_is_away_is_needed_as_the_home_alone(
+    def test_a_server_that_is_away_is_needed_as_the_primary_tier_alone(
         self, schema: Schema, build: Build, mortal_redis: Any
     ) -> None:
         mortal_redis.stop()
