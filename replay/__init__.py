@@ -1,6 +1,6 @@
-"""What has been seen, kept for rehearsal.
+"""Holds events of the stream for replay.
 
-In: events that the learner has finished with. Out: samples, arrays of old events to mix among the new.
-Promised: what is held is a pure function of what was offered and the seed, bounded in events and in bytes; a sample is
-uniform over what is held.
+In: events that the learner has trained on. Out: samples, arrays of old events to mix among the new.
+Promised: the held events are a pure function of the added events and the seed, bounded in number and in bytes; a sample
+is uniform over the held events.
 """

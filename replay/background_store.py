@@ -1,8 +1,7 @@
-"""The clerk of a store: takes in what is offered, and plans ahead, in a thread of its own.
+"""Runs store updates in a background thread, in call order.
 
-What a step leaves to the store is written down and costs its caller next to nothing. It is done, in the order in which
-it was asked for, beside the next step: begun when that has its sample, and ended, as a rule, before the one after it
-wants one. So no timing decides what is held or sampled: both are what they would be without the thread.
+A step only enqueues them. The thread starts once the next step has its sample, and normally ends before the step after
+that needs one. So timing does not influence what is held or sampled: both are the same as without the thread.
 """
 
 import queue
@@ -26,43 +25,43 @@ _Job = Callable[[], object]
 
 
 class StoreFailedError(Exception):
-    """The store has failed at what it was to do: a bug, or a device that has no memory left. It is not to be used."""
+    """A job of the store has failed: a bug, or a device without free memory. The store must not be used any more."""
 
 
 class BackgroundStore:
-    """Keeps one store, which nobody else may change but by way of `store`. Used by one thread.
+    """Owns one store, which others may change only through the property `store`. Used by one thread.
 
-    Either that thread has the store or the clerk's own does, never both: each call that needs it waits until the other
-    is done with it, which counts as waiting for a slower tier. What never changes may be asked for at any time.
+    Either that thread uses the store or the background thread does, never both: a call that needs the store waits until
+    the background thread is done, and counts that as waiting for a slower tier. Constants may be read at any time.
     """
 
     def __init__(self, store: Store, *, beside: bool = True) -> None:
-        """Take a store; unless `beside` what is due is done at once, by whoever has sampled."""
+        """Take a store; `beside`: run jobs in a background thread, else within `sample`."""
         self._store = store
         self._jobs: list[_Job] = []
-        self._offered = 0
-        """Events among the jobs."""
+        self._added = 0
+        """Events that the jobs add."""
         self._step = 0
-        self._through = store.planned_through
+        self._through = store.planner.planned_through
         """The last step that is planned once the jobs are done."""
         self._due = False
         self._busy = threading.Lock()
-        self._given: queue.SimpleQueue[list[_Job] | None] = queue.SimpleQueue()
+        self._batches: queue.SimpleQueue[list[_Job] | None] = queue.SimpleQueue()
         self._failed: BaseException | None = None
         self._thread: threading.Thread | None = None
         if beside:
-            self._thread = threading.Thread(target=self._run, name="clerk", daemon=True)
+            self._thread = threading.Thread(target=self._run, name="store", daemon=True)
             self._thread.start()
         self.listens = store.listens
-        """Whether `learned` changes anything."""
+        """Whether `update_priorities` changes anything."""
         self.fields = store.fields
         """The columns that are kept of an event."""
         self.spare = store.spare
-        """Slots beyond those for the events held."""
+        """Slots beyond those for the held events."""
 
     @property
     def store(self) -> Store:
-        """The store, when all is done that was asked for; to be let go of before the clerk is asked for more.
+        """The store, after all enqueued jobs. Do not keep the reference across other calls.
 
         Raises:
             StoreFailedError: it has failed, now or before.
@@ -70,7 +69,7 @@ class BackgroundStore:
         store = self._at_rest()
         self._do(self._take())
         self._raise()
-        store.use_up(self._step)
+        store.planner.drop_before(self._step)
         return store
 
     @property
@@ -84,11 +83,11 @@ class BackgroundStore:
         partitions: Sequence[TopicPartition],
         embedding: NDArray[np.float32] | None = None,
     ) -> None:
-        """Offer events, as `Store.offer` does."""
+        """Add events, as `Store.add` does."""
         self._jobs.append(partial(self._store.add, columns, partitions, embedding))
-        self._offered += len(columns["offset"])
-        if self._store.are_many(self._offered):
-            # Begun with the next sample, or where none comes with the next offer.
+        self._added += len(columns["offset"])
+        if self._added >= self._store.pending_limit:
+            # The jobs begin with the next sample, or without one with the next call of `add`.
             if self._due:
                 self._begin()
             self._due = bool(self._jobs)
@@ -96,7 +95,7 @@ class BackgroundStore:
     def plan_ahead(self, step: int, n: int | Callable[[int], int]) -> None:
         """Plan for the steps from `step` on, as `Store.plan_ahead` does."""
         self._step = step
-        blocks = self._store.blocks(step, self._through, n)
+        blocks = self._store.planner.blocks(step, self._through, n)
         if blocks or self._store.tiers.has_lost:
             self._jobs.append(partial(self._store.plan_blocks, step, blocks))
             self._due = True
@@ -105,10 +104,10 @@ class BackgroundStore:
 
     def planned(self, step: int) -> int:
         """Return how many events can be sampled for a step."""
-        return self._with_plan(step).planned(step) if step <= self._through else 0
+        return self._with_plan(step).planner.planned(step) if step <= self._through else 0
 
     def sample(self, step: int, n: int) -> Sample:
-        """Return the first n events of the plan for a step, as `Store.sample` does, and let what is due be done."""
+        """Return the first n events of the plan for a step, as `Store.sample` does, and start the jobs that are due."""
         sample = self._with_plan(step).sample(step, n)
         if self._due:
             self._begin()
@@ -117,53 +116,53 @@ class BackgroundStore:
     def update_priorities(
         self, sample: Sample, losses: NDArray[np.float32], embedding: NDArray[np.float32] | None = None
     ) -> None:
-        """Hear what a step said of the events of its sample, as `Store.learned` does."""
+        """Give the sampler what a step computed, as `Store.update_priorities` does."""
         self._jobs.append(partial(self._store.update_priorities, sample, losses, embedding))
 
     def remove(self, slots: NDArray[np.int32], records: NDArray[np.void]) -> None:
-        """Let events of a sample leave, as `Store.remove` does."""
+        """Remove events of a sample, as `Store.remove` does."""
         self._jobs.append(partial(self._store.remove, slots, records))
         self._due = True
 
     def query_neighbours(self, step: int, embedding: NDArray[np.float32]) -> None:
-        """Look for old events that are near to new ones, as `Store.seek` does."""
+        """Search held events near to new ones, as `Store.query_neighbours` does."""
         self._jobs.append(partial(self._store.query_neighbours, step, embedding))
 
     def has_room(self) -> bool:
-        """Return whether the events of a step would find slots, beside those that wait."""
-        return self._at_rest().has_room(self._offered) or self.store.has_room()
+        """Return whether there are slots for the events of a step and those of the jobs."""
+        return self._at_rest().has_room(self._added) or self.store.has_room()
 
     @property
     def slots_waiting(self) -> int:
-        """Slots that wait for a checkpoint to be gone."""
+        """Slots that may be written once a checkpoint is removed."""
         return self._at_rest().slots.waiting
 
     def contents(self, held: CapturedStore) -> tuple[StoreState, StoreDelta]:
-        """Return what was held, as `Store.contents` does; in any thread."""
+        """Return the captured state, as `Store.contents` does; in any thread."""
         return self._store.contents(held)
 
     def mark_named(self) -> None:
-        """Have the store's files marked as named by a checkpoint, as `Tiers.mark_named` does; in any thread."""
+        """Have the store's files marked as named by a checkpoint, as `TierHierarchy.mark_named` does; in any thread."""
         self._store.tiers.mark_named()
 
     def close(self) -> None:
-        """End the thread, leave undone what was not begun, and close the store."""
+        """End the thread without the jobs that have not begun, and close the store."""
         if self._thread is not None:
-            self._given.put(None)
+            self._batches.put(None)
             self._thread.join()
         self._store.close()
 
     def _with_plan(self, step: int) -> Store:
-        """Return the store when it has the plan for a step, if that was asked for."""
+        """Return the store once it has the plan for a step, if that was requested."""
         store, stats = self._at_rest(), self._store.tiers.stats
-        if store.planned_through < step:
+        if store.planner.planned_through < step:
             begin, before = time.perf_counter(), stats.stall_seconds
             store = self.store
             stats.stall_seconds = before + time.perf_counter() - begin
         return store
 
     def _at_rest(self) -> Store:
-        """Return the store, once the thread leaves it alone; jobs may wait."""
+        """Return the store, once the thread does not use it; jobs may be pending."""
         if self._busy.locked():
             begin = time.perf_counter()
             with self._busy:
@@ -173,40 +172,40 @@ class BackgroundStore:
         return self._store
 
     def _take(self) -> list[_Job]:
-        jobs, self._jobs, self._offered, self._due = self._jobs, [], 0, False
+        jobs, self._jobs, self._added, self._due = self._jobs, [], 0, False
         return jobs
 
     def _begin(self) -> None:
-        """Have what was asked for done."""
+        """Run the enqueued jobs, in the thread if there is one."""
         self._at_rest()
         if self._thread is None:
             self._do(self._take())
             self._raise()
         else:
             self._busy.acquire()
-            self._given.put(self._take())
+            self._batches.put(self._take())
 
     def _do(self, jobs: list[_Job]) -> None:
-        """Do them, and hold on to none that is done. What fails leaves those after it undone, for good."""
+        """Run jobs, and release each once it is done. After one that fails no other runs."""
         jobs.reverse()
         try:
             while jobs:
                 jobs.pop()()
-        except BaseException as exc:  # noqa: BLE001 whatever it is: whoever waits for the thread hears of it
+        except BaseException as exc:  # noqa: BLE001 any failure is raised by the next call
             self._failed = exc
 
     def _raise(self) -> None:
-        """Raise what has failed: not as it is, since out of memory is not the model's here."""
+        """Raise the failure, wrapped: an out-of-memory error must not be taken for the model's."""
         if isinstance(self._failed, AnabranchError):
             raise self._failed
         if self._failed is not None:
-            told = f"{type(self._failed).__name__}: {self._failed}"
-            raise StoreFailedError(f"the replay store failed beside a step: {told}") from self._failed
+            failure = f"{type(self._failed).__name__}: {self._failed}"
+            raise StoreFailedError(f"the replay store failed beside a step: {failure}") from self._failed
 
     def _run(self) -> None:
         stats = self._store.tiers.stats
-        while (jobs := self._given.get()) is not None:
+        while (jobs := self._batches.get()) is not None:
             waited = stats.stall_seconds
             self._do(jobs)
-            stats.stall_seconds = waited  # for what this thread has waited no step has
+            stats.stall_seconds = waited  # no step has waited while this thread did
             self._busy.release()

@@ -12,13 +12,14 @@ from ingest.events.schema import Schema
 from replay.config import COMPARING, ReplaySettings
 from replay.embedding_index.client import NeighbourClient
 from replay.embedding_index.embedding_tracker import CLUSTERS, EmbeddingTracker
+from replay.payload.cached_hierarchy import CachedHierarchy
+from replay.payload.hierarchy import TierHierarchy
 from replay.policies import ADMISSIONS, SAMPLERS, AdmissionContext, Policies, SamplerContext
 from replay.reservoir.event_table import EventTable
 from replay.reservoir.quotas import Quotas
 from replay.row_layout import Fields, RowLayout
 from replay.snapshot import StoreSnapshot
-from replay.store import MOST_INSERTED, Store, slots_for
-from replay.tiers.hierarchy import TierHierarchy
+from replay.store import MOST_INSERTED, Store
 from replay.tiers.memory import MemoryTier
 from replay.tiers.registry import kind_with, kinds_of
 from replay.tiers.tier import SlowTier, TierContext, TierFactory
@@ -59,7 +60,7 @@ def build_store(
         dim: numbers of the model's embedding; None where there is none.
         keys: what its keys on servers begin with, and no other's do; needed where there is a tier on a server.
         first: whether there is no checkpoint that could name what earlier processes have left on servers.
-        step: events that a step may offer; `has_room` tells whether they find slots, which are there after some
+        step: events that a step may add; `has_room` tells whether they find slots, which are there after some
             checkpoints.
 
     Raises:
@@ -80,7 +81,8 @@ def build_store(
             source = None
         memory = _memory(settings, layout.row_bytes, count, device)
         opened.callback(memory.close)
-        tiers = TierHierarchy(memory, slow, promote=settings.sampling not in _SAMPLED_EVENLY)
+        promote = settings.sampling not in _SAMPLED_EVENLY
+        tiers = CachedHierarchy(memory, slow, promote=promote) if slow else TierHierarchy(memory)
         store = _store(settings, schema, layout, tiers, k, seed, dim, step)
         opened.pop_all()
         opened.callback(store.close)
@@ -120,39 +122,39 @@ def _store(
             f"it holds {k} events; raise replay.capacity or its bytes"
         )
     quotas = Quotas(k, admission.groups)
-    entries = EventTable(tiers.slots, quotas.limit + MOST_INSERTED, seed, admission.groups)
-    whereabouts = None
+    event_table = EventTable(tiers.slots, quotas.limit + MOST_INSERTED, seed, admission.groups)
+    tracker = None
     if dim is not None:
         clusters = max(1, min(CLUSTERS - 1, k // _EVENTS_A_CLUSTER))
         neighbours = NeighbourClient(dim, quotas.limit + MOST_INSERTED, clusters=clusters)
-        whereabouts = EmbeddingTracker(entries, tiers.slots, neighbours)
-    company = SamplerContext(entries, tiers.slots, classes, settings.half_life, whereabouts)
-    policies = Policies(admission, quotas, SAMPLERS[settings.sampling](company), whereabouts)
-    store = Store(policies, entries, layout, tiers, seed, weighted=schema.weight is not None, step=step)
-    if whereabouts is not None:
-        whereabouts.neighbours.open()
+        tracker = EmbeddingTracker(event_table, tiers.slots, neighbours)
+    context = SamplerContext(event_table, tiers.slots, classes, settings.half_life, tracker)
+    policies = Policies(admission, quotas, SAMPLERS[settings.sampling](context), tracker)
+    store = Store(policies, event_table, layout, tiers, seed, weighted=schema.weight is not None, step=step)
+    if tracker is not None:
+        tracker.neighbours.open()
     return store
 
 
 def _size(settings: ReplaySettings, chain: Mapping[str, TierFactory], row_bytes: int, step: int) -> tuple[int, int]:
-    """Return how many events are kept, and how many slots the home has."""
+    """Return how many events are kept, and how many slots the primary tier has."""
     if not chain:
         slots, setting = int(settings.device_bytes) // row_bytes, f"device_bytes = {settings.device_bytes:d}"
         k = _most_events(settings.capacity, slots, row_bytes, setting, step)
         return k, k + _spare(k, step)
-    name, home = [*chain.items()][-1]
-    slots, setting = home.slots, f"{name}.bytes = {settings.slower[name].bytes:d}"
+    name, primary = [*chain.items()][-1]
+    slots, setting = primary.slots, f"{name}.bytes = {settings.slower[name].bytes:d}"
     k = _most_events(settings.capacity, slots, row_bytes, setting, step)
     return k, min(slots, k + _spare(k, step) + _ROOMY)
 
 
 def _slow(chain: Sequence[TierFactory], source: SlowTier | None, count: int) -> list[SlowTier]:
-    """Open the slower tiers: a home of so many slots, which may be `source`, below its caches."""
+    """Open the slower tiers: a primary tier of `count` slots, which may be `source`, below its caches."""
     if not chain:
         return []
-    home = chain[-1].open_primary(count, source)
-    assert home.file is not None
-    return [*(kind.cache(min(count, kind.slots), home) for kind in chain[:-1]), home]
+    primary = chain[-1].open_primary(count, source)
+    assert primary.file is not None
+    return [*(kind.cache(min(count, kind.slots), primary) for kind in chain[:-1]), primary]
 
 
 def _restore(store: Store, contents: StoreSnapshot, source: SlowTier | None) -> None:
@@ -198,4 +200,4 @@ def _most_events(capacity: int, slots: int, row_bytes: int, setting: str, step: 
 def _spare(k: int, step: int) -> int:
     """Slots beside k: the reservoir's slack, what a step brings, and what is replaced while a checkpoint is written."""
     quotas = Quotas(k)
-    return quotas.limit - k + quotas.at_once + slots_for(step, quotas) + k // 16
+    return quotas.limit - k + quotas.at_once + quotas.slots_for(step) + k // 16

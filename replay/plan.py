@@ -14,22 +14,22 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from replay.payload.hierarchy import TierHierarchy
 from replay.reservoir.admission import importance
 from replay.reservoir.event_table import FIELDS, RECORD
 from replay.row_layout import RowLayout
 from replay.snapshot import PLANNED, SavedPlan
-from replay.tiers.hierarchy import TierHierarchy
 from replay.tiers.staged_rows import StagedRows
 
 
 class SamplePlan(msgspec.Struct, frozen=True, eq=False):
-    """The choice of events for one step, and their rows on the way.
+    """The events chosen for one step, and their rows, which are being read.
 
     Attributes:
-        step: the step that it is for.
-        slots: where the events were at that moment, int32 `[n]`; -1 for one that a restart did not find again.
-        records: what is known of them, RECORD `[n]`.
-        rates: with `shares`, what their importance is made of, float64 `[n]`; None where events have no weights.
+        step: the step of the sample.
+        slots: of the events when they were chosen, int32 `[n]`; -1 for an event that a restart did not find again.
+        records: of the events, RECORD `[n]`.
+        rates: with `shares`, determines their importance, float64 `[n]`; None where events have no weights.
         shares: likewise.
         correction: a factor of their importance, float64 `[n]`; None: 1.
         rows: their payload.
@@ -52,8 +52,8 @@ class Sample(msgspec.Struct, frozen=True, eq=False):
 
     Attributes:
         columns: those of the payload, each `[n, ...]`.
-        importance: float32 `[n]`, the weight with which each counts: it makes up for how events were kept and sampled.
-        slots: int32 `[n]` on the host; with `records` what `Store.learned` needs.
+        importance: float32 `[n]`, the weight with which each counts: it corrects for how events were kept and sampled.
+        slots: int32 `[n]` on the host; with `records` what `Store.update_priorities` needs.
         records: RECORD `[n]` on the host.
     """
 
@@ -73,25 +73,25 @@ class Sample(msgspec.Struct, frozen=True, eq=False):
         return Sample(columns, self.importance[:n], self.slots[:n], self.records[:n])
 
     def of(self, which: NDArray[np.bool_]) -> "Sample":
-        """Return the events that are marked, bool `[n]`, in arrays of their own."""
+        """Return a copy with the events that are marked, bool `[n]`."""
         marks = torch.from_numpy(which).to(self.importance.device)
         columns = {name: column[marks] for name, column in self.columns.items()}
         return Sample(columns, self.importance[marks], self.slots[which], self.records[which])
 
     def copy(self) -> "Sample":
-        """Return it with columns of its own."""
+        """Return a sample with copied columns."""
         columns = {name: column.clone() for name, column in self.columns.items()}
         return Sample(columns, self.importance, self.slots, self.records)
 
 
 def fetch(plan: SamplePlan, layout: RowLayout, tiers: TierHierarchy, n: int | None) -> Sample:
-    """Wait for the first n events of a plan, or for all; fewer when the rows of some cannot be had."""
-    columns = layout.unpack(tiers.arrive(plan.rows, n))
+    """Wait for the first n events of a plan, or for all; fewer when the rows of some cannot be read."""
+    columns = layout.unpack(tiers.wait(plan.rows, n))
     which = plan.rows.which(n)
     label = columns["label"]
     weights = _ones(label.shape[0], label.device)
     if plan.rates is not None and plan.shares is not None:
-        rate, share = (torch.from_numpy(each[which]).to(label.device) for each in (plan.rates, plan.shares))
+        rate, share = (torch.from_numpy(values[which]).to(label.device) for values in (plan.rates, plan.shares))
         weights = importance(columns["weight"], rate, share)
     if plan.correction is not None:
         weights = weights * torch.from_numpy(plan.correction[which]).to(label.device).float()
@@ -100,15 +100,15 @@ def fetch(plan: SamplePlan, layout: RowLayout, tiers: TierHierarchy, n: int | No
 
 @functools.lru_cache(maxsize=8)
 def _ones(n: int, device: torch.device) -> Tensor:
-    """Return the importance of n events of which each counts as any other; nobody changes it."""
+    """Return the importance of n events without weights; it must not be changed."""
     return torch.ones(n, device=device)
 
 
 def planned_rows(plan: SamplePlan) -> SavedPlan:
-    """Return a plan as a checkpoint has it, once its rows are here; those that could not be had are left out.
+    """Return a plan for a checkpoint, once its rows have arrived; rows that could not be read are left out.
 
-    The rows are copied: what is erased meanwhile is overwritten in those of the plan, and not in a file of which the
-    digest is reckoned at this moment. Whoever erases looks through the checkpoint after it is written.
+    The rows are copied: an erasure overwrites the rows of the plan, but not a file whose digest is being computed. The
+    erasure reads the checkpoint after it is written.
     """
     plan.rows.wait()
     events = np.zeros(len(plan), PLANNED)
@@ -122,7 +122,7 @@ def planned_rows(plan: SamplePlan) -> SavedPlan:
 
 
 def resumed(plan: SavedPlan, rows: StagedRows, slots: NDArray[np.int32], *, weighted: bool) -> SamplePlan:
-    """Return a plan of a checkpoint, whose events are in n slots now; -1 for those that are held no more."""
+    """Return a plan of a checkpoint, whose events are in n slots now; -1 for events that are not held any more."""
     events = plan.events
     records = np.empty(len(events), RECORD)
     for name in FIELDS:

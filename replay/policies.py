@@ -33,13 +33,13 @@ class Policies:
         admission: how events compete.
         quotas: how many may stay.
         sampler: who is sampled.
-        whereabouts: where events lie in the model's embedding, for policies that ask; else None.
+        tracker: where events lie in the model's embedding, for policies that ask; else None.
     """
 
     admission: Admission
     quotas: Quotas
     sampler: Sampler
-    whereabouts: EmbeddingTracker | None = None
+    tracker: EmbeddingTracker | None = None
 
 
 @dataclass(frozen=True)
@@ -57,25 +57,25 @@ class AdmissionContext:
     clusters: int | None
 
 
-def _classes_kept(around: AdmissionContext) -> Admission:
-    if around.classes is None or around.classes >= _MOST_GROUPS:
+def _classes_kept(context: AdmissionContext) -> Admission:
+    if context.classes is None or context.classes >= _MOST_GROUPS:
         raise SettingsError(
             'replay.admission = "class-balanced" needs schema.label.classes, fewer than 32767 and one an event; '
             'write "reservoir"'
         )
-    return ClassBalancedAdmission(around.classes)
+    return ClassBalancedAdmission(context.classes)
 
 
-def _clusters_kept(around: AdmissionContext) -> Admission:
-    if around.clusters is None:
+def _clusters_kept(context: AdmissionContext) -> Admission:
+    if context.clusters is None:
         raise SettingsError('replay.admission = "diverse" needs model.embedding: the module whose output is compared')
-    return DiverseAdmission(around.clusters)
+    return DiverseAdmission(context.clusters)
 
 
 ADMISSIONS: dict[str, Callable[[AdmissionContext], Admission]] = {
     "reservoir": lambda _: ReservoirAdmission(),
     "class-balanced": _classes_kept,
-    "recent": lambda around: RecencyAdmission(around.half_life),
+    "recent": lambda context: RecencyAdmission(context.half_life),
     "diverse": _clusters_kept,
 }
 
@@ -85,42 +85,44 @@ class SamplerContext:
     """What a sampler may depend on.
 
     Attributes:
-        entries: the index of the store.
+        event_table: the index of the store.
         slots: how many slots it has.
         classes: of which an event has just one; None where it has several, and for regression.
         half_life: `replay.half_life`.
-        whereabouts: what knows where events lie in the model's embedding; None where there is none.
+        tracker: what knows where events lie in the model's embedding; None where there is none.
     """
 
-    entries: EventTable
+    event_table: EventTable
     slots: int
     classes: int | None
     half_life: timedelta
-    whereabouts: EmbeddingTracker | None
+    tracker: EmbeddingTracker | None
 
 
-def _classes_sampled(company: SamplerContext) -> Sampler:
-    if company.classes is None:
+def _classes_sampled(context: SamplerContext) -> Sampler:
+    if context.classes is None:
         raise SettingsError(
             'replay.sampling = "class-balanced" needs schema.label.classes, one an event; write "uniform"'
         )
     # A label of -1, for none, is a group as any other.
-    return BalancedSampler(company.entries, lambda slots: company.entries.of("label", slots).astype(np.int64) + 1)
+    return BalancedSampler(
+        context.event_table, lambda slots: context.event_table.of("label", slots).astype(np.int64) + 1
+    )
 
 
-def _whereabouts(company: SamplerContext, name: str) -> EmbeddingTracker:
-    if company.whereabouts is None:
+def _tracker_of(context: SamplerContext, name: str) -> EmbeddingTracker:
+    if context.tracker is None:
         raise SettingsError(
             f'replay.sampling = "{name}" needs model.embedding: the module whose output is compared, such as "body"'
         )
-    return company.whereabouts
+    return context.tracker
 
 
 SAMPLERS: dict[str, Callable[[SamplerContext], Sampler]] = {
-    "uniform": lambda company: UniformSampler(company.entries),
+    "uniform": lambda context: UniformSampler(context.event_table),
     "class-balanced": _classes_sampled,
-    "recent": lambda company: RecencySampler(company.entries, company.slots, company.half_life),
-    "loss": lambda company: PrioritizedSampler(company.entries, company.slots),
-    "similar": lambda company: NeighbourSampler(company.entries, _whereabouts(company, "similar")),
-    "diverse": lambda company: ClusterSampler(company.entries, _whereabouts(company, "diverse")),
+    "recent": lambda context: RecencySampler(context.event_table, context.slots, context.half_life),
+    "loss": lambda context: PrioritizedSampler(context.event_table, context.slots),
+    "similar": lambda context: NeighbourSampler(context.event_table, _tracker_of(context, "similar")),
+    "diverse": lambda context: ClusterSampler(context.event_table, _tracker_of(context, "diverse")),
 }

@@ -1,6 +1,6 @@
 """What a checkpoint holds of a store.
 
-The events held stand in a logical order that depends only on what was offered. A checkpoint tells it as what has
+The held events have a logical order that depends only on the added events. A checkpoint stores it as what has
 changed since the checkpoint before: which of that one's events are still held, in their order, and the new ones after
 them.
 
@@ -70,10 +70,10 @@ class StoreState:
         retired: int64 `[P, 2]`, slots not to be written yet, each after the number of the last checkpoint that may name
         it.
         thresholds: of each group, float64 `[G]`; infinity while everything is admitted.
-        offered: how many events of each group were offered, int64 `[G]`.
-        weight: the sum of all weights that were offered.
+        added: how many events of each group were added, held or not, int64 `[G]`.
+        weight: the sum of the weights of all added events.
         bases: of each partition, by its index.
-        watermarks: by index of the partition, the highest `(offset, row)` that was offered.
+        watermarks: by index of the partition, the highest `(offset, row)` that was added.
         plans: those that are unused, for consecutive steps.
         sampler: what the sampler's samples depend on beside the events, arrays by name.
         stale: the caches in which there may be something of events that have left.
@@ -85,7 +85,7 @@ class StoreState:
     file: TierRef | None
     retired: NDArray[np.int64]
     thresholds: NDArray[np.float64]
-    offered: NDArray[np.int64]
+    added: NDArray[np.int64]
     weight: float
     bases: Sequence[int]
     watermarks: Mapping[int, tuple[int, int]]

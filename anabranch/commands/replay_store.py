@@ -97,7 +97,7 @@ def read_stats(config: Config) -> Stats:
         step=stored.checkpoint.step,
         events=len(index),
         capacity=report.replay_capacity if report is not None else None,
-        offered=int(stored.contents.standing.offered.sum()),
+        offered=int(stored.contents.standing.added.sum()),
         admission=config.pipeline.replay.admission,
         sampling=config.pipeline.replay.sampling,
         tiers={

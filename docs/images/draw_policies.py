@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from replay.policies import ADMISSIONS, SAMPLERS, AdmissionContext, SamplerContext
-from replay.reservoir.admission import Offered
+from replay.reservoir.admission import Candidates
 from replay.reservoir.event_table import FIELDS, EventTable, records_of
 from replay.reservoir.quotas import Quotas
 from replay.snapshot import ENTRY
@@ -144,7 +144,7 @@ def kept(name: str, stream: Events, around: Map) -> NDArray[np.bool_]:
     """Return which events of the stream are held at its end under an admission policy, bool `[N]`."""
     admission = ADMISSIONS[name](AdmissionContext(len(CLASSES), HALF_LIFE, CLUSTERS))
     weight = np.ones(len(stream), np.float32)
-    priorities = admission.priorities(Offered(stream.identity, weight, stream.time_s))
+    priorities = admission.priorities(Candidates(stream.identity, weight, stream.time_s))
     groups = admission.group(stream.label, around.cluster_of(stream.at))
     return Quotas(HELD, admission.groups).lower(priorities, groups)
 

@@ -29,7 +29,7 @@ from replay.background_store import BackgroundStore
 from replay.erasure.erased_events import ErasedEvents, Record
 from replay.erasure.erasure_log import ErasureLog, now
 from replay.erasure.log_file import Applied
-from replay.tiers.hierarchy import TierHierarchy
+from replay.payload.hierarchy import TierHierarchy
 
 _EVERY_SECONDS = 0.2
 _SHARE = 20
@@ -122,7 +122,7 @@ class Erasure:
         if store or holdout:
             self._erased = 0
         if self._erased < self._looked and self._clerk is not None:
-            self._clerk.store.tiers.doubt()
+            self._clerk.store.tiers.mark_stale()
 
     def meet(self, partitions: Sequence[Partition], positions: Positions) -> None:
         """Learn of partitions by their index; `positions` returns how far they are learned."""

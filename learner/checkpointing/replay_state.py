@@ -81,7 +81,7 @@ def unpack(checkpoint: Checkpoint) -> tuple[StoreSnapshot, Sequence[Segment]] | 
         file=None if state["file"] is None else TierRef(*state["file"]),
         retired=tensors["retired"].numpy(),
         thresholds=tensors["thresholds"].numpy(),
-        offered=tensors["offered"].numpy(),
+        added=tensors["offered"].numpy(),
         weight=state["weight"],
         bases=state["bases"],
         watermarks={index: (offset, row) for index, offset, row in state["watermarks"]},
@@ -101,7 +101,7 @@ def _tensors(standing: StoreState, segments: Sequence[Segment]) -> dict[str, Ten
     found = {
         "retired": torch.from_numpy(standing.retired),
         "thresholds": torch.from_numpy(standing.thresholds),
-        "offered": torch.from_numpy(standing.offered),
+        "offered": torch.from_numpy(standing.added),
         **{f"live.{segment.number}": torch.from_numpy(np.packbits(segment.live)) for segment in segments},
         **{f"sampler.{name}": torch.from_numpy(values) for name, values in standing.sampler.items()},
     }

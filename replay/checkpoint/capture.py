@@ -1,4 +1,4 @@
-"""A store at a step boundary, which a checkpoint is written of while the store goes on."""
+"""The state of a store at a step boundary, which a checkpoint stores while the store is in use."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -6,14 +6,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from replay.payload.hierarchy import TierHierarchy
 from replay.plan import SamplePlan, planned_rows
 from replay.snapshot import StoreDelta, StoreState
-from replay.tiers.hierarchy import TierHierarchy
 
 
 @dataclass(frozen=True)
 class CapturedStore:
-    """What `Store.hold` copied; the payload of its events is not written over until `Store.let_go`."""
+    """The state that `Store.begin_snapshot` copied; the payload of its events stays until `Store.end_snapshot`."""
 
     standing: StoreState
     change: StoreDelta
@@ -21,7 +21,7 @@ class CapturedStore:
     plans: Sequence[SamplePlan]
 
     def contents(self, tiers: TierHierarchy) -> tuple[StoreState, StoreDelta]:
-        """Return it with the payload, or once that is durable; raises OSError when it cannot be made so."""
+        """Return the state with the payload, or once that is durable; raises OSError when it cannot be."""
         change = self.change
         if tiers.durable:
             tiers.sync()

@@ -16,11 +16,11 @@ from torch import Tensor
 from anabranch.core.errors import SettingsError
 from ingest.events.identity import identity_hash
 from replay.checkpoint.slot_allocator import SlotAllocator
-from replay.reservoir.admission import Admission, Offered
+from replay.payload.hierarchy import TierHierarchy
+from replay.reservoir.admission import Admission, Candidates
 from replay.reservoir.reservoir import Reservoir
 from replay.row_layout import RowLayout
 from replay.snapshot import StoreSnapshot
-from replay.tiers.hierarchy import TierHierarchy
 from replay.tiers.tier import Tier
 
 Rows = Callable[[slice, NDArray[np.uint64]], tuple[Tensor, NDArray[np.bool_]]]
@@ -40,7 +40,7 @@ class StoreRestore:
         self,
         contents: StoreSnapshot,
         source: Tier | None,
-        roll: Reservoir,
+        reservoir: Reservoir,
         layout: RowLayout,
         tiers: TierHierarchy,
         seed: int,
@@ -50,7 +50,7 @@ class StoreRestore:
         Args:
             contents: of the checkpoint.
             source: the tier that has the payload, if it is none of the store's own.
-            roll: of the store, as are the rest.
+            reservoir: of the store, as are the rest.
             layout: of its rows.
             tiers: where they are to lie.
             seed: of its priorities.
@@ -72,10 +72,10 @@ class StoreRestore:
                 "put "
                 "those back, or begin anew by moving the checkpoints away"
             )
-        self._source, self._roll, self._layout, self._tiers, self._seed = source, roll, layout, tiers, seed
+        self._source, self._reservoir, self._layout, self._tiers, self._seed = source, reservoir, layout, tiers, seed
         self.moves = standing.file is None or source is not None
         """Whether events get other slots than the checkpoint names."""
-        self.converts = standing.policy != roll.admission.name
+        self.converts = standing.policy != reservoir.admission.name
         """Whether the checkpoint was made under another admission policy."""
         self.contents = self._converted(contents) if self.converts else contents
         """What is taken up."""
@@ -86,8 +86,8 @@ class StoreRestore:
         """Give slots to the events that the quotas let stay, and return the index of those, ENTRY `[<= H]`."""
         standing, index = self.contents.standing, self.contents.index
         keep = np.ones(len(index), np.bool_)
-        if len(keep) > self._roll.quotas.limit:
-            keep = self._roll.quotas.lower(index["priority"], index["group"])
+        if len(keep) > self._reservoir.quotas.limit:
+            keep = self._reservoir.quotas.lower(index["priority"], index["group"])
         kept = index[keep]
         if not self.moves:
             slots.restore(index["slot"], standing.retired, standing.checkpoint)
@@ -119,7 +119,7 @@ class StoreRestore:
         log.info("the events stored compete anew under replay.admission, which was changed")
         rows = self._rows_of(contents, contents.index, np.arange(len(contents.index)))
         weights = lambda rows_nR: self._layout.unpack(rows_nR)["weight"]  # noqa: E731
-        return converted(contents, self._roll.admission, self._seed, weights, rows)
+        return converted(contents, self._reservoir.admission, self._seed, weights, rows)
 
 
 def converted(
@@ -139,14 +139,14 @@ def converted(
         weight = weights(rows(chunk, identity)[0]).numpy()
         # A row that cannot be read has any weight; it is found lost later.
         weight = np.where(weight >= 0, weight, 1).astype(np.float32)
-        events["priority"] = admission.priorities(Offered(identity, weight, events["time_s"]))
+        events["priority"] = admission.priorities(Candidates(identity, weight, events["time_s"]))
         events["group"] = admission.group(events["label"].astype(np.int64), np.zeros(len(events), np.int16))
     stands = replace(
         contents.standing,
         policy=admission.name,
         thresholds=np.full(admission.groups, np.inf),
-        offered=np.bincount(index["group"], minlength=admission.groups).astype(np.int64),
-        weight=contents.standing.weight * len(index) / max(1, int(contents.standing.offered.sum())),
+        added=np.bincount(index["group"], minlength=admission.groups).astype(np.int64),
+        weight=contents.standing.weight * len(index) / max(1, int(contents.standing.added.sum())),
     )
     return replace(contents, standing=stands, index=index)
 

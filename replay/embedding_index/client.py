@@ -145,10 +145,10 @@ class NeighbourClient:
             self._link = None
 
     def add(self, ids: Ids, embedding_nD: Vectors, step: int) -> int:
-        """Offer events with their embeddings at a step, or new embeddings of events that are there.
+        """Add events with their embeddings at a step, or new embeddings of events that are there.
 
         Returns how many of the first were taken. The others are declined: the index is slower than the stream, and they
-        are found as nobody's neighbours until they are offered again. The newest are declined rather than the oldest
+        are found as nobody's neighbours until they are added again. The newest are declined rather than the oldest
         of those that wait, since these are copied already, and either is a uniform sample of the stream.
 
         Args:

@@ -1,7 +1,6 @@
-"""Where the events held lie in the model's embedding: feeds the index process, and takes up what it finds.
+"""Tracks the embeddings of held events: sends them to the index process, and uses the clusters and answers it returns.
 
-Nothing here waits for that process. What it has not found yet is not there: an event whose cluster is not known is in
-cluster 0, which is a group as any other.
+Nothing here waits for that process. An event whose cluster is not known yet is in cluster 0, a group like any other.
 
 Legend: n events of a call, D numbers of an embedding, C clusters, Q queries.
 """
@@ -13,14 +12,14 @@ from replay.embedding_index.client import NeighbourClient
 from replay.reservoir.event_table import EventTable
 
 CLUSTERS = 65
-"""Groups of events by their embedding at most, the one for those whose cluster is not known included."""
+"""The most groups of events by their embedding, including the one for events without a known cluster."""
 _NEAREST = 10
-"""NeighbourClient that are looked for of each query."""
+"""Neighbours that are searched for each query."""
 _MOST_QUERIES = 256
 _NO_ID = -1
 LAG = 12
-"""A sample is near to the new events of so many steps before: those between are for the question, the answer, and the
-rows of the sample, which is chosen some steps ahead."""
+"""A sample is near to the new events of the step LAG steps before: the steps between are for the query, its answer, and
+the rows of the sample, which is chosen some steps ahead."""
 UNKNOWN = np.int16(0)
 """The cluster of events whose cluster is not known."""
 
@@ -28,22 +27,22 @@ UNKNOWN = np.int16(0)
 class EmbeddingTracker:
     """The embeddings of the events in S slots. Used by the thread that has the store."""
 
-    def __init__(self, entries: EventTable, slots: int, neighbours: NeighbourClient) -> None:
-        self._entries = entries
+    def __init__(self, event_table: EventTable, slots: int, neighbours: NeighbourClient) -> None:
+        self._event_table = event_table
         self._neighbours = neighbours
         self._ids = np.full(slots, _NO_ID, np.int64)
         self._cluster = np.zeros(slots, np.int16)
         self._next = np.zeros(slots, np.int16)
         self._centroids_CD: NDArray[np.float32] | None = None
         self._answers: dict[int, NDArray[np.int64]] = {}
-        """By the step of the question."""
+        """By the step of the query."""
         self._nearest = np.empty(0, np.int64)
         self._step = 0
         self._placed = np.zeros(slots, np.bool_)
-        """Which slots' events the index has been given."""
+        """The slots whose events were sent to the index."""
         self._generation = neighbours.generation
         self.training = 0
-        """Grows each time that the events are in other clusters than before."""
+        """Grows each time that the events are assigned to new clusters."""
 
     @property
     def neighbours(self) -> NeighbourClient:
@@ -51,7 +50,7 @@ class EmbeddingTracker:
         return self._neighbours
 
     def poll(self) -> int:
-        """Take up what the index process has found, and return `training`."""
+        """Receive the results of the index process, and return `training`."""
         if self._generation != self._neighbours.generation:
             self._generation = self._neighbours.generation
             self._placed[:] = False
@@ -69,7 +68,7 @@ class EmbeddingTracker:
         return self.training
 
     def placed(self, slots: NDArray[np.int32]) -> NDArray[np.bool_]:
-        """Return which of n slots' events the index has, and can find."""
+        """Return which of n slots' events are in the index, bool `[n]`."""
         found: NDArray[np.bool_] = self._placed[slots]
         return found
 
@@ -88,42 +87,42 @@ class EmbeddingTracker:
         return np.where(np.isfinite(embedding_nD).all(axis=1), nearest, UNKNOWN)
 
     def query(self, step: int, embedding_QD: NDArray[np.float32]) -> None:
-        """Look for events that are near to Q others, which are of this step; the answer comes steps later."""
+        """Search events near to Q new ones of this step; the answer arrives some steps later."""
         self._step = step
         self._neighbours.ask(step, embedding_QD[:_MOST_QUERIES], _NEAREST)
 
     def select_answer(self, step: int) -> None:
-        """Let `nearest` tell for the sample of a step: what was found for the one LAG steps before, unless it is late.
+        """Select the answer for the sample of a step: that of LAG steps earlier, or none if it has not arrived.
 
-        Each answer is for one sample. Were the newest taken again where none has come, a slow index would have the same
-        few events rehearsed over and over.
+        Each answer is for one sample. If the newest were used again where none has arrived, a slow index would replay
+        the same few events over and over.
         """
         self.poll()
         self._nearest = self._answers.pop(step - LAG, np.empty(0, np.int64))
         self._answers = {asked: ids for asked, ids in self._answers.items() if asked > step - LAG}
 
     def nearest(self) -> NDArray[np.int32]:
-        """Return the slots of the events that were found nearest, nearest first, each once; see `plan_for`."""
+        """Return the slots of the events in the selected answer, nearest first, each once."""
         slots = self._slots_of(self._nearest)
         slots = slots[slots >= 0]
         return slots[np.sort(np.unique(slots, return_index=True)[1])].astype(np.int32)
 
     def stale(self, n: int) -> NDArray[np.int32]:
-        """Return the slots of at most n events whose embeddings are of a model long gone; each is told once."""
+        """Return the slots of at most n events whose embeddings are of an old model; each is returned once."""
         ids = self._neighbours.stale(n)
         slots = self._slots_of(ids)
         self._neighbours.remove(ids[slots < 0])
         return slots[slots >= 0].astype(np.int32)
 
     def add(self, slots: NDArray[np.int32], embedding_nD: NDArray[np.float32] | None) -> None:
-        """Learn where n events lie that have come into slots; what is not finite, or None, is nowhere yet."""
+        """Add n events with their embeddings; one that is not finite, or None, is unknown yet."""
         self._name(slots)
         if embedding_nD is not None:
             self._cluster[slots] = self.cluster_of(embedding_nD)
             self.update(slots, embedding_nD)
 
     def update(self, slots: NDArray[np.int32], embedding_nD: NDArray[np.float32]) -> None:
-        """Learn where n events lie now; the model has learned meanwhile."""
+        """Update the embeddings of n events, which a newer model has computed."""
         known = np.isfinite(embedding_nD).all(axis=1) & (self._ids[slots] != _NO_ID)
         slots = slots[known]
         taken = self._neighbours.add(self._ids[slots], embedding_nD[known], self._step)
@@ -137,7 +136,7 @@ class EmbeddingTracker:
         self._placed[slots] = False
 
     def restore(self, slots: NDArray[np.int32]) -> None:
-        """Take up events of a checkpoint: where they lie is found when they are sampled."""
+        """Add the events of a checkpoint: their embeddings are known once they are sampled."""
         self._name(slots)
 
     def close(self) -> None:
@@ -145,11 +144,11 @@ class EmbeddingTracker:
         self._neighbours.close()
 
     def _name(self, slots: NDArray[np.int32]) -> None:
-        """Give events their ids: the slot, and half of the identity, by which a slot's earlier event is told."""
-        half = (self._entries.identity(slots) >> np.uint64(32)).astype(np.int64)
+        """Assign ids to events: the slot, and half of the identity, which differs from that of an earlier event."""
+        half = (self._event_table.identity(slots) >> np.uint64(32)).astype(np.int64)
         self._ids[slots] = (slots.astype(np.int64) << 32) | half
 
     def _slots_of(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the slots of events, -1 for those that are not held any more."""
+        """Return the slots of events, -1 for events that are not held any more."""
         slots = ids >> 32
         return np.where((ids != _NO_ID) & (self._ids[slots] == ids), slots, -1)

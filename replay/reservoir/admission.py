@@ -1,12 +1,12 @@
 """Who is kept: the hash reservoir, with quotas.
 
 Every event has a priority that depends on itself and the seed alone, and of each group the smallest are kept. So what
-is held is a pure function of what was offered: an event offered twice changes nothing, order does not matter, and two
+is held is a pure function of the added events: adding one twice changes nothing, order does not matter, and two
 reservoirs merge. With u uniform in (0, 1) and weight w the priority -ln(u)/w is exponential with rate w, and the k
 smallest are a weighted sample without replacement (Efraimidis and Spirakis 2006). Mind the sign: with the smallest
 kept, u**(1/w) would evict the heavy ones.
 
-Legend: N events offered, H events held, n events sampled, G groups.
+Legend: N candidate events, H events held, n events sampled, G groups.
 """
 
 import math
@@ -23,8 +23,8 @@ _MOST_GROUPS = 2**15 - 1
 
 
 @dataclass(frozen=True)
-class Offered:
-    """N events that are offered.
+class Candidates:
+    """N events that compete to be held.
 
     Attributes:
         identity: uint64 `[N]`, uniformly distributed.
@@ -47,7 +47,7 @@ class Admission(Protocol):
     by_cluster: bool
     """Whether groups are clusters, which have to be found."""
 
-    def priorities(self, offered: Offered, /) -> NDArray[np.float64]:
+    def priorities(self, candidates: Candidates, /) -> NDArray[np.float64]:
         """Return the priority of each event, float64 `[N]`: a pure function of the event; the smallest are kept."""
         ...
 
@@ -68,23 +68,23 @@ class Admission(Protocol):
         Args:
             threshold: of each event's group, float64 `[n]`.
             time_s: uint32 `[n]`.
-            share: of each event's group, held events / offered events, float64 `[n]`.
-            weight: the mean of all that were offered.
+            share: of each event's group, held events / added events, float64 `[n]`.
+            weight: the mean of all added events.
         """
         ...
 
 
 class ReservoirAdmission:
-    """A uniform sample of all that was offered, weighted by the events' weights."""
+    """A uniform sample of all added events, weighted by the events' weights."""
 
     name = "reservoir"
     groups = 1
     by_cluster = False
 
-    def priorities(self, offered: Offered) -> NDArray[np.float64]:
+    def priorities(self, candidates: Candidates) -> NDArray[np.float64]:
         """-ln(u)/w; u is (identity + 1/2) / 2**64. Weight 0 is never kept: infinity."""
         with np.errstate(divide="ignore"):
-            return exponentials(offered.identity) / offered.weight.astype(np.float64)
+            return exponentials(candidates.identity) / candidates.weight.astype(np.float64)
 
     def group(self, label: NDArray[np.int64], _cluster: NDArray[np.int16]) -> NDArray[np.int16]:
         """All compete with all."""
@@ -112,7 +112,7 @@ class ClassBalancedAdmission(ReservoirAdmission):
 class DiverseAdmission(ReservoirAdmission):
     """Of every cluster of the model's embeddings as many: where events are alike, more of them get no more room.
 
-    Clusters move as the model learns, so that this depends on order and model. Offering an event again changes nothing
+    Clusters move as the model learns, so that this depends on order and model. Adding an event again changes nothing
     all the same: one that is held is not added again.
     """
 
@@ -138,11 +138,11 @@ class RecencyAdmission(ReservoirAdmission):
         self.name = f"recent {half_life.total_seconds()}"
         self._decay = math.log(2) / half_life.total_seconds()
 
-    def priorities(self, offered: Offered) -> NDArray[np.float64]:
+    def priorities(self, candidates: Candidates) -> NDArray[np.float64]:
         """Return ln(-ln u) - ln w - time * ln(2)/half_life; weight 0 is never kept: infinity."""
         with np.errstate(divide="ignore"):
-            found: NDArray[np.float64] = np.log(exponentials(offered.identity) / offered.weight)
-        return found - self._decay * offered.time_s
+            found: NDArray[np.float64] = np.log(exponentials(candidates.identity) / candidates.weight)
+        return found - self._decay * candidates.time_s
 
     def rates(
         self, threshold: NDArray[np.float64], time_s: NDArray[np.uint32], _share: NDArray[np.float64], weight: float
@@ -160,16 +160,16 @@ def exponentials(identity: NDArray[np.uint64]) -> NDArray[np.float64]:
 
 
 def importance(weight: Tensor, rate: Tensor, share: Tensor) -> Tensor:
-    """Return the weight with which each of n held events stands for those that were offered, float32 `[n]`.
+    """Return the weight with which each of n held events represents the added events, float32 `[n]`.
 
     An event of weight w is held with probability 1 - exp(-w * rate): the inverse of that probability times w makes a
-    sum over the sample an estimate of the weighted sum over the stream (Horvitz and Thompson 1952), here per event
-    offered. While everything is held that is w itself; when little is held it is the same for all.
+    sum over the sample an estimate of the weighted sum over the stream (Horvitz and Thompson 1952), here per added
+    event. While everything is held that is w itself; when little is held it is the same for all.
 
     Args:
         weight: of each event, float32 `[n]`, on any device.
         rate: below which exponentials of rate w are held, float64 `[n]`; infinity while everything is.
-        share: held events / offered events, float64 `[n]`.
+        share: held events / added events, float64 `[n]`.
     """
     held = -torch.expm1(-weight.double() * rate)
     stands = weight.double() / held.clamp_min(torch.finfo(torch.float32).tiny) * share

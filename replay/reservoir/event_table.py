@@ -1,7 +1,7 @@
-"""The index: what is known of the events held, beside their payload.
+"""The table of held events: everything about them except their payload.
 
-Most of it lies by slot, where an event's record stays as long as the event is held. What a scan or a sample reads lies
-in columns by logical position: when events leave, those after them move up, and only these columns are copied.
+Most of it is stored by slot, where the record of an event stays as long as the event is held. What a scan or a sample
+reads is in columns by logical position: when events are removed, later ones move up, and only these columns are copied.
 
 Legend: H events held, S slots, n events of a call.
 """
@@ -19,15 +19,15 @@ from replay.snapshot import ENTRY
 
 FIELDS = ("offset", "key_hash", "time_s", "partition", "row", "label")
 RECORD = np.dtype([(name, ENTRY[name]) for name in FIELDS])
-"""What lies by slot."""
+"""What is stored by slot."""
 _WORDS = RECORD.itemsize // 8
 
 FREE = -1
-"""The offset of a slot that no event was in since the start; what its payload is, is not known."""
+"""The offset of a slot without an event since the start; its payload is unknown."""
 _ERASED = -2
-"""The offset of a slot that no event is in, and whose payload is erased."""
+"""The offset of a slot without an event whose payload is erased."""
 _LEFT = -3
-"""The offset of a slot that an event has left is this less the event's: its payload is there until it is written."""
+"""A slot whose event was removed has this offset less the event's; it has its payload until it is written."""
 
 
 class EventTable:
@@ -48,7 +48,7 @@ class EventTable:
         self.counts = np.zeros(groups, np.int64)
         """Events held of each quota group."""
         self.bases = np.empty(0, np.uint64)
-        """Of each partition that was met, the hash that its events' identities begin from."""
+        """Of each registered partition, the hash that its events' identities begin from."""
 
     def __len__(self) -> int:
         return self._held
@@ -69,11 +69,11 @@ class EventTable:
         return self._group[: self._held]
 
     def records(self, slots: NDArray[np.int32] | NDArray[np.int64]) -> NDArray[np.void]:
-        """Return what is known of the events in n slots, RECORD `[n]`."""
+        """Return the records of the events in n slots, RECORD `[n]`."""
         return self._records.take(slots)  # a tenth of the time of fancy indexing
 
     def are(self, slots: NDArray[np.int32], records: NDArray[np.void]) -> NDArray[np.bool_]:
-        """Return in which of n slots the events still are that were there before, by their records."""
+        """Return in which of n slots the events with these records still are, bool `[n]`."""
         now = self.records(slots)
         same: NDArray[np.bool_] = now["offset"] == records["offset"]
         for name in ("partition", "row"):
@@ -81,13 +81,13 @@ class EventTable:
         return same
 
     def of(self, name: str, slots: NDArray[np.int32] | NDArray[np.int64]) -> Array:
-        """Return one column of the events in the given slots, `[n]`: that of an ENTRY that does not depend on order."""
+        """Return one column of RECORD for the events in n slots, `[n]`."""
         column: Array = self._records[name][slots]
         return column
 
     def covered(self, erased: ErasedEvents) -> tuple[NDArray[np.bool_], NDArray[np.int32]]:
-        """Return which of the events held are erased, bool `[H]`, and the slots that erased ones have left."""
-        # By slot, in one pass: to gather the events held first takes three times as long.
+        """Return which held events are erased, bool `[H]`, and the slots of removed events that are erased."""
+        # By slot, in one pass: gathering the held events first takes three times as long.
         columns = columns_of(self._records)
         offset = columns["offset"]
         columns["offset"] = np.where(np.less_equal(offset, _LEFT), _LEFT - offset, offset)
@@ -96,7 +96,7 @@ class EventTable:
         return covered[self.slots], left.astype(np.int32)
 
     def unknown(self) -> NDArray[np.int32]:
-        """Return the slots that no event is in and whose payload may be that of one before the start."""
+        """Return the slots without an event whose payload may be that of one before the start."""
         return np.flatnonzero(self._records["offset"] == FREE).astype(np.int32)
 
     def erase(self, slots: NDArray[np.int32]) -> None:
@@ -105,12 +105,12 @@ class EventTable:
         self._records["offset"][slots] = _ERASED
 
     def holds(self, slots: NDArray[np.int32] | NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Return in which of n slots there is an event."""
+        """Return which of n slots have an event, bool `[n]`."""
         held: NDArray[np.bool_] = self._records["offset"][slots] >= 0
         return held
 
-    def meet(self, partitions: Sequence[TopicPartition]) -> None:
-        """Learn of partitions by their index."""
+    def register(self, partitions: Sequence[TopicPartition]) -> None:
+        """Register partitions by their index."""
         if len(partitions) > len(self.bases):
             new = [partition_base(name) for name in partitions[len(self.bases) :]]
             self.bases = np.concatenate([self.bases, np.array(new, np.uint64)])
@@ -121,15 +121,15 @@ class EventTable:
         return identity_hash(self.bases[records["partition"]], records["offset"], records["row"], self._seed)
 
     def find(self, events: NDArray[np.void]) -> NDArray[np.int32]:
-        """Return the slots of n events that have the fields of a record, -1 for those not held; looks at all."""
-        found = np.full(len(events), FREE, np.int32)
+        """Return the slots of n events that have the fields of a record, -1 for those not held; reads all events."""
+        slots_of = np.full(len(events), FREE, np.int32)
         if len(events):
             wanted = identity_hash(self.bases[events["partition"]], events["offset"], events["row"], self._seed)
             order, held = np.argsort(wanted), self.identity(self.slots)
-            places = np.minimum(np.searchsorted(wanted[order], held), len(wanted) - 1)
-            alike = wanted[order][places] == held
-            found[order[places[alike]]] = self.slots[alike]
-        return found
+            positions = np.minimum(np.searchsorted(wanted[order], held), len(wanted) - 1)
+            alike = wanted[order][positions] == held
+            slots_of[order[positions[alike]]] = self.slots[alike]
+        return slots_of
 
     def append(
         self,
@@ -138,7 +138,7 @@ class EventTable:
         group: NDArray[np.int16] | int,
         records: NDArray[np.void],
     ) -> None:
-        """Put n events after the others, RECORD `[n]`."""
+        """Append n events, RECORD `[n]`."""
         begin, end = self._held, self._held + len(slots)
         self._slot[begin:end], self._priority[begin:end], self._group[begin:end] = slots, priority, group
         self._words[slots] = records.view(np.uint64).reshape(len(records), _WORDS)
@@ -146,10 +146,10 @@ class EventTable:
         self._count(self._group[begin:end], 1)
 
     def keep(self, stays: NDArray[np.bool_]) -> NDArray[np.int32]:
-        """Let those leave that do not stay, bool `[H]`, and return their slots."""
-        places = np.flatnonzero(~stays)
-        left = self.slots.take(places)
-        self._count(self.groups.take(places), -1)
+        """Remove the events that do not stay, bool `[H]`, and return their slots."""
+        positions = np.flatnonzero(~stays)
+        left = self.slots.take(positions)
+        self._count(self.groups.take(positions), -1)
         kept = self._held - len(left)
         for column in (self._slot, self._priority, self._group):
             column[:kept] = column[: self._held][stays]
@@ -160,22 +160,22 @@ class EventTable:
     def copy(self, begin: int = 0) -> NDArray[np.void]:
         """Return the events from a position on, ENTRY `[H - begin]`."""
         slots = self.slots[begin:]
-        found = np.empty(len(slots), ENTRY)
+        events = np.empty(len(slots), ENTRY)
         records = self.records(slots)
         for name in FIELDS:
-            found[name] = records[name]
-        found["slot"], found["priority"], found["group"] = slots, self.priorities[begin:], self.groups[begin:]
-        return found
+            events[name] = records[name]
+        events["slot"], events["priority"], events["group"] = slots, self.priorities[begin:], self.groups[begin:]
+        return events
 
     def restore(self, index: NDArray[np.void], bases: Sequence[int]) -> None:
-        """Take up events, ENTRY `[H]`, in place of what is held."""
+        """Replace the held events by these, ENTRY `[H]`."""
         self._records["offset"][self.slots] = FREE
         self._held, self.counts[:] = 0, 0
         self.bases = np.array(bases, np.uint64)
         self.append(index["slot"], index["priority"], index["group"], records_of(index))
 
     def regroup(self, group: NDArray[np.int16]) -> None:
-        """Put all events into other groups, `[H]`."""
+        """Assign all events to other groups, `[H]`."""
         self._group[: self._held] = group
         self.counts[:] = 0
         self._count(group, 1)
@@ -186,12 +186,12 @@ class EventTable:
 
     @property
     def nbytes(self) -> int:
-        """Memory that the index takes."""
+        """Bytes of the table."""
         return self._records.nbytes + sum(each.nbytes for each in (self._slot, self._priority, self._group))
 
 
 def records_of(columns: Mapping[str, Array] | NDArray[np.void]) -> NDArray[np.void]:
-    """Return what is known of n events, RECORD `[n]`, by columns or fields of these names, all `[n]`."""
+    """Return the records of n events, RECORD `[n]`, from columns or fields of these names, all `[n]`."""
     records = np.empty(len(columns["offset"]), RECORD)
     for name in FIELDS:
         records[name] = columns[name]
@@ -199,5 +199,5 @@ def records_of(columns: Mapping[str, Array] | NDArray[np.void]) -> NDArray[np.vo
 
 
 def columns_of(records: NDArray[np.void]) -> dict[str, Array]:
-    """Return what `Erased.covers` looks at of n records."""
+    """Return the columns of n records that `ErasedEvents.covers` reads."""
     return {name: records[name] for name in ("partition", "offset", "key_hash")}

@@ -1,6 +1,6 @@
 """How many events of each group are held, and the threshold of each.
 
-Legend: N events offered, H events held, G groups.
+Legend: N added events, H events held, G groups.
 """
 
 import functools
@@ -27,7 +27,7 @@ class Quotas:
     An event whose priority is below the threshold of its group is held. Thresholds only fall: when more than k + k/32
     are held, the groups that have more than `level` keep so many, the smallest, in one scan, triggered by count, never
     by time. The level is the largest whole number at which not more than k are held in all. It is the same for what is
-    held as for all that was ever offered: a group that was never reduced has all of its events, one that was has
+    held as for all that was ever added: a group that was never reduced has all of its events, one that was has
     more than the level.
     """
 
@@ -38,6 +38,13 @@ class Quotas:
         self.at_once = max(64, min(1024, k // _SLACK))
         """Events that enter between two looks at how many are held. It follows from k alone, as who is held must."""
         self.thresholds = np.full(groups, np.inf)
+
+    def slots_for(self, n: int) -> int:
+        """Return how many free slots n events need at most that are added between two checkpoints.
+
+        No more than can be held at any moment: new events that are evicted before a checkpoint free their slots.
+        """
+        return max(self.at_once, min(n, self.limit + self.at_once))
 
     def admits(self, priority: NDArray[np.float64], group: NDArray[np.int16]) -> NDArray[np.bool_]:
         """Return which of N events are to be held, bool `[N]`."""

@@ -1,4 +1,4 @@
-"""How far events of each partition have been offered: what lies beyond is new, and need not be looked up.
+"""How far the events of each partition have been added: events beyond that are new, and need not be looked up.
 
 Legend: N events of a call.
 """
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 
 class Watermarks:
-    """The highest `(offset, row)` that was offered, by index of the partition."""
+    """The highest `(offset, row)` that was added, by index of the partition."""
 
     def __init__(self, highest: Mapping[int, tuple[int, int]] | None = None) -> None:
         self.highest: dict[int, tuple[int, int]] = dict(highest or {})

@@ -19,14 +19,14 @@ class BalancedSampler(UniformSampler):
 
     divisible = False
 
-    def __init__(self, entries: EventTable, group_of: Callable[[Slots], NDArray[np.int64]]) -> None:
-        super().__init__(entries)
+    def __init__(self, event_table: EventTable, group_of: Callable[[Slots], NDArray[np.int64]]) -> None:
+        super().__init__(event_table)
         self._group_of = group_of
         self._groups = GroupLists()
 
     def sample(self, n: int, generator: np.random.Generator) -> Choice:
         """Deal n among the groups as evenly as their sizes allow, and choose within each."""
-        slots = self._groups.sample(min(n, len(self._entries)), generator)
+        slots = self._groups.sample(min(n, len(self._event_table)), generator)
         return Choice(generator.permutation(slots))
 
     def add(self, slots: Slots) -> None:
@@ -46,19 +46,19 @@ class ClusterSampler(BalancedSampler):
     are of a model long gone come sooner: being sampled renews them.
     """
 
-    def __init__(self, entries: EventTable, whereabouts: EmbeddingTracker) -> None:
-        super().__init__(entries, lambda slots: whereabouts.clusters(slots).astype(np.int64))
-        self._whereabouts = whereabouts
-        self._grouped = whereabouts.training
+    def __init__(self, event_table: EventTable, tracker: EmbeddingTracker) -> None:
+        super().__init__(event_table, lambda slots: tracker.clusters(slots).astype(np.int64))
+        self._tracker = tracker
+        self._grouped = tracker.training
         self._stale = np.empty(0, np.int32)
 
     def sample(self, n: int, generator: np.random.Generator) -> Choice:
         """Group anew if need be, and choose; one in eight makes way for an event of its cluster that is stale."""
-        if self._grouped != self._whereabouts.training:
-            self._grouped, self._groups = self._whereabouts.training, GroupLists()
-            self.add(self._entries.slots)
+        if self._grouped != self._tracker.training:
+            self._grouped, self._groups = self._tracker.training, GroupLists()
+            self.add(self._event_table.slots)
         any_ = UniformSampler.sample(self, n, generator).slots
-        slots = any_[self._whereabouts.clusters(any_) == UNKNOWN]
+        slots = any_[self._tracker.clusters(any_) == UNKNOWN]
         slots = np.concatenate([slots, self._groups.sample(len(any_) - len(slots), generator)])
         # Where the clusters have less than that, all of them are in.
         slots = np.concatenate([slots, any_[~np.isin(any_, slots)]])[: len(any_)]
@@ -66,7 +66,7 @@ class ClusterSampler(BalancedSampler):
 
     def add(self, slots: Slots) -> None:
         """Put events into their groups, those that have one."""
-        super().add(slots[self._whereabouts.clusters(slots) != UNKNOWN])
+        super().add(slots[self._tracker.clusters(slots) != UNKNOWN])
 
     def remove(self, slots: Slots) -> None:
         """Take events out of their groups."""
@@ -77,12 +77,12 @@ class ClusterSampler(BalancedSampler):
         """Put at most n stale events in the places of others of their clusters; those without a place wait."""
         stale = self._stale
         if len(stale) < MOST_STALE:
-            stale = np.concatenate([stale, self._whereabouts.stale(n)])
-        clusters = self._whereabouts.clusters(slots).copy()
+            stale = np.concatenate([stale, self._tracker.stale(n)])
+        clusters = self._tracker.clusters(slots).copy()
         clusters[np.isin(slots, stale)] = PLACED
         stale = stale[~np.isin(stale, slots)]
         waits = np.ones(len(stale), np.bool_)
-        for at, cluster in enumerate(self._whereabouts.clusters(stale).tolist()):
+        for at, cluster in enumerate(self._tracker.clusters(stale).tolist()):
             places = np.flatnonzero(clusters == cluster)[: n - int((~waits).sum())]
             if len(places):
                 slots[places[0]], clusters[places[0]], waits[at] = stale[at], PLACED, False

@@ -1,7 +1,7 @@
 """The contract of a sampler, and the uniform one.
 
-A sampler is told which events come and go, by slot, and chooses among those that are held. It may keep what it needs to
-choose fast; what it keeps is made anew when a checkpoint is taken up.
+The store calls a sampler when events are added and removed, by slot, and the sampler chooses among held events. It may
+keep what it needs to choose fast, and builds that again when a checkpoint is restored.
 
 Legend: H events held, n sampled, G groups.
 """
@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from replay.reservoir.event_table import EventTable
 
-BY_POSITION = frozenset({"seats", "weights"})
-"""Which names of a sampler's state are of values for each event held, in logical order."""
+BY_POSITION = frozenset({"positions", "weights"})
+"""The names in a sampler's state whose arrays have a value for each held event, in logical order."""
 Slots = NDArray[np.int32]
 _STALE_SHARE = 8
 MOST_STALE = 64
@@ -27,10 +27,10 @@ PLACED = -1
 
 @dataclass(frozen=True)
 class Choice:
-    """What is to be sampled.
+    """The events to sample.
 
     Attributes:
-        slots: of n different events that are held, in an order in which any prefix is a fair sample.
+        slots: of n different held events, in an order in which any prefix is a fair sample.
         correction: the factor by which each counts less for being chosen more often, float64 `[n]`; None: 1 for all.
     """
 
@@ -39,22 +39,22 @@ class Choice:
 
 
 class Sampler(Protocol):
-    """Chooses events for rehearsal.
+    """Chooses held events for replay.
 
-    A pure function of the contents and its arguments, but for those that follow what other processes find.
+    A pure function of the contents and its arguments, except for samplers that depend on other processes.
     """
 
     uses_losses: bool
-    """Whether the losses of what was sampled decide what is sampled later."""
+    """Whether losses of sampled events influence later samples."""
     divisible: bool
-    """Whether a choice for several steps may be dealt out among them: each part is as good as a choice of its own."""
+    """Whether one choice may be divided among several steps: each part is as good as a separate choice."""
 
     def sample(self, n: int, generator: np.random.Generator, /) -> Choice:
         """Choose n events, or all when fewer are held, by a generator that belongs to the step."""
         ...
 
     def add(self, slots: Slots, /) -> None:
-        """Take up events that are held from now on."""
+        """Add events that are held from now on."""
         ...
 
     def remove(self, slots: Slots, /) -> None:
@@ -62,31 +62,30 @@ class Sampler(Protocol):
         ...
 
     def update_priorities(self, slots: Slots, losses: NDArray[np.float32], /) -> None:
-        """Hear of the losses of events that are held, float32 `[n]`."""
+        """Use the losses of held events, float32 `[n]`."""
         ...
 
     def state(self) -> dict[str, NDArray[np.generic]]:
-        """Return what a checkpoint has to keep, beside the events, for the samples to go on alike; arrays of any
-        shape."""
+        """Return what a checkpoint has to keep, beside the events, to continue the same samples; any shapes."""
         ...
 
     def restore(self, state: Mapping[str, NDArray[np.generic]], /) -> None:
-        """Take up what `state` returned, after `add` was told of the events, in the same order."""
+        """Restore what `state` returned; `add` was called with the same events, in the same order."""
         ...
 
 
 class UniformSampler:
-    """Every event held is sampled with the same probability, without repeats within a sample."""
+    """Samples every held event with the same probability, without repeats within a sample."""
 
     uses_losses = False
     divisible = True
 
-    def __init__(self, entries: EventTable) -> None:
-        self._entries = entries
+    def __init__(self, event_table: EventTable) -> None:
+        self._event_table = event_table
 
     def sample(self, n: int, generator: np.random.Generator) -> Choice:
         """Choose positions."""
-        held = self._entries.slots
+        held = self._event_table.slots
         return Choice(held.take(generator.choice(len(held), size=min(n, len(held)), replace=False)))
 
     def add(self, slots: Slots) -> None:

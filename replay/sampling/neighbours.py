@@ -20,9 +20,9 @@ class NeighbourSampler(UniformSampler):
 
     divisible = False
 
-    def __init__(self, entries: EventTable, whereabouts: EmbeddingTracker) -> None:
-        super().__init__(entries)
-        self._whereabouts = whereabouts
+    def __init__(self, event_table: EventTable, tracker: EmbeddingTracker) -> None:
+        super().__init__(event_table)
+        self._tracker = tracker
 
     def sample(self, n: int, generator: np.random.Generator) -> Choice:
         """Take the nearest that were found for it, nearest first, beside what cannot be found; fill up, and mix.
@@ -30,8 +30,8 @@ class NeighbourSampler(UniformSampler):
         One in eight is an event whose embedding is of a model long gone, where there are such: being sampled renews it.
         """
         any_ = super().sample(n, generator).slots
-        unplaced = any_[~self._whereabouts.placed(any_)]
-        stale = self._whereabouts.stale(min(stale_share(n, generator), len(any_) - len(unplaced)))
-        slots = np.concatenate([unplaced, stale, self._whereabouts.nearest(), any_])
+        unplaced = any_[~self._tracker.placed(any_)]
+        stale = self._tracker.stale(min(stale_share(n, generator), len(any_) - len(unplaced)))
+        slots = np.concatenate([unplaced, stale, self._tracker.nearest(), any_])
         slots = slots[np.sort(np.unique(slots, return_index=True)[1])]
         return Choice(generator.permutation(slots[: len(any_)]))

@@ -16,16 +16,16 @@ from replay.sampling.stable_positions import StablePositions
 from replay.sampling.sum_tree import SumTree
 
 _ROUNDS = 2
-"""How often a sample in proportion tries again for events that it has already, before it leaves them out."""
+"""How often a sample is completed by points that may hit chosen events, before these are excluded."""
 _MOST_ROUNDS = 16
-"""How often it tries then, before the rest of a sample is uniform."""
+"""How often it is completed then, before the rest of it is uniform."""
 _MOST_EXPONENT = 500.0
 _HIGH = 0.99
-"""Which quantile of them: one outlier, or one in a hundred, says nothing of events to come."""
+"""The quantile of the newest losses that new events get: outliers say nothing of events to come."""
 _LEAST = 1e-3
 """A loss below this counts as this, so that every event may be sampled."""
-_HEARD = 1024
-"""So many of the newest losses decide what an event counts as whose own is not known."""
+_NEWEST = 1024
+"""So many of the newest losses decide the weight of an event whose own loss is unknown."""
 _ALPHA, _BETA = 0.6, 0.4
 """How far the last loss decides, and how far the importance makes up for it (Schaul et al. 2016, proportional)."""
 
@@ -35,21 +35,21 @@ class WeightedSampler(UniformSampler):
 
     divisible = False
 
-    def __init__(self, entries: EventTable, slots: int) -> None:
-        super().__init__(entries)
-        self._seats = StablePositions(slots, entries.limit)
-        self._tree = SumTree(entries.limit)
+    def __init__(self, event_table: EventTable, slots: int) -> None:
+        super().__init__(event_table)
+        self._positions = StablePositions(slots, event_table.limit)
+        self._tree = SumTree(event_table.limit)
 
     def sample(self, n: int, generator: np.random.Generator) -> Choice:
-        """Throw points on the weights. What falls on the same event twice is thrown again, in the end without it.
+        """Throw points on the weights; duplicates are thrown again, in the end with the weights of chosen events at 0.
 
-        What is missing then, since weights are too uneven or 0, is sampled uniformly.
+        What is still missing, since weights are too uneven or 0, is sampled uniformly.
         """
-        n = min(n, len(self._entries))
+        n = min(n, len(self._event_table))
         chosen = self._thrown(np.empty(0, np.int64), n, generator, _ROUNDS)
         if len(chosen) < n:
             chosen = self._thrown_beside(chosen, n, generator)
-        slots = self._seats.slots(chosen)
+        slots = self._positions.slots(chosen)
         if len(slots) < n:
             # Of n of all that are held, at most as many are in the sample already as that has.
             any_ = UniformSampler.sample(self, n, generator).slots
@@ -59,7 +59,7 @@ class WeightedSampler(UniformSampler):
     def _thrown(
         self, chosen: NDArray[np.int64], n: int, generator: np.random.Generator, rounds: int
     ) -> NDArray[np.int64]:
-        """Return the seats chosen and what further points fall on, at most n, in the order in which they were found."""
+        """Return the chosen positions and those that further points hit, at most n, in the order of the hits."""
         for _ in range(rounds):
             if len(chosen) == n or self._tree.total <= 0:
                 break
@@ -69,7 +69,7 @@ class WeightedSampler(UniformSampler):
         return chosen
 
     def _thrown_beside(self, chosen: NDArray[np.int64], n: int, generator: np.random.Generator) -> NDArray[np.int64]:
-        """Return the same, with nothing on the seats chosen meanwhile: one event may have nearly all the weight."""
+        """Return the same, with chosen positions at weight 0: one event may have nearly all the weight."""
         weights, left = np.empty(0), chosen
         for _ in range(_MOST_ROUNDS):
             weights = np.concatenate([weights, self._tree[left]])
@@ -82,27 +82,27 @@ class WeightedSampler(UniformSampler):
         return chosen
 
     def remove(self, slots: Slots) -> None:
-        """Nothing falls on them any more."""
-        self._tree.set(self._seats.release(slots), 0.0)
+        """Set the weights of these events to 0."""
+        self._tree.set(self._positions.release(slots), 0.0)
 
     def state(self) -> dict[str, NDArray[np.generic]]:
-        """Return the seats by position."""
-        return {"seats": self._seats.of(self._entries.slots)}
+        """Return the position of each held event, in logical order."""
+        return {"positions": self._positions.of(self._event_table.slots)}
 
     def restore(self, state: Mapping[str, NDArray[np.generic]]) -> None:
-        """Take up the seats; a checkpoint that was made with a sampler of another kind has none that fit."""
-        seats, slots = state.get("seats", np.empty(0)).astype(np.int32), self._entries.slots
-        if len(seats) == len(slots) and seats.max(initial=-1) < self._seats.count:
+        """Restore the positions; the checkpoint of another sampler has none that fit."""
+        positions, slots = state.get("positions", np.empty(0)).astype(np.int32), self._event_table.slots
+        if len(positions) == len(slots) and positions.max(initial=-1) < self._positions.count:
             weights = self._weights(slots)
-            self._tree.set(self._seats.of(slots), 0.0)
-            self._seats.restore(slots, seats)
+            self._tree.set(self._positions.of(slots), 0.0)
+            self._positions.restore(slots, positions)
             self._weigh(slots, weights)
 
     def _weigh(self, slots: Slots, weights: NDArray[np.float64] | float, /) -> None:
-        self._tree.set(self._seats.of(slots), weights)
+        self._tree.set(self._positions.of(slots), weights)
 
     def _weights(self, slots: Slots, /) -> NDArray[np.float64]:
-        return self._tree[self._seats.of(slots)]
+        return self._tree[self._positions.of(slots)]
 
     def _correction(self, _slots: Slots, /) -> NDArray[np.float64] | None:
         return None
@@ -111,8 +111,8 @@ class WeightedSampler(UniformSampler):
 class RecencySampler(WeightedSampler):
     """An event half as likely for each `half_life` that it is older than the newest."""
 
-    def __init__(self, entries: EventTable, slots: int, half_life: timedelta) -> None:
-        super().__init__(entries, slots)
+    def __init__(self, event_table: EventTable, slots: int, half_life: timedelta) -> None:
+        super().__init__(event_table, slots)
         self._decay = math.log(2) / half_life.total_seconds()
         self._generation = -math.inf
 
@@ -120,57 +120,57 @@ class RecencySampler(WeightedSampler):
         """Weigh events by their record time; the scale moves before numbers overflow."""
         if not len(slots):
             return
-        self._seats.take(slots)
-        newest = float(self._entries.of("time_s", slots).max())
+        self._positions.take(slots)
+        newest = float(self._event_table.of("time_s", slots).max())
         if self._decay * (newest - self._generation) > _MOST_EXPONENT:
             self._generation = newest
-            slots = self._entries.slots
+            slots = self._event_table.slots
         self._weigh_by_age(slots)
 
     def state(self) -> dict[str, NDArray[np.generic]]:
-        """Return the seats, and the time that weights are told from."""
+        """Return the positions, and the time at which the weight is 1."""
         return {**super().state(), "generation": np.array([self._generation])}
 
     def restore(self, state: Mapping[str, NDArray[np.generic]]) -> None:
-        """Take up both; another half-life makes the weights anew all the same, as does a time far from what is held."""
+        """Restore both; weights are computed again for the present half-life."""
         super().restore(state)
-        if "generation" in state and len(self._entries):
+        if "generation" in state and len(self._event_table):
             generation = float(state["generation"][0])
             if self._decay * abs(self._generation - generation) <= _MOST_EXPONENT:
                 self._generation = generation
-            self._weigh_by_age(self._entries.slots)
+            self._weigh_by_age(self._event_table.slots)
 
     def _weigh_by_age(self, slots: Slots) -> None:
-        age = self._generation - self._entries.of("time_s", slots).astype(np.float64)
+        age = self._generation - self._event_table.of("time_s", slots).astype(np.float64)
         self._weigh(slots, np.exp(np.maximum(-self._decay * age, -_MOST_EXPONENT)))
 
 
 class PrioritizedSampler(WeightedSampler):
     """Events of a large last loss are sampled more often, and count less in return: prioritised replay.
 
-    The probability is that of the loss to the power 0.6; an event whose loss is not known has a high one, of those
-    heard last when it came. The largest ever would be that of an outlier for good. The correction is
+    The probability is proportional to the loss to the power 0.6; an event without a loss gets a high quantile of the
+    newest losses. Their maximum would be that of an outlier, for good. The correction is
     (H * probability)**-0.4, divided by the largest of the sample (Schaul et al. 2016, "Prioritized experience replay").
     """
 
     uses_losses = True
 
-    def __init__(self, entries: EventTable, slots: int) -> None:
-        super().__init__(entries, slots)
-        self._heard = np.empty(0, np.float32)
+    def __init__(self, event_table: EventTable, slots: int) -> None:
+        super().__init__(event_table, slots)
+        self._newest = np.empty(0, np.float32)
         """The newest weights that losses gave, the oldest first."""
 
     def add(self, slots: Slots) -> None:
         """Give new events a high weight, so that each is sampled soon."""
-        self._seats.take(slots)
+        self._positions.take(slots)
         self._weigh(slots, self._high)
 
     @property
     def _high(self) -> float:
-        if not len(self._heard):
+        if not len(self._newest):
             return 1.0
-        place = int(_HIGH * (len(self._heard) - 1))
-        return float(np.partition(self._heard, place)[place])
+        index = int(_HIGH * (len(self._newest) - 1))
+        return float(np.partition(self._newest, index)[index])
 
     def update_priorities(self, slots: Slots, losses: NDArray[np.float32]) -> None:
         """Weigh events by their losses; one that is not finite changes nothing."""
@@ -179,24 +179,24 @@ class PrioritizedSampler(WeightedSampler):
         if len(slots):
             # Rounded to what a checkpoint keeps of them.
             weights = (np.maximum(losses.astype(np.float64), _LEAST) ** _ALPHA).astype(np.float32)
-            self._heard = np.concatenate([self._heard, weights])[-_HEARD:]
+            self._newest = np.concatenate([self._newest, weights])[-_NEWEST:]
             self._weigh(slots, weights.astype(np.float64))
 
     def state(self) -> dict[str, NDArray[np.generic]]:
-        """Return the seats, the weights by position, and those that were heard last."""
-        weights = self._weights(self._entries.slots).astype(np.float32)
-        return {**super().state(), "weights": weights, "heard": self._heard}
+        """Return the positions, the weights of held events in logical order, and the newest weights."""
+        weights = self._weights(self._event_table.slots).astype(np.float32)
+        return {**super().state(), "weights": weights, "newest": self._newest}
 
     def restore(self, state: Mapping[str, NDArray[np.generic]]) -> None:
-        """Take up all of them; a checkpoint that was made with another sampler has no weights."""
+        """Restore all of them; the checkpoint of another sampler has no weights."""
         super().restore(state)
-        if {"weights", "heard"} <= state.keys():
-            self._heard = state["heard"].astype(np.float32)
-            self._weigh(self._entries.slots, state["weights"].astype(np.float64))
+        if {"weights", "newest"} <= state.keys():
+            self._newest = state["newest"].astype(np.float32)
+            self._weigh(self._event_table.slots, state["weights"].astype(np.float64))
 
     def _correction(self, slots: Slots, /) -> NDArray[np.float64] | None:
         if not len(slots):
             return None
-        scarcity: NDArray[np.float64] = (len(self._entries) * self._weights(slots) / self._tree.total) ** -_BETA
+        scarcity: NDArray[np.float64] = (len(self._event_table) * self._weights(slots) / self._tree.total) ** -_BETA
         scarcity /= scarcity.max()
         return scarcity

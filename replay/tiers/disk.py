@@ -351,7 +351,7 @@ class DiskTierFactory(TierFactory):
             return source
         return self._made(slots)
 
-    def cache(self, slots: int, _home: SlowTier) -> DiskTier:
+    def cache(self, slots: int, _primary: SlowTier) -> DiskTier:
         """Make a new file: a cache on the disk is empty after a restart."""
         return self._made(slots)
 

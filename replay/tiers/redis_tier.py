@@ -193,10 +193,10 @@ class RedisTierFactory(TierFactory):
             self._mine = self._tier(secrets.token_hex(_GENERATION // 2), slots)
         return self._mine
 
-    def cache(self, slots: int, home: SlowTier) -> RedisTier:
-        """Return slots of the home's generation, so that they are warm after a restart."""
-        assert home.file is not None
-        self._mine = self._tier(home.file.id[:_GENERATION], slots)
+    def cache(self, slots: int, primary: SlowTier) -> RedisTier:
+        """Return slots of the primary tier's generation, so that they are warm after a restart."""
+        assert primary.file is not None
+        self._mine = self._tier(primary.file.id[:_GENERATION], slots)
         return self._mine
 
     def cleanup_actions(self, *, first: bool) -> list[Callable[[], None]]:

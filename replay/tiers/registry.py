@@ -15,7 +15,7 @@ TIERS: dict[str, Callable[[Any, TierContext], TierFactory]] = {
     "disk": DiskTierFactory,
 }
 """By the name of their section in `[replay]`, which they are made with or None, from fast to slow: of those that a
-pipeline configures the last is the home, and the others are caches below the memory tier."""
+pipeline configures the last is the primary tier, and the others are caches below the memory tier."""
 
 
 def kinds_of(settings: ReplaySettings, site: TierContext) -> dict[str, TierFactory]:

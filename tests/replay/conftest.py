@@ -96,8 +96,8 @@ def make_store(schema: Schema, tmp_path: Path, request: pytest.FixtureRequest) -
         # One folder for all: files of the disk tier never get in each other's way.
         cpu, folder = torch.device("cpu"), tmp_path / "replay"
         stores.append(build_store(settings, schema, cpu, seed, folder, contents, keys=mine))
-        if (home := stores[-1].tiers.file) is not None:
-            keys[home.id] = mine
+        if (primary := stores[-1].tiers.file) is not None:
+            keys[primary.id] = mine
         return stores[-1]
 
     yield make

@@ -1,4 +1,4 @@
-"""The clerk: what a store does beside the steps is what it would have done between them."""
+"""The background_store: what a store does beside the steps is what it would have done between them."""
 
 import contextlib
 import tempfile
@@ -22,7 +22,8 @@ from replay.build import build_store
 from replay.config import ReplaySettings
 from replay.erasure.erased_events import ByRange, ErasedEvents
 from replay.plan import Sample
-from replay.store import MOST_WAITING, Store
+from replay.reservoir.pending_events import MOST_PENDING
+from replay.store import Store
 
 PARTITIONS = [TopicPartition("events", 0)]
 SAMPLED, HELD = 12, 300
@@ -39,25 +40,25 @@ def open_store(schema: Schema, folder: Path | None = None, **options: Any) -> St
 
 
 @pytest.fixture
-def open_clerk(schema: Schema, tmp_path: Path) -> Iterator[Callable[..., BackgroundStore]]:
-    """`open_clerk(**options)`: one of a store with such settings."""
-    clerks: list[BackgroundStore] = []
+def open_background_store(schema: Schema, tmp_path: Path) -> Iterator[Callable[..., BackgroundStore]]:
+    """`open_background_store(**options)`: one of a store with such settings."""
+    opened: list[BackgroundStore] = []
 
     def make(**options: Any) -> BackgroundStore:
-        clerks.append(BackgroundStore(open_store(schema, tmp_path, **options)))
-        return clerks[-1]
+        opened.append(BackgroundStore(open_store(schema, tmp_path, **options)))
+        return opened[-1]
 
     yield make
-    for clerk in clerks:
-        clerk.close()
+    for background_store in opened:
+        background_store.close()
 
 
 class Life:
-    """What a learner does with a store or with its clerk, which is told by digests of what it sees."""
+    """What a learner does with a store or with its background_store, which is told by digests of what it sees."""
 
     def __init__(self, keeper: Store | BackgroundStore, schema: Schema) -> None:
         self._keeper, self._schema = keeper, schema
-        self._step = self._offered = 0
+        self._step = self._added = 0
         keeper.plan_ahead(0, SAMPLED)
 
     @property
@@ -65,11 +66,11 @@ class Life:
         return self._keeper.store if isinstance(self._keeper, BackgroundStore) else self._keeper
 
     def add(self, n: int, again: int = 0) -> None:
-        """Offer n events, of which the first were offered already."""
-        begin = max(0, self._offered - again)
+        """Add n events, of which the first `again` were added already."""
+        begin = max(0, self._added - again)
         columns = fake_columns(self._schema, range(begin, begin + n), label=[0, 1, 1, 2, 3])
         columns["weight"] = (1 + columns["offset"] % 3).astype(np.float32)
-        self._offered = max(self._offered, begin + n)
+        self._added = max(self._added, begin + n)
         self._keeper.add(columns, PARTITIONS)
 
     def erase(self, first: int, last: int) -> int:
@@ -79,7 +80,8 @@ class Life:
     def step(self, n: int) -> list[float]:
         """Return the events that a step samples, after which n new ones come."""
         sampled: list[float] = []
-        if self._keeper.planned(self._step):
+        planner = self._keeper if isinstance(self._keeper, BackgroundStore) else self._keeper.planner
+        if planner.planned(self._step):
             sample = self._keeper.sample(self._step, SAMPLED)
             sampled = [*sample.records["offset"].tolist(), *sample.importance.tolist()]
             sampled += sample.columns["feature.x"].flatten().tolist()
@@ -97,8 +99,8 @@ class Life:
     def seen(self) -> list[tuple[int, ...]]:
         """Return who is held, in order, and what is planned."""
         self.store.flush_pending()
-        plans = [tuple(plan.records["offset"].tolist()) for plan in self.store._plans if plan.step >= self._step]
-        return [tuple(self.store.entries.copy()["offset"].tolist()), *plans]
+        plans = [tuple(plan.records["offset"].tolist()) for plan in self.store.planner.plans if plan.step >= self._step]
+        return [tuple(self.store.event_table.copy()["offset"].tolist()), *plans]
 
 
 acts = st.lists(
@@ -121,10 +123,10 @@ def test_no_timing_decides_what_is_held_or_sampled(schema: Schema, kind: str, as
             open_store(schema, Path(stack.enter_context(tempfile.TemporaryDirectory())), **KINDS[kind])
             for _ in range(2)
         )
-        clerk = BackgroundStore(kept)
-        stack.callback(clerk.close)
+        background_store = BackgroundStore(kept)
+        stack.callback(background_store.close)
         stack.callback(plain.close)
-        one, other = Life(plain, schema), Life(clerk, schema)
+        one, other = Life(plain, schema), Life(background_store, schema)
         for act, n in asked:
             if act == "step":
                 assert one.step(n) == other.step(n)
@@ -141,7 +143,7 @@ def test_no_timing_decides_what_is_held_or_sampled(schema: Schema, kind: str, as
             elif act == "flush":
                 other.store.flush_pending()
             else:
-                clerk.has_room()
+                background_store.has_room()
         assert one.seen() == other.seen()
 
 
@@ -160,42 +162,42 @@ def hold_up(store: Store, monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Ev
 
 
 def test_a_step_goes_on_while_the_store_takes_in_and_the_next_one_waits(
-    open_clerk: Callable[..., BackgroundStore], schema: Schema, monkeypatch: pytest.MonkeyPatch
+    open_background_store: Callable[..., BackgroundStore], schema: Schema, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clerk = open_clerk()
+    background_store = open_background_store()
     for step in range(5):
-        clerk.add(fake_columns(schema, range(step * 40, step * 40 + 40)), PARTITIONS)
-        clerk.plan_ahead(step, SAMPLED)
-    assert clerk.planned(7) == SAMPLED
-    assert clerk.planned(8) == 0
-    stalled = clerk.store.tiers.stats.stall_seconds
-    begun, opened = hold_up(clerk.store, monkeypatch)
-    clerk.add(fake_columns(schema, range(200, 240)), PARTITIONS)
-    clerk.plan_ahead(5, SAMPLED)
+        background_store.add(fake_columns(schema, range(step * 40, step * 40 + 40)), PARTITIONS)
+        background_store.plan_ahead(step, SAMPLED)
+    assert background_store.planned(7) == SAMPLED
+    assert background_store.planned(8) == 0
+    stalled = background_store.store.tiers.stats.stall_seconds
+    begun, opened = hold_up(background_store.store, monkeypatch)
+    background_store.add(fake_columns(schema, range(200, 240)), PARTITIONS)
+    background_store.plan_ahead(5, SAMPLED)
     assert not begun.is_set(), "nothing is begun between two steps"
-    assert len(clerk.sample(5, SAMPLED)) == SAMPLED
+    assert len(background_store.sample(5, SAMPLED)) == SAMPLED
     assert begun.wait(30), "a step that has its sample lets it begin"
-    clerk.add(fake_columns(schema, range(240, 280)), PARTITIONS)
+    background_store.add(fake_columns(schema, range(240, 280)), PARTITIONS)
     sampled: list[Sample] = []
-    thread = threading.Thread(target=lambda: sampled.append(clerk.sample(6, SAMPLED)))
+    thread = threading.Thread(target=lambda: sampled.append(background_store.sample(6, SAMPLED)))
     thread.start()
     assert not sampled
     opened.set()
     thread.join(30)
     assert len(sampled[0]) == SAMPLED
-    assert clerk.store.tiers.stats.stall_seconds > stalled, "what a step waited for is told"
+    assert background_store.store.tiers.stats.stall_seconds > stalled, "what a step waited for is told"
 
 
-def test_offers_that_nobody_samples_from_are_taken_in_too(
-    open_clerk: Callable[..., BackgroundStore], schema: Schema
+def test_events_are_added_where_no_step_samples(
+    open_background_store: Callable[..., BackgroundStore], schema: Schema
 ) -> None:
-    clerk, most = open_clerk(capacity=100_000), 0
-    for begin in range(0, 20 * MOST_WAITING, 128):
-        clerk.add(fake_columns(schema, range(begin, begin + 128)), PARTITIONS)
-        most = max(most, clerk._offered)
-    assert most <= MOST_WAITING + 128
-    assert len(clerk._at_rest()) >= 20 * MOST_WAITING - 2 * (MOST_WAITING + 128)
-    assert clerk.store.flush_pending() + len(clerk.store) >= 20 * MOST_WAITING
+    background_store, most = open_background_store(capacity=100_000), 0
+    for begin in range(0, 20 * MOST_PENDING, 128):
+        background_store.add(fake_columns(schema, range(begin, begin + 128)), PARTITIONS)
+        most = max(most, background_store._added)
+    assert most <= MOST_PENDING + 128
+    assert len(background_store._at_rest()) >= 20 * MOST_PENDING - 2 * (MOST_PENDING + 128)
+    assert background_store.store.flush_pending() + len(background_store.store) >= 20 * MOST_PENDING
 
 
 class Panic(BaseException):
@@ -205,114 +207,126 @@ class Panic(BaseException):
 @pytest.mark.parametrize("kind", [ZeroDivisionError, torch.OutOfMemoryError, Panic])
 @pytest.mark.parametrize("inline", [False, True])
 def test_what_fails_beside_a_step_is_told_by_each_later_call_and_is_no_want_of_memory_of_the_model(
-    open_clerk: Callable[..., BackgroundStore],
+    open_background_store: Callable[..., BackgroundStore],
     schema: Schema,
     monkeypatch: pytest.MonkeyPatch,
     kind: type[BaseException],
     inline: bool,
 ) -> None:
-    clerk = open_clerk()
-    clerk.add(fake_columns(schema, range(100)), PARTITIONS)
-    clerk.plan_ahead(0, SAMPLED)
-    assert clerk.planned(0) == SAMPLED
+    background_store = open_background_store()
+    background_store.add(fake_columns(schema, range(100)), PARTITIONS)
+    background_store.plan_ahead(0, SAMPLED)
+    assert background_store.planned(0) == SAMPLED
 
     def fail(*_: object) -> None:
         raise kind("no more")
 
-    monkeypatch.setattr(clerk._store, "plan_blocks", fail)
-    clerk.plan_ahead(8, SAMPLED)
+    monkeypatch.setattr(background_store._store, "plan_blocks", fail)
+    background_store.plan_ahead(8, SAMPLED)
     if inline:
         with pytest.raises(StoreFailedError):
-            _ = clerk.store
+            _ = background_store.store
     else:
-        clerk.sample(0, SAMPLED)
-    for call in (lambda: clerk.sample(1, SAMPLED), clerk.has_room, lambda: clerk.store):
+        background_store.sample(0, SAMPLED)
+    for call in (
+        lambda: background_store.sample(1, SAMPLED),
+        background_store.has_room,
+        lambda: background_store.store,
+    ):
         with pytest.raises(StoreFailedError, match=f"the replay store failed beside a step: {kind.__name__}: no more"):
             call()
     assert not issubclass(StoreFailedError, RuntimeError), "by which a device without memory is told"
 
 
 def test_lost_events_leave_and_are_counted_where_no_step_comes(
-    open_clerk: Callable[..., BackgroundStore], schema: Schema, monkeypatch: pytest.MonkeyPatch
+    open_background_store: Callable[..., BackgroundStore], schema: Schema, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in a backlog of events that are stored only."""
-    clerk = open_clerk(capacity=100_000, disk={"bytes": "20MB"}, device_bytes=0)
+    background_store = open_background_store(capacity=100_000, disk={"bytes": "20MB"}, device_bytes=0)
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(clerk.store.tiers.slow[0], "write", full)
-    for begin in range(0, 10 * MOST_WAITING, MOST_WAITING):
-        clerk.add(fake_columns(schema, range(begin, begin + MOST_WAITING)), PARTITIONS)
-        clerk.plan_ahead(0, SAMPLED)
-        clerk._store.tiers._courier.drain()
-    assert clerk.store.lost >= 7 * MOST_WAITING
-    assert len(clerk.store.tiers._lost) < 4
+    monkeypatch.setattr(background_store.store.tiers.slow[0], "write", full)
+    for begin in range(0, 10 * MOST_PENDING, MOST_PENDING):
+        background_store.add(fake_columns(schema, range(begin, begin + MOST_PENDING)), PARTITIONS)
+        background_store.plan_ahead(0, SAMPLED)
+        background_store._store.tiers._io_worker.flush()
+    assert background_store.store.lost >= 7 * MOST_PENDING
+    assert len(background_store.store.tiers._lost) < 4
 
 
-def test_nothing_is_held_on_to_that_is_done(open_clerk: Callable[..., BackgroundStore], schema: Schema) -> None:
-    clerk = open_clerk()
-    offered = []
-    for begin in range(0, 4 * MOST_WAITING, MOST_WAITING):
-        columns = fake_columns(schema, range(begin, begin + MOST_WAITING))
-        offered.append(weakref.ref(columns["feature.x"]))
-        clerk.add(columns, PARTITIONS)
+def test_nothing_is_held_on_to_that_is_done(
+    open_background_store: Callable[..., BackgroundStore], schema: Schema
+) -> None:
+    background_store = open_background_store()
+    added = []
+    for begin in range(0, 4 * MOST_PENDING, MOST_PENDING):
+        columns = fake_columns(schema, range(begin, begin + MOST_PENDING))
+        added.append(weakref.ref(columns["feature.x"]))
+        background_store.add(columns, PARTITIONS)
         del columns
-    clerk._at_rest().flush_pending()
-    assert [each() is None for each in offered] == [True] * 4
+    background_store._at_rest().flush_pending()
+    assert [each() is None for each in added] == [True] * 4
 
 
 def test_what_is_looked_for_comes_in_its_order(
-    open_clerk: Callable[..., BackgroundStore], schema: Schema, monkeypatch: pytest.MonkeyPatch
+    open_background_store: Callable[..., BackgroundStore], schema: Schema, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clerk, order = open_clerk(), list[str]()
-    monkeypatch.setattr(clerk._store, "query_neighbours", lambda step, _embedding: order.append(f"seek {step}"))
-    monkeypatch.setattr(clerk._store, "add", lambda columns, *_: order.append(f"offer {len(columns['offset'])}"))
+    background_store, order = open_background_store(), list[str]()
+    monkeypatch.setattr(
+        background_store._store, "query_neighbours", lambda step, _embedding: order.append(f"query {step}")
+    )
+    monkeypatch.setattr(
+        background_store._store, "add", lambda columns, *_: order.append(f"add {len(columns['offset'])}")
+    )
     for step in range(3):
-        clerk.query_neighbours(step, np.zeros((1, 2), np.float32))
-        clerk.add(fake_columns(schema, range(step + 1)), PARTITIONS)
-    _ = clerk.store
-    assert order == ["seek 0", "offer 1", "seek 1", "offer 2", "seek 2", "offer 3"]
+        background_store.query_neighbours(step, np.zeros((1, 2), np.float32))
+        background_store.add(fake_columns(schema, range(step + 1)), PARTITIONS)
+    _ = background_store.store
+    assert order == ["query 0", "add 1", "query 1", "add 2", "query 2", "add 3"]
 
 
 def test_steps_have_waited_for_what_they_waited_for_and_no_more(
-    open_clerk: Callable[..., BackgroundStore], schema: Schema, monkeypatch: pytest.MonkeyPatch
+    open_background_store: Callable[..., BackgroundStore], schema: Schema, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the thread waits for beside them is no wait of theirs."""
-    clerk = open_clerk()
-    stats = clerk.store.tiers.stats
+    background_store = open_background_store()
+    stats = background_store.store.tiers.stats
 
     def waits(*_: object) -> None:
         stats.stall_seconds += 1000.0
 
-    monkeypatch.setattr(clerk._store, "add", waits)
-    clerk.add(fake_columns(schema, range(4)), PARTITIONS)
-    clerk.plan_ahead(0, SAMPLED)
-    clerk._begin()
-    assert 0 <= clerk._at_rest().tiers.stats.stall_seconds < 100
-    clerk.add(fake_columns(schema, range(4)), PARTITIONS)
-    clerk.plan_ahead(8, SAMPLED)
-    clerk.planned(8)
+    monkeypatch.setattr(background_store._store, "add", waits)
+    background_store.add(fake_columns(schema, range(4)), PARTITIONS)
+    background_store.plan_ahead(0, SAMPLED)
+    background_store._begin()
+    assert 0 <= background_store._at_rest().tiers.stats.stall_seconds < 100
+    background_store.add(fake_columns(schema, range(4)), PARTITIONS)
+    background_store.plan_ahead(8, SAMPLED)
+    background_store.planned(8)
     assert 0 < stats.stall_seconds < 100, "a step that needs a plan waits for all before it"
 
 
 def test_without_a_thread_what_is_due_is_done_by_who_has_sampled(schema: Schema) -> None:
     before = threading.active_count()
-    clerk = BackgroundStore(open_store(schema), beside=False)
+    background_store = BackgroundStore(open_store(schema), beside=False)
     assert threading.active_count() == before
-    life = Life(clerk, schema)
+    life = Life(background_store, schema)
     for n in range(1, 40):
         life.step(n)
     assert len(life.store) > HELD / 2
-    clerk.close()
+    background_store.close()
 
 
-def test_slots_that_events_wait_for_are_not_free(open_clerk: Callable[..., BackgroundStore], schema: Schema) -> None:
-    clerk = open_clerk(capacity=2000)
-    clerk.store.begin_snapshot(1)
-    clerk.store.burst = clerk.store.slots.free - 300
-    clerk.add(fake_columns(schema, range(300)), PARTITIONS)
-    assert clerk.has_room()
-    clerk.add(fake_columns(schema, [300]), PARTITIONS)
-    assert not clerk.has_room()
-    assert len(clerk.store) == 301, "what waits was not taken in"
+def test_slots_that_events_wait_for_are_not_free(
+    open_background_store: Callable[..., BackgroundStore], schema: Schema
+) -> None:
+    background_store = open_background_store(capacity=2000)
+    background_store.store.begin_snapshot(1)
+    background_store.store.burst = background_store.store.slots.free - 300
+    background_store.add(fake_columns(schema, range(300)), PARTITIONS)
+    assert background_store.has_room()
+    background_store.add(fake_columns(schema, [300]), PARTITIONS)
+    assert not background_store.has_room()
+    assert len(background_store.store) == 301, "what waits was not taken in"

@@ -20,8 +20,9 @@ from ingest.kafka.fake import fake_columns
 from replay.build import build_store
 from replay.config import ReplaySettings
 from replay.fake import FakeCheckpoints
+from replay.planner import AHEAD
 from replay.snapshot import StoreSnapshot
-from replay.store import AHEAD, Store
+from replay.store import Store
 from replay.tiers.disk import DiskTier
 from replay.tiers.disk_files import make_way
 
@@ -118,9 +119,9 @@ def test_a_disk_that_holds_less_keeps_the_smallest_priorities(
     store = build(DISK)
     fill(store, schema, 0, 5000)
     moved = build(SMALLER, checkpoint(store))
-    priorities = np.sort(store.entries.copy()["priority"])
+    priorities = np.sort(store.event_table.copy()["priority"])
     assert 300 < len(moved) < 1000
-    assert np.array_equal(np.sort(moved.entries.copy()["priority"]), priorities[: len(moved)])
+    assert np.array_equal(np.sort(moved.event_table.copy()["priority"]), priorities[: len(moved)])
     assert payload(moved).items() <= payload(store).items()
     assert "replay.disk.bytes = 60000 holds" in caplog.text
 
@@ -167,7 +168,7 @@ def spoil(store: Store, places: int) -> None:
     assert isinstance(disk, DiskTier)
     store.tiers.sync()
     with disk.path.open("r+b") as file:
-        for slot in store.entries.copy()["slot"][:places].tolist():
+        for slot in store.event_table.copy()["slot"][:places].tolist():
             file.seek(4096 + slot * disk.slot_bytes)
             byte = file.read(1)[0]
             file.seek(-1, 1)
@@ -179,7 +180,7 @@ def test_a_row_that_went_bad_is_left_out_of_samples_and_erased(
 ) -> None:
     store = build({**DISK, "device_bytes": "1kB"}, capacity=200)
     fill(store, schema, 0, 2000)
-    held, bad = len(store), set(store.entries.copy()["offset"][:5].tolist())
+    held, bad = len(store), set(store.event_table.copy()["offset"][:5].tolist())
     cached = store.rows["device"]
     spoil(store, places=5)
     store.plan_ahead(0, held)
@@ -188,7 +189,7 @@ def test_a_row_that_went_bad_is_left_out_of_samples_and_erased(
     store.plan_ahead(1, 10)
     assert store.lost == held - len(sample)
     assert len(store) == len(sample)
-    assert bad & set(store.entries.copy()["offset"].tolist()) <= bad
+    assert bad & set(store.event_table.copy()["offset"].tolist()) <= bad
     assert f"{store.lost} events could not be kept" in caplog.text
     fill(store, schema, 2000, 4000)
     assert len(payload(store)) == len(store)

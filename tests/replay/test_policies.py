@@ -61,7 +61,7 @@ def open_store(schema: Schema, tmp_path: Path) -> Any:
 
 
 def fill(store: Store, schema: Schema, batches: list[int], partition: int = 0) -> None:
-    """Offer batches of 100 events by number: classes 0 to 3 by turns, an event each quarter of an hour."""
+    """Add batches of 100 events by number: classes 0 to 3 by turns, an event each quarter of an hour."""
     for number in batches:
         offsets = range(100 * number, 100 * number + 100)
         columns = fake_columns(schema, offsets, partition=partition, label=[0, 0, 0, 0, 0, 1, 1, 2, 2, 3])
@@ -71,8 +71,8 @@ def fill(store: Store, schema: Schema, batches: list[int], partition: int = 0) -
 
 def held(store: Store) -> list[tuple[int, int]]:
     """Return who is held once all that is too much has left."""
-    index = store.entries.copy()
-    quotas = Quotas(store.capacity, len(store.roll.quotas.thresholds))
+    index = store.event_table.copy()
+    quotas = Quotas(store.capacity, len(store.reservoir.quotas.thresholds))
     stays = quotas.lower(index["priority"], index["group"])
     return sorted(zip(index["partition"][stays].tolist(), index["offset"][stays].tolist(), strict=True))
 
@@ -87,7 +87,7 @@ class TestSamplers:
     def test_a_sample_is_of_different_events_that_are_held(self, name: str, schema: Schema, open_store: Open) -> None:
         store = open_store(200, sampling=name)
         fill(store, schema, list(range(20)))
-        there = set(store.entries.copy()["offset"].tolist())
+        there = set(store.event_table.copy()["offset"].tolist())
         for step in range(50):
             offsets = sampled(store, step, 60)
             assert len(set(offsets)) == 60
@@ -126,14 +126,14 @@ class TestAdmissions:
             assert len(store) <= 330
         assert len(store) > 300
 
-    def test_offering_again_changes_nothing(self, name: str, schema: Schema, open_store: Open) -> None:
+    def test_adding_again_changes_nothing(self, name: str, schema: Schema, open_store: Open) -> None:
         store = open_store(200, admission=name)
         fill(store, schema, list(range(20)))
         before = held(store)
         fill(store, schema, [3, 19, 4])
         assert held(store) == before
 
-    def test_the_order_of_offers_does_not_matter(self, name: str, schema: Schema, open_store: Open) -> None:
+    def test_the_order_of_additions_does_not_matter(self, name: str, schema: Schema, open_store: Open) -> None:
         one, two = open_store(200, admission=name), open_store(200, admission=name)
         fill(one, schema, list(range(20)))
         fill(one, schema, list(range(5)), partition=1)
@@ -162,9 +162,9 @@ class TestThePage:
         fresh, fair = (open_store(160, admission=name) for name in ("fresh-classes", "class-balanced"))
         for store in (fresh, fair):
             fill(store, schema, list(range(20)))
-            index = store.entries.copy()
+            index = store.event_table.copy()
             assert np.ptp(np.bincount(index["label"])) <= 5  # those up to the next clearing
-        assert np.median(fresh.entries.copy()["offset"]) > 1700 > np.median(fair.entries.copy()["offset"])
+        assert np.median(fresh.event_table.copy()["offset"]) > 1700 > np.median(fair.event_table.copy()["offset"])
 
     @pytest.mark.process
     def test_its_picture_is_what_the_policies_do(self) -> None:

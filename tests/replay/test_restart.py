@@ -42,7 +42,7 @@ def block(schema: Schema, step: int, rows: int) -> Columns:
 
 
 def take_step(store: Store, schema: Schema, step: int, rows: int) -> list[Any]:
-    """Sample, learn, offer and plan as the learner does; return all of the sample."""
+    """Sample, learn, add and plan as the learner does; return all of the sample."""
     sample = store.sample(step, SAMPLED)
     store.update_priorities(sample, (sample.records["offset"] * 7 % 19 / 5).astype(np.float32))
     store.add(block(schema, step, rows), PARTITIONS)
@@ -119,7 +119,7 @@ def build(schema: Schema, tmp_path: Path) -> Iterator[Build]:
 def test_under_another_policy_events_compete_as_if_it_had_been_that_one(
     schema: Schema, build: Build, before: str, after: str, arrangement: dict[str, Any]
 ) -> None:
-    """Of what the old one had kept and what came later, the new one holds what one that was offered these holds."""
+    """Of what the old one had kept and what came later, the new one holds what one to which these were added holds."""
     store, other = build(arrangement, admission=before), build({}, admission=after)
     for step in range(20):
         store.add_now(block(schema, step, 100), PARTITIONS)
@@ -133,14 +133,17 @@ def test_under_another_policy_events_compete_as_if_it_had_been_that_one(
         if mine.any():
             other.add_now({name: column[mine] for name, column in columns.items()}, PARTITIONS)
     store = build(arrangement, first, admission=after)
-    assert sorted(store.entries.copy()["offset"].tolist()) == kept.tolist()
+    assert sorted(store.event_table.copy()["offset"].tolist()) == kept.tolist()
     for step in range(20, 50):
         for each in (store, other):
             each.add_now(block(schema, step, 100), PARTITIONS)
     names = ["offset", "group", "priority"]
-    assert np.array_equal(np.sort(store.entries.copy()[names]), np.sort(other.entries.copy()[names])) or before == after
+    assert (
+        np.array_equal(np.sort(store.event_table.copy()[names]), np.sort(other.event_table.copy()[names]))
+        or before == after
+    )
     # The next checkpoint tells the new priorities, not those of the one before.
     again = build(arrangement, FakeCheckpoints(store, first).checkpoint(2), admission=after)
-    assert np.array_equal(again.entries.copy()[names], store.entries.copy()[names])
+    assert np.array_equal(again.event_table.copy()[names], store.event_table.copy()[names])
     assert len(again.sample(0, SAMPLED)) == SAMPLED
     assert store.lost == again.lost == 0

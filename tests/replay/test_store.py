@@ -23,8 +23,10 @@ from replay.build import build_store
 from replay.config import ReplaySettings
 from replay.erasure.erased_events import ByRange, ErasedEvents
 from replay.fake import FakeCheckpoints
+from replay.planner import AHEAD, BLOCK
 from replay.reservoir.admission import exponentials
-from replay.store import AHEAD, BLOCK, MOST_WAITING, MOST_WAITING_BYTES, Store
+from replay.reservoir.pending_events import MOST_PENDING, MOST_PENDING_BYTES
+from replay.store import Store
 from replay.tiers import registry as kinds
 from replay.tiers.redis_tier import RedisTier
 
@@ -34,7 +36,7 @@ MakeStore = Callable[..., Store]
 
 def held(store: Store) -> set[tuple[int, int]]:
     """Return (partition, offset) of what is held, read back from a sample of everything through the index."""
-    index = store.entries.copy()
+    index = store.event_table.copy()
     return set(zip(index["partition"].tolist(), index["offset"].tolist(), strict=True))
 
 
@@ -43,7 +45,7 @@ def everything(store: Store) -> dict[str, torch.Tensor]:
 
 
 def k_smallest(schema: Schema, events: Iterable[tuple[int, int]], k: int, seed: int) -> set[tuple[int, int]]:
-    """The plain definition: the k events with the smallest priorities of all that were ever offered."""
+    """The plain definition: the k events with the smallest priorities of all that were ever added."""
     unique = sorted(set(events))
     partition, offset = (np.array(column) for column in zip(*unique, strict=True))
     bases = np.array([partition_base(name) for name in PARTITIONS], np.uint64)[partition]
@@ -138,18 +140,18 @@ def test_no_more_is_held_than_capacity_and_a_little(schema: Schema, make_store: 
     st.integers(1, 60),
     st.integers(0, 3),
 )
-def test_the_k_smallest_of_all_that_was_offered_are_held(
+def test_the_k_smallest_of_all_added_events_are_held(
     schema: Schema, batches: list[tuple[int, int, int, bool, bool]], k: int, seed: int
 ) -> None:
     """In any order, with any repetition, within and across batches."""
     store = build_store(ReplaySettings(capacity=k), schema, torch.device("cpu"), seed)
-    offered: list[tuple[int, int]] = []
+    added: list[tuple[int, int]] = []
     for partition, begin, count, backwards, twice in batches:
         offsets = [*range(begin, begin + count), *([begin] if twice else [])]
         store.add_now(fake_columns(schema, offsets[::-1] if backwards else offsets, partition=partition), PARTITIONS)
-        offered += [(partition, offset) for offset in offsets]
+        added += [(partition, offset) for offset in offsets]
         contents = held(store)
-        assert k_smallest(schema, offered, k, seed) <= contents <= set(offered)
+        assert k_smallest(schema, added, k, seed) <= contents <= set(added)
         assert len(contents) == len(store), "an event is held twice"
     sampled = everything(store)
     assert sorted(sampled["feature.n"].tolist()) == sorted(offset % 100 for _, offset in held(store))
@@ -187,9 +189,9 @@ def test_events_that_waited_leave_the_store_as_those_that_were_taken_in_at_once(
         assert sampled[0].records.tobytes() == sampled[1].records.tobytes()
         assert all(torch.equal(sampled[0].columns[name], sampled[1].columns[name]) for name in sampled[0].columns)
     waited.flush_pending()
-    index, other = at_once.entries.copy(), waited.entries.copy()
+    index, other = at_once.event_table.copy(), waited.event_table.copy()
     assert all(np.array_equal(index[name], other[name]) for name in index.dtype.names if name != "slot")
-    assert at_once.roll.quotas.thresholds.tobytes() == waited.roll.quotas.thresholds.tobytes()
+    assert at_once.reservoir.quotas.thresholds.tobytes() == waited.reservoir.quotas.thresholds.tobytes()
 
 
 def test_events_wait_for_one_another_but_not_when_a_sampler_chooses_anew_each_step(schema: Schema) -> None:
@@ -247,7 +249,7 @@ def test_while_a_disk_is_slow_no_more_is_kept_in_memory_than_what_it_is_to_write
     store = build_store(options, schema, torch.device("cpu"), 0, tmp_path / "replay")
     store.add_now(fake_columns(schema, range(10_000)), PARTITIONS)  # few are admitted from now on
     slow = threading.Event()
-    store.tiers._courier.send(slow.wait, 0)
+    store.tiers._io_worker.submit(slow.wait, 0)
     columns, admitted, begin = {}, 0, 10_000
     while not admitted:
         columns = fake_columns(schema, range(begin, begin + 50))
@@ -263,12 +265,12 @@ def test_while_a_disk_is_slow_no_more_is_kept_in_memory_than_what_it_is_to_write
 
 def test_no_more_events_wait_than_are_taken_in_soon(schema: Schema) -> None:
     store = build_store(ReplaySettings(capacity=2000), schema, torch.device("cpu"), 0)
-    store.add(fake_columns(schema, range(MOST_WAITING)), PARTITIONS)
-    assert len(store) == MOST_WAITING
+    store.add(fake_columns(schema, range(MOST_PENDING)), PARTITIONS)
+    assert len(store) == MOST_PENDING
 
 
 def test_no_more_bytes_wait_than_are_taken_in_soon() -> None:
-    features = {"x": {"dtype": "uint8", "shape": [MOST_WAITING_BYTES // 10]}}
+    features = {"x": {"dtype": "uint8", "shape": [MOST_PENDING_BYTES // 10]}}
     large = Schema(SchemaSettings.model_validate({"features": features, "label": {"name": "y", "classes": 4}}))
     store = build_store(ReplaySettings(capacity=20), large, torch.device("cpu"), 0)
     store.add(fake_columns(large, range(5)), PARTITIONS)
@@ -277,7 +279,7 @@ def test_no_more_bytes_wait_than_are_taken_in_soon() -> None:
     assert len(store) == 10
 
 
-def test_offering_again_changes_nothing(schema: Schema, make_store: MakeStore) -> None:
+def test_adding_again_changes_nothing(schema: Schema, make_store: MakeStore) -> None:
     store = make_store(50)
     for begin in range(0, 2000, 100):
         store.add_now(fake_columns(schema, range(begin, begin + 100)), PARTITIONS)
@@ -287,8 +289,8 @@ def test_offering_again_changes_nothing(schema: Schema, make_store: MakeStore) -
     assert held(store) == before
 
 
-def test_offering_again_changes_no_importance_either(schema: Schema) -> None:
-    """However offers are grouped, and whether the event is held."""
+def test_adding_again_changes_no_importance_either(schema: Schema) -> None:
+    """However additions are grouped, and whether the event is held."""
     sampled = []
     for again in (0, 100, 700):
         store = build_store(ReplaySettings(capacity=50), schema, torch.device("cpu"), 0)
@@ -404,7 +406,7 @@ class TestSamples:
         store = make_store(100)
         store.add_now(fake_columns(schema, range(80)), PARTITIONS)
         store.plan_ahead(0, lambda step: 30 if step % 4 == 2 else step)
-        assert [store.planned(step) for step in range(4)] == [0, 1, 30, 3]
+        assert [store.planner.planned(step) for step in range(4)] == [0, 1, 30, 3]
         for step in range(4):
             sample = store.sample(step, 100)
             assert len(set(sample.records["offset"].tolist())) == len(sample)
@@ -441,7 +443,7 @@ class TestSamples:
             store = build_store(ReplaySettings(capacity=100), schema, torch.device("cpu"), seed)
             for begin in range(0, 4000, 250):
                 store.add_now(fake_columns(schema, range(begin, begin + 250)), PARTITIONS)
-            counts += np.bincount(store.entries.copy()["offset"] // 400, minlength=10)
+            counts += np.bincount(store.event_table.copy()["offset"] // 400, minlength=10)
         expected = counts.sum() / 10
         assert ((counts - expected) ** 2 / expected).sum() < 33
 
@@ -462,7 +464,7 @@ class TestSamples:
                 each.plan_ahead(step, 8)
                 sampled.append((alone, each.sample(step, 8).records["offset"].tolist()))
             assert sampled[0] == sampled[1]
-            assert store.entries.copy()["offset"].tolist() == memory.entries.copy()["offset"].tolist()
+            assert store.event_table.copy()["offset"].tolist() == memory.event_table.copy()["offset"].tolist()
 
 
 def test_bytes_decide_where_they_hold_less_than_the_capacity(schema: Schema, caplog: pytest.LogCaptureFixture) -> None:
@@ -551,7 +553,7 @@ class TestCheckpoints:
         store.end_snapshot(None)
         assert not store.lost
         assert store.slots.free == store.tiers.slots - len(store)
-        slots = store.entries.slots
+        slots = store.event_table.slots
         assert len(set(slots.tolist())) == len(store)
 
     def test_a_smaller_store_takes_up_the_k_smallest(self, schema: Schema, make_store: MakeStore) -> None:

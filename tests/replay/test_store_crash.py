@@ -36,7 +36,8 @@ from replay.background_store import BackgroundStore
 from replay.build import build_store
 from replay.config import ReplaySettings
 from replay.plan import Sample
-from replay.store import AHEAD, Store
+from replay.planner import AHEAD
+from replay.store import Store
 from replay.tiers import redis_server as redis
 
 KILLS = "ANABRANCH_TEST_KILLS"
@@ -86,7 +87,7 @@ class Rehearsal:
         return self._keeper.store if isinstance(self._keeper, BackgroundStore) else self._keeper
 
     def take_step(self) -> str:
-        """Sample, learn, offer and plan; return the digest of what was sampled."""
+        """Sample, learn, add and plan; return the digest of what was sampled."""
         sample = self._keeper.sample(self.step, SAMPLED)
         offsets = sample.records["offset"]
         self._keeper.update_priorities(sample, ((offsets * 31 + self.step) % 17 / 4).astype(np.float32))
@@ -101,10 +102,10 @@ class Rehearsal:
         """Return the digest of what is held, in order, and planned."""
         self.store.flush_pending()
         assert self.store.lost == 0
-        index = self.store.entries.copy()
+        index = self.store.event_table.copy()
         index["slot"] = 0
-        plans = [plan.records.tobytes() for plan in self.store._plans]
-        thresholds = self.store.roll.quotas.thresholds.tobytes()
+        plans = [plan.records.tobytes() for plan in self.store.planner.plans]
+        thresholds = self.store.reservoir.quotas.thresholds.tobytes()
         sampler = [values.tobytes() for values in self.store._sampler.state().values()]
         return hashlib.sha256(b"".join([index.tobytes(), *plans, thresholds, *sampler])).hexdigest()
 
@@ -123,11 +124,13 @@ class Life(Rehearsal):
         if "redis" in chosen:
             chosen["redis"] = {"url": redis, **chosen["redis"]}
         options = ReplaySettings.model_validate({"capacity": CAPACITY, **SETTINGS[settings], **chosen})
-        self._clerk = BackgroundStore(build_store(options, schema, CPU, 0, path / "replay", contents, keys=KEYS))
-        super().__init__(self._clerk, schema, found[1].step if found else 0)
+        self._background_store = BackgroundStore(
+            build_store(options, schema, CPU, 0, path / "replay", contents, keys=KEYS)
+        )
+        super().__init__(self._background_store, schema, found[1].step if found else 0)
         every = CheckpointSettings.model_validate({"every": "5ms"})
         self._checkpointer = Checkpointer(
-            checkpoints, every, self._clerk, LearnerMetrics(CollectorRegistry()), segments
+            checkpoints, every, self._background_store, LearnerMetrics(CollectorRegistry()), segments
         )
 
     def checkpoint_if_due(self) -> None:
@@ -137,7 +140,7 @@ class Life(Rehearsal):
         assert self._checkpointer.problem is None
 
     def close(self) -> None:
-        self._clerk.close()
+        self._background_store.close()
 
 
 class Undisturbed:
@@ -172,11 +175,11 @@ def digest_of(sample: Sample) -> str:
 
 def expect_whole(store: Store, schema: Schema) -> None:
     """Fail unless the file has each event's own row, and each slot is free, used or retired."""
-    slots = store.entries.slots
-    rows, whole = store.tiers.read(slots.astype(np.int64), store.entries.identity(slots))
+    slots = store.event_table.slots
+    rows, whole = store.tiers.read(slots.astype(np.int64), store.event_table.identity(slots))
     assert whole.all(), f"{(~whole).sum()} rows of {len(slots)} are torn or of other events"
     columns = store._layout.unpack(rows)
-    records = store.entries.records(slots)
+    records = store.event_table.records(slots)
     for partition in (0, 1):
         mine = records["partition"] == partition
         if not mine.any():  # the first checkpoint may be made before anything came

@@ -36,9 +36,10 @@ from replay.config import ReplaySettings
 from replay.erasure.erased_events import ByKey, ByRange, ErasedEvents, Record
 from replay.fake import FakeCheckpoints
 from replay.plan import Sample
+from replay.planner import AHEAD
 from replay.sampling.base import BY_POSITION
 from replay.snapshot import StoreSnapshot
-from replay.store import AHEAD, Store
+from replay.store import Store
 from replay.tiers.disk_files import make_way
 
 PARTITIONS = [TopicPartition("events", 0), TopicPartition("events", 1), TopicPartition("other", 0, incarnation=2)]
@@ -84,11 +85,11 @@ def columns_of(schema: Schema, events: list[Event]) -> Columns:
     return columns
 
 
-def kept(schema: Schema, admission: str, offered: set[Event], k: int) -> set[Event]:
+def kept(schema: Schema, admission: str, added: set[Event], k: int) -> set[Event]:
     """The definition: of each group the q smallest, q being the largest number with which no more than k are kept."""
-    if not offered:
+    if not added:
         return set()
-    events = sorted(offered)
+    events = sorted(added)
     columns = columns_of(schema, events)
     bases = np.array([partition_base(name) for name in PARTITIONS], np.uint64)[columns["partition"]]
     identity = identity_hash(bases, columns["offset"], columns["row"], 0).tolist()
@@ -112,7 +113,7 @@ def names_of(records: np.ndarray) -> list[Event]:
 
 
 def held(store: Store) -> list[Event]:
-    return names_of(store.entries.copy())
+    return names_of(store.event_table.copy())
 
 
 def expect_payload(schema: Schema, sample: Sample) -> None:
@@ -128,7 +129,7 @@ def expect_payload(schema: Schema, sample: Sample) -> None:
 def expect_no_slot_leaked(store: Store) -> None:
     """Fail unless each slot is free, used or retired, and only one of these."""
     retired = [slots for _, slots in store.slots._retired]
-    everything = np.concatenate([store.entries.slots, store.slots._free, *retired])
+    everything = np.concatenate([store.event_table.slots, store.slots._free, *retired])
     assert sorted(everything.tolist()) == list(range(store.tiers.slots))
 
 
@@ -183,7 +184,7 @@ class Moment:
     """What a checkpoint must bring back."""
 
     held: list[Event]
-    offered: set[Event]
+    added: set[Event]
     plans: dict[int, list[Event]]
     step: int
     thresholds: list[float]
@@ -194,15 +195,15 @@ class Moment:
 class Model:
     """All that is known of the store from outside."""
 
-    offered: set[Event] = field(default_factory=set)
+    added: set[Event] = field(default_factory=set)
     plans: dict[int, list[Event]] = field(default_factory=dict)
     step: int = 0
     taken_in: set[Event] = field(default_factory=set)
-    """What was offered and does not wait for more offers."""
+    """The added events that are not pending."""
 
     def moment(self, store: Store) -> Moment:
         plans = {step: list(plan) for step, plan in self.plans.items()}
-        return Moment(held(store), set(self.offered), plans, self.step, store.roll.quotas.thresholds.tolist())
+        return Moment(held(store), set(self.added), plans, self.step, store.reservoir.quotas.thresholds.tolist())
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -249,18 +250,20 @@ class StoreMachine(RuleBasedStateMachine):
             self._finish(written=True, keep=1)
             assert self.has_room(len(events)), "a checkpoint has not freed the slots that no checkpoint names"
         self.store.add(columns_of(self.schema, events), PARTITIONS)
-        self.model.offered |= set(events)
+        self.model.added |= set(events)
 
     def has_room(self, n: int) -> bool:
         """Whether slots are free for what waits and n events more."""
-        return self.store.slots.free >= len(self.store._waiting) + n
+        return self.store.slots.free >= len(self.store._pending) + n
 
     @rule(n=st.integers(0, 30))
     def plan(self, n: int) -> None:
         self.store.plan_ahead(self.model.step, n)
         before = held(self.store)
-        assert [plan.step for plan in self.store._plans][:AHEAD] == [*range(self.model.step, self.model.step + AHEAD)]
-        for plan in self.store._plans:
+        assert [plan.step for plan in self.store.planner.plans][:AHEAD] == [
+            *range(self.model.step, self.model.step + AHEAD)
+        ]
+        for plan in self.store.planner.plans:
             if plan.step not in self.model.plans:
                 events = names_of(plan.records)
                 assert len(events) == len(set(events)) == min(n, len(before))
@@ -289,9 +292,9 @@ class StoreMachine(RuleBasedStateMachine):
         self.erased.append(record)
         self.fates.clear()
         gone = [event for event in held(self.store) if is_erased(record, event)]
-        waits, count = len(self.store._waiting), self.store.erase(ErasedEvents([record]))
+        waits, count = len(self.store._pending), self.store.erase(ErasedEvents([record]))
         assert count == len(gone) or (waits and count <= len(gone) + waits), "others are erased than were held"
-        for plan in self.store._plans:
+        for plan in self.store.planner.plans:
             events, before = names_of(plan.records), self.model.plans[plan.step]
             if any(is_erased(record, event) for event in before):
                 assert len(events) == len(set(events)) == min(len(before), len(self.store))
@@ -337,25 +340,25 @@ class StoreMachine(RuleBasedStateMachine):
         self.store = self.open(arrangement, contents, **self.options)
         self.fakes = FakeCheckpoints(self.store, contents)
         plans = {plan.step: moment.plans[plan.step] for plan in contents.standing.plans}
-        self.model = Model(set(moment.offered), plans, moment.step)
+        self.model = Model(set(moment.added), plans, moment.step)
         expected = [event for event in moment.held if not self.is_erased(event)]
         assert held(self.store) == expected, "others are held after a restart, or in another order"
-        assert self.store.roll.quotas.thresholds.tolist() == moment.thresholds
-        assert [plan.step for plan in self.store._plans] == sorted(plans)
+        assert self.store.reservoir.quotas.thresholds.tolist() == moment.thresholds
+        assert [plan.step for plan in self.store.planner.plans] == sorted(plans)
 
     @invariant()
     def what_is_held_is_what_the_definition_says(self) -> None:
         if not hasattr(self, "store"):
             return
         events = held(self.store)
-        if not len(self.store._waiting):
-            self.model.taken_in = set(self.model.offered)
+        if not len(self.store._pending):
+            self.model.taken_in = set(self.model.added)
         assert len(events) == len(set(events)) == len(self.store), "an event is held twice"
-        assert len(events) <= self.store.roll.quotas.limit
+        assert len(events) <= self.store.reservoir.quotas.limit
         remembered_ = {event for event in self.model.taken_in if not self.is_erased(event)}
         assert set(events) <= remembered_
         assert self.store.lost == 0
-        # What was erased leaves holes: thresholds do not rise.
+        # Erased events are missing: thresholds do not rise.
         assert kept(self.schema, self.admission, self.model.taken_in, self.k) & remembered_ <= set(events)
 
     @invariant()
@@ -365,7 +368,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_event_has_its_own_payload(self) -> None:
-        if hasattr(self, "store") and not len(self.store._waiting):  # to plan is to take in what waits
+        if hasattr(self, "store") and not len(self.store._pending):  # to plan is to take in what waits
             sample = self.store.fetch(self.store.plan(0, len(self.store)))
             assert len(sample) == len(self.store), "a row was written over"
             expect_payload(self.schema, sample)
@@ -376,7 +379,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.store.begin_snapshot(self.number),
             self.model.moment(self.store),
         )
-        self.model.taken_in = set(self.model.offered)
+        self.model.taken_in = set(self.model.added)
 
     def _finish(self, *, written: bool, keep: int) -> None:
         if self.pending is None:

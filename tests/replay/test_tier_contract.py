@@ -54,7 +54,7 @@ def open_slow(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callab
 
 
 @pytest.fixture(params=["disk", REDIS])
-def open_home(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., SlowTier]]:
+def open_primary(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., SlowTier]]:
     yield from opened(request.param, tmp_path, request)  # type: ignore[misc]
 
 
@@ -136,12 +136,12 @@ def test_rows_are_read_into_their_places_and_no_others(open_slow: Callable[..., 
     assert (np.delete(into.numpy(), places, axis=0) == 7).all()
 
 
-def test_a_home_that_is_opened_again_has_what_was_written(open_home: Callable[..., SlowTier]) -> None:
-    tier = open_home()
+def test_a_primary_tier_that_is_opened_again_has_its_rows(open_primary: Callable[..., SlowTier]) -> None:
+    tier = open_primary()
     slots, identity, written = some(700), names(700), rows(700)
     tier.write(slots, identity, written)
     tier.sync()
-    again = open_home()
+    again = open_primary()
     assert again.file == tier.file
     read, whole = again.read(slots, identity)
     assert whole.all()

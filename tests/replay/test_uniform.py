@@ -50,7 +50,7 @@ def test_each_event_of_all_tiers_is_sampled_as_often(
             sample = store.sample(step, SAMPLED)
             assert sample.records["offset"].tolist() == offsets.tolist()
             assert sample.columns["feature.x"][:, 0].tolist() == (offsets % 100).tolist()
-    found = counts[memory.entries.copy()["offset"]]
+    found = counts[memory.event_table.copy()["offset"]]
     assert found.sum() == SAMPLED * STEPS
     free, expected = len(found) - 1, found.mean()
     # As far beyond its mean as a fair trial is about once in 100,000.

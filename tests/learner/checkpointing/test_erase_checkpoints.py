@@ -94,7 +94,7 @@ def test_all_checkpoints_lose_what_is_erased_and_stay_whole(pipeline: Pipeline) 
     assert pipeline.erase() == 3
     after = pipeline.newest()
     assert after.index.tobytes() == kept.tobytes()
-    assert len(after.standing.sampler["seats"]) == len(after.standing.sampler["weights"]) == len(kept)
+    assert len(after.standing.sampler["positions"]) == len(after.standing.sampler["weights"]) == len(kept)
     if before.payload is not None and after.payload is not None:
         assert torch.equal(after.payload, before.payload[torch.from_numpy(before.index["key_hash"] != 9)])
     for number in pipeline.checkpoints.numbers():
@@ -131,7 +131,7 @@ def test_a_learner_that_goes_on_writes_whole_checkpoints_after_its_checkpoints_w
     pipeline.erase()
     erased = pipeline.store.erase(ERASED)
     assert erased > 0
-    pipeline.holdout.erase(ERASED, pipeline.store.entries.bases)
+    pipeline.holdout.erase(ERASED, pipeline.store.event_table.bases)
     for number, begin in enumerate(range(350, 550, 50), start=4):
         columns = range(begin + 1, begin + 10)
         pipeline.learn(columns)
@@ -232,7 +232,7 @@ def test_what_is_erased_while_a_checkpoint_is_written_spoils_no_checkpoint_and_i
     pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pipeline.learn(range(350, 360))
-    plan = pipeline.store._plans[0]
+    plan = pipeline.store.planner.plans[0]
     named = np.flatnonzero(plan.records["key_hash"] == 9)
     plan.rows.wait()
     payload = [torch.as_tensor(plan.rows.rows())[place].numpy().tobytes() for place in named.tolist()]

@@ -69,7 +69,7 @@ class Bench:
     @property
     def held(self) -> list[int]:
         assert self.store is not None
-        return self.store.entries.copy()["offset"].tolist()
+        return self.store.event_table.copy()["offset"].tolist()
 
     def files(self, number: int) -> dict[str, Path]:
         folder = self.checkpoints.path / str(number) / "rank-0"
@@ -151,7 +151,7 @@ def test_checkpoints_go_on_after_restarts_and_failures(bench: Bench, schema: Sch
             assert sorted(bench.files(bench.number)) == [f"segment-{bench.number}.safetensors"], "it is not full"
         if turn % 4 == 1:
             bench.resume()
-        assert bench.held == whole.entries.copy()["offset"].tolist()
+        assert bench.held == whole.event_table.copy()["offset"].tolist()
     bench.resume()
     plan = whole.plan(0, len(whole))
     offsets = plan.records["offset"].tolist()

@@ -310,7 +310,7 @@ def test_an_old_event_that_raises_is_replayed_no_more(make_bench: Callable[..., 
     bench.run()
     store = bench.store
     store.flush_pending()
-    held = store.entries.records(store.entries.slots)["offset"]
+    held = store.event_table.records(store.event_table.slots)["offset"]
     left = np.setdiff1d(np.arange(40 * ROWS), [*held, *range(5, 40 * ROWS, ROWS)])
     assert len(left) > 10
     assert (left < ROWS).all()

@@ -988,8 +988,8 @@ def _begin_anew(path: Path, schema: Schema, replay: Mapping[str, Any]) -> Store:
 
 def _held(store: Store) -> dict[int, bytes]:
     """Return the rows of the events held, by offset."""
-    entries = store.entries.copy()
-    rows, whole = store.tiers.read(entries["slot"].astype(np.int64), store.entries.identity(entries["slot"]))
+    entries = store.event_table.copy()
+    rows, whole = store.tiers.read(entries["slot"].astype(np.int64), store.event_table.identity(entries["slot"]))
     assert whole.all()
     return dict(zip(entries["offset"].tolist(), map(bytes, rows.numpy()), strict=True))
 

@@ -66,7 +66,7 @@ def fill(store: Store, schema: Schema, begin: int, end: int) -> None:
 def seek(store: Store, step: int, near: np.ndarray) -> None:
     """Look for what is near to events of such offsets, and wait for the answer."""
     store.query_neighbours(step, place(near))
-    until(lambda: (store._whereabouts.poll(), step in store._whereabouts._answers)[1])
+    until(lambda: (store._tracker.poll(), step in store._tracker._answers)[1])
 
 
 def until(condition: Callable[[], Any]) -> Any:
@@ -78,7 +78,7 @@ def until(condition: Callable[[], Any]) -> Any:
 
 
 def kept_by_centre(store: Store) -> np.ndarray:
-    return np.bincount(np.minimum(store.entries.copy()["offset"] % 16, DIM) % DIM, minlength=DIM)
+    return np.bincount(np.minimum(store.event_table.copy()["offset"] % 16, DIM) % DIM, minlength=DIM)
 
 
 @pytest.mark.parametrize("policy", ["similar", "diverse"])
@@ -109,7 +109,7 @@ def test_similar_samples_what_is_near_to_the_new_events_of_a_fixed_number_of_ste
         assert (store.plan(step + LAG, 8).records["offset"] % 16 == step).all()
     seek(store, 4, np.full(8, 1))
     store.plan(6 + LAG, 8)
-    assert not store._whereabouts._answers, "what came too late is let go of"
+    assert not store._tracker._answers, "what came too late is let go of"
     sampled = [tuple(store.plan(step + LAG, 8).slots.tolist()) for step in range(7, 40)]
     assert len({slot for each in sampled for slot in each}) > 150
 
@@ -122,13 +122,13 @@ def test_an_event_that_has_left_is_not_found(schema: Schema, build: Build) -> No
     for step in range(20):
         plan = store.plan(step, 100)
         assert len(set(plan.slots.tolist())) == len(plan) == len(store)
-        assert store.entries.are(plan.slots, plan.records).all()
+        assert store.event_table.are(plan.slots, plan.records).all()
 
 
 def test_diverse_samples_as_many_of_each_cluster(schema: Schema, build: Build) -> None:
     store = build(sampling="diverse")
     fill(store, schema, 0, 9000)
-    until(store._whereabouts.poll)
+    until(store._tracker.poll)
     rare = np.isin(store.plan(0, 400).records["offset"] % 16, np.arange(1, DIM)).mean()
     assert rare > 2 * (DIM - 1) / 16
 
@@ -140,12 +140,12 @@ def test_diverse_samples_the_oldest_embeddings_first_and_clusters_as_evenly_as_e
     them."""
     store, n, offsets = build(sampling="diverse"), 64, np.arange(9000)
     fill(store, schema, 0, 9000)
-    until(store._whereabouts.poll)
-    old = store.entries.slots[::225].copy()
-    new = store.entries.slots[~np.isin(store.entries.slots, old)]
-    store._whereabouts._step = 20_000
+    until(store._tracker.poll)
+    old = store.event_table.slots[::225].copy()
+    new = store.event_table.slots[~np.isin(store.event_table.slots, old)]
+    store._tracker._step = 20_000
     for part in np.array_split(new, 40):
-        store._whereabouts.update(part, place(offsets)[store.entries.of("offset", part)])
+        store._tracker.update(part, place(offsets)[store.event_table.of("offset", part)])
         until(lambda: store.neighbours.stats().waiting < 20)
     store.query_neighbours(20_000, place(np.arange(1)))
     missing, samples = set(old.tolist()), 0
@@ -153,11 +153,11 @@ def test_diverse_samples_the_oldest_embeddings_first_and_clusters_as_evenly_as_e
     def all_came() -> bool:
         nonlocal samples
         plan = store.plan(0, n)
-        clusters, sizes = (store._whereabouts.clusters(each) for each in (plan.slots, store.entries.slots))
+        clusters, sizes = (store._tracker.clusters(each) for each in (plan.slots, store.event_table.slots))
         sampled, there = (np.bincount(each, minlength=100) for each in (clusters, sizes))
         assert (sampled >= np.minimum(there, sampled.max() - 1)).all()
         assert len(set(plan.slots.tolist())) == n
-        assert store.entries.are(plan.slots, plan.records).all()
+        assert store.event_table.are(plan.slots, plan.records).all()
         samples += not missing.isdisjoint(plan.slots.tolist())
         missing.difference_update(plan.slots.tolist())
         return not missing
@@ -176,7 +176,7 @@ class TestErased:
         return store
 
     def test_it_leaves_the_index_the_clusters_and_the_plans(self, store: Store) -> None:
-        until(lambda: store.neighbours.stats().process.trained_rows and store._whereabouts.poll())
+        until(lambda: store.neighbours.stats().process.trained_rows and store._tracker.poll())
         self._seek(store)
         store.plan_ahead(1 + LAG, 64)
         ids = erase(store)
@@ -220,9 +220,9 @@ class TestErased:
 
 def erase(store: Store) -> np.ndarray:
     """Erase the events of one centre, and return the ids that they had in the index."""
-    offsets = [offset for offset in store.entries.copy()["offset"].tolist() if offset % 16 == 3]
-    gone = np.isin(store.entries.of("offset", store.entries.slots), offsets)
-    ids = store._whereabouts._ids[store.entries.slots[gone]].copy()
+    offsets = [offset for offset in store.event_table.copy()["offset"].tolist() if offset % 16 == 3]
+    gone = np.isin(store.event_table.of("offset", store.event_table.slots), offsets)
+    ids = store._tracker._ids[store.event_table.slots[gone]].copy()
     name = partition_name(PARTITIONS[0])
     records = [ByRange(time=0, by="command", partition=name, first=offset, last=offset) for offset in offsets]
     assert store.erase(ErasedEvents(records)) == len(offsets) == 200
@@ -232,9 +232,9 @@ def erase(store: Store) -> np.ndarray:
 def test_diverse_keeps_more_of_what_is_rare(schema: Schema, build: Build) -> None:
     store = build(capacity=2000, admission="diverse")
     fill(store, schema, 0, 9000)
-    until(store._whereabouts.poll)
+    until(store._tracker.poll)
     fill(store, schema, 9000, 40_000)
-    offsets = store.entries.copy()["offset"]
+    offsets = store.event_table.copy()["offset"]
     assert np.isin(offsets % 16, np.arange(1, DIM)).mean() > 1.3 * (DIM - 1) / 16
 
 
@@ -244,19 +244,19 @@ def test_diverse_takes_nothing_twice_into_account_also_when_clusters_are_found_a
     """What was evicted under the old clusters is not held because the new ones have room."""
     store = build(capacity=1000, admission="diverse")
     fill(store, schema, 0, 5000)
-    until(store._whereabouts.poll)
+    until(store._tracker.poll)
     again = np.arange(4000, 5000)
     for anew in (False, True):
         if anew:
-            trained = store._whereabouts.poll()
+            trained = store._tracker.poll()
             for _ in range(4):  # as many as make clusters be found anew: were there no end, none would be told whole
                 until(lambda: not store.neighbours.stats().waiting)
-                slots = store.entries.slots
-                store._whereabouts.update(slots, -place(store.entries.of("offset", slots)))
-            until(lambda trained=trained: store._whereabouts.poll() != trained)
-        before = store.entries.copy()["offset"].tolist()
+                slots = store.event_table.slots
+                store._tracker.update(slots, -place(store.event_table.of("offset", slots)))
+            until(lambda trained=trained: store._tracker.poll() != trained)
+        before = store.event_table.copy()["offset"].tolist()
         assert store.add_now(fake_columns(schema, again.tolist()), PARTITIONS, place(again)) == 0
-        assert store.entries.copy()["offset"].tolist() == before
+        assert store.event_table.copy()["offset"].tolist() == before
 
 
 def test_a_store_that_goes_on_from_a_checkpoint_finds_its_events_again_as_they_are_sampled(
@@ -284,7 +284,7 @@ def test_what_the_index_does_not_have_keeps_its_share_of_the_samples(schema: Sch
         until(lambda: resumed.neighbours.stats().waiting < 20)
     until(lambda: resumed.neighbours.stats().process.rows == 3200)
     if policy == "diverse":
-        until(resumed._whereabouts.poll)
+        until(resumed._tracker.poll)
     samples = []
     for step in range(50):
         seek(resumed, step, np.arange(64))
@@ -295,18 +295,18 @@ def test_what_the_index_does_not_have_keeps_its_share_of_the_samples(schema: Sch
     for each in samples:
         sample = resumed.fetch(each)
         resumed.update_priorities(sample, np.zeros(64, np.float32), place(sample.records["offset"]))
-    assert resumed._whereabouts.placed(np.concatenate([each.slots for each in samples])).mean() > 0.9
+    assert resumed._tracker.placed(np.concatenate([each.slots for each in samples])).mean() > 0.9
 
 
 def test_when_the_index_process_dies_what_it_had_keeps_its_share_too(schema: Schema, build: Build) -> None:
     store = build(sampling="similar")
     fill(store, schema, 0, 3200)
-    assert store._whereabouts.placed(store.entries.slots).all()
+    assert store._tracker.placed(store.event_table.slots).all()
     assert store.neighbours.pid is not None
     os.kill(store.neighbours.pid, signal.SIGKILL)
     until(lambda: store.neighbours.stats().restarts == 1)
     store.plan(1, 8)
-    assert not store._whereabouts.placed(store.entries.slots).any()
+    assert not store._tracker.placed(store.event_table.slots).any()
 
 
 def test_events_that_came_without_an_embedding_get_one_when_they_are_sampled(schema: Schema, build: Build) -> None:
@@ -329,7 +329,7 @@ def test_under_diverse_admission_events_of_one_weight_count_alike_whenever_clust
             columns["weight"][:] = 1.0
             store.add_now(columns, PARTITIONS, place(offsets))
             until(lambda: store.neighbours.stats().waiting < 20)
-        trained = until(store._whereabouts.poll)
+        trained = until(store._tracker.poll)
         importance = store.fetch(store.plan(trained, 1000)).importance
         assert importance.min() > 0.5
         assert importance.max() < 2.0

@@ -452,7 +452,7 @@ def add(store: Store, schema: Schema, offsets: range, key: int = 1) -> None:
 
 
 def offsets_held(store: Store) -> list[int]:
-    return sorted(store.entries.copy()["offset"].tolist())
+    return sorted(store.event_table.copy()["offset"].tolist())
 
 
 def key_record(key: int, end: int) -> ErasedEvents:
@@ -499,11 +499,11 @@ def test_what_had_left_the_store_before_is_overwritten_in_every_tier(schema: Sch
     checkpoints.checkpoint(1)
     store.tiers.sync()
     pattern = secret["feature.x"][0].tobytes()
-    assert any(pattern in bytes_of(tier) for tier in store.tiers._all)
+    assert any(pattern in bytes_of(tier) for tier in store.tiers.all)
     store.erase(key_record(2, 400))
     store.tiers.sync()
     assert min(offsets_held(store)) >= 400
-    assert not any(pattern in bytes_of(tier) for tier in store.tiers._all)
+    assert not any(pattern in bytes_of(tier) for tier in store.tiers.all)
     assert not store.tiers.unerased
     assert len(store.fetch(store.plan(0, 50))) == len(store) == len(offsets_held(store))
 
@@ -520,7 +520,7 @@ def test_what_is_on_its_way_into_memory_when_it_is_erased_is_overwritten_there(
         secret["key_hash"][:], secret["feature.x"][:] = 2, 12345.678
         store.add_now(secret, PARTITIONS)
         store.tiers.sync()
-        (memory,) = (tier for tier in store.tiers._all if isinstance(tier, MemoryTier))
+        (memory,) = (tier for tier in store.tiers.all if isinstance(tier, MemoryTier))
         assert 0 < len(store.tiers._cache or ()) == memory.slots < 20
         (disk,), asked = store.tiers.slow, threading.Event()
         read, wait = disk.read_into, StagedRows.wait
@@ -544,7 +544,7 @@ def test_what_a_tier_cannot_erase_is_erased_once_it_can(
     with contextlib.closing(build_store(settings, schema, torch.device("cpu"), 0, tmp_path, keys="test")) as store:
         add(store, schema, range(40), key=2)
         store.tiers.sync()
-        (redis,) = (tier for tier in store.tiers._all if isinstance(tier, RedisTier))
+        (redis,) = (tier for tier in store.tiers.all if isinstance(tier, RedisTier))
         with failing(monkeypatch, [redis], "erase"):
             store.erase(key_record(2, 30))
             store.tiers.sync()
@@ -592,12 +592,12 @@ def failing(monkeypatch: pytest.MonkeyPatch, tiers: Sequence[Tier], what: str) -
         yield
 
 
-@pytest.mark.parametrize("also_home", [False, True])
+@pytest.mark.parametrize("also_primary", [False, True])
 def test_what_lies_under_events_that_could_not_be_written_is_erased_with_what_is_erased(
-    schema: Schema, make_store: MakeStore, monkeypatch: pytest.MonkeyPatch, *, also_home: bool
+    schema: Schema, make_store: MakeStore, monkeypatch: pytest.MonkeyPatch, *, also_primary: bool
 ) -> None:
     store = make_store(50)
-    tiers = store.tiers.slow if also_home else store.tiers.slow[:-1]
+    tiers = store.tiers.slow if also_primary else store.tiers.slow[:-1]
     add_secrets(store, schema, range(400))
     assert all(map(tells, tiers))
     with failing(monkeypatch, tiers, "write"):
@@ -607,7 +607,7 @@ def test_what_lies_under_events_that_could_not_be_written_is_erased_with_what_is
     store.erase(key_record(2, 400))
     erase_stale(store)
     assert not store.tiers.unerased
-    assert not any(map(tells, store.tiers._all))
+    assert not any(map(tells, store.tiers.all))
 
 
 def test_a_place_that_could_not_be_erased_is_left_alone_once_an_event_of_a_checkpoint_is_in_it(
@@ -626,11 +626,11 @@ def test_a_place_that_could_not_be_erased_is_left_alone_once_an_event_of_a_check
     add(store, schema, range(90, 3000))
     erase_stale(store)
     assert not store.tiers.unerased
-    identity = identity_hash(store.entries.bases[index["partition"]], index["offset"], index["row"], 0)
+    identity = identity_hash(store.event_table.bases[index["partition"]], index["offset"], index["row"], 0)
     _, whole = store.tiers.read(index["slot"].astype(np.int64), identity)
     assert len(index) == 50
     assert whole.all()
-    assert not any(map(tells, store.tiers._all))
+    assert not any(map(tells, store.tiers.all))
 
 
 def test_what_an_earlier_process_could_not_overwrite_in_a_cache_is_erased_if_there_was_something_to_erase(
@@ -657,7 +657,7 @@ def test_places_of_which_nothing_is_known_are_erased_but_for_those_that_a_checkp
     contents = checkpoints.checkpoint(1)
     store = make_store(50, contents=contents)
     named = np.zeros(store.tiers.slots, np.bool_)
-    kept = store.entries.unknown()[:3]
+    kept = store.event_table.unknown()[:3]
     named[kept] = True
     rounds = 0
     while store.erase_unknown(named, max(64, store.tiers.slots // 8)):
@@ -666,6 +666,6 @@ def test_places_of_which_nothing_is_known_are_erased_but_for_those_that_a_checkp
     if store.tiers.slow and isinstance(disk := store.tiers.slow[-1], DiskTier):
         store.tiers.sync()
         written = np.array(written_slots(disk))
-        assert set(written.tolist()) <= {*store.entries.slots.tolist(), *kept.tolist()}
-        assert set(store.entries.slots.tolist()) <= set(written.tolist())
+        assert set(written.tolist()) <= {*store.event_table.slots.tolist(), *kept.tolist()}
+        assert set(store.event_table.slots.tolist()) <= set(written.tolist())
     assert len(store.fetch(store.plan(0, 50))) == 50

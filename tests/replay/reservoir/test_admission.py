@@ -1,4 +1,4 @@
-"""Who is kept, against plain definitions: a pure function of what was offered, in any order and with any repetition."""
+"""Who is kept, against plain definitions: a pure function of the added events, in any order and with any repetition."""
 
 import math
 from collections.abc import Callable
@@ -14,8 +14,8 @@ from anabranch.core.errors import SettingsError
 from replay.policies import ADMISSIONS, AdmissionContext
 from replay.reservoir.admission import (
     Admission,
+    Candidates,
     ClassBalancedAdmission,
-    Offered,
     RecencyAdmission,
     ReservoirAdmission,
     exponentials,
@@ -61,10 +61,10 @@ def priority(policy: str, event: Event) -> float:
     return exponential if policy != "recent" else math.log(exponential) - math.log(2) * event.hours
 
 
-def kept(policy: str, offered: set[Event], k: int) -> set[Event]:
+def kept(policy: str, added: set[Event], k: int) -> set[Event]:
     """Of each group the q smallest, q being the largest number with which no more than k are kept."""
     groups: dict[int, list[Event]] = {}
-    for event in sorted((each for each in offered if each.weight), key=lambda each: priority(policy, each)):
+    for event in sorted((each for each in added if each.weight), key=lambda each: priority(policy, each)):
         groups.setdefault(event.label if policy == "class-balanced" else 0, []).append(event)
     sizes = [len(members) for members in groups.values()]
     most = max(q for q in range(k + 1) if sum(min(size, q) for size in sizes) <= k) if sum(sizes) > k else k
@@ -82,12 +82,12 @@ class Kept:
         self.groups = np.empty(0, np.int16)
 
     def add(self, events: list[Event]) -> None:
-        offered = Offered(
+        candidates = Candidates(
             np.array([event.identity for event in events], np.uint64),
             np.array([event.weight for event in events], np.float32),
             np.array([event.hours * 3600 for event in events], np.uint32),
         )
-        priorities = self.policy.priorities(offered)
+        priorities = self.policy.priorities(candidates)
         groups = self.policy.group(np.array([event.label for event in events]), np.zeros(len(events), np.int16))
         admitted = self.quotas.admits(priorities, groups)
         for place in np.flatnonzero(admitted).tolist():
@@ -118,17 +118,19 @@ batches = st.lists(st.lists(st.sampled_from(EVENTS), min_size=1, max_size=60), m
 @each_policy
 @settings(max_examples=60)
 @given(batches, st.integers(CLASSES + 1, 80))
-def test_those_of_the_definition_are_held_after_every_offer(policy: str, offers: list[list[Event]], k: int) -> None:
+def test_those_of_the_definition_are_held_after_every_addition(
+    policy: str, additions: list[list[Event]], k: int
+) -> None:
     """In any order, with any repetition; beyond them only what lies below the thresholds, all of which have fallen."""
-    store, offered = Kept(policy, k), set[Event]()
-    for offer in offers:
+    store, added = Kept(policy, k), set[Event]()
+    for addition in additions:
         before = store.quotas.thresholds.copy()
-        store.add(offer)
-        offered |= set(offer)
+        store.add(addition)
+        added |= set(addition)
         assert (store.quotas.thresholds <= before).all(), "a threshold rose"
-        assert kept(policy, offered, k) <= store.events <= offered
+        assert kept(policy, added, k) <= store.events <= added
         assert len(store.names) <= store.quotas.limit
-        assert store.events == {event for event in offered if store.is_below(policy, event)}
+        assert store.events == {event for event in added if store.is_below(policy, event)}
 
 
 @each_policy
@@ -158,9 +160,9 @@ def test_classes_share_the_room_evenly_and_small_ones_have_all_that_they_are() -
     counts = dict.fromkeys(range(-1, CLASSES), 0)
     for event in store.events:
         counts[event.label] += 1
-    offered = {label: sum(event.label == label and event.weight > 0 for event in EVENTS) for label in counts}
+    added = {label: sum(event.label == label and event.weight > 0 for event in EVENTS) for label in counts}
     most = max(counts.values())
-    assert all(counts[label] in (most, offered[label]) for label in counts)
+    assert all(counts[label] in (most, added[label]) for label in counts)
     assert 95 < sum(counts.values()) <= 100
 
 
@@ -172,7 +174,9 @@ def test_recent_keeps_half_as_many_for_each_half_life_that_they_are_older() -> N
         time_s = np.repeat(np.arange(hours, dtype=np.uint32) * 3600, 4000)
         policy, quotas = RecencyAdmission(HOUR), Quotas(400)
         weights = np.ones(len(identity), np.float32)
-        stays = quotas.lower(policy.priorities(Offered(identity, weights, time_s)), np.zeros(len(identity), np.int16))
+        stays = quotas.lower(
+            policy.priorities(Candidates(identity, weights, time_s)), np.zeros(len(identity), np.int16)
+        )
         assert stays.sum() == 400
         counts += np.bincount(time_s[stays] // 3600, minlength=hours)
     expected = 2.0 ** np.arange(hours)
@@ -184,13 +188,13 @@ def test_recent_keeps_half_as_many_for_each_half_life_that_they_are_older() -> N
 @pytest.mark.parametrize("policy", ["reservoir", "recent"])
 def test_rates_tell_with_what_probability_an_event_is_held(policy: str) -> None:
     """1 - exp(-weight * rate), over 20,000 identities for each weight; the error is that of a mean of so many."""
-    around = POLICIES[policy]()
+    context = POLICIES[policy]()
     threshold = {"reservoir": 0.7, "recent": -3.0}[policy]
     for weight in (0.3, 1.0, 2.5):
         identity = np.random.default_rng(int(weight * 10)).integers(2**64, size=20_000, dtype=np.uint64)
         time_s = np.full(len(identity), 4 * 3600, np.uint32)
-        found = around.priorities(Offered(identity, np.full(len(identity), weight, np.float32), time_s)) < threshold
-        rate, _ = around.rates(np.array([threshold]), time_s[:1], np.ones(1), 1.0)
+        found = context.priorities(Candidates(identity, np.full(len(identity), weight, np.float32), time_s)) < threshold
+        rate, _ = context.rates(np.array([threshold]), time_s[:1], np.ones(1), 1.0)
         assert abs(found.mean() - (1 - math.exp(-weight * float(rate[0])))) < 0.015
 
 
@@ -255,16 +259,16 @@ def test_the_smallest_of_each_group_stay_below_its_threshold(
 
 
 @pytest.mark.parametrize(
-    ("policy", "around", "message"),
+    ("policy", "context", "message"),
     [
         ("class-balanced", AdmissionContext(None, HOUR, None), "needs schema.label.classes"),
         ("class-balanced", AdmissionContext(40_000, HOUR, None), "fewer than 32767"),
         ("diverse", AdmissionContext(4, HOUR, None), "needs model.embedding"),
     ],
 )
-def test_a_policy_that_lacks_what_it_needs_is_refused(policy: str, around: AdmissionContext, message: str) -> None:
+def test_a_policy_that_lacks_what_it_needs_is_refused(policy: str, context: AdmissionContext, message: str) -> None:
     with pytest.raises(SettingsError, match=message):
-        ADMISSIONS[policy](around)
+        ADMISSIONS[policy](context)
 
 
 def test_the_name_of_a_policy_tells_what_decides() -> None:

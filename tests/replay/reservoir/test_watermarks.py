@@ -24,9 +24,9 @@ def beyond(marks: Watermarks, events: list[Event]) -> list[bool]:
 
 
 @given(calls)
-def test_an_event_is_beyond_all_of_its_partition_that_came_before_it(offered: list[list[Event]]) -> None:
+def test_an_event_is_beyond_all_of_its_partition_that_came_before_it(added: list[list[Event]]) -> None:
     marks, highest = Watermarks(), dict[int, tuple[int, int]]()
-    for events in offered:
+    for events in added:
         expected = []
         for partition, *place in events:
             expected.append(tuple(place) > highest.get(partition, (-1, -1)))
@@ -36,10 +36,10 @@ def test_an_event_is_beyond_all_of_its_partition_that_came_before_it(offered: li
 
 
 @given(calls)
-def test_how_many_are_told_of_at_once_decides_nothing(offered: list[list[Event]]) -> None:
+def test_how_many_are_told_of_at_once_decides_nothing(added: list[list[Event]]) -> None:
     one, other = Watermarks(), Watermarks()
-    apart = [each for events in offered for each in beyond(one, events)]
-    assert apart == beyond(other, [event for events in offered for event in events])
+    apart = [each for events in added for each in beyond(one, events)]
+    assert apart == beyond(other, [event for events in added for event in events])
     assert one.highest == other.highest
 
 

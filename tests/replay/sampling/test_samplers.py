@@ -28,9 +28,9 @@ class Bench:
     def __init__(self, name: str, luck: int = 0) -> None:
         self.name = name
         self._slots = np.random.default_rng(luck).permutation(SLOTS).astype(np.int32)
-        self.entries = EventTable(SLOTS, LIMIT, 0)
-        self.entries.meet([TopicPartition("events", 0)])
-        self.sampler: Sampler = SAMPLERS[name](SamplerContext(self.entries, SLOTS, 4, HOUR, None))
+        self.event_table = EventTable(SLOTS, LIMIT, 0)
+        self.event_table.register([TopicPartition("events", 0)])
+        self.sampler: Sampler = SAMPLERS[name](SamplerContext(self.event_table, SLOTS, 4, HOUR, None))
         self._next = 0
 
     def add(self, n: int, label: Sequence[int] = (0,), hours: Sequence[float] = (0,)) -> np.ndarray:
@@ -44,13 +44,13 @@ class Bench:
             **dict.fromkeys(("key_hash", "partition", "row"), zeros),
         }
         self._next += n
-        self.entries.append(slots, np.zeros(n), 0, records_of(columns))
+        self.event_table.append(slots, np.zeros(n), 0, records_of(columns))
         self.sampler.add(slots)
         return slots
 
     def drop(self, gone: np.ndarray) -> None:
         """Let the events of some offsets leave."""
-        left = self.entries.keep(~np.isin(self.offsets(self.entries.slots), gone))
+        left = self.event_table.keep(~np.isin(self.offsets(self.event_table.slots), gone))
         self._slots = np.concatenate([self._slots, left])
         self.sampler.remove(left)
 
@@ -58,7 +58,7 @@ class Bench:
         return self.sampler.sample(n, np.random.default_rng(step))
 
     def offsets(self, slots: np.ndarray) -> np.ndarray:
-        return self.entries.of("offset", slots)
+        return self.event_table.of("offset", slots)
 
     def places(self, n: int, samples: int) -> np.ndarray:
         """By place in a sample, how often each event came there."""
@@ -69,12 +69,12 @@ class Bench:
 
     def restarted(self, luck: int) -> "Bench":
         """Return what goes on from a checkpoint of this one, its events in other slots."""
-        other, index, state = Bench(self.name, luck), self.entries.copy(), self.sampler.state()
+        other, index, state = Bench(self.name, luck), self.event_table.copy(), self.sampler.state()
         state = {name: np.array(values) for name, values in state.items()}
         index["slot"], other._slots = other._slots[: len(index)], other._slots[len(index) :]
-        other.entries.restore(index, self.entries.bases.tolist())
+        other.event_table.restore(index, self.event_table.bases.tolist())
         other._next = self._next
-        other.sampler.add(other.entries.slots)
+        other.sampler.add(other.event_table.slots)
         other.sampler.restore(state)
         return other
 
@@ -136,7 +136,7 @@ class TestOrder:
         bench = Bench("class-balanced")
         bench.add(300, label=[0] * 26 + [1] * 3 + [-1])
         for place in bench.places(12, 2000)[[0, 1, 11]]:
-            counts = np.bincount(bench.entries.of("label", bench.entries.slots) + 1, place, 3)
+            counts = np.bincount(bench.event_table.of("label", bench.event_table.slots) + 1, place, 3)
             assert abs(chi_square(counts, np.ones(3))) < 4.5
 
 
@@ -149,9 +149,9 @@ class TestEven:
         bench.add(4, label=[1])
         for step in range(20):
             slots = bench.sample(64, step).slots
-            counts = np.bincount(bench.entries.of("label", slots) + 1, minlength=5)
+            counts = np.bincount(bench.event_table.of("label", slots) + 1, minlength=5)
             assert counts.tolist() == [20, 20, 4, 0, 20]
-        counts = np.bincount(bench.entries.of("label", bench.sample(66, 0).slots) + 1, minlength=5)
+        counts = np.bincount(bench.event_table.of("label", bench.sample(66, 0).slots) + 1, minlength=5)
         assert sorted(counts.tolist()) == [0, 4, 20, 21, 21]
 
     def test_within_a_class_events_come_alike(self) -> None:
@@ -189,7 +189,7 @@ class TestRecent:
         poisoned = bench.sampler.state()["generation"]
         bench = Bench("recent")
         bench.add(100, hours=np.repeat([0, 1], 50))
-        bench.sampler.restore({"seats": np.empty(0), "generation": poisoned})
+        bench.sampler.restore({"positions": np.empty(0), "generation": poisoned})
         counts = bench.places(1, 6000)[0].reshape(2, 50).sum(axis=1)
         assert chi_square(counts, np.array([1.0, 2.0])) < 4.5
 
@@ -212,7 +212,7 @@ class TestLoss:
         """Samples enough to tell 32 ** 0.6 from the 1 of the others and from the 32 itself in all of 4,000 trials."""
         bench = Bench("loss")
         bench.sampler.update_priorities(bench.add(50), np.full(50, 32.0, np.float32))
-        bench.sampler.update_priorities(bench.entries.slots[10:50], np.full(40, 1.0, np.float32))
+        bench.sampler.update_priorities(bench.event_table.slots[10:50], np.full(40, 1.0, np.float32))
         bench.add(50)
         expected = np.array([*[8.0] * 10, *[1.0] * 40, *[8.0] * 50])
         assert chi_square(bench.places(1, 5000)[0], expected) < 4.5
@@ -247,7 +247,7 @@ class TestLoss:
         slots = bench.add(1000)
         for turn in range(10):
             bench.sampler.update_priorities(slots, np.full(1000, 32.0 if turn < 5 else 1.0, np.float32))
-        assert bench.sampler.state()["heard"].nbytes == 4096
+        assert bench.sampler.state()["newest"].nbytes == 4096
         other = bench.restarted(3)
         for each in (bench, other):
             each.add(1000)

@@ -1,4 +1,4 @@
-"""A tree of sums, and seats, against plain lists."""
+"""A tree of sums, and positions, against plain lists."""
 
 import numpy as np
 import pytest
@@ -15,16 +15,16 @@ sizes = st.sampled_from([1, 2, 63, 64, 65, 300, 64 * 64, 64 * 64 + 1, 5000])
 @given(sizes, st.integers(0, 2**32), st.integers(1, 6))
 def test_a_point_falls_on_the_leaf_that_a_scan_finds(leaves: int, seed: int, turns: int) -> None:
     """With whole weights, so that sums are exact however they are made; a leaf of weight 0 is never found."""
-    dice, tree, plain = np.random.default_rng(seed), SumTree(leaves), np.zeros(leaves)
+    rng, tree, plain = np.random.default_rng(seed), SumTree(leaves), np.zeros(leaves)
     for _ in range(turns):
-        some = np.unique(dice.integers(0, leaves, dice.integers(1, 50)))
-        plain[some] = dice.integers(0, 4, len(some))
+        some = np.unique(rng.integers(0, leaves, rng.integers(1, 50)))
+        plain[some] = rng.integers(0, 4, len(some))
         tree.set(some, plain[some])
         assert tree.total == plain.sum()
         assert (tree[np.arange(leaves)] == plain).all()
         if not tree.total:
             continue
-        mass = dice.integers(0, int(tree.total), 40).astype(np.float64)
+        mass = rng.integers(0, int(tree.total), 40).astype(np.float64)
         found = tree.find(mass)
         assert (found == np.searchsorted(np.cumsum(plain), mass, side="right")).all()
         assert (plain[found] > 0).all()
@@ -34,15 +34,15 @@ def test_a_point_falls_on_the_leaf_that_a_scan_finds(leaves: int, seed: int, tur
 @given(sizes, st.integers(0, 2**32))
 def test_sums_depend_on_the_weights_alone(leaves: int, seed: int) -> None:
     """Bit for bit: one by one, in another order, by way of other weights, all at once."""
-    dice = np.random.default_rng(seed)
-    weights = dice.exponential(size=leaves) * 10.0 ** dice.integers(-200, 200, leaves)
+    rng = np.random.default_rng(seed)
+    weights = rng.exponential(size=leaves) * 10.0 ** rng.integers(-200, 200, leaves)
     at_once, piecemeal = SumTree(leaves), SumTree(leaves)
     at_once.set(np.arange(leaves), weights)
     piecemeal.set(np.arange(leaves), 3.0)
-    for some in np.array_split(dice.permutation(leaves), min(leaves, 30)):
+    for some in np.array_split(rng.permutation(leaves), min(leaves, 30)):
         piecemeal.set(some, weights[some])
     assert piecemeal.total == at_once.total
-    mass = dice.random(50) * at_once.total
+    mass = rng.random(50) * at_once.total
     assert (piecemeal.find(mass) == at_once.find(mass)).all()
 
 
@@ -58,26 +58,26 @@ def test_the_very_end_falls_on_the_last_leaf_with_a_weight(leaves: int) -> None:
 
 @settings(max_examples=60)
 @given(st.integers(0, 2**32), st.integers(1, 12))
-def test_seats_depend_on_who_came_and_left_and_not_on_slots(seed: int, turns: int) -> None:
+def test_positions_depend_on_added_and_removed_events_and_not_on_slots(seed: int, turns: int) -> None:
     """The lowest free ones are taken, also after a restart in which events are in other slots."""
-    dice = np.random.default_rng(seed)
-    seats, slots, seated = StablePositions(100, 60), {}, {}
+    rng = np.random.default_rng(seed)
+    positions, slots, position_of = StablePositions(100, 60), {}, {}
     for turn in range(turns):
-        n = int(dice.integers(0, 60 - len(seated) + 1))
-        new = dice.permutation(sorted(set(range(100)) - set(slots.values())))[:n].astype(np.int32)
+        n = int(rng.integers(0, 60 - len(position_of) + 1))
+        new = rng.permutation(sorted(set(range(100)) - set(slots.values())))[:n].astype(np.int32)
         names = [(turn, each) for each in range(n)]
-        lowest = sorted(set(range(60)) - set(seated.values()))[:n]
-        assert seats.take(new).tolist() == lowest
+        lowest = sorted(set(range(60)) - set(position_of.values()))[:n]
+        assert positions.take(new).tolist() == lowest
         slots |= zip(names, new.tolist(), strict=True)
-        seated |= zip(names, lowest, strict=True)
-        gone = [name for name in slots if dice.random() < 0.3]
-        left = seats.release(np.array([slots.pop(name) for name in gone], np.int32))
-        assert left.tolist() == [seated.pop(name) for name in gone]
-        if dice.random() < 0.3:
-            slots = dict(zip(slots, dice.permutation(100)[: len(slots)].tolist(), strict=True))
-            seats = StablePositions(100, 60)
-            seats.take(np.array(list(slots.values()), np.int32))
-            seats.restore(np.array(list(slots.values()), np.int32), np.array(list(seated.values()), np.int32))
+        position_of |= zip(names, lowest, strict=True)
+        gone = [name for name in slots if rng.random() < 0.3]
+        left = positions.release(np.array([slots.pop(name) for name in gone], np.int32))
+        assert left.tolist() == [position_of.pop(name) for name in gone]
+        if rng.random() < 0.3:
+            slots = dict(zip(slots, rng.permutation(100)[: len(slots)].tolist(), strict=True))
+            positions = StablePositions(100, 60)
+            positions.take(np.array(list(slots.values()), np.int32))
+            positions.restore(np.array(list(slots.values()), np.int32), np.array(list(position_of.values()), np.int32))
         held = np.array([slots[name] for name in slots], np.int32)
-        assert seats.of(held).tolist() == [seated[name] for name in slots]
-        assert seats.slots(seats.of(held).astype(np.int64)).tolist() == held.tolist()
+        assert positions.of(held).tolist() == [position_of[name] for name in slots]
+        assert positions.slots(positions.of(held).astype(np.int64)).tolist() == held.tolist()

@@ -76,7 +76,7 @@ def unanswered(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 def fill(store: Store, schema: Schema, begin: int, end: int) -> None:
     for offset in range(begin, end, 100):
         store.add_now(fake_columns(schema, range(offset, offset + 100)), PARTITIONS)
-        store._drop_lost()
+        store._held.remove_lost()
     store.tiers.sync()
 
 
@@ -228,31 +228,31 @@ def test_above_a_disk_a_full_one_costs_no_event(schema: Schema, build: Build, mo
         assert sampled(store) == len(store) == mortal_redis.keys() - 1
 
 
-def test_as_the_home_it_can_be_away_without_an_event_being_lost(
+def test_as_the_primary_tier_it_can_be_away_without_an_event_being_lost(
     schema: Schema, build: Build, mortal_redis: Any
 ) -> None:
     store = build()
     fill(store, schema, 0, 1000)
     with mortal_redis.paused():
         assert sampled(store) == 0
-        store._drop_lost()
+        store._held.remove_lost()
     assert (len(store), store.lost) == (1000, 0)
     until(lambda: store.tiers.problem is None)
     assert sampled(store) == 1000
 
 
-def test_as_the_home_what_came_while_it_was_away_is_counted_as_lost(
+def test_as_the_primary_tier_what_came_while_it_was_away_is_counted_as_lost(
     schema: Schema, build: Build, mortal_redis: Any
 ) -> None:
     store = build()
     fill(store, schema, 0, 1000)
     mortal_redis.stop()
     fill(store, schema, 1000, 1500)
-    store._drop_lost()
+    store._held.remove_lost()
     assert (len(store), store.lost) == (1000, 500)
 
 
-def test_as_the_home_it_is_filled_again_by_the_stream_after_it_came_back_empty(
+def test_as_the_primary_tier_it_is_filled_again_by_the_stream_after_it_came_back_empty(
     schema: Schema, build: Build, mortal_redis: Any
 ) -> None:
     store = build()
@@ -262,30 +262,30 @@ def test_as_the_home_it_is_filled_again_by_the_stream_after_it_came_back_empty(
     assert sampled(store) == 0
     until(lambda: store.tiers.problem is None)
     sampled(store)
-    store._drop_lost()
+    store._held.remove_lost()
     assert (len(store), store.lost) == (0, 1500)
     fill(store, schema, 1500, 4000)
     assert sampled(store) == len(store) >= 900
 
 
-def test_as_the_home_what_it_evicts_is_a_hole(schema: Schema, build: Build, mortal_redis: Any) -> None:
+def test_as_the_primary_tier_what_it_evicts_is_a_missing_event(schema: Schema, build: Build, mortal_redis: Any) -> None:
     store = build()
     fill(store, schema, 0, 500)
     mortal_redis.bound(mortal_redis.used_bytes + 50_000, "allkeys-random")
     fill(store, schema, 500, 2000)
     for _ in range(2):  # to answer takes memory too, for which more may have to go
         came = sampled(store)
-        store._drop_lost()
+        store._held.remove_lost()
         assert 0 < came == len(store) < 2000
         assert store.lost + len(store) == 2000
 
 
-def test_as_the_home_a_full_one_turns_events_away(schema: Schema, build: Build, mortal_redis: Any) -> None:
+def test_as_the_primary_tier_a_full_one_turns_events_away(schema: Schema, build: Build, mortal_redis: Any) -> None:
     store = build()
     fill(store, schema, 0, 500)
     mortal_redis.bound(mortal_redis.used_bytes, "noeviction")
     fill(store, schema, 500, 1000)
-    store._drop_lost()
+    store._held.remove_lost()
     assert store.lost > 0
     assert len(store) + store.lost == 1000
     assert sampled(store) == len(store) >= 500
@@ -310,7 +310,7 @@ def test_a_restart_goes_on_with_what_it_has(schema: Schema, build: Build, mortal
     mortal_redis.start()
     third = build(contents=contents)
     sampled(third)
-    third._drop_lost()
+    third._held.remove_lost()
     assert (len(third), third.lost) == (0, 1500)
 
 
@@ -390,7 +390,7 @@ def test_a_checkpoint_whose_rows_are_in_redis_needs_it(
 
 
 class TestStart:
-    def test_a_server_that_is_away_is_needed_as_the_home_alone(
+    def test_a_server_that_is_away_is_needed_as_the_primary_tier_alone(
         self, schema: Schema, build: Build, mortal_redis: Any
     ) -> None:
         mortal_redis.stop()

@@ -17,10 +17,11 @@ from ingest.kafka.fake import fake_columns
 from replay.build import build_store
 from replay.config import ReplaySettings, TierSettings
 from replay.fake import FakeCheckpoints
+from replay.payload.clock_cache import Budget
+from replay.planner import AHEAD
 from replay.snapshot import StoreSnapshot
-from replay.store import AHEAD, Store
+from replay.store import Store
 from replay.tiers import registry as kinds
-from replay.tiers.clock_cache import Budget
 from replay.tiers.tier import SlowTier
 
 PARTITIONS = [TopicPartition("events", 0)]
@@ -51,7 +52,7 @@ def fill(store: Store, schema: Schema, begin: int, end: int) -> None:
         store.add_now(fake_columns(schema, range(offset, offset + 100)), PARTITIONS)
 
 
-def draw_all(store: Store) -> int:
+def sample_all(store: Store) -> int:
     """Sample everything, wait for what is put back, and return how many events came."""
     came = len(store.fetch(store.plan(0, len(store))))
     store.tiers.sync()
@@ -59,7 +60,7 @@ def draw_all(store: Store) -> int:
 
 
 def share(store: Store, cache: SlowTier) -> int:
-    return int((store.entries.slots < cache.slots).sum())
+    return int((store.event_table.slots < cache.slots).sum())
 
 
 def test_every_section_has_a_kind_that_opens_it() -> None:
@@ -92,14 +93,14 @@ def test_a_cache_that_is_added_is_read_and_fills_again_after_a_restart(schema: S
     fill(store, schema, 0, 1000)
     host, stats = store.tiers.slow[0], store.tiers.stats
     assert (host.name, store.rows["host"]) == ("host", share(store, host))
-    assert draw_all(store) == 1000
+    assert sample_all(store) == 1000
     assert 0 < stats.read["host"] <= share(store, host) < stats.read["disk"]
     again = build(HOST, FakeCheckpoints(store).checkpoint(1))
     host, stats = again.tiers.slow[0], again.tiers.stats
-    assert draw_all(again) == 1000
+    assert sample_all(again) == 1000
     assert stats.missed["host"] == share(again, host) == again.rows["host"]
     assert stats.read["host"] == 0
-    assert draw_all(again) == 1000
+    assert sample_all(again) == 1000
     assert stats.missed["host"] == share(again, host)
     assert stats.read["host"] > 0
 
@@ -112,8 +113,8 @@ def with_attic(
     page = added("replay.host")
 
     class AtticKind(page.HostTierFactory):  # type: ignore[misc, name-defined]
-        def cache(self, slots: int, home: SlowTier) -> SlowTier:
-            tier: SlowTier = super().cache(slots, home)
+        def cache(self, slots: int, primary: SlowTier) -> SlowTier:
+            tier: SlowTier = super().cache(slots, primary)
             tier.name = "attic"
             return tier
 
@@ -136,17 +137,17 @@ def test_each_cache_that_missed_a_row_has_it_afterwards_as_far_as_the_bound_goes
     assert [host.name, attic.name, disk.name] == ["host", "attic", "disk"]
     shares = {tier.name: share(again, tier) for tier in (host, attic)}
     assert 0 < shares["host"] < shares["attic"] < 1000
-    again.tiers._refill = Budget(0)
-    assert draw_all(again) == 1000
+    again.tiers._reads.refill = Budget(0)
+    assert sample_all(again) == 1000
     assert again.tiers.stats.missed == {"device": 0, **shares}
     assert again.tiers.stats.moved["host", "written"] == again.tiers.stats.moved["attic", "written"] == 0
-    again.tiers._refill = Budget(1_000_000)
-    draw_all(again)
-    slots = again.entries.slots.astype(np.int64)
+    again.tiers._reads.refill = Budget(1_000_000)
+    sample_all(again)
+    slots = again.event_table.slots.astype(np.int64)
     for tier in (host, attic):
         mine = slots[slots < tier.slots]
-        assert tier.read(mine, again.entries.identity(mine))[1].all()
-    draw_all(again)
+        assert tier.read(mine, again.event_table.identity(mine))[1].all()
+    sample_all(again)
     assert again.tiers.stats.missed == {"device": 0, **{name: 2 * rows for name, rows in shares.items()}}
     assert again.tiers.stats.read == {
         "device": 0,
@@ -156,7 +157,7 @@ def test_each_cache_that_missed_a_row_has_it_afterwards_as_far_as_the_bound_goes
     }
 
 
-def test_a_tier_that_holds_nothing_for_a_restart_is_no_home(build: Build) -> None:
+def test_a_tier_that_holds_nothing_for_a_restart_cannot_be_the_primary_tier(build: Build) -> None:
     with pytest.raises(SettingsError, match=r"is to hold everything; set replay.disk or replay.redis too"):
         build({"host": {"bytes": "1MB"}})
 
@@ -172,7 +173,7 @@ def test_a_checkpoint_whose_rows_are_in_a_tier_of_an_unknown_kind_is_refused(sch
         build({}, other)
 
 
-def test_the_order_of_the_dict_says_which_tier_is_the_home(
+def test_the_order_of_the_dict_says_which_tier_is_primary(
     schema: Schema, build: Build, shared_redis: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(kinds, "TIERS", dict(reversed(kinds.TIERS.items())))
@@ -180,13 +181,13 @@ def test_the_order_of_the_dict_says_which_tier_is_the_home(
     options = {"disk": {"bytes": "20kB"}, "redis": redis, "device_bytes": 0}
     store = build(options)
     fill(store, schema, 0, 1000)
-    disk, home = store.tiers.slow
-    assert (disk.name, home.name, store.tiers.file) == ("disk", "redis", home.file)
-    assert draw_all(store) == 1000
+    disk, primary = store.tiers.slow
+    assert (disk.name, primary.name, store.tiers.file) == ("disk", "redis", primary.file)
+    assert sample_all(store) == 1000
     assert store.tiers.stats.read == {"device": 0, "disk": share(store, disk), "redis": 1000 - share(store, disk)}
     again = build(options, FakeCheckpoints(store).checkpoint(1))
-    assert again.tiers.file == home.file
-    assert draw_all(again) == 1000
+    assert again.tiers.file == primary.file
+    assert sample_all(again) == 1000
     assert again.tiers.stats.missed["disk"] == share(again, disk) > 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1.rows", "2.rows"]
     for number in (2, 3):

@@ -1,4 +1,4 @@
-"""Offers that are taken in together: beside the copies, some hundred events cost little more than ten.
+"""Blocks of events that are added to the store together: apart from copies, 100 events cost little more than ten.
 
 Legend: K blocks, N events of all of them, D dimensions of an embedding, n rows of a call, R bytes of a row.
 """
@@ -12,13 +12,19 @@ from numpy.typing import NDArray
 from ingest.events.block import Array
 from replay.row_layout import RowLayout
 
-_LOOKED_AT = ("partition", "offset", "row", "time_ms", "key_hash", "weight", "label")
-"""Columns by which it is decided who is held."""
+MOST_PENDING = 1024
+"""Events that may be pending, roughly: so that none is pending for long, and adding them takes little time."""
+
+MOST_PENDING_BYTES = 16_000_000
+"""Bytes of pending events, roughly."""
+
+_SCORED_COLUMNS = ("partition", "offset", "row", "time_ms", "key_hash", "weight", "label")
+"""Columns that decide which events are held."""
 
 
 @dataclass
 class PendingEvents:
-    """K blocks of columns, each `[N, ...]`, as if they were one; they are copied once, into rows."""
+    """K blocks of columns, each `[N, ...]`, that read like one block; they are copied once, into rows."""
 
     blocks: list[Mapping[str, Array]] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
@@ -36,21 +42,26 @@ class PendingEvents:
         self.blocks.append(columns)
 
     def columns(self) -> Mapping[str, Array]:
-        """Return the columns by which it is decided who is held, each `[N, ...]`."""
+        """Return the columns that decide which events are held, each `[N, ...]`."""
         if len(self.blocks) == 1:
             return self.blocks[0]
-        return {name: np.concatenate([block[name] for block in self.blocks]) for name in _LOOKED_AT}
+        return {name: np.concatenate([block[name] for block in self.blocks]) for name in _SCORED_COLUMNS}
 
     def pack(self, layout: RowLayout, rows: NDArray[np.intp]) -> NDArray[np.uint8]:
-        """Copy what n events have, by their rising rows, into packed rows, uint8 `[n, R]`."""
+        """Copy what n events have, by their ascending rows, into packed rows, uint8 `[n, R]`."""
         if len(self.blocks) == 1:
             return layout.pack(self.blocks[0], rows)
         rows_nR = np.empty((len(rows), layout.row_bytes), np.uint8)
-        checkpoints = [0, *np.searchsorted(rows, self.ends).tolist()]
-        for block, end, first, last in zip(self.blocks, self.ends, checkpoints, checkpoints[1:], strict=False):
+        bounds = [0, *np.searchsorted(rows, self.ends).tolist()]
+        for block, end, first, last in zip(self.blocks, self.ends, bounds, bounds[1:], strict=False):
             layout.pack(block, rows[first:last] - (end - len(block["offset"])), rows_nR[first:last])
         return rows_nR
 
     def parts(self, rows: NDArray[np.intp]) -> list[NDArray[np.intp]]:
-        """Return rising rows by the block that they are of, K arrays."""
+        """Return ascending rows by their block, K arrays."""
         return np.split(rows, np.searchsorted(rows, self.ends[:-1]))
+
+
+def pending_limit(row_bytes: int) -> int:
+    """Return how many events of `row_bytes` bytes may be pending before they are added."""
+    return min(MOST_PENDING, max(1, MOST_PENDING_BYTES // row_bytes))

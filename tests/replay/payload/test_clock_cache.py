@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from replay.tiers.clock_cache import Budget, ClockCache
+from replay.payload.clock_cache import Budget, ClockCache
 from replay.tiers.memory import MemoryTier
 
 ROW = 8
@@ -111,7 +111,7 @@ def test_a_row_on_its_way_is_found_once_it_came_and_only_if_its_event_is_the_sam
 
 def test_a_budget_is_spent_once_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr("replay.tiers.clock_cache.time.monotonic", lambda: now)
+    monkeypatch.setattr("replay.payload.clock_cache.time.monotonic", lambda: now)
     budget = Budget(1000)
     assert budget.take(7, 100) == 7
     assert budget.take(7, 100) == 3
