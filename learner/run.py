@@ -16,6 +16,7 @@ from ingest.errors import GapError
 from ingest.metrics import IngestMetrics
 from ingest.reader.multi_host import MultiHostReader
 from ingest.reader.reader import BlockReader
+from learner.adaptation.stream_monitor import StreamMonitor
 from learner.build import LearnerSpec, TrainingSetup, build_training_setup
 from learner.checkpointing.checkpointer import Checkpointer
 from learner.checkpointing.erasure import Erasure
@@ -32,6 +33,7 @@ from learner.metrics import LearnerMetrics
 from learner.model.device import check_scaling, choose_device, without_denormals
 from learner.publishing.gatekeeper import QualityGate
 from learner.publishing.publisher import Publisher
+from learner.replay_feed import make_feed
 from learner.reporter import Reporter
 from learner.resume import ResumePoint
 from learner.runtime.profiler import ProfilerWindow
@@ -120,9 +122,13 @@ def learn(
         erasure = Erasure(written, checkpoints, deployment.state_dir / "replay" / RANK, clerk, holdout, checkpointer)
         erasure.take_note(*resumed.less)
         lag = LagPolicy(deployment.stream.lag_policy, deployment.seed, source, reads=deployment.events.key is not None)
-        parts = LoopComponents(source, trainer, clerk, holdout, publisher, checkpointer, erasure, lag)
         bounded_scores = schema.label.classes is not None
-        loop = TrainingLoop(deployment.learner, parts, metrics, bounded=bounded_scores, ranks=ranks)
+        monitor = StreamMonitor(deployment.learner, bounded=bounded_scores)
+        replay = make_feed(
+            *(clerk, deployment.learner, ranks, monitor.ratio, holdout, trainer, metrics.replay.sample),
+        )
+        parts = LoopComponents(source, trainer, monitor, replay, holdout, publisher, checkpointer, erasure, lag)
+        loop = TrainingLoop(deployment.learner, parts, metrics, ranks=ranks)
         resumed.restore(loop)
         reporter = Reporter(
             *(
