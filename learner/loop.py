@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,7 @@ from ingest.reader.reader import BlockReader
 from learner.adaptation.stream_monitor import StreamMonitor
 from learner.checkpointing.checkpointer import CapturedState, Checkpointer
 from learner.checkpointing.erasure import Erasure
+from learner.checkpointing.stateful import Stateful, StatefulPart, restore_states, states_of
 from learner.config import LearnerSettings
 from learner.evaluation.forgetting_metric import retention_of
 from learner.evaluation.holdout import HoldoutSet
@@ -40,6 +42,9 @@ from replay.metrics import ReplayMetrics
 
 _COMMIT_SECONDS = 5.0
 _MANY_NON_FINITE = 10
+
+Task = Callable[[], object]
+"""Work between steps, which decides itself whether it is due."""
 
 log = logging.getLogger(__name__)
 
@@ -102,28 +107,28 @@ class TrainingLoop:
         self.rows_replay = 0
         self.non_finite_in_a_row = 0
         self.raised = Raised()
+        self._stateful = self._stateful_parts()
 
-    def begin(self, stop: threading.Event, at_boundary: Callable[[], None]) -> None:
-        """Have a checkpoint say where each partition is begun, where there is no checkpoint: called before `run`, once
-        that is known.
+    def begin(self, stop: threading.Event, while_waiting: Sequence[Task]) -> None:
+        """Write a checkpoint that says where each partition starts, unless there is a checkpoint; called before `run`.
 
-        Without it a restart would begin at `stream.start` again, which by then may be another place. `at_boundary` is
-        called while this waits for the disk.
+        Without it a restart would start at `stream.start` again, which may be another offset by then. `while_waiting`
+        runs while this waits for the disk.
 
         Raises:
             DependencyError: it cannot be written.
         """
         self._meet_partitions()
-        self._parts.checkpointer.checkpoint_first({"ledger": self.ledger.state()}, stop, at_boundary)
+        self._parts.checkpointer.checkpoint_first({"ledger": self.ledger.state()}, stop, while_waiting)
 
-    def run(self, stop: threading.Event, at_boundary: Callable[[], None]) -> None:
-        """Learn until `stop` is set; `at_boundary` is called between steps.
+    def run(self, stop: threading.Event, between_steps: Sequence[Task]) -> None:
+        """Train until `stop` is set; `between_steps` runs after each step, and after each wait for one.
 
         Raises:
             GapError: offsets to be read are gone, and `stream.on_gap` is `fail`.
         """
         self._replay.prefetch(self.steps, self.replay_ratio)
-        self._checkpoint_if_due()  # the checkpoint that this goes on from may have left too few slots for a step
+        self.checkpoint_if_due()  # the checkpoint that this goes on from may have left too few slots for a step
         while not stop.is_set():
             batch = self._batches.next(stop)
             self._meet_partitions()
@@ -131,13 +136,8 @@ class TrainingLoop:
                 self._learn(batch)
             else:
                 self.count()
-            self._parts.erasure.look_if_due()
-            self._parts.publisher.publish_if_due(self._progress, self._snapshot)
-            self._parts.publisher.watch_if_due(lambda: self._parts.holdout.held)
-            self._hold_out_no_more()
-            self._checkpoint_if_due()
-            self._commit_if_due()
-            at_boundary()
+            for run_if_due in between_steps:
+                run_if_due()
         self.count()
 
     def finish(self, deadline: Deadline) -> None:
@@ -153,7 +153,7 @@ class TrainingLoop:
             self._parts.checkpointer.wait(deadline)
         self._parts.publisher.publish_last(self._progress(), self._snapshot, deadline)
         self._next_commit = 0.0
-        self._commit_if_due()
+        self.commit_if_due()
         self._parts.erasure.finish(deadline)
 
     def _learn(self, batch: Batch) -> None:
@@ -243,7 +243,7 @@ class TrainingLoop:
         self.raised.add(self.rows_new + self.raised.new + count, count, said)
         self.raised.tell("which are skipped", self._names(left), said)
 
-    def _hold_out_no_more(self) -> None:
+    def drop_raising_holdout(self) -> None:
         """Take events on which the model raised out of the held-out set."""
         for found in (self._parts.publisher.raised, self._replay.raised):
             while found:
@@ -345,42 +345,47 @@ class TrainingLoop:
             return
         parts.trainer.restore(checkpoint.tensors, state["trainer"])
         parts.holdout.restore(checkpoint.tensors["holdout"])
-        self.ledger.restore(state["ledger"])
-        self.rates.restore(state.get("rates", {}), self.ledger.partitions)
-        self.monitor.restore(state["monitor"])
-        parts.publisher.retention = retention_of(state["retention"])
-        self.steps, self.rows_new, self.rows_replay = checkpoint.step, state["rows_new"], state["rows_replay"]
-        self._replay.restore(state["replay_feed"])
-        self._batches.restore(state.get("batches", {}))
-        parts.lag.restore(state.get("lag", {}))
-        parts.publisher.jury.restore(state.get("gate", {}))
+        self.steps = checkpoint.step
+        restore_states(self._stateful, state)
         parts.publisher.go_on_from(self._progress(), self.ledger.trained_through)
         parts.trainer.restore_generators(checkpoint.tensors["rng"], state["rng"])
         if self.monitor.drift.pending:
             self._respond()
 
+    def _stateful_parts(self) -> Mapping[str, Stateful]:
+        """Return the parts whose state a checkpoint keeps, beside tensors: the ledger first, which others refer to."""
+        publisher = self._parts.publisher
+        return {
+            "ledger": self.ledger,
+            "rates": StatefulPart(
+                self._measured_rates, lambda rates: self.rates.restore(rates, self.ledger.partitions)
+            ),
+            "monitor": self.monitor,
+            "retention": StatefulPart(lambda: publisher.retention.state(), self._restore_retention),
+            "rows": StatefulPart(lambda: (self.rows_new, self.rows_replay), self._restore_rows),
+            "replay_feed": self._replay,
+            "batches": self._batches,
+            "lag": self._parts.lag,
+            "gate": publisher.jury,
+        }
+
+    def _measured_rates(self) -> dict[str, Any]:
+        self.rates.measure(self.ledger.partitions)
+        return self.rates.state()
+
+    def _restore_retention(self, state: Mapping[str, Any]) -> None:
+        self._parts.publisher.retention = retention_of(state)
+
+    def _restore_rows(self, rows: Sequence[int]) -> None:
+        self.rows_new, self.rows_replay = rows
+
     def _moment(self, number: int) -> CapturedState:
         """Copy all that checkpoint `number` is made from; called between steps."""
         parts = self._parts
-        self.rates.measure(self.ledger.partitions)
         tensors = parts.trainer.tensors() | {"holdout": parts.holdout.tensors()}
-        tensors["rng"], rng_values = parts.trainer.generators()
-        state = {
-            "trainer": parts.trainer.state(),
-            "ledger": self.ledger.state(),
-            "rates": self.rates.state(),
-            "monitor": self.monitor.state(),
-            "retention": parts.publisher.retention.state(),
-            "rows_new": self.rows_new,
-            "rows_replay": self.rows_replay,
-            "replay_feed": self._replay.state(),
-            "rng": rng_values,
-            OUTPUT: self._replay.output_shape,
-            "batches": self._batches.state(),
-            "lag": parts.lag.state(),
-            "gate": parts.publisher.jury.state(),
-            ERASED: parts.erasure.looked,
-        }
+        tensors["rng"], rng = parts.trainer.generators()
+        facts = {OUTPUT: self._replay.output_shape, ERASED: parts.erasure.looked}
+        state = {"trainer": parts.trainer.state(), "rng": rng, **states_of(self._stateful), **facts}
         return CapturedState(self.steps, tensors, state, self._replay.begin_snapshot(number))
 
     def _standing(self) -> object:
@@ -408,7 +413,15 @@ class TrainingLoop:
             learned=self.ledger.take_learned(),
         )
 
-    def _checkpoint_if_due(self) -> None:
+    def publish_if_due(self) -> None:
+        """Publish a version when one is due and there is progress."""
+        self._parts.publisher.publish_if_due(self._progress, self._snapshot)
+
+    def watch_if_due(self) -> None:
+        """Score the served version on the holdout set about once a second."""
+        self._parts.publisher.watch_if_due(lambda: self._parts.holdout.held)
+
+    def checkpoint_if_due(self) -> None:
         """Write a checkpoint when it is due, but not while steps are not finite: it may be the weights, and the good
         checkpoints go.
 
@@ -421,7 +434,8 @@ class TrainingLoop:
         if self.monitor.drift.pending and not self._parts.checkpointer.asked:
             self._respond()
 
-    def _commit_if_due(self) -> None:
+    def commit_if_due(self) -> None:
+        """Commit the positions of all partitions every few seconds, for tools that show the lag of a group."""
         if time.monotonic() >= self._next_commit:
             offsets = {index: account.position.offset for index, account in enumerate(self.ledger.partitions)}
             self._parts.source.commit(offsets)

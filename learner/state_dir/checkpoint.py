@@ -36,7 +36,7 @@ from learner.state_dir.safetensors_file import Piece, TensorFile, digest_of, pie
 STATE = "state.json"
 ERASED = "erased"
 """What in the state says how many records of `erasures.log` are applied to a checkpoint."""
-FORMAT = 6
+FORMAT = 7
 SEGMENT = "segment-"
 """What the names of parts begin with that checkpoints share: events of the store, without which a checkpoint can do."""
 RANK = "rank-0"

@@ -50,7 +50,7 @@ from learner.device_sharing.sharing import DeviceSharingSpec
 from learner.errors import CheckpointError, MisfitError, SecondLearnerError
 from learner.evaluation.holdout import HoldoutSet
 from learner.evaluation.scoring import Scorer
-from learner.loop import LoopComponents, LoopMetrics, TrainingLoop
+from learner.loop import LoopComponents, LoopMetrics, Task, TrainingLoop
 from learner.metrics import LearnerMetrics
 from learner.model.device import choose_precision
 from learner.model.embedding import Embedding
@@ -59,7 +59,7 @@ from learner.publishing.gatekeeper import QualityGate
 from learner.publishing.publisher import Publisher
 from learner.replay_feed import make_feed
 from learner.resume import ResumePoint, most_offered
-from learner.run import learn
+from learner.run import between_steps, learn
 from learner.runtime.shutdown import Deadline
 from learner.state_dir.checkpoint import RANK, Checkpoints
 from learner.state_dir.folders import MANIFEST
@@ -194,10 +194,11 @@ class Bench:
         feed = make_feed(self.clerk, settings, 1, monitor.ratio, holdout, trainer, sampling)
         parts = LoopComponents(source, trainer, monitor, feed, holdout, publisher, self.checkpointer, erasure, lag)
         self.loop = TrainingLoop(settings, parts, self.metrics)
-        self.trainer, self.holdout, self.publisher = trainer, holdout, publisher
+        self.trainer, self.holdout, self.publisher, self.erasure = trainer, holdout, publisher, erasure
 
-    def run(self) -> None:
-        self.loop.run(self.stop, lambda: None)
+    def run(self, *tasks: Task) -> None:
+        """Train to the end of the stream; `tasks` run after all that a learner does between steps."""
+        self.loop.run(self.stop, between_steps(self.loop, self.erasure, tasks))
 
     def resume(self) -> None:
         assert self.found is not None
@@ -397,7 +398,7 @@ def _ask_while_spoiled(bench: Bench) -> None:
             bench.checkpointer.ask()
 
     bench.stop.clear()
-    bench.loop.run(bench.stop, at_boundary)
+    bench.run(at_boundary)
 
 
 def _blown_up(bench: Bench) -> Bench:
@@ -435,7 +436,7 @@ def test_the_first_steps_that_are_not_finite_are_not_checkpointed_either(make_be
     bench = _blown_up(make_bench(20))
     bench.stream.blocks = 25
     bench.stop.clear()
-    bench.loop.run(bench.stop, lambda: bench.checkpointer.ask() if bench.loop.non_finite_in_a_row else None)
+    bench.run(lambda: bench.checkpointer.ask() if bench.loop.non_finite_in_a_row else None)
     bench.checkpointer.wait(Deadline(timedelta(seconds=30)))
     assert 0 < bench.loop.non_finite_in_a_row < 10
     assert bench.checkpoints.numbers() == [1]
@@ -494,7 +495,7 @@ def test_a_drift_raises_what_it_is_to_raise_and_tells_the_strategy(
     bench.stream.drifts_at = 300 * ROWS
     told, seen = list[int](), list[tuple[float, float]]()
     monkeypatch.setattr(bench.trainer.strategy, "on_drift", lambda: told.append(bench.loop.steps))
-    bench.loop.run(bench.stop, lambda: seen.append((bench.trainer.update.rate(), bench.loop.replay_ratio)))
+    bench.run(lambda: seen.append((bench.trainer.update.rate(), bench.loop.replay_ratio)))
     assert told == [bench.loop.monitor.drift.step]
     before, after = seen[: told[0]], seen[told[0] :]
     assert set(before[:-1]) == {(1e-3, 1.3)}
@@ -522,7 +523,7 @@ def test_a_checkpoint_that_a_drift_asks_for_comes_before_anything_that_it_change
             gate.set()
             bench.checkpointer.wait(Deadline(timedelta(seconds=30)))
 
-    bench.loop.run(bench.stop, at_boundary)
+    bench.run(at_boundary)
     bench.checkpointer.wait(Deadline(timedelta(seconds=30)))
     found = bench.checkpoints.newest()
     assert found is not None
@@ -715,7 +716,7 @@ def test_a_checkpoint_that_a_hung_disk_holds_up_is_told_of_until_it_goes_on(
         patch.setattr("learner.runtime.background_worker.time", SimpleNamespace(monotonic=lambda: now[0]))
         patch.setattr("anabranch.core.atomic_files.os.fsync", lambda descriptor: (go.wait(20), sync(descriptor))[1])
         bench.checkpointer.ask()
-        bench.loop._checkpoint_if_due()
+        bench.loop.checkpoint_if_due()
         now[0] += 90
         assert bench.checkpointer.problem is None
         now[0] += 1
@@ -733,7 +734,7 @@ def test_a_learner_that_rests_makes_no_checkpoint_until_something_has_changed(ma
 
     def checkpoint_if_due() -> list[int]:
         bench.checkpointer.ask()
-        bench.loop._checkpoint_if_due()
+        bench.loop.checkpoint_if_due()
         bench.checkpointer.wait(Deadline(timedelta(seconds=20)))
         return bench.checkpoints.numbers()
 
@@ -1183,7 +1184,7 @@ def test_a_crash_before_the_first_step_begins_where_the_stream_was_begun(
 ) -> None:
     bench = make_bench(4)
     bench.stream.partitions = [Partition(NAME, 7 * ROWS, 9 * ROWS)]
-    bench.loop.begin(bench.stop, lambda: None)
+    bench.loop.begin(bench.stop, [])
     bench.close()
     again = make_bench(4)
     again.stream.partitions = [Partition(NAME, 9 * ROWS, 9 * ROWS)]  # what stream.start would give by now
@@ -1191,7 +1192,7 @@ def test_a_crash_before_the_first_step_begins_where_the_stream_was_begun(
     assert again.found[1].begins
     again.loop.restore(again.found[1])
     assert {name: position.offset for name, position in again.loop.ledger.positions.items()} == {NAME: 7 * ROWS}
-    again.loop.begin(again.stop, lambda: None)
+    again.loop.begin(again.stop, [])
     assert again.checkpoints.numbers() == [1]
     again.stream.next = 7
     again.stream.blocks = 9
