@@ -107,6 +107,7 @@ class TrainingLoop:
         self.rows_replay = 0
         self.non_finite_in_a_row = 0
         self.raised = Raised()
+        self._raised_in_holdout = parts.publisher.raised, parts.replay.raised
         self._stateful = self._stateful_parts()
 
     def begin(self, stop: threading.Event, while_waiting: Sequence[Task]) -> None:
@@ -172,7 +173,7 @@ class TrainingLoop:
         """
         names = [account.name for account in self.ledger.partitions]
         batch = self._parts.erasure.filter(batch, lambda: self.ledger.positions)
-        replay, result = self._step(batch) if len(batch) else (NOTHING, None)
+        replay, result = self._step(batch) if batch.new else (NOTHING, None)
         self._replay.add(self.steps, batch, replay, result, names)
         self._replay.prefetch(self.steps, self.replay_ratio)
         self._parts.holdout.add(batch.held_out, names)
@@ -196,7 +197,6 @@ class TrainingLoop:
         ones, which leave the batch."""
         begin = time.perf_counter()
         replay = self._replay.sample(self.steps, len(batch), self.replay_ratio)
-        self._parts.trainer.scale_learning_rate(self.monitor.adjustments.lr_factor)
         replay, result = self._train(batch, replay)
         self.steps += 1
         self._metrics.learner.steps.inc()
@@ -219,6 +219,7 @@ class TrainingLoop:
         """Step without the events on which the model raises, as if they had not come; return the old events that are
         left."""
         trainer = self._parts.trainer
+        trainer.scale_learning_rate(self.monitor.adjustments.lr_factor)
         while batch.new:
             try:
                 return replay, trainer.step(trainer.examples(batch.new), replay.examples)
@@ -245,7 +246,7 @@ class TrainingLoop:
 
     def drop_raising_holdout(self) -> None:
         """Take events on which the model raised out of the held-out set."""
-        for found in (self._parts.publisher.raised, self._replay.raised):
+        for found in self._raised_in_holdout:
             while found:
                 hashes, said = found.popleft()
                 left = self._parts.holdout.remove(hashes)

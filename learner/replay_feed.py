@@ -113,7 +113,7 @@ def make_feed(
     if store is None:
         return NoReplay()
     probe = Probe(ratio, holdout, trainer, settings.batch_size)
-    return StoreFeed(store, trainer.strategy, probe, settings.batch_size, settings.batch_size * ranks, timer)
+    return StoreFeed(*(store, trainer.strategy, ratio, probe, settings.batch_size, settings.batch_size * ranks, timer))
 
 
 class NoReplay:
@@ -164,6 +164,7 @@ class StoreFeed:
         self,
         store: BackgroundStore,
         strategy: Strategy,
+        ratio: Ratio,
         probe: Probe,
         batch_size: int,
         step_size: int,
@@ -174,13 +175,15 @@ class StoreFeed:
         Args:
             store: which nobody else samples from.
             strategy: says how many samples a step takes, and of how many events.
-            probe: scores old events in some steps.
+            ratio: says in which steps old events are scored.
+            probe: scores them.
             batch_size: events that a probe scores.
             step_size: new events of a full step.
             timer: observes how long sampling takes.
         """
         self._store = store
         self._strategy = strategy
+        self._ratio = ratio
         self._probe = probe
         self._batch_size = batch_size
         self._step_size = step_size
@@ -201,15 +204,17 @@ class StoreFeed:
 
     def sample(self, step: int, new: int, ratio: float) -> Replay:
         """Return the old events to replay with `new` new ones, after scoring some where the step measures."""
-        planned = bool(self._store.planned(step))
+        planned, measures = bool(self._store.planned(step)), self._ratio.probes(step)
         samples = self._strategy.samples(self._replayed(new, ratio) if planned else 0)
         replayed = sum(samples)
-        probes = self._probe.sampled(step) if planned else 0
-        if not max(replayed, probes):
-            return Replay(probed=self._probe.score(step, None))
-        with self._timer.time():
-            sampled = self._store.sample(step, max(replayed, probes))
-        probed = self._probe.score(step, sampled)
+        probes = self._probe.sampled(step) if planned and measures else 0
+        sampled: Sample | None = None
+        if max(replayed, probes):
+            with self._timer.time():
+                sampled = self._store.sample(step, max(replayed, probes))
+        probed = self._probe.score(step, sampled) if measures else None
+        if sampled is None:
+            return Replay(probed=probed)
         sample = sampled.first(replayed) if probes else sampled
         return Replay(examples_of(sample, samples) if len(sample.slots) else (), sample, probed)
 
@@ -258,7 +263,7 @@ class StoreFeed:
             self._store.query_neighbours(step, fresh)
         if self._strategy.keeps_output and result.output_B is not None:
             new[OUTPUT] = result.output_B.float().cpu().numpy()
-        if self._store.listens and sample is not None and len(sample) and result.old_R is not None:
+        if self._store.listens and sample is not None and len(sample.slots) and result.old_R is not None:
             self._store.update_priorities(sample, result.old_R.float().cpu().numpy(), old)
 
     def prefetch(self, step: int, ratio: float) -> None:

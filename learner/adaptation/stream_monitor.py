@@ -62,7 +62,9 @@ class StreamMonitor:
                 *(step, new.score),
             )
         drifted = self.drift.add(step, new)
-        self.adjustments = self._adjustments(drifted=drifted)
+        lr_factor, replay_factor = self.drift.factors
+        first = drifted and self.drift.checkpoints
+        self.adjustments = Adjustments(lr_factor, self.ratio.now * replay_factor, drifted, first)
         return self.adjustments
 
     def respond(self) -> None:
@@ -81,7 +83,6 @@ class StreamMonitor:
         self.ratio.restore(state["ratio"])
         self.adjustments = self._adjustments()
 
-    def _adjustments(self, *, drifted: bool = False) -> Adjustments:
+    def _adjustments(self) -> Adjustments:
         lr_factor, replay_factor = self.drift.factors
-        first = drifted and self.drift.checkpoints
-        return Adjustments(lr_factor, self.ratio.now * replay_factor, drifted, first)
+        return Adjustments(lr_factor, self.ratio.now * replay_factor)
