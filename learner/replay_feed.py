@@ -274,7 +274,7 @@ class StoreFeed:
 
     def begin_snapshot(self, checkpoint: int) -> CapturedStore:
         """Return the store's part of a checkpoint, which its thread reads in the background."""
-        return self._store.store.begin_snapshot(checkpoint)
+        return self._store.flush().begin_snapshot(checkpoint)
 
     def state(self) -> dict[str, Any]:
         """Return plain values, for a checkpoint."""

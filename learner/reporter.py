@@ -124,7 +124,7 @@ class Reporter:
         self._loop.count()
         loop, publisher, store = self._loop, self._publisher, None
         if self._clerk is not None:
-            store = self._clerk.store
+            store = self._clerk.flush()
             store.flush_pending()  # so that what it holds fits what was learned
         windows, groups = self._windows(), publisher.evaluation.groups
         report = LearnerReport(

@@ -30,7 +30,7 @@ class StoreFailedError(Exception):
 
 
 class BackgroundStore:
-    """Keeps one store, which nobody else may change but by way of `store`. Used by one thread.
+    """Keeps one store, which nobody else may change except by way of `flush`. Used by one thread.
 
     Either that thread has the store or the clerk's own does, never both: each call that needs it waits until the other
     is done with it, which counts as waiting for a slower tier. What never changes may be asked for at any time.
@@ -60,9 +60,8 @@ class BackgroundStore:
         self.spare = store.spare
         """Slots beyond those for the events held."""
 
-    @property
-    def store(self) -> Store:
-        """The store, when all is done that was asked for; to be let go of before the clerk is asked for more.
+    def flush(self) -> Store:
+        """Run all queued jobs and return the store. Do not keep the reference across other calls.
 
         Raises:
             StoreFailedError: it has failed, now or before.
@@ -131,7 +130,7 @@ class BackgroundStore:
 
     def has_room(self) -> bool:
         """Return whether the events of a step would find slots, beside those that wait."""
-        return self._at_rest().has_room(self._offered) or self.store.has_room()
+        return self._at_rest().has_room(self._offered) or self.flush().has_room()
 
     @property
     def slots_waiting(self) -> int:
@@ -158,7 +157,7 @@ class BackgroundStore:
         store, stats = self._at_rest(), self._store.tiers.stats
         if store.planned_through < step:
             begin, before = time.perf_counter(), stats.stall_seconds
-            store = self.store
+            store = self.flush()
             stats.stall_seconds = before + time.perf_counter() - begin
         return store
 

@@ -189,7 +189,7 @@ class Checkpointer:
         """Let the store write slots again once the checkpoint is written, or has failed; looks at no file."""
         if not self._background.busy and self._holding and self._clerk is not None:
             self._holding = False
-            self._clerk.store.end_snapshot(self._oldest, written=self.number == self._highest)
+            self._clerk.flush().end_snapshot(self._oldest, written=self.number == self._highest)
         self._background.raise_bug()
 
     def _write(self, number: int, moment: CapturedState, standing: object) -> None:

@@ -62,7 +62,7 @@ class Life:
 
     @property
     def store(self) -> Store:
-        return self._keeper.store if isinstance(self._keeper, BackgroundStore) else self._keeper
+        return self._keeper.flush() if isinstance(self._keeper, BackgroundStore) else self._keeper
 
     def add(self, n: int, again: int = 0) -> None:
         """Offer n events, of which the first were offered already."""
@@ -168,8 +168,8 @@ def test_a_step_goes_on_while_the_store_takes_in_and_the_next_one_waits(
         clerk.plan_ahead(step, SAMPLED)
     assert clerk.planned(7) == SAMPLED
     assert clerk.planned(8) == 0
-    stalled = clerk.store.tiers.stats.stall_seconds
-    begun, opened = hold_up(clerk.store, monkeypatch)
+    stalled = clerk.flush().tiers.stats.stall_seconds
+    begun, opened = hold_up(clerk.flush(), monkeypatch)
     clerk.add(fake_columns(schema, range(200, 240)), PARTITIONS)
     clerk.plan_ahead(5, SAMPLED)
     assert not begun.is_set(), "nothing is begun between two steps"
@@ -183,7 +183,7 @@ def test_a_step_goes_on_while_the_store_takes_in_and_the_next_one_waits(
     opened.set()
     thread.join(30)
     assert len(sampled[0]) == SAMPLED
-    assert clerk.store.tiers.stats.stall_seconds > stalled, "what a step waited for is told"
+    assert clerk.flush().tiers.stats.stall_seconds > stalled, "what a step waited for is told"
 
 
 def test_offers_that_nobody_samples_from_are_taken_in_too(
@@ -195,7 +195,7 @@ def test_offers_that_nobody_samples_from_are_taken_in_too(
         most = max(most, clerk._offered)
     assert most <= MOST_WAITING + 128
     assert len(clerk._at_rest()) >= 20 * MOST_WAITING - 2 * (MOST_WAITING + 128)
-    assert clerk.store.flush_pending() + len(clerk.store) >= 20 * MOST_WAITING
+    assert clerk.flush().flush_pending() + len(clerk.flush()) >= 20 * MOST_WAITING
 
 
 class Panic(BaseException):
@@ -223,10 +223,10 @@ def test_what_fails_beside_a_step_is_told_by_each_later_call_and_is_no_want_of_m
     clerk.plan_ahead(8, SAMPLED)
     if inline:
         with pytest.raises(StoreFailedError):
-            _ = clerk.store
+            clerk.flush()
     else:
         clerk.sample(0, SAMPLED)
-    for call in (lambda: clerk.sample(1, SAMPLED), clerk.has_room, lambda: clerk.store):
+    for call in (lambda: clerk.sample(1, SAMPLED), clerk.has_room, clerk.flush):
         with pytest.raises(StoreFailedError, match=f"the replay store failed beside a step: {kind.__name__}: no more"):
             call()
     assert not issubclass(StoreFailedError, RuntimeError), "by which a device without memory is told"
@@ -241,13 +241,13 @@ def test_lost_events_leave_and_are_counted_where_no_step_comes(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(clerk.store.tiers.slow[0], "write", full)
+    monkeypatch.setattr(clerk.flush().tiers.slow[0], "write", full)
     for begin in range(0, 10 * MOST_WAITING, MOST_WAITING):
         clerk.add(fake_columns(schema, range(begin, begin + MOST_WAITING)), PARTITIONS)
         clerk.plan_ahead(0, SAMPLED)
         clerk._store.tiers._courier.drain()
-    assert clerk.store.lost >= 7 * MOST_WAITING
-    assert len(clerk.store.tiers._lost) < 4
+    assert clerk.flush().lost >= 7 * MOST_WAITING
+    assert len(clerk.flush().tiers._lost) < 4
 
 
 def test_nothing_is_held_on_to_that_is_done(open_clerk: Callable[..., BackgroundStore], schema: Schema) -> None:
@@ -271,7 +271,7 @@ def test_what_is_looked_for_comes_in_its_order(
     for step in range(3):
         clerk.query_neighbours(step, np.zeros((1, 2), np.float32))
         clerk.add(fake_columns(schema, range(step + 1)), PARTITIONS)
-    _ = clerk.store
+    clerk.flush()
     assert order == ["seek 0", "offer 1", "seek 1", "offer 2", "seek 2", "offer 3"]
 
 
@@ -280,7 +280,7 @@ def test_steps_have_waited_for_what_they_waited_for_and_no_more(
 ) -> None:
     """What the thread waits for beside them is no wait of theirs."""
     clerk = open_clerk()
-    stats = clerk.store.tiers.stats
+    stats = clerk.flush().tiers.stats
 
     def waits(*_: object) -> None:
         stats.stall_seconds += 1000.0
@@ -309,10 +309,10 @@ def test_without_a_thread_what_is_due_is_done_by_who_has_sampled(schema: Schema)
 
 def test_slots_that_events_wait_for_are_not_free(open_clerk: Callable[..., BackgroundStore], schema: Schema) -> None:
     clerk = open_clerk(capacity=2000)
-    clerk.store.begin_snapshot(1)
-    clerk.store.burst = clerk.store.slots.free - 300
+    clerk.flush().begin_snapshot(1)
+    clerk.flush().burst = clerk.flush().slots.free - 300
     clerk.add(fake_columns(schema, range(300)), PARTITIONS)
     assert clerk.has_room()
     clerk.add(fake_columns(schema, [300]), PARTITIONS)
     assert not clerk.has_room()
-    assert len(clerk.store) == 301, "what waits was not taken in"
+    assert len(clerk.flush()) == 301, "what waits was not taken in"

@@ -32,7 +32,9 @@ class Released:
 
     def __init__(self) -> None:
         self.calls: list[tuple[int | None, bool]] = []
-        self.store = self
+
+    def flush(self) -> "Released":
+        return self
 
     def has_room(self) -> bool:
         return True

@@ -216,7 +216,7 @@ class Bench:
 
     @property
     def store(self) -> Store:
-        return self.clerk.store
+        return self.clerk.flush()
 
 
 @pytest.fixture
