@@ -155,10 +155,10 @@ def cold(results: Results, sizes: Sizes, folder: Path) -> None:
         with tempfile.TemporaryDirectory(dir=folder) as name, valkey(Path(name)) as redis:
             results.remark(f"tiers: device, {'' if redis is None else 'Redis for a third, '}disk")
             with open_clerk(events, rows, hot=0.1, folder=Path(name), redis=redis) as clerk:
-                begin = fill(clerk.store, events, 2 * rows)
-                step = Sampling(clerk.store, events).verify(begin)
+                begin = fill(clerk.flush(), events, 2 * rows)
+                step = Sampling(clerk.flush(), events).verify(begin)
                 _stalls(results, suffix, Steps(clerk, events, step, begin), sizes.turns, Path(name))
-                store = clerk.store
+                store = clerk.flush()
                 read = store.tiers.stats.read
                 results.remark(
                     "rows read from: " + ", ".join(f"{tier} {n / sum(read.values()):.0%}" for tier, n in read.items())
@@ -240,7 +240,7 @@ def add(results: Results, sizes: Sizes, folder: Path) -> None:
         with open_clerk(events, capacity, hot=0.1, folder=Path(name), redis=redis, admission=admission) as clerk:
             before = time.process_time()
             calls, copies, busy, rest = _offer(clerk, events, adds)
-            clerk.store.tiers.sync()
+            clerk.flush().tiers.sync()
             whole = time.process_time() - before - rest
     results.add("add_over_copy", sum(calls) / sum(copies), "mean over mean")
     results.add("add_mean_seconds", sum(calls) / adds)

@@ -124,7 +124,7 @@ class Reporter:
         self._loop.count()
         loop, publisher, store = self._loop, self._publisher, None
         if self._clerk is not None:
-            store = self._clerk.store
+            store = self._clerk.flush()
             store.flush_pending()  # so that what it holds fits what was learned
         windows, groups = self._windows(), publisher.evaluation.groups
         report = LearnerReport(
@@ -150,12 +150,12 @@ class Reporter:
             accuracy=windows if self._classification else {},
             error={} if self._classification else _errors(windows),
             loss=self._losses(),
-            window_rows=loop.prequential.window,
+            window_rows=loop.monitor.prequential.window,
             classes=dict(publisher.evaluation.classes),
             groups=dict(groups) if self._classification else _errors(groups),
             forgetting=publisher.retention.forgetting,
-            drifts=loop.drift.count,
-            drift_step=loop.drift.step,
+            drifts=loop.monitor.drift.count,
+            drift_step=loop.monitor.drift.step,
             replay_ratio=loop.replay_ratio,
             rates=self._rates(),
             replay_rows=store.rows if store is not None else {},
@@ -187,7 +187,7 @@ class Reporter:
 
     def _windows(self) -> dict[str, float]:
         """Mean scores: of new events before training on them, and of the holdout set."""
-        found, prequential = self._publisher.evaluation.windows, self._loop.prequential
+        found, prequential = self._publisher.evaluation.windows, self._loop.monitor.prequential
         windows = {name: found[name] for name in ("worst", "worst_group", "old") if name in found}
         windows |= self._publisher.retention.windows
         if prequential.mean is not None and prequential.overall is not None:
@@ -195,7 +195,7 @@ class Reporter:
         return windows
 
     def _losses(self) -> dict[str, float]:
-        now, overall = self._loop.prequential.loss, self._loop.prequential.overall_loss
+        now, overall = self._loop.monitor.prequential.loss, self._loop.monitor.prequential.overall_loss
         return {} if now is None or overall is None else {"now": now, "overall": overall}
 
     def _rates(self) -> dict[str, float]:

@@ -5,8 +5,7 @@ import functools
 import gc
 import logging
 import threading
-from collections.abc import Callable
-from datetime import timedelta
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
@@ -16,6 +15,7 @@ from ingest.errors import GapError
 from ingest.metrics import IngestMetrics
 from ingest.reader.multi_host import MultiHostReader
 from ingest.reader.reader import BlockReader
+from learner.adaptation.stream_monitor import StreamMonitor
 from learner.build import LearnerSpec, TrainingSetup, build_training_setup
 from learner.checkpointing.checkpointer import Checkpointer
 from learner.checkpointing.erasure import Erasure
@@ -27,11 +27,12 @@ from learner.distributed.leader import Leader
 from learner.distributed.process_group import RankAssignment
 from learner.evaluation.holdout import HoldoutSet
 from learner.evaluation.scoring import Scorer
-from learner.loop import LoopComponents, LoopMetrics, TrainingLoop
+from learner.loop import LoopComponents, LoopMetrics, Task, TrainingLoop
 from learner.metrics import LearnerMetrics
 from learner.model.device import check_scaling, choose_device, without_denormals
 from learner.publishing.gatekeeper import QualityGate
 from learner.publishing.publisher import Publisher
+from learner.replay_feed import make_feed
 from learner.reporter import Reporter
 from learner.resume import ResumePoint
 from learner.runtime.profiler import ProfilerWindow
@@ -64,129 +65,218 @@ def learn(
     place: RankAssignment | None = None,
     source: BlockReader | MultiHostReader | None = None,
 ) -> None:
-    """Compose the learner and run it until `stop` is set; with a place among other ranks, as the one that leads them.
+    """Build the learner and run it until `stop` is set.
 
-    What it reads from may have been started already.
-
-    Everything that can be wrong is found before the first step: settings, model, the lock, the address, the broker.
-    When `stop` is set: 1. polling stops; 2. the step ends; 3. what was learned is published and positions are
-    committed; 4. the ingest process ends, then the address closes, then the lock is let go.
+    Args:
+        deployment: all of its settings.
+        stop: ends it.
+        place: the rank that leads the others; None: there are none.
+        source: reads the stream, and may have been started already.
     """
-    registry = CollectorRegistry()
-    metrics = LoopMetrics(IngestMetrics(registry), ReplayMetrics(registry), LearnerMetrics(registry))
     with contextlib.ExitStack() as stack:
-        stack.enter_context(hard_stop_after(stop, deployment.learner.stop_timeout))
+        learner = Learner(deployment, stop, place, stack)
+        if learner.build(source):
+            learner.run()
+
+
+def between_steps(loop: TrainingLoop, erasure: Erasure, while_waiting: Sequence[Task]) -> tuple[Task, ...]:
+    """Return all work between steps, in the order of its side effects: the log of erasures first, offsets last.
+
+    `while_waiting` comes after it: work that goes on while the loop waits for the disk as well.
+    """
+    return (
+        erasure.look_if_due,
+        loop.publish_if_due,
+        loop.watch_if_due,
+        loop.drop_raising_holdout,
+        loop.checkpoint_if_due,
+        loop.commit_if_due,
+        *while_waiting,
+    )
+
+
+class Learner:
+    """A process that trains: built, run, and stopped in order. Used by one thread.
+
+    `build` finds all that can be wrong before the first step: settings, model, the lock, the address, the broker.
+    """
+
+    def __init__(
+        self,
+        deployment: LearnerSpec,
+        stop: threading.Event,
+        place: RankAssignment | None,
+        stack: contextlib.ExitStack,
+    ) -> None:
+        """Build nothing yet; `stack` closes what `build` opens."""
+        self._deployment = deployment
+        self._stop = stop
+        self._place = place
+        self._stack = stack
+        self._ranks = place.size if place is not None else 1
+        self._registry = CollectorRegistry()
+        self._metrics = LoopMetrics(
+            IngestMetrics(self._registry), ReplayMetrics(self._registry), LearnerMetrics(self._registry)
+        )
+
+    def build(self, source: BlockReader | MultiHostReader | None) -> bool:
+        """Build all parts; return False when the learner was stopped meanwhile.
+
+        1. The device, and the other ranks.
+        2. The model, then the lock of the state directory.
+        3. The publisher, then the trainer: the publisher copies the model, which is split among ranks after that.
+        4. The newest checkpoint, and the store with what it has.
+        5. The loop, which the checkpoint restores.
+        6. The address of the status server, and the reader of the stream.
+        """
+        deployment, stack = self._deployment, self._stack
+        stack.enter_context(hard_stop_after(self._stop, deployment.learner.stop_timeout))
         limit_threads(deployment.device_sharing.settings)
+        self._build_training()
+        self._sharing = stack.enter_context(
+            device_sharing(
+                *(deployment.device_sharing, deployment.state_dir, self._bench.device, self._stop),
+                self._metrics.learner.device_sharing_wait,
+            )
+        )
+        self._source = source or _source(deployment, self._place)
+        self._build_loop(*self._build_store())
+        self._build_reporter()
+        return self._open_source()
+
+    def run(self) -> None:
+        """Train until `stop` is set, or the stream has a gap that the config does not allow, then stop in order."""
+        gc.freeze()  # a look at all that is imported takes as long as ten steps
+        gc.enable()
+        self._profiler = ProfilerWindow(self._deployment.learner.profile, self._deployment.state_dir)
+        self._stack.callback(self._profiler.close)
+        while_waiting = self._while_waiting()
+        self._loop.begin(self._stop, while_waiting)
+        if self._stop.is_set():
+            return
+        try:
+            self._loop.run(self._stop, between_steps(self._loop, self._parts.erasure, while_waiting))
+        except GapError:
+            self.stop()
+            raise
+        self.stop()
+        log.info("stopped after %d steps, version %s", self._loop.steps, self._parts.publisher.number)
+
+    def stop(self) -> None:
+        """Stop in order. The step has ended, and nothing is polled any more.
+
+        1. The loop checkpoints and publishes what was learned, and commits positions.
+        2. The reporter writes the last report.
+        3. The stack closes the reader, the address, the store, and releases the lock last: time is left for that.
+        """
+        self._loop.finish(Deadline(self._deployment.learner.stop_timeout * _FINISHING_SHARE))
+        self._reporter.report()
+
+    def _build_training(self) -> None:
+        """Build what trains and what publishes, on the device, and lock the state directory."""
+        deployment, place, stack = self._deployment, self._place, self._stack
         channel = stack.enter_context(lead(place, deployment.learner)) if place is not None else None
         device = channel.device if channel is not None else choose_device(deployment.learner.device)
         stack.enter_context(without_denormals(device))
-        bench = build_training_setup(deployment, device)
-        schema = bench.schema
+        self._bench = build_training_setup(deployment, device)
         known = functools.partial(_latest_generation, deployment.state_dir)
-        generation = stack.enter_context(
-            hold_state_directory(deployment.state_dir, stop, deployment.learner.stop_timeout, known)
+        self._generation = stack.enter_context(
+            hold_state_directory(deployment.state_dir, self._stop, deployment.learner.stop_timeout, known)
         )
-        alone = functools.partial(check_generation, deployment.state_dir, generation)
-        publisher = _publisher(deployment, bench, generation, metrics, alone)
-        # After the publisher has copied the model, which cannot be done once ranks have parts of it.
-        trainer = _trainer(bench, channel, place.rows if place is not None else None)
-        trainer.lane = stack.enter_context(confined(deployment.device_sharing.settings, device))
-        sharing = stack.enter_context(
-            device_sharing(
-                deployment.device_sharing, deployment.state_dir, device, stop, metrics.learner.device_sharing_wait
-            )
-        )
-        source = source or _source(deployment, place)
-        holdout = HoldoutSet(schema, deployment.gate.holdout_rows)
+        self._alone = functools.partial(check_generation, deployment.state_dir, self._generation)
+        self._publisher = _publisher(deployment, self._bench, self._generation, self._metrics, self._alone)
+        self._trainer = _trainer(self._bench, channel, place.rows if place is not None else None)
+        self._trainer.lane = stack.enter_context(confined(deployment.device_sharing.settings, device))
+
+    def _build_store(self) -> tuple[ResumePoint, BackgroundStore | None, Checkpoints, ErasureLog]:
+        """Read the newest checkpoint, and build the store with what it has."""
+        deployment = self._deployment
         written = ErasureLog(deployment.state_dir / LOG)
         written.refresh()
-        checkpoints, ranks = (
-            Checkpoints(deployment.state_dir / "checkpoints", schema.digest, generation),
-            place.size if place is not None else 1,
-        )
+        checkpoints = Checkpoints(deployment.state_dir / "checkpoints", self._bench.schema.digest, self._generation)
         with away_is_dependency(_AWAY.format(checkpoints.path)):
             resumed = ResumePoint.newest(checkpoints, written)
-        store = resumed.store(deployment, bench, ranks)
+        store = resumed.store(deployment, self._bench, self._ranks)
         # Metal does not bear that two threads give it work at once.
-        clerk = BackgroundStore(store, beside=device.type != "mps") if store is not None else None
-        if clerk is not None:
-            stack.callback(clerk.close)
-        if isinstance(trainer, Leader):
-            trainer.listens = clerk is not None and clerk.listens
+        background = BackgroundStore(store, beside=self._bench.device.type != "mps") if store is not None else None
+        if background is not None:
+            self._stack.callback(background.close)
+        if isinstance(self._trainer, Leader):
+            self._trainer.listens = background is not None and background.listens
+        return resumed, background, checkpoints, written
+
+    def _build_loop(
+        self, resumed: ResumePoint, store: BackgroundStore | None, checkpoints: Checkpoints, written: ErasureLog
+    ) -> None:
+        """Build the loop, and restore the checkpoint."""
+        deployment, metrics, settings = self._deployment, self._metrics, self._deployment.learner
+        self._store = store
+        holdout = HoldoutSet(self._bench.schema, deployment.gate.holdout_rows)
         with away_is_dependency(_AWAY.format(checkpoints.path)):
             checkpointer = Checkpointer(
-                checkpoints, deployment.checkpoints, clerk, metrics.learner, resumed.segments, alone
+                *(checkpoints, deployment.checkpoints, store, metrics.learner, resumed.segments, self._alone)
             )
-        erasure = Erasure(written, checkpoints, deployment.state_dir / "replay" / RANK, clerk, holdout, checkpointer)
+        erasure = Erasure(written, checkpoints, deployment.state_dir / "replay" / RANK, store, holdout, checkpointer)
         erasure.take_note(*resumed.less)
-        lag = LagPolicy(deployment.stream.lag_policy, deployment.seed, source, reads=deployment.events.key is not None)
-        parts = LoopComponents(source, trainer, clerk, holdout, publisher, checkpointer, erasure, lag)
-        bounded_scores = schema.label.classes is not None
-        loop = TrainingLoop(deployment.learner, parts, metrics, bounded=bounded_scores, ranks=ranks)
-        resumed.restore(loop)
-        reporter = Reporter(
-            *(
-                deployment.state_dir,
-                generation,
-                loop,
-                source,
-                clerk,
-                holdout,
-                publisher,
-                checkpointer,
-                erasure,
-                lag,
-                metrics,
-            ),
+        keyed = deployment.events.key is not None
+        lag = LagPolicy(deployment.stream.lag_policy, deployment.seed, self._source, reads=keyed)
+        monitor = StreamMonitor(settings, bounded=self._bench.schema.label.classes is not None)
+        replay = make_feed(
+            *(store, settings, self._ranks, monitor.ratio, holdout, self._trainer, metrics.replay.sample)
+        )
+        self._parts = LoopComponents(
+            *(self._source, self._trainer, monitor, replay, holdout, self._publisher, checkpointer, erasure, lag)
+        )
+        self._loop = TrainingLoop(settings, self._parts, metrics, ranks=self._ranks)
+        resumed.restore(self._loop)
+
+    def _build_reporter(self) -> None:
+        """Build the reporter, and serve its status."""
+        deployment, place, parts = self._deployment, self._place, self._parts
+        self._reporter = Reporter(
+            *(deployment.state_dir, self._generation, self._loop, parts.source, self._store, parts.holdout),
+            *(parts.publisher, parts.checkpointer, parts.erasure, parts.lag, self._metrics),
             strategy=deployment.learner.strategy.name,
-            classification=bounded_scores,
+            classification=self._bench.schema.label.classes is not None,
             launched=place is not None,
             absent=place.absent if place is not None else (),
-            sharing=sharing,
+            sharing=self._sharing,
         )
-        if sharing is not None:
-            sharing.attach(trainer, ranks)
-            sharing.while_waiting = reporter.report_if_due
-        port = stack.enter_context(
-            serve_status(
-                deployment.learner.status, deployment.read_token, registry, reporter.problems, reporter.warnings
-            )
+        if self._sharing is not None:
+            self._sharing.attach(self._trainer, self._ranks)
+            self._sharing.while_waiting = self._reporter.report_if_due
+        token, reporter = deployment.read_token, self._reporter
+        self._port = self._stack.enter_context(
+            serve_status(deployment.learner.status, token, self._registry, reporter.problems, reporter.warnings)
         )
-        stack.callback(source.close)
+
+    def _open_source(self) -> bool:
+        """Read the stream from where the ledger stands; return False when the learner was stopped meanwhile."""
+        source, loop = self._source, self._loop
+        self._stack.callback(source.close)
         if isinstance(source, MultiHostReader):
             source.rates = loop.rates.now
-        source.open(loop.ledger.positions, stop, marks=loop.ledger.marks)
-        if stop.is_set():
-            return
+        source.open(loop.ledger.positions, self._stop, marks=loop.ledger.marks)
+        if self._stop.is_set():
+            return False
         log.info(
             "learning %s on %s in %s; metrics on port %d",
-            *(", ".join(deployment.stream.topics), device, bench.precision.name, port),
+            *(", ".join(self._deployment.stream.topics), self._bench.device, self._bench.precision.name, self._port),
         )
-        gc.freeze()  # a look at all that is imported takes as long as ten steps
-        gc.enable()
-        tracing = ProfilerWindow(deployment.learner.profile, deployment.state_dir)
-        stack.callback(tracing.close)
+        return True
 
-        def at_boundary() -> None:
-            reporter.report_if_due()
-            if isinstance(source, MultiHostReader):
-                source.rebalance(loop.rates.now)
-            tracing.step(loop.steps)
-            if sharing is not None:
-                sharing.adjust(trainer, loop.rows_of_step)
-            if isinstance(trainer, Leader):
-                trainer.beat()
-
-        loop.begin(stop, at_boundary)
-        if stop.is_set():
-            return
-        try:
-            loop.run(stop, at_boundary)
-        except GapError:
-            _finish(loop, reporter, deployment.learner.stop_timeout)
-            raise
-        _finish(loop, reporter, deployment.learner.stop_timeout)
-        log.info("stopped after %d steps, version %s", loop.steps, publisher.number)
+    def _while_waiting(self) -> tuple[Task, ...]:
+        """Return the work between steps that goes on while the loop waits for the disk as well."""
+        source, trainer, sharing, loop = self._source, self._trainer, self._sharing, self._loop
+        tasks: list[Task] = [self._reporter.report_if_due]
+        if isinstance(source, MultiHostReader):
+            tasks.append(lambda: source.rebalance(loop.rates.now))
+        tasks.append(lambda: self._profiler.step(loop.steps))
+        if sharing is not None:
+            tasks.append(lambda: sharing.adjust(trainer, loop.rows_of_step))
+        if isinstance(trainer, Leader):
+            tasks.append(trainer.beat)
+        return tuple(tasks)
 
 
 def _latest_generation(state_dir: Path) -> int:
@@ -225,9 +315,3 @@ def _trainer(bench: TrainingSetup, channel: Channel | None, rows: int | None) ->
     trainer = Leader(channel, DataParallelGroup(bench.settings, search=bench.leaves_some_out), **bench.arguments)
     trainer.warning = oom_warning(bench.device, rows) if rows is not None else None
     return trainer
-
-
-def _finish(loop: TrainingLoop, reporter: Reporter, stop_timeout: timedelta) -> None:
-    """Publish, checkpoint and tell what was learned; a part of the time is left for the parts to close."""
-    loop.finish(Deadline(stop_timeout * _FINISHING_SHARE))
-    reporter.report()

@@ -29,7 +29,7 @@ class StoreFailedError(Exception):
 
 
 class BackgroundStore:
-    """Owns one store, which others may change only through the property `store`. Used by one thread.
+    """Owns one store, which others may change only through `flush`. Used by one thread.
 
     Either that thread uses the store or the background thread does, never both: a call that needs the store waits until
     the background thread is done, and counts that as waiting for a slower tier. Constants may be read at any time.
@@ -59,9 +59,8 @@ class BackgroundStore:
         self.spare = store.spare
         """Slots beyond those for the held events."""
 
-    @property
-    def store(self) -> Store:
-        """The store, after all enqueued jobs. Do not keep the reference across other calls.
+    def flush(self) -> Store:
+        """Run all queued jobs and return the store. Do not keep the reference across other calls.
 
         Raises:
             StoreFailedError: it has failed, now or before.
@@ -130,7 +129,7 @@ class BackgroundStore:
 
     def has_room(self) -> bool:
         """Return whether there are slots for the events of a step and those of the jobs."""
-        return self._at_rest().has_room(self._added) or self.store.has_room()
+        return self._at_rest().has_room(self._added) or self.flush().has_room()
 
     @property
     def slots_waiting(self) -> int:
@@ -157,7 +156,7 @@ class BackgroundStore:
         store, stats = self._at_rest(), self._store.tiers.stats
         if store.planner.planned_through < step:
             begin, before = time.perf_counter(), stats.stall_seconds
-            store = self.store
+            store = self.flush()
             stats.stall_seconds = before + time.perf_counter() - begin
         return store
 

@@ -187,7 +187,7 @@ def raised_and_stalled(year: Year) -> Driven:
             raised.log("which are skipped", [f"events[0]@{tick}"], f"ValueError: {tick}")
         raised.problem(5 * tick)
         topic = TopicPartition("events", tick % 5)
-        stalls.look({topic: Position(tick // 50)}, {topic: 10**6}, 2.0)
+        stalls.check({topic: Position(tick // 50)}, {topic: 10**6}, 2.0)
         silence.look()
 
     return Driven((raised, stalls, silence), look)

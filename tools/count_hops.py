@@ -146,7 +146,7 @@ def training_steps(steps: int, folder: Path) -> list[Step]:
         ahead = MadeAhead(bench.stream.poll, blocks, bench.stop.set)
         bench.stream.poll = ahead.poll
         with HopCounter(PACKAGES) as counter:
-            bench.loop.run(bench.stop, counter.end_step)
+            bench.run(counter.end_step)
     finally:
         bench.close()
     return counter.steps[WARM_UP : WARM_UP + steps]

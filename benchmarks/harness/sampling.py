@@ -88,7 +88,7 @@ class Steps:
         clerk = self._clerk
         if before is not None:
             before()
-        waited, calls = clerk.store.tiers.stats.stall_seconds, 0.0
+        waited, calls = clerk.flush().tiers.stats.stall_seconds, 0.0
         begin = time.perf_counter()
         for _ in range(_STEPS):
             new = self._events.columns(self._next, BATCH)
@@ -102,4 +102,4 @@ class Steps:
             calls += time.perf_counter() - start
             assert len(draw) == BATCH
         whole = time.perf_counter() - begin
-        return (clerk.store.tiers.stats.stall_seconds - waited) / whole, calls / whole
+        return (clerk.flush().tiers.stats.stall_seconds - waited) / whole, calls / whole

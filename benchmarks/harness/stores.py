@@ -36,7 +36,7 @@ def open_store(
 ) -> Iterator[Store]:
     """The store of `open_clerk` by itself: what it is asked for it does at once."""
     with open_clerk(events, capacity, hot=hot, folder=folder, redis=redis, admission=admission, device=device) as clerk:
-        yield clerk.store
+        yield clerk.flush()
 
 
 @contextmanager

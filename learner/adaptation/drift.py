@@ -58,6 +58,11 @@ class Drift:
         return "checkpoint" in self._settings.actions
 
     @property
+    def factors(self) -> tuple[float, float]:
+        """Factors of the learning rate and of the replay ratio in the next step; 1 except for a while after a drift."""
+        return (self.lr_factor, self.replay_factor) if self._left else (1.0, 1.0)
+
+    @property
     def lr_factor(self) -> float:
         """What the learning rate is multiplied by in the next step; 1 but for a while after a drift."""
         return self._factor(self._settings.lr_factor) if "raise-lr" in self._settings.actions else 1.0

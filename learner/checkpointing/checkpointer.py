@@ -123,7 +123,7 @@ class Checkpointer:
             self._begin(take, standing())
 
     def checkpoint_first(
-        self, state: Mapping[str, Any], stop: threading.Event, at_boundary: Callable[[], object]
+        self, state: Mapping[str, Any], stop: threading.Event, while_waiting: Sequence[Callable[[], object]]
     ) -> None:
         """Write a checkpoint that only says where the stream is begun, where there is no checkpoint, and wait until it
         is durable.
@@ -131,7 +131,7 @@ class Checkpointer:
         Args:
             state: of the checkpoint.
             stop: ends the waiting.
-            at_boundary: called while this waits.
+            while_waiting: all called again and again while this waits.
 
         Raises:
             DependencyError: it cannot be written. Nothing is lost by that, since nothing is learned yet.
@@ -143,7 +143,8 @@ class Checkpointer:
         self._background.start(lambda: self._write(number, moment, None))
         while self._background.busy and not stop.is_set():
             self._background.wait(Deadline(_FIRST_CHECKPOINT_LOOK))
-            at_boundary()
+            for call in while_waiting:
+                call()
         self._background.raise_bug()
         if not self._background.busy and self.number != number:
             raise DependencyError(f"{self._problem}; nothing is learned before it is, or a crash would lose it")
@@ -188,7 +189,7 @@ class Checkpointer:
         """Let the store write slots again once the checkpoint is written, or has failed; looks at no file."""
         if not self._background.busy and self._holding and self._clerk is not None:
             self._holding = False
-            self._clerk.store.end_snapshot(self._oldest, written=self.number == self._highest)
+            self._clerk.flush().end_snapshot(self._oldest, written=self.number == self._highest)
         self._background.raise_bug()
 
     def _write(self, number: int, moment: CapturedState, standing: object) -> None:

@@ -36,8 +36,8 @@ from learner.state_dir.safetensors_file import Piece, TensorFile, digest_of, pie
 
 STATE = "state.json"
 ERASED = "erased"
-"""Key of the state: how many records of `erasures.log` are applied to a checkpoint."""
-FORMAT = 5
+"""What in the state says how many records of `erasures.log` are applied to a checkpoint."""
+FORMAT = 8
 SEGMENT = "segment-"
 """Prefix of parts that checkpoints share: events of the store, which a checkpoint can be restored without."""
 RANK = "rank-0"

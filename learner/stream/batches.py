@@ -110,6 +110,8 @@ class BatchBuilder:
     count: int = 0
     stored: int = 0
     settle: Settle | None = None
+    ended: bool = False
+    """Whether all rows of the last block are taken."""
 
     def keep(self) -> None:
         """Copy what was taken so far."""
@@ -134,11 +136,12 @@ class BatchBuilder:
         Returns:
             The first row that was not taken.
         """
-        rows, trained, places = self._look(block, begin, begin + most + most // _FEW + 1)
+        size = len(block)
+        rows, trained, places = self._look(block, begin, min(size, begin + most + most // _FEW + 1))
         # What follows the last one and is not to be trained on comes with it.
         enough = most + (not exactly)
-        if len(places) < enough and begin + len(trained) < len(block):
-            rows, trained, places = self._look(block, begin, len(block))
+        if len(places) < enough and begin + len(trained) < size:
+            rows, trained, places = self._look(block, begin, size)
         n = len(trained) if len(places) < enough else int(places[most - 1]) + 1
         trained, places = trained[:n], places[:most]
         _pick(rows, places, self.new)
@@ -150,14 +153,15 @@ class BatchBuilder:
             self.stored += len(stored_only)
             _pick(rows, others[outcome == _HELD_OUT], self.held_out)
         self.count += len(places)
-        self.spans.append(_span(block, rows, begin, trained))
+        self.ended = begin + n == size
+        self.spans.append(_span(block, rows, begin, trained, done=self.ended))
         return begin + n
 
     def _look(
         self, block: Block, begin: int, end: int
     ) -> tuple[Mapping[str, Array], NDArray[np.bool_], NDArray[np.intp]]:
         """Return rows of a block, settled, which of them are to be trained on, and the places of those."""
-        rows: Mapping[str, Array] = block.rows(begin, min(end, len(block)))
+        rows: Mapping[str, Array] = block.rows(begin, end)
         if self.settle is not None:
             rows = self.settle(rows)
         trained = (rows["outcome"] == PENDING) & rows["labelled"].astype(np.bool_, copy=False)
@@ -192,7 +196,7 @@ class Batches:
                 self._cursor = 0
             if self._block is not None:
                 self._cursor = parts.take(self._block, self._cursor, self._batch_size - parts.count)
-                if self._cursor == len(self._block):
+                if parts.ended:
                     self._ended.append(self._block)
                     self._block = None
             elif deadline is None:
@@ -271,11 +275,10 @@ def _last_places(partition: Array) -> dict[int, int]:
     return {index: n - 1 - place for index, place in zip(found.tolist(), places.tolist(), strict=True)}
 
 
-def _span(block: Block, rows: Mapping[str, Array], begin: int, trained: NDArray[np.bool_]) -> Span:
+def _span(block: Block, rows: Mapping[str, Array], begin: int, trained: NDArray[np.bool_], *, done: bool) -> Span:
     """Return the span of rows of a block that begin there, with the outcomes that they have by now."""
     end = begin + len(trained)
     columns = {name: rows[name][: len(trained)].copy() for name in IDENTITY_COLUMNS}
-    done = end == len(block)
     positions: dict[int, Position] = {}
     places = _last_places(columns["partition"])
     for index, place in places.items():

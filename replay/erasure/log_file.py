@@ -21,7 +21,7 @@ from anabranch.core.failures import UNDECODABLE
 from anabranch.core.files import sync_directory
 from replay.erasure.erased_events import ByKey, ByRange, ErasedEvents, Packed, Record
 
-FORMAT = 2
+FORMAT = 3
 SECRET_FILE = "erasures.key"  # noqa: S105 its name
 """The name of the file beside the log that has the secret."""
 _SECRET_BYTES = 32

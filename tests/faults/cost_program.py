@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import numpy as np
 
 from learner import run as session
 from learner.__main__ import main
-from learner.loop import TrainingLoop
+from learner.loop import Task, TrainingLoop
 
 NOTE = np.dtype(
     [
@@ -46,11 +46,10 @@ class NotingLoop(TrainingLoop):
         for part, name in ((publisher, "publish_if_due"), (checkpointer, "checkpoint_if_due")):
             setattr(part, name, self._timed(getattr(part, name)))
 
-    def run(self, stop: threading.Event, at_boundary: Callable[[], None]) -> None:
+    def run(self, stop: threading.Event, between_steps: Sequence[Task]) -> None:
         """Learn, and write the notes once that is over."""
 
         def noted() -> None:
-            at_boundary()
             publisher, checkpointer = self._parts.publisher, self._parts.checkpointer
             busy, watching = publisher._background.busy, publisher._watching
             version = publisher.published + publisher.skipped + 1 if busy and not watching else 0
@@ -63,7 +62,7 @@ class NotingLoop(TrainingLoop):
         if schedule.exists():
             self._schedule = os.open(schedule, os.O_RDONLY)
         try:
-            super().run(stop, noted)
+            super().run(stop, (*between_steps, noted))
         finally:
             np.save(self.file, np.frombuffer(self._notes).view(NOTE))
 
@@ -81,5 +80,5 @@ class NotingLoop(TrainingLoop):
 
 if __name__ == "__main__":
     NotingLoop.file = Path(sys.argv[1])
-    session.Loop = NotingLoop  # type: ignore[misc]
+    session.TrainingLoop = NotingLoop  # type: ignore[misc]
     sys.exit(main(sys.argv[2:]))

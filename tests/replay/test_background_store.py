@@ -63,7 +63,7 @@ class Life:
 
     @property
     def store(self) -> Store:
-        return self._keeper.store if isinstance(self._keeper, BackgroundStore) else self._keeper
+        return self._keeper.flush() if isinstance(self._keeper, BackgroundStore) else self._keeper
 
     def add(self, n: int, again: int = 0) -> None:
         """Add n events, of which the first `again` were added already."""
@@ -170,8 +170,8 @@ def test_a_step_goes_on_while_the_store_takes_in_and_the_next_one_waits(
         background_store.plan_ahead(step, SAMPLED)
     assert background_store.planned(7) == SAMPLED
     assert background_store.planned(8) == 0
-    stalled = background_store.store.tiers.stats.stall_seconds
-    begun, opened = hold_up(background_store.store, monkeypatch)
+    stalled = background_store.flush().tiers.stats.stall_seconds
+    begun, opened = hold_up(background_store.flush(), monkeypatch)
     background_store.add(fake_columns(schema, range(200, 240)), PARTITIONS)
     background_store.plan_ahead(5, SAMPLED)
     assert not begun.is_set(), "nothing is begun between two steps"
@@ -185,7 +185,7 @@ def test_a_step_goes_on_while_the_store_takes_in_and_the_next_one_waits(
     opened.set()
     thread.join(30)
     assert len(sampled[0]) == SAMPLED
-    assert background_store.store.tiers.stats.stall_seconds > stalled, "what a step waited for is told"
+    assert background_store.flush().tiers.stats.stall_seconds > stalled, "what a step waited for is told"
 
 
 def test_events_are_added_where_no_step_samples(
@@ -197,7 +197,7 @@ def test_events_are_added_where_no_step_samples(
         most = max(most, background_store._added)
     assert most <= MOST_PENDING + 128
     assert len(background_store._at_rest()) >= 20 * MOST_PENDING - 2 * (MOST_PENDING + 128)
-    assert background_store.store.flush_pending() + len(background_store.store) >= 20 * MOST_PENDING
+    assert background_store.flush().flush_pending() + len(background_store.flush()) >= 20 * MOST_PENDING
 
 
 class Panic(BaseException):
@@ -225,13 +225,13 @@ def test_what_fails_beside_a_step_is_told_by_each_later_call_and_is_no_want_of_m
     background_store.plan_ahead(8, SAMPLED)
     if inline:
         with pytest.raises(StoreFailedError):
-            _ = background_store.store
+            background_store.flush()
     else:
         background_store.sample(0, SAMPLED)
     for call in (
         lambda: background_store.sample(1, SAMPLED),
         background_store.has_room,
-        lambda: background_store.store,
+        background_store.flush,
     ):
         with pytest.raises(StoreFailedError, match=f"the replay store failed beside a step: {kind.__name__}: no more"):
             call()
@@ -247,13 +247,13 @@ def test_lost_events_leave_and_are_counted_where_no_step_comes(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(background_store.store.tiers.slow[0], "write", full)
+    monkeypatch.setattr(background_store.flush().tiers.slow[0], "write", full)
     for begin in range(0, 10 * MOST_PENDING, MOST_PENDING):
         background_store.add(fake_columns(schema, range(begin, begin + MOST_PENDING)), PARTITIONS)
         background_store.plan_ahead(0, SAMPLED)
         background_store._store.tiers._io_worker.flush()
-    assert background_store.store.lost >= 7 * MOST_PENDING
-    assert len(background_store.store.tiers._lost) < 4
+    assert background_store.flush().lost >= 7 * MOST_PENDING
+    assert len(background_store.flush().tiers._lost) < 4
 
 
 def test_nothing_is_held_on_to_that_is_done(
@@ -283,7 +283,7 @@ def test_what_is_looked_for_comes_in_its_order(
     for step in range(3):
         background_store.query_neighbours(step, np.zeros((1, 2), np.float32))
         background_store.add(fake_columns(schema, range(step + 1)), PARTITIONS)
-    _ = background_store.store
+    background_store.flush()
     assert order == ["query 0", "add 1", "query 1", "add 2", "query 2", "add 3"]
 
 
@@ -292,7 +292,7 @@ def test_steps_have_waited_for_what_they_waited_for_and_no_more(
 ) -> None:
     """What the thread waits for beside them is no wait of theirs."""
     background_store = open_background_store()
-    stats = background_store.store.tiers.stats
+    stats = background_store.flush().tiers.stats
 
     def waits(*_: object) -> None:
         stats.stall_seconds += 1000.0
@@ -323,10 +323,10 @@ def test_slots_that_events_wait_for_are_not_free(
     open_background_store: Callable[..., BackgroundStore], schema: Schema
 ) -> None:
     background_store = open_background_store(capacity=2000)
-    background_store.store.begin_snapshot(1)
-    background_store.store.burst = background_store.store.slots.free - 300
+    background_store.flush().begin_snapshot(1)
+    background_store.flush().burst = background_store.flush().slots.free - 300
     background_store.add(fake_columns(schema, range(300)), PARTITIONS)
     assert background_store.has_room()
     background_store.add(fake_columns(schema, [300]), PARTITIONS)
     assert not background_store.has_room()
-    assert len(background_store.store) == 301, "what waits was not taken in"
+    assert len(background_store.flush()) == 301, "what waits was not taken in"

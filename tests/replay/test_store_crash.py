@@ -84,7 +84,7 @@ class Rehearsal:
 
     @property
     def store(self) -> Store:
-        return self._keeper.store if isinstance(self._keeper, BackgroundStore) else self._keeper
+        return self._keeper.flush() if isinstance(self._keeper, BackgroundStore) else self._keeper
 
     def take_step(self) -> str:
         """Sample, learn, add and plan; return the digest of what was sampled."""

@@ -32,7 +32,9 @@ class Released:
 
     def __init__(self) -> None:
         self.calls: list[tuple[int | None, bool]] = []
-        self.store = self
+
+    def flush(self) -> "Released":
+        return self
 
     def has_room(self) -> bool:
         return True
@@ -127,12 +129,12 @@ def test_where_the_stream_is_begun_is_on_the_disk_before_anything_else_happens(t
     released = Released()
     checkpointer, checkpoints = make(tmp_path, released)
     looks: list[list[int]] = []
-    checkpointer.checkpoint_first({"ledger": [1]}, threading.Event(), lambda: looks.append(checkpoints.numbers()))
+    checkpointer.checkpoint_first({"ledger": [1]}, threading.Event(), [lambda: looks.append(checkpoints.numbers())])
     assert (checkpointer.number, checkpoints.numbers(), released.calls, checkpointer.problem) == (1, [1], [], None)
     found = Checkpoints(checkpoints.path, "another schema", 2).newest()
     assert found is not None
     assert (found[1].begins, found[1].step, found[1].state) == (True, 0, {"ledger": [1]})
-    checkpointer.checkpoint_first({"ledger": [2]}, threading.Event(), lambda: None)
+    checkpointer.checkpoint_first({"ledger": [2]}, threading.Event(), [])
     assert checkpoints.numbers() == [1]
     checkpoint(checkpointer)
     found = checkpoints.newest()
@@ -150,7 +152,7 @@ def test_a_learner_that_cannot_write_where_it_begins_does_not_begin(
 
     monkeypatch.setattr("anabranch.core.atomic_files.os.fsync", full)
     with pytest.raises(DependencyError, match=r"checkpoint 1 could not be written to .*: No space left.*; nothing is"):
-        checkpointer.checkpoint_first({"ledger": []}, threading.Event(), lambda: None)
+        checkpointer.checkpoint_first({"ledger": []}, threading.Event(), [])
     assert checkpoints.numbers() == []
 
 
@@ -158,7 +160,7 @@ def test_a_learner_that_is_stopped_waits_for_no_disk(tmp_path: Path, monkeypatch
     checkpointer, _ = make(tmp_path)
     stop, go = threading.Event(), threading.Event()
     monkeypatch.setattr("anabranch.core.atomic_files.os.fsync", lambda _: go.wait(30))
-    checkpointer.checkpoint_first({"ledger": []}, stop, stop.set)
+    checkpointer.checkpoint_first({"ledger": []}, stop, [stop.set])
     assert checkpointer.busy
     go.set()
     checkpointer.wait(Deadline(timedelta(seconds=30)))

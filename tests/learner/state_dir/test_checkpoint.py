@@ -33,6 +33,7 @@ from ingest.kafka.fake import Columns, fake_columns
 from ingest.metrics import IngestMetrics
 from ingest.reader.cursors import Partition
 from ingest.reader.reader import BlockReader
+from learner.adaptation.stream_monitor import StreamMonitor
 from learner.build import LearnerSpec, TrainingSetup
 from learner.checkpointing.checkpointer import Checkpointer
 from learner.checkpointing.erasure import Erasure
@@ -49,15 +50,16 @@ from learner.device_sharing.sharing import DeviceSharingSpec
 from learner.errors import CheckpointError, MisfitError, SecondLearnerError
 from learner.evaluation.holdout import HoldoutSet
 from learner.evaluation.scoring import Scorer
-from learner.loop import LoopComponents, LoopMetrics, TrainingLoop
+from learner.loop import LoopComponents, LoopMetrics, Task, TrainingLoop
 from learner.metrics import LearnerMetrics
 from learner.model.device import choose_precision
 from learner.model.embedding import Embedding
 from learner.model.task import Classification
 from learner.publishing.gatekeeper import QualityGate
 from learner.publishing.publisher import Publisher
+from learner.replay_feed import make_feed
 from learner.resume import ResumePoint, most_offered
-from learner.run import learn
+from learner.run import between_steps, learn
 from learner.runtime.shutdown import Deadline
 from learner.state_dir.checkpoint import RANK, Checkpoints
 from learner.state_dir.folders import MANIFEST
@@ -187,12 +189,16 @@ class Bench:
         self.log.refresh()
         erasure = Erasure(self.log, self.checkpoints, path / "replay" / RANK, self.clerk, holdout, self.checkpointer)
         lag = LagPolicy(LagPolicySettings(), 0, source)
-        parts = LoopComponents(source, trainer, self.clerk, holdout, publisher, self.checkpointer, erasure, lag)
+        monitor = StreamMonitor(settings)
+        sampling = self.metrics.replay.sample
+        feed = make_feed(self.clerk, settings, 1, monitor.ratio, holdout, trainer, sampling)
+        parts = LoopComponents(source, trainer, monitor, feed, holdout, publisher, self.checkpointer, erasure, lag)
         self.loop = TrainingLoop(settings, parts, self.metrics)
-        self.trainer, self.holdout, self.publisher = trainer, holdout, publisher
+        self.trainer, self.holdout, self.publisher, self.erasure = trainer, holdout, publisher, erasure
 
-    def run(self) -> None:
-        self.loop.run(self.stop, lambda: None)
+    def run(self, *tasks: Task) -> None:
+        """Train to the end of the stream; `tasks` run after all that a learner does between steps."""
+        self.loop.run(self.stop, between_steps(self.loop, self.erasure, tasks))
 
     def resume(self) -> None:
         assert self.found is not None
@@ -210,7 +216,7 @@ class Bench:
 
     @property
     def store(self) -> Store:
-        return self.clerk.store
+        return self.clerk.flush()
 
 
 @pytest.fixture
@@ -276,7 +282,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
     for name, value in whole.trainer.tensors()["optimizer"].items():
         assert torch.equal(resumed.trainer.tensors()["optimizer"][name], value), name
     assert resumed.loop.ledger.state() == whole.loop.ledger.state()
-    assert resumed.loop.prequential.state() == whole.loop.prequential.state()
+    assert resumed.loop.monitor.prequential.state() == whole.loop.monitor.prequential.state()
     assert (resumed.loop.rows_new, resumed.loop.rows_replay) == (whole.loop.rows_new, whole.loop.rows_replay)
     assert all(
         (resumed.holdout.held.columns[name] == column).all() for name, column in whole.holdout.held.columns.items()
@@ -307,8 +313,8 @@ def test_a_resumed_run_measures_and_decides_as_the_uninterrupted_one(
     resumed.run()
     assert whole.loop.rows_replay > 0, "nothing was decided that could differ"
     assert resumed.loop.rows_replay == whole.loop.rows_replay
-    assert resumed.loop.ratio.state() == whole.loop.ratio.state()
-    assert resumed.loop.drift.state() == whole.loop.drift.state()
+    assert resumed.loop.monitor.ratio.state() == whole.loop.monitor.ratio.state()
+    assert resumed.loop.monitor.drift.state() == whole.loop.monitor.drift.state()
     for name, value in whole.trainer.snapshot().items():
         assert torch.equal(resumed.trainer.snapshot()[name], value), name
 
@@ -320,7 +326,7 @@ def test_measuring_what_is_erased_changes_nothing_that_is_learned(make_bench: Ca
     bare.close()
     measured = make_bench(60, learner={"replay_ratio": "auto", "old_weight": 0.0})
     measured.run()
-    assert measured.loop.ratio.state()["old"][2] > 0, "nothing was scored"
+    assert measured.loop.monitor.ratio.state()["old"][2] > 0, "nothing was scored"
     assert measured.loop.rows_replay == 0
     for name, value in bare.trainer.snapshot().items():
         assert torch.equal(measured.trainer.snapshot()[name], value), name
@@ -346,15 +352,15 @@ def test_scores_that_are_not_finite_are_left_out_and_a_restart_goes_on(
     bench.run()
     bench.finish()
     assert sum("the task's score of its events is nan" in record.getMessage() for record in caplog.records) == 1
-    overall = bench.loop.prequential.overall
+    overall = bench.loop.monitor.prequential.overall
     assert overall is not None
     assert 0 <= overall <= 1
-    assert bench.loop.prequential.window < 100 * (ROWS - 1)
-    assert bench.versions.manifest(bench.versions.numbers()[-1]).metrics["now"] == bench.loop.prequential.mean
+    assert bench.loop.monitor.prequential.window < 100 * (ROWS - 1)
+    assert bench.versions.manifest(bench.versions.numbers()[-1]).metrics["now"] == bench.loop.monitor.prequential.mean
     bench.close()
     resumed = make_bench(160, learner=settings)
     resumed.resume()
-    assert resumed.loop.prequential.overall == overall
+    assert resumed.loop.monitor.prequential.overall == overall
     resumed.run()
     assert resumed.loop.steps == 160
 
@@ -392,7 +398,7 @@ def _ask_while_spoiled(bench: Bench) -> None:
             bench.checkpointer.ask()
 
     bench.stop.clear()
-    bench.loop.run(bench.stop, at_boundary)
+    bench.run(at_boundary)
 
 
 def _blown_up(bench: Bench) -> Bench:
@@ -430,7 +436,7 @@ def test_the_first_steps_that_are_not_finite_are_not_checkpointed_either(make_be
     bench = _blown_up(make_bench(20))
     bench.stream.blocks = 25
     bench.stop.clear()
-    bench.loop.run(bench.stop, lambda: bench.checkpointer.ask() if bench.loop.non_finite_in_a_row else None)
+    bench.run(lambda: bench.checkpointer.ask() if bench.loop.non_finite_in_a_row else None)
     bench.checkpointer.wait(Deadline(timedelta(seconds=30)))
     assert 0 < bench.loop.non_finite_in_a_row < 10
     assert bench.checkpoints.numbers() == [1]
@@ -473,12 +479,12 @@ def test_a_drift_begins_a_checkpoint(make_bench: Callable[..., Bench]) -> None:
     bench = make_bench(400, learner={"drift": {"actions": ["checkpoint"]}})
     bench.stream.drifts_at = 300 * ROWS
     bench.run()
-    assert bench.loop.drift.count == 1
+    assert bench.loop.monitor.drift.count == 1
     bench.checkpointer.wait(Deadline(timedelta(seconds=30)))
     assert bench.checkpointer.number == 1
     found = bench.checkpoints.newest()
     assert found is not None
-    assert found[1].step == bench.loop.drift.step
+    assert found[1].step == bench.loop.monitor.drift.step
 
 
 def test_a_drift_raises_what_it_is_to_raise_and_tells_the_strategy(
@@ -489,8 +495,8 @@ def test_a_drift_raises_what_it_is_to_raise_and_tells_the_strategy(
     bench.stream.drifts_at = 300 * ROWS
     told, seen = list[int](), list[tuple[float, float]]()
     monkeypatch.setattr(bench.trainer.strategy, "on_drift", lambda: told.append(bench.loop.steps))
-    bench.loop.run(bench.stop, lambda: seen.append((bench.trainer.update.rate(), bench.loop.replay_ratio)))
-    assert told == [bench.loop.drift.step]
+    bench.run(lambda: seen.append((bench.trainer.update.rate(), bench.loop.replay_ratio)))
+    assert told == [bench.loop.monitor.drift.step]
     before, after = seen[: told[0]], seen[told[0] :]
     assert set(before[:-1]) == {(1e-3, 1.3)}
     assert before[-1] == (1e-3, pytest.approx(1.3 * 3.0)), "the next step replays more"
@@ -512,17 +518,17 @@ def test_a_checkpoint_that_a_drift_asks_for_comes_before_anything_that_it_change
 
     def at_boundary() -> None:
         rates.append(bench.trainer.update.rate())
-        left[0] -= bool(bench.loop.drift.count)
+        left[0] -= bool(bench.loop.monitor.drift.count)
         if not left[0] and bench.checkpointer.busy:
             gate.set()
             bench.checkpointer.wait(Deadline(timedelta(seconds=30)))
 
-    bench.loop.run(bench.stop, at_boundary)
+    bench.run(at_boundary)
     bench.checkpointer.wait(Deadline(timedelta(seconds=30)))
     found = bench.checkpoints.newest()
     assert found is not None
-    assert bench.loop.drift.step is not None
-    assert found[1].step == told[0] >= bench.loop.drift.step + 19
+    assert bench.loop.monitor.drift.step is not None
+    assert found[1].step == told[0] >= bench.loop.monitor.drift.step + 19
     assert found[1].state["trainer"]["groups"][0]["lr"] == 1e-3
     assert rates[: told[0]] == [1e-3] * told[0]
     assert max(rates) == rates[told[0]] == pytest.approx(5e-3)
@@ -531,7 +537,7 @@ def test_a_checkpoint_that_a_drift_asks_for_comes_before_anything_that_it_change
     monkeypatch.setattr(resumed.trainer.strategy, "on_drift", lambda: told.append(resumed.loop.steps))
     resumed.resume()
     assert told == [found[1].step] * 2
-    assert resumed.loop.drift.lr_factor == 5.0
+    assert resumed.loop.monitor.drift.lr_factor == 5.0
 
 
 @each_arrangement
@@ -710,7 +716,7 @@ def test_a_checkpoint_that_a_hung_disk_holds_up_is_told_of_until_it_goes_on(
         patch.setattr("learner.runtime.background_worker.time", SimpleNamespace(monotonic=lambda: now[0]))
         patch.setattr("anabranch.core.atomic_files.os.fsync", lambda descriptor: (go.wait(20), sync(descriptor))[1])
         bench.checkpointer.ask()
-        bench.loop._checkpoint_if_due()
+        bench.loop.checkpoint_if_due()
         now[0] += 90
         assert bench.checkpointer.problem is None
         now[0] += 1
@@ -728,7 +734,7 @@ def test_a_learner_that_rests_makes_no_checkpoint_until_something_has_changed(ma
 
     def checkpoint_if_due() -> list[int]:
         bench.checkpointer.ask()
-        bench.loop._checkpoint_if_due()
+        bench.loop.checkpoint_if_due()
         bench.checkpointer.wait(Deadline(timedelta(seconds=20)))
         return bench.checkpoints.numbers()
 
@@ -872,7 +878,7 @@ def test_a_resumed_run_of_any_strategy_is_the_uninterrupted_one_bit_for_bit(
         for key, value in tensors.items():
             assert torch.equal(resumed.trainer.tensors()[part][key], value), (part, key)
     assert resumed.trainer.state() == whole.trainer.state()
-    assert resumed.loop.prequential.state() == whole.loop.prequential.state()
+    assert resumed.loop.monitor.prequential.state() == whole.loop.monitor.prequential.state()
 
 
 def test_a_checkpoint_of_a_strategy_with_other_columns_is_refused_before_the_first_step(
@@ -1178,7 +1184,7 @@ def test_a_crash_before_the_first_step_begins_where_the_stream_was_begun(
 ) -> None:
     bench = make_bench(4)
     bench.stream.partitions = [Partition(NAME, 7 * ROWS, 9 * ROWS)]
-    bench.loop.begin(bench.stop, lambda: None)
+    bench.loop.begin(bench.stop, [])
     bench.close()
     again = make_bench(4)
     again.stream.partitions = [Partition(NAME, 9 * ROWS, 9 * ROWS)]  # what stream.start would give by now
@@ -1186,7 +1192,7 @@ def test_a_crash_before_the_first_step_begins_where_the_stream_was_begun(
     assert again.found[1].begins
     again.loop.restore(again.found[1])
     assert {name: position.offset for name, position in again.loop.ledger.positions.items()} == {NAME: 7 * ROWS}
-    again.loop.begin(again.stop, lambda: None)
+    again.loop.begin(again.stop, [])
     assert again.checkpoints.numbers() == [1]
     again.stream.next = 7
     again.stream.blocks = 9

@@ -1,0 +1,304 @@
+"""Feeds old events into the steps: how many to replay, their sample, and what the store is sent after a step.
+
+`StoreFeed` replays from a store; `NoReplay` is the feed of a strategy that replays nothing.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from prometheus_client import Histogram
+
+from ingest.events.block import Array
+from ingest.events.partition import TopicPartition
+from learner.adaptation.forgetting_probe import Probe
+from learner.adaptation.replay_ratio import Ratio, ScoreSum
+from learner.config import LearnerSettings
+from learner.evaluation.holdout import HoldoutSet
+from learner.strategies.base import Strategy
+from learner.strategies.examples import OUTPUT, Examples, examples_of
+from learner.stream.batches import Batch
+from learner.training.step_result import StepResult
+from learner.training.trainer import Trainer
+from replay.background_store import BackgroundStore
+from replay.checkpoint.capture import CapturedStore
+from replay.plan import Sample
+from replay.row_layout import Fields
+
+_EMBEDDING = "embedding"
+"""A column that the feed adds to the events of a step: their embedding, NaN where it is not known."""
+
+
+@dataclass(frozen=True)
+class Replay:
+    """The old events of one step.
+
+    Attributes:
+        examples: the events as the strategy takes them, one part for each of its samples; may be empty.
+        sample: the events as the store sampled them; None without a sample.
+        probed: scores of old events before the step, where it measures forgetting.
+    """
+
+    examples: Sequence[Examples] = ()
+    sample: Sample | None = None
+    probed: ScoreSum | None = None
+
+
+NOTHING = Replay()
+"""No old events."""
+
+
+class ReplayFeed(Protocol):
+    """The source of old events. Used by the loop's thread."""
+
+    @property
+    def replays(self) -> bool:
+        """Whether there is a store."""
+        ...
+
+    @property
+    def output_shape(self) -> list[int] | None:
+        """The shape of the model's output that is stored with each event; None: it is not stored."""
+        ...
+
+    @property
+    def raised(self) -> deque[tuple[NDArray[np.uint64], str]]:
+        """Hashes of holdout events on which the model raised, with the error: the loop removes both."""
+        ...
+
+    def sample(self, step: int, new: int, ratio: float) -> Replay:
+        """Return the old events to replay with `new` new ones at a ratio."""
+        ...
+
+    def remove(self, replay: Replay, rows: NDArray[np.bool_]) -> tuple[Replay, NDArray[np.void]]:
+        """Remove rows of a sample from the store; return the other ones, and the records of those removed."""
+        ...
+
+    def add(
+        self, step: int, batch: Batch, replay: Replay, result: StepResult | None, names: Sequence[TopicPartition]
+    ) -> None:
+        """Add the events of a finished step to the store, and update the priorities of those that it replayed."""
+        ...
+
+    def prefetch(self, step: int, ratio: float) -> None:
+        """Choose the samples of the next steps, the first of which is `step`."""
+        ...
+
+    def begin_snapshot(self, checkpoint: int) -> CapturedStore | None:
+        """Return the store's part of a checkpoint; None without a store."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """Return plain values, for a checkpoint."""
+        ...
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restore the state of a checkpoint."""
+        ...
+
+
+def make_feed(
+    store: BackgroundStore | None,
+    settings: LearnerSettings,
+    ranks: int,
+    ratio: Ratio,
+    holdout: HoldoutSet,
+    trainer: Trainer,
+    timer: Histogram,
+) -> ReplayFeed:
+    """Return the feed of a store, or of none; `ratio` says which steps measure forgetting."""
+    if store is None:
+        return NoReplay()
+    probe = Probe(ratio, holdout, trainer, settings.batch_size)
+    return StoreFeed(*(store, trainer.strategy, ratio, probe, settings.batch_size, settings.batch_size * ranks, timer))
+
+
+class NoReplay:
+    """The feed without a store."""
+
+    replays = False
+    output_shape = None
+
+    def __init__(self) -> None:
+        self.raised: deque[tuple[NDArray[np.uint64], str]] = deque()
+
+    def sample(self, step: int, new: int, ratio: float) -> Replay:  # noqa: ARG002
+        """Return no events."""
+        return NOTHING
+
+    def remove(self, replay: Replay, rows: NDArray[np.bool_]) -> tuple[Replay, NDArray[np.void]]:
+        """Raise AssertionError: nothing was sampled."""
+        raise AssertionError(replay, rows)
+
+    def add(
+        self, step: int, batch: Batch, replay: Replay, result: StepResult | None, names: Sequence[TopicPartition]
+    ) -> None:
+        """Store nothing."""
+
+    def prefetch(self, step: int, ratio: float) -> None:
+        """Choose nothing."""
+
+    def begin_snapshot(self, checkpoint: int) -> None:
+        """Return None: there is no store."""
+
+    def state(self) -> dict[str, Any]:
+        """Return no values."""
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restore nothing."""
+
+
+class StoreFeed:
+    """The feed of a store.
+
+    A step replays what was chosen some steps before: no event is replayed in the step that trains on it.
+    """
+
+    replays = True
+
+    def __init__(
+        self,
+        store: BackgroundStore,
+        strategy: Strategy,
+        ratio: Ratio,
+        probe: Probe,
+        batch_size: int,
+        step_size: int,
+        timer: Histogram,
+    ) -> None:
+        """Start with no debt.
+
+        Args:
+            store: which nobody else samples from.
+            strategy: says how many samples a step takes, and of how many events.
+            ratio: says in which steps old events are scored.
+            probe: scores them.
+            batch_size: events that a probe scores.
+            step_size: new events of a full step.
+            timer: observes how long sampling takes.
+        """
+        self._store = store
+        self._strategy = strategy
+        self._ratio = ratio
+        self._probe = probe
+        self._batch_size = batch_size
+        self._step_size = step_size
+        self._timer = timer
+        self._debt = 0.0
+        """Old events that rounding left over."""
+
+    @property
+    def output_shape(self) -> list[int] | None:
+        """The shape of the model's output that is stored with each event; None: it is not stored."""
+        fields = self._store.fields
+        return list(fields[OUTPUT][1]) if OUTPUT in fields else None
+
+    @property
+    def raised(self) -> deque[tuple[NDArray[np.uint64], str]]:
+        """Hashes of holdout events on which the probe's pass raised, with the error."""
+        return self._probe.raised
+
+    def sample(self, step: int, new: int, ratio: float) -> Replay:
+        """Return the old events to replay with `new` new ones, after scoring some where the step measures."""
+        planned, measures = bool(self._store.planned(step)), self._ratio.probes(step)
+        samples = self._strategy.samples(self._replayed(new, ratio) if planned else 0)
+        replayed = sum(samples)
+        probes = self._probe.sampled(step) if planned and measures else 0
+        sampled: Sample | None = None
+        if max(replayed, probes):
+            with self._timer.time():
+                sampled = self._store.sample(step, max(replayed, probes))
+        probed = self._probe.score(step, sampled) if measures else None
+        if sampled is None:
+            return Replay(probed=probed)
+        sample = sampled.first(replayed) if probes else sampled
+        return Replay(examples_of(sample, samples) if len(sample.slots) else (), sample, probed)
+
+    def _replayed(self, new: int, ratio: float) -> int:
+        """Return how many events to replay; the next steps make up for what rounding leaves."""
+        self._debt += new * ratio
+        replayed = int(self._debt)
+        self._debt -= replayed
+        return replayed
+
+    def remove(self, replay: Replay, rows: NDArray[np.bool_]) -> tuple[Replay, NDArray[np.void]]:
+        """Remove rows of a sample from the store; return the other ones, and the records of those removed."""
+        sample = replay.sample
+        assert sample is not None
+        sizes = [len(part) for part in replay.examples]
+        removed = sample.records[rows]
+        self._store.remove(sample.slots[rows], removed)
+        rest = sample.of(~rows)
+        return replace(replay, examples=examples_of(rest, sizes) if len(rest) else (), sample=rest), removed
+
+    def add(
+        self, step: int, batch: Batch, replay: Replay, result: StepResult | None, names: Sequence[TopicPartition]
+    ) -> None:
+        """Update priorities by a step's losses, then add its events with embedding and output, where those are stored.
+
+        Events without a label are added as well; new ones only where the step was finite. On a device that is not the
+        host the copies wait for the update, which was queued before them; a store that does not ask costs no copy.
+        """
+        finite = result is None or result.finite
+        new = dict(batch.new) if finite else {}
+        if result is not None and finite:
+            self._add_outputs(step, new, replay.sample, result)
+        columns = _in_order(new, _with_unknown_output(batch.stored_only, self._store.fields))
+        if columns:
+            embedding = columns.get(_EMBEDDING)
+            self._store.add(columns, names, None if embedding is None else embedding.astype(np.float32))
+
+    def _add_outputs(self, step: int, new: dict[str, Array], sample: Sample | None, result: StepResult) -> None:
+        """Add columns of what the model returned for new events, and send the store what it returned for old ones."""
+        old: NDArray[np.float32] | None = None
+        if result.embedding_N is not None:
+            embedding_ND: NDArray[np.float32] = result.embedding_N.cpu().numpy()
+            count = len(new["offset"])
+            fresh, old = embedding_ND[:count], embedding_ND[count:]
+            new[_EMBEDDING] = fresh
+            self._store.query_neighbours(step, fresh)
+        if self._strategy.keeps_output and result.output_B is not None:
+            new[OUTPUT] = result.output_B.float().cpu().numpy()
+        if self._store.listens and sample is not None and len(sample.slots) and result.old_R is not None:
+            self._store.update_priorities(sample, result.old_R.float().cpu().numpy(), old)
+
+    def prefetch(self, step: int, ratio: float) -> None:
+        """Choose the samples of the next steps, each as large as a full step or a probe may need."""
+        largest = sum(self._strategy.samples(int(self._step_size * ratio) + 1))
+        probing = max(largest, self._batch_size)
+        self._store.plan_ahead(step, lambda each: probing if self._probe.sampled(each) else largest)
+
+    def begin_snapshot(self, checkpoint: int) -> CapturedStore:
+        """Return the store's part of a checkpoint, which its thread reads in the background."""
+        return self._store.flush().begin_snapshot(checkpoint)
+
+    def state(self) -> dict[str, Any]:
+        """Return plain values, for a checkpoint."""
+        return {"debt": self._debt}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restore the state of a checkpoint; one of a learner that replayed nothing leaves no debt."""
+        self._debt = state.get("debt", 0.0)
+
+
+def _with_unknown_output(columns: dict[str, Array], fields: Fields) -> dict[str, Array]:
+    """Add the column of the model's output, where it is stored, to events that the model has not seen: NaN."""
+    if not columns or OUTPUT not in fields:
+        return columns
+    dtype, shape = fields[OUTPUT]
+    return {**columns, OUTPUT: np.full((len(columns["row"]), *shape), np.nan, dtype)}
+
+
+def _in_order(first: dict[str, Array], second: dict[str, Array]) -> dict[str, Array]:
+    """Join two sets of rows in the order of (partition, offset, row), in which the store adds them at no cost."""
+    if not first or not second:
+        return first or second
+    if _EMBEDDING in first:
+        second = {**second, _EMBEDDING: np.full((len(second["row"]), first[_EMBEDDING].shape[1]), np.nan, np.float32)}
+    joined = {name: np.concatenate([column, second[name]]) for name, column in first.items()}
+    order = np.lexsort((joined["row"], joined["offset"], joined["partition"]))
+    return {name: column[order] for name, column in joined.items()}
