@@ -188,7 +188,7 @@ def raised_and_stalled(year: Year) -> Driven:
         raised.problem(5 * tick)
         topic = TopicPartition("events", tick % 5)
         stalls.check({topic: Position(tick // 50)}, {topic: 10**6}, 2.0)
-        silence.look()
+        silence.check()
 
     return Driven((raised, stalls, silence), look)
 
@@ -310,15 +310,15 @@ def serving(year: Year) -> Driven:
     def serve(tick: int) -> None:
         first = 1_000_000 + 5 * tick  # of as many digits all the time
         publish(first)
-        swap.look()
+        swap.check()
         publish(first + 1, schema=f"another {first}")
         publish(first + 2, generation=0)
         publish(first + 3, trained_through={"events:0": PartitionProgress(0)})
         publish(first + 4, "fail")
-        swap.look()
+        swap.check()
         if tick % 2:
             versions.write_verdict(first, Verdict("fail", [f"worse {first}"]))
-            swap.look()
+            swap.check()
         for number in versions.numbers()[:-12]:
             versions.delete(number)
         registry.newest()

@@ -758,7 +758,7 @@ def test_a_start_with_something_left_to_erase_doubts_what_its_caches_have(
 ) -> None:
     bench = make_bench(1, replay={"disk": {"bytes": "2MB"}})
     doubted: list[bool] = []
-    monkeypatch.setattr(bench.store.tiers, "doubt", lambda: doubted.append(True))
+    monkeypatch.setattr(bench.store.tiers, "mark_stale", lambda: doubted.append(True))
     bench.log.append([ByKey(time=0.0, by="command", key_hash="0" * 16, up_to={})])
     if not waits:
         bench.log.append(Applied(time=0.0, through=1, store=0, holdout=0))
