@@ -77,11 +77,12 @@ def _launch(config: "Config", stop: threading.Event) -> int | None:
     """Run all ranks of this host; return the exit code that rank 0 has told."""
     # Torch writes a page of C++ frames when a host is gone, of which we say one sentence.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    from anabranch.runtime.lifecycle import log_arguments
     from learner.distributed.launcher import launch
     from learner.distributed.rendezvous import meet_hosts
 
     settings = config.pipeline.learner
-    command = (sys.executable, "-P", "-m", "learner", "-c", str(config.path))
+    command = (sys.executable, "-P", "-m", "learner", "-c", str(config.path), *log_arguments())
     with meet_hosts(settings, config.pipeline.stream, _alike(config)) as hosts:
         return launch(settings, hosts, command, stop)
 

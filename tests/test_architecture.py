@@ -156,7 +156,7 @@ METRICS_ADDED = words("""
 """)
 
 COMMANDS = {"demo", "init", "up", "learn", "serve", "produce", "status", "doctor", "versions ls", "versions show"}
-COMMANDS |= {"versions promote", "versions rollback", "versions pin", "versions unpin"}
+COMMANDS |= {"versions promote", "versions reject", "versions rollback", "versions pin", "versions unpin"}
 COMMANDS |= {"replay stats", "replay sample", "replay erase"}
 
 

@@ -74,10 +74,7 @@ def erase_events(config: Config, keys: Sequence[str], ranges: Sequence[str], pat
     Raises:
         SettingsError: a range or a key cannot be meant, or something cannot be written.
     """
-    known = _known(config)
-    records = [*_by_key(config, keys, known), *(_by_range(text, known) for text in ranges)]
-    if not config.state_dir.is_dir():
-        raise SettingsError(f"there is no {config.state_dir} yet: nothing was learned that could be erased")
+    records = plan_erasure(config, keys, ranges)
     log = ErasureLog(config.state_dir / NAME)
     try:
         numbers = [record.number for record in log.append(records)]
@@ -93,6 +90,27 @@ def erase_events(config: Config, keys: Sequence[str], ranges: Sequence[str], pat
         store=log.store - store,
         holdout=log.holdout - holdout,
     )
+
+
+def plan_erasure(config: Config, keys: Sequence[str], ranges: Sequence[str]) -> list[Record]:
+    """Return the records that `erase_events` would append; raises as it does, and changes nothing."""
+    known = _known(config)
+    records = [*_by_key(config, keys, known), *(_by_range(text, known) for text in ranges)]
+    if not config.state_dir.is_dir():
+        raise SettingsError(f"there is no {config.state_dir} yet: nothing was learned that could be erased")
+    return records
+
+
+def planned_sentences(records: Sequence[Record]) -> list[str]:
+    """Return for each record a sentence on the events that it would erase."""
+    sentences = []
+    for record in records:
+        if isinstance(record, ByKey):
+            ends = ", ".join(f"{name}@{end}" for name, end in record.up_to.items())
+            sentences.append(f"would erase the events of one key, before {ends}")
+        elif isinstance(record, ByRange):
+            sentences.append(f"would erase {record.partition}@{record.first}..{record.last}")
+    return sentences
 
 
 def _missing(config: Config, log: ErasureLog, through: int, patience: timedelta) -> str | None:

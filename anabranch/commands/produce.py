@@ -217,7 +217,7 @@ def _tell(message: _Message, produced: Produced) -> None:
     if produced.skipped <= _NAMED_FAULTS:
         sys.stderr.write(f"left out {message.place}: {message.fault}\n")
     if produced.skipped == _NAMED_FAULTS:
-        sys.stderr.write("further ones are left out without a word\n")
+        sys.stderr.write("further errors are not shown\n")
 
 
 @contextlib.contextmanager

@@ -1,11 +1,13 @@
 """`anabranch versions`: what the versions directory holds, and which of it serving takes. Loads no torch."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 import msgspec
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -24,6 +26,8 @@ from learner.state_dir.version import (
     reference_to,
 )
 
+_NARROW = ("version", "time", "step", "verdict", "metrics", "state")
+_WIDEST = 10_000
 _STYLES = {"pass": "green", "fail": "red", "inconclusive": "yellow"}
 
 Which = int | str
@@ -76,15 +80,8 @@ def show_version(config: Config, which: Which) -> Listed:
     Raises:
         SettingsError: there is no such version.
     """
-    versions = _versions(config)
-    state, numbers = versions.state(), versions.numbers()
-    if which == "served" and state.serving is None:
-        raise SettingsError(f"serving has taken no version of {versions.path} yet")
-    number = state.serving if which == "served" else max(numbers, default=None) if which == "latest" else which
-    if not isinstance(number, int) or number not in numbers:
-        there = f"there are {numbers[0]} to {numbers[-1]}" if numbers else "there is none yet"
-        raise SettingsError(f"there is no version {which if number is None else number} in {versions.path}; {there}")
-    listed = _look(versions, number, state, _wanted(config))
+    versions, number = _versions(config), version_number(config, which)
+    listed = _look(versions, number, versions.state(), _wanted(config))
     if listed.manifest is None:
         return listed
     try:
@@ -92,6 +89,20 @@ def show_version(config: Config, which: Which) -> Listed:
     except (VersionError, OSError) as exc:
         return Listed(number, listed.manifest, listed.verdict, listed.bytes, listed.marks, str(exc))
     return listed
+
+
+def version_number(config: Config, which: Which) -> int:
+    """Return the number of a version that is there; raises SettingsError when there is no such version."""
+    versions = _versions(config)
+    state, numbers = versions.state(), versions.numbers()
+    if which == "served" and state.serving is None:
+        raise SettingsError(f"serving has taken no version of {versions.path} yet")
+    if not numbers:
+        raise SettingsError(f"no version has been published yet in {versions.path}")
+    number = state.serving if which == "served" else numbers[-1] if which == "latest" else which
+    if not isinstance(number, int) or number not in numbers:
+        raise SettingsError(f"there is no version {number} in {versions.path}; there are {numbers[0]} to {numbers[-1]}")
+    return number
 
 
 def parse_which(text: str) -> Which:
@@ -104,29 +115,50 @@ def parse_which(text: str) -> Which:
 
 
 def render_list(listed: list[Listed]) -> RenderableType:
-    """Return the table of `versions ls`."""
+    """Return the table of `versions ls`; in a narrow terminal it leaves out the columns that do not fit."""
     if not listed:
         return Text("there is no version yet")
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for name in ("version", "time", "step", "verdict", "parent", "trained through", "size", "metrics", ""):
-        right = name in ("version", "step", "parent", "size")
-        folds = name in ("trained through", "metrics")
-        table.add_column(name, justify="right" if right else "left", overflow="fold", no_wrap=not folds)
-    for one in listed:
-        manifest = one.manifest
-        facts = ("", "", "", "")
-        metrics = ""
-        if manifest is not None:
-            parent = "" if manifest.parent is None else str(manifest.parent)
-            facts = (_time(manifest.time), f"{manifest.step:,}", parent, _trained(manifest))
-            metrics = _metrics(manifest)
-        verdict = one.verdict.verdict if one.verdict else "none"
-        marks = Text(", ".join([*one.marks, *(["refused"] if one.refused else [])]))
-        table.add_row(
-            *(str(one.number), facts[0], facts[1], Text(verdict, style=_STYLES.get(verdict, "dim")), facts[2]),
-            *(facts[3], _size(one.bytes), metrics, marks),
-        )
-    return table
+    return _VersionTable(listed)
+
+
+class _VersionTable:
+    """Shows all columns where they fit on one line each, else those of `_NARROW`."""
+
+    def __init__(self, listed: list[Listed]) -> None:
+        self._rows = [_row(one) for one in listed]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        wide = self._table(list(self._rows[0]))
+        fits = Measurement.get(console, options.update_width(_WIDEST), wide).maximum <= options.max_width
+        yield wide if fits else self._table(_NARROW)
+
+    def _table(self, columns: Sequence[str]) -> Table:
+        table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+        for name in columns:
+            right = name in ("version", "step", "parent", "size")
+            table.add_column(
+                name, justify="right" if right else "left", no_wrap=name not in ("metrics", "state", "trained through")
+            )
+        for row in self._rows:
+            table.add_row(*(row[name] for name in columns))
+        return table
+
+
+def _row(one: Listed) -> dict[str, RenderableType]:
+    """Return the cells of a version by the names of their columns."""
+    manifest = one.manifest
+    verdict = one.verdict.verdict if one.verdict else "none"
+    return {
+        "version": str(one.number),
+        "time": _time(manifest.time) if manifest else "",
+        "step": f"{manifest.step:,}" if manifest else "",
+        "verdict": Text(verdict, style=_STYLES.get(verdict, "dim")),
+        "parent": "" if manifest is None or manifest.parent is None else str(manifest.parent),
+        "trained through": _trained(manifest) if manifest else "",
+        "size": _size(one.bytes),
+        "metrics": _metrics(manifest) if manifest else "",
+        "state": Text(", ".join([*one.marks, *(["refused"] if one.refused else [])])),
+    }
 
 
 def render_one(one: Listed) -> RenderableType:
@@ -194,7 +226,7 @@ def _look(versions: Versions, number: int, state: RegistryState, wanted: _Wanted
 def _refusal(manifest: Manifest, verdict: Verdict | None, wanted: _Wanted, state: RegistryState) -> str | None:
     """Say why serving does not take a version whose files are whole, as `serving.rollout.hot_swap` decides it."""
     if manifest.number in state.rolled_back:
-        return "it was rolled back, or left out by a rollback"
+        return "it was rejected, or a rollback passed over it"
     if verdict is None:
         return "it has no verdict yet"
     if verdict.verdict == "fail" and manifest.number not in (state.promoted, state.pinned):

@@ -54,8 +54,8 @@ def _check_newest(patient: CheckContext, what: str, made: str) -> Iterator[Findi
             f"{what}.damaged", f"The newest {what}, {number}, is damaged: {damage}.", path=folder, number=number
         )
     elif schema is not None and schema != Schema(patient.config.pipeline.events).digest:
-        matter = f"The newest {what}, {number}, was {made} under another [schema]."
-        yield found(f"{what}.schema", matter, path=folder, number=number)
+        message = f"The newest {what}, {number}, was {made} under another [schema]."
+        yield found(f"{what}.schema", message, path=folder, number=number)
     elif what == "version" and (other := _other_model(patient, folder / str(number))) is not None:
         yield found("version.model", f"Serving does not take the newest version, {number}: {other}.")
     else:

@@ -24,7 +24,7 @@ class Finding(msgspec.Struct, frozen=True):
     """One result of a check."""
 
     level: Level
-    matter: str
+    message: str
     """One sentence."""
     fix: str = ""
     """One sentence with the command or the key."""
@@ -151,15 +151,15 @@ FINDINGS: dict[str, FindingType] = {
 }
 
 
-def ok(matter: str) -> Finding:
+def ok(message: str) -> Finding:
     """Return that all is well."""
-    return Finding("ok", matter)
+    return Finding("ok", message)
 
 
-def found(kind: str, matter: str, **values: object) -> Finding:
+def found(kind: str, message: str, **values: object) -> Finding:
     """Return a finding of a kind of `FINDINGS`, whose `fix` takes `values`."""
     level, fix, unreachable = FINDINGS[kind]
-    return Finding(level, matter, fix.format(**values), kind, unreachable)
+    return Finding(level, message, fix.format(**values), kind, unreachable)
 
 
 @dataclass

@@ -27,7 +27,7 @@ class ProbeFinding(msgspec.Struct, tag=True):
     """A finding of the probe; `kind` is empty when all is well."""
 
     kind: str
-    matter: str
+    message: str
     key: str = ""
 
 
@@ -132,13 +132,13 @@ def check_model(patient: CheckContext, launch: Launcher = in_a_process) -> Itera
                 pass
             case Size(size):
                 patient.model_bytes = size
-            case ProbeFinding(kind, matter, key):
-                yield found(kind, matter, key=key) if kind else Finding("ok", matter)
+            case ProbeFinding(kind, message, key):
+                yield found(kind, message, key=key) if kind else Finding("ok", message)
     module = pipeline.model.factory.partition(":")[0]
     if told.code is None:
         yield found("model.hang", f"After {seconds:.0f} s the model's process was still {doing}.")
     elif told.code != 0:
         end = f"signal {-told.code}" if told.code < 0 else f"exit code {told.code}"
         last = told.words.strip().splitlines()[-1:] or ["nothing"]
-        matter = f"The model's process ended with {end} while {doing}; it said: {last[0][:_LAST_WORDS]}."
-        yield found("model.crash", matter, module=module)
+        message = f"The model's process ended with {end} while {doing}; it said: {last[0][:_LAST_WORDS]}."
+        yield found("model.crash", message, module=module)

@@ -29,7 +29,7 @@ def main() -> int:
 
     def say(message: Step | ProbeFinding | Size) -> None:
         if isinstance(message, ProbeFinding):
-            message.matter = message.matter[:_LONGEST_MATTER]  # a pipe takes so much without a reader
+            message.message = message.message[:_LONGEST_MATTER]  # a pipe takes so much without a reader
         os.write(descriptor, msgspec.json.encode(message) + b"\n")
 
     look(msgspec.json.decode(sys.stdin.buffer.read(), type=Asked), say)
@@ -62,8 +62,8 @@ def look(asked: Asked, say: Callable[[Step | ProbeFinding | Size], None]) -> Non
     free = _free(near)
     wanted = _wanted(replay, try_model(asked, device, say))
     if learner.strategy.replays and wanted > free:
-        matter = f"replay.device_bytes needs {wanted / 1e6:,.0f} MB, but {near} has {free / 1e6:,.0f} MB free."
-        say(ProbeFinding("device.memory", matter))
+        message = f"replay.device_bytes needs {wanted / 1e6:,.0f} MB, but {near} has {free / 1e6:,.0f} MB free."
+        say(ProbeFinding("device.memory", message))
 
 
 def _share(sharing: DeviceSharingSettings, device: "torch.device") -> Iterator[ProbeFinding]:

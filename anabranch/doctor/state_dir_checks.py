@@ -40,8 +40,8 @@ def check_state(patient: CheckContext) -> Iterator[Finding]:
     yield from _check_kind(folder)
     yield from _check_space(patient, folder)
     if is_exposed(patient.config) and not is_own(patient.config):
-        matter = f"{state_dir} will hold events in clear, and others than its owner may look into it."
-        yield found("state.exposed", matter, path=state_dir)
+        message = f"{state_dir} will hold events in clear, and others than its owner may look into it."
+        yield found("state.exposed", message, path=state_dir)
     if is_held(state_dir):
         yield found("state.held", f"A learner is at work in {state_dir}.")
 
@@ -111,14 +111,14 @@ def _check_space(patient: CheckContext, folder: Path) -> Iterator[Finding]:
     used = sum(_used(state_dir / name) for name in ("checkpoints", "versions"))
     free = shutil.disk_usage(folder).free
     if free < file + checkpoint + version:
-        matter = (
+        message = (
             f"{folder} has {_megabytes(free)} free, but a full checkpoint and a version need "
             f"{_megabytes(checkpoint + version)}" + (f", and the disk tier {_megabytes(file)}." if file else ".")
         )
-        yield found("state.full", matter)
+        yield found("state.full", message)
     elif free + used < everything:
-        matter = f"{folder} has {_megabytes(free)} free, but all that is to be kept needs {_megabytes(everything)}."
-        yield found("state.filling", matter)
+        message = f"{folder} has {_megabytes(free)} free, but all that is to be kept needs {_megabytes(everything)}."
+        yield found("state.filling", message)
     else:
         yield ok(f"{folder} has {_megabytes(free)} free; at most {_megabytes(everything)} are needed.")
 

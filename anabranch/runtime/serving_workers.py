@@ -13,7 +13,7 @@ import msgspec
 
 from anabranch.config.loader import Config
 from anabranch.core.failures import state_errors
-from anabranch.runtime.lifecycle import Exit
+from anabranch.runtime.lifecycle import Exit, log_arguments
 from anabranch.runtime.supervisor import Part, Supervisor
 from serving.http.listening_socket import address_of, check_tls, listen_patiently
 from serving.reporting.report import STOPPED, ServingReport, write_report
@@ -63,7 +63,7 @@ def serve_by_workers(config: Config, stop: threading.Event) -> Exit:
 
 
 def _part(config: Config, crew: WorkerPool, number: int, descriptor: int) -> Part:
-    command = (sys.executable, "-P", "-m", "serving", "-c", str(config.path), "--supervised")
+    command = (sys.executable, "-P", "-m", "serving", "-c", str(config.path), "--supervised", *log_arguments())
     place = ("--worker", str(number), "--crew", str(crew.folder), "--listener", str(descriptor))
     return Part(
         f"serving worker {number}",

@@ -26,7 +26,7 @@ from anabranch.core.backoff import Backoff
 from anabranch.core.failures import DamagedError, away_is_dependency, decoded
 from anabranch.core.files import MOST_BYTES, number_of, read_file
 from anabranch.runtime.child_environment import without_admin_token
-from anabranch.runtime.lifecycle import Exit
+from anabranch.runtime.lifecycle import Exit, log_arguments
 from learner.state_dir.report import REPORT as LEARNER_REPORT
 from serving.reporting.report import REPORT as SERVING_REPORT
 
@@ -281,7 +281,7 @@ def pipeline_parts(config: Config, environment: Mapping[str, str] = os.environ) 
     The learner, with its ingest and the user's model, is not given the admin token, which is for serving.
     """
     # The path is made absolute because a part may not be started from the same folder.
-    arguments = ("-c", str(config.path), "--supervised")
+    arguments = ("-c", str(config.path), "--supervised", *log_arguments())
     learner_timeout = config.pipeline.learner.stop_timeout + _BEYOND_STOP_TIMEOUT
     learner = (sys.executable, "-P", "-m", "learner", *arguments)
     has_run_before = _has_versions(config.state_dir)

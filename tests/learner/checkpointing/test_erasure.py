@@ -309,10 +309,10 @@ def test_the_commands_say_what_they_did_on_the_screen_and_as_json(
         wrong = command(config, *arguments)
         assert (wrong.returncode, wrong.stdout) == (2, ""), arguments
         assert sentence in " ".join(wrong.stderr.split()), arguments
-    done = command(config, "erase", "--key", "anna", "--json")
+    done = command(config, "erase", "--key", "anna", "--yes", "--json")
     answer = json.loads(done.stdout)
     assert (done.returncode, answer["applied"], answer["store"]) == (0, True, 20)
-    said = command(config, "erase", "--offsets", f"{topic}[0]@0..9")
+    said = command(config, "erase", "--offsets", f"{topic}[0]@0..9", "--yes")
     assert said.stdout.startswith("erased 10 events of the store and 0 of the holdout set")
     assert json.loads(command(config, "stats", "--json").stdout)["events"] == 50
     assert files_with_the_secret(learner.state_dir) == []
