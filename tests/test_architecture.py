@@ -43,6 +43,7 @@ HOME = {
         "anabranch/demo",
         "anabranch/doctor/probe.py",
         "anabranch/doctor/model_checks.py",
+        "anabranch/commands/backtest.py",
         "anabranch/commands/template",
     },
     "typer": {"anabranch"},
@@ -157,6 +158,8 @@ METRICS_ADDED = words("""
 
 COMMANDS = {"demo", "init", "up", "learn", "serve", "produce", "status", "doctor", "versions ls", "versions show"}
 COMMANDS |= {"versions promote", "versions reject", "versions rollback", "versions pin", "versions unpin"}
+COMMANDS |= {"config check", "config show", "checkpoints ls", "checkpoints show"}
+COMMANDS |= {"dead-letters ls", "dead-letters resend", "predict", "backtest"}
 COMMANDS |= {"replay stats", "replay sample", "replay erase"}
 
 

@@ -8,7 +8,11 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from anabranch.cli.checkpoints import checkpoints
 from anabranch.cli.common import PIPELINE, AsJson, ConfigPath, run_command, show
+from anabranch.cli.config import config
+from anabranch.cli.dead_letters import dead_letters
+from anabranch.cli.event_files import backtest, predict
 from anabranch.cli.replay import replay
 from anabranch.cli.versions import versions
 from anabranch.runtime.lifecycle import Exit, LogFormat, LogLevel, LogSettings, configure_logging, log_arguments
@@ -62,7 +66,7 @@ def _print_version(asked: bool) -> None:
 
 @app.callback()
 def _root(
-    version: Annotated[
+    _version: Annotated[
         bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
     ] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log at level debug.")] = False,
@@ -281,5 +285,10 @@ def doctor(
     return run_command(start)
 
 
+app.command("predict", epilog="Example: anabranch predict events.jsonl")(predict)
+app.command("backtest", epilog="Example: anabranch backtest events.jsonl")(backtest)
+app.add_typer(config, name="config")
 app.add_typer(versions, name="versions")
+app.add_typer(checkpoints, name="checkpoints")
+app.add_typer(dead_letters, name="dead-letters")
 app.add_typer(replay, name="replay")

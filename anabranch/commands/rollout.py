@@ -119,20 +119,28 @@ def _default(config: Config, action: str, versions: Versions) -> int:
     return before
 
 
-def _ask(config: Config, report: ServingReport, action: str, number: int) -> RegistryState:
+def connect(config: Config, report: ServingReport, token: str) -> tuple[http.client.HTTPConnection, dict[str, str]]:
+    """Return a connection to the running server, and the headers that carry the token.
+
+    Raises:
+        SettingsError: the report names an address at which [serving] does not listen, so that no token is sent there.
+    """
     if not _is_configured(config.pipeline.serving, report.address):
         raise SettingsError(
             f"{config.state_dir / REPORT} says that serving is at {report.address!r}, where [serving] does not have it "
             "listen: no token is sent there; name the config that it runs under with -c, or start it again"
         )
-    token = config.pipeline.serving.tokens.admin.get_secret_value()
     if token and config.pipeline.serving.port == 0 and not report.address.startswith("https:"):
         raise SettingsError(
             f"serving.port = 0 takes any port, and {config.state_dir / REPORT}, which says that it is at "
             f"{report.address}, proves nothing: no token is sent there; name a port, or set serving.tls"
         )
     headers = {"Authorization": f"Bearer {token}"} if token else {}
-    connection = _connection(config, report.address)
+    return _connection(config, report.address), headers
+
+
+def _ask(config: Config, report: ServingReport, action: str, number: int) -> RegistryState:
+    connection, headers = connect(config, report, config.pipeline.serving.tokens.admin.get_secret_value())
     try:
         connection.request("POST", f"/api/versions/{number}:{action}", headers=headers)
         reply = connection.getresponse()

@@ -126,8 +126,8 @@ def check_model(patient: CheckContext, launch: Launcher = in_a_process) -> Itera
         str(patient.config.state_dir),
     )
     told, doing = launch(asked, seconds), "starting Python"
-    for message in told.messages:
-        match message:
+    for sent in told.messages:
+        match sent:
             case Step(doing):
                 pass
             case Size(size):

@@ -15,7 +15,7 @@ class PlainConsole(Console):
     """Prints text as it is: no markup in it, and no control characters. Rich's own colours and cursor moves stay."""
 
     def __init__(self, **options: Any) -> None:
-        """Take the options of a console. Without a terminal lines are not wrapped, so that other programs can read them."""
+        """Take the options of a console; without a terminal lines are not wrapped, so that programs can read them."""
         super().__init__(markup=False, emoji=False, **options)
         if "width" not in options and not self.is_terminal:
             self.width = _UNWRAPPED_COLUMNS
