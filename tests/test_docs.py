@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from anabranch.commands.event_files import open_source
-from anabranch.config.loader import Pipeline, load_config
+from anabranch.config.loader import load_config
+from anabranch.config.model import Pipeline
 from ingest.events.schema import Schema
 from ingest.formats.registry import FORMATS
 from ingest.formats.rows import row_dtype
