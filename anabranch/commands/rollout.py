@@ -1,7 +1,7 @@
 """`anabranch versions promote`, `reject`, `rollback`, `pin` and `unpin`: which version is served. Loads no torch.
 
-Serving writes `state.json`, so it is asked to, over HTTP. Where none runs the order is written down here, and the next
-one obeys it.
+A running server writes `state.json` itself, so it is asked over HTTP. When none runs, the command writes `state.json`,
+and the next server applies it.
 """
 
 import http.client
@@ -32,17 +32,17 @@ _PATIENCE_SECONDS = 60
 
 @dataclass(frozen=True)
 class RolloutResult:
-    """What became of an order."""
+    """The result of a command."""
 
     state: RegistryState
     running: bool
-    """Whether serving runs, and has obeyed; otherwise it will when it is started."""
+    """Whether serving runs and has applied it; otherwise it will on start."""
 
     def sentence(self) -> str:
-        """Say it."""
+        """Return it as one sentence."""
         state = self.state
         if not self.running:
-            return "written down; serving does not run, and will obey when it is started"
+            return "saved; serving is not running and will apply it on start"
         pinned = "" if state.pinned is None else ", and no other until it is unpinned"
         return f"version {state.serving} is served{pinned}"
 
@@ -61,7 +61,7 @@ def apply_command(config: Config, action: str, which: Which | None) -> RolloutRe
             the served one for all others.
 
     Raises:
-        SettingsError: there is no such version, or the order cannot be obeyed.
+        SettingsError: there is no such version, or the command cannot be applied.
         DependencyError: serving runs, and does not answer.
     """
     versions = Versions(config.state_dir / "versions")

@@ -87,7 +87,7 @@ def _condition(status: Status, report: LearnerReport | ServingReport | None) -> 
     age = status.now - report.time
     if condition == "running":
         return text.append(f"  pid {report.pid}, for {_age(report.time - report.started)}", style="default")
-    return text.append(f"  pid {report.pid}, last heard of {_age(age)} ago", style="default")
+    return text.append(f"  pid {report.pid}, last report {_age(age)} ago", style="default")
 
 
 def _learner(report: LearnerReport, now: float) -> RenderableType:

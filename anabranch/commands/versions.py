@@ -1,4 +1,4 @@
-"""`anabranch versions`: what the versions directory holds, and which of it serving takes. Loads no torch."""
+"""`anabranch versions`: the versions of a state directory, and which of them serving may serve. Loads no torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ Which = int | str
 
 @dataclass(frozen=True)
 class Listed:
-    """One version as its directory tells of it; `refused` says why serving does not take it."""
+    """One version of the directory; `refused` says why serving does not serve it."""
 
     number: int
     manifest: Manifest | None
@@ -61,27 +61,27 @@ class Listed:
 
 
 def list_versions(config: Config, limit: int | None) -> list[Listed]:
-    """Return the newest `limit` versions, the newest first; their files' digests are not looked at.
+    """Return the newest `limit` versions, the newest first; their files' digests are not checked.
 
     Raises:
         VersionError: `state.json` cannot be read.
     """
     versions = _versions(config)
-    wanted, state = _wanted(config), versions.state()
+    required, state = _required(config), versions.state()
     newest = versions.numbers()[::-1]
-    listed = [_look(versions, number, state, wanted) for number in newest[:limit]]
+    listed = [_read(versions, number, state, required) for number in newest[:limit]]
     still = versions.numbers()
     return [one for one in listed if one.number in still]  # the learner deletes old ones meanwhile
 
 
 def show_version(config: Config, which: Which) -> Listed:
-    """Return one version, with its files found to have their digests or not.
+    """Return one version, after a check of its files' digests.
 
     Raises:
         SettingsError: there is no such version.
     """
     versions, number = _versions(config), version_number(config, which)
-    listed = _look(versions, number, versions.state(), _wanted(config))
+    listed = _read(versions, number, versions.state(), _required(config))
     if listed.manifest is None:
         return listed
     try:
@@ -197,18 +197,18 @@ def _versions(config: Config) -> Versions:
     return Versions(config.state_dir / "versions")
 
 
-class _Wanted(NamedTuple):
-    """What serving wants a version to be of."""
+class _Required(NamedTuple):
+    """The schema and model that a version must have to be served."""
 
     schema: str
     model: ModelReference
 
 
-def _wanted(config: Config) -> _Wanted:
-    return _Wanted(Schema(config.pipeline.events).digest, reference_to(config.pipeline.model))
+def _required(config: Config) -> _Required:
+    return _Required(Schema(config.pipeline.events).digest, reference_to(config.pipeline.model))
 
 
-def _look(versions: Versions, number: int, state: RegistryState, wanted: _Wanted) -> Listed:
+def _read(versions: Versions, number: int, state: RegistryState, required: _Required) -> Listed:
     marks = {"served": state.serving, "previous": state.previous, "pinned": state.pinned, "promoted": state.promoted}
     found = [mark for mark, marked in marks.items() if marked == number]
     found += ["rolled back"] if number in state.rolled_back else []
@@ -219,21 +219,21 @@ def _look(versions: Versions, number: int, state: RegistryState, wanted: _Wanted
     except (VersionError, OSError) as exc:
         refused = str(exc)
     else:
-        refused = _refusal(manifest, verdict, wanted, state)
+        refused = _refusal(manifest, verdict, required, state)
     return Listed(number, manifest, verdict, _bytes(versions, number), found, refused)
 
 
-def _refusal(manifest: Manifest, verdict: Verdict | None, wanted: _Wanted, state: RegistryState) -> str | None:
-    """Say why serving does not take a version whose files are whole, as `serving.rollout.hot_swap` decides it."""
+def _refusal(manifest: Manifest, verdict: Verdict | None, required: _Required, state: RegistryState) -> str | None:
+    """Return why serving refuses a version whose files are complete, as `serving.rollout.hot_swap` decides it."""
     if manifest.number in state.rolled_back:
         return "it was rejected, or a rollback passed over it"
     if verdict is None:
         return "it has no verdict yet"
     if verdict.verdict == "fail" and manifest.number not in (state.promoted, state.pinned):
         return f"the gate failed it: {'; '.join(verdict.reasons) or 'no reason is given'}"
-    if manifest.schema != wanted.schema:
+    if manifest.schema != required.schema:
         return "it was learned under another schema than [schema] describes"
-    return other_model(manifest.model, wanted.model)
+    return other_model(manifest.model, required.model)
 
 
 def _bytes(versions: Versions, number: int) -> int:

@@ -128,7 +128,7 @@ def test_without_a_serving_process_the_order_is_written_down(
     found(config).write_state(RegistryState(serving=2, previous=1))
     assert run(config, "rollback") == 0
     assert found(config).state() == RegistryState(serving=2, previous=1, rolled_back=[2, 3], promoted=1)
-    assert capsys.readouterr().out == "written down; serving does not run, and will obey when it is started\n"
+    assert capsys.readouterr().out == "saved; serving is not running and will apply it on start\n"
     assert run(config, "promote", "latest") == 0
     assert found(config).state() == RegistryState(serving=2, previous=1, rolled_back=[2], promoted=3)
 

@@ -304,7 +304,7 @@ def test_the_commands_say_what_they_did_on_the_screen_and_as_json(
     for arguments, sentence in (
         (("erase",), "name what to erase by --key or --offsets"),
         (("erase", "--offsets", "nonsense"), "is not of the form events[3]@100..200"),
-        (("sample", "--where", "colour=red"), "cannot be told"),
+        (("sample", "--where", "colour=red"), "does not apply"),
     ):
         wrong = command(config, *arguments)
         assert (wrong.returncode, wrong.stdout) == (2, ""), arguments
@@ -367,5 +367,5 @@ def test_the_store_is_told_beside_a_learner_at_work(
     assert len({each["event"] for each in five[0]}) == 5
     with pytest.raises(SettingsError, match="is no class"):
         list(read_sample(settings(config), 1, ["label=9"], None))
-    with pytest.raises(SettingsError, match="cannot be told"):
+    with pytest.raises(SettingsError, match="does not apply"):
         list(read_sample(settings(config), 1, ["colour=red"], None))
