@@ -230,7 +230,7 @@ def _lives(pid: int) -> bool:
 
 
 def watch_status(config: Config) -> None:
-    """Show the screen until a signal comes, looked at anew every second."""
+    """Show the screen until a signal comes, and update it every second."""
     with stop_on_signals() as stop, Live(console=PlainConsole(), auto_refresh=False) as live:
         while True:
             live.update(render(read_status(config)), refresh=True)

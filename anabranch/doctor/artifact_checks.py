@@ -74,7 +74,7 @@ def _other_model(patient: CheckContext, version: Path) -> str | None:
 def _damage(directory: Path, below: str) -> tuple[str | None, str | None]:
     """Return what is wrong with a directory's files, and the schema's digest that its manifest names.
 
-    All files lie in the folder `below` of the directory, "" for none. A checkpoint that has no tensors is of any
+    All files are in the folder `below` of the directory, "" for none. A checkpoint that has no tensors is of any
     schema.
     """
     try:

@@ -14,7 +14,7 @@ _FILES = 1024
 
 
 def check_install(patient: CheckContext) -> Iterator[Finding]:
-    """Whether what the config needs can be imported; torch is looked at with the model, in a process of its own."""
+    """Check that what the config needs can be imported; torch is checked with the model, in a separate process."""
     faults = []
     if not _imports("crc32c"):
         faults.append(found("install.crc32c", "crc32c cannot be imported: without it Kafka is read 9 times slower."))

@@ -27,7 +27,7 @@ _AHEAD_SECONDS = 5.0
 
 
 def check_broker(patient: CheckContext) -> Iterator[Finding]:
-    """Reach the broker step by step, then look at each topic and its newest message."""
+    """Connect to the broker step by step, then check each topic and its newest message."""
     stream = patient.config.pipeline.stream
     servers = [server.strip() for server in stream.bootstrap_servers.split(",")]
     faults = {server: _reach(server, stream) for server in servers}
@@ -50,7 +50,7 @@ def check_broker(patient: CheckContext) -> Iterator[Finding]:
     except BrokerError as exc:
         yield found("broker.protocol", f"{exc}.")
     except SettingsError as exc:
-        yield found("broker.unseen", f"The topics were not looked at: {exc}.")
+        yield found("broker.unseen", f"The topics were not checked: {exc}.")
 
 
 def _reach(server: str, stream: StreamSettings) -> Finding | None:

@@ -32,11 +32,11 @@ def main() -> int:
             message.message = message.message[:_LONGEST_MATTER]  # a pipe takes so much without a reader
         os.write(descriptor, msgspec.json.encode(message) + b"\n")
 
-    look(msgspec.json.decode(sys.stdin.buffer.read(), type=Asked), say)
+    run_probe(msgspec.json.decode(sys.stdin.buffer.read(), type=Asked), say)
     return 0
 
 
-def look(asked: Asked, say: Callable[[Step | ProbeFinding | Size], None]) -> None:
+def run_probe(asked: Asked, say: Callable[[Step | ProbeFinding | Size], None]) -> None:
     """Try torch, the device and the model, and say what is found, and before each step what it is."""
     say(Step("importing torch"))
     try:
@@ -101,7 +101,7 @@ def _wanted(replay: ReplaySettings, columns: "Fields") -> int:
 
 
 def _free(device: object) -> int:
-    """Return the free bytes of a device; of a host that does not tell, all that it has."""
+    """Return the free bytes of a device; all bytes of a host that does not report them."""
     import torch
 
     assert isinstance(device, torch.device)

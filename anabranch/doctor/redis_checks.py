@@ -30,7 +30,7 @@ def check_redis(patient: CheckContext) -> Iterator[Finding]:
     except SettingsError as exc:
         yield found("redis.refused", f"{exc}.")
     except OSError as exc:
-        yield found("redis.unseen", f"Its memory was not looked at: {exc}.")
+        yield found("redis.unseen", f"Its memory was not checked: {exc}.")
 
 
 def _check_memory(memory: tuple[int, str], address: str, replay: ReplaySettings) -> Iterator[Finding]:

@@ -75,7 +75,7 @@ def report(path: Path, timeout: float, *, as_json: bool) -> Exit:
 
 
 def _spinner(check: str) -> AbstractContextManager[object]:
-    return Console(stderr=True).status(f"looking at the {check}")
+    return Console(stderr=True).status(f"checking the {check}")
 
 
 class CheckResult(NamedTuple):

@@ -23,7 +23,7 @@ from anabranch.runtime.printable import printable
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
-_LOOK_SECONDS = 0.1
+_POLL_SECONDS = 0.1
 
 log = logging.getLogger("anabranch")
 
@@ -42,7 +42,7 @@ class Exit(IntEnum):
 
 
 def exit_code(error: AnabranchError) -> Exit:
-    """Return the exit code that tells what the user can do about an error."""
+    """Return the exit code of an error: it stands for what the user can do about it."""
     return Exit.DEPENDENCY if isinstance(error, DependencyError) else Exit.SETTINGS
 
 
@@ -162,7 +162,7 @@ def wait_for_parent(stop: threading.Event) -> bool:
     """Wait for a line on stdin, and return True; False when stdin ends or `stop` is set before one comes."""
     stdin = sys.stdin.fileno()
     while not stop.is_set():
-        if select.select([stdin], [], [], _LOOK_SECONDS)[0]:
+        if select.select([stdin], [], [], _POLL_SECONDS)[0]:
             return bool(os.read(stdin, 4096))
     return False
 

@@ -37,7 +37,7 @@ from anabranch.doctor import runner as examination
 from anabranch.doctor.environment_checks import check_install
 from anabranch.doctor.findings import FINDINGS, CheckContext, found, ok
 from anabranch.doctor.model_process import Asked, ProbeResult, check_model
-from anabranch.doctor.probe import _share, look
+from anabranch.doctor.probe import _share, run_probe
 from anabranch.doctor.runner import CHECKS, examine, exit_code, summary
 from anabranch.runtime.lifecycle import Exit
 from ingest.events.schema import Schema
@@ -65,7 +65,7 @@ def in_this_process(monkeypatch):
         importlib.invalidate_caches()
         messages = []
         try:
-            look(msgspec.json.decode(msgspec.json.encode(asked), type=Asked), messages.append)
+            run_probe(msgspec.json.decode(msgspec.json.encode(asked), type=Asked), messages.append)
         finally:
             sys.modules.pop("my_model", None)
         return ProbeResult(messages, 0, "")

@@ -10,7 +10,9 @@ from importlib.metadata import version
 import pytest
 
 from anabranch.cli import app as cli
+from anabranch.config.loader import load_config
 from anabranch.runtime.lifecycle import log_arguments
+from anabranch.runtime.supervisor import pipeline_parts
 from tools.reference import commands, shown
 
 COMMANDS = list(commands())
@@ -74,6 +76,8 @@ def test_the_log_options_hold_for_every_command_and_the_daemons_that_it_starts(
     assert anabranch(*options, "init", tmp_path)[0] == 0
     assert logging.getLogger().level == level
     assert log_arguments() == arguments
+    for part in pipeline_parts(load_config(tmp_path / "pipeline.toml", {}), {}):
+        assert part.command[-len(arguments) :] == arguments or not arguments
 
 
 def test_json_log_lines_are_objects_and_escape_control_characters(anabranch, tmp_path, capsys):
