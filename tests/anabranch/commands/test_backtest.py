@@ -1,6 +1,7 @@
 """`anabranch backtest`: what is learned from a file, and what is said of it."""
 
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -10,6 +11,15 @@ from anabranch.cli import app as cli
 from anabranch.commands.backtest import _Reservoir, backtest
 from anabranch.config.loader import load_config
 from learner.strategies.examples import Examples
+
+
+@pytest.fixture(autouse=True)
+def _own_factory(monkeypatch):
+    """Lets each test import the factory of its own folder."""
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    sys.modules.pop("my_model", None)
+    yield
+    sys.modules.pop("my_model", None)
 
 
 @pytest.fixture
