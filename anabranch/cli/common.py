@@ -47,8 +47,7 @@ def confirm(command: str, preview: str, *, yes: bool) -> None:
         return
     if not sys.stdin.isatty():
         raise SettingsError(
-            f"anabranch {command} asks first, and there is no terminal to ask at; add --yes, or --dry-run to see what "
-            "it would do"
+            f"{command} asks first, and there is no terminal to ask at; add --yes, or --dry-run to see what it would do"
         )
     sys.stderr.write(f"{printable(preview)}\nContinue? [y/N] ")
     sys.stderr.flush()

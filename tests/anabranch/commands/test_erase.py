@@ -58,7 +58,7 @@ def test_erase_asks_first_and_a_dry_run_changes_nothing(
     monkeypatch.setattr("sys.stdin", io.StringIO())
     arguments = ["replay", "erase", "--offsets", "events[0]@1..2", "-c", str(config.path)]
     assert cli.main(arguments) == 2
-    assert capsys.readouterr().err.startswith("anabranch: anabranch replay erase asks first")
+    assert capsys.readouterr().err.startswith("anabranch: replay erase asks first")
     assert cli.main([*arguments, "--dry-run"]) == 0
     assert capsys.readouterr().out == "would erase events#0[0]@1..2\n"
     assert not list(config.state_dir.iterdir())

@@ -149,7 +149,7 @@ def test_reject_asks_first(config: Config, capsys: pytest.CaptureFixture[str], m
     monkeypatch.setattr("sys.stdin", io.StringIO())
     assert run(config, "reject", "served") == 2
     assert capsys.readouterr().err == (
-        "anabranch: anabranch versions reject asks first, and there is no terminal to ask at; add --yes, or --dry-run "
+        "anabranch: versions reject asks first, and there is no terminal to ask at; add --yes, or --dry-run "
         "to see what it would do\n"
     )
     assert run(config, "reject", "served", "--dry-run") == 0
