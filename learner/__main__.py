@@ -77,11 +77,12 @@ def _launch(config: "Config", stop: threading.Event) -> int | None:
     """Run all ranks of this host; return the exit code that rank 0 wrote."""
     # Torch would log a page of C++ frames when a host is gone; we log one sentence.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    from anabranch.runtime.lifecycle import log_arguments
     from learner.distributed.launcher import launch
     from learner.distributed.rendezvous import connect_hosts
 
     settings = config.pipeline.learner
-    command = (sys.executable, "-P", "-m", "learner", "-c", str(config.path))
+    command = (sys.executable, "-P", "-m", "learner", "-c", str(config.path), *log_arguments())
     with connect_hosts(settings, config.pipeline.stream, _alike(config)) as hosts:
         return launch(settings, hosts, command, stop)
 

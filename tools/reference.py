@@ -8,15 +8,14 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-import typer
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics import MetricWrapperBase
 from pydantic import BaseModel, ByteSize, SecretStr
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from anabranch.cli.app import app
-from anabranch.config.loader import Pipeline, alternatives
+from anabranch.cli.app import command_tree
+from anabranch.config.model import Pipeline, alternatives
 from anabranch.core.durations import format_duration
 from ingest.config import FieldSettings
 from ingest.kafka_properties import PROPERTIES, REFUSED
@@ -28,7 +27,7 @@ from serving.metrics import ServingMetrics as ServingMetrics
 _HEAD = """\
 # Reference
 
-Every name that is seen from outside. This page is written from the code by
+All settings, commands, metrics and files. This page is generated from the code by
 `python -m tools.reference > docs/reference.md`.
 
 - [pipeline.toml](#pipelinetoml)
@@ -42,7 +41,7 @@ Every name that is seen from outside. This page is written from the code by
 Unknown keys are errors that name the nearest known key. A duration is written as `"250ms"`, `"30s"`, `"10m"`, `"2h"` or
 `"1d"`, a size as `"256MB"` (10^6) or `"256MiB"` (2^20). Instead of any string, `{env = "NAME"}` takes the value of a
 variable of the environment and `{file = "path"}` the contents of a file, relative to the config's folder; such values,
-tokens and properties are never printed. Below `model.args`, which stands in every version, both are refused.
+tokens and properties are never printed. Below `model.args`, which every version contains, both are refused.
 """
 
 _PROPERTIES = """\
@@ -58,7 +57,10 @@ _COMMANDS = """\
 ## Commands
 
 `anabranch COMMAND`, also `python -m anabranch COMMAND`. `-c/--config FILE` is `pipeline.toml` in the current folder by
-default. The daemons run alone too, as `python -m learner` and `python -m serving`. Errors are one sentence on stderr.
+default. The daemons also run as `python -m learner` and `python -m serving`. Errors are one sentence on stderr.
+
+Options of `anabranch` itself come before the command, such as `anabranch --log-format json up`. The daemons take the
+same log options. `anabranch --install-completion` installs completion for your shell.
 
 | exit code | means |
 | --- | --- |
@@ -105,58 +107,9 @@ _TAIL = """\
 | name | does |
 | --- | --- |
 | `ANABRANCH__SECTION__KEY` | overrides a key; an unknown one is an error |
-| `ANABRANCH_TEST_KAFKA_START` | for the tests: a command that takes `PORT DIR key=value...` and runs a broker |
-| `ANABRANCH_TEST_CHROMIUM` | for the tests: the Chromium to take; where it is set, none is an error |
-| `ANABRANCH_TEST_STEPS` | for the tests: so many uneven steps of two ranks instead of 300 |
-| `ANABRANCH_TEST_KILLS` | for the tests: where it is set, stores are killed 600 times instead of 20, in four minutes |
 
 `ANABRANCH__STREAM__BOOTSTRAP_SERVERS=kafka:9092` overrides `stream.bootstrap_servers`. Values are TOML, as in
 `ANABRANCH__STREAM__TOPICS='["events"]'`; strings need no quotes.
-
-## Names beyond the design
-
-The design fixes the names that users build on. These were added to it:
-
-- keys `stream.max_message_bytes`, `stream.buffer_bytes`, `stream.lag_policy.fraction`, `schema.label.multi`,
-  `schema.features.*.min`, `schema.features.*.max`,
-  `learner.max_delay`, `learner.max_grad_norm`,
-  `learner.micro_batch_size`, `learner.old_weight`, `learner.drift.actions`, `learner.drift.delta`,
-  `learner.drift.lr_factor`, `learner.drift.replay_factor`, `learner.drift.steps`,
-  `learner.comm_hook`, `learner.sync_every`, `learner.sharding`,
-  `learner.hosts`, `learner.host_rank`, `learner.rendezvous`, `learner.interface`, `learner.join_timeout`,
-  `learner.standby`,
-  `serving.max_queue`, `serving.max_body_bytes`, `serving.max_held_bytes`, `serving.timeout`, `serving.device`,
-  `serving.baseline`, `serving.request_log`, `serving.workers`, `serving.shadow`,
-  `replay.half_life`, `replay.device_memory`, `learner.schedule.warmup_steps`,
-  `learner.schedule.restart`, `learner.activation_checkpointing`, `learner.compile`, `learner.profile.start`,
-  `learner.profile.steps`, `device_sharing.fraction`, `device_sharing.yield_at`, `device_sharing.stream_priority`,
-  `device_sharing.mps_percentage`, `device_sharing.sms`
-- metrics `anabranch_learner_absolute_error`, `anabranch_learner_non_finite_steps_total`,
-  `anabranch_learner_raised_rows_total`,
-  `anabranch_versions_published_total`, `anabranch_learner_problems`, `anabranch_learner_trained_through_offset`,
-  `anabranch_learner_version`, `anabranch_ingest_skipped_rows`, `anabranch_replay_bound_bytes`,
-  `anabranch_replay_capacity_rows`, `anabranch_replay_read_rows_total`, `anabranch_replay_lost_rows_total`,
-  `anabranch_replay_missed_rows_total`, `anabranch_replay_moved_bytes_total`, `anabranch_replay_demoted_rows_total`,
-  `anabranch_replay_index_rows`, `anabranch_replay_index_tombstone_rows`, `anabranch_replay_index_trained_rows`,
-  `anabranch_replay_index_recall_ratio`, `anabranch_replay_index_age_steps`, `anabranch_replay_index_stale_rows`,
-  `anabranch_replay_index_bytes`, `anabranch_replay_index_waiting_requests`, `anabranch_replay_index_answer_seconds`,
-  `anabranch_replay_index_declined_total`, `anabranch_replay_index_left_out_rows_total`,
-  `anabranch_replay_index_restarts_total`,
-  `anabranch_holdout_rows`, `anabranch_checkpoint_number`, `anabranch_checkpoint_time_seconds`, `anabranch_serving_problems`,
-  `anabranch_learner_heartbeat_time_seconds`, `anabranch_learner_loss`, `anabranch_learner_window_rows`,
-  `anabranch_learner_class_accuracy_ratio`, `anabranch_learner_group_accuracy_ratio`,
-  `anabranch_learner_forgetting_ratio`, `anabranch_learner_drifts_total`, `anabranch_learner_replay_ratio`,
-  `anabranch_learner_micro_batch_rows`, `anabranch_ingest_lag_seconds`,
-  `anabranch_ingest_lag_time_seconds`, `anabranch_ingest_behind`,
-  `anabranch_ingest_passed_offsets`, `anabranch_ingest_letters_dropped_total`,
-  `anabranch_gate_withdrawn_total`, `anabranch_gate_hold_seconds`, `anabranch_serving_shadow_rows_total`,
-  `anabranch_serving_shadow_disagreement_total`
-- windows `overall`, `near_future`, `old_lowest` and `worst_group` of `anabranch_learner_accuracy_ratio`
-- `learned` in a version's manifest: how many events it is the first to have been trained on, and their record times
-- the command `versions unpin` and the order `unpin`; `promoted` in `versions/state.json`
-- `GET /api/history?since=SECONDS&step=1|10|120`, from which the dashboard draws its lines
-- files `learner.json`, `serving.json`, `learner.lock`, `versions/state.lock`, `generation`, `device_sharing/server-<n>`,
-  `device_sharing/learner-<n>`
 """
 
 
@@ -205,7 +158,7 @@ def metrics() -> dict[str, MetricWrapperBase]:
 
 def commands() -> Mapping[str, Any]:
     """Return every command by its name, such as `up` or `versions ls`."""
-    group: Any = typer.main.get_command(app)
+    group: Any = command_tree()
     found: dict[str, Any] = {}
     for name, command in group.commands.items():
         inner: Mapping[str, Any] = getattr(command, "commands", None) or {}
@@ -317,6 +270,8 @@ def _toml(value: Any) -> str:
 
 
 def _commands() -> Iterator[str]:
+    rows = [(f"`{_usage(each)}`", shown(each.help)) for each in command_tree().params]
+    yield from _table(("option", "does"), rows)
     for name, command in commands().items():
         yield f"\n### anabranch {name}\n\n{shown(command.help)}\n"
         rows = [

@@ -8,17 +8,20 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from anabranch.cli.common import PIPELINE, ConfigPath, run_command, show
+from anabranch.cli.checkpoints import checkpoints
+from anabranch.cli.common import PIPELINE, AsJson, ConfigPath, run_command, show
+from anabranch.cli.config import config
+from anabranch.cli.dead_letters import dead_letters
+from anabranch.cli.event_files import backtest, predict
 from anabranch.cli.replay import replay
-from anabranch.cli.versions import add_orders
-from anabranch.runtime.lifecycle import Exit
+from anabranch.cli.versions import versions
+from anabranch.runtime.lifecycle import Exit, LogFormat, LogLevel, LogSettings, configure_logging, log_arguments
 
 app = typer.Typer(
     name="anabranch",
     help="Keeps a PyTorch model learning from a Kafka stream while it serves it.",
     epilog="Begin with: anabranch demo",
     no_args_is_help=True,
-    add_completion=False,
     # Tracebacks with the values of variables would print secrets.
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -27,9 +30,23 @@ UsageError: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__nam
 """Click's, from wherever typer has it: some versions carry a copy of their own."""
 
 
+def command_tree() -> Any:
+    """Return the root command. Typer would print `<bool>` as the value of each flag, which takes none."""
+    root: Any = typer.main.get_command(app)
+    waiting = [root]
+    while waiting:
+        command = waiting.pop()
+        waiting += getattr(command, "commands", {}).values()
+        help_option = command.get_help_option(typer.Context(command))
+        for parameter in (*command.params, help_option):
+            if getattr(parameter, "is_flag", False):
+                parameter.metavar = ""
+    return root
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code: 0 done, 1 a bug, 2 bad settings or input, 3 something is unreachable."""
-    command = typer.main.get_command(app)
+    command = command_tree()
     try:
         code = command.main(arguments, "anabranch", standalone_mode=False)
     except UsageError as exc:
@@ -49,23 +66,33 @@ def _print_version(asked: bool) -> None:
 
 @app.callback()
 def _root(
-    version: Annotated[
+    _version: Annotated[
         bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
     ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log at level debug.")] = False,
+    log_level: Annotated[
+        LogLevel, typer.Option(metavar="LEVEL", help="Write log lines from this level on: debug, info, warning, error.")
+    ] = "info",
+    log_format: Annotated[
+        LogFormat, typer.Option(metavar="FORMAT", help="Format of log lines: text, or json, one object a line.")
+    ] = "text",
 ) -> None:
-    pass
+    configure_logging(LogSettings("debug" if verbose else log_level, log_format))
 
 
 @app.command(epilog="Example: anabranch demo --events 20000 --headless --report report.json")
 def demo(
-    events: Annotated[int | None, typer.Option(min=1, help="End after so many events.", metavar="N")] = None,
+    events: Annotated[int | None, typer.Option(min=1, help="Stop after N events.", metavar="N")] = None,
     headless: Annotated[bool, typer.Option("--headless", help="Plain lines instead of a panel.")] = False,
     report: Annotated[Path | None, typer.Option(help="Write a JSON report at the end.", metavar="FILE")] = None,
     bootstrap: Annotated[
-        str | None, typer.Option(help="Use this Kafka broker; topics are made there, and removed.", metavar="HOST:PORT")
+        str | None,
+        typer.Option(
+            help="Use this Kafka broker; the demo creates topics there and deletes them.", metavar="HOST:PORT"
+        ),
     ] = None,
     no_baseline: Annotated[
-        bool, typer.Option("--no-baseline", help="Leave out the baseline that learns without replay.")
+        bool, typer.Option("--no-baseline", help="Do not run the baseline that learns without replay.")
     ] = False,
     rate: Annotated[float, typer.Option(min=1, help="Events a second.")] = 600.0,
     port: Annotated[
@@ -73,7 +100,7 @@ def demo(
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the stream.")] = 0,
 ) -> int:
-    """Show the whole pipeline on this machine: broker, stream, learner, serving, requests. Nothing else is needed."""
+    """Run the whole pipeline on this machine: broker, stream, learner, serving, requests. Nothing else is needed."""
 
     def start() -> Exit:
         from anabranch.demo.run import Options, run_demo
@@ -86,7 +113,7 @@ def demo(
 
 @app.command(epilog="Example: anabranch up -c digits/pipeline.toml")
 def up(config: ConfigPath = PIPELINE) -> int:
-    """Run learner and serving; a part that dies is started again."""
+    """Run learner and serving in the foreground until Ctrl-C; a part that dies is started again."""
 
     def start() -> Exit:
         from anabranch.config.loader import load_config
@@ -107,19 +134,19 @@ def learn(config: ConfigPath = PIPELINE) -> int:
     def start() -> Exit:
         from learner.__main__ import main as learner_main
 
-        return Exit(learner_main(["-c", str(config)]))
+        return Exit(learner_main(["-c", str(config), *log_arguments()]))
 
     return run_command(start)
 
 
 @app.command(epilog="Example: anabranch serve -c digits/pipeline.toml")
 def serve(config: ConfigPath = PIPELINE) -> int:
-    """Run serving alone; SIGTERM stops it once the requests that it has are answered."""
+    """Run serving alone; SIGTERM stops it after it has answered all accepted requests."""
 
     def start() -> Exit:
         from serving.__main__ import main as serving_main
 
-        return Exit(serving_main(["-c", str(config)]))
+        return Exit(serving_main(["-c", str(config), *log_arguments()]))
 
     return run_command(start)
 
@@ -132,16 +159,16 @@ def produce(
     config: ConfigPath = PIPELINE,
     topic: Annotated[str | None, typer.Option(help="Topic; by default the pipeline's first.")] = None,
     rate: Annotated[
-        float | None, typer.Option(min=0.001, help="Events a second; by default as fast as it goes.")
+        float | None, typer.Option(min=0.001, help="Events a second; by default as fast as possible.")
     ] = None,
     create_topic: Annotated[
-        bool, typer.Option("--create-topic", help="Make the topic and the dead-letter topic where they are missing.")
+        bool, typer.Option("--create-topic", help="Create the topic and the dead-letter topic if they do not exist.")
     ] = False,
-    partitions: Annotated[int, typer.Option(min=1, help="Partitions of a topic that is made.")] = 2,
+    partitions: Annotated[int, typer.Option(min=1, help="Partitions of a created topic.")] = 2,
     format_: Annotated[
         Literal["jsonl", "csv", "parquet"] | None,
         typer.Option(
-            "--format", metavar="FORMAT", help="jsonl, csv or parquet; by default as the suffix says, else jsonl."
+            "--format", metavar="FORMAT", help="jsonl, csv or parquet; by default from the suffix, else jsonl."
         ),
     ] = None,
     delimiter: Annotated[
@@ -151,15 +178,15 @@ def produce(
         Literal["stop", "skip"],
         typer.Option(
             metavar="WHAT",
-            help="At an event that the pipeline cannot use: stop, or skip it and say so; by default stop.",
+            help="At an event that the pipeline cannot use: stop, or skip and report it; by default stop.",
         ),
     ] = "stop",
     unchecked: Annotated[
-        bool, typer.Option("--unchecked", help="Send events as they are, also such as the pipeline cannot use.")
+        bool, typer.Option("--unchecked", help="Send events without checking that the pipeline can use them.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> int:
-    """Send events to the topic, and print the last offset of each partition, as replies write trained_through."""
+    """Send events to the topic, and print the last offset per partition in the format of trained_through."""
 
     def start() -> None:
         from anabranch.commands.produce import produce
@@ -177,8 +204,6 @@ def produce(
             on_error=on_error,
         )
         if as_json:
-            import json
-
             document = {
                 "topic": produced.topic,
                 "events": produced.events,
@@ -187,7 +212,7 @@ def produce(
                 "unknown_fields": produced.unknown_fields,
                 "columns_left_out": produced.columns_left_out,
             }
-            typer.echo(json.dumps(document))
+            show(document, lambda: None)
         else:
             if produced.columns_left_out:
                 typer.echo(
@@ -207,7 +232,7 @@ def produce(
 
 @app.command(epilog="Example: anabranch init digits && cd digits")
 def init(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write into; made if need be.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write into; created if it does not exist.")],
     force: Annotated[bool, typer.Option("--force", help="Overwrite files that exist.")] = False,
 ) -> int:
     """Write an example pipeline: pipeline.toml, my_model.py and a few events."""
@@ -224,10 +249,10 @@ def init(
 @app.command(epilog="Example: anabranch status --watch")
 def status(
     config: ConfigPath = PIPELINE,
-    as_json: Annotated[bool, typer.Option("--json", help="Print everything as one JSON object.")] = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Look again every second, until Ctrl-C.")] = False,
+    as_json: AsJson = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Update the screen every second, until Ctrl-C.")] = False,
 ) -> int:
-    """Show how the pipeline is: lag, rates, accuracy, replay, version, requests, and what is unhealthy."""
+    """Show pipeline health, lag, throughput, accuracy and the served version."""
 
     def start() -> None:
         from anabranch.commands.status import read_status, render, watch_status
@@ -247,10 +272,10 @@ def status(
 @app.command(epilog="Example: anabranch doctor -c digits/pipeline.toml")
 def doctor(
     config: ConfigPath = PIPELINE,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as a JSON list.")] = False,
-    timeout: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="Time that each check may take.")] = 30.0,
+    as_json: AsJson = False,
+    timeout: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="Time limit of each check.")] = 30.0,
 ) -> int:
-    """Look for what keeps the pipeline from running, and say how to fix it; nothing is changed."""
+    """Check config, broker, model and machine, and suggest fixes. Read-only."""
 
     def start() -> Exit:
         from anabranch.doctor.runner import report
@@ -260,49 +285,10 @@ def doctor(
     return run_command(start)
 
 
-versions = typer.Typer(
-    help="Look at the versions that the learner has published, and say which is served.",
-    epilog="Example: anabranch versions ls",
-    no_args_is_help=True,
-)
+app.command("predict", epilog="Example: anabranch predict events.jsonl")(predict)
+app.command("backtest", epilog="Example: anabranch backtest events.jsonl")(backtest)
+app.add_typer(config, name="config")
 app.add_typer(versions, name="versions")
+app.add_typer(checkpoints, name="checkpoints")
+app.add_typer(dead_letters, name="dead-letters")
 app.add_typer(replay, name="replay")
-
-
-@versions.command("ls", epilog="Example: anabranch versions ls -n 5")
-def versions_ls(
-    config: ConfigPath = PIPELINE,
-    limit: Annotated[int | None, typer.Option("-n", min=1, help="Only the newest N.", metavar="N")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print them as a JSON list.")] = False,
-) -> int:
-    """List the versions, the newest first: what they have learned, and what was made of them."""
-
-    def start() -> None:
-        from anabranch.commands.versions import list_versions, render_list
-        from anabranch.config.loader import load_config
-
-        listed = list_versions(load_config(config), limit)
-        show([one.document() for one in listed] if as_json else None, lambda: render_list(listed))
-
-    return run_command(start)
-
-
-@versions.command("show", epilog="Example: anabranch versions show latest")
-def versionsshow(
-    which: Annotated[str, typer.Argument(metavar="VERSION", help="Its number, latest or served.")],
-    config: ConfigPath = PIPELINE,
-    as_json: Annotated[bool, typer.Option("--json", help="Print it as a JSON object.")] = False,
-) -> int:
-    """Show one version: its manifest and verdict, whether its files are whole, and why serving does not take it."""
-
-    def start() -> None:
-        from anabranch.commands.versions import parse_which, render_one, show_version
-        from anabranch.config.loader import load_config
-
-        one = show_version(load_config(config), parse_which(which))
-        show(one.document() if as_json else None, lambda: render_one(one))
-
-    return run_command(start)
-
-
-add_orders(versions)

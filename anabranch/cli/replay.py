@@ -1,13 +1,13 @@
-"""`anabranch replay`: the commands that look into the store."""
+"""`anabranch replay`: the commands that read the replay store and erase events."""
 
 from typing import Annotated
 
 import typer
 
-from anabranch.cli.common import PIPELINE, ConfigPath, run_command, say, show
+from anabranch.cli.common import PIPELINE, AsJson, ConfigPath, DryRun, Yes, confirm, run_command, say, show
 
 replay = typer.Typer(
-    help="Look into what is kept for rehearsal, and erase some of it.",
+    help="Show what the replay store holds, and erase events from it.",
     epilog="Example: anabranch replay stats",
     no_args_is_help=True,
 )
@@ -16,7 +16,7 @@ replay = typer.Typer(
 @replay.command("stats", epilog="Example: anabranch replay stats --json")
 def replay_stats(
     config: ConfigPath = PIPELINE,
-    as_json: Annotated[bool, typer.Option("--json", help="Print them as a JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> int:
     """Show what the newest checkpoint holds: events by tier, class and age, how they are kept and sampled, what is
     erased."""
@@ -40,8 +40,9 @@ def replay_sample(
         typer.Option(metavar="WHAT=VALUE", help="Only events with this label, key, topic or partition; repeatable."),
     ] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Sample the same events again.")] = None,
+    as_json: AsJson = False,
 ) -> int:
-    """Print stored events of the newest checkpoint, sampled uniformly, as JSON lines."""
+    """Print stored events of the newest checkpoint, sampled uniformly, one JSON object a line; --json prints a list."""
 
     def start() -> None:
         import json
@@ -49,7 +50,11 @@ def replay_sample(
         from anabranch.commands.replay_store import read_sample
         from anabranch.config.loader import load_config
 
-        for event in read_sample(load_config(config), count, where or [], seed):
+        events = read_sample(load_config(config), count, where or [], seed)
+        if as_json:
+            show(list(events), lambda: None)
+            return
+        for event in events:
             typer.echo(json.dumps(event))
 
     return run_command(start)
@@ -67,9 +72,11 @@ def replay_erase(
         typer.Option(metavar="RANGE", help="Erase these offsets, such as events[3]@100..200; repeatable."),
     ] = None,
     timeout: Annotated[
-        float, typer.Option(min=0, metavar="SECONDS", help="How long to wait for the learner to say that it is done.")
+        float, typer.Option(min=0, metavar="SECONDS", help="How long to wait until the learner has erased them.")
     ] = 15.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as a JSON object.")] = False,
+    yes: Yes = False,
+    dry_run: DryRun = False,
+    as_json: AsJson = False,
 ) -> int:
     """Erase events: they leave store, holdout set and checkpoints, and do not come back. Weights are not unlearned."""
     if not key and not offsets:
@@ -78,17 +85,20 @@ def replay_erase(
     def start() -> None:
         from datetime import timedelta
 
-        from anabranch.commands.erase import erase_events
+        from anabranch.commands.erase import erase_events, plan_erasure, planned_sentences
         from anabranch.config.loader import load_config
         from anabranch.runtime.private_state import private_state
 
         loaded = load_config(config)
+        planned = planned_sentences(plan_erasure(loaded, key or [], offsets or []))
+        if dry_run:
+            show({"preview": planned} if as_json else None, lambda: "\n".join(planned))
+            return
+        confirm("replay erase", "\n".join(planned), yes=yes)
         with private_state(loaded):
             answer = erase_events(loaded, key or [], offsets or [], timedelta(seconds=timeout))
         if as_json:
-            import json
-
-            typer.echo(json.dumps(answer.document()))
+            show(answer.document(), lambda: None)
         else:
             for sentence in answer.sentences():
                 say(sentence)

@@ -1,57 +1,124 @@
-"""The commands by which a person says which version is served."""
+"""`anabranch versions`: the commands that list versions and control which one is served."""
 
 from typing import Annotated
 
 import typer
 
-from anabranch.cli.common import PIPELINE, ConfigPath, run_command, say
+from anabranch.cli.common import PIPELINE, AsJson, ConfigPath, DryRun, Yes, confirm, run_command, say, show
 
-_Number = Annotated[int, typer.Argument(metavar="VERSION", min=0, help="Its number.")]
-_NumberOrServed = Annotated[
-    int | None, typer.Argument(metavar="VERSION", min=0, help="Its number; by default the served one.")
+versions = typer.Typer(
+    help="List model versions and control which one is served.",
+    epilog="Example: anabranch versions ls",
+    no_args_is_help=True,
+)
+
+_Version = Annotated[str, typer.Argument(metavar="VERSION", help="Its number, latest or served.")]
+_VersionOrServed = Annotated[
+    str | None, typer.Argument(metavar="VERSION", help="Its number, latest or served; by default the served one.")
 ]
-_AsJson = Annotated[bool, typer.Option("--json", help="Print what is served then as a JSON object.")]
 
 
-def add_orders(versions: typer.Typer) -> None:
-    """Add the commands to the group `versions`."""
-    versions.command("promote", epilog="Example: anabranch versions promote 4711")(_promote)
-    versions.command("rollback", epilog="Example: anabranch versions rollback")(_rollback)
-    versions.command("pin", epilog="Example: anabranch versions pin 4711")(_pin)
-    versions.command("unpin", epilog="Example: anabranch versions unpin")(_unpin)
+@versions.command("ls", epilog="Example: anabranch versions ls --limit 5")
+def versions_ls(
+    config: ConfigPath = PIPELINE,
+    limit: Annotated[int | None, typer.Option("--limit", "-n", min=1, help="Only the newest N.", metavar="N")] = None,
+    as_json: AsJson = False,
+) -> int:
+    """List the versions, the newest first, with verdict, step and accuracy."""
 
-
-def _promote(version: _Number, config: ConfigPath = PIPELINE, as_json: _AsJson = False) -> int:
-    """Serve this version whatever its verdict, until a newer one passes the gate; those newer now are not taken."""
-    return _order(config, "promote", version, as_json=as_json)
-
-
-def _rollback(version: _NumberOrServed = None, config: ConfigPath = PIPELINE, as_json: _AsJson = False) -> int:
-    """Serve what was served before, and never take this version again, nor those that are newer now."""
-    return _order(config, "rollback", version, as_json=as_json)
-
-
-def _pin(version: _NumberOrServed = None, config: ConfigPath = PIPELINE, as_json: _AsJson = False) -> int:
-    """Serve exactly this version until it is unpinned."""
-    return _order(config, "pin", version, as_json=as_json)
-
-
-def _unpin(config: ConfigPath = PIPELINE, as_json: _AsJson = False) -> int:
-    """Serve the newest version that may be served again."""
-    return _order(config, "unpin", None, as_json=as_json)
-
-
-def _order(config: ConfigPath, action: str, version: int | None, *, as_json: bool) -> int:
     def start() -> None:
-        from anabranch.commands.rollout import apply_command
+        from anabranch.commands.versions import list_versions, render_list
         from anabranch.config.loader import load_config
 
-        obeyed = apply_command(load_config(config), action, version)
-        if as_json:
-            import json
-
-            typer.echo(json.dumps(obeyed.document()))
-        else:
-            say(obeyed.sentence())
+        listed = list_versions(load_config(config), limit)
+        show([one.document() for one in listed] if as_json else None, lambda: render_list(listed))
 
     return run_command(start)
+
+
+@versions.command("show", epilog="Example: anabranch versions show latest")
+def versions_show(version: _Version, config: ConfigPath = PIPELINE, as_json: AsJson = False) -> int:
+    """Show one version: manifest, verdict, a check of its files, and why serving refuses it."""
+
+    def start() -> None:
+        from anabranch.commands.versions import parse_which, render_one, show_version
+        from anabranch.config.loader import load_config
+
+        one = show_version(load_config(config), parse_which(version))
+        show(one.document() if as_json else None, lambda: render_one(one))
+
+    return run_command(start)
+
+
+@versions.command("promote", epilog="Example: anabranch versions promote 4711")
+def versions_promote(version: _Version, config: ConfigPath = PIPELINE, as_json: AsJson = False) -> int:
+    """Serve this version whatever its verdict, until a newer one passes the gate. Versions newer now are not served."""
+    return _command(config, "promote", version, as_json=as_json)
+
+
+@versions.command("rollback", epilog="Example: anabranch versions rollback --to 4711")
+def versions_rollback(
+    to: Annotated[
+        str | None,
+        typer.Option("--to", metavar="VERSION", help="The version to return to; by default the one served before."),
+    ] = None,
+    config: ConfigPath = PIPELINE,
+    as_json: AsJson = False,
+) -> int:
+    """Return to an older version, until a newer one passes the gate. Versions newer now are not served."""
+    return _command(config, "rollback", to, as_json=as_json)
+
+
+@versions.command("reject", epilog="Example: anabranch versions reject 4711 --dry-run")
+def versions_reject(
+    version: _Version,
+    config: ConfigPath = PIPELINE,
+    yes: Yes = False,
+    dry_run: DryRun = False,
+    as_json: AsJson = False,
+) -> int:
+    """Never serve this version again. When it is served now, serve the newest other one that may be served."""
+
+    def start() -> None:
+        from anabranch.commands.rollout import preview_rejection
+        from anabranch.commands.versions import parse_which, version_number
+        from anabranch.config.loader import load_config
+
+        loaded = load_config(config)
+        number = version_number(loaded, parse_which(version))
+        preview = preview_rejection(loaded, number)
+        if dry_run:
+            show({"preview": preview} if as_json else None, lambda: preview)
+            return
+        confirm("versions reject", preview, yes=yes)
+        _apply(config, "reject", str(number), as_json=as_json)
+
+    return run_command(start)
+
+
+@versions.command("pin", epilog="Example: anabranch versions pin 4711")
+def versions_pin(version: _VersionOrServed = None, config: ConfigPath = PIPELINE, as_json: AsJson = False) -> int:
+    """Serve exactly this version until it is unpinned."""
+    return _command(config, "pin", version, as_json=as_json)
+
+
+@versions.command("unpin", epilog="Example: anabranch versions unpin")
+def versions_unpin(config: ConfigPath = PIPELINE, as_json: AsJson = False) -> int:
+    """Serve the newest version that may be served again."""
+    return _command(config, "unpin", None, as_json=as_json)
+
+
+def _command(config: ConfigPath, action: str, version: str | None, *, as_json: bool) -> int:
+    return run_command(lambda: _apply(config, action, version, as_json=as_json))
+
+
+def _apply(config: ConfigPath, action: str, version: str | None, *, as_json: bool) -> None:
+    from anabranch.commands.rollout import apply_command
+    from anabranch.commands.versions import parse_which
+    from anabranch.config.loader import load_config
+
+    result = apply_command(load_config(config), action, None if version is None else parse_which(version))
+    if as_json:
+        show(result.document(), lambda: None)
+    else:
+        say(result.sentence())

@@ -1,4 +1,4 @@
-"""`anabranch replay erase`: writes down what is to be erased, and sees that nothing of it is left."""
+"""`anabranch replay erase`: records what to erase, and waits until nothing of it is left."""
 
 import os
 import re
@@ -26,12 +26,12 @@ _COMMAND = "anabranch replay erase"
 
 @dataclass(frozen=True)
 class ErasureResult:
-    """What became of a command.
+    """The result of a command.
 
     Attributes:
         log: the path of the log.
         records: the numbers of the records that were written.
-        up_to: for each partition, the first offset that forgetting by key does not cover.
+        up_to: for each partition, the first offset that the erasure by key does not cover.
         missing: what is not done yet; None when nothing of it is left anywhere.
         store: events that were in the store.
         holdout: held-out events that were in the holdout set.
@@ -54,15 +54,15 @@ class ErasureResult:
         return self.missing is None
 
     def sentences(self) -> list[str]:
-        """Return it for a person."""
+        """Return it as sentences for a person."""
         noted = f"record {self.records[-1]}" if len(self.records) == 1 else f"records up to {self.records[-1]}"
-        said = [] if self.missing is None else [self.missing]
+        sentences = [] if self.missing is None else [self.missing]
         if self.applied or self.store or self.holdout:
-            said.insert(0, f"erased {self.store:,} events of the store and {self.holdout:,} of the holdout set")
+            sentences.insert(0, f"erased {self.store:,} events of the store and {self.holdout:,} of the holdout set")
         if self.up_to:
             ends = ", ".join(f"{name}@{end}" for name, end in self.up_to.items())
-            said.append(f"later events of the key are new: those from {ends} on")
-        return [*said, f"written down as {noted} in {self.log}; weights that have learned from it are not changed"]
+            sentences.append(f"later events of the key are new: those from {ends} on")
+        return [*sentences, f"written down as {noted} in {self.log}; weights that have learned from it are not changed"]
 
 
 def erase_events(config: Config, keys: Sequence[str], ranges: Sequence[str], patience: timedelta) -> ErasureResult:
@@ -74,10 +74,7 @@ def erase_events(config: Config, keys: Sequence[str], ranges: Sequence[str], pat
     Raises:
         SettingsError: a range or a key cannot be meant, or something cannot be written.
     """
-    known = _known(config)
-    records = [*_by_key(config, keys, known), *(_by_range(text, known) for text in ranges)]
-    if not config.state_dir.is_dir():
-        raise SettingsError(f"there is no {config.state_dir} yet: nothing was learned that could be erased")
+    records = plan_erasure(config, keys, ranges)
     log = ErasureLog(config.state_dir / NAME)
     try:
         numbers = [record.number for record in log.append(records)]
@@ -93,6 +90,27 @@ def erase_events(config: Config, keys: Sequence[str], ranges: Sequence[str], pat
         store=log.store - store,
         holdout=log.holdout - holdout,
     )
+
+
+def plan_erasure(config: Config, keys: Sequence[str], ranges: Sequence[str]) -> list[Record]:
+    """Return the records that `erase_events` would append; raises as it does, and changes nothing."""
+    known = _known(config)
+    records = [*_by_key(config, keys, known), *(_by_range(text, known) for text in ranges)]
+    if not config.state_dir.is_dir():
+        raise SettingsError(f"there is no {config.state_dir} yet: nothing was learned that could be erased")
+    return records
+
+
+def planned_sentences(records: Sequence[Record]) -> list[str]:
+    """Return for each record a sentence on the events that it would erase."""
+    sentences = []
+    for record in records:
+        if isinstance(record, ByKey):
+            ends = ", ".join(f"{name}@{end}" for name, end in record.up_to.items())
+            sentences.append(f"would erase the events of one key, before {ends}")
+        elif isinstance(record, ByRange):
+            sentences.append(f"would erase {record.partition}@{record.first}..{record.last}")
+    return sentences
 
 
 def _missing(config: Config, log: ErasureLog, through: int, patience: timedelta) -> str | None:
@@ -130,13 +148,13 @@ def _erase(config: Config, log: ErasureLog, through: int) -> str | None:
 
 
 def _known(config: Config) -> Mapping[TopicPartition, PartitionReport]:
-    """Return the partitions that the learner has last told of."""
+    """Return the partitions of the learner's last report."""
     report = read_report(config.state_dir)
-    found = {}
-    for name, each in report.partitions.items() if report is not None else ():
+    partitions = {}
+    for name, progress in report.partitions.items() if report is not None else ():
         topic, _, number = name.rpartition(":")
-        found[TopicPartition(topic, int(number), each.incarnation)] = each
-    return found
+        partitions[TopicPartition(topic, int(number), progress.incarnation)] = progress
+    return partitions
 
 
 def _by_key(config: Config, keys: Sequence[str], known: Mapping[TopicPartition, PartitionReport]) -> list[Record]:

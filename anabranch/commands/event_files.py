@@ -46,7 +46,7 @@ class EventFile(Protocol):
     """Records in the order of the file."""
 
     total: int | None
-    """How much there is; None when that cannot be told."""
+    """How much there is; None when that is not known."""
     left_out: list[str]
     """Columns that the schema does not know."""
 
@@ -66,7 +66,7 @@ def open_source(
     Args:
         kind: by default what the suffix says, and else JSON lines.
         delimiter: of CSV; by default a tab for `.tsv`, else a comma.
-        schema: tells which columns are which fields, and of what type.
+        schema: names the field and the type of each column.
         checked: whether a cell that is not of its field's type is a fault; else its text stays as it is.
 
     Raises:

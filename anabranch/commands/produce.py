@@ -81,7 +81,7 @@ def produce(
         rate: events a second; None is as fast as possible.
         partitions: when given, the topic is made with so many, and the dead-letter topic too, where they are missing.
         checked: whether an event that the pipeline would dead-letter is a fault.
-        kind: format of the file; by default its suffix tells.
+        kind: format of the file; by default from its suffix.
         delimiter: of CSV.
         on_error: whether a fault ends it, or is named and passed over.
 
@@ -114,7 +114,7 @@ def produce(
                     fault = message
                     break
                 else:
-                    _tell(message, produced)
+                    _report_fault(message, produced)
                 advance()
         except KeyboardInterrupt:
             produced.interrupted = True
@@ -212,12 +212,12 @@ def _object(line: bytes) -> dict[str, Any]:
     return value
 
 
-def _tell(message: _Message, produced: Produced) -> None:
+def _report_fault(message: _Message, produced: Produced) -> None:
     produced.skipped += 1
     if produced.skipped <= _NAMED_FAULTS:
         sys.stderr.write(f"left out {message.place}: {message.fault}\n")
     if produced.skipped == _NAMED_FAULTS:
-        sys.stderr.write("further ones are left out without a word\n")
+        sys.stderr.write("further errors are not shown\n")
 
 
 @contextlib.contextmanager

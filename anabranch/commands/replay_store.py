@@ -1,5 +1,5 @@
-"""`anabranch replay stats` and `sample`: what the newest checkpoint holds for rehearsal. Reads only, also beside a
-learner.
+"""`anabranch replay stats` and `sample`: what the newest checkpoint holds for replay. Reads only, also while
+a learner runs.
 
 Legend: H events held, n events that are asked for.
 """
@@ -35,7 +35,7 @@ from replay.tiers.registry import kind_with, kinds_of
 from replay.tiers.tier import Tier, TierContext
 
 _ATTEMPTS = 3
-"""A learner at work may delete every checkpoint that was there when a look at them began."""
+"""A learner at work may delete every checkpoint that was there when this began to read."""
 _AT_ONCE = 64
 _WHAT = ("label", "topic", "partition", "key")
 
@@ -279,7 +279,7 @@ def _fits(
     if what == "key" and schema.key is not None:
         return np.asarray(index["key_hash"] == np.uint64(int(hash_of_key(value.encode()), 16)))
     raise SettingsError(
-        f'--where "{condition}" cannot be told of stored events; write one of {", ".join(_WHAT)} with a value, such as '
+        f'--where "{condition}" does not apply to stored events; write one of {", ".join(_WHAT)} with a value, such as '
         "label=3 (label needs classes, one an event, key needs [schema.key])"
     )
 

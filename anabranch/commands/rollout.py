@@ -1,7 +1,7 @@
-"""`anabranch versions promote`, `rollback`, `pin` and `unpin`: what a person orders about versions. Loads no torch.
+"""`anabranch versions promote`, `reject`, `rollback`, `pin` and `unpin`: which version is served. Loads no torch.
 
-Serving writes `state.json`, so it is asked to, over HTTP. Where none runs the order is written down here, and the next
-one obeys it.
+A running server writes `state.json` itself, so it is asked over HTTP. When none runs, the command writes `state.json`,
+and the next server applies it.
 """
 
 import http.client
@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from anabranch.commands.versions import Which, list_versions, version_number
 from anabranch.config.loader import Config
 from anabranch.core.errors import DependencyError, SettingsError
 from anabranch.core.failures import DamagedError, decoded
@@ -24,24 +25,24 @@ from serving.config import ServingSettings
 from serving.errors import RequestError
 from serving.reporting.health import SILENT
 from serving.reporting.report import REPORT, STOPPED, ServingReport, read_report
-from serving.rollout.commands import ORDERS
+from serving.rollout.commands import ORDERS, version_before
 
 _PATIENCE_SECONDS = 60
 
 
 @dataclass(frozen=True)
 class RolloutResult:
-    """What became of an order."""
+    """The result of a command."""
 
     state: RegistryState
     running: bool
-    """Whether serving runs, and has obeyed; otherwise it will when it is started."""
+    """Whether serving runs and has applied it; otherwise it will on start."""
 
     def sentence(self) -> str:
-        """Say it."""
+        """Return it as one sentence."""
         state = self.state
         if not self.running:
-            return "written down; serving does not run, and will obey when it is started"
+            return "saved; serving is not running and will apply it on start"
         pinned = "" if state.pinned is None else ", and no other until it is unpinned"
         return f"version {state.serving} is served{pinned}"
 
@@ -50,19 +51,24 @@ class RolloutResult:
         return {**msgspec.to_builtins(self.state), "running": self.running}
 
 
-def apply_command(config: Config, action: str, number: int | None) -> RolloutResult:
-    """Have serving do something about a version; None means the served, or the pinned one where that is unpinned.
+def apply_command(config: Config, action: str, which: Which | None) -> RolloutResult:
+    """Have serving do something about a version.
+
+    Args:
+        config: the pipeline.
+        action: a key of `ORDERS`.
+        which: the version. None means the pinned one for `unpin`, the one that was served before for `rollback`, and
+            the served one for all others.
 
     Raises:
-        SettingsError: there is no such version, or the order cannot be obeyed.
+        SettingsError: there is no such version, or the command cannot be applied.
         DependencyError: serving runs, and does not answer.
     """
     versions = Versions(config.state_dir / "versions")
-    state = versions.state()
-    chosen = number if number is not None else state.pinned if action == "unpin" else state.serving
-    if chosen is None:
-        what = "no version is pinned" if action == "unpin" else "serving has taken no version yet"
-        raise SettingsError(f"{what} in {versions.path}")
+    if isinstance(which, int):
+        chosen = which
+    else:
+        chosen = _default(config, action, versions) if which is None else version_number(config, which)
     report = read_report(config.state_dir)
     if report is not None and time.time() - report.time < SILENT.total_seconds() and report.problems != [STOPPED]:
         return RolloutResult(_ask(config, report, action, chosen), running=True)
@@ -77,20 +83,64 @@ def apply_command(config: Config, action: str, number: int | None) -> RolloutRes
     return RolloutResult(after, running=False)
 
 
-def _ask(config: Config, report: ServingReport, action: str, number: int) -> RegistryState:
+def preview_rejection(config: Config, which: Which) -> str:
+    """Return what `versions reject` would do, as one sentence; raises SettingsError when it would be refused."""
+    versions, number = Versions(config.state_dir / "versions"), version_number(config, which)
+    state = versions.state()
+    try:
+        ORDERS["reject"](state, number, versions.numbers())
+    except RequestError as exc:
+        raise SettingsError(str(exc)) from exc
+    if number != state.serving:
+        return f"version {number} would never be served; version {state.serving} is served now"
+    others = [one.number for one in list_versions(config, None) if one.refused is None and one.number != number]
+    then = f"version {max(others)} would be served" if others else "no other version may be served, so it would stay"
+    return f"version {number} is served now and would never be served again; {then}"
+
+
+def _default(config: Config, action: str, versions: Versions) -> int:
+    """Return the version that a command without a version means."""
+    state = versions.state()
+    if action == "unpin":
+        if state.pinned is None:
+            raise SettingsError(f"no version is pinned in {versions.path}")
+        return state.pinned
+    if state.serving is None:
+        raise SettingsError(f"serving has taken no version yet in {versions.path}")
+    if action != "rollback":
+        return state.serving
+    usable = sorted(one.number for one in list_versions(config, None) if one.refused is None)
+    before = version_before(state, usable)
+    if before is None:
+        raise SettingsError(
+            f"no version before {state.serving} in {versions.path} may be served; name one with --to, whatever its "
+            "verdict"
+        )
+    return before
+
+
+def connect(config: Config, report: ServingReport, token: str) -> tuple[http.client.HTTPConnection, dict[str, str]]:
+    """Return a connection to the running server, and the headers that carry the token.
+
+    Raises:
+        SettingsError: the report names an address at which [serving] does not listen, so that no token is sent there.
+    """
     if not _is_configured(config.pipeline.serving, report.address):
         raise SettingsError(
             f"{config.state_dir / REPORT} says that serving is at {report.address!r}, where [serving] does not have it "
             "listen: no token is sent there; name the config that it runs under with -c, or start it again"
         )
-    token = config.pipeline.serving.tokens.admin.get_secret_value()
     if token and config.pipeline.serving.port == 0 and not report.address.startswith("https:"):
         raise SettingsError(
             f"serving.port = 0 takes any port, and {config.state_dir / REPORT}, which says that it is at "
             f"{report.address}, proves nothing: no token is sent there; name a port, or set serving.tls"
         )
     headers = {"Authorization": f"Bearer {token}"} if token else {}
-    connection = _connection(config, report.address)
+    return _connection(config, report.address), headers
+
+
+def _ask(config: Config, report: ServingReport, action: str, number: int) -> RegistryState:
+    connection, headers = connect(config, report, config.pipeline.serving.tokens.admin.get_secret_value())
     try:
         connection.request("POST", f"/api/versions/{number}:{action}", headers=headers)
         reply = connection.getresponse()

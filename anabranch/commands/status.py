@@ -87,7 +87,7 @@ def _condition(status: Status, report: LearnerReport | ServingReport | None) -> 
     age = status.now - report.time
     if condition == "running":
         return text.append(f"  pid {report.pid}, for {_age(report.time - report.started)}", style="default")
-    return text.append(f"  pid {report.pid}, last heard of {_age(age)} ago", style="default")
+    return text.append(f"  pid {report.pid}, last report {_age(age)} ago", style="default")
 
 
 def _learner(report: LearnerReport, now: float) -> RenderableType:
@@ -230,7 +230,7 @@ def _lives(pid: int) -> bool:
 
 
 def watch_status(config: Config) -> None:
-    """Show the screen until a signal comes, looked at anew every second."""
+    """Show the screen until a signal comes, and update it every second."""
     with stop_on_signals() as stop, Live(console=PlainConsole(), auto_refresh=False) as live:
         while True:
             live.update(render(read_status(config)), refresh=True)

@@ -1,11 +1,13 @@
-"""`anabranch versions`: what the versions directory holds, and which of it serving takes. Loads no torch."""
+"""`anabranch versions`: the versions of a state directory, and which of them serving may serve. Loads no torch."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 import msgspec
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -24,6 +26,8 @@ from learner.state_dir.version import (
     reference_to,
 )
 
+_NARROW = ("version", "time", "step", "verdict", "metrics", "state")
+_WIDEST = 10_000
 _STYLES = {"pass": "green", "fail": "red", "inconclusive": "yellow"}
 
 Which = int | str
@@ -32,7 +36,7 @@ Which = int | str
 
 @dataclass(frozen=True)
 class Listed:
-    """One version as its directory tells of it; `refused` says why serving does not take it."""
+    """One version of the directory; `refused` says why serving does not serve it."""
 
     number: int
     manifest: Manifest | None
@@ -57,34 +61,27 @@ class Listed:
 
 
 def list_versions(config: Config, limit: int | None) -> list[Listed]:
-    """Return the newest `limit` versions, the newest first; their files' digests are not looked at.
+    """Return the newest `limit` versions, the newest first; their files' digests are not checked.
 
     Raises:
         VersionError: `state.json` cannot be read.
     """
     versions = _versions(config)
-    wanted, state = _wanted(config), versions.state()
+    required, state = _required(config), versions.state()
     newest = versions.numbers()[::-1]
-    listed = [_look(versions, number, state, wanted) for number in newest[:limit]]
+    listed = [_read(versions, number, state, required) for number in newest[:limit]]
     still = versions.numbers()
     return [one for one in listed if one.number in still]  # the learner deletes old ones meanwhile
 
 
 def show_version(config: Config, which: Which) -> Listed:
-    """Return one version, with its files found to have their digests or not.
+    """Return one version, after a check of its files' digests.
 
     Raises:
         SettingsError: there is no such version.
     """
-    versions = _versions(config)
-    state, numbers = versions.state(), versions.numbers()
-    if which == "served" and state.serving is None:
-        raise SettingsError(f"serving has taken no version of {versions.path} yet")
-    number = state.serving if which == "served" else max(numbers, default=None) if which == "latest" else which
-    if not isinstance(number, int) or number not in numbers:
-        there = f"there are {numbers[0]} to {numbers[-1]}" if numbers else "there is none yet"
-        raise SettingsError(f"there is no version {which if number is None else number} in {versions.path}; {there}")
-    listed = _look(versions, number, state, _wanted(config))
+    versions, number = _versions(config), version_number(config, which)
+    listed = _read(versions, number, versions.state(), _required(config))
     if listed.manifest is None:
         return listed
     try:
@@ -92,6 +89,20 @@ def show_version(config: Config, which: Which) -> Listed:
     except (VersionError, OSError) as exc:
         return Listed(number, listed.manifest, listed.verdict, listed.bytes, listed.marks, str(exc))
     return listed
+
+
+def version_number(config: Config, which: Which) -> int:
+    """Return the number of a version that is there; raises SettingsError when there is no such version."""
+    versions = _versions(config)
+    state, numbers = versions.state(), versions.numbers()
+    if which == "served" and state.serving is None:
+        raise SettingsError(f"serving has taken no version of {versions.path} yet")
+    if not numbers:
+        raise SettingsError(f"no version has been published yet in {versions.path}")
+    number = state.serving if which == "served" else numbers[-1] if which == "latest" else which
+    if not isinstance(number, int) or number not in numbers:
+        raise SettingsError(f"there is no version {number} in {versions.path}; there are {numbers[0]} to {numbers[-1]}")
+    return number
 
 
 def parse_which(text: str) -> Which:
@@ -104,29 +115,50 @@ def parse_which(text: str) -> Which:
 
 
 def render_list(listed: list[Listed]) -> RenderableType:
-    """Return the table of `versions ls`."""
+    """Return the table of `versions ls`; in a narrow terminal it leaves out the columns that do not fit."""
     if not listed:
         return Text("there is no version yet")
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for name in ("version", "time", "step", "verdict", "parent", "trained through", "size", "metrics", ""):
-        right = name in ("version", "step", "parent", "size")
-        folds = name in ("trained through", "metrics")
-        table.add_column(name, justify="right" if right else "left", overflow="fold", no_wrap=not folds)
-    for one in listed:
-        manifest = one.manifest
-        facts = ("", "", "", "")
-        metrics = ""
-        if manifest is not None:
-            parent = "" if manifest.parent is None else str(manifest.parent)
-            facts = (_time(manifest.time), f"{manifest.step:,}", parent, _trained(manifest))
-            metrics = _metrics(manifest)
-        verdict = one.verdict.verdict if one.verdict else "none"
-        marks = Text(", ".join([*one.marks, *(["refused"] if one.refused else [])]))
-        table.add_row(
-            *(str(one.number), facts[0], facts[1], Text(verdict, style=_STYLES.get(verdict, "dim")), facts[2]),
-            *(facts[3], _size(one.bytes), metrics, marks),
-        )
-    return table
+    return _VersionTable(listed)
+
+
+class _VersionTable:
+    """Shows all columns where they fit on one line each, else those of `_NARROW`."""
+
+    def __init__(self, listed: list[Listed]) -> None:
+        self._rows = [_row(one) for one in listed]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        wide = self._table(list(self._rows[0]))
+        fits = Measurement.get(console, options.update_width(_WIDEST), wide).maximum <= options.max_width
+        yield wide if fits else self._table(_NARROW)
+
+    def _table(self, columns: Sequence[str]) -> Table:
+        table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+        for name in columns:
+            right = name in ("version", "step", "parent", "size")
+            table.add_column(
+                name, justify="right" if right else "left", no_wrap=name not in ("metrics", "state", "trained through")
+            )
+        for row in self._rows:
+            table.add_row(*(row[name] for name in columns))
+        return table
+
+
+def _row(one: Listed) -> dict[str, RenderableType]:
+    """Return the cells of a version by the names of their columns."""
+    manifest = one.manifest
+    verdict = one.verdict.verdict if one.verdict else "none"
+    return {
+        "version": str(one.number),
+        "time": _time(manifest.time) if manifest else "",
+        "step": f"{manifest.step:,}" if manifest else "",
+        "verdict": Text(verdict, style=_STYLES.get(verdict, "dim")),
+        "parent": "" if manifest is None or manifest.parent is None else str(manifest.parent),
+        "trained through": _trained(manifest) if manifest else "",
+        "size": _size(one.bytes),
+        "metrics": _metrics(manifest) if manifest else "",
+        "state": Text(", ".join([*one.marks, *(["refused"] if one.refused else [])])),
+    }
 
 
 def render_one(one: Listed) -> RenderableType:
@@ -165,18 +197,18 @@ def _versions(config: Config) -> Versions:
     return Versions(config.state_dir / "versions")
 
 
-class _Wanted(NamedTuple):
-    """What serving wants a version to be of."""
+class _Required(NamedTuple):
+    """The schema and model that a version must have to be served."""
 
     schema: str
     model: ModelReference
 
 
-def _wanted(config: Config) -> _Wanted:
-    return _Wanted(Schema(config.pipeline.events).digest, reference_to(config.pipeline.model))
+def _required(config: Config) -> _Required:
+    return _Required(Schema(config.pipeline.events).digest, reference_to(config.pipeline.model))
 
 
-def _look(versions: Versions, number: int, state: RegistryState, wanted: _Wanted) -> Listed:
+def _read(versions: Versions, number: int, state: RegistryState, required: _Required) -> Listed:
     marks = {"served": state.serving, "previous": state.previous, "pinned": state.pinned, "promoted": state.promoted}
     found = [mark for mark, marked in marks.items() if marked == number]
     found += ["rolled back"] if number in state.rolled_back else []
@@ -187,21 +219,21 @@ def _look(versions: Versions, number: int, state: RegistryState, wanted: _Wanted
     except (VersionError, OSError) as exc:
         refused = str(exc)
     else:
-        refused = _refusal(manifest, verdict, wanted, state)
+        refused = _refusal(manifest, verdict, required, state)
     return Listed(number, manifest, verdict, _bytes(versions, number), found, refused)
 
 
-def _refusal(manifest: Manifest, verdict: Verdict | None, wanted: _Wanted, state: RegistryState) -> str | None:
-    """Say why serving does not take a version whose files are whole, as `serving.rollout.hot_swap` decides it."""
+def _refusal(manifest: Manifest, verdict: Verdict | None, required: _Required, state: RegistryState) -> str | None:
+    """Return why serving refuses a version whose files are complete, as `serving.rollout.hot_swap` decides it."""
     if manifest.number in state.rolled_back:
-        return "it was rolled back, or left out by a rollback"
+        return "it was rejected, or a rollback passed over it"
     if verdict is None:
         return "it has no verdict yet"
     if verdict.verdict == "fail" and manifest.number not in (state.promoted, state.pinned):
         return f"the gate failed it: {'; '.join(verdict.reasons) or 'no reason is given'}"
-    if manifest.schema != wanted.schema:
+    if manifest.schema != required.schema:
         return "it was learned under another schema than [schema] describes"
-    return other_model(manifest.model, wanted.model)
+    return other_model(manifest.model, required.model)
 
 
 def _bytes(versions: Versions, number: int) -> int:

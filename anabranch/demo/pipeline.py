@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from anabranch.commands.init import write_example
-from anabranch.config.loader import ENVIRONMENT_PREFIX, Config, load_config
+from anabranch.config.loader import Config, load_config
+from anabranch.config.overrides import ENVIRONMENT_PREFIX
 from anabranch.runtime.child_environment import without_admin_token
 from anabranch.runtime.embedded_broker import free_port
 from anabranch.runtime.supervisor import Part, pipeline_parts

@@ -54,8 +54,8 @@ def _check_newest(patient: CheckContext, what: str, made: str) -> Iterator[Findi
             f"{what}.damaged", f"The newest {what}, {number}, is damaged: {damage}.", path=folder, number=number
         )
     elif schema is not None and schema != Schema(patient.config.pipeline.events).digest:
-        matter = f"The newest {what}, {number}, was {made} under another [schema]."
-        yield found(f"{what}.schema", matter, path=folder, number=number)
+        message = f"The newest {what}, {number}, was {made} under another [schema]."
+        yield found(f"{what}.schema", message, path=folder, number=number)
     elif what == "version" and (other := _other_model(patient, folder / str(number))) is not None:
         yield found("version.model", f"Serving does not take the newest version, {number}: {other}.")
     else:
@@ -74,7 +74,7 @@ def _other_model(patient: CheckContext, version: Path) -> str | None:
 def _damage(directory: Path, below: str) -> tuple[str | None, str | None]:
     """Return what is wrong with a directory's files, and the schema's digest that its manifest names.
 
-    All files lie in the folder `below` of the directory, "" for none. A checkpoint that has no tensors is of any
+    All files are in the folder `below` of the directory, "" for none. A checkpoint that has no tensors is of any
     schema.
     """
     try:

@@ -14,15 +14,15 @@ _FILES = 1024
 
 
 def check_install(patient: CheckContext) -> Iterator[Finding]:
-    """Whether what the config needs can be imported; torch is looked at with the model, in a process of its own."""
+    """Check that what the config needs can be imported; torch is checked with the model, in a separate process."""
     faults = []
     if not _imports("crc32c"):
         faults.append(found("install.crc32c", "crc32c cannot be imported: without it Kafka is read 9 times slower."))
     stream = patient.pipeline.pipeline.stream if patient.pipeline else None
     for (key, value), (module, extra) in _EXTRAS.items():
         if stream is not None and getattr(stream, key) == value and not _imports(module):
-            matter = f'stream.{key} = "{value}" needs {module}, which cannot be imported.'
-            faults.append(found("install.extra", matter, extra=extra))
+            message = f'stream.{key} = "{value}" needs {module}, which cannot be imported.'
+            faults.append(found("install.extra", message, extra=extra))
     if patient.pipeline is not None and patient.pipeline.pipeline.replay.redis is not None and not _imports("redis"):
         faults.append(found("install.extra", "replay.redis needs redis, which cannot be imported.", extra="redis"))
     yield from faults or [ok(f"Python {platform.python_version()} has what the config needs.")]
@@ -33,8 +33,8 @@ def check_limits(patient: CheckContext) -> Iterator[Finding]:
     del patient
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit != resource.RLIM_INFINITY and limit < _FILES:
-        matter = f"Only {limit} files may be open, so that serving refuses connections beyond about {limit // 2}."
-        yield found("limit.files", matter, wanted=4 * _FILES)
+        message = f"Only {limit} files may be open, so that serving refuses connections beyond about {limit // 2}."
+        yield found("limit.files", message, wanted=4 * _FILES)
     else:
         yield ok("Enough files may be open.")
 

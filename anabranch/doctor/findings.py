@@ -24,7 +24,7 @@ class Finding(msgspec.Struct, frozen=True):
     """One result of a check."""
 
     level: Level
-    matter: str
+    message: str
     """One sentence."""
     fix: str = ""
     """One sentence with the command or the key."""
@@ -37,9 +37,9 @@ FINDINGS: dict[str, FindingType] = {
     "config.unreadable": FindingType(
         "problem", 'Name the file with -c FILE, or write an example with "anabranch init DIR".'
     ),
-    "config.invalid": FindingType("problem", "Fix this key where it stands; docs/reference.md lists them all."),
+    "config.invalid": FindingType("problem", "Fix this key where it is set; docs/reference.md lists all keys."),
     "schema.invalid": FindingType("problem", "Fix [schema] in {path}, or choose another stream.format."),
-    "install.torch": FindingType("problem", "Install torch anew: pip install --force-reinstall torch."),
+    "install.torch": FindingType("problem", "Install torch again: pip install --force-reinstall torch."),
     "install.crc32c": FindingType("warning", "Install it: pip install crc32c."),
     "install.extra": FindingType("problem", "Install it: pip install 'anabranch[{extra}]'."),
     "limit.files": FindingType(
@@ -59,7 +59,7 @@ FINDINGS: dict[str, FindingType] = {
     "model.embedding": FindingType("problem", "Set model.embedding to the name of a module that forward calls."),
     "model.checkpointing": FindingType("problem", "Fix learner.activation_checkpointing."),
     "replay.policy": FindingType("problem", "Fix replay.admission or replay.sampling."),
-    "learner.replicas": FindingType("problem", "Fix learner.replicas, or what it is told not to go with."),
+    "learner.replicas": FindingType("problem", "Fix learner.replicas, or the setting that it conflicts with."),
     "learner.alone": FindingType("info", "Take learner.{key} out, or raise learner.replicas or learner.hosts."),
     "learner.hosts": FindingType("problem", "Set learner.interface to the one that leads to the other hosts."),
     "model.crash": FindingType("problem", 'Run it by hand in the config\'s folder: python -c "import {module}".'),
@@ -151,20 +151,20 @@ FINDINGS: dict[str, FindingType] = {
 }
 
 
-def ok(matter: str) -> Finding:
+def ok(message: str) -> Finding:
     """Return that all is well."""
-    return Finding("ok", matter)
+    return Finding("ok", message)
 
 
-def found(kind: str, matter: str, **values: object) -> Finding:
+def found(kind: str, message: str, **values: object) -> Finding:
     """Return a finding of a kind of `FINDINGS`, whose `fix` takes `values`."""
     level, fix, unreachable = FINDINGS[kind]
-    return Finding(level, matter, fix.format(**values), kind, unreachable)
+    return Finding(level, message, fix.format(**values), kind, unreachable)
 
 
 @dataclass
 class CheckContext:
-    """The pipeline that is looked at, and what earlier checks have learned of it."""
+    """The pipeline to check, and what earlier checks found out about it."""
 
     path: Path
     timeout: float

@@ -27,7 +27,7 @@ _AHEAD_SECONDS = 5.0
 
 
 def check_broker(patient: CheckContext) -> Iterator[Finding]:
-    """Reach the broker step by step, then look at each topic and its newest message."""
+    """Connect to the broker step by step, then check each topic and its newest message."""
     stream = patient.config.pipeline.stream
     servers = [server.strip() for server in stream.bootstrap_servers.split(",")]
     faults = {server: _reach(server, stream) for server in servers}
@@ -36,7 +36,7 @@ def check_broker(patient: CheckContext) -> Iterator[Finding]:
         yield from wrong
         return
     for fault in wrong:
-        yield found("broker.partly", fault.matter)
+        yield found("broker.partly", fault.message)
     try:
         with Inspector(stream) as inspector:
             yield ok(f"The broker at {stream.bootstrap_servers} answers.")
@@ -50,7 +50,7 @@ def check_broker(patient: CheckContext) -> Iterator[Finding]:
     except BrokerError as exc:
         yield found("broker.protocol", f"{exc}.")
     except SettingsError as exc:
-        yield found("broker.unseen", f"The topics were not looked at: {exc}.")
+        yield found("broker.unseen", f"The topics were not checked: {exc}.")
 
 
 def _reach(server: str, stream: StreamSettings) -> Finding | None:
@@ -106,8 +106,8 @@ def _check_topic(patient: CheckContext, inspector: Inspector, name: str) -> Iter
         return
     start = stream.start_time
     if topic.retention is not None and start is not None and datetime.now(UTC) - start > topic.retention:
-        matter = f'stream.start = "{stream.start}", but the topic {name} keeps messages for'
-        yield found("topic.retention", f"{matter} {format_duration(topic.retention)} only.")
+        message = f'stream.start = "{stream.start}", but the topic {name} keeps messages for'
+        yield found("topic.retention", f"{message} {format_duration(topic.retention)} only.")
     newest = inspector.newest(name, topic.partitions)
     yield ok(f"The topic {name} has {topic.partitions} partitions.")
     if newest is None:
@@ -143,8 +143,8 @@ def _check_message(patient: CheckContext, newest: Messages) -> Iterator[Finding]
     place = f"{newest.partition.topic}[{newest.partition.partition}]@{newest.offsets[0]}"
     ahead = newest.times_ms[0] / 1000 - time.time()
     if ahead > _AHEAD_SECONDS:
-        matter = f"The newest message, {place}, is {ahead:,.0f} s ahead of this machine's clock."
-        yield found("clock.ahead", matter)
+        message = f"The newest message, {place}, is {ahead:,.0f} s ahead of this machine's clock."
+        yield found("clock.ahead", message)
     try:
         schema = Schema(pipeline.events)
         assembler = BlockBuilder(schema, pipeline.stream, HoldOut(fraction=0, seed=0))
@@ -160,16 +160,16 @@ def _check_message(patient: CheckContext, newest: Messages) -> Iterator[Finding]
     if unlabelled:
         skipped = int((assembled.columns["outcome"] == Outcome.SKIPPED).sum())
         fate = "and is skipped" if skipped else "and is stored without training"
-        matter = f"The newest message, {place}, has no label ({schema.label.name}) {fate}."
-        yield found("message.unlabelled", matter) if skipped else ok(matter)
+        message = f"The newest message, {place}, has no label ({schema.label.name}) {fate}."
+        yield found("message.unlabelled", message) if skipped else ok(message)
     else:
         yield ok(f"The newest message, {place}, can be used.")
     if assembled.unknown_fields and (value := newest.values[0]) is not None:
-        matter = "The newest message has fields that [schema] does not know"
+        message = "The newest message has fields that [schema] does not know"
         if pipeline.stream.format == "json":
             named = [*pipeline.events.features, schema.label.name, schema.key, schema.time, schema.weight, schema.group]
-            matter += f": {', '.join(sorted(set(msgspec.json.decode(value)) - set(named)))}"
-        yield found("message.unknown", f"{matter}.")
+            message += f": {', '.join(sorted(set(msgspec.json.decode(value)) - set(named)))}"
+        yield found("message.unknown", f"{message}.")
 
 
 def _reasons(newest: Messages, events: SchemaSettings, stream: StreamSettings) -> list[str]:

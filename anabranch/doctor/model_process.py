@@ -13,7 +13,7 @@ from learner.config import LearnerSettings
 from replay.config import ReplaySettings
 
 _SHARE = 0.9
-"""Of a check's time: the rest is for telling that it is over."""
+"""Of a check's time: the rest is for reporting that it is over."""
 _LAST_WORDS = 300
 
 
@@ -27,7 +27,7 @@ class ProbeFinding(msgspec.Struct, tag=True):
     """A finding of the probe; `kind` is empty when all is well."""
 
     kind: str
-    matter: str
+    message: str
     key: str = ""
 
 
@@ -38,7 +38,7 @@ class Size(msgspec.Struct, tag=True):
 
 
 class Asked(msgspec.Struct):
-    """What the probe is to look at: sections as JSON, which hold no secret but what model.args were given."""
+    """What the probe checks: sections as JSON, without secrets except those in model.args."""
 
     events: str
     model: str
@@ -125,20 +125,20 @@ def check_model(patient: CheckContext, launch: Launcher = in_a_process) -> Itera
         str(patient.config.folder),
         str(patient.config.state_dir),
     )
-    told, doing = launch(asked, seconds), "starting Python"
-    for message in told.messages:
-        match message:
+    result, doing = launch(asked, seconds), "starting Python"
+    for sent in result.messages:
+        match sent:
             case Step(doing):
                 pass
             case Size(size):
                 patient.model_bytes = size
-            case ProbeFinding(kind, matter, key):
-                yield found(kind, matter, key=key) if kind else Finding("ok", matter)
+            case ProbeFinding(kind, message, key):
+                yield found(kind, message, key=key) if kind else Finding("ok", message)
     module = pipeline.model.factory.partition(":")[0]
-    if told.code is None:
+    if result.code is None:
         yield found("model.hang", f"After {seconds:.0f} s the model's process was still {doing}.")
-    elif told.code != 0:
-        end = f"signal {-told.code}" if told.code < 0 else f"exit code {told.code}"
-        last = told.words.strip().splitlines()[-1:] or ["nothing"]
-        matter = f"The model's process ended with {end} while {doing}; it said: {last[0][:_LAST_WORDS]}."
-        yield found("model.crash", matter, module=module)
+    elif result.code != 0:
+        end = f"signal {-result.code}" if result.code < 0 else f"exit code {result.code}"
+        last = result.words.strip().splitlines()[-1:] or ["nothing"]
+        message = f"The model's process ended with {end} while {doing}; it said: {last[0][:_LAST_WORDS]}."
+        yield found("model.crash", message, module=module)

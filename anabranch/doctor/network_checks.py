@@ -36,8 +36,8 @@ def check_ports(patient: CheckContext) -> Iterator[Finding]:
         elif fault.errno == errno.EADDRINUSE:
             yield found("port.taken", f"{key}: another program listens on {address[0]}:{address[1]}.", key=key)
         else:
-            matter = f"{key}: {address[0]}:{address[1]} cannot be listened on: {fault.strerror}."
-            yield found("port.address", matter, key=key if fault.errno == errno.EACCES else _host_key(key))
+            message = f"{key}: {address[0]}:{address[1]} cannot be listened on: {fault.strerror}."
+            yield found("port.address", message, key=key if fault.errno == errno.EACCES else _host_key(key))
 
 
 def check_tls(patient: CheckContext) -> Iterator[Finding]:

@@ -29,14 +29,14 @@ def main() -> int:
 
     def say(message: Step | ProbeFinding | Size) -> None:
         if isinstance(message, ProbeFinding):
-            message.matter = message.matter[:_LONGEST_MATTER]  # a pipe takes so much without a reader
+            message.message = message.message[:_LONGEST_MATTER]  # a pipe takes so much without a reader
         os.write(descriptor, msgspec.json.encode(message) + b"\n")
 
-    look(msgspec.json.decode(sys.stdin.buffer.read(), type=Asked), say)
+    run_probe(msgspec.json.decode(sys.stdin.buffer.read(), type=Asked), say)
     return 0
 
 
-def look(asked: Asked, say: Callable[[Step | ProbeFinding | Size], None]) -> None:
+def run_probe(asked: Asked, say: Callable[[Step | ProbeFinding | Size], None]) -> None:
     """Try torch, the device and the model, and say what is found, and before each step what it is."""
     say(Step("importing torch"))
     try:
@@ -62,8 +62,8 @@ def look(asked: Asked, say: Callable[[Step | ProbeFinding | Size], None]) -> Non
     free = _free(near)
     wanted = _wanted(replay, try_model(asked, device, say))
     if learner.strategy.replays and wanted > free:
-        matter = f"replay.device_bytes needs {wanted / 1e6:,.0f} MB, but {near} has {free / 1e6:,.0f} MB free."
-        say(ProbeFinding("device.memory", matter))
+        message = f"replay.device_bytes needs {wanted / 1e6:,.0f} MB, but {near} has {free / 1e6:,.0f} MB free."
+        say(ProbeFinding("device.memory", message))
 
 
 def _share(sharing: DeviceSharingSettings, device: "torch.device") -> Iterator[ProbeFinding]:
@@ -101,7 +101,7 @@ def _wanted(replay: ReplaySettings, columns: "Fields") -> int:
 
 
 def _free(device: object) -> int:
-    """Return the free bytes of a device; of a host that does not tell, all that it has."""
+    """Return the free bytes of a device; all bytes of a host that does not report them."""
     import torch
 
     assert isinstance(device, torch.device)

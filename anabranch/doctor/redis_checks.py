@@ -30,18 +30,18 @@ def check_redis(patient: CheckContext) -> Iterator[Finding]:
     except SettingsError as exc:
         yield found("redis.refused", f"{exc}.")
     except OSError as exc:
-        yield found("redis.unseen", f"Its memory was not looked at: {exc}.")
+        yield found("redis.unseen", f"Its memory was not checked: {exc}.")
 
 
 def _check_memory(memory: tuple[int, str], address: str, replay: ReplaySettings) -> Iterator[Finding]:
     assert replay.redis is not None
     (most, policy), wanted = memory, int(replay.redis.bytes)
     if most and most < wanted * _OTHERS:
-        matter = f"Redis at {address} has {_megabytes(most)}, and replay.redis.bytes is {_megabytes(wanted)}."
-        yield found("redis.memory", matter, wanted=f"{wanted * 1.25 / 1e6:.0f}mb")
+        message = f"Redis at {address} has {_megabytes(most)}, and replay.redis.bytes is {_megabytes(wanted)}."
+        yield found("redis.memory", message, wanted=f"{wanted * 1.25 / 1e6:.0f}mb")
     if most and policy != "noeviction" and replay.disk is None:
-        matter = f"Redis at {address} has maxmemory-policy {policy}, and holds what no other tier has."
-        yield found("redis.policy", matter)
+        message = f"Redis at {address} has maxmemory-policy {policy}, and holds what no other tier has."
+        yield found("redis.policy", message)
 
 
 def _megabytes(size: int) -> str:

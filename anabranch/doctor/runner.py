@@ -75,7 +75,7 @@ def report(path: Path, timeout: float, *, as_json: bool) -> Exit:
 
 
 def _spinner(check: str) -> AbstractContextManager[object]:
-    return Console(stderr=True).status(f"looking at the {check}")
+    return Console(stderr=True).status(f"checking the {check}")
 
 
 class CheckResult(NamedTuple):
@@ -121,7 +121,7 @@ def exit_code(diagnoses: Iterable[CheckResult]) -> Exit:
 def show(console: Console, diagnosis: CheckResult) -> None:
     """Print one finding."""
     check, finding = diagnosis
-    line = Text.assemble((f"{finding.level:<8}", _STYLES[finding.level]), f" {check:<9} {finding.matter}")
+    line = Text.assemble((f"{finding.level:<8}", _STYLES[finding.level]), f" {check:<9} {finding.message}")
     console.print(line, soft_wrap=True)
     if finding.fix:
         console.print(Text(f"{'':<18} {finding.fix}", style="dim"), soft_wrap=True)
@@ -198,8 +198,8 @@ def _within(check: Check, patient: CheckContext, bugs: list[Exception]) -> Itera
 
 def _scrubbed(finding: Finding, patient: CheckContext) -> Finding:
     """Return it without the values of secrets, whoever has put them into a sentence."""
-    matter = finding.matter
+    message = finding.message
     for secret in sorted(patient.secrets, key=len, reverse=True):
         if len(secret) >= _SHORTEST_SECRET:
-            matter = matter.replace(secret, "(hidden)")
-    return msgspec.structs.replace(finding, matter=matter)
+            message = message.replace(secret, "(hidden)")
+    return msgspec.structs.replace(finding, message=message)

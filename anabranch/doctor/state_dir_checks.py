@@ -40,8 +40,8 @@ def check_state(patient: CheckContext) -> Iterator[Finding]:
     yield from _check_kind(folder)
     yield from _check_space(patient, folder)
     if is_exposed(patient.config) and not is_own(patient.config):
-        matter = f"{state_dir} will hold events in clear, and others than its owner may look into it."
-        yield found("state.exposed", matter, path=state_dir)
+        message = f"{state_dir} will hold events in clear text, and users other than its owner may read it."
+        yield found("state.exposed", message, path=state_dir)
     if is_held(state_dir):
         yield found("state.held", f"A learner is at work in {state_dir}.")
 
@@ -68,15 +68,15 @@ def _check_file(file: IO[bytes], folder: Path) -> Iterator[Finding]:
 def _check_kind(folder: Path) -> Iterator[Finding]:
     kind = _file_system(folder.resolve())
     if kind in _MEMORY:
-        yield found("state.memory", f"{folder} lies in memory ({kind}): a restart of the machine loses everything.")
+        yield found("state.memory", f"{folder} is in memory ({kind}): a restart of the machine loses everything.")
     elif kind in _NETWORK:
         yield found(
-            "state.network", f"{folder} lies on a network ({kind}): checkpoints take longer, and locks may not hold."
+            "state.network", f"{folder} is on a network ({kind}): checkpoints take longer, and locks may not hold."
         )
 
 
 def _file_system(folder: Path) -> str | None:
-    """Return the type of the file system that a folder lies on; None where the system has no list of them."""
+    """Return the type of a folder's file system; None where the system has no list of them."""
     try:
         lines = [line.split() for line in MOUNTS.read_text().splitlines()]
     except OSError:
@@ -111,14 +111,14 @@ def _check_space(patient: CheckContext, folder: Path) -> Iterator[Finding]:
     used = sum(_used(state_dir / name) for name in ("checkpoints", "versions"))
     free = shutil.disk_usage(folder).free
     if free < file + checkpoint + version:
-        matter = (
+        message = (
             f"{folder} has {_megabytes(free)} free, but a full checkpoint and a version need "
             f"{_megabytes(checkpoint + version)}" + (f", and the disk tier {_megabytes(file)}." if file else ".")
         )
-        yield found("state.full", matter)
+        yield found("state.full", message)
     elif free + used < everything:
-        matter = f"{folder} has {_megabytes(free)} free, but all that is to be kept needs {_megabytes(everything)}."
-        yield found("state.filling", matter)
+        message = f"{folder} has {_megabytes(free)} free, but all that is to be kept needs {_megabytes(everything)}."
+        yield found("state.filling", message)
     else:
         yield ok(f"{folder} has {_megabytes(free)} free; at most {_megabytes(everything)} are needed.")
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from anabranch.config.loader import ENVIRONMENT_PREFIX
+from anabranch.config.overrides import ENVIRONMENT_PREFIX
 from serving.config import Tokens
 
 _TOKEN = f"{ENVIRONMENT_PREFIX}SERVING__TOKENS__ADMIN"

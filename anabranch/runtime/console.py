@@ -8,13 +8,17 @@ from rich.segment import Segment
 
 from anabranch.runtime.printable import printable
 
+_UNWRAPPED_COLUMNS = 10_000
+
 
 class PlainConsole(Console):
     """Prints text as it is: no markup in it, and no control characters. Rich's own colours and cursor moves stay."""
 
     def __init__(self, **options: Any) -> None:
-        """Take the options of a console."""
+        """Take the options of a console; without a terminal lines are not wrapped, so that programs can read them."""
         super().__init__(markup=False, emoji=False, **options)
+        if "width" not in options and not self.is_terminal:
+            self.width = _UNWRAPPED_COLUMNS
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """Render everything that is printed, parts of others too."""

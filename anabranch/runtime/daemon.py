@@ -44,12 +44,16 @@ def enter(
     parser = argparse.ArgumentParser(prog=f"python -m {name}", description=description)
     parser.add_argument("-c", "--config", type=Path, default=Path("pipeline.toml"), help="the pipeline's settings")
     parser.add_argument("--supervised", action="store_true", help="stop when stdin ends")
+    parser.add_argument("-v", "--verbose", action="store_true", help="log at level debug")
+    parser.add_argument("--log-level", choices=["debug", "info", "warning", "error"], default="info", help="log level")
+    parser.add_argument("--log-format", choices=["text", "json"], default="text", help="format of log lines")
     if prepare is not None:
         parser.add_argument("--standby", action="store_true", help="begin when a line comes on stdin")
     options = parser.parse_args(arguments)
     refuse_intruders()
     from anabranch.config.loader import load_config
     from anabranch.runtime.lifecycle import (
+        LogSettings,
         configure_logging,
         raise_descriptor_limit,
         run,
@@ -59,8 +63,10 @@ def enter(
     )
     from anabranch.runtime.private_state import private_state
 
+    logs = LogSettings("debug" if options.verbose else options.log_level, options.log_format)
+
     def work_until_stopped() -> None:
-        configure_logging()
+        configure_logging(logs)
         raise_descriptor_limit()
         with stop_on_signals() as stop:
             if prepare is not None and options.standby:

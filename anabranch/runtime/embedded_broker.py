@@ -19,7 +19,7 @@ from anabranch.core.errors import SettingsError
 from ingest.config import StreamSettings
 from ingest.errors import BrokerError
 
-_LOOK_SECONDS = 0.02
+_POLL_SECONDS = 0.02
 _ATTEMPTS = 3
 
 
@@ -107,7 +107,7 @@ class EmbeddedBroker:
                 raise BrokerError(
                     f"the embedded broker did not start on {self.bootstrap}; it said: {said or 'nothing'}"
                 )
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
         partition_counts(StreamSettings(bootstrap_servers=self.bootstrap, topics=("any",)), ["any"])
 
 

@@ -1,6 +1,7 @@
 """What every command and daemon shares: exit codes, errors as one sentence, signals as an event, log lines."""
 
 import contextlib
+import json
 import logging
 import os
 import resource
@@ -9,15 +10,20 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from enum import IntEnum
 from types import FrameType
+from typing import Literal
 
 from anabranch.core.die_with_parent import when_stdin_ends
 from anabranch.core.errors import AnabranchError, DependencyError
 from anabranch.runtime.package_check import refuse_intruders
 from anabranch.runtime.printable import printable
 
-_LOOK_SECONDS = 0.1
+LogLevel = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["text", "json"]
+_POLL_SECONDS = 0.1
 
 log = logging.getLogger("anabranch")
 
@@ -36,7 +42,7 @@ class Exit(IntEnum):
 
 
 def exit_code(error: AnabranchError) -> Exit:
-    """Return the exit code that tells what the user can do about an error."""
+    """Return the exit code of an error: it stands for what the user can do about it."""
     return Exit.DEPENDENCY if isinstance(error, DependencyError) else Exit.SETTINGS
 
 
@@ -57,12 +63,47 @@ class _PrintableFormatter(logging.Formatter):
         return printable(super().format(record))
 
 
-def configure_logging(verbose: bool = False) -> None:
-    """Write log lines to stderr; a Kafka client's own lines are left to ingest, which says what matters of them."""
+class _JsonFormatter(logging.Formatter):
+    """Formats each record as one JSON object on a line; control characters are escaped."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        entry = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            entry["exception"] = self.formatException(record.exc_info)
+        return json.dumps(entry)
+
+
+@dataclass(frozen=True)
+class LogSettings:
+    """Which log lines are written, and how."""
+
+    level: LogLevel = "info"
+    format: LogFormat = "text"
+
+
+_configured = LogSettings()
+
+
+def configure_logging(settings: LogSettings = LogSettings()) -> None:
+    """Write log lines to stderr. Lines of Kafka clients are not written: ingest logs what matters of them."""
+    global _configured
+    _configured = settings
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_PrintableFormatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
-    logging.basicConfig(level=logging.DEBUG if verbose else logging.INFO, handlers=[handler], force=True)
+    text = _PrintableFormatter("%(asctime)s %(levelname)s %(name)s %(message)s")
+    handler.setFormatter(_JsonFormatter() if settings.format == "json" else text)
+    logging.basicConfig(level=settings.level.upper(), handlers=[handler], force=True)
     logging.getLogger("kafka").setLevel(logging.CRITICAL)
+
+
+def log_arguments() -> tuple[str, ...]:
+    """Return the options by which a daemon that this process starts logs in the same way; none for the defaults."""
+    level = () if _configured.level == "info" else ("--log-level", _configured.level)
+    return level if _configured.format == "text" else (*level, "--log-format", _configured.format)
 
 
 def raise_descriptor_limit() -> None:
@@ -121,7 +162,7 @@ def wait_for_parent(stop: threading.Event) -> bool:
     """Wait for a line on stdin, and return True; False when stdin ends or `stop` is set before one comes."""
     stdin = sys.stdin.fileno()
     while not stop.is_set():
-        if select.select([stdin], [], [], _LOOK_SECONDS)[0]:
+        if select.select([stdin], [], [], _POLL_SECONDS)[0]:
             return bool(os.read(stdin, 4096))
     return False
 

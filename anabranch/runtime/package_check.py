@@ -1,6 +1,6 @@
 """That `ingest`, `replay`, `learner` and `serving` are this distribution's own: their names are generic.
 
-Looked at before anything of the four is imported, so that this module imports none of them.
+It runs before anything of the four is imported, so that this module imports none of them.
 """
 
 import base64
@@ -14,7 +14,7 @@ PACKAGES = ("ingest", "replay", "learner", "serving")
 
 
 def refuse_intruders() -> None:
-    """Exit with 2 and one sentence on stderr when another distribution's package stands in the place of ours."""
+    """Exit with 2 and one sentence on stderr when another distribution's package hides ours."""
     sentence = find_intruder()
     if sentence is not None:
         sys.stderr.write(f"anabranch: {sentence}\n")

@@ -30,7 +30,7 @@ def private_state(config: Config) -> Iterator[None]:
 
 
 def is_exposed(config: Config) -> bool:
-    """Whether the state directory is there, and others than its owner may look into it."""
+    """Return whether the state directory exists, and users other than its owner may read it."""
     try:
         return bool(config.state_dir.stat().st_mode & OTHERS)
     except OSError:

@@ -13,13 +13,13 @@ import msgspec
 
 from anabranch.config.loader import Config
 from anabranch.core.failures import state_errors
-from anabranch.runtime.lifecycle import Exit
+from anabranch.runtime.lifecycle import Exit, log_arguments
 from anabranch.runtime.supervisor import Part, Supervisor
 from serving.http.listening_socket import address_of, check_tls, listen_patiently
 from serving.reporting.report import STOPPED, ServingReport, write_report
 from serving.reporting.worker_pool import COUNTS_VARIABLE, WorkerPool
 
-_LOOK_SECONDS = 0.05
+_POLL_SECONDS = 0.05
 _REPORT_EVERY = timedelta(seconds=1)
 _UNTIL_A_KILLED_ONE_IS_GONE = timedelta(seconds=5)
 _BEYOND_TIMEOUT = timedelta(seconds=5)
@@ -45,25 +45,25 @@ def serve_by_workers(config: Config, stop: threading.Event) -> Exit:
     ):
         crew = WorkerPool(Path(folder), settings.workers)
         parts = [_part(config, crew, number, listener.fileno()) for number in range(crew.size)]
-        desk = _ReportAggregator(config.state_dir, crew)
+        aggregator = _ReportAggregator(config.state_dir, crew)
         log.info("%d workers serve on %s", crew.size, address_of(settings, listener))
         # A worker's report goes before the next of its number writes one.
         supervisor = Supervisor(parts, on_death=lambda part: crew.forget(parts.index(part)))
         ended = None
         try:
             supervisor.start()
-            while ended is None and not stop.wait(_LOOK_SECONDS):
+            while ended is None and not stop.wait(_POLL_SECONDS):
                 ended = supervisor.check()
-                desk.tell()
+                aggregator.update()
         finally:
             listener.close()
             supervisor.stop()
-            desk.close()
+            aggregator.close()
     return ended or Exit.DONE
 
 
 def _part(config: Config, crew: WorkerPool, number: int, descriptor: int) -> Part:
-    command = (sys.executable, "-P", "-m", "serving", "-c", str(config.path), "--supervised")
+    command = (sys.executable, "-P", "-m", "serving", "-c", str(config.path), "--supervised", *log_arguments())
     place = ("--worker", str(number), "--crew", str(crew.folder), "--listener", str(descriptor))
     return Part(
         f"serving worker {number}",
@@ -87,7 +87,7 @@ class _ReportAggregator:
         self._last: ServingReport | None = None
         self._complained = False
 
-    def tell(self) -> None:
+    def update(self) -> None:
         report = self._crew.joined(os.getpid(), self._started)
         if report is None:
             return

@@ -26,11 +26,11 @@ from anabranch.core.backoff import Backoff
 from anabranch.core.failures import DamagedError, away_is_dependency, decoded
 from anabranch.core.files import MOST_BYTES, number_of, read_file
 from anabranch.runtime.child_environment import without_admin_token
-from anabranch.runtime.lifecycle import Exit
+from anabranch.runtime.lifecycle import Exit, log_arguments
 from learner.state_dir.report import REPORT as LEARNER_REPORT
 from serving.reporting.report import REPORT as SERVING_REPORT
 
-_LOOK_SECONDS = 0.1
+_POLL_SECONDS = 0.1
 _BEYOND_STOP_TIMEOUT = timedelta(seconds=5)
 _LEFTOVERS_SECONDS = 5.0
 _FREE_DEATHS = 3
@@ -46,7 +46,7 @@ class Part:
     name: str
     command: tuple[str, ...]
     report: Path | None = None
-    """The file in which it tells its pid, and steps or a version once it has made progress."""
+    """The file in which it reports its pid, and steps or a version once it has made progress."""
     environment: Mapping[str, str | None] = field(default_factory=dict)
     """Variables beside those of the supervisor; None removes one."""
     output: Path | None = None
@@ -103,7 +103,7 @@ class _Child:
 
 
 class Supervisor:
-    """Keeps parts alive until it is told to stop or one of them ends in a way that a restart cannot fix.
+    """Restarts parts until it is stopped or one of them ends in a way that a restart cannot fix.
 
     Used by one thread.
     """
@@ -138,7 +138,7 @@ class Supervisor:
         """Keep the parts alive until `stop` is set (DONE) or one of them ends everything; all are stopped then."""
         try:
             self.start()
-            while not stop.wait(_LOOK_SECONDS):
+            while not stop.wait(_POLL_SECONDS):
                 ended = self.check()
                 if ended is not None:
                     return ended
@@ -271,7 +271,7 @@ class Supervisor:
         for group in self._leftovers:
             _signal_group(group, signal.SIGTERM)
         while self._leftovers:
-            time.sleep(_LOOK_SECONDS / 10)
+            time.sleep(_POLL_SECONDS / 10)
             self._kill_leftovers()
 
 
@@ -281,7 +281,7 @@ def pipeline_parts(config: Config, environment: Mapping[str, str] = os.environ) 
     The learner, with its ingest and the user's model, is not given the admin token, which is for serving.
     """
     # The path is made absolute because a part may not be started from the same folder.
-    arguments = ("-c", str(config.path), "--supervised")
+    arguments = ("-c", str(config.path), "--supervised", *log_arguments())
     learner_timeout = config.pipeline.learner.stop_timeout + _BEYOND_STOP_TIMEOUT
     learner = (sys.executable, "-P", "-m", "learner", *arguments)
     has_run_before = _has_versions(config.state_dir)
@@ -307,7 +307,7 @@ def pipeline_parts(config: Config, environment: Mapping[str, str] = os.environ) 
 
 def _has_versions(state_dir: Path) -> bool:
     """Return whether a learner has published a version here; raises DependencyError where that cannot be read."""
-    with away_is_dependency("what lies in state_dir cannot be read"):
+    with away_is_dependency("state_dir cannot be read"):
         manifests = (state_dir / "versions").glob("*/manifest.json")
         return any(number_of(manifest.parent.name) is not None for manifest in manifests)
 
@@ -384,7 +384,7 @@ def _close(process: subprocess.Popen[bytes]) -> None:
 
 
 def _signal_group(group: int, number: signal.Signals | None) -> bool:
-    """Signal a process group (None only looks), and return whether it still has a member."""
+    """Signal a process group (None sends nothing), and return whether it still has a member."""
     try:
         os.killpg(group, number or 0)
     except ProcessLookupError:

@@ -38,7 +38,7 @@ def make(kind: Any, settings: StreamSettings, ours: Mapping[str, Any]) -> Any:
     try:
         return kind({"bootstrap.servers": settings.bootstrap_servers, **fit, **ours}, logger=_theirs)
     except KafkaException as exc:
-        raise SettingsError(f"stream.properties do not make a Kafka client: {_without_secrets(exc, settings)}") from exc
+        raise SettingsError(f"invalid stream.properties: {_without_secrets(exc, settings)}") from exc
 
 
 def brief(exc: KafkaException) -> str:

@@ -371,7 +371,7 @@ def connect(kind: Any, settings: StreamSettings, patience: timedelta = PATIENCE,
             except kafka_errors.KafkaError as exc:
                 error = exc
             except (OSError, ValueError, AssertionError) as exc:
-                raise BrokerError(f"stream.properties do not make a Kafka client: {exc}") from exc
+                raise BrokerError(f"invalid stream.properties: {exc}") from exc
             if any(isinstance(cause, _REFUSALS) for cause in logged):
                 break
     assert error is not None

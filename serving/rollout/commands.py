@@ -22,14 +22,36 @@ def promote(state: RegistryState, number: int, numbers: Sequence[int]) -> Regist
 
 
 def roll_back(state: RegistryState, number: int, numbers: Sequence[int]) -> RegistryState:
-    """Never take this version again, nor those that are newer now, and serve the one that was served before it."""
+    """Serve this older version whatever its verdict, until a newer one passes; those that are newer now are not taken.
+
+    Raises ConflictError also when the version is not older than the served one.
+    """
     _check(state, number, numbers)
-    if state.serving is not None and state.serving < number:
-        return _with(state, numbers, {*state.rolled_back, number})
-    previous = state.previous
-    usable = previous is not None and previous < number and previous in numbers and previous not in state.rolled_back
-    last = previous if usable and previous is not None else number - 1
-    return _with(state, numbers, {*state.rolled_back, *(newer for newer in numbers if newer > last)})
+    if state.serving is not None and number >= state.serving:
+        why = "is served" if number == state.serving else f"is newer than version {state.serving}, which is served"
+        raise ConflictError(f"version {number} {why}; roll back to an older version, or promote this one")
+    return promote(state, number, numbers)
+
+
+def reject(state: RegistryState, number: int, numbers: Sequence[int]) -> RegistryState:
+    """Never serve this version again; when it is served now, serve the newest other one that may be served."""
+    _check(state, number, numbers)
+    return _with(state, numbers, {*state.rolled_back, number})
+
+
+def version_before(state: RegistryState, numbers: Sequence[int]) -> int | None:
+    """Return the version that a rollback without a target returns to; None when there is none.
+
+    Args:
+        state: what serving serves.
+        numbers: the versions that may be served, rising.
+
+    It is the version that was served before, or else the newest one below the served version.
+    """
+    if state.serving is None:
+        return None
+    older = [number for number in numbers if number < state.serving and number not in state.rolled_back]
+    return state.previous if state.previous in older else max(older, default=None)
 
 
 def pin(state: RegistryState, number: int, numbers: Sequence[int]) -> RegistryState:
@@ -46,7 +68,7 @@ def unpin(state: RegistryState, number: int, numbers: Sequence[int]) -> Registry
     return msgspec.structs.replace(state, pinned=None, promoted=_still(state, numbers))
 
 
-ORDERS: dict[str, Order] = {"promote": promote, "rollback": roll_back, "pin": pin, "unpin": unpin}
+ORDERS: dict[str, Order] = {"promote": promote, "reject": reject, "rollback": roll_back, "pin": pin, "unpin": unpin}
 
 
 def _check(state: RegistryState, number: int, numbers: Sequence[int]) -> None:

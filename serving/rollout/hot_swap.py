@@ -21,7 +21,7 @@ from serving.errors import ConflictError
 from serving.metrics import ServingMetrics
 from serving.model.deployment import Deployment
 from serving.model.loaded_version import ServedVersion, load_version
-from serving.rollout.commands import Order, pin, promote
+from serving.rollout.commands import Order, pin, promote, roll_back
 from serving.rollout.directory_watcher import DirectoryWatcher
 from serving.rollout.eligibility import ServingPolicy, lowered
 from serving.rollout.freshness import FreshnessTracker
@@ -130,7 +130,7 @@ class VersionSwapper:
                     self._versions.write_state(after)
                     self._look()
                     served = self.current.number if self.current else None
-                    if order in (promote, pin) and served != number:
+                    if order in (promote, roll_back, pin) and served != number:
                         why = self._retries.reason_of(number) or self.refused.get(number, "see the log")
                         self._versions.write_state(before)
                         self._look()

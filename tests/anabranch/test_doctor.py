@@ -37,7 +37,7 @@ from anabranch.doctor import runner as examination
 from anabranch.doctor.environment_checks import check_install
 from anabranch.doctor.findings import FINDINGS, CheckContext, found, ok
 from anabranch.doctor.model_process import Asked, ProbeResult, check_model
-from anabranch.doctor.probe import _share, look
+from anabranch.doctor.probe import _share, run_probe
 from anabranch.doctor.runner import CHECKS, examine, exit_code, summary
 from anabranch.runtime.lifecycle import Exit
 from ingest.events.schema import Schema
@@ -65,7 +65,7 @@ def in_this_process(monkeypatch):
         importlib.invalidate_caches()
         messages = []
         try:
-            look(msgspec.json.decode(msgspec.json.encode(asked), type=Asked), messages.append)
+            run_probe(msgspec.json.decode(msgspec.json.encode(asked), type=Asked), messages.append)
         finally:
             sys.modules.pop("my_model", None)
         return ProbeResult(messages, 0, "")
@@ -193,9 +193,9 @@ class TestConfig:
             )
         )
         diagnose.seen.update(finding.kind for _, finding in diagnoses)
-        told = [finding.matter for check, finding in diagnoses if check == "config"]
+        told = [finding.message for check, finding in diagnoses if check == "config"]
         for part in ("batchsize", "precision = 'fp99'", "serving.port = 99999", "DOCTOR_NOT_SET", "LEARNER__NOPE"):
-            assert sum(part in matter for matter in told) == 1, part
+            assert sum(part in message for message in told) == 1, part
         assert len(told) == 5
         # The ports' and the state's settings are at fault; the checkpoints' are not.
         assert {check for check, _ in diagnoses} == {"config", "checkpoints"}
@@ -211,7 +211,7 @@ class TestConfig:
     def test_a_schema_that_cannot_be(self, diagnose, edit, old, new, sentence):
         edit(old, new)
         edit(None, '[schema.features.s]\ndtype = "string"\nencode = {hash = 9}')
-        assert sentence in only(diagnose("schema"), "schema.invalid").matter
+        assert sentence in only(diagnose("schema"), "schema.invalid").message
 
 
 class TestInstallation:
@@ -222,7 +222,7 @@ class TestInstallation:
         (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('libtorch.so: cannot open')")
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
         (finding,) = diagnose("model", alone=True)
-        assert finding.matter == "torch cannot be imported: libtorch.so: cannot open."
+        assert finding.message == "torch cannot be imported: libtorch.so: cannot open."
 
     @pytest.mark.finds("install.crc32c")
     def test_a_crc32c_that_is_broken(self, diagnose, tmp_path, monkeypatch):
@@ -246,7 +246,7 @@ class TestInstallation:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
         try:
-            assert "Only 512 files" in only(diagnose("limits"), "limit.files").matter
+            assert "Only 512 files" in only(diagnose("limits"), "limit.files").message
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
@@ -258,7 +258,7 @@ class TestModel:
     def test_a_sound_one_has_no_finding(self, diagnose):
         findings = diagnose("model")
         assert kinds(findings) == []
-        assert "26,122 parameters" in findings[-1].matter
+        assert "26,122 parameters" in findings[-1].message
 
     @pytest.mark.finds("device.missing")
     def test_a_device_that_is_not_there(self, diagnose, setting):
@@ -272,29 +272,29 @@ class TestModel:
         setting("learner.device", "cpu")
         setting("learner.precision", "fp16")
         edit('name = "adamw"', 'name = "adamw", momentum = 0.9')
-        assert "has no 'momentum'" in only(diagnose("model"), "model.optimizer").matter
+        assert "has no 'momentum'" in only(diagnose("model"), "model.optimizer").message
 
     @pytest.mark.finds("model.strategy")
     def test_an_argument_of_the_strategy(self, diagnose, setting):
         setting("learner.strategy", "der++")
         setting("learner.strategy.gamma", "0.9")
-        assert "has no 'gamma'" in only(diagnose("model"), "model.strategy").matter
+        assert "has no 'gamma'" in only(diagnose("model"), "model.strategy").message
 
     @pytest.mark.finds("model.embedding", "model.checkpointing")
     def test_modules_that_the_model_does_not_have(self, diagnose, setting):
         setting("learner.activation_checkpointing", ["nope"])
-        matter = only(diagnose("model"), "model.checkpointing").matter
-        assert matter.startswith('learner.activation_checkpointing: the model has no module "nope", but 0, 1')
+        message = only(diagnose("model"), "model.checkpointing").message
+        assert message.startswith('learner.activation_checkpointing: the model has no module "nope", but 0, 1')
         setting("model.embedding", "body")
-        assert 'model.embedding = "body": the model has no such' in only(diagnose("model"), "model.embedding").matter
+        assert 'model.embedding = "body": the model has no such' in only(diagnose("model"), "model.embedding").message
 
     @pytest.mark.finds("replay.policy")
     def test_policies_that_compare_what_there_is_not(self, diagnose, example, edit, setting):
         setting("replay.sampling", "similar")
-        matter = (
+        message = (
             'replay.sampling = "similar" needs model.embedding: the module whose output is compared, such as "body".'
         )
-        assert only(diagnose("model"), "replay.policy").matter == matter
+        assert only(diagnose("model"), "replay.policy").message == message
         setting("model.embedding", "2")
         assert kinds(diagnose("model")) == []
         edit('dtype = "int64"\nclasses = 10', 'dtype = "float32"')
@@ -304,19 +304,19 @@ class TestModel:
         for key in ("sampling", "admission"):
             setting("replay.sampling", "uniform")
             setting(f"replay.{key}", "class-balanced")
-            matter = only(diagnose("model"), "replay.policy").matter
-            assert matter.startswith(f'replay.{key} = "class-balanced" needs schema.label.classes')
+            message = only(diagnose("model"), "replay.policy").message
+            assert message.startswith(f'replay.{key} = "class-balanced" needs schema.label.classes')
 
     @pytest.mark.finds("learner.alone")
     def test_what_only_several_replicas_do(self, diagnose, setting):
         assert diagnose("replicas") == []
         setting("learner.sync_every", 2)
         (finding,) = diagnose("replicas")
-        assert finding.matter == "learner.sync_every = 2 has no effect with one replica."
+        assert finding.message == "learner.sync_every = 2 has no effect with one replica."
         setting("learner.sync_every", 1)
         setting("learner.sharding", "zero1")
         (finding,) = diagnose("replicas")
-        assert finding.matter == 'learner.sharding = "zero1" has no effect with one replica.'
+        assert finding.message == 'learner.sharding = "zero1" has no effect with one replica.'
         setting("learner.replicas", 2)
         assert diagnose("replicas") == []
 
@@ -327,17 +327,17 @@ class TestModel:
         setting("learner.hosts", 2)
         setting("learner.rendezvous", "127.0.0.1:29400")
         setting("learner.interface", "eth7")
-        assert only(diagnose("model"), "learner.hosts").matter.startswith('learner.interface = "eth7": there are lo')
+        assert only(diagnose("model"), "learner.hosts").message.startswith('learner.interface = "eth7": there are lo')
         setting("learner.comm_hook", "bf16")
-        matter = 'learner.comm_hook = "bf16" needs CUDA devices; write "fp16", or "none".'
-        assert only(diagnose("model"), "learner.replicas").matter == matter
+        message = 'learner.comm_hook = "bf16" needs CUDA devices; write "fp16", or "none".'
+        assert only(diagnose("model"), "learner.replicas").message == message
 
     @pytest.mark.finds("device_sharing.refinement", "device_sharing.mps")
     def test_refinements_of_device_sharing_that_the_device_lacks(self, diagnose, setting):
         setting("learner.device", "cpu")
         setting("device_sharing.sms", 16)
         setting("device_sharing.mps_percentage", 50)
-        told = {finding.kind: finding.matter for finding in diagnose("model")}
+        told = {finding.kind: finding.message for finding in diagnose("model")}
         assert (
             told["device_sharing.refinement"] == "device_sharing.sms = 16 needs a CUDA device, but the device is cpu."
         )
@@ -349,7 +349,7 @@ class TestModel:
     def test_refinements_that_are_there_are_told(self, monkeypatch, tmp_path):
         monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
         (said,) = _share(DeviceSharingSettings(mps_percentage=30), torch.device("cuda"))
-        assert said.matter == (
+        assert said.message == (
             "Training gives way to requests on cuda; serving's kernels are taken first; "
             "training takes at most 30 % of the device's threads."
         )
@@ -358,7 +358,7 @@ class TestModel:
         setting("learner.device", "cpu")
         setting("device_sharing.policy", "fraction")
         sentence = "Training gives way to requests on cpu, and gets at least 50% of it; its threads run at a lower"
-        assert any(finding.matter.startswith(sentence) for finding in diagnose("model"))
+        assert any(finding.message.startswith(sentence) for finding in diagnose("model"))
 
     @pytest.mark.finds("device.memory")
     def test_more_replay_than_there_is_memory(self, diagnose, setting):
@@ -380,12 +380,12 @@ class TestModel:
     )
     def test_a_factory_that_fails(self, diagnose, edit, old, new, sentence):
         edit(old, new)
-        assert sentence in only(diagnose("model"), "model.factory").matter
+        assert sentence in only(diagnose("model"), "model.factory").message
 
     @pytest.mark.finds("model.output")
     def test_an_output_that_does_not_fit(self, diagnose, edit):
         edit("classes = 10", "classes = 7")
-        assert "[3, 10]" in only(diagnose("model"), "model.output").matter
+        assert "[3, 10]" in only(diagnose("model"), "model.output").message
 
     @pytest.mark.finds("model.crash")
     @pytest.mark.process
@@ -394,13 +394,13 @@ class TestModel:
             "import os, sys\nsys.stderr.write('oh no\\n')\nsys.stderr.flush()\nos.abort()\n"
         )
         crash = only(diagnose("model", alone=True), "model.crash")
-        assert crash.matter == "The model's process ended with signal 6 while building my_model:build; it said: oh no."
+        assert crash.message == "The model's process ended with signal 6 while building my_model:build; it said: oh no."
 
     @pytest.mark.slow
     @pytest.mark.finds("model.hang")
     def test_a_factory_that_hangs(self, diagnose, example):
         (example / "my_model.py").write_text("import threading\nthreading.Event().wait()\n")
-        assert "still building my_model:build" in only(diagnose("model", timeout=20, alone=True), "model.hang").matter
+        assert "still building my_model:build" in only(diagnose("model", timeout=20, alone=True), "model.hang").message
 
     @pytest.mark.process
     def test_what_a_model_prints_in_a_process_of_its_own_is_no_finding(self, diagnose, example):
@@ -444,7 +444,7 @@ class TestReachingTheBroker:
     def test_a_port_on_which_nothing_listens(self, diagnose, setting, free_port):
         setting("stream.bootstrap_servers", f"127.0.0.1:{free_port()}")
         (finding,) = diagnose("broker")
-        assert finding.matter.endswith("Connection refused.")
+        assert finding.message.endswith("Connection refused.")
 
     @pytest.mark.finds("broker.tls")
     def test_a_port_that_does_not_speak_tls(self, diagnose, setting, edit, server):
@@ -452,7 +452,7 @@ class TestReachingTheBroker:
         setting("stream.bootstrap_servers", f"127.0.0.1:{port}")
         edit(None, '[stream.properties]\n"security.protocol" = "SSL"')
         (finding,) = diagnose("broker")
-        assert "does not speak TLS" in finding.matter
+        assert "does not speak TLS" in finding.message
 
     @pytest.mark.finds("broker.certificate")
     @pytest.mark.parametrize(("days", "trusted", "why"), [(-1, True, "expired"), (1, False, "self-signed")])
@@ -465,21 +465,21 @@ class TestReachingTheBroker:
         ca = f'"ssl.ca.location" = "{cert}"' if trusted else ""
         edit(None, f'[stream.properties]\n"security.protocol" = "SASL_SSL"\n{ca}')
         (finding,) = diagnose("broker")
-        assert why in finding.matter.replace("self signed", "self-signed")
+        assert why in finding.message.replace("self signed", "self-signed")
 
     @pytest.mark.finds("broker.files")
     def test_a_file_of_authorities_that_is_not_there(self, diagnose, setting, edit, server, tmp_path):
         setting("stream.bootstrap_servers", f"127.0.0.1:{server(lambda _: None)}")
         edit(None, f'[stream.properties]\n"security.protocol" = "SSL"\n"ssl.ca.location" = "{tmp_path}/ca.pem"')
         (finding,) = diagnose("broker")
-        assert "No such file" in finding.matter
+        assert "No such file" in finding.message
 
     @pytest.mark.slow
     @pytest.mark.finds("broker.protocol")
     def test_something_that_is_no_broker(self, diagnose, setting, server):
         setting("stream.bootstrap_servers", f"127.0.0.1:{server(lambda connection: connection.sendall(b'hello'))}")
         (finding,) = diagnose("broker")
-        assert "does not answer as a Kafka broker" in finding.matter
+        assert "does not answer as a Kafka broker" in finding.message
 
     @pytest.mark.finds("check.slow")
     def test_something_that_never_answers(self, diagnose, setting, server):
@@ -489,7 +489,7 @@ class TestReachingTheBroker:
             (finding,) = diagnose("broker", timeout=1.5)
         finally:
             done.set()
-        assert finding.matter == "It has not ended within 1.5 s."
+        assert finding.message == "It has not ended within 1.5 s."
 
     # kafka-python leaves the socket of a connection that was refused to the garbage collector.
     @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -497,7 +497,7 @@ class TestReachingTheBroker:
     def test_a_wrong_password(self, diagnose, setting, edit, sasl_kafka):
         self.as_user(setting, edit, sasl_kafka, sasl_kafka.user, "hunter-2-is-wrong")
         (finding,) = diagnose("broker")
-        assert "refuses the credentials" in finding.matter
+        assert "refuses the credentials" in finding.message
         assert exit_code([("broker", finding)]) is Exit.DEPENDENCY
 
     @pytest.mark.finds("topic.denied")
@@ -506,7 +506,7 @@ class TestReachingTheBroker:
         create_topic(sasl_kafka.plain, "guarded.dead")
         setting("stream.topics", ["guarded"])
         self.as_user(setting, edit, sasl_kafka, sasl_kafka.stranger, sasl_kafka.password)
-        told = [finding.matter for finding in diagnose("broker") if finding.kind]
+        told = [finding.message for finding in diagnose("broker") if finding.kind]
         assert told == [
             "The user of [stream.properties] may not read the topic guarded.",
             "The user of [stream.properties] may not write the topic guarded.dead.",
@@ -538,7 +538,7 @@ class TestTopics:
         send(EVENT, partition=1)  # the newest of all partitions counts
         findings = diagnose("broker")
         assert kinds(findings) == []
-        assert f"{topic}[1]@0, can be used" in findings[2].matter
+        assert f"{topic}[1]@0, can be used" in findings[2].message
 
     @pytest.mark.finds("broker.partly")
     def test_one_of_two_brokers_is_away(self, diagnose, topic, send, setting, kafka, free_port):
@@ -550,7 +550,7 @@ class TestTopics:
     def test_topics_that_are_not_there(self, diagnose, topic, setting):
         setting("stream.topics", [f"{topic}-none"])
         missing = [finding for finding in diagnose("broker") if finding.kind]
-        assert [finding.matter.split()[4] for finding in missing] == [f"{topic}-none", f"{topic}-none.dead"]
+        assert [finding.message.split()[4] for finding in missing] == [f"{topic}-none", f"{topic}-none.dead"]
         assert all(finding.unreachable for finding in missing)
 
     @pytest.mark.finds("topic.retention", "message.none")
@@ -565,25 +565,25 @@ class TestTopics:
         producer.produce(topic, json.dumps(EVENT | {"z": "x" * 500}).encode())
         assert producer.flush(30) == 0
         finding = only(diagnose("broker"), "message.codec")
-        assert "compressed with zstd" in finding.matter
+        assert "compressed with zstd" in finding.message
         assert "anabranch[codecs]" in finding.fix
 
     @pytest.mark.finds("message.unusable")
     def test_a_message_that_cannot_be_used_is_told_field_by_field(self, diagnose, topic, send, edit):
         edit(None, '[schema.features.amount]\ndtype = "float32"\n[schema.features.country]\ndtype = "int8"')
         send({"x": [0.5] * 63, "amount": "12", "country": 3, "y": 99})
-        matter = only(diagnose("broker"), "message.unusable").matter
-        assert matter.startswith(f"The newest message, {topic}[0]@0, cannot be used: Expected `array` of length")
+        message = only(diagnose("broker"), "message.unusable").message
+        assert message.startswith(f"The newest message, {topic}[0]@0, cannot be used: Expected `array` of length")
         for place in ("`$.x`", "`$.amount`", "`$.y`"):
-            assert matter.count(place) == 1
-        assert "country" not in matter
+            assert message.count(place) == 1
+        assert "country" not in message
 
     @pytest.mark.finds("message.unusable")
     def test_a_message_with_an_integer_out_of_its_bounds(self, diagnose, topic, send, edit):
         edit("[schema.features.x]", '[schema.features.day]\ndtype = "int64"\nmin = 1\nmax = 7\n[schema.features.x]')
         send(EVENT | {"day": 8})
-        matter = only(diagnose("broker"), "message.unusable").matter
-        assert matter == f"The newest message, {topic}[0]@0, cannot be used: day is not in 1..7."
+        message = only(diagnose("broker"), "message.unusable").message
+        assert message == f"The newest message, {topic}[0]@0, cannot be used: day is not in 1..7."
 
     @pytest.mark.finds("message.unusable")
     @pytest.mark.parametrize(
@@ -591,14 +591,14 @@ class TestTopics:
     )
     def test_a_message_that_is_no_event(self, diagnose, send, value, reason):
         send(value, key=b"k")
-        assert reason in only(diagnose("broker"), "message.unusable").matter
+        assert reason in only(diagnose("broker"), "message.unusable").message
 
     @pytest.mark.finds("message.unlabelled", "message.unknown")
     def test_a_message_without_a_label_but_with_more(self, diagnose, send):
         send({"x": EVENT["x"], "lable": 7})
         findings = diagnose("broker")
-        assert "has no label (y) and is skipped" in only(findings, "message.unlabelled").matter
-        assert only(findings, "message.unknown").matter.endswith("does not know: lable.")
+        assert "has no label (y) and is skipped" in only(findings, "message.unlabelled").message
+        assert only(findings, "message.unknown").message.endswith("does not know: lable.")
 
     @pytest.mark.finds("message.unknown")
     def test_an_arrow_message_with_more(self, diagnose, send, setting):
@@ -614,8 +614,8 @@ class TestTopics:
     def test_properties_that_only_the_pipelines_client_has(self, diagnose, topic, setting, edit):
         setting("stream.client", "confluent")
         edit(None, '[stream.properties]\n"socket.nagle.disable" = true')
-        matter = only(diagnose("broker"), "broker.unseen").matter
-        assert "kafka-python cannot do socket.nagle.disable" in matter
+        message = only(diagnose("broker"), "broker.unseen").message
+        assert "kafka-python cannot do socket.nagle.disable" in message
 
     @pytest.mark.finds("clock.ahead")
     def test_a_message_from_the_future(self, diagnose, send):
@@ -667,7 +667,7 @@ class TestRedis:
         mortal_redis.stop()
         assert only(diagnose("redis"), "redis.away").level == "warning"
         edit("\ndisk = ", "\n# disk = ")
-        assert "does not answer" in only(diagnose("redis"), "redis.connect").matter
+        assert "does not answer" in only(diagnose("redis"), "redis.connect").message
 
     @pytest.mark.finds("redis.refused")
     def test_a_wrong_password(self, diagnose, redis, mortal_redis):
@@ -675,14 +675,14 @@ class TestRedis:
         mortal_redis.start("--requirepass", "opensesame")
         redis(password="sesame-open")
         finding = only(diagnose("redis"), "redis.refused")
-        assert "refuses user or password" in finding.matter
-        assert "sesame" not in finding.matter
+        assert "refuses user or password" in finding.message
+        assert "sesame" not in finding.message
 
     @pytest.mark.finds("redis.refused")
     def test_an_authority_that_is_not_there(self, diagnose, edit, tmp_path):
         url = f"rediss://localhost/0?ssl_ca_certs={tmp_path}/ca.pem"
         edit("[replay]\n", f'[replay]\nredis = {{url = "{url}", bytes = "50MB"}}\n')
-        assert f"ssl_ca_certs={tmp_path}/ca.pem" in only(diagnose("redis"), "redis.refused").matter
+        assert f"ssl_ca_certs={tmp_path}/ca.pem" in only(diagnose("redis"), "redis.refused").message
 
     @pytest.mark.finds("redis.memory", "redis.policy")
     def test_too_little_memory_and_a_policy_that_evicts(self, diagnose, redis, edit, mortal_redis):
@@ -697,7 +697,7 @@ class TestRedis:
     def test_a_user_that_may_not_look_at_the_memory(self, diagnose, redis, mortal_redis):
         mortal_redis.say("ACL SETUSER default -info")
         redis()
-        assert "no permissions" in only(diagnose("redis"), "redis.unseen").matter
+        assert "no permissions" in only(diagnose("redis"), "redis.unseen").message
 
     def test_the_model_is_looked_at_without_the_password(self, diagnose, redis):
         redis(password="sesame")
@@ -714,12 +714,12 @@ class TestStateDirectory:
     @pytest.mark.finds("state.unwritable")
     def test_one_that_is_read_only(self, diagnose, setting, mounted):
         setting("state_dir", str(mounted("ro")))
-        assert "Read-only file system" in only(diagnose("state"), "state.unwritable").matter
+        assert "Read-only file system" in only(diagnose("state"), "state.unwritable").message
 
     @pytest.mark.finds("state.full")
     def test_too_little_room_for_a_checkpoint(self, diagnose, setting, mounted):
         setting("state_dir", str(mounted("size=1m")))
-        assert only(diagnose("state"), "state.full").matter.endswith(
+        assert only(diagnose("state"), "state.full").message.endswith(
             "a full checkpoint and a version need 0.6 MB, and the disk tier 32.0 MB."
         )
 
@@ -756,7 +756,7 @@ class TestStateDirectory:
     @pytest.mark.finds("clock.files")
     def test_one_whose_clock_is_off(self, diagnose, monkeypatch):
         monkeypatch.setattr(anabranch.doctor.state_dir_checks, "time", SimpleNamespace(time=lambda: time.time() - 60))
-        assert "+60 s" in only(diagnose("state"), "clock.files").matter
+        assert "+60 s" in only(diagnose("state"), "clock.files").message
 
     @pytest.mark.finds("state.exposed")
     def test_one_into_which_others_may_look_and_that_no_start_closes(self, diagnose, example, edit):
@@ -809,7 +809,7 @@ class TestWhatIsSaved:
 
     def test_sound_ones_have_no_finding(self, diagnose, save):
         save()
-        told = [finding.matter for finding in diagnose("checkpoints") + diagnose("versions")]
+        told = [finding.message for finding in diagnose("checkpoints") + diagnose("versions")]
         assert told == [
             "The newest checkpoint, 3, is whole and of this schema.",
             "The newest version, 4, is whole and of this schema.",
@@ -831,20 +831,20 @@ class TestWhatIsSaved:
         Checkpoints(config.state_dir / "checkpoints", schema.digest, 1).write(3, checkpoint, 1.0)
         assert kinds(diagnose("model") + diagnose("checkpoints")) == []
         setting("learner.strategy", "der")
-        matter = only(diagnose("model"), "checkpoint.misfit").matter
-        assert matter.startswith('learner.strategy = "der" wants an output of shape [10] kept with each stored event')
+        message = only(diagnose("model"), "checkpoint.misfit").message
+        assert message.startswith('learner.strategy = "der" wants an output of shape [10] kept with each stored event')
         setting("learner.strategy", "er")
         setting("learner.optimizer.name", "sgd")
-        assert "is of adamw, and learner.optimizer is sgd" in only(diagnose("model"), "checkpoint.misfit").matter
+        assert "is of adamw, and learner.optimizer is sgd" in only(diagnose("model"), "checkpoint.misfit").message
         edit("hidden = 128", "hidden = 64")
-        assert "does not fit the model" in only(diagnose("model"), "checkpoint.misfit").matter
+        assert "does not fit the model" in only(diagnose("model"), "checkpoint.misfit").message
 
     @pytest.mark.finds("checkpoint.misfit")
     def test_a_checkpoint_of_another_release(self, diagnose, save):
         checkpoint, _ = save()
         manifest = json.loads((checkpoint / "manifest.json").read_text())
         (checkpoint / "manifest.json").write_text(json.dumps(manifest | {"format": 1}))
-        assert "is of format 1, and this release reads" in only(diagnose("model"), "checkpoint.misfit").matter
+        assert "is of format 1, and this release reads" in only(diagnose("model"), "checkpoint.misfit").message
 
     @pytest.mark.finds("checkpoint.damaged", "version.damaged")
     def test_a_flipped_bit(self, diagnose, save):
@@ -852,8 +852,8 @@ class TestWhatIsSaved:
             (path,) = directory.rglob("model.safetensors")
             content = path.read_bytes()
             path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-        assert "does not have its digest" in only(diagnose("checkpoints"), "checkpoint.damaged").matter
-        assert "model.safetensors does not have" in only(diagnose("versions"), "version.damaged").matter
+        assert "does not have its digest" in only(diagnose("checkpoints"), "checkpoint.damaged").message
+        assert "model.safetensors does not have" in only(diagnose("versions"), "version.damaged").message
 
     @pytest.mark.finds("checkpoint.damaged", "version.damaged")
     def test_a_file_that_is_gone(self, diagnose, save):
@@ -874,13 +874,13 @@ class TestWhatIsSaved:
     def test_other_args_of_the_model(self, diagnose, save, edit):
         save()
         edit("hidden = 128", "hidden = 64")
-        matter = only(diagnose("versions"), "version.model").matter
-        assert "it was learned with other model.args (hidden) than [model] has now" in matter
+        message = only(diagnose("versions"), "version.model").message
+        assert "it was learned with other model.args (hidden) than [model] has now" in message
 
     @pytest.mark.finds("version.model")
     def test_another_factory(self, diagnose, save):
         save(model=ModelReference("m:b", {}, "classification"))
-        assert "it is of m:b for classification, but" in only(diagnose("versions"), "version.model").matter
+        assert "it is of m:b for classification, but" in only(diagnose("versions"), "version.model").message
 
 
 class TestPorts:
@@ -904,7 +904,7 @@ class TestPorts:
     @pytest.mark.finds("port.taken")
     def test_ports_that_others_have(self, diagnose, taken):
         first, second = diagnose("ports")
-        assert first.matter == f"serving.port: another program listens on 127.0.0.1:{taken[0]}."
+        assert first.message == f"serving.port: another program listens on 127.0.0.1:{taken[0]}."
         assert "learner.status" in second.fix
 
     def test_ports_that_the_pipeline_itself_has(self, diagnose, taken, example):
@@ -940,7 +940,7 @@ class TestTls:
     def test_a_sound_one_has_no_finding(self, diagnose, use, certificate):
         use(*certificate(100))
         (finding,) = diagnose("tls")
-        assert f"valid until {datetime.now(UTC) + timedelta(days=100):%Y-%m-%d}" in finding.matter
+        assert f"valid until {datetime.now(UTC) + timedelta(days=100):%Y-%m-%d}" in finding.message
 
     def test_without_one_nothing_is_said(self, diagnose):
         assert diagnose("tls") == []
@@ -948,12 +948,12 @@ class TestTls:
     @pytest.mark.finds("tls.expired")
     def test_one_that_has_expired(self, diagnose, use, certificate):
         use(*certificate(-1))
-        assert "expired" in only(diagnose("tls"), "tls.expired").matter
+        assert "expired" in only(diagnose("tls"), "tls.expired").message
 
     @pytest.mark.finds("tls.expiring")
     def test_one_that_expires_soon(self, diagnose, use, certificate):
         use(*certificate(3))
-        assert "in 2 days" in only(diagnose("tls"), "tls.expiring").matter
+        assert "in 2 days" in only(diagnose("tls"), "tls.expiring").message
 
     @pytest.mark.finds("tls.mismatch")
     def test_a_key_of_another_certificate(self, diagnose, use, certificate):
@@ -968,7 +968,7 @@ class TestTls:
         if content:
             path.write_text(content)
         use(cert, path)
-        assert str(path) in only(diagnose("tls"), "tls.unreadable").matter
+        assert str(path) in only(diagnose("tls"), "tls.unreadable").message
 
 
 class TestCommand:
@@ -1007,7 +1007,7 @@ class TestCommand:
         findings = json.loads(out)
         assert code == 3
         assert {frozenset(finding) for finding in findings} == {
-            frozenset({"check", "kind", "level", "matter", "fix", "unreachable"})
+            frozenset({"check", "kind", "level", "message", "fix", "unreachable"})
         }
         assert findings[0]["check"] == "config"
 

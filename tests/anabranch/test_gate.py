@@ -203,7 +203,7 @@ def test_of_a_poisoned_stream_nothing_is_served_that_is_worse_and_an_alert_says_
     pipeline.order("promote", poisoned)
     assert pipeline.ask()[0] == poisoned
     assert pipeline.accuracy[poisoned] < 0.3, "the stream was not poisoned, and nothing is shown"
-    pipeline.order("rollback", poisoned)
+    pipeline.order("reject", poisoned)
     assert pipeline.ask()[0] == served
 
 
@@ -239,5 +239,5 @@ def test_while_a_good_version_is_pinned_a_worse_one_is_not_served(start, until):
     pipeline.order("promote", broken)  # by now the watch may have withdrawn it
     pipeline.ask()
     assert pipeline.accuracy[broken] < 0.3, "the model was not worse, and nothing is shown"
-    pipeline.order("rollback", broken)
+    pipeline.order("reject", broken)
     assert pipeline.ask()[0] < broken

@@ -103,7 +103,7 @@ def test_status_tells_what_was_pinned_and_what_was_rolled_back(
 
     with served(numbers) as server:
         assert httpx.post(server.url + "/api/versions/3:promote").status_code == 200
-        assert httpx.post(server.url + "/api/versions/3:rollback").status_code == 200
+        assert httpx.post(server.url + "/api/versions/3:reject").status_code == 200
         assert fates()[3] == ("rolled back", "worse on old events")
         assert httpx.post(server.url + "/api/versions/1:pin").status_code == 200
         assert fates()[1][0] == "pinned"

@@ -527,7 +527,18 @@ def test_orders_are_obeyed_before_they_are_answered(
     numbers.publish(3, verdict="fail")
     assert order("3:promote").json()["promoted"] == 3
     assert served() == "3"
-    assert order("3:rollback").json()["rolled_back"] == [3]
+    assert order("3:reject").json()["rolled_back"] == [3]
+    assert served() == "2"
+    assert order("1:rollback").json() | {"previous": None} == {
+        "serving": 1,
+        "previous": None,
+        "pinned": None,
+        "rolled_back": [2, 3],
+        "promoted": 1,
+    }
+    assert served() == "1"
+    assert order("1:rollback").status_code == 409
+    assert order("2:promote").json()["rolled_back"] == [3]
     assert served() == "2"
     assert order("1:pin").json()["pinned"] == 1
     assert served() == "1"

@@ -140,10 +140,10 @@ def test_all_workers_follow_versions_and_orders_and_count_as_one(
         eventually(lambda: server.serves(2))
         numbers.publish(3)
         eventually(lambda: server.serves(3))
-        rolled_back = server.order(3, "rollback").json()
+        rolled_back = server.order(2, "rollback").json()
         assert (rolled_back["serving"], rolled_back["rolled_back"]) == (2, [3])
         assert answers() == {"2": 40}
-        assert numbers.versions.state() == RegistryState(serving=2, previous=3, rolled_back=[3])
+        assert numbers.versions.state() == RegistryState(serving=2, previous=3, rolled_back=[3], promoted=2)
 
         # What all do alike is counted once, requests wherever they were answered.
         assert server.count("anabranch_serving_requests_total") == 40 * 4 + 8

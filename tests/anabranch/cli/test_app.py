@@ -1,6 +1,8 @@
 """The command line: exit codes, one sentence for each error, and nothing heavy before it is needed."""
 
+import io
 import json
+import logging
 import subprocess
 import sys
 from importlib.metadata import version
@@ -8,6 +10,9 @@ from importlib.metadata import version
 import pytest
 
 from anabranch.cli import app as cli
+from anabranch.config.loader import load_config
+from anabranch.runtime.lifecycle import log_arguments
+from anabranch.runtime.supervisor import pipeline_parts
 from tools.reference import commands, shown
 
 COMMANDS = list(commands())
@@ -40,6 +45,54 @@ def test_help_shows_all_of_its_texts(anabranch, command, monkeypatch):
     parameters = [each for each in commands()[command].params if each.name != "help"]
     for text in [commands()[command].help, *(getattr(each, "help", "") for each in parameters)]:
         assert shown(text) in told
+
+
+@pytest.mark.parametrize("command", ["", "versions", *COMMANDS])
+def test_help_names_no_value_for_a_flag(anabranch, command):
+    assert "<bool>" not in anabranch(*command.split(), "--help")[1]
+
+
+def test_the_shell_completes_commands(monkeypatch, capsys):
+    monkeypatch.setenv("_ANABRANCH_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", "anabranch ver")
+    monkeypatch.setenv("COMP_CWORD", "1")
+    with pytest.raises(SystemExit):
+        cli.main([])
+    assert capsys.readouterr().out.split() == ["versions"]
+
+
+@pytest.mark.parametrize(
+    ("options", "level", "arguments"),
+    [
+        ([], logging.INFO, ()),
+        (["-v"], logging.DEBUG, ("--log-level", "debug")),
+        (["--log-level", "error"], logging.ERROR, ("--log-level", "error")),
+        (["--log-format", "json"], logging.INFO, ("--log-format", "json")),
+    ],
+)
+def test_the_log_options_hold_for_every_command_and_the_daemons_that_it_starts(
+    anabranch, tmp_path, options, level, arguments
+):
+    assert anabranch(*options, "init", tmp_path)[0] == 0
+    assert logging.getLogger().level == level
+    assert log_arguments() == arguments
+    for part in pipeline_parts(load_config(tmp_path / "pipeline.toml", {}), {}):
+        assert part.command[-len(arguments) :] == arguments or not arguments
+
+
+def test_json_log_lines_are_objects_and_escape_control_characters(anabranch, tmp_path, capsys):
+    anabranch("--log-format", "json", "init", tmp_path)
+    handler = logging.getLogger().handlers[0]
+    handler.setStream(stream := io.StringIO())
+    try:
+        raise ValueError("inner")
+    except ValueError:
+        logging.getLogger("test").exception("\x1b[2J %d", 7)
+    (line,) = stream.getvalue().splitlines()
+    entry = json.loads(line)
+    assert (entry["level"], entry["logger"], entry["message"]) == ("error", "test", "\x1b[2J 7")
+    assert "\x1b" not in line
+    assert "ValueError: inner" in entry["exception"]
 
 
 def test_without_a_command_the_help_is_shown(anabranch):

@@ -1,5 +1,7 @@
 """`anabranch replay erase` where no learner runs: it works under the learner's lock, for which a learner waits."""
 
+import io
+import json
 import sys
 import threading
 from collections.abc import Callable
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 
 import anabranch.commands.erase
+from anabranch.cli import app as cli
 from anabranch.commands.erase import erase_events
 from anabranch.config.loader import Config, load_config
 from learner.state_dir.lock import LOCK, hold_state_directory
@@ -47,6 +50,20 @@ def test_a_learner_that_is_started_meanwhile_waits_until_the_files_are_clean(
         started = pool.submit(start)
         assert erase_events(config, [], ["events[0]@1..2"], timedelta(0)).applied
         assert started.result(30), "it did not wait"
+
+
+def test_erase_asks_first_and_a_dry_run_changes_nothing(
+    config: Config, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    arguments = ["replay", "erase", "--offsets", "events[0]@1..2", "-c", str(config.path)]
+    assert cli.main(arguments) == 2
+    assert capsys.readouterr().err.startswith("anabranch: replay erase asks first")
+    assert cli.main([*arguments, "--dry-run"]) == 0
+    assert capsys.readouterr().out == "would erase events#0[0]@1..2\n"
+    assert not list(config.state_dir.iterdir())
+    assert cli.main([*arguments, "--yes", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["applied"] is True
 
 
 def test_what_takes_seconds_to_import_is_there_before_the_lock_is_taken(

@@ -1,6 +1,7 @@
-"""`anabranch versions promote`, `rollback`, `pin` and `unpin`, with a serving process and without one."""
+"""`anabranch versions promote`, `reject`, `rollback`, `pin` and `unpin`, with a serving process and without one."""
 
 import contextlib
+import io
 import json
 import os
 import time
@@ -88,7 +89,7 @@ def test_a_serving_process_obeys_at_once_and_says_what_it_serves(
         "previous": 3,
         "pinned": None,
         "rolled_back": [3],
-        "promoted": None,
+        "promoted": 2,
         "running": True,
     }
     assert run(config, "pin", "1") == 0
@@ -126,10 +127,44 @@ def test_without_a_serving_process_the_order_is_written_down(
     assert "there is no version 9; there are 1 to 3" in capsys.readouterr().err
     found(config).write_state(RegistryState(serving=2, previous=1))
     assert run(config, "rollback") == 0
-    assert capsys.readouterr().out == "written down; serving does not run, and will obey when it is started\n"
-    assert found(config).state().rolled_back == [2, 3]
-    assert run(config, "promote", "3") == 0
+    assert found(config).state() == RegistryState(serving=2, previous=1, rolled_back=[2, 3], promoted=1)
+    assert capsys.readouterr().out == "saved; serving is not running and will apply it on start\n"
+    assert run(config, "promote", "latest") == 0
     assert found(config).state() == RegistryState(serving=2, previous=1, rolled_back=[2], promoted=3)
+
+
+def test_a_rollback_without_a_version_before_names_the_way_out(
+    config: Config, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found(config).write_state(RegistryState(serving=1))
+    assert run(config, "rollback") == 2
+    assert "name one with --to, whatever its verdict" in capsys.readouterr().err
+    assert run(config, "rollback", "--to", "2") == 2
+    assert "version 2 is newer than version 1, which is served" in capsys.readouterr().err
+
+
+def test_reject_asks_first(config: Config, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    found(config).write_state(RegistryState(serving=2))
+    before = found(config).state()
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    assert run(config, "reject", "served") == 2
+    assert capsys.readouterr().err == (
+        "anabranch: versions reject asks first, and there is no terminal to ask at; add --yes, or --dry-run "
+        "to see what it would do\n"
+    )
+    assert run(config, "reject", "served", "--dry-run") == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert shown == "version 2 is served now and would never be served again; version 1 would be served"
+    assert found(config).state() == before
+    for answer, code in (("n", 2), ("y", 0)):
+        terminal = io.StringIO(f"{answer}\n")
+        monkeypatch.setattr(terminal, "isatty", lambda: True)
+        monkeypatch.setattr("sys.stdin", terminal)
+        assert run(config, "reject", "2") == code
+        assert "Continue? [y/N]" in capsys.readouterr().err
+    assert found(config).state().rolled_back == [2]
+    assert run(config, "reject", "3", "--yes") == 0
+    assert found(config).state().rolled_back == [2, 3]
 
 
 def test_a_serving_process_that_reports_and_does_not_answer_is_a_dependency_out_of_reach(

@@ -199,7 +199,7 @@ def test_a_hold_and_a_pin_are_told(config):
 @pytest.mark.process
 def test_the_last_words_of_a_dead_part_are_shown_as_such(config, dead_pid):
     learner.state_dir.report.write_report(config.state_dir, learner_report(pid=dead_pid, time=time.time() - 3600))
-    assert f"learner not running pid {dead_pid}, last heard of 1:00:00 ago" in screen(config)
+    assert f"learner not running pid {dead_pid}, last report 1:00:00 ago" in screen(config)
 
 
 def test_a_living_part_that_says_nothing_is_silent(config):

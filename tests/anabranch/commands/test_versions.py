@@ -78,6 +78,24 @@ class TestLs:
         for fact in ("9", "2023-11-14 22:13:29Z", "900", "pass", "8", "events:0=90", "0.4 MB", "now 0.875"):
             assert fact in line
 
+    def test_at_80_columns_no_word_is_broken(self, config, publish):
+        for number in range(4711, 4714):
+            publish(number, "inconclusive")
+        console = Console(file=io.StringIO(), width=80)
+        console.print(render_list(list_versions(config, None)))
+        lines = console.file.getvalue().splitlines()
+        assert max(map(len, lines)) <= 80
+        for fact in ("4713", "2023-11-14 23:31:53Z", "471,300", "inconclusive", "now 0.875"):
+            assert fact in lines[1]
+
+    def test_piped_each_version_is_one_line(self, config, publish, capsys):
+        for number in range(1, 4):
+            publish(number)
+        assert cli.main(["versions", "ls", "--limit", "2", "-c", str(config.path)]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert [line.split()[0] for line in lines] == ["version", "3", "2"]
+        assert "events:0=30" in lines[1]
+
     def test_a_limit_leaves_the_newest(self, config, publish):
         for number in range(1, 6):
             publish(number)
@@ -151,7 +169,7 @@ class TestShow:
         for state, refused in (
             (RegistryState(promoted=1), None),
             (RegistryState(pinned=1), None),
-            (RegistryState(rolled_back=[1]), "it was rolled back, or left out by a rollback"),
+            (RegistryState(rolled_back=[1]), "it was rejected, or a rollback passed over it"),
         ):
             versions.write_state(state)
             assert show_version(config, 1).refused == refused

@@ -304,15 +304,15 @@ def test_the_commands_say_what_they_did_on_the_screen_and_as_json(
     for arguments, sentence in (
         (("erase",), "name what to erase by --key or --offsets"),
         (("erase", "--offsets", "nonsense"), "is not of the form events[3]@100..200"),
-        (("sample", "--where", "colour=red"), "cannot be told"),
+        (("sample", "--where", "colour=red"), "does not apply"),
     ):
         wrong = command(config, *arguments)
         assert (wrong.returncode, wrong.stdout) == (2, ""), arguments
         assert sentence in " ".join(wrong.stderr.split()), arguments
-    done = command(config, "erase", "--key", "anna", "--json")
+    done = command(config, "erase", "--key", "anna", "--yes", "--json")
     answer = json.loads(done.stdout)
     assert (done.returncode, answer["applied"], answer["store"]) == (0, True, 20)
-    said = command(config, "erase", "--offsets", f"{topic}[0]@0..9")
+    said = command(config, "erase", "--offsets", f"{topic}[0]@0..9", "--yes")
     assert said.stdout.startswith("erased 10 events of the store and 0 of the holdout set")
     assert json.loads(command(config, "stats", "--json").stdout)["events"] == 50
     assert files_with_the_secret(learner.state_dir) == []
@@ -367,5 +367,5 @@ def test_the_store_is_told_beside_a_learner_at_work(
     assert len({each["event"] for each in five[0]}) == 5
     with pytest.raises(SettingsError, match="is no class"):
         list(read_sample(settings(config), 1, ["label=9"], None))
-    with pytest.raises(SettingsError, match="cannot be told"):
+    with pytest.raises(SettingsError, match="does not apply"):
         list(read_sample(settings(config), 1, ["colour=red"], None))

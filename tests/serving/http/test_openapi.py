@@ -47,7 +47,7 @@ def test_every_route_is_described_with_its_errors_and_what_it_answers(mixed: Any
     assert "Retry-After" in infer["429"]["headers"]
     order = document["paths"]["/api/versions/{version}:{action}"]["post"]
     assert order["responses"].keys() == {"200", "401", "403", "404", "409", "500"}
-    assert order["parameters"][1]["schema"]["enum"] == ["promote", "rollback", "pin", "unpin"]
+    assert order["parameters"][1]["schema"]["enum"] == ["promote", "reject", "rollback", "pin", "unpin"]
     tensor = document["components"]["schemas"]["InputTensor"]["properties"]
     assert tensor["name"]["enum"] == [spec["name"] for spec in metadata["inputs"]] == ["word", "size"]
     assert tensor["datatype"]["enum"] == ["BYTES", "FP32"]

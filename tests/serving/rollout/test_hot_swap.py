@@ -39,7 +39,7 @@ from serving.model.deployment import pick_device
 from serving.model.loaded_version import ServedVersion
 from serving.rollout import directory_watcher as notice
 from serving.rollout import load_retry as retry
-from serving.rollout.commands import pin, promote, roll_back, unpin
+from serving.rollout.commands import pin, promote, reject, roll_back, unpin, version_before
 from serving.rollout.hot_swap import VersionSwapper
 
 Publish = Callable[..., Any]
@@ -146,7 +146,7 @@ def test_two_workers_write_one_state_and_the_one_behind_takes_nothing_back(numbe
     assert numbers.versions.state() == RegistryState(serving=3, previous=2)
     assert (late.look(), other.look()) == (3, 3)
     assert numbers.versions.state() == RegistryState(serving=3, previous=2)
-    one.swap.order(roll_back, 3)
+    one.swap.order(reject, 3)
     assert (late.look(), other.look()) == (2, 2)
     assert numbers.versions.state() == RegistryState(serving=2, previous=3, rolled_back=[3])
 
@@ -206,19 +206,75 @@ def test_a_rollback_goes_to_the_version_served_before_and_what_came_since_is_not
         numbers.publish(number)
     assert watched.look() == 4
     numbers.publish(5, verdict="fail")
-    watched.swap.order(roll_back, 4)
-    assert watched.look() == 1, "3 was never served, and is not what was served before"
-    assert numbers.versions.state().rolled_back == [2, 3, 4, 5]
+    before = version_before(numbers.versions.state(), numbers.versions.numbers())
+    assert before == 1, "3 was never served, and is not what was served before"
+    watched.swap.order(roll_back, before)
+    assert watched.look() == 1
+    assert numbers.versions.state() == RegistryState(serving=1, previous=4, rolled_back=[2, 3, 4, 5], promoted=1)
     assert Watched(numbers).look() == 1, "a restart takes what was rolled back"
     numbers.publish(6)
     assert watched.look() == 6
 
 
-def test_a_version_that_is_not_served_is_rolled_back_before_its_turn(numbers: Any, watched: Watched) -> None:
+def test_a_rollback_goes_to_the_version_that_was_named_whatever_its_verdict(numbers: Any, watched: Watched) -> None:
+    numbers.publish(1)
+    numbers.publish(2, verdict="fail")
+    numbers.publish(3)
+    numbers.publish(4)
+    assert watched.look() == 4
+    watched.swap.order(roll_back, 2)
+    assert watched.look() == 2
+    assert numbers.versions.state().rolled_back == [3, 4]
+    for not_older in (2, 3):
+        with pytest.raises(ConflictError, match="roll back to an older version"):
+            watched.swap.order(roll_back, not_older)
+    numbers.publish(5)
+    assert watched.look() == 5
+
+
+def test_a_version_that_cannot_be_loaded_is_not_rolled_back_to(numbers: Any, watched: Watched) -> None:
+    numbers.publish(1, schema="0" * 64)
+    numbers.publish(2)
+    assert watched.look() == 2
+    before = numbers.versions.state()
+    with pytest.raises(ConflictError, match=r"version 1 cannot be served: .*another schema"):
+        watched.swap.order(roll_back, 1)
+    assert (watched.look(), numbers.versions.state()) == (2, before)
+
+
+def test_a_rejected_version_alone_is_not_served_again(numbers: Any, watched: Watched) -> None:
+    for number in (1, 2, 3):
+        numbers.publish(number)
+    assert watched.look() == 3
+    watched.swap.order(reject, 3)
+    assert watched.look() == 2
+    watched.swap.order(reject, 1)
+    assert numbers.versions.state() == RegistryState(serving=2, previous=3, rolled_back=[1, 3])
+    assert Watched(numbers).look() == 2, "a restart serves what was rejected"
+
+
+@pytest.mark.parametrize(
+    ("state", "before"),
+    [
+        (RegistryState(serving=4, previous=2), 2),
+        (RegistryState(serving=4), 3),
+        (RegistryState(serving=4, previous=3, rolled_back=[3]), 2),
+        (RegistryState(serving=2, previous=4, rolled_back=[3, 4]), 1),
+        (RegistryState(serving=1, previous=4), None),
+        (RegistryState(), None),
+    ],
+)
+def test_a_rollback_without_a_target_returns_to_what_was_served_before(
+    state: RegistryState, before: int | None
+) -> None:
+    assert version_before(state, [1, 2, 3, 4]) == before
+
+
+def test_a_version_that_is_not_served_is_rejected_before_its_turn(numbers: Any, watched: Watched) -> None:
     numbers.publish(1)
     watched.look()
     numbers.publish(2)
-    watched.swap.order(roll_back, 2)
+    watched.swap.order(reject, 2)
     assert watched.look() == 1
     numbers.publish(3)
     assert watched.look() == 3
@@ -249,7 +305,7 @@ def test_a_pinned_version_is_served_and_no_other_until_it_is_unpinned(numbers: A
     fail(numbers, 1)
     assert watched.look() == 1
     assert Watched(numbers).look() == 1, "a restart forgets the pin"
-    for order, number in ((promote, 3), (roll_back, 1), (unpin, 3)):
+    for order, number in ((promote, 3), (roll_back, 1), (reject, 1), (unpin, 3)):
         with pytest.raises(ConflictError, match="pinned"):
             watched.swap.order(order, number)
     watched.swap.order(unpin, 1)
@@ -271,7 +327,7 @@ def test_what_was_promoted_and_is_pinned_later_is_unpinned(numbers: Any, watched
     assert numbers.versions.state().pinned is None
 
 
-_ORDERS = {"promote": promote, "rollback": roll_back, "pin": pin, "unpin": unpin}
+_ORDERS = {"promote": promote, "reject": reject, "rollback": roll_back, "pin": pin, "unpin": unpin}
 _ACTIONS = st.tuples(st.sampled_from([*_ORDERS, "pass", "fail"]), st.integers(1, 6))
 
 
@@ -296,7 +352,7 @@ def test_orders_in_any_order_are_obeyed_or_change_nothing(deploy_in: Any, action
                 assert (action, number) != ("unpin", before.pinned), "what is pinned cannot be unpinned"
                 continue
             after = numbers.versions.state()
-            assert action not in ("promote", "pin") or watched.look() == number
+            assert action not in ("promote", "rollback", "pin") or watched.look() == number
             assert action != "unpin" or after.pinned is None
             assert after.pinned in (None, watched.look())
             assert after.promoted not in after.rolled_back
@@ -328,7 +384,7 @@ def test_a_pinned_version_that_is_gone_is_an_illness(numbers: Any, watched: Watc
 
 
 @settings(max_examples=200)
-@given(st.lists(st.tuples(st.sampled_from([promote, roll_back, pin, unpin]), st.integers(1, 9)), max_size=12))
+@given(st.lists(st.tuples(st.sampled_from([promote, reject, roll_back, pin, unpin]), st.integers(1, 9)), max_size=12))
 def test_orders_name_versions_that_are_there_and_no_two_go_against_each_other(orders: list[tuple[Any, int]]) -> None:
     state, there = RegistryState(serving=8, previous=5), [1, 2, 4, 5, 7, 8]
     for order, number in orders:
@@ -339,7 +395,8 @@ def test_orders_name_versions_that_are_there_and_no_two_go_against_each_other(or
         assert set(after.rolled_back) <= set(there)
         assert after.promoted not in after.rolled_back
         assert (after.pinned is None) or after.pinned == number or after.pinned == state.pinned
-        assert order is not roll_back or number in after.rolled_back
+        assert order is not reject or number in after.rolled_back
+        assert order not in (promote, roll_back) or after.promoted == number
         state = after
 
 
@@ -624,7 +681,7 @@ def test_no_start_and_no_way_back_ends_at_a_stale_learners_version(numbers: Any,
     assert watched.look() == 6
     fail(numbers, 6)
     assert watched.look() == 3
-    watched.swap.order(roll_back, 3)
+    watched.swap.order(reject, 3)
     assert watched.look() == 2
     watched.swap.order(promote, 4)
     assert watched.look() == 4, "a person may want it all the same"

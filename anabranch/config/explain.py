@@ -1,0 +1,116 @@
+"""One sentence for each thing that is wrong with the settings: origin, key, value, rule and the nearest known name."""
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, get_args, get_origin
+
+from pydantic import BaseModel, SecretStr
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from anabranch.config.model import Pipeline, alternatives
+
+
+class Fault(NamedTuple):
+    """One thing that is wrong with a config: the keys that lead to it, and a sentence that explains it."""
+
+    place: tuple[str, ...]
+    sentence: str
+
+
+def sentence_of(
+    origin: Path | str, document: Mapping[str, Any], errors: Sequence[ErrorDetails], secrets: set[tuple[str, ...]]
+) -> str:
+    """Return the worst of the errors of one key as a sentence; `origin`: the file or variable that sets it."""
+    error = errors[0]
+    place = key_of(document, error)
+    key = ".".join(place)
+    if error["type"] == "extra_forbidden":
+        return f"{origin}: unknown key {key}{nearest_key(place[-1], (name for name, _ in _fields(place[:-1])))}"
+    if error["type"] == "missing":
+        return f"{origin}: {key} is missing; {_to_add(place)}"
+    message = error["msg"].removeprefix("Value error, ").replace("tuple", "list").replace("Tuple", "List")
+    if error["type"] == "model_type":
+        message = "must be a section"
+    if error["type"] == "literal_error":
+        message += _others(errors[1:]) + _nearest_value(error)
+    if isinstance(error["input"], Mapping):
+        return f"{origin}: {key}: {message}"
+    shared = any(secret[: len(place)] == place[: len(secret)] for secret in secrets)
+    hidden = shared or isinstance(error["input"], SecretStr) or bool({"tokens", "properties", "url"} & set(place))
+    return f"{origin}: {key} = {'(hidden)' if hidden else repr(error['input'])}: {message}"
+
+
+def rank(error: ErrorDetails) -> int:
+    """Return 0 for the most telling errors: an unknown key explains a missing one; a type error says least."""
+    if error["type"] == "extra_forbidden":
+        return 0
+    return 2 if error["type"].endswith(("_type", "_parsing")) else 1
+
+
+def key_of(document: Mapping[str, Any], error: ErrorDetails) -> tuple[str, ...]:
+    """Return the keys that lead to an error in the file; pydantic's own path also names the members of unions."""
+    node: Any = document
+    place: list[str] = []
+    for part in error["loc"]:
+        inside = part in node if isinstance(node, Mapping) else isinstance(node, list) and isinstance(part, int)
+        if inside:
+            node = node[part]
+            place.append(str(part))
+    if error["type"] == "missing":
+        place.append(str(error["loc"][-1]))
+    return tuple(place)
+
+
+def _fields(place: tuple[str, ...]) -> list[tuple[str, FieldInfo]]:
+    """Return the keys of the section at a place, of every kind of section that is allowed there."""
+    models: list[type[BaseModel]] = [Pipeline]
+    for key in place:
+        fields = [f for model in models for name, f in model.model_fields.items() if key == (f.alias or name)]
+        models = [model for field in fields for model in _models(field.annotation)] or models
+    return [(field.alias or name, field) for model in models for name, field in model.model_fields.items()]
+
+
+def _to_add(place: tuple[str, ...]) -> str:
+    """Return where to write a missing key, or a missing section, and what it is."""
+    section, key = ".".join(place[:-1]), place[-1]
+    field = dict(_fields(place[:-1])).get(key)
+    what = f"write {key} = ... {f'below [{section}]' if section else 'at the top'}"
+    if field is not None and _models(field.annotation):
+        name = ".NAME" if get_origin(field.annotation) is dict else ""
+        what = f"write a section [{'.'.join(place)}{name}]"
+    described = field.description if field is not None else None
+    if not described:
+        return what
+    return f"{what}: {' '.join(described.split()).partition('. ')[0].rstrip('.')}"
+
+
+def _models(kind: Any) -> list[type[BaseModel]]:
+    """Return the sections that a value, or each value of a table, may be."""
+    types = [
+        inner
+        for type_ in alternatives(kind)
+        for inner in (get_args(type_)[1:] if get_origin(type_) is dict else [type_])
+    ]
+    return [type_ for type_ in types if isinstance(type_, type) and issubclass(type_, BaseModel)]
+
+
+def _others(errors: Iterable[ErrorDetails]) -> str:
+    """Return the kinds of values that a union takes in addition to its words."""
+    kinds = {"float": "a number", "int": "a whole number", "bool": "true or false"}
+    return "".join(f" or {kinds[kind]}" for each in errors if (kind := each["type"].partition("_")[0]) in kinds)
+
+
+def _nearest_value(error: ErrorDetails) -> str:
+    words = re.findall("'([^']*)'", error["ctx"]["expected"])
+    close = difflib.get_close_matches(str(error["input"]), words, n=1, cutoff=0.5)
+    return f'; the nearest known value is "{close[0]}"' if close else ""
+
+
+def nearest_key(key: str, names: Iterable[str]) -> str:
+    """Return the end of a sentence that names the known key nearest to an unknown one, or all known keys."""
+    names = sorted(names)
+    close = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
+    return f'; the nearest known key is "{close[0]}"' if close else f"; known keys are {', '.join(names)}"

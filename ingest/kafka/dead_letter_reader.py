@@ -1,0 +1,93 @@
+"""Dead letters as they are in their topic. Joins no group and commits no offset."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kafka import KafkaConsumer
+from kafka import TopicPartition as KafkaPartition
+from kafka import errors as kafka_errors
+
+from ingest.config import StreamSettings
+from ingest.errors import BrokerError
+from ingest.kafka.kafka_python import connect
+
+_POLL_MS = 500
+_EMPTY_POLLS = 20
+"""Compaction and markers leave offsets without a record, so the last offset may never come."""
+
+
+@dataclass(frozen=True)
+class StoredLetter:
+    """One dead letter.
+
+    Attributes:
+        partition: of the dead-letter topic.
+        offset: in that partition.
+        source: where the message came from, such as `payments[0]@4711`.
+        error: why it could not be used.
+        rows: the bad rows of a message that holds many; None when the whole message is bad.
+        truncated: what is missing; None when nothing is.
+        key: of the original message.
+        value: of the original message.
+    """
+
+    partition: int
+    offset: int
+    source: str
+    error: str
+    rows: str | None
+    truncated: str | None
+    key: bytes | None
+    value: bytes | None
+
+
+def read_dead_letters(settings: StreamSettings) -> Iterator[StoredLetter]:
+    """Yield the dead letters that are in the topic now, by partition and offset.
+
+    Raises:
+        BrokerError: the broker cannot be reached, or has no such topic.
+    """
+    topic = settings.dead_letter_topic
+    assert topic is not None
+    consumer = connect(
+        KafkaConsumer,
+        settings,
+        group_id=None,
+        enable_auto_commit=False,
+        auto_offset_reset="earliest",
+        allow_auto_create_topics=False,
+    )
+    try:
+        numbers = consumer.partitions_for_topic(topic)
+        if not numbers:
+            raise BrokerError(f'topic "{topic}" does not exist on {settings.bootstrap_servers}')
+        for number in sorted(numbers):
+            yield from _read(consumer, KafkaPartition(topic, number))
+    except kafka_errors.KafkaError as exc:
+        raise BrokerError(f'cannot read the topic "{topic}": {exc or type(exc).__name__}') from exc
+    finally:
+        consumer.close(autocommit=False)
+
+
+def _read(consumer: KafkaConsumer, partition: KafkaPartition) -> Iterator[StoredLetter]:
+    end = consumer.end_offsets([partition])[partition]
+    consumer.assign([partition])
+    consumer.seek_to_beginning(partition)
+    empty = 0
+    while consumer.position(partition) < end and empty < _EMPTY_POLLS:
+        records = consumer.poll(timeout_ms=_POLL_MS).get(partition, [])
+        empty = 0 if records else empty + 1
+        for record in records:
+            if record.offset >= end:
+                return
+            headers = {name: value.decode(errors="replace") for name, value in record.headers if value is not None}
+            yield StoredLetter(
+                partition=record.partition,
+                offset=record.offset,
+                source=headers.get("anabranch-source", ""),
+                error=headers.get("anabranch-error", ""),
+                rows=headers.get("anabranch-rows"),
+                truncated=headers.get("anabranch-truncated"),
+                key=record.key,
+                value=record.value,
+            )

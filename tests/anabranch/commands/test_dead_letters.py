@@ -1,0 +1,88 @@
+"""`anabranch dead-letters ls` and `resend`, with a broker."""
+
+import json
+
+import pytest
+from kafka import KafkaProducer
+
+from anabranch.cli import app as cli
+
+pytestmark = pytest.mark.services
+
+
+@pytest.fixture
+def topics(kafka, make_topic, monkeypatch):
+    """The names of an event topic and of its dead-letter topic, in which there are five letters."""
+    events, dead = make_topic(1), make_topic(1)
+    monkeypatch.setenv("ANABRANCH__STREAM__BOOTSTRAP_SERVERS", kafka.bootstrap)
+    monkeypatch.setenv("ANABRANCH__STREAM__TOPICS", json.dumps([events]))
+    monkeypatch.setenv("ANABRANCH__STREAM__DEAD_LETTER_TOPIC", dead)
+    producer = KafkaProducer(bootstrap_servers=kafka.bootstrap, acks="all")
+    for place, value, more in (
+        (0, b"first", {}),
+        (1, b"second", {}),
+        (0, b"first", {}),
+        (2, b"rows", {"anabranch-rows": b"3,17"}),
+        (3, None, {"anabranch-truncated": b"value"}),
+    ):
+        headers = {
+            "anabranch-error": b"label 12 is not in 0..9",
+            "anabranch-source": b"%s[0]@%d" % (events.encode(), place),
+        }
+        producer.send(dead, value=value, key=b"k%d" % place, headers=[*headers.items(), *more.items()])
+    producer.flush()
+    producer.close()
+    return events, dead
+
+
+@pytest.fixture
+def run(example, capsys):
+    def call(*arguments):
+        code = cli.main(["dead-letters", *arguments, "-c", str(example / "pipeline.toml")])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+def test_letters_are_listed_with_source_error_and_value(run, topics):
+    events, _ = topics
+    code, out, err = run("ls")
+    assert (code, err, len(out.splitlines())) == (0, "", 6)
+    assert f"{events}[0]@0" in out
+    assert "label 12 is not in 0..9 (rows 3,17)" in out
+    (last,) = json.loads(run("ls", "--limit", "1", "--json")[1])
+    assert (last["source"], last["truncated"], last["value"]) == (f"{events}[0]@3", "value", None)
+
+
+def test_each_message_is_sent_again_once_and_what_cannot_be_is_named(run, topics, kafka, consume_all):
+    events, _ = topics
+    code, out, _ = run("resend", "--all", "--dry-run")
+    assert (code, out.splitlines()[0]) == (0, "would send 2 messages again")
+    code, out, _ = run("resend", "--all")
+    assert (code, out.splitlines()) == (
+        0,
+        [
+            "sent 2 messages again",
+            f"skipped {events}[0]@2: only its rows 3,17 were bad, and the others were used; send those rows alone",
+            f"skipped {events}[0]@3: the letter was too large, and lacks value",
+        ],
+    )
+    assert sorted((each.key, each.value) for each in consume_all(kafka.bootstrap, events, 2)) == [
+        (b"k0", b"first"),
+        (b"k1", b"second"),
+    ]
+
+
+def test_one_message_is_sent_again_by_its_source(run, topics, kafka, consume_all):
+    events, dead = topics
+    assert json.loads(run("resend", "--source", f"{events}[0]@1", "--json")[1])["sent"] == [f"{events}[0]@1"]
+    assert [each.value for each in consume_all(kafka.bootstrap, events, 1)] == [b"second"]
+    code, _, err = run("resend", "--source", "nowhere[0]@1")
+    assert (code, err) == (2, f"anabranch: there is no dead letter of nowhere[0]@1 in {dead}\n")
+
+
+def test_without_a_choice_nothing_is_sent(run):
+    code, out, err = run("resend")
+    assert (code, out) == (2, "")
+    assert "name messages by --source, or take all by --all" in err

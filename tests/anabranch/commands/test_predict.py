@@ -1,0 +1,88 @@
+"""`anabranch predict` against a serving process."""
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from anabranch.cli import app as cli
+from anabranch.config.loader import Config, load_config
+from ingest.events.schema import Schema
+from learner.state_dir.version import Manifest, ModelReference, Verdict, Versions
+from serving.reporting.report import ServingReport, read_report
+from tests.pipelines import Part
+
+CONFIG = """
+[serving]
+port = {port}
+tokens = {{read = "lesen", admin = "verwalten"}}
+"""
+
+
+@pytest.fixture
+def config(write_pipeline: Callable[..., Path], free_port: Callable[[], int]) -> Config:
+    return load_config(write_pipeline("127.0.0.1:1", "events", CONFIG.format(port=free_port())))
+
+
+@pytest.fixture
+def _serving(config: Config) -> Iterator[None]:
+    """A serving process that serves version 7, which answers with the index of the largest feature."""
+    manifest = Manifest(
+        number=7,
+        generation=1,
+        parent=None,
+        time=time.time(),
+        step=1,
+        trained_through={},
+        metrics={},
+        schema=Schema(config.pipeline.events).digest,
+        encoders={},
+        model=ModelReference("tiny_model:build", {}, "classification"),
+        files={},
+    )
+    model = nn.Linear(3, 3)
+    with torch.no_grad():
+        model.weight.copy_(torch.eye(3))
+        model.bias.zero_()
+    Versions(config.state_dir / "versions").write(model.state_dict(), manifest, Verdict("pass"))
+    with contextlib.closing(Part("serving", config.path)) as process:
+
+        def ready() -> ServingReport | None:
+            report = read_report(config.state_dir)
+            return report if report is not None and report.ready else None
+
+        process.until(ready)
+        yield
+        process.stop()
+
+
+def write(config: Config, *events: object) -> Path:
+    path = config.folder / "events.jsonl"
+    path.write_text("".join(json.dumps(event) + "\n" for event in events))
+    return path
+
+
+@pytest.mark.process
+@pytest.mark.usefixtures("_serving")
+def test_each_event_gets_a_prediction_with_its_version(config: Config, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(config, {"x": [0, 5, 0]}, {"x": [0.0, 0.0, 5.0], "y": 1})
+    assert cli.main(["predict", str(path), "-c", str(config.path)]) == 0
+    replies = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(reply["version"], reply["prediction"]) for reply in replies] == [("7", 1), ("7", 2)]
+    assert sum(replies[0]["probabilities"]) == pytest.approx(1.0)
+    assert cli.main(["predict", str(path), "--json", "-c", str(config.path)]) == 0
+    assert json.loads(capsys.readouterr().out) == replies
+    for event, sentence in (({"z": 1}, 'the feature "x" is missing'), ({"x": [1, 2]}, "the server answered 400")):
+        assert cli.main(["predict", str(write(config, event)), "-c", str(config.path)]) == 2
+        assert sentence in capsys.readouterr().err
+
+
+def test_without_a_server_it_says_how_to_start_one(config: Config, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(config, {"x": [0, 5, 0]})
+    assert cli.main(["predict", str(path), "-c", str(config.path)]) == 3
+    assert f'is not ready; start it: "anabranch serve -c {config.path}"' in capsys.readouterr().err
