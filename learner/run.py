@@ -149,7 +149,8 @@ def learn(
             sharing.while_waiting = reporter.report_if_due
         port = stack.enter_context(
             serve_status(
-                deployment.learner.status, deployment.read_token, registry, reporter.problems, reporter.warnings
+                *(deployment.learner.status, deployment.read_token, registry, reporter.problems, reporter.warnings),
+                admin_token=deployment.admin_token,
             )
         )
         stack.callback(source.close)
