@@ -19,9 +19,10 @@ from anabranch.core.errors import SettingsError
 from learner.device_sharing.lease import hold_server
 from serving.config import ServingSettings
 from serving.dashboard.status import Overview
-from serving.http.app import HttpServer, build_app
+from serving.http.app import build_app
 from serving.http.listening_socket import address_of, listen
 from serving.http.log_limit import limited_lines
+from serving.http.server import HttpServer
 from serving.inference.batcher import Batcher
 from serving.inference.service import Service
 from serving.inference.shadow import Shadow

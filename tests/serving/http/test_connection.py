@@ -18,10 +18,10 @@ import pytest
 import serving.http.acceptor
 import serving.http.connection
 from serving.config import ServingSettings
-from serving.http.app import HttpServer
 from serving.http.connection import H11Connection
 from serving.http.httptools_connection import HttpToolsConnection
 from serving.http.listening_socket import listen
+from serving.http.server import HttpServer
 
 App = Callable[[Any, Any, Any], Awaitable[None]]
 Serve = Callable[..., AbstractContextManager[int]]
@@ -51,7 +51,7 @@ async def reply(send: Any, body: bytes, *headers: tuple[bytes, bytes]) -> None:
 @pytest.fixture(params=[H11Connection, HttpToolsConnection], ids=["h11", "httptools"])
 def serve(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Serve:
     """Serve an ASGI application on a free port, which is what the context returns."""
-    monkeypatch.setattr("serving.http.app.connection_class", lambda: request.param)
+    monkeypatch.setattr("serving.http.server.connection_class", lambda: request.param)
 
     @contextmanager
     def serving_(app: App = answer, **settings: Any) -> Iterator[int]:
@@ -224,7 +224,7 @@ def test_replies_that_nobody_reads_end_their_connection_and_slow_readers_get_the
 def test_for_a_new_connection_the_one_that_waits_longest_is_closed(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("serving.http.app.most_connections", lambda tls: 4)
+    monkeypatch.setattr("serving.http.server.most_connections", lambda tls: 4)
     with serve() as port, contextlib.ExitStack() as stack:
         polite = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
         stack.callback(polite.close)
@@ -241,7 +241,7 @@ def test_for_a_new_connection_the_one_that_waits_longest_is_closed(
 def test_requests_in_hand_are_not_closed_for_new_connections_which_wait(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("serving.http.app.most_connections", lambda tls: 2)
+    monkeypatch.setattr("serving.http.server.most_connections", lambda tls: 2)
     arrived = threading.Semaphore(0)
     go_on = threading.Event()
 
