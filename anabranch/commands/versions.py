@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 from rich.console import Group, RenderableType
@@ -14,15 +14,8 @@ from anabranch.core.errors import SettingsError
 from ingest.events.schema import Schema
 from learner.errors import VersionError
 from learner.state_dir.trained_through import format_trained_through
-from learner.state_dir.version import (
-    Manifest,
-    ModelReference,
-    RegistryState,
-    Verdict,
-    Versions,
-    other_model,
-    reference_to,
-)
+from learner.state_dir.version import Manifest, RegistryState, Verdict, Versions, reference_to
+from serving.rollout.eligibility import Requirements, refusal
 
 _STYLES = {"pass": "green", "fail": "red", "inconclusive": "yellow"}
 
@@ -63,9 +56,9 @@ def list_versions(config: Config, limit: int | None) -> list[Listed]:
         VersionError: `state.json` cannot be read.
     """
     versions = _versions(config)
-    wanted, state = _wanted(config), versions.state()
+    requirements, state = _requirements(config), versions.state()
     newest = versions.numbers()[::-1]
-    listed = [_look(versions, number, state, wanted) for number in newest[:limit]]
+    listed = [_look(versions, number, state, requirements) for number in newest[:limit]]
     still = versions.numbers()
     return [one for one in listed if one.number in still]  # the learner deletes old ones meanwhile
 
@@ -84,7 +77,7 @@ def show_version(config: Config, which: Which) -> Listed:
     if not isinstance(number, int) or number not in numbers:
         there = f"there are {numbers[0]} to {numbers[-1]}" if numbers else "there is none yet"
         raise SettingsError(f"there is no version {which if number is None else number} in {versions.path}; {there}")
-    listed = _look(versions, number, state, _wanted(config))
+    listed = _look(versions, number, state, _requirements(config))
     if listed.manifest is None:
         return listed
     try:
@@ -165,18 +158,11 @@ def _versions(config: Config) -> Versions:
     return Versions(config.state_dir / "versions")
 
 
-class _Wanted(NamedTuple):
-    """What serving wants a version to be of."""
-
-    schema: str
-    model: ModelReference
+def _requirements(config: Config) -> Requirements:
+    return Requirements(Schema(config.pipeline.events).digest, reference_to(config.pipeline.model))
 
 
-def _wanted(config: Config) -> _Wanted:
-    return _Wanted(Schema(config.pipeline.events).digest, reference_to(config.pipeline.model))
-
-
-def _look(versions: Versions, number: int, state: RegistryState, wanted: _Wanted) -> Listed:
+def _look(versions: Versions, number: int, state: RegistryState, requirements: Requirements) -> Listed:
     marks = {"served": state.serving, "previous": state.previous, "pinned": state.pinned, "promoted": state.promoted}
     found = [mark for mark, marked in marks.items() if marked == number]
     found += ["rolled back"] if number in state.rolled_back else []
@@ -187,21 +173,8 @@ def _look(versions: Versions, number: int, state: RegistryState, wanted: _Wanted
     except (VersionError, OSError) as exc:
         refused = str(exc)
     else:
-        refused = _refusal(manifest, verdict, wanted, state)
+        refused = refusal(manifest, verdict, state, requirements)
     return Listed(number, manifest, verdict, _bytes(versions, number), found, refused)
-
-
-def _refusal(manifest: Manifest, verdict: Verdict | None, wanted: _Wanted, state: RegistryState) -> str | None:
-    """Say why serving does not take a version whose files are whole, as `serving.rollout.hot_swap` decides it."""
-    if manifest.number in state.rolled_back:
-        return "it was rolled back, or left out by a rollback"
-    if verdict is None:
-        return "it has no verdict yet"
-    if verdict.verdict == "fail" and manifest.number not in (state.promoted, state.pinned):
-        return f"the gate failed it: {'; '.join(verdict.reasons) or 'no reason is given'}"
-    if manifest.schema != wanted.schema:
-        return "it was learned under another schema than [schema] describes"
-    return other_model(manifest.model, wanted.model)
 
 
 def _bytes(versions: Versions, number: int) -> int:

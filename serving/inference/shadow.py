@@ -25,11 +25,13 @@ import numpy as np
 
 from anabranch.core.failures import Failure, failure_of
 from learner.errors import VersionError
+from learner.state_dir.version import reference_to
 from serving.metrics import ServingMetrics
 from serving.model.deployment import Deployment
 from serving.model.loaded_version import ServedVersion, load_version
 from serving.protocol.tensors import Array
 from serving.reporting.report import ShadowReport
+from serving.rollout.eligibility import Requirements, misfit
 from serving.rollout.load_retry import Retries, may_pass
 
 log = logging.getLogger("anabranch.serving")
@@ -74,6 +76,7 @@ class Shadow:
         """
         # The model that versions are copied from is used by one thread at a time.
         self._deployment = dataclasses.replace(deployment, stream_priority=False)
+        self._requirements = Requirements(deployment.schema.digest, reference_to(deployment.model))
         self._fraction = fraction
         self._max_batch = max_batch
         self._metrics = metrics
@@ -172,8 +175,8 @@ class Shadow:
     def _take(self, number: int) -> bool:
         try:
             manifest = self._deployment.versions.manifest(number)
-            if manifest.schema != self._deployment.schema.digest:
-                raise VersionError(f"version {number}: it was learned under another schema than [schema] describes")
+            if (reason := misfit(manifest, self._requirements)) is not None:
+                raise VersionError(f"version {number}: {reason}")
             self._candidate = load_version(self._deployment, manifest, self._max_batch)
         except (VersionError, OSError, RuntimeError, MemoryError) as exc:
             self._fail(number, str(exc), for_good=not may_pass(exc))

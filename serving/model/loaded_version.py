@@ -15,7 +15,7 @@ from torch import nn
 from learner.errors import ModelError, VersionError
 from learner.model.factory import forward
 from learner.state_dir.trained_through import format_trained_through
-from learner.state_dir.version import Manifest, other_model, reference_to
+from learner.state_dir.version import Manifest
 from serving.model.deployment import Deployment, _sentence
 from serving.protocol.codec import EMBEDDING
 from serving.protocol.tensors import Array
@@ -85,18 +85,15 @@ class ServedVersion:
 
 
 def load_version(deployment: Deployment, manifest: Manifest, max_batch: int) -> ServedVersion:
-    """Load a version, check it, and warm it up on batches of 1 and of `max_batch`, the first on all sizes between too.
+    """Load a version of the configured schema and model, and warm it up on batches of 1 and of `max_batch` rows.
 
-    What torch plans for a shape it keeps for the versions to come. A large model's first version does not wait until
-    all sizes are warm: they go on with the next ones.
+    The first versions are warmed up on all sizes between as well: torch keeps its plan for a shape for later versions.
+    A large model's first version does not wait until all sizes are warm; the next versions continue.
 
     Raises:
-        VersionError: a file lacks its digest, another model than `[model]` names, weights that do not fit, or a module
-            that fails on zeros.
+        VersionError: a file does not have its digest, weights do not fit, or the module fails on zeros.
     """
     number = manifest.number
-    if (other := other_model(manifest.model, reference_to(deployment.model))) is not None:
-        raise VersionError(f"version {number}: {other}")
     weights = deployment.versions.weights(manifest)
     try:
         pattern = deployment.pattern

@@ -16,14 +16,14 @@ from typing import Self
 import msgspec
 
 from learner.errors import VersionError
-from learner.state_dir.version import Manifest, RegistryState
+from learner.state_dir.version import Manifest, RegistryState, reference_to
 from serving.errors import ConflictError
 from serving.metrics import ServingMetrics
 from serving.model.deployment import Deployment
 from serving.model.loaded_version import ServedVersion, load_version
 from serving.rollout.commands import Order, pin, promote
 from serving.rollout.directory_watcher import DirectoryWatcher
-from serving.rollout.eligibility import ServingPolicy, lowered
+from serving.rollout.eligibility import Requirements, ServingPolicy, lowered, misfit
 from serving.rollout.freshness import FreshnessTracker
 from serving.rollout.load_retry import Retries, may_pass
 
@@ -73,6 +73,7 @@ class VersionSwapper:
         self._notify = taken
         self._fail = fail
         self._choice = ServingPolicy(self._versions)
+        self._requirements = Requirements(deployment.schema.digest, reference_to(deployment.model))
         self._state = RegistryState()
         self._passed_over: dict[int, object] = {}
         self._retries = Retries(clock)
@@ -253,7 +254,7 @@ class VersionSwapper:
 
     def _load(self, number: int, *, back: bool) -> ServedVersion | None:
         """Load a version; None when it may not be taken."""
-        if number != self._state.pinned and not self._choice.may_take(number, self._state):
+        if not self._choice.may_take(number, self._state):
             return None
         manifest = self._versions.manifest(number)
         self._check(manifest, number, back=back)
@@ -262,8 +263,8 @@ class VersionSwapper:
     def _check(self, manifest: Manifest, number: int, *, back: bool) -> None:
         if manifest.number != number:
             raise VersionError(f"version {number}: its manifest is that of version {manifest.number}")
-        if manifest.schema != self._deployment.schema.digest:
-            raise VersionError(f"version {number}: it was learned under another schema than [schema] describes")
+        if (reason := misfit(manifest, self._requirements)) is not None:
+            raise VersionError(f"version {number}: {reason}")
         if number in self._stale:
             raise VersionError(
                 f"version {number}: its learner's generation {manifest.generation} is over, a later one has begun"
