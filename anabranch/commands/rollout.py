@@ -24,7 +24,7 @@ from serving.config import ServingSettings
 from serving.errors import RequestError
 from serving.reporting.health import SILENT
 from serving.reporting.report import REPORT, STOPPED, ServingReport, read_report
-from serving.rollout.commands import ORDERS
+from serving.rollout.commands import COMMANDS
 
 _PATIENCE_SECONDS = 60
 
@@ -68,7 +68,7 @@ def apply_command(config: Config, action: str, number: int | None) -> RolloutRes
         return RolloutResult(_ask(config, report, action, chosen), running=True)
     try:
         with versions.changing_state():
-            after = ORDERS[action](versions.state(), chosen, versions.numbers())
+            after = COMMANDS[action](versions.state(), chosen, versions.numbers())
             versions.write_state(after)
     except RequestError as exc:
         raise SettingsError(str(exc)) from exc

@@ -28,8 +28,15 @@ from serving.errors import (
 )
 from serving.http.access_log import RequestLog
 from serving.http.auth import asks_for_token, check_admin
-from serving.http.middleware import AuthMiddleware, RequestIdMiddleware, error_response, header, json_response
-from serving.http.openapi import whole
+from serving.http.middleware import (
+    REQUEST_ID,
+    AuthMiddleware,
+    RequestIdMiddleware,
+    error_response,
+    header,
+    json_response,
+)
+from serving.http.openapi import build_openapi
 from serving.http.request_body import BodyReader, ClientDisconnectedError, DisconnectWatcher, HeldBytes
 from serving.inference.service import Service
 from serving.metrics import ServingMetrics
@@ -41,7 +48,7 @@ _NOT_STORED = {"cache-control": "no-store"}
 _CLIENT_CLOSED_REQUEST = 499
 _HEADER_LENGTH = HEADER_LENGTH.encode()
 _LARGE_REPLY = 65_536
-"""Bytes beyond which the transport says when a reply has been read."""
+"""Larger replies, in bytes, wait until the client has read them."""
 
 
 def build_app(
@@ -51,7 +58,7 @@ def build_app(
     overview: Overview,
     report: Callable[[], ServingReport],
 ) -> ASGIApp:
-    """Return the whole application; it belongs to the thread of one event loop."""
+    """Return the ASGI application; it belongs to the thread of one event loop."""
     app = FastAPI(title="Anabranch", version=_version(), openapi_url=None, redirect_slashes=False)
     app.add_exception_handler(RequestError, _on_request_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
@@ -61,7 +68,7 @@ def build_app(
         app.router.routes.append(Route(path, infer, methods=["POST"]))
     _add_protocol_routes(app, service)
     _add_dashboard(app, overview, report)
-    _add_orders(app, service, settings.tokens)
+    _add_rollout_commands(app, service, settings.tokens)
     _add_metrics(app, metrics)
     _add_description(app, service, overview.history.steps, tokens=asks_for_token(settings.tokens))
     return RequestIdMiddleware(AuthMiddleware(app, settings.tokens, metrics, _OPEN), RequestLog(settings.request_log))
@@ -116,7 +123,7 @@ class _Infer:
 
 
 async def _send(response: Response, scope: Scope, receive: Receive, send: Send) -> None:
-    """Send a response; a large one is sent when this returns, and not only handed to the transport.
+    """Send a response. When this returns, a large one was written to the socket, not only buffered.
 
     The last message of a response waits only for the messages before it, so a large body is not the last one.
     """
@@ -182,12 +189,12 @@ def _add_dashboard(app: FastAPI, overview: Overview, report: Callable[[], Servin
         return json_response(points, headers=_NOT_STORED)
 
 
-def _add_orders(app: FastAPI, service: Service, tokens: Tokens) -> None:
+def _add_rollout_commands(app: FastAPI, service: Service, tokens: Tokens) -> None:
     @app.post("/api/versions/{version}:{action}", response_class=Response)
-    async def order(version: str, action: str, request: Request) -> Response:
+    async def rollout(version: str, action: str, request: Request) -> Response:
         get = request.headers.get
         check_admin(tokens, get("authorization", ""), get("host", ""), get("origin", ""))
-        return json_response(await service.order(action, version), headers=_NOT_STORED)
+        return json_response(await service.apply(action, version), headers=_NOT_STORED)
 
 
 def _since(request: Request, steps: Sequence[int]) -> tuple[int, int]:
@@ -210,7 +217,7 @@ def _add_description(app: FastAPI, service: Service, steps: Sequence[int], *, to
     async def description() -> Response:
         return content
 
-    content = json_response(whole(app.openapi(), service.name, service.signature, steps, _OPEN, tokens=tokens))
+    content = json_response(build_openapi(app.openapi(), service.name, service.signature, steps, _OPEN, tokens=tokens))
 
 
 def _metadata(service: Service, versions: list[str]) -> dict[str, Any]:
@@ -234,8 +241,9 @@ async def _on_http_exception(request: Request, exc: Exception) -> Response:
     return json_response({"error": sentence}, exc.status_code, dict(exc.headers or {}))
 
 
-async def _on_bug(_request: Request, _exc: Exception) -> Response:
-    return json_response({"error": "the server failed; its log says how"}, 500)
+async def _on_bug(request: Request, _exc: Exception) -> Response:
+    sentence = f"internal server error; see the server log (request id {request.scope[REQUEST_ID]})"
+    return json_response({"error": sentence}, 500)
 
 
 def _length(value: bytes | None) -> int | None:

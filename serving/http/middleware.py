@@ -16,6 +16,9 @@ from serving.metrics import ServingMetrics
 
 log = logging.getLogger("anabranch.serving")
 
+REQUEST_ID = "anabranch.request_id"
+"""The key of a request's id in its ASGI scope."""
+
 _NO_SNIFFING = (b"x-content-type-options", b"nosniff")
 _CLOSE = (b"connection", b"close")
 _MOST_FIELDS = 100
@@ -36,6 +39,7 @@ class RequestIdMiddleware:
         """Answer a request, with its id."""
         began = time.perf_counter()
         name, status = name_of(header(scope, HEADER)), 500
+        scope[REQUEST_ID] = name.decode()
         unread = _has_body(scope)
 
         async def receive_and_track() -> Message:
@@ -54,7 +58,7 @@ class RequestIdMiddleware:
         try:
             await self._app(scope, receive_and_track if unread else receive, send_with_id)
         except Exception:
-            log.exception("request %s failed", name.decode())
+            log.exception("request %s failed", scope[REQUEST_ID])
         finally:
             self._requests.answered(name, scope["method"], scope["path"], status, time.perf_counter() - began)
 

@@ -66,12 +66,13 @@ def test_a_bug_is_told_to_the_log_with_the_requests_name_and_not_to_the_client(
     numbers.publish(1)
     with caplog.at_level(logging.INFO), served(numbers) as server:
         monkeypatch.setattr(Service, "check_name", fail)
-        for answer in (
-            httpx.post(server.infer, json=body_of(1), headers={"X-Request-ID": "one"}),
-            httpx.get(server.url + "/v2/models/tiny", headers={"X-Request-ID": "two"}),
+        for name, answer in (
+            ("one", httpx.post(server.infer, json=body_of(1), headers={"X-Request-ID": "one"})),
+            ("two", httpx.get(server.url + "/v2/models/tiny", headers={"X-Request-ID": "two"})),
         ):
             assert answer.status_code == 500
-            assert answer.json() == {"error": "the server failed; its log says how"}
+            sentence = f"internal server error; see the server log (request id {name})"
+            assert answer.json() == {"error": sentence}
         monkeypatch.undo()
         assert httpx.post(server.infer, json=body_of(1)).status_code == 200
     bugs = [record for record in caplog.records if record.exc_info]

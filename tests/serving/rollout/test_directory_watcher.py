@@ -21,7 +21,7 @@ PATIENCE = 30
 @pytest.fixture(autouse=True)
 def no_looking(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only what the kernel tells, or another thread, ends a wait."""
-    monkeypatch.setattr(notice, "LOOK_ANYWAY", timedelta(hours=1))
+    monkeypatch.setattr(notice, "POLL_ANYWAY", timedelta(hours=1))
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_the_kernel_tells_of_a_change_at_once(
     waits: Callable[[DirectoryWatcher], "Future[None]"],
     change: Callable[[Path], None],
 ) -> None:
-    assert notices.by_the_kernel
+    assert notices.uses_inotify
     waiting = waits(notices)
     change(versions)
     waiting.result(PATIENCE)
@@ -85,15 +85,15 @@ def test_a_directory_that_comes_later_or_comes_anew_is_followed(tmp_path: Path) 
     path = tmp_path / "versions"
     with DirectoryWatcher(path) as notices:
         notices.follow()
-        assert not notices.by_the_kernel
+        assert not notices.uses_inotify
         for _ in range(2):
             path.mkdir()
             notices.follow()
-            assert notices.by_the_kernel
+            assert notices.uses_inotify
             shutil.rmtree(path)
             notices.wait()
             notices.follow()
-            assert not notices.by_the_kernel
+            assert not notices.uses_inotify
 
 
 @linux
@@ -131,7 +131,7 @@ def test_where_the_kernel_does_not_tell_it_is_looked_again_and_again(
     with DirectoryWatcher(versions) as notices:
         for _ in range(3):
             notices.follow()
-            assert not notices.by_the_kernel
+            assert not notices.uses_inotify
             notices.wait()
     assert len(list(Path("/dev/fd").iterdir())) == open_files
 
