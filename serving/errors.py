@@ -5,7 +5,7 @@ AnabranchError
     |-- BadRequestError      400  fix the request
     |   `-- FramingError     400  specify the end of the body in one way
     |-- UnauthorizedError           401  send a token of this server
-    |-- ForbiddenError       403  send the admin token, or ask from where the sentence says
+    |-- ForbiddenError       403  send the admin token, or send the request as the sentence explains
     |-- NotFoundError         404  ask for what exists; the sentence names it
     |-- ConflictError        409  first change what the sentence names
     |-- TooLargeError        413  send less at once

@@ -92,7 +92,7 @@ class _Process:
         1. requests that wait for a newer version are answered 503;
         2. the listener is closed, requests in flight are answered, connections are closed;
         3. the swap's thread ends, then the model's;
-        4. the last report says that nothing is ready.
+        4. the last report is written, with `ready` false.
 
         A bug in a thread stops the process too, and is raised here.
         """

@@ -109,7 +109,7 @@ def build_openapi(
 
 
 def _complete(path: str, operation: Document, refusals: Sequence[int]) -> None:
-    """Say what a route answers: its content, and errors, which are all alike, those of who may ask among them."""
+    """Add a route's content and error responses, including those of missing tokens."""
     answers = operation["responses"]
     answers.pop("422", None)
     answers["200"].setdefault("content", {_OTHER_CONTENT.get(path, _JSON): {}})

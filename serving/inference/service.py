@@ -102,7 +102,7 @@ class Service:
         """Apply a rollout command in all workers, and return the new state.
 
         Raises:
-            RequestError: it is not applied; the sentence says why.
+            RequestError: it is not applied; the sentence gives the reason.
         """
         if action not in COMMANDS:
             raise NotFoundError(f"there is no rollout command {shorten(action)!r}; there are {', '.join(COMMANDS)}")
@@ -124,7 +124,7 @@ class Service:
         `peer` names the connection of the request, if known.
 
         Raises:
-            RequestError: there is no prediction; the sentence says why.
+            RequestError: there is no prediction; the sentence gives the reason.
         """
         self.check_name(name)
         request = await _run(len(body) > _LARGE_BYTES, self.signature.decode, body, header_length)

@@ -119,7 +119,7 @@ class Signature:
     """The inputs and outputs of the served model, and the codec between them and bytes."""
 
     def __init__(self, schema: Schema, outputs: Sequence[TensorSpec], max_rows: int, embeds: bool = False) -> None:
-        """`embeds` says whether the model has an embedding."""
+        """`embeds`: the model has an embedding."""
         self.features = {feature.name: feature for feature in schema.features}
         self.inputs = {feature.name: input_spec(feature) for feature in schema.features}
         self.outputs = {spec.name: spec for spec in outputs}
@@ -189,8 +189,8 @@ class Signature:
                 raise BadRequestError(f"input {tensor.name!r} is given twice")
             seen.add(tensor.name)
             if tensor.datatype != spec.datatype:
-                found = shorten(tensor.datatype)
-                raise BadRequestError(f"input {tensor.name!r} has datatype {spec.datatype}, not {found!r}")
+                given = shorten(tensor.datatype)
+                raise BadRequestError(f"input {tensor.name!r} has datatype {spec.datatype}, not {given!r}")
             own = self._own_rows(spec, tensor)
             if rows is not None and own != rows:
                 raise BadRequestError(f"input {tensor.name!r} has {own} rows, but another has {rows}")
@@ -207,8 +207,8 @@ class Signature:
         """Check a tensor's shape, and return its rows."""
         text = bytes(tensor.shape)
         if len(text) > _LONGEST_DIMENSION * (2 + len(spec.shape)):
-            found = text[:_LONGEST_DIMENSION].decode("ascii", "replace")
-            raise BadRequestError(f"input {spec.name!r} has shape {[-1, *spec.shape]}, not {found}...")
+            given = text[:_LONGEST_DIMENSION].decode("ascii", "replace")
+            raise BadRequestError(f"input {spec.name!r} has shape {[-1, *spec.shape]}, not {given}...")
         shape: list[int] = _decode(self._shape_decoder, text, f"the shape of input {spec.name!r} is not one")
         if tuple(shape[1:]) != spec.shape or not shape:
             raise BadRequestError(f"input {spec.name!r} has shape {[-1, *spec.shape]}, not {shape}")

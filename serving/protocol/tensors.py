@@ -60,11 +60,11 @@ def read_json(spec: TensorSpec, data: bytes, rows: int) -> Array:
         BadRequestError: other elements, or another number of them, than the tensor has.
     """
     expected = rows * spec.row_elements
-    found = data.count(b",") + 1
+    elements = data.count(b",") + 1
     if spec.dtype is None and (data.count(b'"') - data.count(b'\\"')) > 2 * expected:
         raise BadRequestError(f"input {spec.name!r} has more elements than its shape asks for, which is {expected}")
-    if found < expected or (found > expected and spec.dtype is not None):
-        raise BadRequestError(f"input {spec.name!r} has {found} elements, but its shape asks for {expected}")
+    if elements < expected or (elements > expected and spec.dtype is not None):
+        raise BadRequestError(f"input {spec.name!r} has {elements} elements, but its shape asks for {expected}")
     nested = _OPENS_TWICE.match(data) is not None
     decoder = spec.nested_decoder if nested else spec.flat_decoder
     try:

@@ -108,7 +108,7 @@ def connections(address: str) -> int:
 
 
 @pytest.mark.slow
-def test_all_workers_follow_versions_and_orders_and_count_as_one(
+def test_all_workers_follow_versions_and_rollout_commands_and_count_as_one(
     start_workers: Any, numbers: Any, body_of: Any, eventually: Any
 ) -> None:
     with start_workers() as server, ThreadPoolExecutor(8) as clients:
@@ -132,7 +132,7 @@ def test_all_workers_follow_versions_and_orders_and_count_as_one(
         assert {reply.result(30).json()["model_version"] for reply in early} == {"2"}
         assert answers(parameters=own["parameters"]) == {"2": 40}
 
-        # An order is answered when all have obeyed it.
+        # A rollout command is answered when all workers have applied it.
         assert server.order(1, "pin").json()["serving"] == 1
         assert answers() == {"1": 40}
         assert server.order(2, "promote").status_code == 409
@@ -159,7 +159,7 @@ def test_all_workers_follow_versions_and_orders_and_count_as_one(
 
 
 @pytest.mark.slow
-def test_a_killed_worker_costs_what_it_had_in_hand_and_comes_back(
+def test_a_killed_worker_loses_only_its_current_requests_and_is_restarted(
     start_workers: Any, numbers: Any, body_of: Any, eventually: Any
 ) -> None:
     numbers.publish(1)
@@ -217,7 +217,7 @@ def test_requests_in_flight_are_answered_when_it_stops(
 
 
 @pytest.mark.slow
-def test_after_a_kill_of_the_one_that_listens_another_takes_the_port(
+def test_after_a_kill_of_the_listening_process_another_one_gets_the_port(
     start_workers: Any, numbers: Any, eventually: Any
 ) -> None:
     numbers.publish(1)
@@ -234,7 +234,7 @@ def test_after_a_kill_of_the_one_that_listens_another_takes_the_port(
 
 
 @pytest.mark.slow
-def test_each_worker_speaks_tls_and_obeys_orders_that_come_over_it(
+def test_each_worker_speaks_tls_and_applies_rollout_commands_over_it(
     start_workers: Any, numbers: Any, body_of: Any, eventually: Any, certificate: Any
 ) -> None:
     cert, _ = certificate(2, issued=True)
@@ -275,7 +275,7 @@ def test_each_worker_speaks_tls_and_obeys_orders_that_come_over_it(
 
 
 @pytest.mark.slow
-def test_the_shadows_of_all_workers_are_told_as_one(
+def test_the_shadows_of_all_workers_are_reported_as_one(
     start_workers: Any, numbers: Any, body_of: Any, eventually: Any
 ) -> None:
     numbers.publish(1)
@@ -303,7 +303,7 @@ def test_the_shadows_of_all_workers_are_told_as_one(
         assert server.count("anabranch_serving_shadow_disagreement_total") == 4 * compared
         eventually(lambda: server.report.shadow == ShadowReport(version=5, rows=compared, disagreement=4.0))
 
-        # What a worker that died has compared stays counted, and the one in its place has a shadow too.
+        # The rows that a dead worker compared stay counted, and its replacement has a shadow too.
         os.kill(first, signal.SIGKILL)
         eventually(lambda: server.workers > {second})
         eventually(lambda: server.serves(1), 60)

@@ -1,4 +1,4 @@
-"""A candidate answers a part of the live requests, and whatever it does touches none of them."""
+"""A candidate answers a fraction of the live requests, and never affects them."""
 
 import errno
 import sys
@@ -93,7 +93,7 @@ def test_only_the_fraction_is_compared(numbers: Any, served: Any, body_of: Any, 
         assert count(server, "rows_total") == 0
 
 
-def test_a_candidate_that_cannot_be_loaded_touches_no_request(
+def test_a_candidate_that_cannot_be_loaded_affects_no_request(
     deploy: Any, served: Any, body_of: Any, eventually: Any
 ) -> None:
     publisher = deploy("linear")
@@ -108,7 +108,7 @@ def test_a_candidate_that_cannot_be_loaded_touches_no_request(
 
 
 class PolledShadow:
-    """A shadow whose thread is not started, beside a served version 1; its looks are half a minute apart."""
+    """A shadow whose thread is not started, while version 1 is served; it polls every half minute."""
 
     def __init__(self, publisher: Any) -> None:
         publisher.publish(1)
@@ -139,7 +139,7 @@ def raises(error: BaseException) -> Callable[..., Any]:
     [OSError(errno.ESTALE, "Stale file handle"), MemoryError("none left"), torch.OutOfMemoryError("none left")],
     ids=repr,
 )
-def test_a_candidate_that_is_away_or_finds_no_memory_is_tried_again(numbers: Any, error: Exception) -> None:
+def test_a_candidate_that_cannot_be_read_or_has_no_memory_is_tried_again(numbers: Any, error: Exception) -> None:
     shadowed = PolledShadow(numbers)
     numbers.publish(2, verdict="fail")
     with pytest.MonkeyPatch.context() as patch:
@@ -155,10 +155,10 @@ def test_a_candidate_that_is_away_or_finds_no_memory_is_tried_again(numbers: Any
         assert shadowed.shadow._candidate is not None
         shadowed.shadow._compare(request, shadowed.shadow._candidate)
         assert str(error) in str(shadowed.failed())
-    assert shadowed.poll() == 2, "it is given up for good"
+    assert shadowed.poll() == 2, "it is given up permanently"
 
 
-def test_a_candidate_that_does_not_fit_is_given_up_for_good(numbers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_candidate_that_does_not_fit_is_given_up_permanently(numbers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     shadowed = PolledShadow(numbers)
     numbers.publish(2, verdict="fail", weights={"number": torch.zeros(3)})
     assert shadowed.poll() is None
@@ -166,7 +166,7 @@ def test_a_candidate_that_does_not_fit_is_given_up_for_good(numbers: Any, monkey
     assert [shadowed.poll() for _ in range(5)] == [None] * 5
 
 
-def test_a_directory_of_versions_that_is_away_for_a_while_does_not_end_the_shadow(numbers: Any) -> None:
+def test_a_versions_directory_that_is_unreadable_for_a_while_does_not_end_the_shadow(numbers: Any) -> None:
     shadowed = PolledShadow(numbers)
     numbers.publish(2, verdict="fail")
     with pytest.MonkeyPatch.context() as patch:
@@ -175,7 +175,7 @@ def test_a_directory_of_versions_that_is_away_for_a_while_does_not_end_the_shado
     assert shadowed.poll() == 2
 
 
-def test_a_candidate_that_hangs_delays_nobody_and_what_it_misses_is_dropped(
+def test_a_candidate_that_hangs_delays_no_request_and_its_requests_are_dropped(
     deploy: Any, served: Any, body_of: Any, eventually: Any
 ) -> None:
     publisher = deploy("sluggish")

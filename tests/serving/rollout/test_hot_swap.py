@@ -1,4 +1,4 @@
-"""Which versions are taken, which are refused, and what is said of it. No thread: each test looks itself."""
+"""Which versions are served, which are refused, and how both are reported. No thread: each test polls."""
 
 import contextlib
 import errno
@@ -109,27 +109,27 @@ def test_a_restart_keeps_the_previous_version_and_what_others_wrote_into_state_j
     assert numbers.versions.state() == RegistryState(serving=2, previous=1, promoted=2, rolled_back=[9])
 
 
-def test_an_order_waits_for_whoever_else_changes_what_is_ordered(numbers: Any) -> None:
+def test_a_rollout_command_waits_for_others_that_change_the_state(numbers: Any) -> None:
     numbers.publish(1)
     one, other = Watched(numbers), Watched(numbers)
     assert (one.poll(), other.poll()) == (1, 1)
-    obeyed = threading.Event()
+    applied = threading.Event()
 
     def order() -> None:
         one.swap.apply(pin, 1)
-        obeyed.set()
+        applied.set()
 
     thread = threading.Thread(target=order)
     with numbers.versions.changing_state():
         thread.start()
         before = numbers.versions.state()
-        assert not obeyed.wait(0.2)
+        assert not applied.wait(0.2)
         numbers.versions.write_state(msgspec.structs.replace(before, rolled_back=[9]))
     thread.join(20)
     assert numbers.versions.state() == RegistryState(serving=1, pinned=1, rolled_back=[9])
 
 
-def test_two_workers_write_one_state_and_the_one_behind_takes_nothing_back(numbers: Any) -> None:
+def test_two_workers_write_one_state_and_the_slower_one_reverts_nothing(numbers: Any) -> None:
     numbers.publish(1)
     one, other, late = Watched(numbers), Watched(numbers), Watched(numbers)
     assert (one.poll(), other.poll(), late.poll()) == (1, 1, 1)
@@ -140,7 +140,7 @@ def test_two_workers_write_one_state_and_the_one_behind_takes_nothing_back(numbe
     verdict = numbers.versions.directory(3) / VERDICT
     assert one.poll() == 3
     held = verdict.read_bytes()
-    verdict.unlink()  # as if the late one had looked before it was written
+    verdict.unlink()  # as if the late one had polled before it was written
     assert late.poll() == 2
     replace_file(verdict, held)
     assert numbers.versions.state() == RegistryState(serving=3, previous=2)
@@ -168,7 +168,7 @@ def fail(numbers: Any, number: int) -> None:
     numbers.versions.write_verdict(number, Verdict("fail", ["the watch found it worse"]))
 
 
-def test_a_served_version_that_fails_afterwards_gives_way_to_the_newest_before_it_that_has_not(
+def test_a_served_version_that_fails_later_is_replaced_by_the_newest_older_one_that_has_not(
     numbers: Any, watched: Watched
 ) -> None:
     numbers.publish(1)
@@ -186,7 +186,7 @@ def test_a_served_version_that_fails_afterwards_gives_way_to_the_newest_before_i
     assert watched.poll() == 5
 
 
-def test_a_version_that_fails_goes_on_to_be_served_where_there_is_no_other(numbers: Any, watched: Watched) -> None:
+def test_a_version_that_fails_stays_served_while_there_is_no_other(numbers: Any, watched: Watched) -> None:
     numbers.publish(1)
     watched.poll()
     fail(numbers, 1)
@@ -233,7 +233,7 @@ def test_a_promoted_version_is_served_whatever_its_verdict_until_a_newer_one_pas
     assert watched.poll() == 3
     watched.swap.apply(promote, 2)
     assert watched.poll() == 2
-    assert Watched(numbers).poll() == 2, "a restart forgets the promotion"
+    assert Watched(numbers).poll() == 2, "a restart loses the promotion"
     numbers.publish(4, verdict="fail")
     assert watched.poll() == 2
     numbers.publish(5)
@@ -248,7 +248,7 @@ def test_a_pinned_version_is_served_and_no_other_until_it_is_unpinned(numbers: A
     numbers.publish(3)
     fail(numbers, 1)
     assert watched.poll() == 1
-    assert Watched(numbers).poll() == 1, "a restart forgets the pin"
+    assert Watched(numbers).poll() == 1, "a restart loses the pin"
     for order, number in ((promote, 3), (roll_back, 1), (unpin, 3)):
         with pytest.raises(ConflictError, match="pinned"):
             watched.swap.apply(order, number)
@@ -277,7 +277,9 @@ _ACTIONS = st.tuples(st.sampled_from([*_COMMANDS, "pass", "fail"]), st.integers(
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(_ACTIONS, max_size=12))
-def test_orders_in_any_order_are_obeyed_or_change_nothing(deploy_in: Any, actions: list[tuple[str, int]]) -> None:
+def test_rollout_commands_in_any_sequence_are_applied_or_change_nothing(
+    deploy_in: Any, actions: list[tuple[str, int]]
+) -> None:
     with tempfile.TemporaryDirectory() as folder:
         numbers = deploy_in("number", Path(folder))
         watched, newest = Watched(numbers), 0
@@ -317,7 +319,7 @@ def test_an_order_that_cannot_be_carried_out_changes_nothing(numbers: Any, watch
     assert not any("pinned" in sentence for sentence in watched.swap.problems)
 
 
-def test_a_pinned_version_that_is_gone_is_an_illness(numbers: Any, watched: Watched) -> None:
+def test_a_pinned_version_that_was_deleted_is_a_problem(numbers: Any, watched: Watched) -> None:
     numbers.publish(1)
     numbers.versions.write_state(RegistryState(pinned=7))
     assert watched.poll() is None
@@ -329,7 +331,9 @@ def test_a_pinned_version_that_is_gone_is_an_illness(numbers: Any, watched: Watc
 
 @settings(max_examples=200)
 @given(st.lists(st.tuples(st.sampled_from([promote, roll_back, pin, unpin]), st.integers(1, 9)), max_size=12))
-def test_orders_name_versions_that_are_there_and_no_two_go_against_each_other(orders: list[tuple[Any, int]]) -> None:
+def test_rollout_commands_name_existing_versions_and_do_not_contradict_each_other(
+    orders: list[tuple[Any, int]],
+) -> None:
     state, there = RegistryState(serving=8, previous=5), [1, 2, 4, 5, 7, 8]
     for order, number in orders:
         try:
@@ -480,9 +484,7 @@ def test_a_version_that_is_away_is_tried_again_at_once_and_then_ever_more_seldom
     assert watched.poll() == 1
 
 
-def test_a_version_that_is_away_and_then_is_deleted_or_fails_is_told_of_no_longer(
-    numbers: Any, watched: Watched
-) -> None:
+def test_an_unreadable_version_that_is_deleted_or_fails_is_no_longer_reported(numbers: Any, watched: Watched) -> None:
     numbers.publish(1)
     watched.poll()
     numbers.publish(2)
@@ -627,7 +629,7 @@ def test_no_start_and_no_way_back_ends_at_a_stale_learners_version(numbers: Any,
     watched.swap.apply(roll_back, 3)
     assert watched.poll() == 2
     watched.swap.apply(promote, 4)
-    assert watched.poll() == 4, "a person may want it all the same"
+    assert watched.poll() == 4, "a person may promote it all the same"
 
 
 def test_a_served_version_that_turns_out_to_be_a_stale_learners_gives_way(numbers: Any, watched: Watched) -> None:
@@ -653,7 +655,7 @@ def test_trained_through_never_falls_on_a_partition_of_the_same_incarnation(numb
     assert watched.poll() == 4
 
 
-def test_a_topic_that_a_later_learner_no_longer_reads_holds_no_version_off(numbers: Any, watched: Watched) -> None:
+def test_a_topic_that_a_later_learner_no_longer_reads_withholds_no_version(numbers: Any, watched: Watched) -> None:
     numbers.publish(1, offsets={"old:0": 1000, "events:0": 1000, "events:1": 5}, generation=1)
     assert watched.poll() == 1
     numbers.publish(2, offsets={"events:0": 1000, "events:1": 5}, generation=1)
@@ -666,7 +668,7 @@ def test_a_topic_that_a_later_learner_no_longer_reads_holds_no_version_off(numbe
     assert watched.poll() == 5
 
 
-def test_a_topic_that_was_made_anew_may_begin_again(numbers: Any, watched: Watched) -> None:
+def test_a_recreated_topic_may_begin_again(numbers: Any, watched: Watched) -> None:
     numbers.publish(1, offsets={"events:0": 5})
     watched.poll()
     numbers.publish(2, offsets={"events:0": 0}, incarnation=1)
@@ -681,7 +683,9 @@ def learned(rows: int, *ages: float) -> NewlyTrained:
     return NewlyTrained(rows, [int(1000 * (now - age)) for age in ages])
 
 
-def test_freshness_is_that_of_all_events_whose_first_served_version_it_is(numbers: Any, watched: Watched) -> None:
+def test_freshness_counts_all_events_that_a_version_is_the_first_served_one_to_have_learned(
+    numbers: Any, watched: Watched
+) -> None:
     numbers.publish(1, learned=learned(1000, 90))
     watched.poll()
     assert watched.registry.get_sample_value(COUNT) == 0, "what was learned before this process began says nothing"
@@ -711,9 +715,7 @@ def test_the_events_of_a_version_that_is_deleted_before_its_turn_are_not_lost(nu
     assert watched.registry.get_sample_value(COUNT) == 15
 
 
-def test_a_version_that_does_not_tell_what_it_has_learned_or_tells_it_torn_is_served(
-    numbers: Any, watched: Watched
-) -> None:
+def test_a_version_without_learned_events_or_with_a_torn_list_is_served(numbers: Any, watched: Watched) -> None:
     numbers.publish(1)
     watched.poll()
     numbers.publish(2, learned=None)
@@ -738,7 +740,7 @@ def test_events_that_wait_for_many_versions_are_all_counted(numbers: Any, watche
     assert watched.registry.get_sample_value(COUNT) == 101 * 40
 
 
-def test_the_old_version_is_freed_when_nobody_holds_it(numbers: Any, watched: Watched) -> None:
+def test_the_old_version_is_freed_with_its_last_reference(numbers: Any, watched: Watched) -> None:
     numbers.publish(1)
     watched.poll()
     assert watched.swap.current is not None
@@ -749,7 +751,7 @@ def test_the_old_version_is_freed_when_nobody_holds_it(numbers: Any, watched: Wa
     assert gone() is None
 
 
-def test_a_state_file_that_cannot_be_written_is_an_illness_not_the_end(numbers: Any, watched: Watched) -> None:
+def test_a_state_file_that_cannot_be_written_is_a_problem_and_serving_continues(numbers: Any, watched: Watched) -> None:
     numbers.publish(1)
     (numbers.versions.path / "state.json").mkdir()
     assert watched.poll() == 1
@@ -758,7 +760,7 @@ def test_a_state_file_that_cannot_be_written_is_an_illness_not_the_end(numbers: 
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="inotify is Linux's")
-def test_a_version_and_a_verdict_are_taken_when_they_appear_not_when_it_is_time_to_look(
+def test_a_version_and_a_verdict_are_taken_when_they_appear_not_at_the_next_poll(
     numbers: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("POLL_EVERY", "POLL_ANYWAY"):
@@ -846,6 +848,6 @@ def test_the_thread_takes_a_version_and_ends_with_its_context(numbers: Any) -> N
     assert not bugs
 
 
-def test_the_device_is_the_cpu_where_nothing_else_is_asked_for_or_there() -> None:
+def test_the_device_is_the_cpu_where_no_other_is_configured_or_exists() -> None:
     assert pick_device("cpu") == torch.device("cpu")
     assert pick_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
