@@ -156,6 +156,7 @@ def deployment_of(config: "Config", rows: int | None = None) -> "LearnerSpec":
             patience=pipeline.serving.timeout,
             fixed=pipeline.learner.deterministic,
         ),
+        admin_token=pipeline.serving.tokens.admin.get_secret_value(),
     )
 
 

@@ -52,6 +52,8 @@ class LearnerSpec:
     read_token: str
     """Required by `/metrics`, unless it is empty."""
     device_sharing: DeviceSharingSpec
+    admin_token: str = ""
+    """Accepted by `/metrics` in place of the read token; empty where this process is not given it."""
 
 
 @dataclass(frozen=True)

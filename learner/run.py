@@ -247,7 +247,10 @@ class Learner:
             self._sharing.while_waiting = self._reporter.report_if_due
         token, reporter = deployment.read_token, self._reporter
         self._port = self._stack.enter_context(
-            serve_status(deployment.learner.status, token, self._registry, reporter.problems, reporter.warnings)
+            serve_status(
+                *(deployment.learner.status, token, self._registry, reporter.problems, reporter.warnings),
+                admin_token=deployment.admin_token,
+            )
         )
 
     def _open_source(self) -> bool:

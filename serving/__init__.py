@@ -2,5 +2,5 @@
 
 In: version directories that the learner publishes, requests of the Open Inference Protocol v2.
 Out: replies that name the version they were computed by and the offsets it has learned.
-Promised: a request is answered whole by one version, and a swap fails no request.
+Guarantees: one version answers a request, and a swap fails no request.
 """

@@ -1,6 +1,6 @@
 """`python -m serving -c pipeline.toml`: the serving daemon. Exit codes are those of `anabranch.runtime.lifecycle.Exit`.
 
-With `serving.workers` it starts so many of itself, each of which is told its place among them.
+With `serving.workers` above 1 it starts that many processes of itself, each with its number as an argument.
 """
 
 import argparse
@@ -22,7 +22,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Serve until SIGTERM or SIGINT, and return the exit code."""
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--worker", type=int)
-    parser.add_argument("--crew", type=Path)
+    parser.add_argument("--pool", type=Path)
     parser.add_argument("--listener", type=int)
     options, others = parser.parse_known_args(sys.argv[1:] if arguments is None else arguments)
     codes: list[int] = []
@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
 
             codes.append(serve_by_workers(config, stop))
         else:
-            gc.disable()  # until all is there, of which nothing is garbage
+            gc.disable()  # until the imports are done: they leave no garbage
             from serving.server import serve
 
             serve(_deployment(config), config.pipeline.serving, stop)
@@ -46,14 +46,14 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _work(config: "Config", stop: threading.Event, options: argparse.Namespace) -> None:
-    """Be one of several workers."""
+    """Serve as one of several workers."""
     gc.disable()  # as above
     from serving.http.listening_socket import inherited
     from serving.reporting.worker_pool import PoolWorker, WorkerPool
     from serving.server import serve
 
     settings = config.pipeline.serving
-    worker = PoolWorker(WorkerPool(options.crew, settings.workers), options.worker, config.state_dir)
+    worker = PoolWorker(WorkerPool(options.pool, settings.workers), options.worker, config.state_dir)
     serve(_deployment(config), settings, stop, worker, inherited(options.listener))
 
 

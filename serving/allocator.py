@@ -1,18 +1,18 @@
-"""How much freed memory the C library keeps."""
+"""Limits how much freed memory the C library keeps."""
 
 import contextlib
 import ctypes
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-"""As glibc's malloc.h has them."""
+"""From glibc's malloc.h."""
 _MOST_BYTES = 8_000_000
 
 
 def return_freed_memory() -> None:
-    """Have blocks of 8 MB and more go back to the system as soon as they are freed, where the C library is glibc.
+    """Return blocks of 8 MB and more to the system as soon as they are freed, if the C library is glibc.
 
-    Left to itself it comes to take them from its heap, once one of 32 MB was freed, and keeps up to 64 MB there: a few
-    requests of the largest size cost that for good.
+    By default glibc raises its threshold once a block of 32 MB was freed, and keeps up to 64 MB in its heap: a few
+    requests of the largest size would cost that permanently.
     """
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt

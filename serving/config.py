@@ -14,16 +14,16 @@ RequestLogLevel = Literal["none", "errors", "all"]
 
 
 class Tokens(Section):
-    """Bearer tokens; an empty one admits nobody off loopback and everybody on it."""
+    """Bearer tokens; both are required off loopback. On loopback, an empty one is not asked for."""
 
     read: SecretStr = SecretStr("")
     """For predictions, status and metrics."""
     admin: SecretStr = SecretStr("")
-    """For changes, and all that `read` is for."""
+    """For rollout commands, and everything that `read` is for."""
 
 
 class TlsSettings(Section):
-    """Paths of PEM files, seen from the config's folder; both or neither."""
+    """Paths of PEM files, relative to the config's folder; both or neither."""
 
     cert: Path | None = None
     """Certificate chain."""
@@ -45,13 +45,13 @@ class ServingSettings(Section):
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     """Port to listen on; 0 takes a free one."""
     workers: Annotated[int, Field(ge=1, le=64)] = 1
-    """Processes that answer on the port, each with a model, a queue and bounds of its own."""
+    """Processes that answer on the port, each with its own model, queue and limits."""
     max_batch: Annotated[int, Field(ge=1, le=65536)] = 64
-    """Rows that one run of the model may take together."""
+    """Rows that one run of the model may process together."""
     max_delay: Duration = timedelta(milliseconds=2)
     """How long a request may wait for others to share its batch."""
     slo: PositiveDuration = timedelta(milliseconds=20)
-    """What 99 of 100 answers are to take at most: the learner's micro-batches become smaller where it keeps them."""
+    """Time within which 99 of 100 requests should be answered; the learner reduces its micro-batches to keep it."""
     max_queue: Annotated[int, Field(ge=1)] = 4096
     """Rows that may wait; requests beyond them are answered 429 with Retry-After."""
     max_body_bytes: Annotated[ByteSize, Field(ge=1024)] = ByteSize(16_000_000)
@@ -61,14 +61,14 @@ class ServingSettings(Section):
     timeout: PositiveDuration = timedelta(seconds=10)
     """Longest time that a request may take before it is answered 504."""
     device: DeviceName = "auto"
-    """Device to answer on; `auto` takes CUDA where there is one, else the CPU."""
+    """Device of the served model; `auto` is CUDA if there is one, else the CPU."""
     shadow: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Fraction of the requests that the newest version that is not served answers too, to be compared; 0: none."""
+    """Fraction of the requests that the newest unserved version answers too, for comparison; 0: none."""
     baseline: str = ""
-    """State directory, seen from this file's, of a pipeline whose accuracy the dashboard draws beside this one's."""
+    """State directory, relative to this file, of a baseline pipeline whose accuracy the dashboard also plots."""
     request_log: RequestLogLevel = "errors"
-    """Of which requests the log tells, one JSON object a line, at most a hundred a second: `none`, `errors` (statuses
-    from 500 on) or `all`."""
+    """Requests that are logged, one JSON object a line, at most a hundred a second: `none`, `errors` (statuses from 500
+    on) or `all`."""
     tokens: Tokens = Tokens()
     """Bearer tokens."""
     tls: TlsSettings = TlsSettings()

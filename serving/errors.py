@@ -1,19 +1,19 @@
-"""Why a request is not answered with a prediction; each class is one thing that the client can do about it.
+"""Errors of requests; each class is one thing that the client can do about it.
 
 AnabranchError
 `-- RequestError             status, sentence
     |-- BadRequestError      400  fix the request
-    |   `-- FramingError     400  say in one way alone where the body ends
-    |-- UnauthorizedError           401  send a token that this server knows
-    |-- ForbiddenError       403  send the admin token, or ask from where the sentence says
-    |-- NotFoundError         404  ask for what is there; the sentence names it
-    |-- ConflictError        409  change first what the sentence names
+    |   `-- FramingError     400  specify the end of the body in one way
+    |-- UnauthorizedError           401  send a token of this server
+    |-- ForbiddenError       403  send the admin token, or send the request as the sentence explains
+    |-- NotFoundError         404  ask for what exists; the sentence names it
+    |-- ConflictError        409  first change what the sentence names
     |-- TooLargeError        413  send less at once
     |-- UnsupportedEncodingError         415  send the body as it is, not compressed
     |-- HeadersError         431  send fewer header fields
-    |-- TooManyRequestsError         429  send less at a time; come again after `retry_after`
-    |-- UnavailableError            503  come again after `retry_after`, or go elsewhere
-    |-- FailedError          500  nothing: the fault is ours, and is in the log
+    |-- TooManyRequestsError         429  send fewer requests at a time; retry after `retry_after`
+    |-- UnavailableError            503  retry after `retry_after`, or ask another server
+    |-- FailedError          500  nothing: see the server log
     `-- DeadlineExceededError            504  the answer took too long
 """
 
@@ -26,12 +26,12 @@ _LONGEST_REPEATED = 100
 
 
 def shorten(text: str) -> str:
-    """Cut what a sentence repeats of a request after 100 characters."""
+    """Truncate text of a request after 100 characters, for a sentence."""
     return text if len(text) <= _LONGEST_REPEATED else f"{text[:_LONGEST_REPEATED]}..."
 
 
 class RequestError(AnabranchError):
-    """A request that gets no prediction; `str()` is the sentence that the client reads."""
+    """A request is refused; `str()` is the sentence that the client gets."""
 
     status: ClassVar[int] = 500
     retry_after: ClassVar[timedelta | None] = None
@@ -46,26 +46,26 @@ class BadRequestError(RequestError):
 
 
 class FramingError(BadRequestError):
-    """It can be told in two ways where the request's body ends, so nobody knows where the next request begins."""
+    """The end of the request's body is specified in two ways, so the start of the next request is unknown."""
 
     closes = True
 
 
 class HeadersError(RequestError):
-    """The request has more header fields than this server takes."""
+    """The request has more header fields than this server accepts."""
 
     status = 431
     closes = True
 
 
 class UnauthorizedError(RequestError):
-    """The request has no token, or one that this server does not know."""
+    """The request has no token of this server."""
 
     status = 401
 
 
 class ForbiddenError(RequestError):
-    """The request's token, or the page that it comes from, is not for what it asks."""
+    """The request's token, or the page that it comes from, does not permit the request."""
 
     status = 403
 
@@ -77,13 +77,13 @@ class NotFoundError(RequestError):
 
 
 class ConflictError(RequestError):
-    """What is asked for goes against what stands: a pin, or a version that cannot be served."""
+    """The request contradicts the present state: a version is pinned, or cannot be served."""
 
     status = 409
 
 
 class TooLargeError(RequestError):
-    """The body is longer, or has more rows, than this server takes at once."""
+    """The body is longer, or has more rows, than this server accepts at once."""
 
     status = 413
 
@@ -102,7 +102,7 @@ class TooManyRequestsError(RequestError):
 
 
 class UnavailableError(RequestError):
-    """No version to answer with yet, or the server is stopping: no client's doing."""
+    """There is no version yet, or the server is stopping."""
 
     status = 503
     retry_after = timedelta(seconds=1)

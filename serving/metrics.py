@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 Ages = NDArray[np.float64]
-"""Seconds, rising; each stands for equally many events."""
+"""Seconds, rising; each represents equally many events."""
 
 
 WINDOW = timedelta(seconds=60)
-"""How far back the percentiles of the report look."""
+"""The period of the percentiles in the report."""
 
 _WINDOW_SAMPLES = 4096
 _RATE_MARKS = 10
@@ -26,10 +26,12 @@ _WINDOW_SWAPS = 256
 class ServingMetrics:
     """Counts of one serving process. `request` belongs to the event loop's thread, the rest to any."""
 
-    def __init__(self, registry: CollectorRegistry, whole: CollectorRegistry | None = None, tells: bool = True) -> None:
-        """`whole` adds up the counts of all workers; of what they do alike, only one `tells`."""
-        self._whole = whole or registry
-        self._tells = tells
+    def __init__(
+        self, registry: CollectorRegistry, total: CollectorRegistry | None = None, counts_shared_events: bool = True
+    ) -> None:
+        """`total` adds up the counts of all workers; only one of them counts the events that all of them share."""
+        self._total_registry = total or registry
+        self._counts_shared_events = counts_shared_events
         self._requests = Counter(
             "anabranch_serving_requests", "Inference requests by HTTP status", ["code"], registry=registry
         )
@@ -47,31 +49,31 @@ class ServingMetrics:
         )
         self._freshness = Histogram(
             "anabranch_serving_freshness_duration_seconds",
-            "Of every event that is trained on: from its record time to the swap to the first version that knows it",
+            "Time from the record time of a trained event to the swap to the first version that has learned it",
             buckets=_FRESHNESS_BUCKETS,
             registry=registry,
         )
         self._swaps = Counter(
             "anabranch_serving_swaps",
-            "Versions by what became of them: swapped, rolled_back to, refused",
+            "Versions by outcome: swapped, rolled_back to, refused",
             ["outcome"],
             registry=registry,
         )
         self.problems = Gauge(
             "anabranch_serving_problems",
-            "Parts that do not work as they should",
+            "Problems of serving; 0 when it is healthy",
             registry=registry,
             multiprocess_mode="livemax",
         )
         self._shadow_rows = Counter(
             "anabranch_serving_shadow_rows",
-            "Rows of live requests for a version that is not served: compared, or dropped for want of time",
+            "Rows of live requests for the shadow's candidate: compared, or dropped for lack of time",
             ["outcome"],
             registry=registry,
         )
         self._shadow_disagreement = Counter(
             "anabranch_serving_shadow_disagreement",
-            "Of the rows compared: how many it predicts otherwise; for regression the sum of absolute differences",
+            "Compared rows with another prediction; for regression the sum of absolute differences",
             registry=registry,
         )
         self._answered = _Recent()
@@ -88,18 +90,18 @@ class ServingMetrics:
             self._answered.add(seconds)
 
     def swap(self, outcome: str) -> None:
-        """Count a version by what became of it."""
-        if self._tells:
+        """Count a version by its outcome."""
+        if self._counts_shared_events:
             self._swaps.labels(outcome).inc()
 
     def learned(self, rows: int, ages: Ages) -> None:
         """Count events that the version swapped in is the first served one to have learned."""
-        if rows and self._tells:
+        if rows and self._counts_shared_events:
             _observe(self._freshness, rows, ages)
             self._learned.add(rows, ages)
 
     def shadowed(self, outcome: str, rows: int, disagreement: float = 0.0) -> None:
-        """Count rows that a version that is not served was asked for."""
+        """Count rows that were sent to the shadow's candidate."""
         self._shadow_rows.labels(outcome).inc(rows)
         self._shadow_disagreement.inc(disagreement)
 
@@ -108,11 +110,11 @@ class ServingMetrics:
         return self._by_label("anabranch_serving_requests", "code")
 
     def swap_outcomes(self) -> dict[str, int]:
-        """Return the versions so far by what became of them."""
+        """Return the versions so far by outcome."""
         return self._by_label("anabranch_serving_swaps", "outcome")
 
     def requests_per_second(self) -> float:
-        """Return the rate since about ten seconds ago; to be called about once a second by the loop's thread."""
+        """Return the rate since about ten seconds ago; called about once a second by the loop's thread."""
         now = monotonic()
         if not self._marks or now - self._marks[-1][0] >= 1.0:
             self._marks.append((now, self._total))
@@ -128,13 +130,13 @@ class ServingMetrics:
         return self._learned.percentiles()
 
     def exposition(self) -> bytes:
-        """Return all counts in Prometheus' text format; to be called by any thread."""
-        return generate_latest(self._whole)
+        """Return all metrics in Prometheus' text format. Thread-safe."""
+        return generate_latest(self._total_registry)
 
     def _by_label(self, name: str, label: str) -> dict[str, int]:
         return {
             sample.labels[label]: int(sample.value)
-            for metric in self._whole.collect()
+            for metric in self._total_registry.collect()
             if metric.name == name
             for sample in metric.samples
             if sample.name == f"{name}_total"
@@ -142,7 +144,7 @@ class ServingMetrics:
 
 
 class _Recent:
-    """The durations of the last minute, at most so many."""
+    """The durations of the last minute, at most `_WINDOW_SAMPLES`."""
 
     def __init__(self) -> None:
         self._samples: deque[tuple[float, float]] = deque(maxlen=_WINDOW_SAMPLES)
@@ -160,7 +162,7 @@ class _Recent:
 
 
 def _observe(histogram: Histogram, rows: int, ages: Ages) -> None:
-    """Do what `histogram.observe` does for so many events at once, where it would take as long as there are events."""
+    """Observe `rows` events at once: `histogram.observe` would take a call for each."""
     within = np.searchsorted(ages, histogram._upper_bounds, side="right") * rows / len(ages)
     for bucket, more in zip(histogram._buckets, np.diff(np.rint(within), prepend=0).tolist(), strict=True):
         bucket.inc(more)
@@ -168,7 +170,7 @@ def _observe(histogram: Histogram, rows: int, ages: Ages) -> None:
 
 
 class _RecentRows:
-    """The ages of the events of the last minute's swaps, at most so many."""
+    """The ages of the events of the last minute's swaps, at most `_WINDOW_SWAPS` swaps."""
 
     def __init__(self) -> None:
         self._swaps: deque[tuple[float, int, Ages]] = deque(maxlen=_WINDOW_SWAPS)

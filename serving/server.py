@@ -1,4 +1,4 @@
-"""The serving process: what it is made of, how it starts, and in which order it stops."""
+"""The serving process: its parts, its start, and the order of its stop."""
 
 import asyncio
 import gc
@@ -19,9 +19,10 @@ from anabranch.core.errors import SettingsError
 from learner.device_sharing.lease import hold_server
 from serving.config import ServingSettings
 from serving.dashboard.status import Overview
-from serving.http.app import HttpServer, build_app
+from serving.http.app import build_app
 from serving.http.listening_socket import address_of, listen
 from serving.http.log_limit import limited_lines
+from serving.http.server import HttpServer
 from serving.inference.batcher import Batcher
 from serving.inference.service import Service
 from serving.inference.shadow import Shadow
@@ -35,7 +36,7 @@ from serving.rollout.hot_swap import VersionSwapper
 log = logging.getLogger("anabranch.serving")
 
 REPORT_EVERY = timedelta(seconds=1)
-_LOOK_EVERY = timedelta(milliseconds=50)
+_POLL_EVERY = timedelta(milliseconds=50)
 
 
 def serve(
@@ -45,14 +46,14 @@ def serve(
     worker: PoolWorker | None = None,
     listener: socket.socket | None = None,
 ) -> None:
-    """Answer requests until `stop` is set. Called in the main thread, whose signal handlers are left alone.
+    """Answer requests until `stop` is set. Called in the main thread; signal handlers are not changed.
 
     Args:
         deployment: what is served.
         settings: how it is served.
         stop: ends it.
-        worker: the process's place among several; None where it serves alone.
-        listener: the socket that they share.
+        worker: this process, if it is one of several; None otherwise.
+        listener: the socket that the workers share.
 
     Raises:
         SettingsError: the model cannot be built, the address or the port cannot be taken, or TLS files cannot be read.
@@ -88,10 +89,10 @@ class _Process:
     async def run(self, stop: threading.Event) -> None:
         """Serve until `stop` is set, then stop in this order, within the time that a request may take:
 
-        1. requests that wait for a newer version are told that none will come;
+        1. requests that wait for a newer version are answered 503;
         2. the listener is closed, requests in flight are answered, connections are closed;
         3. the swap's thread ends, then the model's;
-        4. the last report says that nothing is ready.
+        4. the last report is written, with `ready` false.
 
         A bug in a thread stops the process too, and is raised here.
         """
@@ -103,8 +104,8 @@ class _Process:
                 self._deployment,
                 self._settings.max_batch,
                 self._metrics,
-                lambda: loop.call_soon_threadsafe(self._service.swapped),
-                self._bugs.append,
+                on_swap=lambda: loop.call_soon_threadsafe(self._service.swapped),
+                on_error=self._bugs.append,
             )
             self._shadow = Shadow(
                 *(self._deployment, self._settings.shadow, self._settings.max_batch, self._metrics),
@@ -116,7 +117,7 @@ class _Process:
             app = build_app(self._service, self._settings, self._metrics, self._overview, self._report)
             http = HttpServer(app, self._settings, self._deployment.folder, shared=self._worker is not None)
             http.load()
-            gc.freeze()  # a look at all that is imported takes a tenth of a second, in which nobody is answered
+            gc.freeze()  # a collection of all imported objects would block requests for a tenth of a second
             gc.enable()
             stack.enter_context(self._swap)
             stack.enter_context(self._shadow)
@@ -127,9 +128,9 @@ class _Process:
             raise self._bugs[0]
 
     async def _answer(self, stop: threading.Event, http: HttpServer) -> None:
-        """Take requests; one of several workers not before it has a version, where another has one."""
+        """Answer requests; a worker without a version waits for its first while another worker serves."""
         while self._worker and self._worker.others_serve() and not (self._swap.current or stop.is_set() or self._bugs):
-            await asyncio.sleep(_LOOK_EVERY.total_seconds())
+            await asyncio.sleep(_POLL_EVERY.total_seconds())
         await http.serve(self._listener)
 
     async def _until(self, stop: threading.Event, http: HttpServer) -> None:
@@ -145,7 +146,7 @@ class _Process:
                 if now >= sample_due:
                     sample_due = now + REPORT_EVERY.total_seconds()
                     await asyncio.to_thread(self._overview.sample, self._report())
-                await asyncio.sleep(_LOOK_EVERY.total_seconds())
+                await asyncio.sleep(_POLL_EVERY.total_seconds())
         finally:
             self._service.stop()
             http.stop()

@@ -35,7 +35,7 @@ HOME = {
     "rich": {"anabranch"},
     "safetensors": {"learner/state_dir/version.py", "learner/state_dir/checkpoint.py", "learner/distributed/leader.py"},
     "sklearn": {"anabranch/demo"},
-    "starlette": {"serving/http/app.py"},
+    "starlette": {"serving/http/app.py", "serving/http/middleware.py", "serving/http/server.py"},
     "torch": {
         "learner",
         "replay",
@@ -48,10 +48,9 @@ HOME = {
     },
     "typer": {"anabranch"},
     "uvicorn": {
-        "serving/http/app.py",
         "serving/http/connection.py",
         "serving/http/httptools_connection.py",
-        "serving/server.py",
+        "serving/http/server.py",
     },
 }
 """Where each third party may be imported; those that are not listed may be anywhere."""

@@ -25,7 +25,7 @@ from serving.config import ServingSettings
 from serving.errors import RequestError
 from serving.reporting.health import SILENT
 from serving.reporting.report import REPORT, STOPPED, ServingReport, read_report
-from serving.rollout.commands import ORDERS, version_before
+from serving.rollout.commands import COMMANDS, version_before
 
 _PATIENCE_SECONDS = 60
 
@@ -56,7 +56,7 @@ def apply_command(config: Config, action: str, which: Which | None) -> RolloutRe
 
     Args:
         config: the pipeline.
-        action: a key of `ORDERS`.
+        action: a key of `COMMANDS`.
         which: the version. None means the pinned one for `unpin`, the one that was served before for `rollback`, and
             the served one for all others.
 
@@ -74,7 +74,7 @@ def apply_command(config: Config, action: str, which: Which | None) -> RolloutRe
         return RolloutResult(_ask(config, report, action, chosen), running=True)
     try:
         with versions.changing_state():
-            after = ORDERS[action](versions.state(), chosen, versions.numbers())
+            after = COMMANDS[action](versions.state(), chosen, versions.numbers())
             versions.write_state(after)
     except RequestError as exc:
         raise SettingsError(str(exc)) from exc
@@ -88,7 +88,7 @@ def preview_rejection(config: Config, which: Which) -> str:
     versions, number = Versions(config.state_dir / "versions"), version_number(config, which)
     state = versions.state()
     try:
-        ORDERS["reject"](state, number, versions.numbers())
+        COMMANDS["reject"](state, number, versions.numbers())
     except RequestError as exc:
         raise SettingsError(str(exc)) from exc
     if number != state.serving:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -16,15 +16,8 @@ from anabranch.core.errors import SettingsError
 from ingest.events.schema import Schema
 from learner.errors import VersionError
 from learner.state_dir.trained_through import format_trained_through
-from learner.state_dir.version import (
-    Manifest,
-    ModelReference,
-    RegistryState,
-    Verdict,
-    Versions,
-    other_model,
-    reference_to,
-)
+from learner.state_dir.version import Manifest, RegistryState, Verdict, Versions, reference_to
+from serving.rollout.eligibility import Requirements, refusal
 
 _NARROW = ("version", "time", "step", "verdict", "metrics", "state")
 _WIDEST = 10_000
@@ -67,9 +60,9 @@ def list_versions(config: Config, limit: int | None) -> list[Listed]:
         VersionError: `state.json` cannot be read.
     """
     versions = _versions(config)
-    required, state = _required(config), versions.state()
+    requirements, state = _requirements(config), versions.state()
     newest = versions.numbers()[::-1]
-    listed = [_read(versions, number, state, required) for number in newest[:limit]]
+    listed = [_read(versions, number, state, requirements) for number in newest[:limit]]
     still = versions.numbers()
     return [one for one in listed if one.number in still]  # the learner deletes old ones meanwhile
 
@@ -81,7 +74,7 @@ def show_version(config: Config, which: Which) -> Listed:
         SettingsError: there is no such version.
     """
     versions, number = _versions(config), version_number(config, which)
-    listed = _read(versions, number, versions.state(), _required(config))
+    listed = _read(versions, number, versions.state(), _requirements(config))
     if listed.manifest is None:
         return listed
     try:
@@ -197,18 +190,11 @@ def _versions(config: Config) -> Versions:
     return Versions(config.state_dir / "versions")
 
 
-class _Required(NamedTuple):
-    """The schema and model that a version must have to be served."""
-
-    schema: str
-    model: ModelReference
+def _requirements(config: Config) -> Requirements:
+    return Requirements(Schema(config.pipeline.events).digest, reference_to(config.pipeline.model))
 
 
-def _required(config: Config) -> _Required:
-    return _Required(Schema(config.pipeline.events).digest, reference_to(config.pipeline.model))
-
-
-def _read(versions: Versions, number: int, state: RegistryState, required: _Required) -> Listed:
+def _read(versions: Versions, number: int, state: RegistryState, requirements: Requirements) -> Listed:
     marks = {"served": state.serving, "previous": state.previous, "pinned": state.pinned, "promoted": state.promoted}
     found = [mark for mark, marked in marks.items() if marked == number]
     found += ["rolled back"] if number in state.rolled_back else []
@@ -219,21 +205,8 @@ def _read(versions: Versions, number: int, state: RegistryState, required: _Requ
     except (VersionError, OSError) as exc:
         refused = str(exc)
     else:
-        refused = _refusal(manifest, verdict, required, state)
+        refused = refusal(manifest, verdict, state, requirements)
     return Listed(number, manifest, verdict, _bytes(versions, number), found, refused)
-
-
-def _refusal(manifest: Manifest, verdict: Verdict | None, required: _Required, state: RegistryState) -> str | None:
-    """Return why serving refuses a version whose files are complete, as `serving.rollout.hot_swap` decides it."""
-    if manifest.number in state.rolled_back:
-        return "it was rejected, or a rollback passed over it"
-    if verdict is None:
-        return "it has no verdict yet"
-    if verdict.verdict == "fail" and manifest.number not in (state.promoted, state.pinned):
-        return f"the gate failed it: {'; '.join(verdict.reasons) or 'no reason is given'}"
-    if manifest.schema != required.schema:
-        return "it was learned under another schema than [schema] describes"
-    return other_model(manifest.model, required.model)
 
 
 def _bytes(versions: Versions, number: int) -> int:

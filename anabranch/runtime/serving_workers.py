@@ -43,18 +43,18 @@ def serve_by_workers(config: Config, stop: threading.Event) -> Exit:
         listen_patiently(settings.host, settings.port, _UNTIL_A_KILLED_ONE_IS_GONE) as listener,
         tempfile.TemporaryDirectory(prefix="anabranch-") as folder,
     ):
-        crew = WorkerPool(Path(folder), settings.workers)
-        parts = [_part(config, crew, number, listener.fileno()) for number in range(crew.size)]
-        aggregator = _ReportAggregator(config.state_dir, crew)
-        log.info("%d workers serve on %s", crew.size, address_of(settings, listener))
+        pool = WorkerPool(Path(folder), settings.workers)
+        parts = [_part(config, pool, number, listener.fileno()) for number in range(pool.size)]
+        aggregator = _ReportAggregator(config.state_dir, pool)
+        log.info("%d workers serve on %s", pool.size, address_of(settings, listener))
         # A worker's report goes before the next of its number writes one.
-        supervisor = Supervisor(parts, on_death=lambda part: crew.forget(parts.index(part)))
+        supervisor = Supervisor(parts, on_death=lambda part: pool.remove(parts.index(part)))
         ended = None
         try:
             supervisor.start()
             while ended is None and not stop.wait(_POLL_SECONDS):
                 ended = supervisor.check()
-                aggregator.update()
+                aggregator.publish()
         finally:
             listener.close()
             supervisor.stop()
@@ -62,14 +62,14 @@ def serve_by_workers(config: Config, stop: threading.Event) -> Exit:
     return ended or Exit.DONE
 
 
-def _part(config: Config, crew: WorkerPool, number: int, descriptor: int) -> Part:
+def _part(config: Config, pool: WorkerPool, number: int, descriptor: int) -> Part:
     command = (sys.executable, "-P", "-m", "serving", "-c", str(config.path), "--supervised", *log_arguments())
-    place = ("--worker", str(number), "--crew", str(crew.folder), "--listener", str(descriptor))
+    place = ("--worker", str(number), "--pool", str(pool.folder), "--listener", str(descriptor))
     return Part(
         f"serving worker {number}",
         (*command, *place),
-        crew.path(number),
-        environment={COUNTS_VARIABLE: str(crew.folder)},
+        pool.path(number),
+        environment={COUNTS_VARIABLE: str(pool.folder)},
         stop_timeout=config.pipeline.serving.timeout + _BEYOND_TIMEOUT,
         descriptors=(descriptor,),
     )
@@ -78,17 +78,17 @@ def _part(config: Config, crew: WorkerPool, number: int, descriptor: int) -> Par
 class _ReportAggregator:
     """Writes `serving.json` from what the workers say, about once a second and when what is served changes."""
 
-    def __init__(self, state_dir: Path, crew: WorkerPool) -> None:
+    def __init__(self, state_dir: Path, pool: WorkerPool) -> None:
         self._state_dir = state_dir
-        self._crew = crew
+        self._pool = pool
         self._started = time.time()
         self._due = 0.0
         self._served: tuple[object, ...] = ()
         self._last: ServingReport | None = None
         self._complained = False
 
-    def update(self) -> None:
-        report = self._crew.joined(os.getpid(), self._started)
+    def publish(self) -> None:
+        report = self._pool.joined(os.getpid(), self._started)
         if report is None:
             return
         served = (report.version, report.workers, report.ready)

@@ -1,7 +1,6 @@
 """The learner's status server: `/metrics` and `/healthz`."""
 
 import contextlib
-import hmac
 import io
 import json
 import socket
@@ -17,6 +16,7 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 
 from anabranch.core.errors import SettingsError
 from anabranch.core.net import names_loopback
+from anabranch.core.tokens import bearer_token, is_token
 
 _MOST_CONNECTIONS = 16
 """Largest number of open connections, each with a thread; one more closes the oldest."""
@@ -54,7 +54,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         """End the connections whose time is over; called several times a second."""
         now = time.monotonic()
         with self._lock:
-            for request in [each for each, end in self._open.items() if end <= now]:
+            for request in [request for request, end in self._open.items() if end <= now]:
                 self._end(request)
 
     def shutdown_request(self, request: Any) -> None:
@@ -106,12 +106,14 @@ def serve_status(
     registry: CollectorRegistry,
     problems: Callable[[], list[str]],
     warnings: Callable[[], list[str]] = list,
+    *,
+    admin_token: str = "",
 ) -> Iterator[int]:
-    """Listen on `address` (`HOST:PORT`, port 0 takes a free one) in background threads, and yield the port.
+    """Listen on `address` (`HOST:PORT`, port 0 takes a free one) in separate threads, and yield the port.
 
-    `/healthz` answers 200 when `problems` returns nothing, else 503 with its sentences; both
-    answers have those of `warnings`. `/metrics` requires `token` as a bearer token. Without one, which only loopback
-    allows, requests whose Host header names another machine get 403. Both paths answer also while the loop hangs.
+    `/healthz` answers 200 when `problems` returns nothing, else 503 with its sentences. Both answers contain those of
+    `warnings`. `/metrics` requires `token` or `admin_token` as a bearer token. If `token` is empty, which only loopback
+    allows, requests for another machine get 403. Both answer also while the training loop hangs.
 
     Raises:
         SettingsError: the address cannot be listened on.
@@ -125,14 +127,14 @@ def serve_status(
         if environ["PATH_INFO"] == "/healthz":
             sentences = problems()
             status = "503 Service Unavailable" if sentences else "200 OK"
-            answer = {"ok": not sentences, "problems": sentences} | (
-                {"warnings": notices} if (notices := warnings()) else {}
-            )
+            answer: dict[str, Any] = {"ok": not sentences, "problems": sentences}
+            if degraded := warnings():
+                answer["warnings"] = degraded
             start_response(status, [("Content-Type", "application/json")])
             return [json.dumps(answer).encode()]
         if environ["PATH_INFO"] == "/metrics":
-            given = environ.get("HTTP_AUTHORIZATION", "").removeprefix("Bearer ")
-            if token and not hmac.compare_digest(given.encode(), token.encode()):
+            given = bearer_token(environ.get("HTTP_AUTHORIZATION", ""))
+            if token and not is_token(given, token, admin_token):
                 start_response("401 Unauthorized", [("WWW-Authenticate", "Bearer")])
                 return [b""]
             page: Iterable[bytes] = metrics(environ, start_response)

@@ -1,7 +1,7 @@
-"""Takes connections from the listening socket, at most as many as there are descriptors and memory for.
+"""Accepts connections from the listening socket, up to a limit of descriptors and memory.
 
-When all places are taken, the connection that has waited longest for its next request is closed for the new one; where
-every connection has a request in hand, new ones wait in the kernel's backlog. Belongs to the event loop's thread.
+At the limit, the connection that has waited longest for its next request is closed for the new one. If every connection
+has an unanswered request, new ones wait in the kernel's backlog. Belongs to the event loop's thread.
 """
 
 import asyncio
@@ -21,13 +21,13 @@ log = logging.getLogger("anabranch.serving")
 
 MOST_CONNECTIONS = 4096
 MOST_TLS_CONNECTIONS = 1024
-"""Each has 275 kB of buffers in Python's TLS."""
+"""Each needs 275 kB of buffers in Python's TLS."""
 
 _SPARE_DESCRIPTORS = 128
-"""For files, and whatever else the process opens."""
+"""For files and everything else that the process opens."""
 _LEAST_CONNECTIONS = 16
 _GRACE = timedelta(milliseconds=100)
-"""In which a connection is not closed for another one: a client needs a while to send its request."""
+"""Time in which a connection is not closed for another one: a client needs a while to send its request."""
 _RETRY = timedelta(seconds=1)
 _WARN_EVERY = timedelta(minutes=1)
 _TLS_SHUTDOWN = timedelta(seconds=5)
@@ -45,7 +45,7 @@ def most_connections(*, tls: bool) -> int:
 
 
 class Acceptor:
-    """Accepts connections and knows all that are open; it is the `owner` that they report to."""
+    """Accepts connections and keeps those that are open; it is the `owner` to which they report."""
 
     def __init__(
         self,
@@ -58,11 +58,11 @@ class Acceptor:
         """Prepare to accept.
 
         Args:
-            listener: listens already; closed by the caller, after `stop`.
+            listener: is listening; closed by the caller, after `stop`.
             make: returns the protocol of a new connection.
-            most: connections that may be open.
+            most: the limit of open connections.
             at_once: connections accepted in one turn of the loop: 1 where other processes share the listener.
-            context: of TLS; None without.
+            context: of TLS; None without TLS.
         """
         self._listener = listener
         self._make = make
@@ -77,36 +77,36 @@ class Acceptor:
             }
         self._open: dict[Connection, _Connecting] = {}
         self._waiting: dict[Connection, float] = {}
-        """Since when those without a request in hand wait for one, the longest waiting first."""
+        """When connections without a request began to wait for one, the longest waiting first."""
         self._accepts = False
         self._warned = float("-inf")
 
     def start(self) -> None:
-        """Begin to accept, in the running loop."""
+        """Start to accept, in the running loop."""
         self._loop = asyncio.get_running_loop()
         self._listener.setblocking(False)
         self._running = True
         self._resume()
 
     def stop(self) -> None:
-        """Accept no more, and end the handshakes that are not done."""
+        """Accept no more, and end unfinished handshakes."""
         self._running = False
         self._pause()
         for task in self._open.values():
             task.cancel()
 
     def answering(self, connection: Connection) -> None:
-        """Note that a connection has a request in hand, and is not to be closed for another."""
+        """Record that a connection has an unanswered request, and must not be closed for another."""
         self._waiting.pop(connection, None)
 
     def waiting(self, connection: Connection) -> None:
-        """Note that a connection waits for its next request."""
+        """Record that a connection waits for its next request."""
         if connection in self._open:
             self._waiting[connection] = self._loop.time()
             self._resume()
 
     def lost(self, connection: Connection) -> None:
-        """Note that a connection is closed."""
+        """Record that a connection is closed."""
         self._waiting.pop(connection, None)
         if self._open.pop(connection, None) is not None:
             self._resume()
@@ -145,10 +145,10 @@ class Acceptor:
             self.lost(connection)
         if error is not None and not isinstance(error, OSError):
             raise error
-        # An OSError, which ssl.SSLError is, comes of clients that do not speak TLS, or leave before they have spoken.
+        # An OSError, such as ssl.SSLError, is a client that does not speak TLS or disconnects during the handshake.
 
     def _may_close_one(self) -> bool:
-        """Whether a connection has waited long enough to be closed; else accept no more until one may have."""
+        """Return whether a connection has waited long enough to be closed; else pause until one has."""
         if not self._waiting:
             self._pause()
             return False

@@ -1,4 +1,4 @@
-"""A line for each request that is to be told of: one JSON object, with the id that its answer carries too."""
+"""The request log: one line of JSON for each request at the configured level, with the id of its answer."""
 
 import json
 import logging
@@ -13,7 +13,7 @@ from serving.errors import shorten
 log = logging.getLogger("anabranch.requests")
 
 HEADER = b"x-request-id"
-"""By which a client, or a proxy, names a request; whoever does not gets a name."""
+"""The header with a client's or proxy's id of a request; without it the server assigns an id."""
 
 
 _USABLE = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
@@ -22,7 +22,7 @@ _EVERY = timedelta(seconds=1)
 
 
 class RequestLog:
-    """Writes the lines, at most a hundred a second: an overload does not fill the disk too. Of the loop's thread."""
+    """Writes at most a hundred lines a second, so an overload does not fill the disk. Used by the loop's thread."""
 
     def __init__(self, level: RequestLogLevel) -> None:
         self._lowest = {"none": 1000, "errors": 500, "all": 0}[level]
@@ -31,7 +31,7 @@ class RequestLog:
         self._left_out = 0
 
     def answered(self, name: bytes, method: str, path: str, status: int, seconds: float) -> None:
-        """Tell of an answer, if it is to be told of; `name` is the request's."""
+        """Log an answer if the level includes its status; `name` is the request's id."""
         if status < self._lowest:
             return
         now = time.monotonic()
@@ -54,7 +54,7 @@ class RequestLog:
 
 
 def name_of(given: bytes | None) -> bytes:
-    """Return the name that a request came with, if it can be written into a line and a header; else a new one."""
+    """Return the id that a request came with, if it fits into a line and a header; else a new one."""
     if given is not None and _USABLE.fullmatch(given):
         return given
     return os.urandom(8).hex().encode()

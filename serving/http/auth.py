@@ -1,25 +1,66 @@
-"""Who may give orders over HTTP. Loads no web framework."""
+"""Which requests may read, and which may change what is served. Loads no web framework."""
 
-import hmac
 from urllib.parse import urlsplit
 
 from anabranch.core.net import names_loopback
+from anabranch.core.tokens import bearer_token, is_token
 from serving.config import Tokens
 from serving.errors import ForbiddenError, UnauthorizedError, shorten
 
 
-def bearer(authorization: str) -> bytes:
-    """Return the token of an `Authorization` header; empty where there is none."""
-    scheme, _, token = authorization.partition(" ")
-    return token.strip().encode("latin-1", "replace") if scheme.lower() == "bearer" else b""
+def asks_for_token(tokens: Tokens) -> bool:
+    """Return whether a request needs a token to read: only on loopback it may need none."""
+    return bool(tokens.read.get_secret_value())
 
 
-def check_host(host: str) -> None:
-    """Check that a request to a server without a read token, which only loopback has, comes from no other site's page.
+def check_read(tokens: Tokens, authorization: str, host: str) -> None:
+    """Check that a request may read: with the read or the admin token, or without tokens from this machine.
+
+    Args:
+        tokens: of this server.
+        authorization: the header; empty without one, as is the next.
+        host: the header `Host`.
 
     Raises:
-        ForbiddenError: the header `Host` names another machine.
+        UnauthorizedError: the request has no token of this server.
+        ForbiddenError: there is no read token, and the header `Host` names another machine.
     """
+    if not asks_for_token(tokens):
+        _check_host(host)
+    elif not is_token(bearer_token(authorization), tokens.read.get_secret_value(), tokens.admin.get_secret_value()):
+        raise UnauthorizedError("send the header Authorization: Bearer and a token of this server")
+
+
+def check_admin(tokens: Tokens, authorization: str, host: str, origin: str) -> None:
+    """Check that a request may change what is served; without an admin token, which only loopback has, all may.
+
+    Args:
+        tokens: of this server.
+        authorization: the header; empty without one, as are the next two.
+        host: the header `Host`.
+        origin: the header `Origin`, which browsers send: pages of other sites may not send rollout commands.
+
+    Raises:
+        UnauthorizedError: the request has no token of this server.
+        ForbiddenError: the token is for reading, or the request comes from another site.
+    """
+    if origin and _netloc(origin) != host:
+        raise ForbiddenError(
+            f"rollout commands from pages of another site are not accepted; this one is from {shorten(origin)}"
+        )
+    admin = tokens.admin.get_secret_value()
+    if not admin:
+        return
+    given = bearer_token(authorization)
+    if is_token(given, admin):
+        return
+    if is_token(given, tokens.read.get_secret_value()):
+        raise ForbiddenError("this token is for reading; send serving.tokens.admin")
+    raise UnauthorizedError("send the header Authorization: Bearer and the admin token of this server")
+
+
+def _check_host(host: str) -> None:
+    """Refuse pages of other sites whose name was made to resolve to this machine (DNS rebinding)."""
     if not names_loopback(host):
         raise ForbiddenError(
             f"without serving.tokens.read only this machine is answered, and this request is for {shorten(host)}; "
@@ -27,34 +68,8 @@ def check_host(host: str) -> None:
         )
 
 
-def check_order(tokens: Tokens, authorization: str, host: str, origin: str) -> None:
-    """Check that a request may change what is served; without an admin token, which only loopback has, all may.
-
-    Args:
-        tokens: of this server.
-        authorization: the header; empty without one, as are the next two.
-        host: the header `Host`.
-        origin: the header `Origin`, which browsers send: a page of another site gives no orders.
-
-    Raises:
-        UnauthorizedError: there is no token, or one that is not known.
-        ForbiddenError: the token is for reading, or the request comes from another site.
-    """
-    if origin and _netloc(origin) != host:
-        raise ForbiddenError(f"orders from pages of another site are not taken; this one is of {shorten(origin)}")
-    admin = tokens.admin.get_secret_value().encode()
-    if not admin:
-        return
-    given, read = bearer(authorization), tokens.read.get_secret_value().encode()
-    if hmac.compare_digest(given, admin):
-        return
-    if read and hmac.compare_digest(given, read):
-        raise ForbiddenError("this token is for reading; send serving.tokens.admin")
-    raise UnauthorizedError("send the header Authorization: Bearer and the admin token of this server")
-
-
 def _netloc(origin: str) -> str | None:
-    """Return the host and port of an `Origin`; None of what is no URL."""
+    """Return the host and port of an `Origin`; None if it is no URL."""
     try:
         return urlsplit(origin).netloc
     except ValueError:

@@ -1,7 +1,7 @@
-"""One HTTP connection, bounded in time and size before a token is compared: uvicorn's protocols, with limits.
+"""One HTTP connection: uvicorn's protocols, with limits of time and size that apply before a token is compared.
 
-A connection is closed when no whole request head came in time, when a head is too long, when a chunked body has too
-many tiny chunks, and when nobody reads its replies.
+A connection is closed when no complete request head arrives in time, when a head is too long, when a chunked body has
+too many tiny chunks, and when the client does not read its replies.
 """
 
 import asyncio
@@ -13,32 +13,32 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEAD_PATIENCE = timedelta(seconds=10)
-"""From a connection, or from the first byte of its next request, to a whole request head; of a TLS handshake too."""
+"""From a connection, or the first byte of its next request, to a complete head; also of a TLS handshake."""
 MAX_HEAD_BYTES = 64_000
 MAX_PIPELINED = 64
-"""Requests of one connection that may wait for the answer to the one before; parsers that stop by themselves have 1."""
+"""Requests of one connection that may wait for the answer to the one before; h11 pauses by itself after 1."""
 
 _PIECE_BYTES = 16_384
-"""What is parsed at a time while a head is awaited."""
+"""Bytes that are parsed at a time while a head is awaited."""
 _FREE_CHUNKS = 128
 _CHUNK_BYTES = 1024
-"""Of each chunk, on average, beyond those that may be of any size: a chunk costs a tenth of a millisecond to parse."""
+"""Least average size of chunks after the free ones: a chunk costs a tenth of a millisecond to parse."""
 _REPLY_PATIENCE = timedelta(seconds=10)
 _SLOWEST_BYTES = 1_000_000
-"""What a client reads in that time at least, of replies that wait for it; what is less than 64 KiB does not count."""
+"""Least bytes of waiting replies that a client reads in that time; less than 64 KiB does not count."""
 _LINGER_PATIENCE = timedelta(seconds=5)
 _LINGER_BYTES = 32_000_000
-"""What is still received and thrown away, so that a client that is sending its body can read why it was refused."""
+"""Bytes that are still received and discarded, so that a client can read a refusal while it sends its body."""
 
 
 class Owner(Protocol):
-    """What hears of a connection: whether a request of it is being answered, and its end."""
+    """Receives the state of a connection: whether a request is being answered, and its end."""
 
     def answering(self, connection: "Connection") -> None:
-        """A request head is whole."""
+        """A request head is complete."""
 
     def waiting(self, connection: "Connection") -> None:
-        """It has been answered."""
+        """The request was answered."""
 
     def lost(self, connection: "Connection") -> None:
         """The connection is closed."""
@@ -51,14 +51,14 @@ class ChunkBudget:
         self._chunks = self._bytes = 0
 
     def add(self, chunks: int, size: int) -> bool:
-        """Count more; whether the chunks are still large enough on average."""
+        """Add `chunks` of `size` bytes, and return whether the chunks are still large enough on average."""
         self._chunks += chunks
         self._bytes += size
         return self._chunks <= _FREE_CHUNKS + self._bytes // _CHUNK_BYTES
 
 
-class _Gone(asyncio.Transport):
-    """Stands for a transport that is closed."""
+class _ClosedTransport(asyncio.Transport):
+    """Replaces a transport that is closed."""
 
     def is_closing(self) -> bool:
         return True
@@ -74,7 +74,7 @@ class _Gone(asyncio.Transport):
 
 
 class _LingeringTransport(asyncio.Transport):
-    """A transport that is closed by `close_gently`; everything else goes to the one that it wraps."""
+    """A transport that is closed by `close_gently`; everything else is passed to the wrapped one."""
 
     def __init__(self, inner: asyncio.Transport, close_gently: Callable[[], None]) -> None:
         super().__init__()
@@ -82,9 +82,9 @@ class _LingeringTransport(asyncio.Transport):
         self.closing = False
         self._close_gently = close_gently
 
-    def forget(self) -> None:
-        """Let go of the transport, which is closed: with TLS it has 256 kB, and it is in a circle of references."""
-        self.closing, self.inner = True, _Gone()
+    def release(self) -> None:
+        """Release the closed transport: with TLS it has 256 kB, and it is in a reference cycle."""
+        self.closing, self.inner = True, _ClosedTransport()
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         return self.inner.get_extra_info(name, default)
@@ -122,12 +122,12 @@ else:
 
 
 class Connection(_Base):
-    """What is mixed into uvicorn's protocols; an `owner` is set before the connection is made."""
+    """A mix-in for uvicorn's protocols; `owner` is set before the connection is made."""
 
     owner: Owner
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Begin to wait for the first request."""
+        """Start to wait for the first request."""
         assert isinstance(transport, asyncio.Transport)
         self._outer = _LingeringTransport(transport, self._close_gently)
         self._head_bytes = self._discarded = self._unsent_bytes = 0
@@ -138,16 +138,16 @@ class Connection(_Base):
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the timers, and tell the owner."""
+        """Cancel the timers, and notify the owner."""
         for timer in (self._head_timer, self._reply_timer, self._close_timer):
             if timer is not None:
                 timer.cancel()
         super().connection_lost(exc)
-        self._outer.forget()
+        self._outer.release()
         self.owner.lost(self)
 
     def data_received(self, data: bytes) -> None:
-        """Parse what came, in pieces as long as a head is awaited; discard it once the connection is closing."""
+        """Parse the data, in pieces while a head is awaited; discard it once the connection is closing."""
         while data and not self._outer.is_closing():
             awaited, before = self._awaits_head(), self.cycle
             piece, data = (data[:_PIECE_BYTES], data[_PIECE_BYTES:]) if awaited else (data, b"")
@@ -166,25 +166,25 @@ class Connection(_Base):
         self._await_head()
 
     def pause_writing(self) -> None:
-        """Give the client its time to read."""
+        """Start the time in which the client has to read."""
         super().pause_writing()
         self._await_reader()
 
     def resume_writing(self) -> None:
-        """The client has read."""
+        """Stop that time: the client has read."""
         super().resume_writing()
         if self._reply_timer is not None and not self._outer.is_closing():
             self._reply_timer.cancel()
             self._reply_timer = None
 
     def on_response_complete(self) -> None:
-        """Tell the owner, unless the next request is here already."""
+        """Notify the owner, unless the next request is being answered."""
         super().on_response_complete()
         if self.cycle.response_complete:
             self.owner.waiting(self)
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is no HTTP; without a word where an answer has begun."""
+        """Refuse data that is not HTTP; just close the connection if an answer has begun."""
         answering = self.cycle is not None and not self.cycle.response_complete
         if answering and self.cycle.response_started:
             self.abort()
@@ -199,15 +199,15 @@ class Connection(_Base):
         self._outer.abort()
 
     def _awaits_head(self) -> bool:
-        """Whether the next byte belongs to the head of a request."""
+        """Return whether the next byte belongs to the head of a request."""
         raise NotImplementedError
 
     def _awaits_body(self) -> bool:
-        """Whether the next byte belongs to the body of a request."""
+        """Return whether the next byte belongs to the body of a request."""
         raise NotImplementedError
 
     def _await_head(self) -> None:
-        """Start the time of a head that has begun, or of the first one, and stop it once it is whole."""
+        """Start the timer of the first head, or of one that has begun; stop it once the head is complete."""
         if self._awaits_head() and (self.cycle is None or self._head_bytes) and not self._outer.is_closing():
             if self._head_timer is None:
                 self._head_timer = self.loop.call_later(HEAD_PATIENCE.total_seconds(), self.abort)
@@ -216,7 +216,7 @@ class Connection(_Base):
             self._head_timer = None
 
     def _await_reader(self) -> None:
-        """Look now and again whether the client reads, until `resume_writing` or the end of the connection."""
+        """Check periodically that the client reads, until `resume_writing` or the end of the connection."""
         self._unsent_bytes = self._outer.get_write_buffer_size()
         self._reply_timer = self.loop.call_later(_REPLY_PATIENCE.total_seconds(), self._check_reader)
 
@@ -227,7 +227,7 @@ class Connection(_Base):
             self._await_reader()
 
     def _close_gently(self) -> None:
-        """Close once replies are sent; where a body is still coming, receive and discard it for a while."""
+        """Close once replies are sent; receive and discard an unfinished body for a while."""
         inner = self._outer.inner
         if self._awaits_body():
             if inner.can_write_eof():
@@ -241,7 +241,7 @@ class Connection(_Base):
 
 
 class _H11Parser(h11.Connection):
-    """h11's state machine, which refuses a body of tiny chunks."""
+    """h11's state machine; refuses a body of tiny chunks."""
 
     def __init__(self) -> None:
         super().__init__(h11.SERVER, MAX_HEAD_BYTES)

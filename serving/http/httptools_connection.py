@@ -1,4 +1,4 @@
-"""A connection parsed by httptools; can be imported only where that is installed."""
+"""A connection parsed by httptools, which must be installed to import this module."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ class _RefusedError(Exception):
 
 
 class HttpToolsConnection(Connection, HttpToolsProtocol):  # type: ignore[misc]
-    """The same bounds for the other parser, which has none of its own."""
+    """A connection with limits that httptools itself does not have."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -20,14 +20,14 @@ class HttpToolsConnection(Connection, HttpToolsProtocol):  # type: ignore[misc]
         self._budget = ChunkBudget()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is no HTTP; without a word where earlier requests wait for their answers."""
+        """Refuse data that is not HTTP; just close the connection if earlier requests wait for their answers."""
         if self.pipeline:
             self.abort()
         else:
             super().send_400_response(msg)
 
     def on_headers_complete(self) -> None:
-        """Begin to count the body; too many requests at a time are refused."""
+        """Start to count the body; refuse too many pipelined requests."""
         self._in_body = True
         self._budget = ChunkBudget()
         super().on_headers_complete()
@@ -35,16 +35,16 @@ class HttpToolsConnection(Connection, HttpToolsProtocol):  # type: ignore[misc]
             raise _RefusedError("too many requests wait on one connection")
 
     def on_chunk_header(self) -> None:
-        """A chunk begins."""
+        """Count a chunk."""
         self._count(1, 0)
 
     def on_body(self, body: bytes) -> None:
-        """A part of a chunk, or of a body of known length, has come."""
+        """Count the bytes of a chunk, or of a body of known length."""
         self._count(0, len(body))
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """The body is whole."""
+        """Await the next head: the body is complete."""
         self._in_body = False
         super().on_message_complete()
 

@@ -17,11 +17,11 @@ from serving.config import ServingSettings, TlsSettings
 log = logging.getLogger("anabranch.serving")
 
 BACKLOG = 2048
-_LOOK_SECONDS = 0.05
+_POLL_SECONDS = 0.05
 
 
 class TakenError(SettingsError):
-    """Another program listens there."""
+    """Another program listens on the port."""
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -32,8 +32,8 @@ def listen(host: str, port: int) -> socket.socket:
         SettingsError: the address cannot be listened on; the sentence names the key to change.
     """
     try:
-        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP)
-        family, kind, protocol, _, address = found[0]
+        addresses = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP)
+        family, kind, protocol, _, address = addresses[0]
         listener = socket.socket(family, kind, protocol)  # asyncio sets TCP_NODELAY only where the protocol is named
     except OSError as exc:
         raise SettingsError(f'serving.host = "{host}" cannot be listened on: {exc.strerror}') from exc
@@ -55,7 +55,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 @contextlib.contextmanager
 def tls_errors() -> Iterator[None]:
-    """Raise SettingsError for what goes wrong with certificate and key."""
+    """Raise SettingsError if certificate or key cannot be used."""
     try:
         yield
     except OSError as exc:  # ssl.SSLError is one
@@ -63,14 +63,14 @@ def tls_errors() -> Iterator[None]:
 
 
 def check_tls(tls: TlsSettings, folder: Path) -> None:
-    """Raise SettingsError when there are certificate and key, and they cannot be used."""
+    """Raise SettingsError when a certificate and a key are configured but cannot be used."""
     if tls.cert is not None and tls.key is not None:
         with tls_errors():
             ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(folder / tls.cert, folder / tls.key)
 
 
 def listen_patiently(host: str, port: int, patience: timedelta) -> socket.socket:
-    """Do the same, and wait so long for a port that is taken: by the workers of a server that was killed."""
+    """Return a listening socket; wait up to `patience` for a port that workers of a killed server still hold."""
     deadline = time.monotonic() + patience.total_seconds()
     waits = False
     while True:
@@ -82,13 +82,13 @@ def listen_patiently(host: str, port: int, patience: timedelta) -> socket.socket
             if not waits:
                 log.info("serving.port = %d is taken on %s, perhaps by workers that are about to end", port, host)
             waits = True
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
 
 
 def inherited(descriptor: int) -> socket.socket:
-    """Return the listening socket that the process was started with."""
-    with socket.socket(fileno=os.dup(descriptor)) as found:
-        family = found.family
+    """Return the listening socket that this process inherited."""
+    with socket.socket(fileno=os.dup(descriptor)) as duplicate:
+        family = duplicate.family
     return socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP, fileno=descriptor)
 
 

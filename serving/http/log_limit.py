@@ -1,4 +1,4 @@
-"""A bound on the lines that what comes over the network can make other libraries write into the log."""
+"""Limits the log lines that network clients can cause in other libraries."""
 
 import contextlib
 import logging
@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from datetime import timedelta
 
 LIMITED = ("uvicorn.error", "asyncio")
-"""Loggers that write a line, or a traceback, for a request that is no HTTP."""
+"""Loggers that write a line, or a traceback, for a request that is not HTTP."""
 
 _MOST_LINES = 10
 _EVERY = timedelta(seconds=1)
 
 
 class RateLimit(logging.Filter):
-    """Lets ten lines a second pass; the next one tells how many were left out."""
+    """Passes ten lines a second; the next one contains how many were left out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class RateLimit(logging.Filter):
         self._left_out = 0
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the line is written."""
+        """Return whether to write the line."""
         with self._lock:
             now = time.monotonic()
             if now - self._since >= _EVERY.total_seconds():
@@ -42,7 +42,7 @@ class RateLimit(logging.Filter):
 
 @contextlib.contextmanager
 def limited_lines(names: tuple[str, ...] = LIMITED) -> Iterator[None]:
-    """Limit the loggers of these names for as long as the block runs, each by itself."""
+    """Limit each of these loggers separately while the block runs."""
     limits = [(logging.getLogger(name), RateLimit()) for name in names]
     for logger, limit in limits:
         logger.addFilter(limit)

@@ -1,7 +1,7 @@
-"""The description of serving's HTTP interface, OpenAPI 3.1: what the web framework knows of its routes, made whole.
+"""The OpenAPI 3.1 document of serving's HTTP interface: the web framework's own document, completed.
 
-The framework knows paths and methods. Bodies are those that `serving.protocol.codec` reads and writes, for the served
-model.
+The framework describes paths and methods. The bodies are those that `serving.protocol.codec` reads and writes for the
+served model.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ import msgspec
 from learner.state_dir.version import RegistryState
 from serving.protocol.codec import HEADER_LENGTH, InferBody, ReplyBody, Signature
 from serving.protocol.tensors import TensorSpec
-from serving.rollout.commands import ORDERS
+from serving.rollout.commands import COMMANDS
 
 Document = dict[str, Any]
 
@@ -23,7 +23,7 @@ _OTHER_CONTENT = {"/": "text/html", "/metrics": "text/plain"}
 _INFER = ("/v2/models/{name}/infer", "/v2/models/{name}/versions/{version}/infer")
 _EXAMPLE_ROWS = 1
 _MODEL, _VERSION = "/v2/models/{name}", "/v2/models/{name}/versions/{version}"
-_ORDER = "/api/versions/{version}:{action}"
+_COMMAND = "/api/versions/{version}:{action}"
 _ERRORS: Mapping[str, Sequence[int]] = {
     "/v2/health/ready": [503],
     _MODEL: [404],
@@ -32,27 +32,27 @@ _ERRORS: Mapping[str, Sequence[int]] = {
     f"{_VERSION}/ready": [404],
     **dict.fromkeys(_INFER, (400, 404, 413, 415, 429, 503, 504)),
     "/api/history": [400],
-    _ORDER: [401, 403, 404, 409],
+    _COMMAND: [401, 403, 404, 409],
 }
-"""What else a route answers than 200, beside 500 for a bug, 401 where tokens are asked for, and 403 where none are."""
+"""Statuses of a route besides 200; all have 500, and 401 with tokens, 403 without."""
 _RETRY_AFTER = {"Retry-After": {"description": "Seconds.", "schema": {"type": "integer", "minimum": 1}}}
 _MEANINGS = {
     304: "The page has not changed.",
     400: "Fix the request.",
-    401: "Send a token that this server knows.",
-    403: "Send the admin token, no order from a page of another site, and without tokens a Host that is this machine.",
-    404: "Ask for what is there; the sentence names it.",
-    409: "Change first what the sentence names.",
+    401: "Send a token of this server.",
+    403: "Send the admin token, from this site; without tokens send a Host that names this machine.",
+    404: "Ask for what exists; the sentence names it.",
+    409: "First change what the sentence names.",
     413: "Send less at once.",
     415: "Send the body as it is, not compressed.",
-    429: "Send less at a time, and come again.",
-    500: "The fault is the server's; its log says more.",
-    503: "Come again, or go elsewhere: there is no version yet, or the server is stopping.",
+    429: "Send fewer requests at a time, and retry.",
+    500: "Internal server error; see the server log.",
+    503: "Retry, or ask another server: there is no version yet, or the server is stopping.",
     504: "The answer took too long.",
 }
 
 
-def whole(
+def build_openapi(
     document: Document,
     name: str,
     signature: Signature,
@@ -61,15 +61,15 @@ def whole(
     *,
     tokens: bool,
 ) -> Document:
-    """Return the framework's document with bodies, errors and the routes that it does not know.
+    """Return the framework's document, with bodies, errors and the routes that bypass the framework.
 
     Args:
-        document: the framework's; it is changed.
+        document: of the framework; it is modified.
         name: of the served model.
         signature: of the served model.
         steps: the resolutions of the history, in seconds.
-        open_paths: those that anybody may ask for.
-        tokens: whether the others need one.
+        open_paths: paths that need no token.
+        tokens: whether the other paths need a token.
     """
     _, components = msgspec.json.schema_components([InferBody, ReplyBody], ref_template=_SCHEMAS + "{name}")
     components["InferBody"]["example"] = _example(signature)
@@ -88,9 +88,9 @@ def whole(
     ]
     (state,), states = msgspec.json.schema_components([RegistryState], ref_template=_SCHEMAS + "{name}")
     components |= states
-    order = paths[_ORDER]["post"]
-    order["description"] = "Do what a person ordered about a version; answers what is served then."
-    order["responses"]["200"]["content"] = {_JSON: {"schema": state}}
+    rollout = paths[_COMMAND]["post"]
+    rollout["description"] = "Apply a rollout command to a version; the answer is the new state."
+    rollout["responses"]["200"]["content"] = {_JSON: {"schema": state}}
     for path, operations in paths.items():
         for operation in operations.values():
             _complete(path, operation, [] if path in open_paths else [401 if tokens else 403])
@@ -98,7 +98,7 @@ def whole(
                 if path.startswith("/v2/models/{name}") and parameter["name"] == "name":
                     parameter["schema"] = {"type": "string", "enum": [name]}
                 if parameter["name"] == "action":
-                    parameter["schema"] = {"type": "string", "enum": list(ORDERS)}
+                    parameter["schema"] = {"type": "string", "enum": list(COMMANDS)}
             if tokens:
                 operation["security"] = [] if path in open_paths else [{"bearer": []}]
     document["paths"] = paths
@@ -109,7 +109,7 @@ def whole(
 
 
 def _complete(path: str, operation: Document, refusals: Sequence[int]) -> None:
-    """Say what a route answers: its content, and errors, which are all alike, those of who may ask among them."""
+    """Add a route's content and error responses, including those of missing tokens."""
     answers = operation["responses"]
     answers.pop("422", None)
     answers["200"].setdefault("content", {_OTHER_CONTENT.get(path, _JSON): {}})
@@ -127,14 +127,14 @@ def _infer(path: str) -> Document:
     names = ["name", "version"] if "{version}" in path else ["name"]
     return {
         "summary": "Infer",
-        "description": "Inference of the Open Inference Protocol v2, answered whole by one version.",
+        "description": "Inference of the Open Inference Protocol v2, answered by one version.",
         "operationId": "infer_version" if "version" in names else "infer",
         "parameters": [
             *({"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names),
             {
                 "name": HEADER_LENGTH,
                 "in": "header",
-                "description": "With binary data: how many bytes of the body are JSON; 0 where all of it is one input.",
+                "description": "With binary data: how many bytes of the body are JSON; 0 if the body is one raw input.",
                 "schema": {"type": "integer", "minimum": 0},
             },
         ],
@@ -144,7 +144,7 @@ def _infer(path: str) -> Document:
         },
         "responses": {
             "200": {
-                "description": "The predictions; with binary data after the JSON where that was asked for.",
+                "description": "The predictions; with binary data after the JSON if that was requested.",
                 "headers": {HEADER_LENGTH: {"schema": {"type": "integer"}}},
                 "content": {_JSON: {"schema": {"$ref": f"{_SCHEMAS}ReplyBody"}}, **_BYTES},
             }
@@ -157,7 +157,7 @@ def _query(name: str, schema: Document, description: str) -> Document:
 
 
 def _name(component: Document, specs: Mapping[str, TensorSpec]) -> None:
-    """Let a tensor's component say which names and datatypes there are."""
+    """Restrict a tensor's component to the existing names and datatypes."""
     component["properties"]["name"]["enum"] = list(specs)
     component["properties"]["datatype"]["enum"] = sorted({spec.datatype for spec in specs.values()})
 

@@ -1,4 +1,4 @@
-"""Bodies of requests, read within bounds: of one body, and of all that are held at a time."""
+"""Reads request bodies within two bounds: of one body, and of all bodies held at a time."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -12,15 +12,15 @@ from serving.errors import BadRequestError, TooLargeError, TooManyRequestsError
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 """ASGI's `receive`."""
 
-_LOOK_AFTER = timedelta(milliseconds=100)
+_WATCH_AFTER = timedelta(milliseconds=100)
 
 
 class ClientDisconnectedError(Exception):
-    """The client is gone; nobody will read an answer."""
+    """The client disconnected; nobody will read an answer."""
 
 
 class BodyReader:
-    """Reads bodies and knows how many bytes of them are held. Belongs to the event loop's thread."""
+    """Reads bodies and counts the bytes held. Belongs to the event loop's thread."""
 
     def __init__(self, settings: ServingSettings) -> None:
         self.held_bytes = 0
@@ -28,12 +28,12 @@ class BodyReader:
         self._most_held_bytes = int(settings.max_held_bytes)
 
     async def read(self, receive: Receive, content_length: bytes | None) -> bytes:
-        """Read a whole body, and count its bytes until `add` takes them off.
+        """Read a complete body, and count its bytes until `add` subtracts them.
 
         Raises:
-            TooLargeError: it is longer than one may be, found out before more than that was read.
+            TooLargeError: it is too long; no more than the limit was read.
             TooManyRequestsError: too many bytes are held already.
-            ClientDisconnectedError: the client hung up.
+            ClientDisconnectedError: the client disconnected.
         """
         if content_length is not None:
             self._check(_number(content_length))
@@ -58,7 +58,7 @@ class BodyReader:
             raise
 
     def add(self, size: int) -> None:
-        """Count bytes that are held: of a body, or of the reply to one; negative when they are released."""
+        """Count held bytes of a body or its reply; negative when they are released."""
         self.held_bytes += size
 
     def _check(self, size: int) -> None:
@@ -67,7 +67,7 @@ class BodyReader:
 
 
 class HeldBytes:
-    """What one request holds until the block ends, when its reply is sent: the body, and then the reply too."""
+    """The bytes that one request holds until its reply is sent, when the block ends: its body and its reply."""
 
     def __init__(self, bodies: BodyReader) -> None:
         self._bodies = bodies
@@ -92,10 +92,9 @@ class HeldBytes:
 
 
 class DisconnectWatcher:
-    """Cancels the task around whose work it is entered when its client hangs up, and raises ClientDisconnectedError
-    there.
+    """Cancels the task that entered it when the client disconnects, and raises ClientDisconnectedError there.
 
-    It looks only after a while: most answers are there before, and cost no second task.
+    It starts to watch after a delay: most answers are ready before, and need no second task.
     """
 
     def __init__(self, receive: Receive) -> None:
@@ -107,7 +106,7 @@ class DisconnectWatcher:
         task = asyncio.current_task()
         assert task is not None
         self._task = task
-        self._timer = asyncio.get_running_loop().call_later(_LOOK_AFTER.total_seconds(), self._look)
+        self._timer = asyncio.get_running_loop().call_later(_WATCH_AFTER.total_seconds(), self._start_watching)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -119,10 +118,10 @@ class DisconnectWatcher:
             self._task.uncancel()
             raise ClientDisconnectedError from None
 
-    def _look(self) -> None:
-        self._watch = asyncio.get_running_loop().create_task(self._until_hung_up())
+    def _start_watching(self) -> None:
+        self._watch = asyncio.get_running_loop().create_task(self._until_disconnected())
 
-    async def _until_hung_up(self) -> None:
+    async def _until_disconnected(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
         self._gone = True

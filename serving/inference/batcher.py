@@ -1,9 +1,9 @@
 """Dynamic batching: requests that wait at the same time share one run of the model.
 
-All state belongs to the event loop's thread; the one worker thread sees whole batches and nothing else. A batch is of
-one version, the one that each of its requests was admitted with.
+All state belongs to the event loop's thread; the one worker thread gets complete batches only. A batch has one
+version, with which each of its requests was admitted.
 
-Requests of clients that have recently made the model raise are run alone, so that they cost no run of others.
+Requests of clients that recently made the model raise are run alone, so that others need no second run.
 
 Legend: B rows of a batch.
 """
@@ -47,11 +47,11 @@ class _Waiting:
     peer: Hashable
     outcome: Outputs | RequestError | None = field(default=None)
     raised: bool = field(default=False)
-    """Whether the model raised on it, and not on zeros."""
+    """Whether the model raised on this input, and not on zeros."""
 
 
 class _Queue:
-    """Requests that wait, the oldest first."""
+    """Waiting requests, the oldest first."""
 
     def __init__(self) -> None:
         self.rows = 0
@@ -62,7 +62,7 @@ class _Queue:
 
     @property
     def since(self) -> float:
-        """Since when the oldest waits."""
+        """When the oldest request was added."""
         return self._requests[0].since
 
     def add(self, waiting: _Waiting) -> None:
@@ -76,7 +76,7 @@ class _Queue:
             self.rows -= waiting.rows
 
     def take(self, max_rows: int) -> list[_Waiting]:
-        """Take the oldest, and those after it that are of its version and go into a batch of `max_rows` with it."""
+        """Remove and return the oldest, and the next ones of its version that fit into a batch of `max_rows`."""
         batch = [self._requests.popleft()]
         rows = batch[0].rows
         while self._requests and self._requests[0].version is batch[0].version:
@@ -98,17 +98,17 @@ class Batcher:
     shared batches that are due.
     """
 
-    def __init__(self, settings: ServingSettings, fail: Callable[[BaseException], None], mark: ServerMark) -> None:
-        """`fail` is called, in the worker's thread, with a bug that ended the worker; `mark` tells the learner."""
+    def __init__(self, settings: ServingSettings, on_error: Callable[[BaseException], None], mark: ServerMark) -> None:
+        """`on_error` gets the exception that ended the worker, in its thread; `mark` reports load to the learner."""
         self._max_batch = settings.max_batch
         self._max_queue = settings.max_queue
         self._max_delay = settings.max_delay.total_seconds()
-        self._fail = fail
+        self._on_error = on_error
         self._mark = mark
         self._shared = _Queue()
         self._alone = _Queue()
         self._ran_alone = False
-        """Whether the last batch was of a request that is run alone."""
+        """Whether the last batch was a request that is run alone."""
         self._failures = RecentFailures()
         self._busy = False
         self._timer: asyncio.TimerHandle | None = None
@@ -130,7 +130,7 @@ class Batcher:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request waits and none is at work; any thread may ask."""
+        """Whether no request waits or runs. Thread-safe."""
         return not (self._busy or self._shared or self._alone)
 
     async def predict(
@@ -141,9 +141,9 @@ class Batcher:
         embed: bool = False,
         peer: Hashable = None,
     ) -> Outputs:
-        """Answer a request by `version`, with the embedding if `embed`; cancelling it takes it out of the queue.
+        """Answer a request by `version`, with the embedding if `embed`; cancelling removes it from the queue.
 
-        `peer` names the connection that it came on, where there is one.
+        `peer` names the connection of the request, if known.
 
         Raises:
             TooManyRequestsError: the queue has no room for its rows.
@@ -152,7 +152,7 @@ class Batcher:
         """
         waiting_rows = self._shared.rows + self._alone.rows
         if waiting_rows + rows > self._max_queue:
-            raise TooManyRequestsError(f"{waiting_rows} rows wait already; this server lets {self._max_queue} wait")
+            raise TooManyRequestsError(f"{waiting_rows} rows wait already; at most {self._max_queue} may wait")
         waiting = _Waiting(version, features, rows, self._loop.time(), self._loop.create_future(), embed, peer)
         queue = self._alone if peer in self._failures else self._shared
         queue.add(waiting)
@@ -165,25 +165,25 @@ class Batcher:
             raise
 
     def _consider(self) -> None:
-        """Hand over a batch now, later, or not before the worker is free."""
+        """Start a batch now, later, or once the worker is free."""
         if self._busy:
             return
         is_due = bool(self._shared) and (
             self._shared.rows >= self._max_batch or self._loop.time() >= self._shared.since + self._max_delay
         )
         if self._alone and not (is_due and self._ran_alone):
-            self._hand_over(self._alone)
+            self._start(self._alone)
         elif is_due:
-            self._hand_over(self._shared)
+            self._start(self._shared)
         elif self._shared and self._timer is None:
             self._timer = self._loop.call_at(self._shared.since + self._max_delay, self._on_due)
 
     def _on_due(self) -> None:
         self._timer = None
         if not self._busy and self._shared:
-            self._hand_over(self._shared)
+            self._start(self._shared)
 
-    def _hand_over(self, queue: _Queue) -> None:
+    def _start(self, queue: _Queue) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -213,17 +213,17 @@ class Batcher:
             while (batch := self._batches.get()) is not None:
                 _run(batch, self._max_batch)
                 self._loop.call_soon_threadsafe(self._answer, batch)
-                del batch  # else it would keep its version in memory until the next one
+                del batch  # otherwise it keeps its version in memory until the next batch
         except Exception as exc:
             log.exception("the model's thread ended")
-            self._fail(exc)
+            self._on_error(exc)
 
 
 def _run(batch: Sequence[_Waiting], max_batch: int) -> None:
-    """Set the outcome of each request; one that makes the model raise does not harm the others.
+    """Set the outcome of each request; one that makes the model raise does not affect the others.
 
-    Such requests are found by halves. Of n requests each costs one run at most, and the search `2 * log2(n) + 3`
-    more: where so many raise that halves save no runs, the rest is run one by one.
+    Such requests are found by bisection. Each of n requests costs at most one run, and the search `2 * log2(n) + 3`
+    more. If so many raise that bisection saves no runs, the rest is run one by one.
     """
     if _try(batch, max_batch):
         return
@@ -241,7 +241,7 @@ def _run(batch: Sequence[_Waiting], max_batch: int) -> None:
 
 
 def _try(batch: Sequence[_Waiting], max_batch: int) -> bool:
-    """Run a batch, and return whether each of its requests has its outcome: not if the model raises on several."""
+    """Run a batch, and return whether each request has its outcome: not if the model raises on several together."""
     version = batch[0].version
     embed = any(waiting.embed for waiting in batch)
     try:
@@ -266,7 +266,7 @@ def _try(batch: Sequence[_Waiting], max_batch: int) -> bool:
 
 
 def _joined(batch: Sequence[_Waiting]) -> dict[str, Array]:
-    """Concatenate; a copy also for one request, since torch wants memory that can be written."""
+    """Concatenate the features; a copy also for one request, since torch requires writable memory."""
     return {name: np.concatenate([waiting.features[name] for waiting in batch]) for name in batch[0].features}
 
 

@@ -1,4 +1,4 @@
-"""Which clients have recently made the model raise: their requests share no batch with those of others."""
+"""Clients whose requests recently made the model raise: their requests are batched alone."""
 
 import time
 from collections import OrderedDict
@@ -7,19 +7,19 @@ from datetime import timedelta
 
 _LASTS = timedelta(seconds=10)
 _MOST = 4096
-"""Peers: as many as a process has connections at most."""
+"""Peers: the most connections that a process has."""
 
 
 class RecentFailures:
-    """The peers noted in the last ten seconds, 4096 of them at most. Not thread-safe.
+    """The peers added in the last ten seconds, 4096 of them at most. Not thread-safe.
 
-    A peer is whatever names a connection, such as address and port; None names none, and is never noted.
+    A peer is anything that names a connection, such as address and port; None names none and is never added.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._until: OrderedDict[Hashable, float] = OrderedDict()
-        """The first to be forgotten first."""
+        """The first to expire first."""
 
     def __contains__(self, peer: Hashable) -> bool:
         return bool(self._until) and self._until.get(peer, float("-inf")) > self._clock()
@@ -28,7 +28,7 @@ class RecentFailures:
         return len(self._until)
 
     def add(self, peer: Hashable) -> None:
-        """Note a peer, or note it again; forget those whose time is over, and the oldest where there are too many."""
+        """Add a peer, or renew it; remove expired peers, and the oldest if there are too many."""
         if peer is None:
             return
         now = self._clock()

@@ -21,7 +21,7 @@ from serving.model.deployment import Deployment
 from serving.model.loaded_version import ServedVersion
 from serving.protocol.codec import Request, Signature
 from serving.reporting.worker_pool import PoolWorker
-from serving.rollout.commands import ORDERS
+from serving.rollout.commands import COMMANDS
 from serving.rollout.hot_swap import VersionSwapper
 
 log = logging.getLogger("anabranch.serving")
@@ -29,16 +29,16 @@ log = logging.getLogger("anabranch.serving")
 _LONGEST_NUMBER = 15
 """Digits."""
 _LARGE_BYTES = 262_144
-"""Of a body: what is longer is decoded in a thread."""
+"""A longer body is decoded in a thread."""
 _LARGE_ELEMENTS = 65_536
-"""Of a reply: what is more is encoded in a thread."""
+"""A larger reply is encoded in a thread."""
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
 class Service:
-    """What HTTP asks of serving. Belongs to the event loop's thread."""
+    """Answers inference requests and applies rollout commands. Belongs to the event loop's thread."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Service:
         shadow: Shadow,
         worker: PoolWorker | None = None,
     ) -> None:
-        """`worker` is this process's place among several."""
+        """`worker` is this process, if it is one of several."""
         self.name = deployment.name
         self.signature = Signature(deployment.schema, deployment.outputs(), settings.max_queue, deployment.embeds)
         self._swap = swap
@@ -67,7 +67,7 @@ class Service:
         return self._swap.current
 
     def swapped(self) -> None:
-        """Wake the requests that wait for a newer version; to be called in the loop's thread after each swap."""
+        """Wake the requests that wait for a newer version; called in the loop's thread after each swap."""
         swapped, self._swapped = self._swapped, asyncio.Event()
         swapped.set()
 
@@ -77,10 +77,10 @@ class Service:
         self.swapped()
 
     def resident(self, name: str, version: str | None = None) -> ServedVersion:
-        """Return the served version if it is the one that was asked for.
+        """Return the served version if it is the requested one.
 
         Raises:
-            NotFoundError: no such model, or no such version; the sentence names what is there.
+            NotFoundError: no such model, or no such version; the sentence names what there is.
             UnavailableError: there is no version yet.
         """
         self.check_name(name)
@@ -98,33 +98,33 @@ class Service:
         if name != self.name:
             raise NotFoundError(f"there is no model {shorten(name)!r}; this server has {self.name!r}")
 
-    async def order(self, action: str, version: str) -> RegistryState:
-        """Do what a person ordered about a version, in all workers; return what is served then.
+    async def apply(self, action: str, version: str) -> RegistryState:
+        """Apply a rollout command in all workers, and return the new state.
 
         Raises:
-            RequestError: it is not done; the sentence says why.
+            RequestError: it is not applied; the sentence gives the reason.
         """
-        if action not in ORDERS:
-            raise NotFoundError(f"there is no order {shorten(action)!r}; there are {', '.join(ORDERS)}")
+        if action not in COMMANDS:
+            raise NotFoundError(f"there is no rollout command {shorten(action)!r}; there are {', '.join(COMMANDS)}")
         if not version.isdecimal() or len(version) > _LONGEST_NUMBER:
             raise NotFoundError(f"there is no version {shorten(version)!r}")
-        await asyncio.to_thread(self._swap.order, ORDERS[action], int(version))
+        await asyncio.to_thread(self._swap.apply, COMMANDS[action], int(version))
         state = self._swap.state
-        if self._worker is not None and not await self._worker.obeyed(state):
+        if self._worker is not None and not await self._worker.all_apply(state):
             log.warning(
-                "an order is written down, and not all workers have obeyed it yet: %s version %s", action, version
+                "a rollout command is saved, but not all workers have applied it yet: %s version %s", action, version
             )
         return state
 
     async def infer(
         self, name: str, version: str | None, body: bytes, header_length: int | None, peer: Hashable = None
     ) -> tuple[bytes, int | None]:
-        """Answer a request whole by one version; return the reply's body and the length of its JSON before binary data.
+        """Answer a request by one version; return the reply's body and the length of its JSON before binary data.
 
-        `peer` names the connection that it came on, where there is one.
+        `peer` names the connection of the request, if known.
 
         Raises:
-            RequestError: it gets no prediction; the sentence says why.
+            RequestError: there is no prediction; the sentence gives the reason.
         """
         self.check_name(name)
         request = await _run(len(body) > _LARGE_BYTES, self.signature.decode, body, header_length)
@@ -135,8 +135,8 @@ class Service:
             large, self.signature.encode, request, answers, self.name, chosen.name, chosen.trained_through
         )
         if self._shadow.chooses():
-            # In the loop's next turn, after this one's in which the reply is sent.
-            asyncio.get_running_loop().call_soon(self._shadow.offer, chosen, request.features, answers)
+            # In the next turn of the loop: the reply is sent in this one.
+            asyncio.get_running_loop().call_soon(self._shadow.add, chosen, request.features, answers)
         return reply
 
     async def _choose(self, request: Request, version: str | None) -> ServedVersion:
@@ -177,13 +177,13 @@ class Service:
             self._waiting_rows -= request.rows
 
     def lateness(self) -> str:
-        """Say how far the served version has learned, for a request that waited for more in vain."""
+        """Return the sentence for a request that waited in vain: how far the served version has learned."""
         current = self.version
         return f"the time is over; the served version has learned {current.trained_through if current else 'nothing'}"
 
 
 async def _run(in_thread: bool, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-    """Return what `work` returns, done in a thread where it would keep the event loop from others."""
+    """Return the result of `work`, called in a thread if it would block the event loop for long."""
     if in_thread:
         return await asyncio.to_thread(work, *args, **kwargs)
     return work(*args, **kwargs)

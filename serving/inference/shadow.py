@@ -1,8 +1,8 @@
-"""The shadow: a part of the live requests is answered by a version that is not served, too, and compared.
+"""The shadow: a version that is not served answers a fraction of the live requests too, and answers are compared.
 
-The candidate is the newest version that is not served though it could be looked at: it has failed, waits for its
-verdict, or is held off by an order. It answers in a thread of its own, after the client has its answer and while no
-live request is at work; what cannot be done soon is dropped. Whatever goes wrong with it is told, and touches no
+The candidate is the newest version that is newer than the served one and not about to be served: it failed, waits for
+its verdict, or a rollout command withholds it. It answers in a separate thread, after the client has its answer and
+while no live request runs; requests that cannot be compared soon are dropped. Its failures are reported and affect no
 request.
 
 Legend: B rows of a request.
@@ -25,29 +25,31 @@ import numpy as np
 
 from anabranch.core.failures import Failure, failure_of
 from learner.errors import VersionError
+from learner.state_dir.version import reference_to
 from serving.metrics import ServingMetrics
 from serving.model.deployment import Deployment
 from serving.model.loaded_version import ServedVersion, load_version
 from serving.protocol.tensors import Array
 from serving.reporting.report import ShadowReport
+from serving.rollout.eligibility import Requirements, misfit
 from serving.rollout.load_retry import Retries, may_pass
 
 log = logging.getLogger("anabranch.serving")
 
 _MOST_WAITING = 4
 _PATIENCE = timedelta(milliseconds=100)
-"""How long a request may wait for a moment in which no live one is at work."""
-_LOOK = timedelta(milliseconds=2)
-_LOOK_FOR_CANDIDATES = timedelta(seconds=1)
+"""Longest time that a request waits until no live request runs."""
+_POLL_IDLE = timedelta(milliseconds=2)
+_POLL_CANDIDATES = timedelta(seconds=1)
 _KEEP = timedelta(seconds=10)
-"""How long a candidate is looked at before a newer one takes its place."""
+"""Least time before a newer candidate replaces one."""
 _LONGEST_END = timedelta(seconds=1)
 _PREDICTION = "prediction"
 
 
 @dataclasses.dataclass(frozen=True)
-class _Asked:
-    """A request that has been answered."""
+class _AnsweredRequest:
+    """A request with the answers that the client got."""
 
     version: ServedVersion
     features: Mapping[str, Array]
@@ -56,7 +58,7 @@ class _Asked:
 
 
 class Shadow:
-    """Compares a candidate's answers with those that were given; a context manager around its thread."""
+    """Compares a candidate's answers with the served ones; a context manager around its thread."""
 
     def __init__(
         self,
@@ -68,18 +70,20 @@ class Shadow:
         is_idle: Callable[[], bool],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`served` returns the version that is served, `is_idle` whether no live request is at work; any thread calls.
+        """Prepare to compare; entering the context starts the thread, unless `fraction` is 0.
 
-        Nothing is done for a `fraction` of 0. Of a request at most `max_batch` rows are compared.
+        `served` returns the served version, `is_idle` whether no live request runs; both are thread-safe. At most
+        `max_batch` rows of a request are compared.
         """
         # The model that versions are copied from is used by one thread at a time.
         self._deployment = dataclasses.replace(deployment, stream_priority=False)
+        self._requirements = Requirements(deployment.schema.digest, reference_to(deployment.model))
         self._fraction = fraction
         self._max_batch = max_batch
         self._metrics = metrics
         self._served = served
         self._is_idle = is_idle
-        self._asked: queue.Queue[_Asked | None] = queue.Queue(_MOST_WAITING)
+        self._requests: queue.Queue[_AnsweredRequest | None] = queue.Queue(_MOST_WAITING)
         self._candidate: ServedVersion | None = None
         self._report: ShadowReport | None = None
         self._unusable: set[int] = set()
@@ -87,7 +91,7 @@ class Shadow:
         self._clock = clock
         self._seen: dict[int, float] = {}
         """When a version was first seen, by the monotonic clock."""
-        self._look_due = self._keep_until = 0.0
+        self._poll_due = self._keep_until = 0.0
         self._random = random.Random()  # noqa: S311 which requests are compared is no secret
         self._stopping = False
         self._thread = threading.Thread(target=self._work, name="serving-shadow", daemon=True)
@@ -103,57 +107,57 @@ class Shadow:
         self._stopping = True
         if self._thread.is_alive():
             with contextlib.suppress(queue.Full):
-                self._asked.put_nowait(None)
-            self._thread.join(_LONGEST_END.total_seconds())  # a candidate that hangs does not hold up the end
+                self._requests.put_nowait(None)
+            self._thread.join(_LONGEST_END.total_seconds())  # a candidate that hangs does not delay the end
 
     @property
     def report(self) -> ShadowReport | None:
-        """How the candidate does; None without one."""
+        """Results of the candidate; None without one."""
         return self._report
 
     def chooses(self) -> bool:
-        """Whether a request is one of those that are compared. Called by the event loop's thread."""
+        """Return whether to compare a request. Called by the event loop's thread."""
         return self._fraction > 0 and self._random.random() < self._fraction
 
-    def offer(self, version: ServedVersion, features: Mapping[str, Array], answers: Mapping[str, Array]) -> None:
-        """Take features `[B, *shape]` of a request and its answers `[B, ...]`, or drop them; returns at once."""
+    def add(self, version: ServedVersion, features: Mapping[str, Array], answers: Mapping[str, Array]) -> None:
+        """Enqueue features `[B, *shape]` of a request and its answers `[B, ...]`, or drop them; returns at once."""
         try:
-            self._asked.put_nowait(_Asked(version, features, answers, self._clock()))
+            self._requests.put_nowait(_AnsweredRequest(version, features, answers, self._clock()))
         except queue.Full:
-            self._drop(len(next(iter(answers.values()))))
+            self._count_dropped(len(next(iter(answers.values()))))
 
     def _work(self) -> None:
-        """Look for candidates and compare, until the end; the body of the thread."""
+        """Poll for candidates and compare, until the end; the body of the thread."""
         try:
             while not self._stopping:
-                self._look()
+                self._poll()
                 try:
-                    asked = self._asked.get(timeout=_PATIENCE.total_seconds())
+                    request = self._requests.get(timeout=_PATIENCE.total_seconds())
                 except queue.Empty:
                     continue
-                if asked is not None and self._candidate is not None:
-                    self._compare(asked, self._candidate)
+                if request is not None and self._candidate is not None:
+                    self._compare(request, self._candidate)
         except Exception:
             log.exception("the shadow's thread ended; requests are answered as before")
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         now, served = self._clock(), self._served()
         if self._report is not None and served is not None and self._report.version <= served.number:
             self._candidate, self._report, self._keep_until = None, None, 0.0
-        if served is None or now < max(self._look_due, self._keep_until):
+        if served is None or now < max(self._poll_due, self._keep_until):
             return
-        self._look_due = now + _LOOK_FOR_CANDIDATES.total_seconds()
-        shadowing = self._candidate.number if self._candidate else served.number
+        self._poll_due = now + _POLL_CANDIDATES.total_seconds()
+        newest = self._candidate.number if self._candidate else served.number
         try:
             numbers = self._deployment.versions.numbers()
-        except OSError as exc:  # which the swap tells of, too
-            log.warning("the shadow cannot look for versions: %s", exc)
+        except OSError as exc:  # the swap reports it too
+            log.warning("the shadow cannot list the versions: %s", exc)
             return
         self._seen = {number: self._seen.get(number, now) for number in numbers}
         self._retries.keep(lambda number: number in numbers)
         left_out = self._unusable | self._deployment.versions.stale(numbers)
         for number in reversed(numbers):
-            if number <= shadowing:
+            if number <= newest:
                 return
             if number in left_out or self._retries.waits(number):
                 continue
@@ -161,46 +165,46 @@ class Shadow:
                 return
 
     def _is_candidate(self, number: int, now: float) -> bool:
-        """Whether a version is not served for a reason: others are only about to be."""
+        """Return whether a version stays unserved: others are about to be swapped in."""
         try:
             verdict = self._deployment.versions.verdict(number)
         except (VersionError, OSError):
             return False
         failed = verdict is not None and verdict.verdict == "fail"
-        return failed or now - self._seen[number] >= _LOOK_FOR_CANDIDATES.total_seconds()
+        return failed or now - self._seen[number] >= _POLL_CANDIDATES.total_seconds()
 
     def _take(self, number: int) -> bool:
         try:
             manifest = self._deployment.versions.manifest(number)
-            if manifest.schema != self._deployment.schema.digest:
-                raise VersionError(f"version {number}: it was learned under another schema than [schema] describes")
+            if (reason := misfit(manifest, self._requirements)) is not None:
+                raise VersionError(f"version {number}: {reason}")
             self._candidate = load_version(self._deployment, manifest, self._max_batch)
         except (VersionError, OSError, RuntimeError, MemoryError) as exc:
-            self._fail(number, str(exc), for_good=not may_pass(exc))
+            self._fail(number, str(exc), permanently=not may_pass(exc))
             return False
-        self._retries.drop(number)
+        self._retries.remove(number)
         self._report = ShadowReport(version=number)
         self._keep_until = self._clock() + _KEEP.total_seconds()
         log.info("version %d answers %g of the requests in the shadow", number, self._fraction)
         return True
 
-    def _compare(self, asked: _Asked, candidate: ServedVersion) -> None:
-        name = _PREDICTION if _PREDICTION in asked.answers else next(iter(asked.answers))
-        answer = asked.answers[name][: self._max_batch]
-        if asked.version is candidate:
+    def _compare(self, request: _AnsweredRequest, candidate: ServedVersion) -> None:
+        name = _PREDICTION if _PREDICTION in request.answers else next(iter(request.answers))
+        answer = request.answers[name][: self._max_batch]
+        if request.version is candidate:
             return
         while not self._is_idle():
-            if self._clock() - asked.since > _PATIENCE.total_seconds() or self._stopping:
-                self._drop(len(answer))
+            if self._clock() - request.since > _PATIENCE.total_seconds() or self._stopping:
+                self._count_dropped(len(answer))
                 return
-            time.sleep(_LOOK.total_seconds())
+            time.sleep(_POLL_IDLE.total_seconds())
         try:
-            # A copy, since torch wants memory that can be written.
-            features = {key: array[: self._max_batch].copy() for key, array in asked.features.items()}
+            # A copy, since torch requires writable memory.
+            features = {key: array[: self._max_batch].copy() for key, array in request.features.items()}
             disagreement = _disagreement(answer, candidate.run(features)[name])
         except Exception as exc:  # noqa: BLE001 - the module is the user's code, which may raise anything
             why = f"version {candidate.number}: {type(exc).__name__}: {exc}"
-            self._fail(candidate.number, why, for_good=failure_of(exc) in (None, Failure.DAMAGED))
+            self._fail(candidate.number, why, permanently=failure_of(exc) in (None, Failure.DAMAGED))
             return
         self._metrics.shadowed("compared", len(answer), disagreement)
         report = self._report or ShadowReport(version=candidate.number)
@@ -210,15 +214,15 @@ class Shadow:
             report, rows=rows, disagreement=mean + (disagreement - mean * len(answer)) / rows
         )
 
-    def _drop(self, rows: int) -> None:
+    def _count_dropped(self, rows: int) -> None:
         if self._report is not None and self._candidate is not None:
             self._metrics.shadowed("dropped", rows)
 
-    def _fail(self, number: int, why: str, *, for_good: bool) -> None:
-        """Give a candidate up, for good or until its time comes again."""
+    def _fail(self, number: int, why: str, *, permanently: bool) -> None:
+        """Give up a candidate, permanently or until its retry is due."""
         log.warning("the shadow gives up a candidate: %s", why)
-        if for_good:
-            self._unusable = {number, *(each for each in self._unusable if each > number - 1000)}
+        if permanently:
+            self._unusable = {number, *(other for other in self._unusable if other > number - 1000)}
         else:
             self._retries.failed(number, why)
         self._candidate, self._keep_until = None, 0.0

@@ -21,7 +21,7 @@ from serving.protocol.tensors import TensorSpec
 
 @dataclass(frozen=True)
 class Deployment:
-    """What is served, apart from how.
+    """A model that is served: its name, schema, settings and device.
 
     Attributes:
         name: the model's name in URLs.
@@ -35,11 +35,11 @@ class Deployment:
     state_dir: Path
     device: torch.device
     stream_priority: bool = True
-    """Whether a CUDA device is to take serving's work first."""
+    """Whether a CUDA device runs serving's work first."""
 
     @property
     def versions(self) -> Versions:
-        """The directory that the learner publishes into."""
+        """The directory into which the learner publishes."""
         return Versions(self.state_dir / "versions")
 
     @cached_property
@@ -49,11 +49,11 @@ class Deployment:
 
     @property
     def embeds(self) -> bool:
-        """Whether the model has an embedding: a module of that name, or a task that knows it."""
+        """Whether the model has an embedding: a module of that name, or a task that computes it."""
         return bool(self.model.embedding) or isinstance(self.task, Embeds)
 
     def embedding_of(self, module: nn.Module) -> Embeddings | None:
-        """Listen to a module's embedding; raises ModelError when it has no module of the name in `model.embedding`."""
+        """Capture a module's embedding; raises ModelError when it has no module of the name in `model.embedding`."""
         if self.model.embedding:
             return Embedding(module, self.model.embedding)
         if isinstance(self.task, Embeds):
@@ -61,7 +61,7 @@ class Deployment:
         return None
 
     def stream(self) -> contextlib.AbstractContextManager[object]:
-        """Return the context in which the device is given work."""
+        """Return the context in which work for the device is launched."""
         if self._stream is None:
             return contextlib.nullcontext()
         return torch.cuda.stream(self._stream)
@@ -82,7 +82,7 @@ class Deployment:
         assert self._output_shape is not None
 
     @cached_property
-    def pattern(self) -> "ModelTemplate":
+    def template(self) -> "ModelTemplate":
         """The configured model, built and checked once.
 
         Raises:
@@ -96,7 +96,7 @@ class Deployment:
     @property
     def _output_shape(self) -> tuple[int, ...]:
         """The shape of the configured model's output for one event."""
-        return self.pattern.output_shape
+        return self.template.output_shape
 
 
 def pick_device(name: str) -> torch.device:
@@ -117,17 +117,17 @@ _LONGEST_SENTENCE = 400
 
 
 _HIGHEST = -100
-"""Of the priorities of CUDA streams: torch takes the highest that the device has for any beyond it."""
+"""Priority of a CUDA stream: torch clamps it to the highest of the device."""
 
 
 @dataclass(frozen=True)
 class ModelTemplate:
-    """A module on the CPU whose weights are of no version; versions are copies, since factories take long."""
+    """A module on the CPU, which versions copy before they load weights: factories are slow."""
 
     module: nn.Module
     output_shape: tuple[int, ...]
     warmed: set[int] = field(default_factory=set)
-    """Batches, by rows, that a version has answered: torch keeps what it has planned for their shapes."""
+    """Batch sizes, in rows, that were warmed up: torch keeps its plans for their shapes."""
 
 
 def _sentence(exc: BaseException) -> str:

@@ -1,6 +1,6 @@
 """A version in memory: from its directory to a warm module that answers batches.
 
-Legend: B rows of a batch. Arrays are numpy on the host; the module lies on the deployment's device.
+Legend: B rows of a batch. Arrays are numpy on the host; the module is on the deployment's device.
 """
 
 import copy
@@ -15,7 +15,7 @@ from torch import nn
 from learner.errors import ModelError, VersionError
 from learner.model.factory import forward
 from learner.state_dir.trained_through import format_trained_through
-from learner.state_dir.version import Manifest, other_model, reference_to
+from learner.state_dir.version import Manifest
 from serving.model.deployment import Deployment, _sentence
 from serving.protocol.codec import EMBEDDING
 from serving.protocol.tensors import Array
@@ -26,7 +26,7 @@ _WORKS_FOR = timedelta(seconds=1)
 
 
 class ServedVersion:
-    """A loaded version. Immutable: a request that holds it is answered by it, whatever is swapped in meanwhile."""
+    """A loaded version. Immutable: it answers the requests that hold it, also after a swap."""
 
     def __init__(self, manifest: Manifest, module: nn.Module, deployment: Deployment) -> None:
         self.manifest = manifest
@@ -39,15 +39,15 @@ class ServedVersion:
         self._works, self._works_until = True, float("-inf")
 
     def has_learned(self, offsets: Mapping[str, int]) -> bool:
-        """Whether it has learned, on each of these partitions, at least so far."""
+        """Return whether it has learned at least up to `offsets`, on each of these partitions."""
         trained = self.manifest.trained_through
         return all(name in trained and trained[name].offset >= offset for name, offset in offsets.items())
 
     def run(self, features: Mapping[str, Array], embed: bool = False) -> dict[str, Array]:
         """Answer a batch: features `[B, *shape]` in, the task's outputs `[B, ...]` out, with the embedding if `embed`.
 
-        Called by one thread at a time, and by the swap's before anyone else has the version. The embedding is float32
-        `[B, D]`; the deployment says whether there is one.
+        Called by one thread at a time: the swap's until the version is served, then the batcher's. The embedding is
+        float32 `[B, D]`; `Deployment.embeds` is whether there is one.
         """
         device = self._deployment.device
         with torch.inference_mode(), self._deployment.stream():
@@ -60,16 +60,16 @@ class ServedVersion:
             return {name: value.cpu().numpy() for name, value in predictions.items()}
 
     def zeros(self, rows: int) -> dict[str, Array]:
-        """Return features of zeros for `rows` rows, or of what is nearest to zero where that is not allowed."""
+        """Return features of zeros for `rows` rows, or of the allowed value nearest to zero."""
         return {
             feature.name: np.full((rows, *feature.shape), feature.filler, feature.dtype)
             for feature in self._deployment.schema.features
         }
 
     def works(self) -> bool:
-        """Whether it answers a row of zeros: tells a bad input from a broken model after a failure.
+        """Return whether it answers a row of zeros: distinguishes a bad input from a broken model after a failure.
 
-        Tried once a second at most: bad inputs may come often.
+        Tried once a second at most: bad inputs may be frequent.
         """
         now = time.monotonic()
         if now >= self._works_until:
@@ -85,39 +85,36 @@ class ServedVersion:
 
 
 def load_version(deployment: Deployment, manifest: Manifest, max_batch: int) -> ServedVersion:
-    """Load a version, check it, and warm it up on batches of 1 and of `max_batch`, the first on all sizes between too.
+    """Load a version of the configured schema and model, and warm it up on batches of 1 and of `max_batch` rows.
 
-    What torch plans for a shape it keeps for the versions to come. A large model's first version does not wait until
-    all sizes are warm: they go on with the next ones.
+    The first versions are warmed up on all sizes between as well: torch keeps its plan for a shape for later versions.
+    A large model's first version does not wait until all sizes are warm; the next versions continue.
 
     Raises:
-        VersionError: a file lacks its digest, another model than `[model]` names, weights that do not fit, or a module
-            that fails on zeros.
+        VersionError: a file does not have its digest, weights do not fit, or the module fails on zeros.
     """
     number = manifest.number
-    if (other := other_model(manifest.model, reference_to(deployment.model))) is not None:
-        raise VersionError(f"version {number}: {other}")
     weights = deployment.versions.weights(manifest)
     try:
-        pattern = deployment.pattern
-        module = copy.deepcopy(pattern.module)
+        template = deployment.template
+        module = copy.deepcopy(template.module)
         module.load_state_dict(weights, strict=True)
         version = ServedVersion(manifest, module.to(deployment.device), deployment)
         _warm_up(version, 1)
         _warm_up(version, max_batch)
-        _warm_up_sizes(version, max_batch, pattern.warmed)
+        _warm_up_sizes(version, max_batch, template.warmed)
     except Exception as exc:  # the factory and the module are the user's code, which may raise anything
         raise VersionError(f"version {number}: {_sentence(exc)}") from exc
     return version
 
 
 def is_finite(array: Array) -> bool:
-    """Whether no element is NaN or infinite; true of arrays that are not floats."""
+    """Return whether no element is NaN or infinite; true for arrays that are not floats."""
     return array.dtype.kind != "f" or bool(np.isfinite(array).all())
 
 
 def _warm_up_sizes(version: ServedVersion, max_batch: int, warmed: set[int]) -> None:
-    """Warm up on the sizes that no version has been warmed up on, as far as the time for it goes."""
+    """Warm up on batch sizes that no version was warmed up on, until the time limit."""
     end = time.monotonic() + _WARM_UP.total_seconds()
     for rows in range(2, min(max_batch, _MOST_SIZES)):
         if rows not in warmed:

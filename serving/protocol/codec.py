@@ -1,6 +1,6 @@
 """Requests and replies of the Open Inference Protocol v2: bytes to arrays, and arrays to bytes.
 
-Legend: B rows of a request. Nothing here knows of HTTP beyond the one header that splits JSON from binary data.
+Legend: B rows of a request. Independent of HTTP, except for the header that separates JSON from binary data.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,25 +16,25 @@ from serving.errors import BadRequestError, TooLargeError, shorten
 from serving.protocol.tensors import DATATYPES, Array, TensorSpec, read_binary, read_json, write_binary, write_json
 
 HEADER_LENGTH = "inference-header-content-length"
-"""The HTTP header that tells how many bytes of a body are JSON; binary tensors follow them."""
+"""The HTTP header with the number of JSON bytes in a body; binary tensors follow them."""
 
 EMBEDDING = "embedding"
 """The output that the request parameter `return_embedding` asks for, FP32 `[-1, D]`."""
 
 _LONGEST_TIMEOUT_MS = 86_400_000
-"""`serving.timeout` decides long before; this keeps numbers of any length out of the clock's arithmetic."""
+"""`serving.timeout` is shorter; this bounds the numbers in the clock's arithmetic."""
 
 _MOST_PARAMETERS = 64
 _LONGEST_PARAMETERS = 131_072
 _LONGEST_THROUGH = 65_536
-"""Bytes, or characters, of JSON: what is longer is refused before objects are made of it."""
+"""Bytes, or characters, of JSON: longer ones are refused before they are parsed."""
 _LONGEST_DIMENSION = 24
-"""Characters of one number of a shape, with the blanks around it."""
+"""Characters of one number of a shape, including blanks."""
 _LONGEST_OUTPUT = 1024
-"""Bytes of JSON that ask for one output."""
+"""Bytes of JSON for one requested output."""
 _LONGEST_ID = 1024
 _MOST_OTHER_BYTES = 1_000_000
-"""Bytes of a request's JSON beside the elements of its inputs."""
+"""Bytes of a request's JSON besides the elements of its inputs."""
 _NONE = (b"", b"null")
 
 _T = TypeVar("_T")
@@ -54,7 +54,7 @@ class InputTensor(msgspec.Struct, frozen=True, gc=False):
     data: msgspec.Raw = msgspec.field(default_factory=lambda: msgspec.Raw(b""))
 
 
-class WantedOutput(msgspec.Struct, frozen=True, gc=False):
+class RequestedOutput(msgspec.Struct, frozen=True, gc=False):
     """One element of a request's `outputs`."""
 
     name: str
@@ -62,9 +62,9 @@ class WantedOutput(msgspec.Struct, frozen=True, gc=False):
 
 
 class InferBody(msgspec.Struct, frozen=True, gc=False):
-    """The JSON of a request; members that the protocol does not know are ignored, as it asks.
+    """The JSON of a request; unknown members are ignored, as the protocol requires.
 
-    What may have any number of elements stays text until its length is known.
+    Members of unbounded size stay text until their length is checked.
     """
 
     inputs: list[InputTensor]
@@ -100,10 +100,10 @@ class Request:
     Attributes:
         features: one array `[rows, *shape]` for each feature of the schema, of the feature's dtype (int64 ids for
             strings), finite.
-        outputs: the wanted outputs by name, each with whether it goes out as binary data.
+        outputs: the requested outputs by name, each with whether it is sent as binary data.
         min_trained_through: offsets, by `topic:partition`, that the answering version must have learned.
-        timeout_ms: how long to wait for such a version; None for as long as a request may take.
-        embed: whether EMBEDDING is wanted beside what the model predicts.
+        timeout_ms: how long to wait for such a version; None to wait until `serving.timeout`.
+        embed: whether EMBEDDING is requested besides the model's outputs.
     """
 
     features: dict[str, Array]
@@ -119,7 +119,7 @@ class Signature:
     """The inputs and outputs of the served model, and the codec between them and bytes."""
 
     def __init__(self, schema: Schema, outputs: Sequence[TensorSpec], max_rows: int, embeds: bool = False) -> None:
-        """`embeds` says whether the model has an embedding."""
+        """`embeds`: the model has an embedding."""
         self.features = {feature.name: feature for feature in schema.features}
         self.inputs = {feature.name: input_spec(feature) for feature in schema.features}
         self.outputs = {spec.name: spec for spec in outputs}
@@ -127,15 +127,15 @@ class Signature:
         self._embeds = embeds
         self._decoder = msgspec.json.Decoder(InferBody)
         self._shape_decoder = msgspec.json.Decoder(list[int])
-        self._outputs_decoder = msgspec.json.Decoder(list[WantedOutput])
+        self._outputs_decoder = msgspec.json.Decoder(list[RequestedOutput])
         self._encoder = msgspec.json.Encoder()
 
     def decode(self, body: bytes, header_length: int | None) -> Request:
         """Read a request's body; `header_length` is the value of `HEADER_LENGTH`, None without one.
 
         Raises:
-            BadRequestError: it does not fit the protocol or the model; the sentence says where.
-            TooLargeError: it has more rows than may ever wait.
+            BadRequestError: it does not fit the protocol or the model; the sentence names the part.
+            TooLargeError: it has more rows than the queue.
         """
         if header_length == 0:
             return self._decode_raw(body)
@@ -160,7 +160,7 @@ class Signature:
         return (b"".join((header, *blobs)), len(header)) if blobs else (header, None)
 
     def _decode_raw(self, body: bytes) -> Request:
-        """Read a body without JSON: all of it is the one input, and the outputs go back as binary data."""
+        """Read a body without JSON: all of it is the one input, and the outputs are sent as binary data."""
         if len(self.inputs) != 1:
             raise BadRequestError(f"a body without JSON needs a model with one input; this one has {len(self.inputs)}")
         (spec,) = self.inputs.values()
@@ -189,8 +189,8 @@ class Signature:
                 raise BadRequestError(f"input {tensor.name!r} is given twice")
             seen.add(tensor.name)
             if tensor.datatype != spec.datatype:
-                found = shorten(tensor.datatype)
-                raise BadRequestError(f"input {tensor.name!r} has datatype {spec.datatype}, not {found!r}")
+                given = shorten(tensor.datatype)
+                raise BadRequestError(f"input {tensor.name!r} has datatype {spec.datatype}, not {given!r}")
             own = self._own_rows(spec, tensor)
             if rows is not None and own != rows:
                 raise BadRequestError(f"input {tensor.name!r} has {own} rows, but another has {rows}")
@@ -207,8 +207,8 @@ class Signature:
         """Check a tensor's shape, and return its rows."""
         text = bytes(tensor.shape)
         if len(text) > _LONGEST_DIMENSION * (2 + len(spec.shape)):
-            found = text[:_LONGEST_DIMENSION].decode("ascii", "replace")
-            raise BadRequestError(f"input {spec.name!r} has shape {[-1, *spec.shape]}, not {found}...")
+            given = text[:_LONGEST_DIMENSION].decode("ascii", "replace")
+            raise BadRequestError(f"input {spec.name!r} has shape {[-1, *spec.shape]}, not {given}...")
         shape: list[int] = _decode(self._shape_decoder, text, f"the shape of input {spec.name!r} is not one")
         if tuple(shape[1:]) != spec.shape or not shape:
             raise BadRequestError(f"input {spec.name!r} has shape {[-1, *spec.shape]}, not {shape}")
@@ -218,7 +218,7 @@ class Signature:
         if rows < 1:
             raise BadRequestError(f"the request has {rows} rows; it needs one at least")
         if rows > self._max_rows:
-            raise TooLargeError(f"the request has {rows} rows; this server takes {self._max_rows} at once")
+            raise TooLargeError(f"the request has {rows} rows; this server accepts {self._max_rows} at once")
 
     def _request(self, arrays: Mapping[str, Array], rows: int, document: InferBody) -> Request:
         parameters = _parameters(document.parameters)
@@ -227,9 +227,9 @@ class Signature:
             for name, feature in self.features.items()
         }
         embed = self._embed(parameters)
-        outputs = self._wanted(document.outputs, parameters.get("binary_data_output") is True, embed)
+        outputs = self._requested_outputs(document.outputs, parameters.get("binary_data_output") is True, embed)
         through, timeout_ms = _freshness(parameters) if parameters else ({}, None)
-        embed = embed and EMBEDDING not in self.outputs  # else the model predicts it anyway
+        embed = embed and EMBEDDING not in self.outputs  # otherwise the model predicts it anyway
         return Request(features, rows, document.id, outputs, through, timeout_ms, embed)
 
     def _embed(self, parameters: Parameters) -> bool:
@@ -243,16 +243,16 @@ class Signature:
             )
         return embed
 
-    def _wanted(self, text: msgspec.Raw, binary: bool, embed: bool) -> dict[str, bool]:
+    def _requested_outputs(self, text: msgspec.Raw, binary: bool, embed: bool) -> dict[str, bool]:
         outputs = {EMBEDDING: binary} if embed else {}
         if bytes(text) in _NONE:
             return dict.fromkeys(self.outputs, binary) | outputs
         if len(text) > _LONGEST_OUTPUT * (2 + len(self.outputs)):
             raise BadRequestError(f"outputs has {len(text)} bytes, for a model that has {len(self.outputs)} outputs")
-        wanted = _decode(self._outputs_decoder, text, "outputs is not a list of outputs")
-        if not wanted:
+        requested = _decode(self._outputs_decoder, text, "outputs is not a list of outputs")
+        if not requested:
             return dict.fromkeys(self.outputs, binary) | outputs
-        for output in wanted:
+        for output in requested:
             if output.name not in self.outputs and output.name not in outputs:
                 name = shorten(output.name)
                 raise BadRequestError(f"there is no output {name!r}; outputs are {', '.join(self.outputs)}")
@@ -277,7 +277,7 @@ _PARAMETERS = msgspec.json.Decoder(Parameters)
 
 
 def _parameters(text: msgspec.Raw) -> Parameters:
-    """Read the parameters of a request or of one input; none where there are none."""
+    """Read the parameters of a request or of one input; empty without any."""
     if bytes(text) in _NONE:
         return {}
     if len(text) > _LONGEST_PARAMETERS:
@@ -289,10 +289,10 @@ def _parameters(text: msgspec.Raw) -> Parameters:
 
 
 def _check_sizes(document: InferBody, text_bytes: int) -> None:
-    """Check what a request says beside its data."""
+    """Check the size of a request besides its data."""
     other = text_bytes - sum(len(tensor.data) for tensor in document.inputs)
     if other > _MOST_OTHER_BYTES:
-        raise TooLargeError(f"the request's JSON has {other} bytes beside its data; it may have {_MOST_OTHER_BYTES}")
+        raise TooLargeError(f"the request's JSON has {other} bytes besides its data; it may have {_MOST_OTHER_BYTES}")
     if document.id is not None and len(document.id) > _LONGEST_ID:
         raise BadRequestError(f"id has {len(document.id)} characters; it may have {_LONGEST_ID}")
 
@@ -311,7 +311,7 @@ def _read_tensors(
     specs: Mapping[str, TensorSpec], tensors: Sequence[InputTensor], rows: int, binary: memoryview
 ) -> dict[str, Array]:
     arrays: dict[str, Array] = {}
-    place = 0
+    position = 0
     for tensor in tensors:
         spec = specs[tensor.name]
         data = bytes(tensor.data)
@@ -323,15 +323,15 @@ def _read_tensors(
             continue
         if data:
             raise BadRequestError(f"input {tensor.name!r} has both data and binary_data_size")
-        if type(size) is not int or not 0 <= size <= len(binary) - place:
+        if type(size) is not int or not 0 <= size <= len(binary) - position:
             raise BadRequestError(
-                f"input {tensor.name!r} has binary_data_size {shorten(repr(size))}, but {len(binary) - place} bytes "
-                f"are left after the JSON (whose length {HEADER_LENGTH} tells)"
+                f"input {tensor.name!r} has binary_data_size {shorten(repr(size))}, but {len(binary) - position} bytes "
+                f"are left after the JSON (its length is {HEADER_LENGTH})"
             )
-        arrays[tensor.name] = read_binary(spec, binary[place : place + size], rows)
-        place += size
-    if place != len(binary):
-        raise BadRequestError(f"{len(binary) - place} bytes of binary data belong to no input")
+        arrays[tensor.name] = read_binary(spec, binary[position : position + size], rows)
+        position += size
+    if position != len(binary):
+        raise BadRequestError(f"{len(binary) - position} bytes of binary data belong to no input")
     return arrays
 
 

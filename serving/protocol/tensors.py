@@ -46,26 +46,25 @@ class TensorSpec:
         self.nested_decoder: msgspec.json.Decoder[list[Any]] = msgspec.json.Decoder(nested)
 
     def metadata(self) -> dict[str, object]:
-        """Describe the tensor as model metadata does; -1 stands for the rows of a request."""
+        """Describe the tensor as model metadata does; -1 is the rows of a request."""
         return {"name": self.name, "datatype": self.datatype, "shape": [-1, *self.shape]}
 
 
 def read_json(spec: TensorSpec, data: bytes, rows: int) -> Array:
     """Read `data`, flat or nested, into `[rows, *spec.shape]`; strings come as an object array.
 
-    The commas are counted first, so that no memory is spent on data that does not fit the declared shape; of strings,
-    which may have commas in them, the quotes that no backslash comes before: there are no more of them than twice the
-    strings.
+    Commas are counted first, so data that does not fit the declared shape costs no memory. Strings may contain commas,
+    so their unescaped quotes are counted: there are at most two for each string.
 
     Raises:
         BadRequestError: other elements, or another number of them, than the tensor has.
     """
     expected = rows * spec.row_elements
-    found = data.count(b",") + 1
+    elements = data.count(b",") + 1
     if spec.dtype is None and (data.count(b'"') - data.count(b'\\"')) > 2 * expected:
         raise BadRequestError(f"input {spec.name!r} has more elements than its shape asks for, which is {expected}")
-    if found < expected or (found > expected and spec.dtype is not None):
-        raise BadRequestError(f"input {spec.name!r} has {found} elements, but its shape asks for {expected}")
+    if elements < expected or (elements > expected and spec.dtype is not None):
+        raise BadRequestError(f"input {spec.name!r} has {elements} elements, but its shape asks for {expected}")
     nested = _OPENS_TWICE.match(data) is not None
     decoder = spec.nested_decoder if nested else spec.flat_decoder
     try:
@@ -123,19 +122,19 @@ def _array(values: Sequence[Any], dtype: np.dtype[np.generic] | None) -> Array:
 
 def _read_strings(spec: TensorSpec, data: memoryview, expected: int) -> list[str]:
     texts: list[str] = []
-    place = 0
-    while place < len(data) and len(texts) < expected:
-        end = place + 4 + int.from_bytes(data[place : place + 4], "little")
+    position = 0
+    while position < len(data) and len(texts) < expected:
+        end = position + 4 + int.from_bytes(data[position : position + 4], "little")
         if end > len(data):
             raise BadRequestError(f"input {spec.name!r}: string {len(texts)} reaches beyond the end of the data")
         try:
-            texts.append(str(data[place + 4 : end], "utf-8"))
+            texts.append(str(data[position + 4 : end], "utf-8"))
         except UnicodeDecodeError as exc:
             raise BadRequestError(f"input {spec.name!r}: string {len(texts)} is not UTF-8") from exc
-        place = end
-    if len(texts) != expected or place != len(data):
+        position = end
+    if len(texts) != expected or position != len(data):
         raise BadRequestError(
-            f"input {spec.name!r} has {len(texts)} strings in {place} of {len(data)} bytes, "
+            f"input {spec.name!r} has {len(texts)} strings in {position} of {len(data)} bytes, "
             f"but its shape asks for {expected}"
         )
     return texts

@@ -1,6 +1,6 @@
-"""One sentence on how a pipeline does, from what its parts say of themselves.
+"""The health of a pipeline in one sentence, from the reports of learner and serving.
 
-A sentence stays the same while nothing changes, since screen readers say each change.
+The sentence stays the same while nothing changes, since screen readers read out each change.
 """
 
 import time
@@ -14,25 +14,25 @@ from learner.state_dir.report import LearnerReport
 from serving.reporting.report import ServingReport
 
 SILENT = timedelta(seconds=10)
-"""Reports are written about once a second; a part that has written none for so long hangs or is gone."""
+"""Reports are written about once a second; a process that writes none for this long hangs or has ended."""
 
 
 class Health(msgspec.Struct, frozen=True):
-    """The judgement."""
+    """The health of a pipeline."""
 
     state: Literal["well", "starting", "unhealthy"]
     sentence: str
     problems: list[str] = []
-    """One sentence for each thing that is wrong."""
+    """One sentence for each problem."""
     silent: bool = False
-    """Whether the learner's figures are no longer those of now."""
+    """Whether the learner's figures are outdated."""
 
 
 class ReportAge:
-    """How long the newest report of one process has been there, for one reader that looks about once a second.
+    """The age of the newest report of one process, for one reader that polls about once a second. Thread-safe.
 
-    Measured by the reader's monotonic clock: a wall clock that is set makes nobody silent, and nobody alive. Only how
-    old the first report is that it reads is told by the wall clock. Any thread may ask.
+    Measured by the reader's monotonic clock, so setting the wall clock has no effect. Only the age of the first report
+    is measured by the wall clock.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time) -> None:
@@ -41,7 +41,7 @@ class ReportAge:
         self._last: tuple[float, float] | None = None
 
     def is_silent(self, report: LearnerReport | ServingReport) -> bool:
-        """Whether a process has not reported for so long that its figures are no longer those of now."""
+        """Return whether a process has not reported for so long that its figures are outdated."""
         last, now = self._last, self._clock()
         if last is None or last[0] != report.time:
             age = max(0.0, self._wall() - report.time) if last is None else 0.0
@@ -50,7 +50,7 @@ class ReportAge:
 
 
 def judge(learner: LearnerReport | None, serving: ServingReport, *, silent: bool) -> Health:
-    """Return how the pipeline does; `silent` says that the learner does not report."""
+    """Return the health of the pipeline; `silent`: the learner does not report."""
     if learner is None:
         return Health("starting", "No learner has reported yet: start one with anabranch up.")
     problems = [f"Learner: {sentence}" for sentence in learner.problems]

@@ -1,8 +1,8 @@
-"""Several serving processes behind one port: what each is told, and how what they say becomes one.
+"""Several serving processes behind one port: their shared folder, and how their reports become one.
 
-They inherit one listening socket, so that whoever has time takes the next request, and what waits at a process that is
-killed is not lost. Each has a model of its own and swaps versions by itself. In a folder of this server each leaves its
-report and its counts; whoever is asked adds up those of all.
+They inherit one listening socket, so an idle process accepts the next connection, and a killed process loses no waiting
+ones. Each has its own model and swaps versions by itself. Each writes its report and counts into one folder; the
+process that is asked adds up all of them.
 """
 
 import asyncio
@@ -25,44 +25,44 @@ from serving.reporting.health import ReportAge
 from serving.reporting.report import REPORT, ServingReport, ShadowReport, read_report, write_report
 
 COUNTS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
-"""By which the client library knows the folder of counts."""
+"""Names the folder of counts for the client library."""
 
-_TELLER = 0
-"""The worker that counts what all of them do alike: swaps, and how fresh events are served."""
+_REPORTING_WORKER = 0
+"""The worker that counts events that all workers share: swaps, and how fresh events are served."""
 _PATIENCE = timedelta(seconds=5)
-_LOOK = timedelta(milliseconds=20)
+_POLL_EVERY = timedelta(milliseconds=20)
 
 
 @dataclass(frozen=True)
 class WorkerPool:
-    """The workers of one server."""
+    """The workers of one server, which share a folder."""
 
     folder: Path
     size: int
     _ages: defaultdict[int, ReportAge] = field(default_factory=lambda: defaultdict(ReportAge), compare=False)
 
     def write(self, number: int, report: ServingReport) -> None:
-        """Leave a worker's report. Raises OSError."""
+        """Write a worker's report. Raises OSError."""
         write_report(self.folder, report, _name(number))
 
     def path(self, number: int) -> Path:
-        """Return where a worker leaves its report."""
+        """Return the path of a worker's report."""
         return self.folder / _name(number)
 
-    def forget(self, number: int) -> None:
-        """Drop what a worker that is dead said of its present; its counts stay."""
+    def remove(self, number: int) -> None:
+        """Delete the report and the gauges of a dead worker; its counts stay."""
         self.path(number).unlink(missing_ok=True)
         mark_process_dead(number, str(self.folder))  # type: ignore[no-untyped-call]
 
     def reports(self) -> dict[int, ServingReport]:
-        """Return the newest report of each worker that lives and has one."""
-        found = ((number, read_report(self.folder, _name(number))) for number in range(self.size))
-        return {number: report for number, report in found if report is not None}
+        """Return the newest report of each running worker that has one."""
+        reports = ((number, read_report(self.folder, _name(number))) for number in range(self.size))
+        return {number: report for number, report in reports if report is not None}
 
     def joined(self, pid: int, started: float) -> ServingReport | None:
-        """Return the report of all together, by the process that started them; None before the first of a worker.
+        """Return the combined report, written by the process that started the workers; None before the first report.
 
-        The version is the oldest that is served, percentiles are those of the slowest.
+        The version is the oldest served one, the percentiles are the largest ones.
         """
         reports = self.reports()
         if not reports:
@@ -101,47 +101,47 @@ class WorkerPool:
 
 @dataclass(frozen=True)
 class PoolWorker:
-    """One of them, as it sees itself."""
+    """This process, one of the workers of a pool."""
 
-    crew: WorkerPool
+    pool: WorkerPool
     number: int
     state_dir: Path
 
     def metrics(self) -> ServingMetrics:
-        """Return counts that outlive the process and are added up; to be called once, before any other are made."""
+        """Return metrics whose counts outlive the process and are added up. Called once, before any others exist."""
         number = self.number
         prometheus_client.values.ValueClass = prometheus_client.values.MultiProcessValue(  # type: ignore[no-untyped-call]
             lambda: number
         )
-        whole = CollectorRegistry()
-        MultiProcessCollector(whole, str(self.crew.folder))  # type: ignore[no-untyped-call]
-        return ServingMetrics(CollectorRegistry(), whole, tells=number == _TELLER)
+        total = CollectorRegistry()
+        MultiProcessCollector(total, str(self.pool.folder))  # type: ignore[no-untyped-call]
+        return ServingMetrics(CollectorRegistry(), total, counts_shared_events=number == _REPORTING_WORKER)
 
     def write(self, report: ServingReport) -> None:
-        """Leave this one's report. Raises OSError."""
-        self.crew.write(self.number, report)
+        """Write the report of this worker. Raises OSError."""
+        self.pool.write(self.number, report)
 
     def whole(self, own: ServingReport) -> ServingReport:
-        """Return the report of all; this one's own where there is none yet."""
+        """Return the combined report; this worker's own if there is none yet."""
         return read_report(self.state_dir, REPORT) or own
 
     def others_serve(self) -> bool:
-        """Whether another one has a version to answer with."""
-        return any(report.ready for number, report in self.crew.reports().items() if number != self.number)
+        """Return whether another worker serves a version."""
+        return any(report.ready for number, report in self.pool.reports().items() if number != self.number)
 
-    async def obeyed(self, state: RegistryState) -> bool:
-        """Wait until all have obeyed an order; whether they have in time."""
+    async def all_apply(self, state: RegistryState) -> bool:
+        """Wait until all workers serve what `state` allows, and return whether they did in time."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_PATIENCE.total_seconds()):
-                while not all(_obeys(report.version, state) for report in self.crew.reports().values()):
-                    await asyncio.sleep(_LOOK.total_seconds())
+                while not all(_applies(report.version, state) for report in self.pool.reports().values()):
+                    await asyncio.sleep(_POLL_EVERY.total_seconds())
                 return True
         return False
 
 
-def _obeys(version: int | None, state: RegistryState) -> bool:
+def _applies(version: int | None, state: RegistryState) -> bool:
     if version is None:
-        return True  # it has just been started, and obeys from its first version on
+        return True  # it has just started, and applies the state with its first version
     if state.pinned is not None:
         return version == state.pinned
     return version not in state.rolled_back and version >= (state.promoted or 0)
@@ -152,12 +152,12 @@ def _largest(reports: Mapping[int, ServingReport], name: str) -> float | None:
 
 
 def _shadow(reports: Iterable[ServingReport]) -> ShadowReport | None:
-    """Return how the newest candidate does for all that compare it."""
-    found = [report.shadow for report in reports if report.shadow is not None]
-    if not found:
+    """Return the combined results of the newest candidate."""
+    candidates = [report.shadow for report in reports if report.shadow is not None]
+    if not candidates:
         return None
-    newest = max(shadow.version for shadow in found)
-    same = [shadow for shadow in found if shadow.version == newest]
+    newest = max(shadow.version for shadow in candidates)
+    same = [shadow for shadow in candidates if shadow.version == newest]
     rows = sum(shadow.rows for shadow in same)
     total = sum(shadow.rows * (shadow.disagreement or 0.0) for shadow in same)
     failed = next((shadow.failed for shadow in same if shadow.failed), None)

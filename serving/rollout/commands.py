@@ -1,4 +1,4 @@
-"""What a person orders about versions, as changes of `state.json`. Pure; loads neither torch nor the web framework."""
+"""Rollout commands, as changes of `state.json`. Pure functions; loads neither torch nor the web framework."""
 
 from collections.abc import Callable, Sequence
 
@@ -7,15 +7,15 @@ import msgspec
 from learner.state_dir.version import RegistryState
 from serving.errors import ConflictError, NotFoundError
 
-Order = Callable[[RegistryState, int, Sequence[int]], RegistryState]
-"""Takes the state, the version's number and the numbers of all versions, rising; returns the state to be.
+RolloutCommand = Callable[[RegistryState, int, Sequence[int]], RegistryState]
+"""Takes the state, the version's number and the numbers of all versions, rising; returns the new state.
 
-Raises NotFoundError when there is no such version, and ConflictError when another order stands against it.
+Raises NotFoundError when there is no such version, and ConflictError when another command contradicts it.
 """
 
 
 def promote(state: RegistryState, number: int, numbers: Sequence[int]) -> RegistryState:
-    """Serve this version whatever its verdict, until a newer one passes; those that are newer now are not taken."""
+    """Serve this version whatever its verdict, until a newer one passes; skip those that are newer now."""
     _check(state, number, numbers)
     passed_over = {newer for newer in numbers if newer > number} | (set(state.rolled_back) - {number})
     return _with(state, numbers, passed_over, promoted=number)
@@ -68,7 +68,13 @@ def unpin(state: RegistryState, number: int, numbers: Sequence[int]) -> Registry
     return msgspec.structs.replace(state, pinned=None, promoted=_still(state, numbers))
 
 
-ORDERS: dict[str, Order] = {"promote": promote, "reject": reject, "rollback": roll_back, "pin": pin, "unpin": unpin}
+COMMANDS: dict[str, RolloutCommand] = {
+    "promote": promote,
+    "reject": reject,
+    "rollback": roll_back,
+    "pin": pin,
+    "unpin": unpin,
+}
 
 
 def _check(state: RegistryState, number: int, numbers: Sequence[int]) -> None:
@@ -86,12 +92,12 @@ def _check_there(number: int, numbers: Sequence[int]) -> None:
 def _with(
     state: RegistryState, numbers: Sequence[int], rolled_back: set[int], promoted: int | None = None
 ) -> RegistryState:
-    """Return the state with these versions rolled back, as far as they are still there."""
+    """Return the state with these versions rolled back; deleted ones are left out."""
     kept = sorted(rolled_back & set(numbers))
-    stands = _still(state, numbers) if state.promoted not in kept else None
-    return msgspec.structs.replace(state, rolled_back=kept, promoted=stands if promoted is None else promoted)
+    promotion = _still(state, numbers) if state.promoted not in kept else None
+    return msgspec.structs.replace(state, rolled_back=kept, promoted=promotion if promoted is None else promoted)
 
 
 def _still(state: RegistryState, numbers: Sequence[int]) -> int | None:
-    """Return the version that was promoted, if it is still there."""
+    """Return the promoted version, unless it was deleted."""
     return state.promoted if state.promoted in numbers else None

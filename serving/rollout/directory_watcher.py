@@ -1,7 +1,7 @@
-"""Notices what happens in the versions directory: by the kernel's word where it has one, else by looking again.
+"""Watches the versions directory, by inotify where that works, else by polling.
 
-The kernel tells of renames (inotify), by which versions, verdicts and `state.json` appear. It knows nothing of what
-other hosts do on a network file system, and not every system has it: there the directory is looked at again and again.
+inotify reports the renames by which versions, verdicts and `state.json` appear. It does not report what other hosts do
+on a network file system, and some systems do not have it: there the directory is polled.
 """
 
 import contextlib
@@ -19,14 +19,14 @@ from typing import Self
 from anabranch.core.files import number_of
 
 POLL_EVERY = timedelta(milliseconds=50)
-"""How often to look where nothing tells of changes."""
+"""How often to poll without inotify."""
 
-LOOK_ANYWAY = timedelta(seconds=1)
-"""How often to look where the kernel tells of them: a sandbox may have a kernel of its own."""
+POLL_ANYWAY = timedelta(seconds=1)
+"""How often to poll with inotify too: a sandbox may have its own kernel."""
 
 _MOUNTS = Path("/proc/self/mountinfo")
 _OF_ONE_HOST = frozenset(["bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs"])
-"""File systems on which all changes go through this kernel; of others it is not known."""
+"""File systems on which all changes go through this kernel; others may be changed by other hosts."""
 
 _MOVED_TO, _ONLY_DIRECTORY = 0x80, 0x0100_0000
 _IGNORED = 0x8000
@@ -39,59 +39,59 @@ class DirectoryWatcher:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._is_told: bool | None = None
+        self._is_local: bool | None = None
         self._inotify: _Inotify | None = None
 
     def __enter__(self) -> Self:
-        self._ours, self._theirs = os.pipe()
-        os.set_blocking(self._ours, False)
-        os.set_blocking(self._theirs, False)
+        self._read_end, self._write_end = os.pipe()
+        os.set_blocking(self._read_end, False)
+        os.set_blocking(self._write_end, False)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._drop()
-        os.close(self._ours)
-        os.close(self._theirs)
+        os.close(self._read_end)
+        os.close(self._write_end)
 
     @property
-    def by_the_kernel(self) -> bool:
-        """Whether changes after the last `follow` end a `wait` at once."""
+    def uses_inotify(self) -> bool:
+        """Whether inotify ends a `wait` at every change after the last `follow`."""
         return self._inotify is not None
 
     def wake(self) -> None:
-        """End the `wait` that is under way, or the next; to be called by any thread, inside the context."""
-        with contextlib.suppress(BlockingIOError):  # then many are there already
-            os.write(self._theirs, b"\0")
+        """End the current `wait`, or the next one. Any thread may call this inside the context."""
+        with contextlib.suppress(BlockingIOError):  # the pipe is full, so a wait will end
+            os.write(self._write_end, b"\0")
 
     def follow(self) -> None:
-        """Follow the versions that are there now; to be called before each look, so that no change is missed."""
+        """Watch the existing versions. Called before each poll, so that no change is missed."""
         if self._inotify is not None and not self._inotify.is_there:
             self._drop()
         if self._inotify is None and self._path.is_dir():
-            if self._is_told is None:
-                self._is_told = file_system(self._path) in _OF_ONE_HOST
-            self._inotify = _open_inotify(self._path) if self._is_told else None
+            if self._is_local is None:
+                self._is_local = file_system(self._path) in _OF_ONE_HOST
+            self._inotify = _open_inotify(self._path) if self._is_local else None
         if self._inotify is not None:
             try:
                 self._inotify.follow(
                     entry.name for entry in os.scandir(self._path) if number_of(entry.name) is not None
                 )
-            except OSError:  # the directory is gone, or the kernel follows no more
+            except OSError:  # the directory was deleted, or the kernel has no watches left
                 self._drop()
 
     def wait(self, at_most: timedelta | None = None) -> None:
-        """Wait for a change, for `wake`, or until it is time to look anyway: after `at_most` if that comes first."""
+        """Wait for a change, for `wake`, or for the next poll; `at_most` limits the time."""
         poll = select.poll()
-        poll.register(self._ours, select.POLLIN)
+        poll.register(self._read_end, select.POLLIN)
         if self._inotify is not None:
             poll.register(self._inotify.descriptor, select.POLLIN)
-        every = POLL_EVERY if self._inotify is None else LOOK_ANYWAY
+        every = POLL_EVERY if self._inotify is None else POLL_ANYWAY
         longest = every if at_most is None else min(every, at_most)
         poll.poll(longest.total_seconds() * 1000)
         with contextlib.suppress(BlockingIOError):
-            os.read(self._ours, _READ_BYTES)
+            os.read(self._read_end, _READ_BYTES)
         if self._inotify is not None:
             self._inotify.clear()
 
@@ -102,10 +102,10 @@ class DirectoryWatcher:
 
 
 class _Inotify:
-    """The kernel's word on the renames into a directory, and into those in it that are followed."""
+    """Watches renames into a directory, and into the followed directories in it."""
 
     def __init__(self, libc: ctypes.CDLL, path: Path) -> None:
-        """Raises OSError where the kernel has none left."""
+        """Raises OSError where the kernel has no watches left."""
         self._libc, self._path = libc, path
         self.descriptor: int = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
         _check(self.descriptor)
@@ -121,24 +121,24 @@ class _Inotify:
         os.close(self.descriptor)
 
     def follow(self, names: Iterable[str]) -> None:
-        """Follow the directories of these names, and no longer those that are gone."""
-        found = set(names)
-        self._followed = {name: watch for name, watch in self._followed.items() if name in found}
-        for name in found - self._followed.keys():
+        """Follow the directories of these names, and no others."""
+        followed_names = set(names)
+        self._followed = {name: watch for name, watch in self._followed.items() if name in followed_names}
+        for name in followed_names - self._followed.keys():
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 self._followed[name] = self._add(self._path / name)
 
     def clear(self) -> None:
-        """Take what the kernel has told so far; one look answers all of it."""
+        """Discard the pending events: one poll covers all of them."""
         while True:
             try:
-                told = os.read(self.descriptor, _READ_BYTES)
+                events = os.read(self.descriptor, _READ_BYTES)
             except BlockingIOError:
                 return
-            place = 0
-            while place < len(told):
-                watch, mask, _, length = _EVENT.unpack_from(told, place)
-                place += _EVENT.size + length
+            offset = 0
+            while offset < len(events):
+                watch, mask, _, length = _EVENT.unpack_from(events, offset)
+                offset += _EVENT.size + length
                 if watch == self._root and mask & _IGNORED:
                     self.is_there = False
 
@@ -149,27 +149,27 @@ class _Inotify:
 
 
 def file_system(path: Path) -> str:
-    """Return the type of the file system that a path lies on, such as `ext4`; "" where that is not told."""
+    """Return the type of a path's file system, such as `ext4`; "" where the system does not report it."""
     real = path.resolve()
-    places = {real, *real.parents}
-    found = [(len(place.parts), kind) for place, kind in _mounts() if place in places]
-    return max(found, key=lambda each: each[0])[1] if found else ""
+    folders = {real, *real.parents}
+    mounts = [(len(folder.parts), kind) for folder, kind in _mounts() if folder in folders]
+    return max(mounts, key=lambda mount: mount[0])[1] if mounts else ""
 
 
 def _mounts() -> Iterator[tuple[Path, str]]:
-    """Yield where file systems are mounted, and their types; later ones hide earlier ones, and come first."""
+    """Yield mount points and file system types, the newest first: it hides earlier ones of the same path."""
     try:
         lines = _MOUNTS.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:
         return
     for line in reversed(lines):
         before, _, after = line.partition(" - ")
-        place = re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), before.split(" ")[4])
-        yield Path(place), after.partition(" ")[0]
+        mount_point = re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), before.split(" ")[4])
+        yield Path(mount_point), after.partition(" ")[0]
 
 
 def _open_inotify(path: Path) -> _Inotify | None:
-    """Return the kernel's word on a directory; None where it has none, or no more to give."""
+    """Return the inotify of a directory; None where the system has none, or no watches left."""
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "inotify_init1"):
         return None

@@ -1,8 +1,44 @@
-"""Which versions may be taken, by their verdicts and by what was ordered."""
+"""Which versions may be served, and why not: by verdict, by rollout commands, and by what they were learned with."""
+
+from typing import NamedTuple
 
 from learner.state_dir.folders import LocalFolder
 from learner.state_dir.trained_through import PartitionProgress
-from learner.state_dir.version import STATE, Manifest, RegistryState, Versions
+from learner.state_dir.version import STATE, Manifest, ModelReference, RegistryState, Verdict, Versions, other_model
+
+
+class Requirements(NamedTuple):
+    """What serving requires of a version: the digest of `[schema]`, and the model that `[model]` names."""
+
+    schema: str
+    model: ModelReference
+
+
+def refusal(
+    manifest: Manifest, verdict: Verdict | None, state: RegistryState, requirements: Requirements
+) -> str | None:
+    """Return why an undamaged version may not be served; None if it may."""
+    return withheld(manifest.number, verdict, state) or misfit(manifest, requirements)
+
+
+def withheld(number: int, verdict: Verdict | None, state: RegistryState) -> str | None:
+    """Return why the gate or a rollout command withholds a version; None if neither does."""
+    if number == state.pinned:
+        return None
+    if number in state.rolled_back:
+        return "it was rejected, or a rollback passed over it"
+    if verdict is None:
+        return "it has no verdict yet"
+    if verdict.verdict == "fail" and number != state.promoted:
+        return f"the gate failed it: {'; '.join(verdict.reasons) or 'no reason is given'}"
+    return None
+
+
+def misfit(manifest: Manifest, requirements: Requirements) -> str | None:
+    """Return how a version differs from the configured schema and model; None if it does not."""
+    if manifest.schema != requirements.schema:
+        return "it was learned under another schema than [schema] describes"
+    return other_model(manifest.model, requirements.model)
 
 
 class ServingPolicy:
@@ -14,21 +50,23 @@ class ServingPolicy:
         self._served: tuple[int, object, bool] | None = None
 
     def state(self) -> RegistryState:
-        """Return what `state.json` says; raises VersionError when it cannot be read."""
+        """Return the contents of `state.json`; raises VersionError when it cannot be read."""
         stamp = LocalFolder(self._versions.path).stamp(STATE)
         if stamp != self._state[0]:
             self._state = stamp, self._versions.state()
         return self._state[1]
 
     def may_take(self, number: int, state: RegistryState) -> bool:
-        """Whether a version may be served: it passed, or nobody knows, or a person wants it; raises VersionError."""
-        if number in state.rolled_back:
-            return False
-        verdict = self._versions.verdict(number)
-        return verdict is not None and (verdict.verdict != "fail" or number == state.promoted)
+        """Return whether neither the gate nor a rollout command withholds a version.
+
+        Raises VersionError when the verdict of a version cannot be read; that of a pinned one is not read.
+        """
+        return number == state.pinned or (
+            number not in state.rolled_back and withheld(number, self._versions.verdict(number), state) is None
+        )
 
     def may_stay(self, number: int, state: RegistryState) -> bool:
-        """Whether the served version may go on to be; one that was deleted may."""
+        """Return whether the served version may go on being served; a deleted one may."""
         if number in state.rolled_back:
             return False
         stamp = self._versions.verdict_stamp(number)
@@ -41,7 +79,7 @@ class ServingPolicy:
 def lowered(served: Manifest, candidate: Manifest) -> tuple[str, int, int] | None:
     """Return a partition of which a candidate has learned less, with both offsets; None when there is none.
 
-    Topics that the candidate does not name do not count where a later learner wrote it: it was told to read others.
+    If a later learner wrote the candidate, topics that it does not name do not count: that learner reads other topics.
     """
     topics = {_topic(name) for name in candidate.trained_through}
     others = candidate.generation > served.generation and bool(topics)

@@ -1,7 +1,7 @@
-"""Freshness: how old events are, from append, when the first version that has learned them is served.
+"""Freshness: the age of events, since append, when the first version that has learned them is served.
 
-A version tells of the events that it is the first to have learned; those of versions that were never served are served
-with the next. Ages are those of all events alike, so a burst weighs more than a trickle.
+A manifest lists the events that its version is the first to have learned. Events of versions that were never served
+count with the next one. Every event weighs the same, so a burst weighs more than a trickle.
 """
 
 import numpy as np
@@ -16,27 +16,27 @@ _MOST_VERSIONS = 64
 
 
 class FreshnessTracker:
-    """What the versions since the served one have learned. Used by the swap's thread."""
+    """Events learned by the versions since the served one. Used by the swap's thread."""
 
     def __init__(self, versions: Versions) -> None:
         self._versions = versions
-        self._heard: int | None = None
+        self._newest_read: int | None = None
         self._learned: dict[int, RecordTimes] = {}
 
-    def hear(self, numbers: list[int]) -> None:
-        """Read what new versions have learned, before they may be superseded and deleted.
+    def read_new(self, numbers: list[int]) -> None:
+        """Read the newly learned events of new versions, before those may be superseded and deleted.
 
-        Those that are there at the first call are passed over: how long they waited for this process says nothing.
+        Versions that exist at the first call are skipped: they waited for this process to start.
         """
-        if self._heard is None:
-            self._heard = max(numbers, default=0)
+        if self._newest_read is None:
+            self._newest_read = max(numbers, default=0)
         for number in numbers:
-            if number > self._heard:
-                self._heard = number
+            if number > self._newest_read:
+                self._newest_read = number
                 self._read(number)
 
     def served(self, number: int, now: float) -> tuple[int, Ages]:
-        """Return how many events are served from `now` on that were not, and their ages; `number` is served."""
+        """Return how many events version `number` is the first served one to have learned, and their ages at `now`."""
         bag = RecordTimes()
         for older in [older for older in self._learned if older <= number]:
             bag.join(self._learned.pop(older))
@@ -46,7 +46,7 @@ class FreshnessTracker:
     def _read(self, number: int) -> None:
         try:
             learned = self._versions.manifest(number).learned
-        except (VersionError, OSError):  # which is told of when it is to be served
+        except (VersionError, OSError):  # reported when it is to be served
             return
         if learned is None:
             return

@@ -1,7 +1,7 @@
-"""The hot swap: the version that is to be served takes the place of the one that is.
+"""The hot swap: replace the served version without interrupting requests.
 
-A thread of its own watches the versions directory, loads, checks and warms up; then one reference is assigned.
-Requests that hold the old version are answered by it, and with the last of them it is freed.
+A separate thread watches the versions directory, loads, checks and warms up a version, then assigns one reference.
+Requests that hold the old version are answered by it; the last of them frees it.
 """
 
 import contextlib
@@ -16,14 +16,14 @@ from typing import Self
 import msgspec
 
 from learner.errors import VersionError
-from learner.state_dir.version import Manifest, RegistryState
+from learner.state_dir.version import Manifest, RegistryState, reference_to
 from serving.errors import ConflictError
 from serving.metrics import ServingMetrics
 from serving.model.deployment import Deployment
 from serving.model.loaded_version import ServedVersion, load_version
-from serving.rollout.commands import Order, pin, promote, roll_back
+from serving.rollout.commands import RolloutCommand, pin, promote, roll_back
 from serving.rollout.directory_watcher import DirectoryWatcher
-from serving.rollout.eligibility import ServingPolicy, lowered
+from serving.rollout.eligibility import Requirements, ServingPolicy, lowered, misfit
 from serving.rollout.freshness import FreshnessTracker
 from serving.rollout.load_retry import Retries, may_pass
 
@@ -36,13 +36,13 @@ _MOST_ROLLED_BACK = 1000
 class VersionSwapper:
     """Keeps `current` the newest version that may be served; a context manager around its thread.
 
-    A version may be served when its verdict is pass or inconclusive, its schema is ours, its learner had not lost its
-    lock, and it lowers `trained_through` on no partition of the same incarnation that its learner reads. When the
-    served one fails, is rolled back or turns out to be a stale learner's, the newest that may be served takes its
-    place, whatever that lowers. Orders go before all this.
+    A version may be served when its verdict is pass or inconclusive, it has the configured schema and model, its
+    learner had not lost its lock, and it lowers `trained_through` on no partition of the same incarnation that its
+    learner reads. When the served version fails, is rolled back or turns out to be a stale learner's, the newest that
+    may be served replaces it, whatever that lowers. Rollout commands override all this.
 
-    A version that does not fit or is damaged is refused until its files change. One that cannot be read for now, or for
-    which there is not enough memory, is tried again with a back-off, for ever.
+    A version that does not fit or is damaged is refused until its files change. A version that cannot be read for now,
+    or for which there is not enough memory, is tried again with a back-off, without a limit.
     """
 
     def __init__(
@@ -50,42 +50,49 @@ class VersionSwapper:
         deployment: Deployment,
         max_batch: int,
         metrics: ServingMetrics,
-        taken: Callable[[], object],
-        fail: Callable[[BaseException], None],
+        on_swap: Callable[[], object],
+        on_error: Callable[[BaseException], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Both are called in the swap's thread: `taken` after each swap, `fail` with a bug that ended it.
+        """Prepare to watch; entering the context starts the thread.
 
-        `clock` says when to try again a version that could not be loaded for now.
+        Args:
+            deployment: what is served.
+            max_batch: rows of the largest batch, for warm-up.
+            metrics: counts swaps and refusals.
+            on_swap: called in the swap's thread after each swap.
+            on_error: called in the swap's thread with the exception that ended it.
+            clock: times the retries of versions that could not be loaded.
         """
         self.current: ServedVersion | None = None
         self.since: float | None = None
-        """When `current` was taken."""
-        self.taken: deque[int] = deque(maxlen=5 * _REMEMBERED)
-        """The newest versions that were taken."""
+        """When `current` was swapped in."""
+        self.recently_served: deque[int] = deque(maxlen=5 * _REMEMBERED)
+        """The newest versions that were swapped in, the served one last."""
         self.refused: dict[int, str] = {}
         """The newest versions that were refused, with the reason; replaced, never changed."""
         self._deployment = deployment
         self._versions = deployment.versions
         self._max_batch = max_batch
-        self._unserved = FreshnessTracker(deployment.versions)
+        self._freshness = FreshnessTracker(deployment.versions)
         self._metrics = metrics
-        self._notify = taken
-        self._fail = fail
-        self._choice = ServingPolicy(self._versions)
+        self._on_swap = on_swap
+        self._on_error = on_error
+        self._policy = ServingPolicy(self._versions)
+        self._requirements = Requirements(deployment.schema.digest, reference_to(deployment.model))
         self._state = RegistryState()
         self._passed_over: dict[int, object] = {}
         self._retries = Retries(clock)
         self._stale: set[int] = set()
         self._lock = threading.Lock()
         self._holds_state = False
-        self._complaints: dict[str, str] = {}
-        self._notices = DirectoryWatcher(self._versions.path)
+        self._problems: dict[str, str] = {}
+        self._watcher = DirectoryWatcher(self._versions.path)
         self._stopping = False
         self._thread = threading.Thread(target=self._watch, name="serving-swap", daemon=True)
 
     def __enter__(self) -> Self:
-        self._notices.__enter__()
+        self._watcher.__enter__()
         self._thread.start()
         return self
 
@@ -93,55 +100,55 @@ class VersionSwapper:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stopping = True
-        self._notices.wake()
+        self._watcher.wake()
         self._thread.join()
-        self._notices.__exit__(kind, error, trace)
+        self._watcher.__exit__(kind, error, trace)
 
     @property
     def problems(self) -> list[str]:
         """One sentence for each thing that is wrong with the versions; empty when all is well."""
-        return list(self._complaints.values())
+        return list(self._problems.values())
 
     @property
     def state(self) -> RegistryState:
-        """What `state.json` said at the last look."""
+        """The contents of `state.json` at the last poll."""
         return self._state
 
-    def look(self) -> bool:
-        """Take the version that is to be served now, if it is another than the served one; whether one was taken.
+    def poll(self) -> bool:
+        """Swap in the version that is to be served now, and return whether the served version changed.
 
-        Called by the swap's thread; by a test that has not started it.
+        Called by the swap's thread, or by a test that has not started it.
         """
         with self._lock:
-            return self._look()
+            return self._poll()
 
-    def order(self, order: Order, number: int) -> None:
-        """Do what a person ordered, at once; any thread but the event loop's may call.
+    def apply(self, command: RolloutCommand, number: int) -> None:
+        """Apply a rollout command at once. Any thread but the event loop's may call this.
 
         Raises:
-            UnknownError: there is no such version.
-            ConflictError: another order stands against it, or the version cannot be served; nothing has changed then.
+            NotFoundError: there is no such version.
+            ConflictError: another command contradicts it, or the version cannot be served; nothing has changed then.
         """
         with self._lock:
             try:
                 with self._changing_state():
                     before = self._versions.state()
-                    after = order(before, number, self._versions.numbers())
+                    after = command(before, number, self._versions.numbers())
                     self._versions.write_state(after)
-                    self._look()
+                    self._poll()
                     served = self.current.number if self.current else None
-                    if order in (promote, roll_back, pin) and served != number:
+                    if command in (promote, roll_back, pin) and served != number:
                         why = self._retries.reason_of(number) or self.refused.get(number, "see the log")
                         self._versions.write_state(before)
-                        self._look()
+                        self._poll()
                         raise ConflictError(f"version {number} cannot be served: {why}")
             except (OSError, VersionError) as exc:
-                raise ConflictError(f"the order cannot be written down: {exc}") from exc
-        log.info("ordered: %s version %d; %s is served", order.__name__.replace("_", " "), number, served)
+                raise ConflictError(f"the rollout command cannot be saved: {exc}") from exc
+        log.info("rollout command: %s version %d; %s is served", command.__name__.replace("_", " "), number, served)
 
     @contextlib.contextmanager
     def _changing_state(self) -> Iterator[None]:
-        """Hold off other workers while `state.json` is read and written; may be nested."""
+        """Lock `state.json` against other workers while it is read and written; may be nested."""
         if self._holds_state:
             yield
             return
@@ -152,31 +159,31 @@ class VersionSwapper:
             finally:
                 self._holds_state = False
 
-    def _look(self) -> bool:
-        taken = self._choose()
+    def _poll(self) -> bool:
+        swapped = self._choose()
         if (reason := self._retries.reason) is None:
-            self._complaints.pop("away", None)
+            self._problems.pop("away", None)
         else:
-            self._complain("away", f"a version cannot be loaded for now, and is tried again: {reason}")
-        return taken
+            self._set_problem("away", f"a version cannot be loaded for now, and is tried again: {reason}")
+        return swapped
 
     def _choose(self) -> bool:
         served = self.current.number if self.current else -1
         numbers = self._versions.numbers()
-        self._unserved.hear(numbers)
+        self._freshness.read_new(numbers)
         self._passed_over = {number: self._passed_over[number] for number in numbers if number in self._passed_over}
         self._read_state()
         self._stale = self._versions.stale(numbers) - {self._state.promoted, self._state.pinned}
         if (pinned := self._state.pinned) is not None:
             self._retries.keep(lambda number: number == pinned and number in numbers)
-            taken = served != pinned and self._try(pinned, back=True)
-            if not taken and served != pinned:
-                self._complain("pinned", f"version {pinned} is pinned, and cannot be served")
-            return taken
-        self._complaints.pop("pinned", None)
+            swapped = served != pinned and self._try(pinned, back=True)
+            if not swapped and served != pinned:
+                self._set_problem("pinned", f"version {pinned} is pinned, and cannot be served")
+            return swapped
+        self._problems.pop("pinned", None)
         stays = served == -1 or self._stays(served)
         if stays:
-            self._complaints.pop("withdrawn", None)
+            self._problems.pop("withdrawn", None)
         self._retries.keep(lambda number: number in numbers and (number > served or not stays))
         for number in reversed(numbers):
             if stays and number <= served:
@@ -184,14 +191,14 @@ class VersionSwapper:
             if number != served and self._try(number, back=number < served or served in self._stale):
                 return True
         if not stays:
-            self._complain("withdrawn", f"version {served} is withdrawn, and there is no other that may be served")
+            self._set_problem("withdrawn", f"version {served} is withdrawn, and there is no other that may be served")
         return False
 
     def _try(self, number: int, *, back: bool) -> bool:
-        """Take a version if it may be taken and can be; one that could not is tried again when its files change.
+        """Swap in a version if it may be served and can be loaded, and return whether it was.
 
-        One that cannot be loaded for now is tried again when its time comes. `back` says that it may have learned less
-        than what is served.
+        A refused version is tried again when its files change, one that cannot be loaded for now after its back-off.
+        `back`: it may have learned less than the served version.
         """
         if self._retries.waits(number):
             return False
@@ -199,7 +206,7 @@ class VersionSwapper:
         try:
             stamp = self._versions.stamp(number)
             if self._passed_over.get(number, ()) == stamp:
-                self._retries.drop(number)
+                self._retries.remove(number)
                 return False
             version = self._load(number, back=back)
         except (VersionError, OSError, RuntimeError, MemoryError) as exc:
@@ -207,7 +214,7 @@ class VersionSwapper:
                 self._retries.failed(number, str(exc) if isinstance(exc, VersionError) else f"version {number}: {exc}")
                 return False
             self._refuse(number, str(exc))
-        self._retries.drop(number)
+        self._retries.remove(number)
         if version is None:
             self._passed_over[number] = stamp
             return False
@@ -216,14 +223,14 @@ class VersionSwapper:
 
     def _stays(self, served: int) -> bool:
         try:
-            return served not in self._stale and self._choice.may_stay(served, self._state)
-        except (VersionError, OSError):  # a verdict that cannot be read says nothing against it
+            return served not in self._stale and self._policy.may_stay(served, self._state)
+        except (VersionError, OSError):  # an unreadable verdict does not withdraw the served version
             return True
 
     def _read_state(self) -> None:
         try:
-            state = self._choice.state()
-        except (OSError, VersionError):  # which is told of when it is to be written
+            state = self._policy.state()
+        except (OSError, VersionError):  # reported when it is written
             return
         if (state.pinned, state.promoted, state.rolled_back) != (
             *(self._state.pinned, self._state.promoted, self._state.rolled_back),
@@ -233,27 +240,27 @@ class VersionSwapper:
         self._state = state
 
     def _watch(self) -> None:
-        """Look until the end; the body of the swap's thread."""
+        """Poll until the context ends; the body of the swap's thread."""
         try:
             while not self._stopping:
                 try:
-                    self._notices.follow()
-                    self.look()
-                    self._complaints.pop("directory", None)
+                    self._watcher.follow()
+                    self.poll()
+                    self._problems.pop("directory", None)
                     with self._lock:
                         pause = self._retries.next()
                 except OSError as exc:
-                    self._complain("directory", f"cannot look for versions in {self._versions.path}: {exc}")
+                    self._set_problem("directory", f"cannot list the versions in {self._versions.path}: {exc}")
                     pause = None
                 if not self._stopping:
-                    self._notices.wait(pause)
+                    self._watcher.wait(pause)
         except Exception as exc:
             log.exception("the swap's thread ended")
-            self._fail(exc)
+            self._on_error(exc)
 
     def _load(self, number: int, *, back: bool) -> ServedVersion | None:
-        """Load a version; None when it may not be taken."""
-        if number != self._state.pinned and not self._choice.may_take(number, self._state):
+        """Load a version; None when the gate or a rollout command withholds it."""
+        if not self._policy.may_take(number, self._state):
             return None
         manifest = self._versions.manifest(number)
         self._check(manifest, number, back=back)
@@ -262,8 +269,8 @@ class VersionSwapper:
     def _check(self, manifest: Manifest, number: int, *, back: bool) -> None:
         if manifest.number != number:
             raise VersionError(f"version {number}: its manifest is that of version {manifest.number}")
-        if manifest.schema != self._deployment.schema.digest:
-            raise VersionError(f"version {number}: it was learned under another schema than [schema] describes")
+        if (reason := misfit(manifest, self._requirements)) is not None:
+            raise VersionError(f"version {number}: {reason}")
         if number in self._stale:
             raise VersionError(
                 f"version {number}: its learner's generation {manifest.generation} is over, a later one has begun"
@@ -275,19 +282,19 @@ class VersionSwapper:
             raise VersionError(f"version {number}: it has learned {name} up to {after}, but {before} is served")
 
     def _take(self, version: ServedVersion) -> None:
-        """Make a version the served one. A crash before step 3 costs a stale `state.json` until the next swap.
+        """Make a version the served one. A crash before step 3 leaves a stale `state.json` until the next swap.
 
-        1. one reference assignment: requests that come from now on are answered by it;
-        2. wake those that wait for it;
-        3. write `state.json`, by which the learner knows what not to delete.
+        1. Assign one reference: it answers requests that arrive from now on.
+        2. Wake the requests that wait for it.
+        3. Write `state.json`: the learner keeps the versions named there.
         """
         self.since = time.time()
         previous, self.current = self.current, version
-        self.taken.append(version.number)
-        self._notify()
-        self._complaints.pop("version", None)
+        self.recently_served.append(version.number)
+        self._on_swap()
+        self._problems.pop("version", None)
         for about in ("withdrawn", "pinned"):
-            self._complaints.pop(about, None)
+            self._problems.pop(about, None)
         back = previous is not None and version.number < previous.number
         self._passed_over = {
             number: stamp for number, stamp in self._passed_over.items() if number > version.number and not back
@@ -295,7 +302,7 @@ class VersionSwapper:
         self._retries.keep(lambda number: number > version.number)
         self._metrics.swap("rolled_back" if back else "swapped")
         self._metrics.version.set(version.number)
-        self._metrics.learned(*self._unserved.served(version.number, self.since))
+        self._metrics.learned(*self._freshness.served(version.number, self.since))
         log.info("serving version %d, trained through %s", version.number, version.trained_through or "nothing")
         self._write_state(previous, version)
 
@@ -307,36 +314,36 @@ class VersionSwapper:
                 if state != before:
                     self._versions.write_state(state)
             self._state = state
-            self._complaints.pop("state", None)
+            self._problems.pop("state", None)
         except (OSError, VersionError) as exc:
-            self._complain("state", f"cannot write {self._versions.path}/state.json: {exc}")
+            self._set_problem("state", f"cannot write {self._versions.path}/state.json: {exc}")
 
     def _refuse(self, number: int, reason: str) -> None:
-        """Tell of a refusal and remember it, and forget the oldest of many."""
+        """Report a refusal, and keep the newest ones."""
         if number not in self._versions.numbers():  # the learner has just deleted it
             return
         self._metrics.swap("refused")
-        self._complain("version", f"a version is refused: {reason}")
+        self._set_problem("version", f"a version is refused: {reason}")
         self.refused = dict([*self.refused.items(), (number, reason)][-_REMEMBERED:])
 
-    def _complain(self, about: str, sentence: str) -> None:
-        """Note a sentence for the report; log it once."""
-        if self._complaints.get(about) != sentence:
-            self._complaints[about] = sentence
+    def _set_problem(self, about: str, sentence: str) -> None:
+        """Set a sentence of the report; log it when it changes."""
+        if self._problems.get(about) != sentence:
+            self._problems[about] = sentence
             log.warning("%s", sentence)
 
 
 def _served(state: RegistryState, previous: int | None, number: int) -> RegistryState:
-    """Return the state once a process has gone from `previous` (None: it has just started) to a version.
+    """Return the state after a process swapped from `previous` (None: it has just started) to a version.
 
-    Another worker may have written the same before, or be ahead.
+    Another worker may have written the same state before, or be ahead.
     """
     forward = previous is not None and number > previous
     if forward and state.serving is not None and state.serving > number and state.pinned is None:
         return state
     back = previous is not None and number < previous and state.pinned is None
     rolled_back = sorted({*state.rolled_back, previous}) if back and previous is not None else state.rolled_back
-    if state.serving == number:  # written already, or a restart
+    if state.serving == number:  # already written, or a restart
         previous = state.previous
     elif previous is None:
         previous = state.serving

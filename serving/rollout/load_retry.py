@@ -1,6 +1,6 @@
-"""When to try again to load versions that could not be loaded for now, such as on a disk that is away.
+"""When to retry versions that could not be loaded for now, such as from an unmounted disk.
 
-What is wrong with a version's contents is no matter of this module: such a version is refused until they change.
+Damaged versions do not belong here: they are refused until their files change.
 """
 
 import time
@@ -23,7 +23,7 @@ class _Failed:
 
 
 def may_pass(error: BaseException) -> bool:
-    """Return whether the same may work later; raises the error when it is a bug."""
+    """Return whether a retry may succeed; raises the error when it is a bug."""
     failure = failure_of(error)
     if failure is None:
         raise error
@@ -31,10 +31,10 @@ def may_pass(error: BaseException) -> bool:
 
 
 class Retries:
-    """Versions that failed to load and may load later, each with a back-off of its own. Used by one thread at a time.
+    """Versions that failed to load and may load later, each with its own back-off. Used by one thread at a time.
 
-    A version may be tried again at once after its first failure, then after a second, then after twice as long each
-    time, up to half a minute. It is tried for ever.
+    A version may be retried at once after its first failure, then after a second, then after twice as long each time,
+    up to half a minute, without a limit.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -43,7 +43,7 @@ class Retries:
 
     @property
     def reason(self) -> str | None:
-        """Why the newest of them failed; None when there is none."""
+        """Why the newest failed version failed; None when no version failed."""
         return self._failed[max(self._failed)].reason if self._failed else None
 
     def reason_of(self, number: int) -> str | None:
@@ -51,30 +51,30 @@ class Retries:
         return self._failed[number].reason if number in self._failed else None
 
     def waits(self, number: int) -> bool:
-        """Return whether it is too early to try a version again."""
+        """Return whether it is too early to retry a version."""
         return number in self._failed and self._clock() < self._failed[number].due
 
     def next(self) -> timedelta | None:
-        """Return how long it is until a version is to be tried again; None when there is none."""
+        """Return the time until the next retry; None when no version failed."""
         if not self._failed:
             return None
-        due = min(each.due for each in self._failed.values())
+        due = min(failed.due for failed in self._failed.values())
         return timedelta(seconds=max(0.0, due - self._clock()))
 
     def failed(self, number: int, reason: str) -> None:
-        """Count a failure, and set when the version is to be tried again."""
+        """Count a failure, and set the time of the retry."""
         before = self._failed.get(number)
         backoff = Backoff(_FIRST, _LONGEST, retry_at_once=True) if before is None else before.backoff
         self._failed[number] = _Failed(backoff, self._clock() + backoff.next(), reason)
 
-    def drop(self, number: int) -> None:
-        """Forget a version: it was loaded, or refused."""
+    def remove(self, number: int) -> None:
+        """Remove a version: it was loaded, or refused."""
         self._failed.pop(number, None)
 
     def clear(self) -> None:
-        """Forget all versions."""
+        """Remove all versions."""
         self._failed.clear()
 
-    def keep(self, wanted: Callable[[int], bool]) -> None:
-        """Forget all versions but those that are wanted."""
-        self._failed = {number: each for number, each in self._failed.items() if wanted(number)}
+    def keep(self, condition: Callable[[int], bool]) -> None:
+        """Remove all versions whose number does not fulfil a condition."""
+        self._failed = {number: failed for number, failed in self._failed.items() if condition(number)}

@@ -1,4 +1,4 @@
-"""The newest versions, and what became of each."""
+"""The newest versions, and the status of each."""
 
 from typing import Literal
 
@@ -10,7 +10,7 @@ from serving.model.deployment import Deployment
 from serving.rollout.hot_swap import VersionSwapper
 
 NEWEST = 20
-"""How many are listed."""
+"""Versions that are listed."""
 
 VersionStatus = Literal["served", "pinned", "swapped", "rolled back", "refused", "superseded", "waiting", "unknown"]
 
@@ -25,10 +25,10 @@ class VersionLine(msgspec.Struct, frozen=True, kw_only=True):
     verdict: str | None = None
     fate: VersionStatus
     """Served now, or pinned; swapped in before and replaced since; rolled back, or left out by a rollback; refused;
-    superseded by a newer one before its turn; waiting for its turn or its verdict; unknown for those from before this
+    superseded by a newer version before its turn; waiting for its turn or its verdict; unknown if it is older than this
     process."""
     reason: str | None = None
-    """Why it was refused, or what the gate said."""
+    """Why it was refused, or the reasons of the gate."""
 
 
 class VersionList:
@@ -44,14 +44,14 @@ class VersionList:
         """Return the newest versions, the newest first."""
         numbers = self._versions.numbers()[-NEWEST:]
         known = self._manifests
-        found = {number: known[number] if number in known else self._manifest(number) for number in numbers}
-        self._manifests = {number: manifest for number, manifest in found.items() if manifest is not None}
-        taken, refused = set(self._swap.taken.copy()), self._swap.refused
+        manifests = {number: known[number] if number in known else self._manifest(number) for number in numbers}
+        self._manifests = {number: manifest for number, manifest in manifests.items() if manifest is not None}
+        swapped, refused = set(self._swap.recently_served.copy()), self._swap.refused
         served = self._swap.current.number if self._swap.current else None
-        lines = (self._line(number, served, taken, refused) for number in reversed(self._manifests))
+        lines = (self._line(number, served, swapped, refused) for number in reversed(self._manifests))
         return [line for line in lines if line is not None]
 
-    def _line(self, number: int, served: int | None, taken: set[int], refused: dict[int, str]) -> VersionLine | None:
+    def _line(self, number: int, served: int | None, swapped: set[int], refused: dict[int, str]) -> VersionLine | None:
         manifest = self._manifests[number]
         if isinstance(manifest, str):
             return VersionLine(number=number, fate="refused", reason=manifest)
@@ -61,8 +61,8 @@ class VersionList:
             return VersionLine(number=number, fate="refused", reason=str(exc))
         except OSError as exc:
             return VersionLine(number=number, fate="unknown", reason=f"its verdict cannot be read for now: {exc}")
-        fate, reason = self._fate(manifest, verdict, served, taken), refused.get(number)
-        if fate not in ("served", "pinned", "rolled back") and number not in taken and reason is not None:
+        fate, reason = self._fate(manifest, verdict, served, swapped), refused.get(number)
+        if fate not in ("served", "pinned", "rolled back") and number not in swapped and reason is not None:
             fate = "refused"
         return VersionLine(
             number=number,
@@ -74,12 +74,14 @@ class VersionList:
             reason=reason or (", ".join(verdict.reasons) if verdict else None) or None,
         )
 
-    def _fate(self, manifest: Manifest, verdict: Verdict | None, served: int | None, taken: set[int]) -> VersionStatus:
+    def _fate(
+        self, manifest: Manifest, verdict: Verdict | None, served: int | None, swapped: set[int]
+    ) -> VersionStatus:
         if manifest.number == served:
             return "pinned" if self._swap.state.pinned == served else "served"
         if manifest.number in self._swap.state.rolled_back:
             return "rolled back"
-        if manifest.number in taken:
+        if manifest.number in swapped:
             return "swapped"
         if verdict is not None and verdict.verdict == "fail":
             return "refused"
@@ -88,7 +90,7 @@ class VersionList:
         return "superseded" if manifest.time >= self._started else "unknown"
 
     def _manifest(self, number: int) -> Manifest | str | None:
-        """Return a manifest, why there is none, or None where that cannot be told for now."""
+        """Return a manifest, the reason why it cannot be used, or None if it cannot be read for now."""
         try:
             return self._versions.manifest(number)
         except VersionError as exc:

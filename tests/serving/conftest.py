@@ -1,4 +1,4 @@
-"""What the tests of serving share: tiny models, versions of them, and a server over loopback."""
+"""Fixtures of serving: tiny models, their versions, and a server over loopback."""
 
 import functools
 import shutil
@@ -39,7 +39,7 @@ go_on.set()
 
 
 class Number(nn.Module):
-    """Answers its own number for each row, so that a reply tells which version it is by."""
+    """Answers its own number for each row, so that a reply shows its version."""
 
     def __init__(self):
         super().__init__()
@@ -86,7 +86,7 @@ class Touchy(nn.Module):
 
 
 class Monthly(nn.Module):
-    """Looks an integer up that begins at 1."""
+    """An embedding of an integer that begins at 1."""
 
     def __init__(self):
         super().__init__()
@@ -261,7 +261,7 @@ def deploy_in(models: Path) -> Callable[[str, Path], Publisher]:
 
 @pytest.fixture
 def deploy(deploy_in: Callable[[str, Path], Publisher], tmp_path: Path) -> Callable[..., Publisher]:
-    """Make a deployment of one of the models above, in a state directory of its own."""
+    """Make a deployment of one of the models above, in a separate state directory."""
     return lambda factory: deploy_in(factory, tmp_path)
 
 

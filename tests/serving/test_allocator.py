@@ -1,4 +1,4 @@
-"""What large requests took is given back."""
+"""The memory of large requests is returned to the system."""
 
 import platform
 import subprocess
@@ -24,7 +24,7 @@ print(process.memory_info().rss - before)
 
 @pytest.mark.process
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not glibc")
-def test_the_memory_of_large_bodies_goes_back_to_the_system_though_small_replies_stay() -> None:
+def test_the_memory_of_large_bodies_is_returned_to_the_system_while_small_replies_stay() -> None:
     kept = {
         call: int(subprocess.check_output([sys.executable, "-c", CODE.format(call=call)], timeout=60))
         for call in ("", "return_freed_memory()")

@@ -14,7 +14,7 @@ import torch
 from anabranch.core.atomic_files import replace_file
 from learner.state_dir.report import LearnerReport, PartitionReport, write_report
 from serving.dashboard.status import SERIES
-from serving.rollout.commands import ORDERS
+from serving.rollout.commands import COMMANDS
 
 Served = Callable[..., Any]
 
@@ -424,7 +424,7 @@ def test_every_action_of_the_page_is_an_order_of_the_server(browser: Any, number
     with served(numbers, ready=False) as server:
         page = browser.new_page()
         page.goto(server.url)
-        assert set(page.evaluate("Object.values(ACTIONS)")) <= set(ORDERS)
+        assert set(page.evaluate("Object.values(ACTIONS)")) <= set(COMMANDS)
         page.close()
 
 

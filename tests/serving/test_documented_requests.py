@@ -1,4 +1,4 @@
-"""The requests of docs/guides/serving.md, sent by curl as they stand there to a model as it is described there."""
+"""The requests of docs/guides/serving.md, sent by curl, unchanged, to the model of that page."""
 
 import dataclasses
 import json
@@ -28,7 +28,7 @@ def address(deploy: Any, served: Callable[..., Any]) -> Iterator[str]:
         yield server.address
 
 
-def test_they_are_answered_as_the_page_says(address: str, tmp_path: Path) -> None:
+def test_the_documented_requests_get_the_documented_answers(address: str, tmp_path: Path) -> None:
     replies = []
     for error, script in SCRIPTS:
         assert "localhost:8000" in script

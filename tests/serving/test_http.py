@@ -92,15 +92,15 @@ def test_a_prediction_of_several_classes_is_a_bool_for_each(
     weights = {"weight": torch.zeros(3, 4), "bias": torch.tensor([2.0, -2.0, 0.0])}
     publisher.publish(1, weights)
     with served(publisher) as running:
-        told = httpx.get(f"{running.url}/v2/models/tiny").json()["outputs"]
+        outputs = httpx.get(f"{running.url}/v2/models/tiny").json()["outputs"]
         prediction, probabilities = httpx.post(running.infer, json=body_of(2)).json()["outputs"]
-    assert told[0] == {"name": "prediction", "datatype": "BOOL", "shape": [-1, 3]}
+    assert outputs[0] == {"name": "prediction", "datatype": "BOOL", "shape": [-1, 3]}
     assert (prediction["datatype"], prediction["shape"]) == ("BOOL", [2, 3])
     assert prediction["data"] == [True, False, False] * 2
     assert probabilities["data"] == pytest.approx(torch.sigmoid(weights["bias"]).tolist() * 2)
 
 
-def test_what_is_not_there_is_a_404_that_names_what_is(running: Any, body_of: Body) -> None:
+def test_what_does_not_exist_is_a_404_that_names_what_does(running: Any, body_of: Body) -> None:
     for path, sentence in {
         "/v2/models/other": "no model 'other'; this server has 'tiny'",
         "/v2/models/other/ready": "no model 'other'",
@@ -284,7 +284,7 @@ def test_overload_is_a_429_with_retry_after(
         assert httpx.post(server.infer, json=body_of(5)).status_code == 413
 
 
-def test_a_client_that_hangs_up_leaves_the_queue(
+def test_a_client_that_disconnects_is_removed_from_the_queue(
     numbers: Any, served: Served, body_of: Body, held: Any, eventually: Callable[..., Any]
 ) -> None:
     numbers.publish(1)
@@ -302,7 +302,7 @@ def test_a_client_that_hangs_up_leaves_the_queue(
         assert last.result(30).status_code == 200
 
 
-def test_a_body_that_is_too_long_is_a_413_whether_its_length_is_told_or_not(numbers: Any, served: Served) -> None:
+def test_a_body_that_is_too_long_is_a_413_with_and_without_a_content_length(numbers: Any, served: Served) -> None:
     numbers.publish(1)
 
     def chunks() -> Iterator[bytes]:
@@ -330,7 +330,9 @@ async def exchange(address: str, request: bytes) -> bytes:
     return answer
 
 
-def test_an_input_that_breaks_the_model_is_a_400_and_harms_nobody(deploy: Any, served: Served, body_of: Body) -> None:
+def test_an_input_that_breaks_the_model_is_a_400_and_affects_no_other(
+    deploy: Any, served: Served, body_of: Body
+) -> None:
     publisher = deploy("touchy")
     publisher.publish(1, weights={"scale": torch.ones(())})
     with served(publisher) as server:
@@ -344,17 +346,15 @@ def test_an_input_that_breaks_the_model_is_a_400_and_harms_nobody(deploy: Any, s
         assert httpx.post(server.infer, json=body_of(1)).json()["outputs"][0]["data"] == [4.0]
 
 
-def test_the_batcher_can_tell_one_connection_from_another(
-    running: Any, body_of: Body, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_batcher_can_distinguish_connections(running: Any, body_of: Body, monkeypatch: pytest.MonkeyPatch) -> None:
     peers: list[Any] = []
     predict = Batcher.predict
 
-    async def noted(*args: Any) -> Any:
+    async def recorded(*args: Any) -> Any:
         peers.append(args[-1])
         return await predict(*args)
 
-    monkeypatch.setattr(Batcher, "predict", noted)
+    monkeypatch.setattr(Batcher, "predict", recorded)
     with httpx.Client() as one, httpx.Client() as other:
         for client in (one, other, one):
             assert client.post(running.infer, json=body_of(1)).status_code == 200
@@ -401,7 +401,7 @@ def test_binary_tensors_over_http(running: Any) -> None:
     assert np.frombuffer(response.content[length:], "<f4").tolist() == [1, 1]
 
 
-def test_status_tells_of_learner_and_serving(running: Any, body_of: Body, eventually: Callable[..., Any]) -> None:
+def test_status_contains_learner_and_serving(running: Any, body_of: Body, eventually: Callable[..., Any]) -> None:
     httpx.post(running.infer, json=body_of(1))
     httpx.post(running.infer, content=b"?")
     status = httpx.get(running.url + "/api/status").json()
@@ -419,7 +419,7 @@ def test_status_tells_of_learner_and_serving(running: Any, body_of: Body, eventu
     assert running.report().address == running.url
 
 
-def test_the_last_report_says_that_nothing_is_ready(numbers: Any, served: Served) -> None:
+def test_the_last_report_is_not_ready(numbers: Any, served: Served) -> None:
     numbers.publish(1)
     with served(numbers) as server:
         assert server.report().ready
@@ -443,7 +443,7 @@ def test_metrics_have_the_promised_names(running: Any, body_of: Body) -> None:
     assert 'anabranch_serving_requests_total{code="200"} 1.0' in text
 
 
-def test_with_a_token_every_route_but_health_wants_one(numbers: Any, served: Served, body_of: Body) -> None:
+def test_with_a_token_every_route_but_health_requires_one(numbers: Any, served: Served, body_of: Body) -> None:
     numbers.publish(1)
     with served(numbers, tokens={"read": "lesen", "admin": "admin"}) as server:
         assert httpx.get(server.url + "/v2/health/live").status_code == 200
@@ -462,7 +462,7 @@ def test_with_a_token_every_route_but_health_wants_one(numbers: Any, served: Ser
         assert server.report().address in server.url
 
 
-def test_an_order_wants_the_admin_token(numbers: Any, served: Served) -> None:
+def test_a_rollout_command_requires_the_admin_token(numbers: Any, served: Served) -> None:
     numbers.publish(1)
     with served(numbers, tokens={"read": "lesen", "admin": "admin"}) as server:
         path = server.url + "/api/versions/1:pin"
@@ -479,7 +479,7 @@ def test_an_order_wants_the_admin_token(numbers: Any, served: Served) -> None:
 
 
 @pytest.mark.parametrize("tokens", [{}, {"admin": "admin"}])
-def test_on_loopback_an_order_needs_the_token_that_is_set_and_no_other(
+def test_on_loopback_a_rollout_command_requires_only_the_token_that_is_set(
     numbers: Any, served: Served, tokens: dict[str, str]
 ) -> None:
     numbers.publish(1)
@@ -488,9 +488,7 @@ def test_on_loopback_an_order_needs_the_token_that_is_set_and_no_other(
         assert httpx.post(server.url + "/api/versions/1:pin").status_code == (401 if tokens else 200)
 
 
-def test_without_a_token_no_page_is_answered_whose_name_was_made_to_lead_here(
-    running: Any, numbers: Any, body_of: Body
-) -> None:
+def test_without_a_token_requests_for_another_host_are_refused(running: Any, numbers: Any, body_of: Body) -> None:
     port = running.address.rpartition(":")[2]
     for host in (f"elsewhere.example:{port}", "127.0.0.1.elsewhere.example", "192.168.0.7", "[::1", "0.0.0.0"):
         headers = {"Host": host, "Origin": f"http://{host}"}
@@ -513,7 +511,7 @@ def test_with_a_token_a_request_may_be_for_any_name(numbers: Any, served: Served
         assert httpx.post(server.infer, json=body_of(1), headers=headers).status_code == 200
 
 
-def test_orders_are_obeyed_before_they_are_answered(
+def test_rollout_commands_are_applied_before_they_are_answered(
     running: Any, numbers: Any, body_of: Body, eventually: Callable[..., Any]
 ) -> None:
     def served() -> str:
@@ -600,9 +598,7 @@ def test_an_answer_before_the_body_was_read_closes_the_connection(numbers: Any, 
             assert (response.headers.get("connection") == "close") is closes, status
 
 
-def test_heads_that_cannot_be_taken_at_their_word_are_refused_before_a_token_is_compared(
-    numbers: Any, served: Served
-) -> None:
+def test_ambiguous_heads_are_refused_before_a_token_is_compared(numbers: Any, served: Served) -> None:
     numbers.publish(1)
     with served(numbers, tokens={"read": "secret"}) as running:
         many = httpx.get(running.url + "/v2", headers=[(f"x-{n}", "") for n in range(101)])
@@ -619,7 +615,7 @@ def test_heads_that_cannot_be_taken_at_their_word_are_refused_before_a_token_is_
         assert answers.count(b"HTTP/1.1") == 1
 
 
-def test_an_order_of_an_origin_that_is_no_url_is_forbidden(numbers: Any, served: Served) -> None:
+def test_a_rollout_command_from_an_origin_that_is_no_url_is_forbidden(numbers: Any, served: Served) -> None:
     numbers.publish(1)
     with served(numbers) as running:
         response = httpx.post(f"{running.url}/api/versions/1:pin", headers={"Origin": "http://["})

@@ -1,4 +1,4 @@
-"""Requests that ask where the model puts their rows."""
+"""Requests for the embedding of their rows."""
 
 import asyncio
 import dataclasses
@@ -47,7 +47,7 @@ def body(**members: Any) -> dict[str, Any]:
     return {"inputs": inputs, **members}
 
 
-def test_the_embedding_comes_beside_the_outputs_when_it_is_asked_for(embedding: Any, served: Served) -> None:
+def test_the_embedding_is_returned_with_the_outputs_when_it_is_requested(embedding: Any, served: Served) -> None:
     with served(embedding) as server:
         plain = httpx.post(server.infer, json=body()).json()
         asked = httpx.post(server.infer, json=body(parameters={"return_embedding": True})).json()
@@ -81,7 +81,7 @@ def test_without_an_embedding_it_is_a_400(
         assert httpx.post(server.infer, json=body_of(1, parameters={"return_embedding": False})).status_code == 200
 
 
-def test_a_module_that_is_not_there_ends_the_start(embedding: Any) -> None:
+def test_a_missing_module_ends_the_start(embedding: Any) -> None:
     model = embedding.deployment.model.model_copy(update={"embedding": "nowhere"})
     with pytest.raises(
         ModelError, match=r'model.embedding = "nowhere": the model has no such module, but words, numbers'
@@ -96,7 +96,7 @@ class Embeds:
         return features["size"]
 
 
-def test_a_batch_of_requests_that_ask_and_that_do_not_gives_each_its_own(embedding: Any, tmp_path: Path) -> None:
+def test_a_batch_of_requests_with_and_without_the_embedding_gives_each_its_own(embedding: Any, tmp_path: Path) -> None:
     deployment = embedding.deployment
     version = load_version(deployment, deployment.versions.manifest(1), 8)
 
@@ -117,7 +117,7 @@ def test_a_batch_of_requests_that_ask_and_that_do_not_gives_each_its_own(embeddi
     np.testing.assert_allclose(np.concatenate([first[EMBEDDING], third[EMBEDDING]]), [EXPECTED[0], EXPECTED[2]])
 
 
-def test_a_task_that_knows_the_embedding_is_asked(embedding: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_task_that_computes_the_embedding_is_used(embedding: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = embedding.deployment.model.model_copy(update={"embedding": ""})
     deployment = dataclasses.replace(embedding.deployment, model=model)
     assert not deployment.embeds

@@ -85,7 +85,7 @@ def test_without_outputs_it_gets_all_of_them_and_defaults_fill_what_it_leaves_ou
     assert result.as_numpy("prediction").dtype == np.int64
 
 
-def test_it_asks_for_its_own_writes_and_reads_our_sentences(client: Any) -> None:
+def test_it_requests_its_own_writes_and_reads_error_sentences(client: Any) -> None:
     triton, _ = client
     asked = inputs(WORDS, SIZES, True)
     triton.infer("tiny", asked, parameters={"min_trained_through": "events:0=40"})

@@ -76,8 +76,8 @@ class Server:
 
 
 @pytest.fixture
-def crew(pipeline: Callable[..., Path]) -> Callable[..., Any]:
-    """Start a server of two workers: `with crew(factory="number", port=0, **environment) as server`.
+def start_workers(pipeline: Callable[..., Path]) -> Callable[..., Any]:
+    """Start a server of two workers: `with start_workers(factory="number", port=0, **environment) as server`.
 
     `more` are lines of `[serving]`, `trust` is what its clients verify its certificate by.
     """
@@ -108,10 +108,10 @@ def connections(address: str) -> int:
 
 
 @pytest.mark.slow
-def test_all_workers_follow_versions_and_orders_and_count_as_one(
-    crew: Any, numbers: Any, body_of: Any, eventually: Any
+def test_all_workers_follow_versions_and_rollout_commands_and_count_as_one(
+    start_workers: Any, numbers: Any, body_of: Any, eventually: Any
 ) -> None:
-    with crew() as server, ThreadPoolExecutor(8) as clients:
+    with start_workers() as server, ThreadPoolExecutor(8) as clients:
 
         def answers(count: int = 40, **members: Any) -> Counter[str]:
             replies = list(clients.map(lambda _: server.ask(body_of(1, **members)), range(count)))
@@ -132,7 +132,7 @@ def test_all_workers_follow_versions_and_orders_and_count_as_one(
         assert {reply.result(30).json()["model_version"] for reply in early} == {"2"}
         assert answers(parameters=own["parameters"]) == {"2": 40}
 
-        # An order is answered when all have obeyed it.
+        # A rollout command is answered when all workers have applied it.
         assert server.order(1, "pin").json()["serving"] == 1
         assert answers() == {"1": 40}
         assert server.order(2, "promote").status_code == 409
@@ -159,11 +159,11 @@ def test_all_workers_follow_versions_and_orders_and_count_as_one(
 
 
 @pytest.mark.slow
-def test_a_killed_worker_costs_what_it_had_in_hand_and_comes_back(
-    crew: Any, numbers: Any, body_of: Any, eventually: Any
+def test_a_killed_worker_loses_only_its_current_requests_and_is_restarted(
+    start_workers: Any, numbers: Any, body_of: Any, eventually: Any
 ) -> None:
     numbers.publish(1)
-    with crew() as server:
+    with start_workers() as server:
         eventually(lambda: server.serves(1), 60)
         stop, answered, failed = threading.Event(), Counter[int](), Counter[int]()
 
@@ -198,9 +198,11 @@ def test_a_killed_worker_costs_what_it_had_in_hand_and_comes_back(
         assert not server.report.problems
 
 
-def test_requests_in_flight_are_answered_when_it_stops(crew: Any, numbers: Any, body_of: Any, eventually: Any) -> None:
+def test_requests_in_flight_are_answered_when_it_stops(
+    start_workers: Any, numbers: Any, body_of: Any, eventually: Any
+) -> None:
     numbers.publish(1)
-    with crew(ANABRANCH__SERVING__MAX_DELAY="1s") as server, ThreadPoolExecutor(9) as clients:
+    with start_workers(ANABRANCH__SERVING__MAX_DELAY="1s") as server, ThreadPoolExecutor(9) as clients:
         eventually(lambda: server.serves(1), 60)
         address = server.report.address
         asked = [clients.submit(server.ask, body_of(1)) for _ in range(8)]
@@ -215,29 +217,31 @@ def test_requests_in_flight_are_answered_when_it_stops(crew: Any, numbers: Any, 
 
 
 @pytest.mark.slow
-def test_after_a_kill_of_the_one_that_listens_another_takes_the_port(crew: Any, numbers: Any, eventually: Any) -> None:
+def test_after_a_kill_of_the_listening_process_another_one_gets_the_port(
+    start_workers: Any, numbers: Any, eventually: Any
+) -> None:
     numbers.publish(1)
-    with crew() as first:
+    with start_workers() as first:
         eventually(lambda: first.serves(1), 60)
         port = httpx.URL(first.report.address).port
         slow = min(first.workers)
         os.kill(slow, signal.SIGSTOP)
         first.process.kill()
-        with crew(port=port) as second:
+        with start_workers(port=port) as second:
             eventually(lambda: f"serving.port = {port} is taken" in second.log.read_text(), 60)
             os.kill(slow, signal.SIGCONT)
             eventually(lambda: second.serves(1), 60)
 
 
 @pytest.mark.slow
-def test_each_worker_speaks_tls_and_obeys_orders_that_come_over_it(
-    crew: Any, numbers: Any, body_of: Any, eventually: Any, certificate: Any
+def test_each_worker_speaks_tls_and_applies_rollout_commands_over_it(
+    start_workers: Any, numbers: Any, body_of: Any, eventually: Any, certificate: Any
 ) -> None:
     cert, _ = certificate(2, issued=True)
     trust = ssl.create_default_context(cafile=str(cert))
     trust.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     numbers.publish(1)
-    with crew(more=TLS, trust=trust) as server, ThreadPoolExecutor(8) as clients:
+    with start_workers(more=TLS, trust=trust) as server, ThreadPoolExecutor(8) as clients:
 
         def answers() -> set[int]:
             replies = list(clients.map(lambda _: server.ask(body_of(1)), range(16)))
@@ -271,10 +275,12 @@ def test_each_worker_speaks_tls_and_obeys_orders_that_come_over_it(
 
 
 @pytest.mark.slow
-def test_the_shadows_of_all_workers_are_told_as_one(crew: Any, numbers: Any, body_of: Any, eventually: Any) -> None:
+def test_the_shadows_of_all_workers_are_reported_as_one(
+    start_workers: Any, numbers: Any, body_of: Any, eventually: Any
+) -> None:
     numbers.publish(1)
     numbers.publish(5, verdict="fail")
-    with crew(more="shadow = 1.0\n") as server, ThreadPoolExecutor(4) as clients:
+    with start_workers(more="shadow = 1.0\n") as server, ThreadPoolExecutor(4) as clients:
 
         def rows() -> float:
             return float(server.count("anabranch_serving_shadow_rows_total"))
@@ -297,7 +303,7 @@ def test_the_shadows_of_all_workers_are_told_as_one(crew: Any, numbers: Any, bod
         assert server.count("anabranch_serving_shadow_disagreement_total") == 4 * compared
         eventually(lambda: server.report.shadow == ShadowReport(version=5, rows=compared, disagreement=4.0))
 
-        # What a worker that died has compared stays counted, and the one in its place has a shadow too.
+        # The rows that a dead worker compared stay counted, and its replacement has a shadow too.
         os.kill(first, signal.SIGKILL)
         eventually(lambda: server.workers > {second})
         eventually(lambda: server.serves(1), 60)
@@ -312,14 +318,14 @@ def test_the_shadows_of_all_workers_are_told_as_one(crew: Any, numbers: Any, bod
         eventually(lambda: server.serves(6) and server.report.shadow is None)
 
 
-def test_a_certificate_that_cannot_be_read_ends_it_with_2(crew: Any) -> None:
-    with crew(more=TLS) as server:
+def test_a_certificate_that_cannot_be_read_ends_it_with_2(start_workers: Any) -> None:
+    with start_workers(more=TLS) as server:
         assert server.process.wait(60) == Exit.SETTINGS
     (said,) = server.log.read_text().splitlines()  # no worker was started for it
     assert said.startswith("anabranch: serving.tls: the certificate and key cannot be used")
 
 
-def test_a_model_that_cannot_be_built_ends_it_with_2(crew: Any) -> None:
-    with crew(factory="broken") as server:
+def test_a_model_that_cannot_be_built_ends_it_with_2(start_workers: Any) -> None:
+    with start_workers(factory="broken") as server:
         assert server.process.wait(60) == Exit.SETTINGS
     assert "the factory fails" in server.log.read_text()

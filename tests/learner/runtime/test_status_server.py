@@ -1,4 +1,4 @@
-"""The learner's address: who is answered there, and that others cannot keep it from answering."""
+"""The learner's status server: which requests it answers, and that no client can keep it from answering."""
 
 import contextlib
 import http.client
@@ -22,6 +22,13 @@ def port() -> Iterator[int]:
         yield port
 
 
+def metrics_status(port: int, authorization: str) -> int:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    with contextlib.closing(connection):
+        connection.request("GET", "/metrics", headers={"Authorization": authorization} if authorization else {})
+        return connection.getresponse().status
+
+
 def health(port: int) -> int:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
     with contextlib.closing(connection):
@@ -38,9 +45,7 @@ def health(port: int) -> int:
         ("secret", "elsewhere.example:8001", 200),
     ],
 )
-def test_without_a_token_no_page_is_answered_whose_name_was_made_to_lead_here(
-    token: str, host: str, status: int
-) -> None:
+def test_without_a_token_requests_for_another_host_are_refused(token: str, host: str, status: int) -> None:
     with serve_status("127.0.0.1:0", token, CollectorRegistry(), list) as port:
         for path in ("/healthz", "/metrics"):
             connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
@@ -49,7 +54,20 @@ def test_without_a_token_no_page_is_answered_whose_name_was_made_to_lead_here(
             connection.close()
 
 
-def test_connections_that_say_nothing_are_closed_for_others_and_hold_few_threads(port: int) -> None:
+def test_metrics_require_the_read_or_the_admin_token_as_serving_does() -> None:
+    with serve_status("127.0.0.1:0", "read", CollectorRegistry(), list, admin_token="admin") as port:
+        for header in ("Bearer read", "bearer read", "BEARER read", "Bearer admin", "bearer admin"):
+            assert metrics_status(port, header) == 200, header
+        for header in ("", "Bearer", "Bearer ", "Bearer rea", "Bearer readd", "Basic read", "read", "Bearer \xff"):
+            assert metrics_status(port, header) == 401, header
+
+
+def test_an_empty_admin_token_is_not_accepted() -> None:
+    with serve_status("127.0.0.1:0", "read", CollectorRegistry(), list) as port:
+        assert [metrics_status(port, header) for header in ("", "Bearer ", "Bearer admin")] == [401] * 3
+
+
+def test_silent_connections_are_closed_for_new_ones_and_use_few_threads(port: int) -> None:
     before = threading.active_count()
     with contextlib.ExitStack() as stack:
         silent = [stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10)) for _ in range(100)]
@@ -58,21 +76,25 @@ def test_connections_that_say_nothing_are_closed_for_others_and_hold_few_threads
         assert threading.active_count() - before <= 2 * learner.runtime.status_server._MOST_CONNECTIONS
 
 
-def test_a_byte_now_and_then_does_not_lengthen_a_connections_time(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_client_does_not_extend_the_time_limit_of_its_connection(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(learner.runtime.status_server, "_PATIENCE", timedelta(milliseconds=300))
     with socket.create_connection(("127.0.0.1", port), timeout=5) as slow:  # less than a read may take by itself
         slow.sendall(b"GET /metrics HTTP/1.1\r\n")
         assert slow.recv(1) == b""
 
 
-def test_a_head_without_end_is_not_kept(port: int) -> None:
+def test_an_endless_request_head_is_refused(port: int) -> None:
     with socket.create_connection(("127.0.0.1", port), timeout=5) as client:
         client.sendall(b"GET /metrics HTTP/1.1\r\n" + b"x: " + b"y" * 30_000 + b"\r\n")
         with contextlib.suppress(ConnectionResetError):
             assert client.recv(1) == b""
 
 
-def test_a_client_that_leaves_without_a_request_leaves_no_line(port: int, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_client_that_disconnects_without_a_request_is_not_logged(
+    port: int, capfd: pytest.CaptureFixture[str]
+) -> None:
     before = threading.active_count()
     with socket.create_connection(("127.0.0.1", port), timeout=5) as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closing it is a reset

@@ -1,4 +1,4 @@
-"""Requests have names, of which the log tells; what goes wrong inside is told there and not to the client."""
+"""Requests have ids, which the log contains; internal errors are logged and not sent to the client."""
 
 import json
 import logging
@@ -17,12 +17,12 @@ Body = Callable[..., dict[str, Any]]
 LATE = {"min_trained_through": "events:0=11", "timeout_ms": 0}
 
 
-def told(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
+def logged(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
     return [json.loads(record.message) for record in caplog.records if record.name == "anabranch.requests"]
 
 
 @pytest.mark.parametrize("path", ["/v2/models/tiny/infer", "/v2", "/", "/nowhere", "/metrics"])
-def test_every_answer_carries_the_name_of_its_request(numbers: Any, served: Served, path: str) -> None:
+def test_every_answer_has_the_id_of_its_request(numbers: Any, served: Served, path: str) -> None:
     with served(numbers, ready=False, tokens={"read": "a", "admin": "b"}) as server:
         for headers in ({}, {"Authorization": "Bearer a"}):
             answer = httpx.get(server.url + path, headers={**headers, "X-Request-ID": "order-17:a/b"})
@@ -33,12 +33,12 @@ def test_every_answer_carries_the_name_of_its_request(numbers: Any, served: Serv
 
 
 @pytest.mark.parametrize("given", [b"", b"a b", b'"', b"a\nb", b"\xff", b"x" * 129])
-def test_a_name_that_could_forge_a_line_or_a_header_is_replaced(given: bytes) -> None:
+def test_an_id_that_could_forge_a_line_or_a_header_is_replaced(given: bytes) -> None:
     assert name_of(given) not in (given, name_of(given))
     assert len(name_of(given)) == 16
 
 
-def test_failures_are_told_with_their_names_and_successes_when_that_is_asked_for(
+def test_failures_are_logged_with_their_ids_and_successes_if_configured(
     numbers: Any, served: Served, body_of: Body, caplog: pytest.LogCaptureFixture
 ) -> None:
     numbers.publish(1)
@@ -49,7 +49,7 @@ def test_failures_are_told_with_their_names_and_successes_when_that_is_asked_for
             httpx.post(server.infer, json=body_of(1))
             httpx.post(server.infer, content=b"{")
             httpx.post(server.infer, json=body_of(1, parameters=LATE), headers={"X-Request-ID": "late"})
-        lines = told(caplog)
+        lines = logged(caplog)
         assert [line["status"] for line in lines] == statuses
         if lines:
             assert lines[-1].keys() == {"request", "method", "path", "status", "seconds"}
@@ -57,7 +57,7 @@ def test_failures_are_told_with_their_names_and_successes_when_that_is_asked_for
             assert lines[-1]["path"] == "/v2/models/tiny/infer"
 
 
-def test_a_bug_is_told_to_the_log_with_the_requests_name_and_not_to_the_client(
+def test_a_bug_is_logged_with_the_request_id_and_the_client_gets_only_the_id(
     numbers: Any, served: Served, body_of: Body, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
@@ -66,20 +66,21 @@ def test_a_bug_is_told_to_the_log_with_the_requests_name_and_not_to_the_client(
     numbers.publish(1)
     with caplog.at_level(logging.INFO), served(numbers) as server:
         monkeypatch.setattr(Service, "check_name", fail)
-        for answer in (
-            httpx.post(server.infer, json=body_of(1), headers={"X-Request-ID": "one"}),
-            httpx.get(server.url + "/v2/models/tiny", headers={"X-Request-ID": "two"}),
+        for name, answer in (
+            ("one", httpx.post(server.infer, json=body_of(1), headers={"X-Request-ID": "one"})),
+            ("two", httpx.get(server.url + "/v2/models/tiny", headers={"X-Request-ID": "two"})),
         ):
             assert answer.status_code == 500
-            assert answer.json() == {"error": "the server failed; its log says how"}
+            sentence = f"internal server error; see the server log (request id {name})"
+            assert answer.json() == {"error": sentence}
         monkeypatch.undo()
         assert httpx.post(server.infer, json=body_of(1)).status_code == 200
     bugs = [record for record in caplog.records if record.exc_info]
     assert [record.getMessage() for record in bugs] == ["request one failed", "request two failed"]
-    assert [line["request"] for line in told(caplog)] == ["one", "two"]
+    assert [line["request"] for line in logged(caplog)] == ["one", "two"]
 
 
-def test_an_overload_writes_a_hundred_lines_a_second_and_says_how_many_are_left_out(
+def test_at_most_a_hundred_lines_a_second_are_logged_with_the_number_left_out(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [100.0]
@@ -88,8 +89,8 @@ def test_an_overload_writes_a_hundred_lines_a_second_and_says_how_many_are_left_
     with caplog.at_level(logging.INFO):
         for _ in range(250):
             requests.answered(b"x", "POST", "/infer", 503, 0.1)
-        assert len(told(caplog)) == 100
+        assert len(logged(caplog)) == 100
         now[0] += 1
         requests.answered(b"x", "POST", "/infer", 503, 0.1)
         requests.answered(b"x", "POST", "/infer", 503, 0.1)
-    assert [line.get("left_out") for line in told(caplog)[100:]] == [150, None]
+    assert [line.get("left_out") for line in logged(caplog)[100:]] == [150, None]

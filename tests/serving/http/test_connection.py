@@ -18,10 +18,10 @@ import pytest
 import serving.http.acceptor
 import serving.http.connection
 from serving.config import ServingSettings
-from serving.http.app import HttpServer
 from serving.http.connection import H11Connection
 from serving.http.httptools_connection import HttpToolsConnection
 from serving.http.listening_socket import listen
+from serving.http.server import HttpServer
 
 App = Callable[[Any, Any, Any], Awaitable[None]]
 Serve = Callable[..., AbstractContextManager[int]]
@@ -51,7 +51,7 @@ async def reply(send: Any, body: bytes, *headers: tuple[bytes, bytes]) -> None:
 @pytest.fixture(params=[H11Connection, HttpToolsConnection], ids=["h11", "httptools"])
 def serve(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Serve:
     """Serve an ASGI application on a free port, which is what the context returns."""
-    monkeypatch.setattr("serving.http.app.connection_class", lambda: request.param)
+    monkeypatch.setattr("serving.http.server.connection_class", lambda: request.param)
 
     @contextmanager
     def serving_(app: App = answer, **settings: Any) -> Iterator[int]:
@@ -94,7 +94,7 @@ def received(client: socket.socket) -> bytes:
 
 
 def reply_of(client: socket.socket) -> tuple[int, bytes]:
-    """Read one whole reply, with the length of its body told."""
+    """Read one complete reply with a Content-Length."""
     response = http.client.HTTPResponse(client)
     response.begin()
     return response.status, response.read()
@@ -107,7 +107,7 @@ def status(port: int) -> int:
 
 
 @pytest.mark.parametrize("begin", [b"", GET[:20]], ids=["silent", "half a head"])
-def test_a_connection_without_a_whole_head_is_closed(
+def test_a_connection_without_a_complete_head_is_closed(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, begin: bytes
 ) -> None:
     monkeypatch.setattr(serving.http.connection, "HEAD_PATIENCE", SOON)
@@ -121,7 +121,7 @@ def test_a_connection_without_a_whole_head_is_closed(
             assert is_closed(other)
 
 
-def test_a_connection_may_rest_between_requests(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_may_be_idle_between_requests(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving.http.connection, "HEAD_PATIENCE", SOON)
     with serve() as port, connect(port) as client:
         client.sendall(GET)
@@ -139,7 +139,7 @@ def test_a_connection_may_rest_between_requests(serve: Serve, monkeypatch: pytes
     [b"x: " + b"y" * 1000 + b"\r\n", b"a:b\r\n" * 200, b"y" * 1000],
     ids=["long fields", "short fields", "one field"],
 )
-def test_a_head_without_end_is_cut_off(serve: Serve, piece: bytes) -> None:
+def test_an_endless_head_is_refused(serve: Serve, piece: bytes) -> None:
     with serve() as port, connect(port) as client:
         sent = 0
         with contextlib.suppress(ConnectionError):
@@ -161,7 +161,7 @@ def test_a_body_of_tiny_chunks_is_refused_and_one_of_fair_chunks_is_not(serve: S
             assert reply_of(client) == (200, b"2048100")
 
 
-def test_an_early_answer_is_read_by_a_client_that_goes_on_sending_and_then_the_connection_ends(serve: Serve) -> None:
+def test_a_client_that_is_still_sending_reads_an_early_answer_and_then_the_connection_ends(serve: Serve) -> None:
     async def refuse(_scope: Any, _receive: Any, send: Any) -> None:
         await reply(send, b"no", (b"connection", b"close"))
 
@@ -193,7 +193,7 @@ def test_what_follows_an_early_answer_is_not_parsed(serve: Serve, monkeypatch: p
 
 
 @pytest.mark.slow
-def test_replies_that_nobody_reads_end_their_connection_and_slow_readers_get_theirs(
+def test_a_client_that_does_not_read_is_disconnected_and_a_slow_reader_is_not(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lost = threading.Event()
@@ -217,14 +217,14 @@ def test_replies_that_nobody_reads_end_their_connection_and_slow_readers_get_the
             client.sendall(GET[:-2] + b"Connection: close\r\n\r\n" + GET)  # of which the last is not answered
             while piece := client.recv(1_000_000):
                 found += len(piece)
-                threading.Event().wait(len(piece) / 20_000_000)  # for longer than a look takes
+                threading.Event().wait(len(piece) / 20_000_000)  # for longer than a check takes
             assert 2 * size < found < 2.1 * size
 
 
 def test_for_a_new_connection_the_one_that_waits_longest_is_closed(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("serving.http.app.most_connections", lambda tls: 4)
+    monkeypatch.setattr("serving.http.server.most_connections", lambda tls: 4)
     with serve() as port, contextlib.ExitStack() as stack:
         polite = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
         stack.callback(polite.close)
@@ -232,16 +232,16 @@ def test_for_a_new_connection_the_one_that_waits_longest_is_closed(
         assert polite.getresponse().read() == b"0"
         polite_socket = polite.sock
         silent = [stack.enter_context(connect(port)) for _ in range(3)]
-        assert status(port) == 200  # whom the polite one, which rested longest, had to give its place
+        assert status(port) == 200  # the polite one, which waited longest, was closed for it
         assert is_closed(polite_socket)
         more = [stack.enter_context(connect(port)) for _ in range(10)]
         assert all(map(is_closed, [*silent, *more[:6]]))
 
 
-def test_requests_in_hand_are_not_closed_for_new_connections_which_wait(
+def test_connections_with_a_request_are_not_closed_for_new_ones_which_wait(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("serving.http.app.most_connections", lambda tls: 2)
+    monkeypatch.setattr("serving.http.server.most_connections", lambda tls: 2)
     arrived = threading.Semaphore(0)
     go_on = threading.Event()
 
@@ -260,7 +260,7 @@ def test_requests_in_hand_are_not_closed_for_new_connections_which_wait(
         assert all(received(client).endswith(b"late") for client in clients)
 
 
-def test_many_requests_at_once_on_one_connection_are_bounded(serve: Serve) -> None:
+def test_pipelined_requests_of_one_connection_are_bounded(serve: Serve) -> None:
     go_on = threading.Event()
 
     async def held(_scope: Any, _receive: Any, send: Any) -> None:
@@ -296,7 +296,7 @@ def test_connections_wait_while_there_are_no_descriptors(serve: Serve, monkeypat
     assert not failures
 
 
-def test_a_handshake_of_tls_has_its_time_and_what_does_not_finish_it_is_closed(
+def test_a_tls_handshake_that_takes_too_long_is_closed(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, certificate: Any
 ) -> None:
     monkeypatch.setattr(serving.http.acceptor, "HEAD_PATIENCE", SOON)
@@ -313,7 +313,7 @@ def test_a_handshake_of_tls_has_its_time_and_what_does_not_finish_it_is_closed(
             assert reply_of(secure) == (200, b"0")
 
 
-def test_tls_stops_with_handshakes_under_way(serve: Serve, certificate: Any) -> None:
+def test_a_tls_server_stops_during_handshakes(serve: Serve, certificate: Any) -> None:
     cert, key = certificate(days=3)
     with contextlib.ExitStack() as stack:
         with serve(tls={"cert": str(cert), "key": str(key)}) as port:
@@ -321,7 +321,7 @@ def test_tls_stops_with_handshakes_under_way(serve: Serve, certificate: Any) -> 
         assert all(map(is_closed, clients))
 
 
-def test_what_a_connection_of_tls_took_is_let_go_of_when_it_ends(serve: Serve, certificate: Any) -> None:
+def test_a_tls_connection_releases_its_memory_when_it_ends(serve: Serve, certificate: Any) -> None:
     """It has buffers of 256 kB, for which no search for garbage is to be waited for."""
     cert, key = certificate(days=3)
     context = ssl.create_default_context(cafile=str(cert))

@@ -1,4 +1,4 @@
-"""What comes over the network does not fill the log."""
+"""Network clients cannot fill the log."""
 
 import logging
 
@@ -8,7 +8,7 @@ import serving.http.log_limit
 from serving.http.log_limit import limited_lines
 
 
-def test_ten_lines_a_second_are_written_and_the_next_one_tells_how_many_were_not(
+def test_ten_lines_a_second_are_written_and_the_next_one_has_the_number_left_out(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [100.0]
@@ -27,5 +27,5 @@ def test_ten_lines_a_second_are_written_and_the_next_one_tells_how_many_were_not
     assert len(caplog.messages) == 62
 
 
-def test_the_servers_library_and_asyncio_are_limited() -> None:
+def test_uvicorn_and_asyncio_are_limited() -> None:
     assert serving.http.log_limit.LIMITED == ("uvicorn.error", "asyncio")

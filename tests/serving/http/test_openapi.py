@@ -1,4 +1,4 @@
-"""The interface as it describes itself, and a stock tester of that description against the server."""
+"""The OpenAPI document, and schemathesis, which tests the server against it."""
 
 import subprocess
 import sys

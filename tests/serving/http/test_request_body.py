@@ -1,4 +1,4 @@
-"""Bodies are read within bounds, and what is held is known."""
+"""Bodies are read within bounds, and held bytes are counted."""
 
 import asyncio
 from collections.abc import MutableMapping
@@ -36,7 +36,7 @@ def test_a_body_is_held_until_it_is_released() -> None:
     assert bodies.held_bytes == 0
 
 
-def test_a_body_beyond_what_may_be_held_is_busy_until_another_is_released() -> None:
+def test_a_body_beyond_the_held_bytes_is_refused_until_another_is_released() -> None:
     bodies = BodyReader(SETTINGS)
     first = read(bodies, sending(b"x" * 1900))
     with pytest.raises(TooManyRequestsError, match=r"holds \d+ bytes"):
@@ -65,14 +65,14 @@ def test_a_body_that_is_too_long_is_not_read_to_its_end() -> None:
     assert bodies.held_bytes == 0
 
 
-def test_a_client_that_hangs_up_within_its_body_holds_nothing() -> None:
+def test_a_client_that_disconnects_within_its_body_holds_no_bytes() -> None:
     bodies = BodyReader(SETTINGS)
     with pytest.raises(ClientDisconnectedError):
         read(bodies, sending(b"abc", hangs_up=True))
     assert bodies.held_bytes == 0
 
 
-def test_a_client_that_hangs_up_later_ends_the_wait_for_its_answer() -> None:
+def test_a_client_that_disconnects_later_ends_the_wait_for_its_answer() -> None:
     async def wait() -> None:
         async with asyncio.timeout(20), DisconnectWatcher(sending(hangs_up=True)):
             await asyncio.get_running_loop().create_future()

@@ -1,4 +1,4 @@
-"""Dynamic batching: who shares a run of the model, who waits, and who is turned away."""
+"""Dynamic batching: which requests share a run of the model, which wait, and which are refused."""
 
 import asyncio
 import gc
@@ -107,7 +107,7 @@ def test_a_single_request_waits_no_longer_than_the_delay() -> None:
     batching(test, max_delay=timedelta(milliseconds=1))
 
 
-def test_requests_that_come_while_the_model_runs_are_one_batch_afterwards() -> None:
+def test_requests_that_arrive_while_the_model_runs_are_one_batch_afterwards() -> None:
     version = FakeVersion()
 
     async def test(batcher: Batcher) -> None:
@@ -123,7 +123,7 @@ def test_requests_that_come_while_the_model_runs_are_one_batch_afterwards() -> N
     assert version.runs == [1, 5]
 
 
-def test_a_request_of_more_rows_than_a_batch_is_run_in_pieces_and_answered_whole() -> None:
+def test_a_request_of_more_rows_than_a_batch_is_run_in_pieces_and_answered_at_once() -> None:
     version = FakeVersion()
 
     async def test(batcher: Batcher) -> None:
@@ -133,7 +133,7 @@ def test_a_request_of_more_rows_than_a_batch_is_run_in_pieces_and_answered_whole
     assert version.runs == [4, 4, 2]
 
 
-def test_a_batch_is_of_one_version() -> None:
+def test_a_batch_has_one_version() -> None:
     old, new = FakeVersion(1), FakeVersion(2)
 
     async def test(batcher: Batcher) -> None:
@@ -146,7 +146,7 @@ def test_a_batch_is_of_one_version() -> None:
     assert new.runs == [2]
 
 
-def test_rows_beyond_the_queue_are_turned_away_and_room_comes_back() -> None:
+def test_rows_beyond_the_queue_are_refused_until_others_are_answered() -> None:
     version = FakeVersion()
 
     async def test(batcher: Batcher) -> None:
@@ -186,7 +186,7 @@ def test_a_cancelled_request_leaves_the_queue_and_costs_no_run() -> None:
     assert version.runs == [1, 4]
 
 
-def test_an_input_on_which_the_model_fails_is_the_clients_fault_and_harms_no_other() -> None:
+def test_an_input_on_which_the_model_fails_is_a_bad_request_and_affects_no_other() -> None:
     version = FakeVersion()
 
     async def test(batcher: Batcher) -> None:
@@ -199,7 +199,7 @@ def test_an_input_on_which_the_model_fails_is_the_clients_fault_and_harms_no_oth
     batching(test)
 
 
-def test_a_bad_input_among_many_is_found_by_halves() -> None:
+def test_a_bad_input_among_many_is_found_by_bisection() -> None:
     assert runs_to_find(64, {40}) == 1 + 2 * 6
 
 
@@ -245,7 +245,7 @@ def test_requests_of_a_client_that_made_the_model_raise_do_not_share_a_batch_aga
     batching(test)
 
 
-def test_where_many_such_requests_wait_the_others_have_every_second_run() -> None:
+def test_while_many_such_requests_wait_the_others_get_every_second_run() -> None:
     version = FakeVersion()
 
     async def test(batcher: Batcher) -> None:
@@ -266,7 +266,7 @@ def test_where_many_such_requests_wait_the_others_have_every_second_run() -> Non
     batching(test, max_batch=4, max_delay=timedelta(0))
 
 
-def test_rows_that_are_to_run_alone_count_among_those_that_wait_and_can_be_cancelled() -> None:
+def test_rows_that_run_alone_count_in_the_queue_and_can_be_cancelled() -> None:
     version = FakeVersion()
 
     async def test(batcher: Batcher) -> None:
@@ -291,7 +291,7 @@ def test_rows_that_are_to_run_alone_count_among_those_that_wait_and_can_be_cance
     assert version.runs == [1, 2]
 
 
-def test_a_model_that_fails_on_everything_is_held_against_no_client() -> None:
+def test_a_model_that_fails_on_every_input_is_counted_against_no_client() -> None:
     version = FakeVersion()
     version.broken = True
 
@@ -317,7 +317,7 @@ def test_an_answer_that_is_not_finite_is_refused_alone() -> None:
     batching(test)
 
 
-def test_a_model_that_fails_on_everything_is_our_fault() -> None:
+def test_a_model_that_fails_on_every_input_is_a_server_error() -> None:
     version = FakeVersion()
     version.broken = True
 

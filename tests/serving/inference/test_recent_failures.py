@@ -1,4 +1,4 @@
-"""Peers whose requests made the model raise are noted for a while, and in bounded memory."""
+"""Peers whose requests made the model raise are kept for a while, in bounded memory."""
 
 from serving.inference.recent_failures import RecentFailures
 
@@ -11,7 +11,7 @@ class Clock:
         return self.now
 
 
-def test_a_peer_is_forgotten_ten_seconds_after_its_last_failure() -> None:
+def test_a_peer_is_removed_ten_seconds_after_its_last_failure() -> None:
     clock = Clock()
     failures = RecentFailures(clock)
     failures.add("a")
@@ -23,7 +23,7 @@ def test_a_peer_is_forgotten_ten_seconds_after_its_last_failure() -> None:
     assert "a" not in failures
 
 
-def test_who_was_never_noted_or_has_no_name_is_not_in_it() -> None:
+def test_a_peer_that_was_not_added_or_has_no_name_is_not_contained() -> None:
     failures = RecentFailures()
     failures.add("a")
     failures.add(None)
@@ -32,7 +32,7 @@ def test_who_was_never_noted_or_has_no_name_is_not_in_it() -> None:
     assert len(failures) == 1
 
 
-def test_those_that_are_over_leave_when_another_comes() -> None:
+def test_expired_peers_are_removed_when_another_is_added() -> None:
     clock = Clock()
     failures = RecentFailures(clock)
     for peer in range(100):
@@ -42,7 +42,7 @@ def test_those_that_are_over_leave_when_another_comes() -> None:
     assert len(failures) == 1
 
 
-def test_the_oldest_make_room_for_newer_ones() -> None:
+def test_the_oldest_peers_are_removed_for_newer_ones() -> None:
     failures = RecentFailures(Clock())
     failures.add("again")
     for peer in range(4095):

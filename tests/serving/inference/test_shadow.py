@@ -1,4 +1,4 @@
-"""A candidate answers a part of the live requests, and whatever it does touches none of them."""
+"""A candidate answers a fraction of the live requests, and never affects them."""
 
 import errno
 import sys
@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from learner.state_dir.folders import LocalStorage
 from learner.state_dir.version import Versions
-from serving.inference.shadow import Shadow, _Asked
+from serving.inference.shadow import Shadow, _AnsweredRequest
 from serving.metrics import ServingMetrics
 from serving.model.loaded_version import ServedVersion, load_version
 
@@ -93,7 +93,7 @@ def test_only_the_fraction_is_compared(numbers: Any, served: Any, body_of: Any, 
         assert count(server, "rows_total") == 0
 
 
-def test_a_candidate_that_cannot_be_loaded_touches_no_request(
+def test_a_candidate_that_cannot_be_loaded_affects_no_request(
     deploy: Any, served: Any, body_of: Any, eventually: Any
 ) -> None:
     publisher = deploy("linear")
@@ -107,8 +107,8 @@ def test_a_candidate_that_cannot_be_loaded_touches_no_request(
         assert count(server, "rows_total") == 0
 
 
-class Looking:
-    """A shadow whose thread is not started, beside a served version 1; its looks are half a minute apart."""
+class PolledShadow:
+    """A shadow whose thread is not started, while version 1 is served; it polls every half minute."""
 
     def __init__(self, publisher: Any) -> None:
         publisher.publish(1)
@@ -117,9 +117,9 @@ class Looking:
         metrics = ServingMetrics(CollectorRegistry())
         self.shadow = Shadow(publisher.deployment, 1.0, 8, metrics, lambda: self.served, lambda: True, lambda: self.now)
 
-    def look(self) -> int | None:
+    def poll(self) -> int | None:
         self.now += 30
-        self.shadow._look()
+        self.shadow._poll()
         return self.shadow._candidate.number if self.shadow._candidate else None
 
     def failed(self) -> str | None:
@@ -139,43 +139,43 @@ def raises(error: BaseException) -> Callable[..., Any]:
     [OSError(errno.ESTALE, "Stale file handle"), MemoryError("none left"), torch.OutOfMemoryError("none left")],
     ids=repr,
 )
-def test_a_candidate_that_is_away_or_finds_no_memory_is_tried_again(numbers: Any, error: Exception) -> None:
-    looking = Looking(numbers)
+def test_a_candidate_that_cannot_be_read_or_has_no_memory_is_tried_again(numbers: Any, error: Exception) -> None:
+    shadowed = PolledShadow(numbers)
     numbers.publish(2, verdict="fail")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Versions, "weights", raises(error))
-        assert [looking.look() for _ in range(5)] == [None] * 5
-        assert str(error) in str(looking.failed())
-    assert looking.look() == 2
-    assert looking.failed() is None
+        assert [shadowed.poll() for _ in range(5)] == [None] * 5
+        assert str(error) in str(shadowed.failed())
+    assert shadowed.poll() == 2
+    assert shadowed.failed() is None
     row = {"x": np.zeros((1, 4), np.float32)}
-    asked = _Asked(looking.served, row, looking.served.run(row), looking.now)
+    request = _AnsweredRequest(shadowed.served, row, shadowed.served.run(row), shadowed.now)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ServedVersion, "run", raises(error))
-        assert looking.shadow._candidate is not None
-        looking.shadow._compare(asked, looking.shadow._candidate)
-        assert str(error) in str(looking.failed())
-    assert looking.look() == 2, "it is given up for good"
+        assert shadowed.shadow._candidate is not None
+        shadowed.shadow._compare(request, shadowed.shadow._candidate)
+        assert str(error) in str(shadowed.failed())
+    assert shadowed.poll() == 2, "it is given up permanently"
 
 
-def test_a_candidate_that_does_not_fit_is_given_up_for_good(numbers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    looking = Looking(numbers)
+def test_a_candidate_that_does_not_fit_is_given_up_permanently(numbers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    shadowed = PolledShadow(numbers)
     numbers.publish(2, verdict="fail", weights={"number": torch.zeros(3)})
-    assert looking.look() is None
+    assert shadowed.poll() is None
     monkeypatch.setattr("serving.inference.shadow.load_version", raises(AssertionError("it was tried again")))
-    assert [looking.look() for _ in range(5)] == [None] * 5
+    assert [shadowed.poll() for _ in range(5)] == [None] * 5
 
 
-def test_a_directory_of_versions_that_is_away_for_a_while_does_not_end_the_shadow(numbers: Any) -> None:
-    looking = Looking(numbers)
+def test_a_versions_directory_that_is_unreadable_for_a_while_does_not_end_the_shadow(numbers: Any) -> None:
+    shadowed = PolledShadow(numbers)
     numbers.publish(2, verdict="fail")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LocalStorage, "numbers", raises(OSError(errno.EIO, "Input/output error")))
-        assert looking.look() is None
-    assert looking.look() == 2
+        assert shadowed.poll() is None
+    assert shadowed.poll() == 2
 
 
-def test_a_candidate_that_hangs_delays_nobody_and_what_it_misses_is_dropped(
+def test_a_candidate_that_hangs_delays_no_request_and_its_requests_are_dropped(
     deploy: Any, served: Any, body_of: Any, eventually: Any
 ) -> None:
     publisher = deploy("sluggish")

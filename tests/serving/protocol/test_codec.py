@@ -1,4 +1,4 @@
-"""The codec of the Open Inference Protocol: what goes in comes out, and what does not fit is a sentence."""
+"""The codec of the Open Inference Protocol: round trips, and error sentences for invalid requests."""
 
 import json
 from collections.abc import Callable
@@ -91,11 +91,11 @@ junk = st.recursive(
 def test_a_request_with_any_member_replaced_is_answered_or_refused(data: st.DataObject) -> None:
     document: dict[str, Any] = json.loads(body(id="a", parameters={"p": 1}, outputs=[{"name": "prediction"}]))
     document["inputs"].append({"name": "word", "shape": [1], "datatype": "BYTES", "data": ["red"]})
-    places: list[tuple[Any, Any]] = [(document, key) for key in document]
-    places += [(tensor, key) for tensor in document["inputs"] for key in (*tensor, "parameters")]
-    places += [(document["outputs"][0], key) for key in ("name", "parameters")]
-    places += [(document["parameters"], key) for key in ("min_trained_through", "timeout_ms", "binary_data_output")]
-    container, key = data.draw(st.sampled_from(range(len(places))).map(lambda i: places[i]))
+    members: list[tuple[Any, Any]] = [(document, key) for key in document]
+    members += [(tensor, key) for tensor in document["inputs"] for key in (*tensor, "parameters")]
+    members += [(document["outputs"][0], key) for key in ("name", "parameters")]
+    members += [(document["parameters"], key) for key in ("min_trained_through", "timeout_ms", "binary_data_output")]
+    container, key = data.draw(st.sampled_from(range(len(members))).map(lambda i: members[i]))
     container[key] = data.draw(junk)
     try:
         request = SIGNATURE.decode(json.dumps(document).encode(), None)
@@ -197,7 +197,7 @@ def test_a_body_without_json_is_the_one_input() -> None:
         (body(inputs=[X, {"name": "word", "shape": [1], "datatype": "BYTES", "data": [1]}]), "Expected `str`"),
     ],
 )
-def test_what_does_not_fit_is_refused_in_a_sentence_that_says_where(content: bytes, sentence: str) -> None:
+def test_invalid_requests_are_refused_in_a_sentence_that_names_the_part(content: bytes, sentence: str) -> None:
     with pytest.raises(BadRequestError, match=sentence):
         SIGNATURE.decode(content, None)
 
@@ -216,14 +216,14 @@ WORD = {"name": "word", "shape": [1], "datatype": "BYTES", "data": ["a,b"]}
         (body(parameters={"min_trained_through": "e" * 60_000}), "min_trained_through: 'e{99}\\.\\.\\."),
         (body(outputs=[{"name": "prediction"}] * 200), "outputs has 4800 bytes, for a model that has 2 outputs"),
         (body(id="i" * 1025), "id has 1025 characters; it may have 1024"),
-        (body(zz=[1] * 400_000), "bytes beside its data; it may have 1000000"),
+        (body(zz=[1] * 400_000), "bytes besides its data; it may have 1000000"),
         (body(inputs=[X, {**WORD, "data": [""] * 1000}]), "more elements than its shape asks for, which is 1"),
         (body(inputs=[X, {**WORD, "data": ["\\"] * 1000}]), "'word' (is not|has data|has more)"),
         (changed(name="\1" * 100_000), "no input"),
         (changed(datatype="\1" * 100_000), "datatype FP32, not"),
     ],
 )
-def test_what_is_long_without_need_is_refused_in_a_short_sentence(content: bytes, sentence: str) -> None:
+def test_needlessly_long_requests_are_refused_in_a_short_sentence(content: bytes, sentence: str) -> None:
     with pytest.raises(RequestError, match=sentence) as caught:
         SIGNATURE.decode(content, None)
     assert len(str(caught.value)) < 700
@@ -283,7 +283,7 @@ def test_a_bool_byte_is_0_or_1() -> None:
         read_binary(TensorSpec("t", np.dtype(np.bool_), ()), memoryview(b"\0\x02"), 2)
 
 
-def test_more_rows_than_may_ever_wait_are_too_large_before_their_data_is_read() -> None:
+def test_more_rows_than_the_queue_are_too_large_before_their_data_is_read() -> None:
     with pytest.raises(TooLargeError, match="1000000000 rows"):
         SIGNATURE.decode(changed(shape=[10**9, 2, 2]), None)
 
@@ -294,7 +294,7 @@ ANSWERS = {
 }
 
 
-def test_a_reply_echoes_the_id_and_says_by_which_version_it_is() -> None:
+def test_a_reply_echoes_the_id_and_names_its_version() -> None:
     request = SIGNATURE.decode(body(id="abc"), None)
     content, length = SIGNATURE.encode(request, ANSWERS, "digits", "7", "events:0=3")
     assert length is None
@@ -311,7 +311,7 @@ def test_a_reply_echoes_the_id_and_says_by_which_version_it_is() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "parameters", "expected"),
+    ("requested", "parameters", "expected"),
     [
         (None, {}, {"prediction": False, "probabilities": False}),
         (None, {"binary_data_output": True}, {"prediction": True, "probabilities": True}),
@@ -324,25 +324,25 @@ def test_a_reply_echoes_the_id_and_says_by_which_version_it_is() -> None:
         ),
     ],
 )
-def test_outputs_are_those_wanted_and_binary_where_wanted(
-    wanted: list[Any] | None, parameters: dict[str, Any], expected: dict[str, bool]
+def test_outputs_are_the_requested_ones_and_binary_where_requested(
+    requested: list[Any] | None, parameters: dict[str, Any], expected: dict[str, bool]
 ) -> None:
-    request = SIGNATURE.decode(body(outputs=wanted, parameters=parameters), None)
+    request = SIGNATURE.decode(body(outputs=requested, parameters=parameters), None)
     assert request.outputs == expected
     content, length = SIGNATURE.encode(request, ANSWERS, "digits", "7", "")
     header = json.loads(content[:length])
-    place = length or len(content)
+    position = length or len(content)
     for output in header["outputs"]:
         if expected[output["name"]]:
             size = output["parameters"]["binary_data_size"]
-            assert content[place : place + size] == ANSWERS[output["name"]].tobytes()
-            place += size
+            assert content[position : position + size] == ANSWERS[output["name"]].tobytes()
+            position += size
         else:
             assert output["data"] == ANSWERS[output["name"]].reshape(-1).tolist()
-    assert place == len(content)
+    assert position == len(content)
 
 
-def test_metadata_says_minus_one_for_rows(deploy: Callable[..., Any]) -> None:
+def test_metadata_has_minus_one_for_rows(deploy: Callable[..., Any]) -> None:
     outputs = [spec.metadata() for spec in deploy("mixed").deployment.outputs()]
     assert outputs == [
         {"name": "prediction", "datatype": "INT64", "shape": [-1]},

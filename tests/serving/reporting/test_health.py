@@ -1,4 +1,4 @@
-"""The sentence on how a pipeline does."""
+"""The sentence on the health of a pipeline."""
 
 import msgspec
 import pytest
@@ -27,7 +27,7 @@ SERVING = ServingReport(pid=2, started=0, time=1000, address="http://127.0.0.1:8
         ({"problems": ["a"]}, {"problems": ["b"]}, "unhealthy", "2 things are wrong."),
     ],
 )
-def test_it_is_told_in_one_sentence(learner, serving, state, sentence):
+def test_health_is_one_sentence(learner, serving, state, sentence):
     report = None if learner is None else msgspec.structs.replace(LEARNER, **learner)
     silent = report is not None and ReportAge(wall=lambda: 1000.0).is_silent(report)
     health = judge(report, msgspec.structs.replace(SERVING, **serving), silent=silent)
@@ -37,7 +37,7 @@ def test_it_is_told_in_one_sentence(learner, serving, state, sentence):
     assert health.silent == ("does not report" in sentence)
 
 
-def test_a_part_is_silent_by_how_long_nothing_new_was_read_whatever_is_done_to_the_wall_clock():
+def test_the_age_of_a_report_does_not_depend_on_the_wall_clock():
     now, wall = [50.0], [1000.0]
     age = ReportAge(lambda: now[0], lambda: wall[0])
     assert not age.is_silent(LEARNER)

@@ -1,4 +1,4 @@
-"""What is noticed in the versions directory, and how soon: each test waits for the kernel's word, or polls."""
+"""Which changes of the versions directory end a wait, and how soon, with inotify and by polling."""
 
 import shutil
 import sys
@@ -19,9 +19,9 @@ PATIENCE = 30
 
 
 @pytest.fixture(autouse=True)
-def no_looking(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only what the kernel tells, or another thread, ends a wait."""
-    monkeypatch.setattr(notice, "LOOK_ANYWAY", timedelta(hours=1))
+def no_polling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only inotify or another thread ends a wait."""
+    monkeypatch.setattr(notice, "POLL_ANYWAY", timedelta(hours=1))
 
 
 @pytest.fixture
@@ -59,13 +59,13 @@ def a_state(versions: Path) -> None:
 
 @linux
 @pytest.mark.parametrize("change", [a_version, a_verdict, a_state])
-def test_the_kernel_tells_of_a_change_at_once(
+def test_inotify_reports_a_change_at_once(
     versions: Path,
     notices: DirectoryWatcher,
     waits: Callable[[DirectoryWatcher], "Future[None]"],
     change: Callable[[Path], None],
 ) -> None:
-    assert notices.by_the_kernel
+    assert notices.uses_inotify
     waiting = waits(notices)
     change(versions)
     waiting.result(PATIENCE)
@@ -81,23 +81,23 @@ def test_a_change_between_following_and_waiting_is_not_missed(versions: Path, no
 
 
 @linux
-def test_a_directory_that_comes_later_or_comes_anew_is_followed(tmp_path: Path) -> None:
+def test_a_directory_that_is_created_later_or_again_is_followed(tmp_path: Path) -> None:
     path = tmp_path / "versions"
     with DirectoryWatcher(path) as notices:
         notices.follow()
-        assert not notices.by_the_kernel
+        assert not notices.uses_inotify
         for _ in range(2):
             path.mkdir()
             notices.follow()
-            assert notices.by_the_kernel
+            assert notices.uses_inotify
             shutil.rmtree(path)
             notices.wait()
             notices.follow()
-            assert not notices.by_the_kernel
+            assert not notices.uses_inotify
 
 
 @linux
-def test_versions_that_are_gone_are_no_longer_followed(versions: Path, notices: DirectoryWatcher) -> None:
+def test_deleted_versions_are_no_longer_followed(versions: Path, notices: DirectoryWatcher) -> None:
     watches = Path(f"/proc/self/fdinfo/{notices._inotify.descriptor}")  # type: ignore[union-attr]
     for number in range(2, 40):
         (versions / str(number)).mkdir()
@@ -118,9 +118,7 @@ def test_another_thread_ends_a_wait(
 
 
 @pytest.mark.parametrize("why", ["nfs", "no inotify", "no watches left"])
-def test_where_the_kernel_does_not_tell_it_is_looked_again_and_again(
-    versions: Path, monkeypatch: pytest.MonkeyPatch, why: str
-) -> None:
+def test_without_inotify_the_directory_is_polled(versions: Path, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
     if why == "nfs":
         monkeypatch.setattr(notice, "file_system", lambda path: "nfs4")
     elif why == "no inotify":
@@ -131,7 +129,7 @@ def test_where_the_kernel_does_not_tell_it_is_looked_again_and_again(
     with DirectoryWatcher(versions) as notices:
         for _ in range(3):
             notices.follow()
-            assert not notices.by_the_kernel
+            assert not notices.uses_inotify
             notices.wait()
     assert len(list(Path("/dev/fd").iterdir())) == open_files
 
@@ -140,7 +138,7 @@ def _no_space(*_: object) -> int:
     raise OSError(28, "No space left on device")
 
 
-def test_a_path_lies_on_the_innermost_mount(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_belongs_to_the_innermost_mount(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mounts = tmp_path / "mountinfo"
     mounts.write_text(
         "1 0 8:1 / / rw - ext4 /dev/a rw\n"

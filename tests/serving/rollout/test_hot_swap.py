@@ -1,4 +1,4 @@
-"""Which versions are taken, which are refused, and what is said of it. No thread: each test looks itself."""
+"""Which versions are served, which are refused, and how both are reported. No thread: each test polls."""
 
 import contextlib
 import errno
@@ -61,14 +61,14 @@ class Watched:
     def fail(self, exc: BaseException) -> None:
         raise exc
 
-    def look(self) -> int | None:
-        self.swap.look()
+    def poll(self) -> int | None:
+        self.swap.poll()
         return self.swap.current.number if self.swap.current else None
 
-    def look_later(self) -> int | None:
-        """Look when every version that failed for now may be tried again."""
+    def poll_later(self) -> int | None:
+        """Poll when every version that failed for now may be tried again."""
         self.now += 30
-        return self.look()
+        return self.poll()
 
     def refused(self) -> float:
         return self.registry.get_sample_value("anabranch_serving_swaps_total", {"outcome": "refused"}) or 0
@@ -80,12 +80,12 @@ def watched(numbers: Any) -> Watched:
 
 
 def test_the_newest_version_is_taken_and_state_json_names_it_and_the_one_before(numbers: Any, watched: Watched) -> None:
-    assert watched.look() is None
+    assert watched.poll() is None
     numbers.publish(1)
     numbers.publish(2)
-    assert watched.look() == 2
+    assert watched.poll() == 2
     numbers.publish(3)
-    assert watched.look() == 3
+    assert watched.poll() == 3
     assert numbers.versions.state() == RegistryState(serving=3, previous=2)
     assert watched.taken == 2
     assert watched.registry.get_sample_value("anabranch_serving_version") == 3
@@ -94,7 +94,7 @@ def test_the_newest_version_is_taken_and_state_json_names_it_and_the_one_before(
 
 def test_a_version_answers_with_its_weights(numbers: Any, watched: Watched) -> None:
     numbers.publish(5)
-    watched.look()
+    watched.poll()
     assert watched.swap.current is not None
     outputs = watched.swap.current.run({"x": np.zeros((3, 4), np.float32)})
     assert outputs["prediction"].tolist() == [5, 5, 5]
@@ -105,49 +105,49 @@ def test_a_restart_keeps_the_previous_version_and_what_others_wrote_into_state_j
     numbers.publish(1)
     numbers.publish(2)
     numbers.versions.write_state(RegistryState(serving=2, previous=1, promoted=2, rolled_back=[9]))
-    assert Watched(numbers).look() == 2
+    assert Watched(numbers).poll() == 2
     assert numbers.versions.state() == RegistryState(serving=2, previous=1, promoted=2, rolled_back=[9])
 
 
-def test_an_order_waits_for_whoever_else_changes_what_is_ordered(numbers: Any) -> None:
+def test_a_rollout_command_waits_for_others_that_change_the_state(numbers: Any) -> None:
     numbers.publish(1)
     one, other = Watched(numbers), Watched(numbers)
-    assert (one.look(), other.look()) == (1, 1)
-    obeyed = threading.Event()
+    assert (one.poll(), other.poll()) == (1, 1)
+    applied = threading.Event()
 
     def order() -> None:
-        one.swap.order(pin, 1)
-        obeyed.set()
+        one.swap.apply(pin, 1)
+        applied.set()
 
     thread = threading.Thread(target=order)
     with numbers.versions.changing_state():
         thread.start()
         before = numbers.versions.state()
-        assert not obeyed.wait(0.2)
+        assert not applied.wait(0.2)
         numbers.versions.write_state(msgspec.structs.replace(before, rolled_back=[9]))
     thread.join(20)
     assert numbers.versions.state() == RegistryState(serving=1, pinned=1, rolled_back=[9])
 
 
-def test_two_workers_write_one_state_and_the_one_behind_takes_nothing_back(numbers: Any) -> None:
+def test_two_workers_write_one_state_and_the_slower_one_reverts_nothing(numbers: Any) -> None:
     numbers.publish(1)
     one, other, late = Watched(numbers), Watched(numbers), Watched(numbers)
-    assert (one.look(), other.look(), late.look()) == (1, 1, 1)
+    assert (one.poll(), other.poll(), late.poll()) == (1, 1, 1)
     numbers.publish(2)
-    assert (one.look(), other.look()) == (2, 2)
+    assert (one.poll(), other.poll()) == (2, 2)
     assert numbers.versions.state() == RegistryState(serving=2, previous=1)
     numbers.publish(3)
     verdict = numbers.versions.directory(3) / VERDICT
-    assert one.look() == 3
+    assert one.poll() == 3
     held = verdict.read_bytes()
-    verdict.unlink()  # as if the late one had looked before it was written
-    assert late.look() == 2
+    verdict.unlink()  # as if the late one had polled before it was written
+    assert late.poll() == 2
     replace_file(verdict, held)
     assert numbers.versions.state() == RegistryState(serving=3, previous=2)
-    assert (late.look(), other.look()) == (3, 3)
+    assert (late.poll(), other.poll()) == (3, 3)
     assert numbers.versions.state() == RegistryState(serving=3, previous=2)
-    one.swap.order(reject, 3)
-    assert (late.look(), other.look()) == (2, 2)
+    one.swap.apply(reject, 3)
+    assert (late.poll(), other.poll()) == (2, 2)
     assert numbers.versions.state() == RegistryState(serving=2, previous=3, rolled_back=[3])
 
 
@@ -156,11 +156,11 @@ def test_a_version_waits_for_its_verdict_and_is_not_taken_on_fail(numbers: Any, 
     numbers.publish(2, verdict="fail")
     verdict = numbers.publish(3) / VERDICT
     verdict.unlink()
-    assert watched.look() == 1
+    assert watched.poll() == 1
     replace_file(verdict, msgspec.json.encode(Verdict("fail")))
-    assert watched.look() == 1
+    assert watched.poll() == 1
     replace_file(verdict, msgspec.json.encode(Verdict("pass")))
-    assert watched.look() == 3
+    assert watched.poll() == 3
     assert watched.refused() == 0
 
 
@@ -168,32 +168,32 @@ def fail(numbers: Any, number: int) -> None:
     numbers.versions.write_verdict(number, Verdict("fail", ["the watch found it worse"]))
 
 
-def test_a_served_version_that_fails_afterwards_gives_way_to_the_newest_before_it_that_has_not(
+def test_a_served_version_that_fails_later_is_replaced_by_the_newest_older_one_that_has_not(
     numbers: Any, watched: Watched
 ) -> None:
     numbers.publish(1)
     numbers.publish(2)
     numbers.publish(3, verdict="fail")
     numbers.publish(4)
-    assert watched.look() == 4
+    assert watched.poll() == 4
     fail(numbers, 4)
-    assert watched.look() == 2, "a rollback may lower trained_through, and passes over what failed"
+    assert watched.poll() == 2, "a rollback may lower trained_through, and passes over what failed"
     assert numbers.versions.state() == RegistryState(serving=2, previous=4, rolled_back=[4])
     assert watched.registry.get_sample_value("anabranch_serving_swaps_total", {"outcome": "rolled_back"}) == 1
     numbers.versions.write_verdict(4, Verdict("pass"))
-    assert watched.look() == 2, "what was rolled back is taken again"
+    assert watched.poll() == 2, "what was rolled back is taken again"
     numbers.publish(5)
-    assert watched.look() == 5
+    assert watched.poll() == 5
 
 
-def test_a_version_that_fails_goes_on_to_be_served_where_there_is_no_other(numbers: Any, watched: Watched) -> None:
+def test_a_version_that_fails_stays_served_while_there_is_no_other(numbers: Any, watched: Watched) -> None:
     numbers.publish(1)
-    watched.look()
+    watched.poll()
     fail(numbers, 1)
-    assert watched.look() == 1
+    assert watched.poll() == 1
     assert watched.swap.problems == ["version 1 is withdrawn, and there is no other that may be served"]
     numbers.publish(2)
-    assert watched.look() == 2
+    assert watched.poll() == 2
     assert watched.swap.problems == []
 
 
@@ -201,19 +201,19 @@ def test_a_rollback_goes_to_the_version_served_before_and_what_came_since_is_not
     numbers: Any, watched: Watched
 ) -> None:
     numbers.publish(1)
-    assert watched.look() == 1
+    assert watched.poll() == 1
     for number in (2, 3, 4):
         numbers.publish(number)
-    assert watched.look() == 4
+    assert watched.poll() == 4
     numbers.publish(5, verdict="fail")
     before = version_before(numbers.versions.state(), numbers.versions.numbers())
     assert before == 1, "3 was never served, and is not what was served before"
-    watched.swap.order(roll_back, before)
-    assert watched.look() == 1
+    watched.swap.apply(roll_back, before)
+    assert watched.poll() == 1
     assert numbers.versions.state() == RegistryState(serving=1, previous=4, rolled_back=[2, 3, 4, 5], promoted=1)
-    assert Watched(numbers).look() == 1, "a restart takes what was rolled back"
+    assert Watched(numbers).poll() == 1, "a restart takes what was rolled back"
     numbers.publish(6)
-    assert watched.look() == 6
+    assert watched.poll() == 6
 
 
 def test_a_rollback_goes_to_the_version_that_was_named_whatever_its_verdict(numbers: Any, watched: Watched) -> None:
@@ -221,36 +221,36 @@ def test_a_rollback_goes_to_the_version_that_was_named_whatever_its_verdict(numb
     numbers.publish(2, verdict="fail")
     numbers.publish(3)
     numbers.publish(4)
-    assert watched.look() == 4
-    watched.swap.order(roll_back, 2)
-    assert watched.look() == 2
+    assert watched.poll() == 4
+    watched.swap.apply(roll_back, 2)
+    assert watched.poll() == 2
     assert numbers.versions.state().rolled_back == [3, 4]
     for not_older in (2, 3):
         with pytest.raises(ConflictError, match="roll back to an older version"):
-            watched.swap.order(roll_back, not_older)
+            watched.swap.apply(roll_back, not_older)
     numbers.publish(5)
-    assert watched.look() == 5
+    assert watched.poll() == 5
 
 
 def test_a_version_that_cannot_be_loaded_is_not_rolled_back_to(numbers: Any, watched: Watched) -> None:
     numbers.publish(1, schema="0" * 64)
     numbers.publish(2)
-    assert watched.look() == 2
+    assert watched.poll() == 2
     before = numbers.versions.state()
     with pytest.raises(ConflictError, match=r"version 1 cannot be served: .*another schema"):
-        watched.swap.order(roll_back, 1)
-    assert (watched.look(), numbers.versions.state()) == (2, before)
+        watched.swap.apply(roll_back, 1)
+    assert (watched.poll(), numbers.versions.state()) == (2, before)
 
 
 def test_a_rejected_version_alone_is_not_served_again(numbers: Any, watched: Watched) -> None:
     for number in (1, 2, 3):
         numbers.publish(number)
-    assert watched.look() == 3
-    watched.swap.order(reject, 3)
-    assert watched.look() == 2
-    watched.swap.order(reject, 1)
+    assert watched.poll() == 3
+    watched.swap.apply(reject, 3)
+    assert watched.poll() == 2
+    watched.swap.apply(reject, 1)
     assert numbers.versions.state() == RegistryState(serving=2, previous=3, rolled_back=[1, 3])
-    assert Watched(numbers).look() == 2, "a restart serves what was rejected"
+    assert Watched(numbers).poll() == 2, "a restart serves what was rejected"
 
 
 @pytest.mark.parametrize(
@@ -272,12 +272,12 @@ def test_a_rollback_without_a_target_returns_to_what_was_served_before(
 
 def test_a_version_that_is_not_served_is_rejected_before_its_turn(numbers: Any, watched: Watched) -> None:
     numbers.publish(1)
-    watched.look()
+    watched.poll()
     numbers.publish(2)
-    watched.swap.order(reject, 2)
-    assert watched.look() == 1
+    watched.swap.apply(reject, 2)
+    assert watched.poll() == 1
     numbers.publish(3)
-    assert watched.look() == 3
+    assert watched.poll() == 3
 
 
 def test_a_promoted_version_is_served_whatever_its_verdict_until_a_newer_one_passes(
@@ -286,54 +286,56 @@ def test_a_promoted_version_is_served_whatever_its_verdict_until_a_newer_one_pas
     numbers.publish(1)
     numbers.publish(2, verdict="fail")
     numbers.publish(3)
-    assert watched.look() == 3
-    watched.swap.order(promote, 2)
-    assert watched.look() == 2
-    assert Watched(numbers).look() == 2, "a restart forgets the promotion"
+    assert watched.poll() == 3
+    watched.swap.apply(promote, 2)
+    assert watched.poll() == 2
+    assert Watched(numbers).poll() == 2, "a restart loses the promotion"
     numbers.publish(4, verdict="fail")
-    assert watched.look() == 2
+    assert watched.poll() == 2
     numbers.publish(5)
-    assert watched.look() == 5
+    assert watched.poll() == 5
 
 
 def test_a_pinned_version_is_served_and_no_other_until_it_is_unpinned(numbers: Any, watched: Watched) -> None:
     numbers.publish(1)
     numbers.publish(2)
-    assert watched.look() == 2
-    watched.swap.order(pin, 1)
+    assert watched.poll() == 2
+    watched.swap.apply(pin, 1)
     numbers.publish(3)
     fail(numbers, 1)
-    assert watched.look() == 1
-    assert Watched(numbers).look() == 1, "a restart forgets the pin"
+    assert watched.poll() == 1
+    assert Watched(numbers).poll() == 1, "a restart forgets the pin"
     for order, number in ((promote, 3), (roll_back, 1), (reject, 1), (unpin, 3)):
         with pytest.raises(ConflictError, match="pinned"):
-            watched.swap.order(order, number)
-    watched.swap.order(unpin, 1)
-    assert watched.look() == 3
+            watched.swap.apply(order, number)
+    watched.swap.apply(unpin, 1)
+    assert watched.poll() == 3
 
 
 def test_what_was_promoted_and_is_pinned_later_is_unpinned(numbers: Any, watched: Watched) -> None:
     numbers.publish(1)
     numbers.publish(2)
-    watched.look()
-    watched.swap.order(promote, 2)
+    watched.poll()
+    watched.swap.apply(promote, 2)
     numbers.publish(3)
-    assert watched.look() == 3
-    watched.swap.order(pin, 2)
+    assert watched.poll() == 3
+    watched.swap.apply(pin, 2)
     numbers.publish(4)
-    assert watched.look() == 2
-    watched.swap.order(unpin, 2)
-    assert watched.look() == 4
+    assert watched.poll() == 2
+    watched.swap.apply(unpin, 2)
+    assert watched.poll() == 4
     assert numbers.versions.state().pinned is None
 
 
-_ORDERS = {"promote": promote, "reject": reject, "rollback": roll_back, "pin": pin, "unpin": unpin}
-_ACTIONS = st.tuples(st.sampled_from([*_ORDERS, "pass", "fail"]), st.integers(1, 6))
+_COMMANDS = {"promote": promote, "reject": reject, "rollback": roll_back, "pin": pin, "unpin": unpin}
+_ACTIONS = st.tuples(st.sampled_from([*_COMMANDS, "pass", "fail"]), st.integers(1, 6))
 
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(_ACTIONS, max_size=12))
-def test_orders_in_any_order_are_obeyed_or_change_nothing(deploy_in: Any, actions: list[tuple[str, int]]) -> None:
+def test_rollout_commands_in_any_sequence_are_applied_or_change_nothing(
+    deploy_in: Any, actions: list[tuple[str, int]]
+) -> None:
     with tempfile.TemporaryDirectory() as folder:
         numbers = deploy_in("number", Path(folder))
         watched, newest = Watched(numbers), 0
@@ -341,45 +343,45 @@ def test_orders_in_any_order_are_obeyed_or_change_nothing(deploy_in: Any, action
             if action in ("pass", "fail"):
                 newest += 1
                 numbers.publish(newest, verdict=action)
-                watched.look()
+                watched.poll()
                 continue
             before = numbers.versions.state()
             try:
-                watched.swap.order(_ORDERS[action], number)
+                watched.swap.apply(_COMMANDS[action], number)
             except (ConflictError, NotFoundError):
                 after = numbers.versions.state()
                 assert (after.pinned, after.promoted) == (before.pinned, before.promoted)
                 assert (action, number) != ("unpin", before.pinned), "what is pinned cannot be unpinned"
                 continue
             after = numbers.versions.state()
-            assert action not in ("promote", "rollback", "pin") or watched.look() == number
+            assert action not in ("promote", "rollback", "pin") or watched.poll() == number
             assert action != "unpin" or after.pinned is None
-            assert after.pinned in (None, watched.look())
+            assert after.pinned in (None, watched.poll())
             assert after.promoted not in after.rolled_back
 
 
 def test_an_order_that_cannot_be_carried_out_changes_nothing(numbers: Any, watched: Watched) -> None:
     numbers.publish(1)
-    watched.look()
+    watched.poll()
     numbers.publish(2, schema="0" * 64, verdict="fail")
     before = numbers.versions.state()
     for order in (promote, pin):
         with pytest.raises(ConflictError, match=r"version 2 cannot be served: .*another schema"):
-            watched.swap.order(order, 2)
+            watched.swap.apply(order, 2)
         with pytest.raises(NotFoundError, match="there is no version 9; there are 1 to 2"):
-            watched.swap.order(order, 9)
-    assert watched.look() == 1
+            watched.swap.apply(order, 9)
+    assert watched.poll() == 1
     assert numbers.versions.state() == before
     assert not any("pinned" in sentence for sentence in watched.swap.problems)
 
 
-def test_a_pinned_version_that_is_gone_is_an_illness(numbers: Any, watched: Watched) -> None:
+def test_a_pinned_version_that_was_deleted_is_a_problem(numbers: Any, watched: Watched) -> None:
     numbers.publish(1)
     numbers.versions.write_state(RegistryState(pinned=7))
-    assert watched.look() is None
+    assert watched.poll() is None
     assert watched.swap.problems == ["version 7 is pinned, and cannot be served"]
     numbers.versions.write_state(RegistryState())
-    assert watched.look() == 1
+    assert watched.poll() == 1
     assert watched.swap.problems == []
 
 
@@ -427,11 +429,11 @@ def test_a_damaged_version_is_refused_once_and_the_next_best_is_taken(
     damage(numbers.publish(2))
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            assert watched.look() == 1
+            assert watched.poll() == 1
     assert watched.refused() == 1
     assert sum("refused: " in record.message for record in caplog.records) == 1
     numbers.publish(3)
-    assert watched.look() == 3
+    assert watched.poll() == 3
     assert watched.swap.problems == []
 
 
@@ -477,14 +479,14 @@ def test_a_version_that_is_away_is_taken_when_it_is_back_and_the_served_one_stay
     numbers: Any, watched: Watched, name: str, error: Exception
 ) -> None:
     numbers.publish(1)
-    assert watched.look() == 1
+    assert watched.poll() == 1
     numbers.publish(2)
     with away(error, name, below="2"):
-        assert [watched.look_later() for _ in range(5)] == [1] * 5
+        assert [watched.poll_later() for _ in range(5)] == [1] * 5
         (problem,) = watched.swap.problems
     assert problem == f"a version cannot be loaded for now, and is tried again: version 2: {error}"
     assert (watched.refused(), watched.swap.refused) == (0, {})
-    assert watched.look_later() == 2
+    assert watched.poll_later() == 2
     assert watched.swap.problems == []
 
 
@@ -492,8 +494,8 @@ def test_a_version_of_which_not_even_the_age_can_be_read_is_tried_again(numbers:
     numbers.publish(1)
     numbers.publish(2)
     with away(TRANSIENT[0], WEIGHTS, below="2", method="stamp"):
-        assert watched.look() == 1, "an older one is better than none"
-    assert watched.look() == 2
+        assert watched.poll() == 1, "an older one is better than none"
+    assert watched.poll() == 2
 
 
 @pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=repr)
@@ -502,17 +504,17 @@ def test_a_version_for_which_there_was_no_memory_is_taken_when_there_is(
     numbers: Any, watched: Watched, where: str, error: Exception
 ) -> None:
     numbers.publish(1)
-    assert watched.look() == 1
+    assert watched.poll() == 1
     numbers.publish(2)
     with pytest.MonkeyPatch.context() as patch:
         if where == "warm-up":
             patch.setattr(ServedVersion, "run", raises(error))
         else:
             patch.setattr(torch.nn.Module, "load_state_dict", raises(error))
-        assert [watched.look_later() for _ in range(5)] == [1] * 5
+        assert [watched.poll_later() for _ in range(5)] == [1] * 5
         (problem,) = watched.swap.problems
     assert str(error) in problem
-    assert watched.look_later() == 2
+    assert watched.poll_later() == 2
     assert (watched.refused(), watched.swap.problems) == (0, [])
 
 
@@ -527,28 +529,26 @@ def test_a_version_that_is_away_is_tried_again_at_once_and_then_ever_more_seldom
         )
         for tenth in range(1200):
             watched.now = tenth / 10
-            assert watched.look() is None
+            assert watched.poll() is None
     assert tries[:2] == [0.0, 0.1]
     pauses = np.diff(tries[1:])
     longest = np.minimum(30, 2.0 ** np.arange(len(pauses)))
     assert (pauses <= longest + 0.2).all()
     assert (pauses >= longest / 2).all()
     watched.now += 30
-    assert watched.look() == 1
+    assert watched.poll() == 1
 
 
-def test_a_version_that_is_away_and_then_is_deleted_or_fails_is_told_of_no_longer(
-    numbers: Any, watched: Watched
-) -> None:
+def test_an_unreadable_version_that_is_deleted_or_fails_is_no_longer_reported(numbers: Any, watched: Watched) -> None:
     numbers.publish(1)
-    watched.look()
+    watched.poll()
     numbers.publish(2)
     numbers.publish(3)
     with away(TRANSIENT[0], WEIGHTS):
-        watched.look()
+        watched.poll()
         numbers.versions.delete(2)
         fail(numbers, 3)
-        assert watched.look_later() == 1
+        assert watched.poll_later() == 1
     assert watched.swap.problems == []
     assert watched.swap._retries.next() is None
 
@@ -557,30 +557,30 @@ def test_what_is_damaged_is_refused_until_its_files_are_replaced(numbers: Any, w
     numbers.publish(1)
     whole = (numbers.publish(2) / WEIGHTS).read_bytes()
     flip_a_bit(numbers.versions.directory(2))
-    assert [watched.look_later() for _ in range(5)] == [1] * 5
+    assert [watched.poll_later() for _ in range(5)] == [1] * 5
     assert watched.refused() == 1
     replace_file(numbers.versions.directory(2) / WEIGHTS, whole)
-    assert watched.look() == 2
+    assert watched.poll() == 2
 
 
 def test_an_order_for_a_version_that_is_away_is_refused_with_the_reason(numbers: Any, watched: Watched) -> None:
     numbers.publish(1)
     numbers.publish(2)
-    assert watched.look() == 2
+    assert watched.poll() == 2
     with (
         away(TRANSIENT[0], WEIGHTS),
         pytest.raises(ConflictError, match=r"cannot be served: version 1: .*Input/output"),
     ):
-        watched.swap.order(promote, 1)
+        watched.swap.apply(promote, 1)
     assert numbers.versions.state().promoted is None
-    watched.swap.order(promote, 1)
-    assert watched.look() == 1
+    watched.swap.apply(promote, 1)
+    assert watched.poll() == 1
 
 
 def test_a_start_at_which_all_versions_are_away_comes_up_by_itself(
     numbers: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("POLL_EVERY", "LOOK_ANYWAY"):
+    for name in ("POLL_EVERY", "POLL_ANYWAY"):
         monkeypatch.setattr(notice, name, timedelta(hours=1))
     for name in ("_FIRST", "_LONGEST"):
         monkeypatch.setattr(retry, name, timedelta(milliseconds=1))
@@ -602,10 +602,10 @@ def test_a_start_at_which_all_versions_are_away_comes_up_by_itself(
 
 def test_versions_that_failed_and_are_deleted_take_no_memory(numbers: Any, watched: Watched) -> None:
     numbers.publish(1)
-    watched.look()
+    watched.poll()
     for number in range(2, 30):
         numbers.publish(number, verdict="fail")
-        assert watched.look() == 1
+        assert watched.poll() == 1
         numbers.versions.delete(number - 2 if number > 3 else 0)
     assert len(watched.swap._passed_over) <= 3
 
@@ -613,7 +613,7 @@ def test_versions_that_failed_and_are_deleted_take_no_memory(numbers: Any, watch
 def test_a_directory_without_manifest_does_not_exist(numbers: Any, watched: Watched) -> None:
     numbers.publish(1)
     (numbers.publish(2) / MANIFEST).unlink()
-    assert watched.look() == 1
+    assert watched.poll() == 1
     assert watched.refused() == 0
 
 
@@ -636,9 +636,9 @@ def test_a_version_that_does_not_fit_is_refused(
     numbers: Any, watched: Watched, changes: dict[str, Any], sentence: str
 ) -> None:
     numbers.publish(1)
-    watched.look()
+    watched.poll()
     numbers.publish(2, **changes)
-    assert watched.look() == 1
+    assert watched.poll() == 1
     assert watched.refused() == 1
     (problem,) = watched.swap.problems
     assert problem.startswith("a version is refused: version 2: ")
@@ -649,24 +649,24 @@ def test_a_factory_that_raises_refuses_the_version_and_nothing_else(deploy: Call
     publisher = deploy("broken")
     watched = Watched(publisher)
     publisher.publish(1)
-    assert watched.look() is None
+    assert watched.poll() is None
     (problem,) = watched.swap.problems
     assert "the factory fails" in problem
 
 
 def test_a_copied_directory_is_refused(numbers: Any, watched: Watched) -> None:
     shutil.copytree(numbers.publish(1), numbers.versions.directory(2))
-    assert watched.look() == 1
+    assert watched.poll() == 1
     assert watched.refused() == 1
 
 
 def test_a_stale_learners_version_is_refused(numbers: Any, watched: Watched) -> None:
     numbers.publish(1, generation=2)
-    assert watched.look() == 1
+    assert watched.poll() == 1
     numbers.publish(2, generation=1)
-    assert watched.look() == 1
+    assert watched.poll() == 1
     numbers.publish(3, generation=3)
-    assert watched.look() == 3
+    assert watched.poll() == 3
 
 
 def test_no_start_and_no_way_back_ends_at_a_stale_learners_version(numbers: Any, watched: Watched) -> None:
@@ -675,59 +675,59 @@ def test_no_start_and_no_way_back_ends_at_a_stale_learners_version(numbers: Any,
     numbers.publish(3, generation=2)
     numbers.publish(4, generation=1)
     numbers.publish(5, generation=1)
-    assert watched.look() == 3
+    assert watched.poll() == 3
     assert "generation 1 is over" in watched.swap.refused[5]
     numbers.publish(6, generation=2)
-    assert watched.look() == 6
+    assert watched.poll() == 6
     fail(numbers, 6)
-    assert watched.look() == 3
-    watched.swap.order(reject, 3)
-    assert watched.look() == 2
-    watched.swap.order(promote, 4)
-    assert watched.look() == 4, "a person may want it all the same"
+    assert watched.poll() == 3
+    watched.swap.apply(reject, 3)
+    assert watched.poll() == 2
+    watched.swap.apply(promote, 4)
+    assert watched.poll() == 4, "a person may want it all the same"
 
 
 def test_a_served_version_that_turns_out_to_be_a_stale_learners_gives_way(numbers: Any, watched: Watched) -> None:
     numbers.publish(1, generation=1)
     numbers.publish(4, generation=1)
-    assert watched.look() == 4
+    assert watched.poll() == 4
     numbers.publish(2, generation=2)
-    assert watched.look() == 2
+    assert watched.poll() == 2
     numbers.publish(5, generation=1)
-    assert watched.look() == 2
+    assert watched.poll() == 2
     numbers.publish(6, generation=2)
-    assert watched.look() == 6
+    assert watched.poll() == 6
 
 
 def test_trained_through_never_falls_on_a_partition_of_the_same_incarnation(numbers: Any, watched: Watched) -> None:
     numbers.publish(1, offsets={"events:0": 5, "events:1": 7})
-    assert watched.look() == 1
+    assert watched.poll() == 1
     numbers.publish(2, offsets={"events:0": 6, "events:1": 6})
     numbers.publish(3, offsets={"events:0": 9})
-    assert watched.look() == 1
+    assert watched.poll() == 1
     assert watched.refused() == 2
     numbers.publish(4, offsets={"events:0": 5, "events:1": 7, "events:2": 0})
-    assert watched.look() == 4
+    assert watched.poll() == 4
 
 
-def test_a_topic_that_a_later_learner_no_longer_reads_holds_no_version_off(numbers: Any, watched: Watched) -> None:
+def test_a_topic_that_a_later_learner_no_longer_reads_withholds_no_version(numbers: Any, watched: Watched) -> None:
     numbers.publish(1, offsets={"old:0": 1000, "events:0": 1000, "events:1": 5}, generation=1)
-    assert watched.look() == 1
+    assert watched.poll() == 1
     numbers.publish(2, offsets={"events:0": 1000, "events:1": 5}, generation=1)
-    assert watched.look() == 1, "a learner reads the same topics always"
+    assert watched.poll() == 1, "a learner reads the same topics always"
     numbers.publish(3, offsets={}, generation=2)
-    assert watched.look() == 1, "a learner that has not read anything yet has learned less"
+    assert watched.poll() == 1, "a learner that has not read anything yet has learned less"
     numbers.publish(4, offsets={"events:0": 1000}, generation=2)
-    assert watched.look() == 1, "it reads the topic, and has not come to that partition yet"
+    assert watched.poll() == 1, "it reads the topic, and has not come to that partition yet"
     numbers.publish(5, offsets={"events:0": 1000, "events:1": 5}, generation=2)
-    assert watched.look() == 5
+    assert watched.poll() == 5
 
 
-def test_a_topic_that_was_made_anew_may_begin_again(numbers: Any, watched: Watched) -> None:
+def test_a_recreated_topic_may_begin_again(numbers: Any, watched: Watched) -> None:
     numbers.publish(1, offsets={"events:0": 5})
-    watched.look()
+    watched.poll()
     numbers.publish(2, offsets={"events:0": 0}, incarnation=1)
-    assert watched.look() == 2
+    assert watched.poll() == 2
 
 
 COUNT = "anabranch_serving_freshness_duration_seconds_count"
@@ -738,16 +738,18 @@ def learned(rows: int, *ages: float) -> NewlyTrained:
     return NewlyTrained(rows, [int(1000 * (now - age)) for age in ages])
 
 
-def test_freshness_is_that_of_all_events_whose_first_served_version_it_is(numbers: Any, watched: Watched) -> None:
+def test_freshness_counts_all_events_that_a_version_is_the_first_served_one_to_have_learned(
+    numbers: Any, watched: Watched
+) -> None:
     numbers.publish(1, learned=learned(1000, 90))
-    watched.look()
+    watched.poll()
     assert watched.registry.get_sample_value(COUNT) == 0, "what was learned before this process began says nothing"
     numbers.publish(2, learned=learned(300, 45))
     numbers.publish(3, learned=learned(600, 20, 7), verdict="fail")
-    watched.look()
+    watched.poll()
     numbers.publish(4, learned=learned(100, 3.1))
     numbers.publish(5, learned=learned(7, 20), verdict="fail")
-    assert watched.look() == 4
+    assert watched.poll() == 4
     bucket = "anabranch_serving_freshness_duration_seconds_bucket"
     bounds = ("3.0", "5.0", "10.0", "30.0", "60.0", "+Inf")
     served = [watched.registry.get_sample_value(bucket, {"le": bound}) for bound in bounds]
@@ -759,66 +761,64 @@ def test_freshness_is_that_of_all_events_whose_first_served_version_it_is(number
 
 def test_the_events_of_a_version_that_is_deleted_before_its_turn_are_not_lost(numbers: Any, watched: Watched) -> None:
     numbers.publish(1)
-    watched.look()
+    watched.poll()
     numbers.publish(2, learned=learned(10, 0.1), verdict="fail")
-    watched.look()
+    watched.poll()
     numbers.versions.delete(2)
     numbers.publish(3, learned=learned(5, 0.1))
-    watched.look()
+    watched.poll()
     assert watched.registry.get_sample_value(COUNT) == 15
 
 
-def test_a_version_that_does_not_tell_what_it_has_learned_or_tells_it_torn_is_served(
-    numbers: Any, watched: Watched
-) -> None:
+def test_a_version_without_learned_events_or_with_a_torn_list_is_served(numbers: Any, watched: Watched) -> None:
     numbers.publish(1)
-    watched.look()
+    watched.poll()
     numbers.publish(2, learned=None)
     numbers.publish(3, learned=NewlyTrained(5, []))
     numbers.publish(4, learned=NewlyTrained(0, [5] * 5000))
     tear_manifest(numbers.publish(5))
     numbers.publish(6, learned=NewlyTrained(-5, [5]))
     numbers.publish(7, learned=NewlyTrained(5, [1 << 70]))
-    assert watched.look() == 4
+    assert watched.poll() == 4
     assert watched.registry.get_sample_value(COUNT) == 0
     assert watched.metrics.freshness_percentiles() == (None, None)
 
 
 def test_events_that_wait_for_many_versions_are_all_counted(numbers: Any, watched: Watched) -> None:
     numbers.publish(1)
-    watched.look()
+    watched.poll()
     for number in range(2, 102):
         numbers.publish(number, learned=learned(40, 10), verdict="fail")
-    watched.look()
+    watched.poll()
     numbers.publish(102, learned=learned(40, 10))
-    watched.look()
+    watched.poll()
     assert watched.registry.get_sample_value(COUNT) == 101 * 40
 
 
-def test_the_old_version_is_freed_when_nobody_holds_it(numbers: Any, watched: Watched) -> None:
+def test_the_old_version_is_freed_with_its_last_reference(numbers: Any, watched: Watched) -> None:
     numbers.publish(1)
-    watched.look()
+    watched.poll()
     assert watched.swap.current is not None
     gone = weakref.ref(watched.swap.current)
     numbers.publish(2)
-    watched.look()
+    watched.poll()
     gc.collect()
     assert gone() is None
 
 
-def test_a_state_file_that_cannot_be_written_is_an_illness_not_the_end(numbers: Any, watched: Watched) -> None:
+def test_a_state_file_that_cannot_be_written_is_a_problem_and_serving_continues(numbers: Any, watched: Watched) -> None:
     numbers.publish(1)
     (numbers.versions.path / "state.json").mkdir()
-    assert watched.look() == 1
+    assert watched.poll() == 1
     (problem,) = watched.swap.problems
     assert "state.json" in problem
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="inotify is Linux's")
-def test_a_version_and_a_verdict_are_taken_when_they_appear_not_when_it_is_time_to_look(
+def test_a_version_and_a_verdict_are_taken_when_they_appear_not_at_the_next_poll(
     numbers: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("POLL_EVERY", "LOOK_ANYWAY"):
+    for name in ("POLL_EVERY", "POLL_ANYWAY"):
         monkeypatch.setattr(notice, name, timedelta(hours=1))
     taken: queue.SimpleQueue[None] = queue.SimpleQueue()
     numbers.publish(1)
@@ -841,7 +841,7 @@ def test_a_version_and_a_verdict_are_taken_when_they_appear_not_when_it_is_time_
 def test_a_version_is_warmed_up_on_what_the_schema_allows(deploy: Callable[..., Any]) -> None:
     publisher = deploy("monthly")
     publisher.publish(1, weights={"effect.weight": torch.ones(12, 3)})
-    assert Watched(publisher).look() == 1
+    assert Watched(publisher).poll() == 1
 
 
 def test_the_first_version_is_warmed_up_on_batches_of_all_sizes_and_the_next_on_the_ends(
@@ -856,11 +856,11 @@ def test_the_first_version_is_warmed_up_on_batches_of_all_sizes_and_the_next_on_
 
     monkeypatch.setattr(ServedVersion, "run", noting)
     numbers.publish(1)
-    watched.look()
+    watched.poll()
     assert sorted(rows) == [1, 2, 3, 4, 5, 6, 7, 8]
     rows.clear()
     numbers.publish(2)
-    watched.look()
+    watched.poll()
     assert rows == [1, 8]
 
 
@@ -868,11 +868,11 @@ def test_a_slow_model_is_served_before_all_sizes_are_warm_which_go_on_with_the_n
     numbers: Any, watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(served, "_WARM_UP", timedelta(0))
-    pattern = numbers.deployment.pattern
+    template = numbers.deployment.template
     for number in range(1, 8):
         numbers.publish(number)
-        assert watched.look() == number
-        assert pattern.warmed == set(range(2, min(number + 2, 8)))
+        assert watched.poll() == number
+        assert template.warmed == set(range(2, min(number + 2, 8)))
 
 
 def test_the_factory_is_called_once_and_versions_share_no_weights(
@@ -882,10 +882,10 @@ def test_the_factory_is_called_once_and_versions_share_no_weights(
     build = deployment.build_model
     monkeypatch.setattr(deployment, "build_model", lambda *arguments: built.append(arguments) or build(*arguments))
     numbers.publish(1)
-    watched.look()
+    watched.poll()
     first = watched.swap.current
     numbers.publish(2)
-    watched.look()
+    watched.poll()
     assert len(built) == 1
     assert first is not None
     assert first.run({"x": np.zeros((1, 4), np.float32)})["prediction"].tolist() == [1]
@@ -903,6 +903,6 @@ def test_the_thread_takes_a_version_and_ends_with_its_context(numbers: Any) -> N
     assert not bugs
 
 
-def test_the_device_is_the_cpu_where_nothing_else_is_asked_for_or_there() -> None:
+def test_the_device_is_the_cpu_where_no_other_is_configured_or_exists() -> None:
     assert pick_device("cpu") == torch.device("cpu")
     assert pick_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,0 +1,102 @@
+"""The HTTP server: uvicorn, whose connections come from an `Acceptor`."""
+
+import contextlib
+import math
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from serving.config import ServingSettings, TlsSettings
+from serving.http.acceptor import Acceptor, most_connections
+from serving.http.connection import Connection, H11Connection
+from serving.http.listening_socket import tls_errors
+
+_AT_ONCE = 64
+"""Connections accepted in one turn of the event loop."""
+
+
+class HttpServer:
+    """Runs an ASGI application on a socket that is listening already; the process handles signals."""
+
+    def __init__(self, app: ASGIApp, settings: ServingSettings, folder: Path, shared: bool = False) -> None:
+        """`shared`: other processes accept from the same socket, so each accepts one connection at a time."""
+        self._server = _UvicornServer(
+            uvicorn.Config(
+                app,
+                lifespan="off",
+                ws="none",
+                log_config=None,
+                log_level="warning",
+                access_log=False,
+                proxy_headers=False,
+                server_header=False,
+                timeout_keep_alive=75,
+                timeout_graceful_shutdown=math.ceil(settings.timeout.total_seconds()),
+                **_tls(settings.tls, folder),
+            ),
+            connection_class(),
+            at_once=1 if shared else _AT_ONCE,
+        )
+
+    def load(self) -> None:
+        """Read certificate and key; raises SettingsError when they cannot be used."""
+        with tls_errors():
+            self._server.config.load()
+
+    async def serve(self, listener: socket.socket) -> None:
+        """Answer requests until `stop`, then finish those in flight; closes the listener."""
+        await self._server.serve([listener])
+
+    def stop(self) -> None:
+        """Accept no more connections, and make `serve` return."""
+        self._server.should_exit = True
+
+
+class _UvicornServer(uvicorn.Server):
+    """uvicorn's server with an `Acceptor` in place of asyncio's."""
+
+    def __init__(self, config: uvicorn.Config, connection: type[Connection], at_once: int) -> None:
+        super().__init__(config)
+        self._class = connection
+        self._at_once = at_once
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        assert sockets is not None
+        tls = self.config.ssl
+        most = most_connections(tls=tls is not None)
+        self._acceptor = Acceptor(sockets[0], self._connection, most, self._at_once, tls)
+        self._acceptor.start()
+        self.servers = []
+        self.started = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._acceptor.stop()
+        await super().shutdown(sockets)
+
+    def _connection(self) -> Connection:
+        return self._class(self.config, self.server_state, self.lifespan.state)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def connection_class() -> type[Connection]:
+    """Return the class of connections parsed by httptools where it is installed, else by h11."""
+    try:
+        from serving.http.httptools_connection import HttpToolsConnection
+    except ModuleNotFoundError as exc:
+        if exc.name != "httptools":
+            raise
+        return H11Connection
+    return HttpToolsConnection
+
+
+def _tls(tls: TlsSettings, folder: Path) -> dict[str, Any]:
+    if tls.cert is None or tls.key is None:
+        return {}
+    return {"ssl_certfile": folder / tls.cert, "ssl_keyfile": folder / tls.key}

@@ -1,0 +1,59 @@
+"""Why a version may not be served: the verdict, rollout commands, the schema, the model."""
+
+from typing import Any
+
+import pytest
+
+from learner.state_dir.trained_through import PartitionProgress
+from learner.state_dir.version import Manifest, ModelReference, RegistryState, Verdict
+from serving.rollout.eligibility import Requirements, lowered, misfit, refusal, withheld
+
+MODEL = ModelReference("m:build", {}, "classification")
+REQUIREMENTS = Requirements("schema", MODEL)
+PASS, FAIL = (Verdict(verdict=verdict, reasons=reasons) for verdict, reasons in (("pass", []), ("fail", ["worse"])))
+
+
+def manifest(**fields: Any) -> Manifest:
+    base = {"number": 4, "generation": 1, "parent": None, "time": 0.0, "step": 1, "schema": "schema", "model": MODEL}
+    return Manifest(**{**base, "trained_through": {}, "metrics": {}, "encoders": {}, "files": {}, **fields})
+
+
+@pytest.mark.parametrize(
+    ("verdict", "state", "reason"),
+    [
+        (PASS, RegistryState(), None),
+        (None, RegistryState(), "no verdict yet"),
+        (None, RegistryState(promoted=4), "no verdict yet"),
+        (FAIL, RegistryState(), "the gate failed it: worse"),
+        (FAIL, RegistryState(promoted=4), None),
+        (FAIL, RegistryState(pinned=4), None),
+        (None, RegistryState(pinned=4), None),
+        (PASS, RegistryState(rolled_back=[4]), "rejected"),
+        (PASS, RegistryState(rolled_back=[4], promoted=4), "rejected"),
+        (PASS, RegistryState(rolled_back=[4], pinned=4), None),
+        (FAIL, RegistryState(pinned=3, promoted=5), "the gate failed it"),
+    ],
+)
+def test_rollout_commands_override_the_verdict(
+    verdict: Verdict | None, state: RegistryState, reason: str | None
+) -> None:
+    for given in (withheld(4, verdict, state), refusal(manifest(), verdict, state, REQUIREMENTS)):
+        assert given is None if reason is None else given is not None and reason in given
+
+
+def test_another_schema_or_model_is_refused_whatever_the_commands() -> None:
+    other = manifest(schema="other")
+    assert misfit(other, REQUIREMENTS) == "it was learned under another schema than [schema] describes"
+    assert refusal(other, PASS, RegistryState(pinned=4), REQUIREMENTS) == misfit(other, REQUIREMENTS)
+    reason = misfit(manifest(model=ModelReference("m:other", {}, "classification")), REQUIREMENTS)
+    assert reason is not None
+    assert "m:other" in reason
+    assert misfit(manifest(), REQUIREMENTS) is None
+
+
+def test_a_version_that_has_learned_less_names_the_partition() -> None:
+    served = manifest(trained_through={"events:0": PartitionProgress(offset=10, incarnation=1)})
+    for offset, expected in ((9, ("events:0", 10, 9)), (10, None), (11, None)):
+        candidate = manifest(trained_through={"events:0": PartitionProgress(offset=offset, incarnation=1)})
+        assert lowered(served, candidate) == expected
+    assert lowered(served, manifest()) == ("events:0", 10, -1)
