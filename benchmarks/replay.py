@@ -40,7 +40,7 @@ from benchmarks.harness.stores import (
     cold_reads,
     drop_page_cache,
     fill,
-    open_clerk,
+    open_background_store,
     open_store,
     valkey,
     why_no_redis,
@@ -154,11 +154,11 @@ def cold(results: Results, sizes: Sizes, folder: Path) -> None:
         results.title(f"cold: {rows:,} events of {events.row_bytes:,} bytes, a tenth of them in memory, steps of 20 ms")
         with tempfile.TemporaryDirectory(dir=folder) as name, valkey(Path(name)) as redis:
             results.remark(f"tiers: device, {'' if redis is None else 'Redis for a third, '}disk")
-            with open_clerk(events, rows, hot=0.1, folder=Path(name), redis=redis) as clerk:
-                begin = fill(clerk.flush(), events, 2 * rows)
-                step = Sampling(clerk.flush(), events).verify(begin)
-                _stalls(results, suffix, Steps(clerk, events, step, begin), sizes.turns, Path(name))
-                store = clerk.flush()
+            with open_background_store(events, rows, hot=0.1, folder=Path(name), redis=redis) as background_store:
+                begin = fill(background_store.flush(), events, 2 * rows)
+                step = Sampling(background_store.flush(), events).verify(begin)
+                _stalls(results, suffix, Steps(background_store, events, step, begin), sizes.turns, Path(name))
+                store = background_store.flush()
                 read = store.tiers.stats.read
                 results.remark(
                     "rows read from: " + ", ".join(f"{tier} {n / sum(read.values()):.0%}" for tier, n in read.items())
@@ -237,10 +237,12 @@ def add(results: Results, sizes: Sizes, folder: Path) -> None:
     with tempfile.TemporaryDirectory(dir=folder) as name, valkey(Path(name)) as redis:
         if redis is None:
             results.remark(f"without Redis: {why_no_redis()}")
-        with open_clerk(events, capacity, hot=0.1, folder=Path(name), redis=redis, admission=admission) as clerk:
+        with open_background_store(
+            events, capacity, hot=0.1, folder=Path(name), redis=redis, admission=admission
+        ) as background_store:
             before = time.process_time()
-            calls, copies, busy, rest = _offer(clerk, events, adds)
-            clerk.flush().tiers.sync()
+            calls, copies, busy, rest = _offer(background_store, events, adds)
+            background_store.flush().tiers.sync()
             whole = time.process_time() - before - rest
     results.add("add_over_copy", sum(calls) / sum(copies), "mean over mean")
     results.add("add_mean_seconds", sum(calls) / adds)
@@ -253,7 +255,9 @@ def add(results: Results, sizes: Sizes, folder: Path) -> None:
     results.fact("add_tiers", "device, disk" if redis is None else "device, redis, disk")
 
 
-def _offer(clerk: BackgroundStore, events: Events, adds: int) -> tuple[list[float], list[float], list[float], float]:
+def _offer(
+    background_store: BackgroundStore, events: Events, adds: int
+) -> tuple[list[float], list[float], list[float], float]:
     """Return the seconds of each add and of a copy of the same block, the processor's seconds of each add, and those of
     this thread in all that was no add.
     """
@@ -264,7 +268,7 @@ def _offer(clerk: BackgroundStore, events: Events, adds: int) -> tuple[list[floa
 
     def offer() -> None:
         begin, own = time.perf_counter(), time.thread_time()
-        clerk.add(columns, PARTITIONS)
+        background_store.add(columns, PARTITIONS)
         calls.append(time.perf_counter() - begin)
         busy.append(time.thread_time() - own)
 

@@ -34,7 +34,7 @@ class Reporter:
         generation: int,
         loop: TrainingLoop,
         source: BlockReader | MultiHostReader,
-        clerk: BackgroundStore | None,
+        background_store: BackgroundStore | None,
         holdout: HoldoutSet,
         publisher: Publisher,
         checkpointer: Checkpointer,
@@ -52,7 +52,7 @@ class Reporter:
         self._generation = generation
         self._loop = loop
         self._source = source
-        self._clerk = clerk
+        self._background_store = background_store
         self._holdout = holdout
         self._publisher = publisher
         self._checkpointer = checkpointer
@@ -79,7 +79,7 @@ class Reporter:
 
     def problems(self) -> list[str]:
         """One sentence for each part that does not work as it should. Any thread may ask, also while the loop hangs."""
-        replay = self._clerk.problem if self._clerk is not None else None
+        replay = self._background_store.problem if self._background_store is not None else None
         parts = (
             self._heartbeat.problem,
             self._source.problem,
@@ -123,8 +123,8 @@ class Reporter:
         check_generation(self._state_dir, self._generation)
         self._loop.count()
         loop, publisher, store = self._loop, self._publisher, None
-        if self._clerk is not None:
-            store = self._clerk.flush()
+        if self._background_store is not None:
+            store = self._background_store.flush()
             store.flush_pending()  # so that what it holds fits what was learned
         windows, groups = self._windows(), publisher.evaluation.groups
         report = LearnerReport(

@@ -126,7 +126,7 @@ class MortalRedis:
         """Start it with further options of its command line, and wait until it answers."""
         with self._log.open("ab") as said:
             self._process = subprocess.Popen(
-                # The tether ends it also when the tests are killed.
+                # The wrapper ends it also when the tests are killed.
                 [sys.executable, "-m", "anabranch.core.die_with_parent", *self._command, *options],
                 stdin=subprocess.PIPE,
                 stdout=said,
@@ -540,7 +540,7 @@ def _started(folder: Path, port: int, properties: Sequence[str], bootstrap: str)
     command = [*shlex.split(os.environ[START]), str(port), f"{folder}/data", *properties]
     log = folder / "log"
     with log.open("wb") as said:
-        # The tether ends the broker also when the tests are killed.
+        # The wrapper ends the broker also when the tests are killed.
         process = subprocess.Popen(
             [sys.executable, "-m", "anabranch.core.die_with_parent", *command],
             stdin=subprocess.PIPE,

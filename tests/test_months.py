@@ -216,10 +216,10 @@ def publisher(year: Year, *, holds_out: bool) -> Driven:
     """The holdout set, the publisher and its gate; one version of ten is bad. Serving is away."""
     versions, scorer = Versions(year.folder, year.storage("versions")), RandomScorer(year.schema, year.dice)
     reference, gate = reference_to(MODEL), GateSettings(holdout_rows=80, min_rows=40)
-    jury = QualityGate(versions, gate, scorer, reference)  # type: ignore[arg-type]
+    quality_gate = QualityGate(versions, gate, scorer, reference)  # type: ignore[arg-type]
     holdout, made_by = HoldoutSet(year.schema, 80), LearnerMetrics(CollectorRegistry())
     settings = VersionsSettings(keep=4, keep_hourly=6)
-    publishes = Publisher(versions, settings, reference, year.schema, scorer, jury, 1, made_by)  # type: ignore[arg-type]
+    publishes = Publisher(versions, settings, reference, year.schema, scorer, quality_gate, 1, made_by)  # type: ignore[arg-type]
 
     def publish(tick: int) -> None:
         if holds_out:
@@ -231,7 +231,7 @@ def publisher(year: Year, *, holds_out: bool) -> Driven:
         publishes._publish(snapshot)
         publishes._watch(holdout.held)
 
-    return Driven((publishes, jury, holdout), publish)
+    return Driven((publishes, quality_gate, holdout), publish)
 
 
 def checkpoints(year: Year) -> Driven:

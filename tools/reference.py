@@ -100,7 +100,7 @@ _TAIL = """\
 | `learner.lock` | held by the one learner |
 | `generation` | how many learners have held the lock |
 | `traces/steps-<first>-<last>.json` | a trace of some steps, by `learner.profile` |
-| `device_sharing/server-<n>`, `device_sharing/learner-<n>` | by which a server says that it needs the device, a rank that it gives way |
+| `device_sharing/server-<n>`, `device_sharing/learner-<n>` | by which a server says that it needs the device, a rank that it yields |
 
 ## Variables of the environment
 

@@ -279,13 +279,13 @@ class _Columns:
         }
         for field, parts in self._parts.items():
             found = [cells[parts[index]] for index in np.ndindex(self._shapes[field])]
-            holes = [
+            empty = [
                 index for index, cell in zip(np.ndindex(self._shapes[field]), found, strict=True) if cell == missing
             ]
-            if len(holes) == len(found):
+            if len(empty) == len(found):
                 continue
-            if holes:
-                raise ValueError(f"{self.header[parts[holes[0]]]} is empty")
+            if empty:
+                raise ValueError(f"{self.header[parts[empty[0]]]} is empty")
             flat = [value(field, cell, whole=False) for cell in found]
             event[field] = _nested(flat, self._shapes[field])
         return event

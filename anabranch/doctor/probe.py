@@ -86,8 +86,8 @@ def _share(sharing: DeviceSharingSettings, device: "torch.device") -> Iterator[P
         else:
             also.append(f"; training takes at most {sharing.mps_percentage} % of the device's threads")
     how = {
-        "inference-first": f"Training gives way to requests on {device}",
-        "fraction": f"Training gives way to requests on {device}, and gets at least {sharing.fraction:.0%} of it",
+        "inference-first": f"Training yields to requests on {device}",
+        "fraction": f"Training yields to requests on {device}, and gets at least {sharing.fraction:.0%} of it",
         "exclusive": "Training and serving do not share a device",
     }[sharing.policy]
     yield ProbeFinding("", f"{how}{''.join(also)}.")

@@ -68,9 +68,9 @@ class Sampling:
 class Steps:
     """Steps of 20 ms that draw 256 old events and add as many new ones."""
 
-    def __init__(self, clerk: BackgroundStore, events: Events, step: int, begin: int) -> None:
+    def __init__(self, background_store: BackgroundStore, events: Events, step: int, begin: int) -> None:
         """Go on from a step, with the event of the number `begin`."""
-        self._clerk, self._events, self._step, self._next = clerk, events, step, begin
+        self._background_store, self._events, self._step, self._next = background_store, events, step, begin
         self._matrix = torch.randn(192, 192)
 
     def compute(self) -> None:
@@ -85,21 +85,21 @@ class Steps:
 
     def turn(self, work: Callable[[], None], before: Callable[[], None] | None = None) -> tuple[float, float]:
         """Take steps, and return what share of their time went by waiting, and in all calls of the store."""
-        clerk = self._clerk
+        background_store = self._background_store
         if before is not None:
             before()
-        waited, calls = clerk.flush().tiers.stats.stall_seconds, 0.0
+        waited, calls = background_store.flush().tiers.stats.stall_seconds, 0.0
         begin = time.perf_counter()
         for _ in range(_STEPS):
             new = self._events.columns(self._next, BATCH)
             self._next += BATCH
             work()
             start = time.perf_counter()
-            draw = clerk.sample(self._step, BATCH)
-            clerk.add(new, PARTITIONS)
+            draw = background_store.sample(self._step, BATCH)
+            background_store.add(new, PARTITIONS)
             self._step += 1
-            clerk.plan_ahead(self._step, BATCH)
+            background_store.plan_ahead(self._step, BATCH)
             calls += time.perf_counter() - start
             assert len(draw) == BATCH
         whole = time.perf_counter() - begin
-        return (clerk.flush().tiers.stats.stall_seconds - waited) / whole, calls / whole
+        return (background_store.flush().tiers.stats.stall_seconds - waited) / whole, calls / whole

@@ -1,4 +1,4 @@
-"""How soon a process gets a core when it wakes: what others on the core take to give way."""
+"""How soon a process gets a core when it wakes: what others on the core take to yield."""
 
 import multiprocessing
 import os

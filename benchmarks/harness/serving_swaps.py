@@ -56,7 +56,7 @@ class Swaps:
 
 
 class Publisher:
-    """Publishes from a process of its own, which gives way to the one that sends requests."""
+    """Publishes from a process of its own, which yields to the one that sends requests."""
 
     def __init__(self, published: VersionPublisher, server: int, cores: set[int] | None) -> None:
         context = multiprocessing.get_context("spawn")

@@ -34,13 +34,15 @@ def open_store(
     admission: str = "reservoir",
     device: torch.device = _HOST,
 ) -> Iterator[Store]:
-    """The store of `open_clerk` by itself: what it is asked for it does at once."""
-    with open_clerk(events, capacity, hot=hot, folder=folder, redis=redis, admission=admission, device=device) as clerk:
-        yield clerk.flush()
+    """The store of `open_background_store` by itself: what it is asked for it does at once."""
+    with open_background_store(
+        events, capacity, hot=hot, folder=folder, redis=redis, admission=admission, device=device
+    ) as background_store:
+        yield background_store.flush()
 
 
 @contextmanager
-def open_clerk(
+def open_background_store(
     events: Events,
     capacity: int,
     *,
@@ -71,11 +73,11 @@ def open_clerk(
     store = build_store(
         ReplaySettings.model_validate(settings), events.schema, device, seed=0, folder=folder, keys="benchmark:"
     )
-    clerk = BackgroundStore(store)
+    background_store = BackgroundStore(store)
     try:
-        yield clerk
+        yield background_store
     finally:
-        clerk.close()
+        background_store.close()
 
 
 def fill(store: Store, events: Events, rows: int, chunk: int = 1024) -> int:

@@ -48,7 +48,7 @@ class Checkpointer:
         self,
         checkpoints: Checkpoints,
         settings: CheckpointSettings,
-        clerk: BackgroundStore | None,
+        background_store: BackgroundStore | None,
         metrics: LearnerMetrics,
         segments: Sequence[Segment] = (),
         check: Callable[[], object] = bool,
@@ -58,7 +58,7 @@ class Checkpointer:
         self._checkpoints = checkpoints
         self._every = settings.every.total_seconds()
         self._keep = settings.keep
-        self._clerk = clerk
+        self._background_store = background_store
         self._metrics = metrics
         self._due = time.monotonic() + self._every
         self._background = BackgroundWorker("checkpointer", check)
@@ -102,23 +102,26 @@ class Checkpointer:
             self._due, now = time.monotonic() + self._every, standing()
             if now != self._written or self._many_slots_wait():
                 self._begin(take, now)
-        if self._clerk is not None and not self._clerk.has_room():
+        if self._background_store is not None and not self._background_store.has_room():
             begin = time.perf_counter()
-            self._free_slots(self._clerk, take, standing)
+            self._free_slots(self._background_store, take, standing)
             self._metrics.checkpoint_stall.inc(time.perf_counter() - begin)
 
     def _many_slots_wait(self) -> bool:
         """Whether it is time for a checkpoint that lets the store write slots again, after `keep` more."""
-        return self._clerk is not None and self._clerk.slots_waiting * (self._keep + 2) > self._clerk.spare
+        return (
+            self._background_store is not None
+            and self._background_store.slots_waiting * (self._keep + 2) > self._background_store.spare
+        )
 
     def _free_slots(
-        self, clerk: BackgroundStore, take: Callable[[int], CapturedState], standing: Callable[[], object]
+        self, background_store: BackgroundStore, take: Callable[[int], CapturedState], standing: Callable[[], object]
     ) -> None:
         """Write checkpoints until the store has slots to fill; `keep` checkpoints free all that can be freed."""
         for _ in range(self._keep + 1):
             self._background.wait()
             self.end_if_written()
-            if clerk.has_room() or self._problem is not None:
+            if background_store.has_room() or self._problem is not None:
                 return
             self._begin(take, standing())
 
@@ -182,14 +185,14 @@ class Checkpointer:
         number = self._highest = self._highest + 1  # a number that failed is not used again
         moment = _encoded(take(number))
         self.asked = False
-        self._holding = self._clerk is not None
+        self._holding = self._background_store is not None
         self._background.start(lambda: self._write(number, moment, standing))
 
     def end_if_written(self) -> None:
         """Let the store write slots again once the checkpoint is written, or has failed; looks at no file."""
-        if not self._background.busy and self._holding and self._clerk is not None:
+        if not self._background.busy and self._holding and self._background_store is not None:
             self._holding = False
-            self._clerk.flush().end_snapshot(self._oldest, written=self.number == self._highest)
+            self._background_store.flush().end_snapshot(self._oldest, written=self.number == self._highest)
         self._background.raise_bug()
 
     def _write(self, number: int, moment: CapturedState, standing: object) -> None:
@@ -205,9 +208,9 @@ class Checkpointer:
             self._segments = self._next_segments
             if self._oldest is None:
                 self._oldest = number
-            if self._clerk is not None and moment.held is not None:
+            if self._background_store is not None and moment.held is not None:
                 with contextlib.suppress(OSError):  # the tier says so, and the next checkpoint tries again
-                    self._clerk.mark_named()
+                    self._background_store.mark_named()
             self._checkpoints.prune(self._keep)
             self._oldest = min(self._checkpoints.numbers(), default=None)
         except (OSError, CheckpointError) as exc:
@@ -222,9 +225,9 @@ class Checkpointer:
             self._problem = None
 
     def _checkpoint(self, moment: CapturedState) -> Checkpoint:
-        if self._clerk is None or moment.held is None:
+        if self._background_store is None or moment.held is None:
             return Checkpoint(moment.step, moment.tensors, moment.state)
-        standing, change = self._clerk.contents(moment.held)
+        standing, change = self._background_store.contents(moment.held)
         part = pack(standing, change, self._segments, self._checkpoints.part)
         self._next_segments = part.segments
         tensors, state = {**moment.tensors, **part.tensors}, {**moment.state, "replay": part.state}

@@ -56,7 +56,7 @@ class Erasure:
         written: ErasureLog,
         checkpoints: Checkpoints,
         folder: Path,
-        clerk: BackgroundStore | None,
+        background_store: BackgroundStore | None,
         holdout: HoldoutSet,
         checkpointer: Checkpointer,
     ) -> None:
@@ -66,14 +66,14 @@ class Erasure:
             written: the log.
             checkpoints: of the learner.
             folder: where the disk tier's files lie.
-            clerk: of the learner's store.
+            background_store: of the learner's store.
             holdout: of the learner.
             checkpointer: whose thread rewrites checkpoints.
         """
         self._log = written
         self._checkpoints = checkpoints
         self._folder = folder
-        self._clerk = clerk
+        self._background_store = background_store
         self._holdout = holdout
         self._checkpointer = checkpointer
         self._looked = written.count
@@ -121,8 +121,8 @@ class Erasure:
         self._count = _Count(self._count.store + store, self._count.holdout + holdout)
         if store or holdout:
             self._erased = 0
-        if self._erased < self._looked and self._clerk is not None:
-            self._clerk.flush().tiers.mark_stale()
+        if self._erased < self._looked and self._background_store is not None:
+            self._background_store.flush().tiers.mark_stale()
 
     def meet(self, partitions: Sequence[Partition], positions: Positions) -> None:
         """Learn of partitions by their index; `positions` returns how far they are learned."""
@@ -179,7 +179,7 @@ class Erasure:
             return
         erased = ErasedEvents(new)
         self._looked = self._log.count
-        store = self._clerk.flush().erase(erased) if self._clerk is not None else 0
+        store = self._background_store.flush().erase(erased) if self._background_store is not None else 0
         holdout = self._holdout.erase(erased, self._bases)
         self._count = _Count(self._count.store + store, self._count.holdout + holdout)
         log.info("erasing %d events of the store and %d of the holdout set (record %d)", store, holdout, self._looked)
@@ -220,21 +220,21 @@ class Erasure:
             erased = self._log.erased.copy()
         else:
             erased = ErasedEvents(self._log.since(self._erased)[: through - self._erased])
-        current = self._clerk.flush().tiers.file if self._clerk is not None else None
+        current = self._background_store.flush().tiers.file if self._background_store is not None else None
         eraser = Eraser(self._checkpoints, self._folder, erased)
         rewriting = _Job(lambda: eraser.run(current.id if current is not None else None).named)
         yield from self._wait_for(rewriting)
-        if self._clerk is not None and rewriting.error is None:
-            named = np.zeros(self._clerk.flush().tiers.slots, np.bool_)
+        if self._background_store is not None and rewriting.error is None:
+            named = np.zeros(self._background_store.flush().tiers.slots, np.bool_)
             if current is not None:
                 named[rewriting.result.get(current.id, np.empty(0, np.int64))] = True
             first = 0
-            while self._clerk.flush().tiers.erase_stale(first, _ERASED_AT_ONCE):
+            while self._background_store.flush().tiers.erase_stale(first, _ERASED_AT_ONCE):
                 first += _ERASED_AT_ONCE
                 yield
-            while self._clerk.flush().erase_unknown(named, _ERASED_AT_ONCE):
+            while self._background_store.flush().erase_unknown(named, _ERASED_AT_ONCE):
                 yield
-        tiers = self._clerk.flush().tiers if self._clerk is not None else None
+        tiers = self._background_store.flush().tiers if self._background_store is not None else None
         syncing = _Job(lambda: _sync(tiers))
         yield from self._wait_for(syncing)
         error = rewriting.error or syncing.error

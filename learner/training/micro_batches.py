@@ -16,7 +16,7 @@ Part = tuple[Examples, list[Examples]]
 
 
 def micro_batches(new: Examples, old: Sequence[Examples], max_rows: int | None) -> list[Part]:
-    """Cut a step into parts of at max_rows `max_rows` events, alike in what they have of each; None: one part.
+    """Split a step into parts of at most `max_rows` events, alike in what they have of each; None: one part.
 
     No part has a single event, for which batch norm has no statistics, unless the step has only one.
     """

@@ -42,7 +42,7 @@ class IndexServer:
             record = self._questions.popleft() if self._questions else self._others.popleft() if self._others else None
             if record is not None:
                 self._connection.settimeout(None)
-                self._connection.sendall(encode(self._obey(record)))
+                self._connection.sendall(encode(self._handle(record)))
             # One piece after each request: what the index owes itself is never put off for ever.
             busy = self._embeddings.work() or record is not None
             wait = 0.0 if busy else _TRAINING_SECONDS if self._embeddings.renewing else None
@@ -60,7 +60,7 @@ class IndexServer:
             (self._questions if record.kind == MessageType.ASK else self._others).append(record)
         return bool(data)
 
-    def _obey(self, record: IndexMessage) -> IndexMessage:
+    def _handle(self, record: IndexMessage) -> IndexMessage:
         kind, slot, rows, k, step = record
         match kind:
             case MessageType.ADD:

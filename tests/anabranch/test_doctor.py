@@ -350,14 +350,14 @@ class TestModel:
         monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
         (said,) = _share(DeviceSharingSettings(mps_percentage=30), torch.device("cuda"))
         assert said.message == (
-            "Training gives way to requests on cuda; serving's kernels are taken first; "
+            "Training yields to requests on cuda; serving's kernels are taken first; "
             "training takes at most 30 % of the device's threads."
         )
 
     def test_it_says_how_the_device_is_shared(self, diagnose, setting):
         setting("learner.device", "cpu")
         setting("device_sharing.policy", "fraction")
-        sentence = "Training gives way to requests on cpu, and gets at least 50% of it; its threads run at a lower"
+        sentence = "Training yields to requests on cpu, and gets at least 50% of it; its threads run at a lower"
         assert any(finding.message.startswith(sentence) for finding in diagnose("model"))
 
     @pytest.mark.finds("device.memory")

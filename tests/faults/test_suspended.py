@@ -51,12 +51,12 @@ def test_a_learner_that_is_suspended_keeps_its_lock_and_goes_on_where_it_was(kaf
             assert pipeline.steps() is None, "a learner that is stopped seems to be well"
             send(kafka.bootstrap, pipeline.topic, second)
             environment = {**os.environ, "ANABRANCH__LEARNER__STOP_TIMEOUT": "1s"}
-            contender = subprocess.run(command, capture_output=True, text=True, timeout=90, env=environment)
+            second = subprocess.run(command, capture_output=True, text=True, timeout=90, env=environment)
         finally:
             for process in family:
                 process.send_signal(signal.SIGCONT)
-        assert contender.returncode == 2
-        assert "another learner is at work" in contender.stderr
+        assert second.returncode == 2
+        assert "another learner is at work" in second.stderr
         report = learner.wait_for(all_learned, "all events")
         assert learner.pid() == pid
     assert adds_up(report)

@@ -122,7 +122,7 @@ def become_directory(path: Path) -> None:
 
 
 def nest(path: Path) -> None:
-    path.write_bytes(b'{"zz":' + b"[" * 100_000)
+    path.write_bytes(b'{"z":' + b"[" * 100_000)
 
 
 def leave(path: Path) -> None:

@@ -174,13 +174,13 @@ def test_events_that_waited_leave_the_store_as_those_that_were_taken_in_at_once(
     options = ReplaySettings.model_validate({"capacity": max(k, 5), "admission": admission})
     at_once, waited = (build_store(options, schema, torch.device("cpu"), 0) for _ in range(2))
     checkpoints = FakeCheckpoints(waited)
-    for step, (partition, begin, count, backwards, is_cut) in enumerate(batches):
+    for step, (partition, begin, count, backwards, is_checkpointed) in enumerate(batches):
         offsets = list(range(begin, begin + count))[:: -1 if backwards else 1]
         label = [(0, 0, 0, 1, 2)[offset % 5] for offset in offsets]
         columns = fake_columns(schema, offsets, partition=partition, label=label)
         at_once.add_now(columns, PARTITIONS)
         waited.add(columns, PARTITIONS)
-        if is_cut:
+        if is_checkpointed:
             checkpoints.checkpoint(step + 1)
         sampled = []
         for store in (at_once, waited):

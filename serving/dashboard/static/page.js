@@ -2,7 +2,7 @@
 const $ = (id) => document.getElementById(id);
 const figure = (name, text) => { document.querySelector(`[data-figure="${name}"]`).textContent = text; };
 
-/* the orders about versions, by the names that the server knows: POST api/versions/N:ACTION */
+/* the rollout commands, by the names that the server knows: POST api/versions/N:ACTION */
 const ACTIONS = { promote: "promote", pin: "pin", unpin: "unpin", reject: "reject" };
 
 /* explanations, shown on hover and on keyboard focus */

@@ -77,7 +77,7 @@ def run(config: Config, *words: str) -> int:
 
 
 @pytest.mark.process
-def test_a_serving_process_obeys_at_once_and_says_what_it_serves(
+def test_a_serving_process_applies_a_command_at_once_and_says_what_it_serves(
     config: Config, serving: ServingReport, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert serving.version == 2

@@ -1,4 +1,4 @@
-"""The embedded broker, and the tether that ends it with whoever started it."""
+"""The embedded broker, and the wrapper that ends it with whoever started it."""
 
 import sys
 
@@ -46,11 +46,11 @@ def test_two_may_run_at_once():
 def test_it_dies_with_a_process_that_is_killed_and_its_files_too(spawn, until, is_gone, tmp_path):
     process = spawn("-c", HOLD, environment={"TMPDIR": str(tmp_path)})
     assert process.stdout.readline().startswith("127.0.0.1:")
-    tether = psutil.Process(process.pid).children()[0]
-    (broker,) = tether.children()
+    wrapper = psutil.Process(process.pid).children()[0]
+    (broker,) = wrapper.children()
     assert len(list(tmp_path.iterdir())) == 1
     process.kill()
-    until(lambda: is_gone(broker.pid) and is_gone(tether.pid), "the end of broker and tether")
+    until(lambda: is_gone(broker.pid) and is_gone(wrapper.pid), "the end of broker and wrapper")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -81,16 +81,16 @@ def test_a_wanted_port_is_taken_when_it_is_free_only():
     assert free_port(free) == free
 
 
-def tethered(spawn, code):
+def wrapped(spawn, code):
     return spawn("-m", "anabranch.core.die_with_parent", sys.executable, "-c", code)
 
 
-def test_the_tether_ends_with_its_command_and_its_exit_code(spawn):
-    assert tethered(spawn, "import sys; sys.exit(7)").wait(30) == 7
+def test_the_wrapper_ends_with_its_command_and_its_exit_code(spawn):
+    assert wrapped(spawn, "import sys; sys.exit(7)").wait(30) == 7
 
 
-def test_the_tether_ends_its_command_when_stdin_ends(spawn, until, is_gone):
-    process = tethered(spawn, "import os, time; print(os.getpid(), flush=True)\nwhile True: time.sleep(60)")
+def test_the_wrapper_ends_its_command_when_stdin_ends(spawn, until, is_gone):
+    process = wrapped(spawn, "import os, time; print(os.getpid(), flush=True)\nwhile True: time.sleep(60)")
     pid = int(process.stdout.readline())
     process.stdin.close()
     assert process.wait(30) != 0
@@ -98,14 +98,14 @@ def test_the_tether_ends_its_command_when_stdin_ends(spawn, until, is_gone):
     process.stdin = None
 
 
-def test_the_tether_hands_sigterm_on(spawn, is_gone):
+def test_the_wrapper_hands_sigterm_on(spawn, is_gone):
     code = (
         "import os, signal, sys, time\n"
         "signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))\n"
         "print(os.getpid(), flush=True)\n"
         "while True: time.sleep(60)"
     )
-    process = tethered(spawn, code)
+    process = wrapped(spawn, code)
     pid = int(process.stdout.readline())
     process.terminate()
     assert process.wait(30) == 5

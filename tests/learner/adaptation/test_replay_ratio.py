@@ -155,7 +155,7 @@ def test_a_weight_of_nothing_ends_replay_that_a_checkpoint_has() -> None:
     assert not any(run(after, Model(0.97, 0.1, 0.95), 1000))
 
 
-def test_it_goes_on_from_amid_the_wait_before_a_trial() -> None:
+def test_it_goes_on_in_the_middle_of_the_wait_before_a_trial() -> None:
     whole = AdaptiveReplayRatio(0.5, bounded=True)
     begun = run(whole, Model(0.97, 0.1, 0.95), 1000).index(1.0)
     checkpoint, resumed, model = (

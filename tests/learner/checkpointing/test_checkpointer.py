@@ -26,7 +26,7 @@ ERRORS = [errno.EIO, errno.EMFILE, errno.ESTALE, errno.EACCES]
 
 
 class Released:
-    """A store and its clerk of which nothing but slots is wanted; notes what is let go."""
+    """A store and its background thread of which nothing but slots is wanted; notes what is let go."""
 
     spare, slots_waiting = 100, 0
 
@@ -43,11 +43,11 @@ class Released:
         self.calls.append((oldest, written))
 
 
-def make(tmp_path: Path, clerk: Released | None = None) -> tuple[Checkpointer, Checkpoints]:
+def make(tmp_path: Path, background_store: Released | None = None) -> tuple[Checkpointer, Checkpoints]:
     checkpoints = Checkpoints(tmp_path / "checkpoints", "schema", 1)
     settings = CheckpointSettings(every=timedelta(hours=1), keep=2)
     return Checkpointer(
-        checkpoints, settings, cast("BackgroundStore | None", clerk), LearnerMetrics(CollectorRegistry())
+        checkpoints, settings, cast("BackgroundStore | None", background_store), LearnerMetrics(CollectorRegistry())
     ), checkpoints
 
 

@@ -168,13 +168,13 @@ class Bench:
         options = ReplaySettings.model_validate({"capacity": 300, **(replay or {})})
         columns = output_field((3,)) if strategy.keeps_output else None
         step = most_offered(settings, StreamSettings(topics=("events",)), 1)
-        self.clerk = BackgroundStore(
+        self.background_store = BackgroundStore(
             build_store(options, schema, CPU, 0, path / "replay" / RANK, contents, columns, step=step)
         )
         settings_of_checkpoints = CheckpointSettings.model_validate({"every": every})
         check = functools.partial(check_generation, path, 1)
         self.checkpointer = Checkpointer(
-            self.checkpoints, settings_of_checkpoints, self.clerk, self.metrics.learner, segments, check
+            self.checkpoints, settings_of_checkpoints, self.background_store, self.metrics.learner, segments, check
         )
         versions, reference = Versions(path / "versions"), reference_to(ModelSettings(factory="m:build"))
         self.versions = versions
@@ -187,11 +187,13 @@ class Bench:
         source = cast("BlockReader", self.stream)
         self.log = ErasureLog(path / "erasures.log")
         self.log.refresh()
-        erasure = Erasure(self.log, self.checkpoints, path / "replay" / RANK, self.clerk, holdout, self.checkpointer)
+        erasure = Erasure(
+            self.log, self.checkpoints, path / "replay" / RANK, self.background_store, holdout, self.checkpointer
+        )
         lag = LagPolicy(LagPolicySettings(), 0, source)
         monitor = StreamMonitor(settings)
         sampling = self.metrics.replay.sample
-        feed = make_feed(self.clerk, settings, 1, monitor.ratio, holdout, trainer, sampling)
+        feed = make_feed(self.background_store, settings, 1, monitor.ratio, holdout, trainer, sampling)
         parts = LoopComponents(source, trainer, monitor, feed, holdout, publisher, self.checkpointer, erasure, lag)
         self.loop = TrainingLoop(settings, parts, self.metrics)
         self.trainer, self.holdout, self.publisher, self.erasure = trainer, holdout, publisher, erasure
@@ -211,12 +213,12 @@ class Bench:
 
     def close(self) -> None:
         if not self.closed:
-            self.clerk.close()
+            self.background_store.close()
         self.closed = True
 
     @property
     def store(self) -> Store:
-        return self.clerk.flush()
+        return self.background_store.flush()
 
 
 @pytest.fixture
@@ -763,7 +765,9 @@ def test_a_start_with_something_left_to_erase_doubts_what_its_caches_have(
     if not waits:
         bench.log.append(Applied(time=0.0, through=1, store=0, holdout=0))
     folder = bench.checkpoints.path.parent / "replay" / RANK
-    Erasure(bench.log, bench.checkpoints, folder, bench.clerk, bench.holdout, bench.checkpointer).take_note(0, 0)
+    Erasure(bench.log, bench.checkpoints, folder, bench.background_store, bench.holdout, bench.checkpointer).take_note(
+        0, 0
+    )
     assert doubted == [True] * waits
 
 

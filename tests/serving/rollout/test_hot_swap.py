@@ -687,7 +687,7 @@ def test_no_start_and_no_way_back_ends_at_a_stale_learners_version(numbers: Any,
     assert watched.poll() == 4, "a person may want it all the same"
 
 
-def test_a_served_version_that_turns_out_to_be_a_stale_learners_gives_way(numbers: Any, watched: Watched) -> None:
+def test_a_served_version_that_turns_out_to_be_a_stale_learners_yields(numbers: Any, watched: Watched) -> None:
     numbers.publish(1, generation=1)
     numbers.publish(4, generation=1)
     assert watched.poll() == 4
