@@ -282,7 +282,7 @@ class StoreFeed:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore the state of a checkpoint; one of a learner that replayed nothing leaves no debt."""
-        self._debt = state.get("debt", 0.0)
+        self._debt = state["debt"]
 
 
 def _with_unknown_output(columns: dict[str, Array], fields: Fields) -> dict[str, Array]:

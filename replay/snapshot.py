@@ -77,7 +77,7 @@ class StoreState:
         plans: those that are unused, for consecutive steps.
         sampler: what the sampler's samples depend on beside the events, arrays by name.
         stale: the caches in which there may be something of events that have left.
-        seed: that identities are of; None where an earlier release has not said so.
+        seed: that identities are of.
     """
 
     checkpoint: int

@@ -86,7 +86,7 @@ class Drift:
         """Take up the state of a checkpoint."""
         self._window.restore(state["window"])
         self._left, self.count, self.step = state["left"], state["count"], state["step"]
-        self.pending = state.get("pending", False)
+        self.pending = state["pending"]
 
     def _factor(self, most: float) -> float:
         """Fall in a line from `most` to 1 over the steps after a drift."""

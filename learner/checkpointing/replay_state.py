@@ -91,8 +91,8 @@ def unpack(checkpoint: Checkpoint) -> tuple[StoreSnapshot, Sequence[Segment]] | 
             if f"plan.{step}" in tensors  # those that named erased events are planned anew
         ],
         sampler={name: tensors[f"sampler.{name}"].numpy() for name in state["sampler"]},
-        stale=state.get("stale", ()),  # checkpoints of before have none, as of a seed
-        seed=state.get("seed"),
+        stale=state["stale"],
+        seed=state["seed"],
     )
     return StoreSnapshot(standing, index, payload, lost), segments
 

@@ -110,6 +110,5 @@ def retention_of(state: Mapping[str, Any]) -> ForgettingState:
     """Restore the state of a checkpoint."""
     old = None if state["old"] is None else Peak(*state["old"])
     near = tuple((int(rows), float(score)) for rows, score in state["near"])
-    smooth = {name: (int(count), float(mean)) for name, (count, mean) in state.get("smooth", {}).items()}
-    classes = state["classes"] if "smooth" in state else {}  # of an earlier release: the best of noise
-    return ForgettingState(old, classes, smooth, state["forgetting"], near)
+    smooth = {name: (int(count), float(mean)) for name, (count, mean) in state["smooth"].items()}
+    return ForgettingState(old, state["classes"], smooth, state["forgetting"], near)

@@ -82,4 +82,4 @@ class Prequential:
         self._score.restore(state["score"])
         self._loss.restore(state["loss"])
         self._rows, self._total, self._total_loss = state["rows"], state["total"], state["total_loss"]
-        self._scored = state.get("scored", self._rows)
+        self._scored = state["scored"]

@@ -185,10 +185,10 @@ class LagPolicy:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take up what a checkpoint kept; the time since then has passed for events too."""
         now, wall = self._clock(), self._wall()
-        self.behind = bool(state.get("behind", False))
+        self.behind = state["behind"]
         self._arrivals = [
             Arrivals([(now - max(0.0, wall - moment), int(end)) for moment, end in marks])
-            for marks in state.get("arrivals", ())
+            for marks in state["arrivals"]
         ]
 
     def _left_out(self, rows: Mapping[str, Array]) -> NDArray[np.bool_]:

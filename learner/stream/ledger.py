@@ -76,8 +76,8 @@ class PartitionLedger:
         account.position = account.counted = Position(*state["position"])
         account.end, account.gaps, account.removed = state["end"], state["gaps"], state["removed"]
         account.passed, account.time_ms = state["passed"], state["time_ms"]
-        last = state.get("last")
-        account.mark = PartitionFingerprint(state.get("topic_id"), None if last is None else Fingerprint(**last))
+        last = state["last"]
+        account.mark = PartitionFingerprint(state["topic_id"], None if last is None else Fingerprint(**last))
         account.outcomes = np.array([state["outcomes"].get(outcome.label, 0) for outcome in Outcome], np.int64)
         account.skipped = np.array([state["skipped"].get(reason.label, 0) for reason in SkipReason], np.int64)
         return account

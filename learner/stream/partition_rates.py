@@ -42,6 +42,6 @@ class Rates:
 
     def restore(self, state: Mapping[str, Any], accounts: Sequence[PartitionLedger]) -> None:
         """Take up what a checkpoint kept, and measure from here on."""
-        self.now = [float(rate) for rate in state.get("offsets_per_second", [0.0] * len(accounts))]
-        self._seconds = float(state.get("seconds", 0.0))
+        self.now = [float(rate) for rate in state["offsets_per_second"]]
+        self._seconds = float(state["seconds"])
         self._offsets, self._since = [account.position.offset for account in accounts], self._clock()

@@ -45,5 +45,5 @@ class Schedule:
         return {"since": self._since}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Restore the state of a checkpoint; without one the warm-up counts as over."""
-        self._since = int(state.get("since", -self._settings.warmup_steps))
+        """Restore the state of a checkpoint."""
+        self._since = int(state["since"])

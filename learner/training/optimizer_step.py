@@ -103,8 +103,8 @@ class OptimizerStep:
         self._is_whole = bool(kept)
         if self._scaled and state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
-        self.schedule.restore(state.get("schedule", {}))
-        return int(state.get("schedule", {}).get("step", 0))
+        self.schedule.restore(state["schedule"])
+        return int(state["schedule"]["step"])
 
 
 class Gradients:

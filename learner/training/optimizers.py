@@ -82,7 +82,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tenso
     Raises:
         ValueError: the state is of an optimizer with other parameters, or of another class.
     """
-    if state.get("kind", _kind(optimizer)) != _kind(optimizer):
+    if state["kind"] != _kind(optimizer):
         raise ValueError(f"the checkpoint is of {state['kind']}, and learner.optimizer is {_kind(optimizer)}")
     restored: dict[int, dict[str, Any]] = {int(index): dict(values) for index, values in state["others"].items()}
     for key, value in tensors.items():

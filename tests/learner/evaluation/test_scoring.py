@@ -154,10 +154,6 @@ class TestRetention:
             forgetting.append(found.forgetting)
         assert np.mean(forgetting[-1000:]) < 0.07
 
-    def test_the_best_that_an_earlier_release_kept_is_not_gone_by(self) -> None:
-        old = {"old": (0.9, 0.8), "classes": {"a": 1.0}, "forgetting": 0.2, "near": ()}
-        assert retention_of(old).followed_by(seen(0.8, a=0.8)).forgetting == 0.0
-
     def test_without_classes_forgetting_is_that_of_the_old(self) -> None:
         found = ForgettingState().followed_by(seen(-1.0)).followed_by(seen(-3.0))
         assert found.forgetting == 2.0

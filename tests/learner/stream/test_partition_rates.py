@@ -33,10 +33,3 @@ def test_rates_are_a_mean_over_time_that_forgets_and_goes_on_after_a_restart() -
     for _ in range(100):
         read(restarted, 30, 30, account, added)
     assert restarted.now == [pytest.approx(1, rel=0.1)] * 2, "what is fifty minutes ago does not count any more"
-
-
-def test_a_checkpoint_without_rates_is_gone_on_from() -> None:
-    account = PartitionLedger(TopicPartition("t", 0), 7)
-    rates = Rates()
-    rates.restore({}, [account])
-    assert rates.now == [0.0]
