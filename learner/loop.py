@@ -144,7 +144,7 @@ class TrainingLoop:
     def finish(self, deadline: Deadline) -> None:
         """Publish what was learned since the last version, checkpoint, and commit positions, before the deadline.
 
-        Weights that are spoiled are not checkpoint: the next start goes on from before, and learns the events since
+        Spoiled weights are not saved: the next start goes on from before, and learns the events since
         again.
         """
         self._parts.erasure.look()

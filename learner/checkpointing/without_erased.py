@@ -140,7 +140,7 @@ def _standing(
 def _planned_anew(
     tensors: Tensors, steps: Sequence[int], erased: ErasedEvents, bases: NDArray[np.uint64]
 ) -> Sequence[int]:
-    """Return the steps from the first on whose plan names a erased event."""
+    """Return the steps from the first on whose plan names an erased event."""
     there = [step for step in steps if f"plan.{step}" in tensors]
     for place, step in enumerate(there):
         if erased.covers(bases, columns_of(_array(tensors[f"planned.{step}"], PLANNED))).any():
