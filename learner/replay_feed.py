@@ -1,6 +1,6 @@
 """Feeds old events into the steps: how many to replay, their sample, and what the store is sent after a step.
 
-`StoreFeed` replays from a store; `NoReplay` is the feed of a strategy that replays nothing.
+`StoreFeed` replays from a store; `NoFeed` is the feed of a strategy that replays nothing.
 """
 
 from collections import deque
@@ -111,12 +111,20 @@ def make_feed(
 ) -> ReplayFeed:
     """Return the feed of a store, or of none; `ratio` says which steps measure forgetting."""
     if store is None:
-        return NoReplay()
+        return NoFeed()
     probe = Probe(ratio, holdout, trainer, settings.batch_size)
-    return StoreFeed(*(store, trainer.strategy, ratio, probe, settings.batch_size, settings.batch_size * ranks, timer))
+    return StoreFeed(
+        store,
+        trainer.strategy,
+        ratio,
+        probe,
+        batch_size=settings.batch_size,
+        step_size=settings.batch_size * ranks,
+        timer=timer,
+    )
 
 
-class NoReplay:
+class NoFeed:
     """The feed without a store."""
 
     replays = False

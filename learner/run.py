@@ -135,7 +135,10 @@ class Learner:
         self._build_training()
         self._sharing = stack.enter_context(
             device_sharing(
-                *(deployment.device_sharing, deployment.state_dir, self._bench.device, self._stop),
+                deployment.device_sharing,
+                deployment.state_dir,
+                self._bench.device,
+                self._stop,
                 self._metrics.learner.device_sharing_wait,
             )
         )
@@ -214,7 +217,12 @@ class Learner:
         holdout = HoldoutSet(self._bench.schema, deployment.gate.holdout_rows)
         with away_is_dependency(_AWAY.format(checkpoints.path)):
             checkpointer = Checkpointer(
-                *(checkpoints, deployment.checkpoints, store, metrics.learner, resumed.segments, self._alone)
+                checkpoints,
+                deployment.checkpoints,
+                store,
+                metrics.learner,
+                segments=resumed.segments,
+                check=self._alone,
             )
         erasure = Erasure(written, checkpoints, deployment.state_dir / "replay" / RANK, store, holdout, checkpointer)
         erasure.take_note(*resumed.less)
@@ -222,10 +230,24 @@ class Learner:
         lag = LagPolicy(deployment.stream.lag_policy, deployment.seed, self._source, reads=keyed)
         monitor = StreamMonitor(settings, bounded=self._bench.schema.label.classes is not None)
         replay = make_feed(
-            *(store, settings, self._ranks, monitor.ratio, holdout, self._trainer, metrics.replay.sample)
+            store,
+            settings,
+            ranks=self._ranks,
+            ratio=monitor.ratio,
+            holdout=holdout,
+            trainer=self._trainer,
+            timer=metrics.replay.sample,
         )
         self._parts = LoopComponents(
-            *(self._source, self._trainer, monitor, replay, holdout, self._publisher, checkpointer, erasure, lag)
+            source=self._source,
+            trainer=self._trainer,
+            monitor=monitor,
+            replay=replay,
+            holdout=holdout,
+            publisher=self._publisher,
+            checkpointer=checkpointer,
+            erasure=erasure,
+            lag=lag,
         )
         self._loop = TrainingLoop(settings, self._parts, metrics, ranks=self._ranks)
         resumed.restore(self._loop)
@@ -234,8 +256,17 @@ class Learner:
         """Build the reporter, and serve its status."""
         deployment, place, parts = self._deployment, self._place, self._parts
         self._reporter = Reporter(
-            *(deployment.state_dir, self._generation, self._loop, parts.source, self._store, parts.holdout),
-            *(parts.publisher, parts.checkpointer, parts.erasure, parts.lag, self._metrics),
+            deployment.state_dir,
+            self._generation,
+            self._loop,
+            source=parts.source,
+            background_store=self._store,
+            holdout=parts.holdout,
+            publisher=parts.publisher,
+            checkpointer=parts.checkpointer,
+            erasure=parts.erasure,
+            lag=parts.lag,
+            metrics=self._metrics,
             strategy=deployment.learner.strategy.name,
             classification=self._bench.schema.label.classes is not None,
             launched=place is not None,
@@ -248,7 +279,11 @@ class Learner:
         token, reporter = deployment.read_token, self._reporter
         self._port = self._stack.enter_context(
             serve_status(
-                *(deployment.learner.status, token, self._registry, reporter.problems, reporter.warnings),
+                deployment.learner.status,
+                token,
+                self._registry,
+                problems=reporter.problems,
+                warnings=reporter.warnings,
                 admin_token=deployment.admin_token,
             )
         )

@@ -221,6 +221,15 @@ def test_the_packages_hold_a_docstring_and_nothing_else():
         assert isinstance(body[0].value.value, str)
 
 
+def test_no_class_name_stands_for_two_things():
+    places = {}
+    for path in FILES:
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(path.relative_to(ROOT).as_posix())
+    assert {name: paths for name, paths in places.items() if len(paths) > 1} == {}
+
+
 def test_no_folder_holds_more_than_a_reader_takes_in():
     folders = {path.parent for path in FILES}
     sizes = {str(folder.relative_to(ROOT)): len(list(folder.glob("[!_]*.py"))) for folder in folders}

@@ -28,7 +28,7 @@ class Partitioned(Blocks, Protocol):
         ...
 
 
-class _Queue:
+class _PartitionQueue:
     """What was read of one partition and has not had its turn."""
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class RoundRobin:
         self._source = source
         self._batch_size = batch_size
         self._settled = settled
-        self._queues: list[_Queue] = []
+        self._queues: list[_PartitionQueue] = []
         self._turn = 0
 
     def next(self, stop: threading.Event) -> Batch | None:
@@ -117,7 +117,7 @@ class RoundRobin:
     def _shares(self) -> list[int] | None:
         """Return how many events each partition gives to the next batch; None as long as that is open."""
         partitions = self._source.partitions
-        self._queues += [_Queue() for _ in range(len(partitions) - len(self._queues))]
+        self._queues += [_PartitionQueue() for _ in range(len(partitions) - len(self._queues))]
         ended = [self._ended(index, partition) for index, partition in enumerate(partitions)]
         shares, turn, passed = [0] * len(partitions), self._turn, 0
         missing = self._batch_size
@@ -145,7 +145,7 @@ class RoundRobin:
         Return what is settled at once, if there is any.
         """
         settled = BatchBuilder()
-        self._queues += [_Queue() for _ in range(len(self._source.partitions) - len(self._queues))]
+        self._queues += [_PartitionQueue() for _ in range(len(self._source.partitions) - len(self._queues))]
         for cover in block.coverage:
             mine = block.columns["partition"] == cover.partition
             rows = {name: column[mine] for name, column in block.columns.items()}
