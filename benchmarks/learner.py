@@ -125,7 +125,8 @@ class Live:
 def document(stream: Stream, model: dict[str, Any], form: str, batch: int) -> dict[str, Any]:
     """Return the pipeline file: everything is on that is by default, and checkpoints are those of the defaults."""
     sections = {
-        "stream": {"format": form},
+        # The embedded broker answers with all that there is, whatever a fetch asks for: here more than 100 MB.
+        "stream": {"format": form, "properties": {"receive.message.max.bytes": 2**30}},
         "learner": {"batch_size": batch, "optimizer": OPTIMIZER, "max_grad_norm": float("inf")},
         "replay": {"capacity": _STORED},
         "versions": {"publish_every": "1s", "keep": 20},
