@@ -63,7 +63,7 @@ def test_each_event_is_learned_from_once_whatever_becomes_of_the_way_to_the_brok
         pipeline = Pipeline(tmp_path, proxy.address, topic, CODE, text)
         with Supervised(pipeline) as learner:
             for place, fault in enumerate([Fault(), *FAULTS.values()]):
-                # A learner that is quick takes the events in fetches too small to be corrupted, unless they wait for it.
+                # They wait for a quick learner, so that a fetch of them is large enough to be corrupted.
                 proxy.suffer(Fault(stalled=True) if fault.corrupted else fault)
                 rows = np.zeros(EVENTS, ROW)
                 rows["id"] = np.arange(EVENTS) + place * EVENTS
