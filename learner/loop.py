@@ -190,7 +190,7 @@ class TrainingLoop:
     def count(self) -> None:
         """Let ledger and counters follow what was settled, which they do for several steps at once."""
         self.ledger.count()
-        self._counters.move(self.ledger.partitions)
+        self._counters.update(self.ledger.partitions)
 
     def _step(self, batch: Batch) -> tuple[Replay, StepResult | None]:
         """Sample, test, train and measure; return the old events, and the result: None if the model raised on all new
@@ -227,13 +227,13 @@ class TrainingLoop:
                 error = exc
             count = len(batch)
             raised = np.zeros(count + sum(map(len, replay.examples)), np.bool_)
-            raised[error.places] = True
+            raised[error.indices] = True
             if raised[count:].any():
                 replay, records = self._replay.remove(replay, raised[count:])
                 self._metrics.learner.raised.labels("replay").inc(len(records))
-                self.raised.log("which are replayed no more", self._names(records), error.said)
+                self.raised.log("which are replayed no more", self._names(records), error.message)
             if raised[:count].any():
-                self._skip(batch, raised[:count], error.said)
+                self._skip(batch, raised[:count], error.message)
         return replay, None
 
     def _skip(self, batch: Batch, raised: NDArray[np.bool_], said: str) -> None:
@@ -307,10 +307,10 @@ class TrainingLoop:
             self._parts.erasure.meet(partitions, lambda: self.ledger.positions)
             for index, partition in enumerate(partitions):
                 if index == len(self.ledger.partitions):
-                    self.ledger.take_up(partition.name, partition.start)
-                self.ledger.partitions[index].meet(partition.end, partition.topic_id)
-            self._counters.meet(self.ledger.partitions)
-        self._parts.lag.look(self.ledger.partitions, self.ledger.take_moved())
+                    self.ledger.add_partition(partition.name, partition.start)
+                self.ledger.partitions[index].update_end(partition.end, partition.topic_id)
+            self._counters.register_partitions(self.ledger.partitions)
+        self._parts.lag.update(self.ledger.partitions, self.ledger.take_moved())
 
     @property
     def micro_batch_size(self) -> int | None:

@@ -57,8 +57,8 @@ class ShardedWeights:
     def full_copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return full copies, gathered from all ranks in the order of the names.
 
-        The order has to be the same on all ranks: one that received a checkpoint may have another than the one that
-        read it.
+        Sorted, since every rank has to gather in the same sequence, and ranks may have restored tensors in different
+        ones.
         """
         return {
             name: value.full_tensor() if isinstance(value, DTensor) else value.detach().clone()

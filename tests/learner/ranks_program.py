@@ -169,9 +169,9 @@ def step_without(trainer: Trainer, given: list[Examples], raised: list[int]) -> 
         try:
             return trainer.step(given[0], given[1:])
         except RaisingEventsError as exc:
-            raised += exc.places
+            raised += exc.indices
             stays = torch.ones(sum(map(len, given)), dtype=torch.bool)
-            stays[list(exc.places)] = False
+            stays[list(exc.indices)] = False
         left = [each[part] for each, part in zip(given, torch.split(stays, [*map(len, given)]), strict=True)]
         given = left if sum(map(len, left[1:])) else left[:1]
     return None

@@ -12,7 +12,7 @@ from ingest.events.schema import Schema
 from ingest.kafka.fake import fake_columns
 from ingest.transport.shared_ring import MOST_ROWS
 from learner.config import LearnerSettings
-from learner.resume import most_offered
+from learner.resume import most_added
 from learner.stream.batches import Batches
 
 BATCH = 24
@@ -38,7 +38,7 @@ class Unlabelled:
 @pytest.mark.parametrize("kind", [{"unlabelled": "store"}, {"lag_policy": LagPolicySettings(action="store-only")}])
 def test_a_batch_has_no_more_events_than_the_store_is_told(schema: Schema, kind: dict[str, Any]) -> None:
     settings = LearnerSettings(batch_size=BATCH, max_delay=timedelta(hours=1))
-    most = most_offered(settings, StreamSettings(topics=("events",), **kind), 1)
+    most = most_added(settings, StreamSettings(topics=("events",), **kind), 1)
     batches = Batches(Unlabelled(schema), BATCH, settings.max_delay)
     for _ in range(5):
         batch = batches.next(threading.Event())

@@ -145,8 +145,8 @@ def test_a_step_without_the_events_that_raise_is_as_if_they_had_not_come(
     with pytest.raises(RaisingEventsError) as caught:
         trainer.step(new, given)
     expected = [*bad, *(16 * (sample + 1) + place for sample in range(len(given)) for place in bad_old)]
-    assert list(caught.value.places) == expected
-    assert "index out of range" in caught.value.said or "no gradient of this" in caught.value.said
+    assert list(caught.value.indices) == expected
+    assert "index out of range" in caught.value.message or "no gradient of this" in caught.value.message
     result = trainer.step(without(new, bad), replayed(strategy, trainer, without(old, bad_old)))
     torch.manual_seed(2)
     plain = other.step(without(new, bad), replayed(strategy, other, without(old, bad_old)))
@@ -162,7 +162,7 @@ def test_a_step_of_which_every_event_raises_names_them_all(schema: Schema, count
     before = trainer.snapshot()
     with pytest.raises(RaisingEventsError) as caught:
         trainer.step(some(schema, trainer, range(count), tuple(range(count))))
-    assert list(caught.value.places) == list(range(count))
+    assert list(caught.value.indices) == list(range(count))
     assert all(torch.equal(value, before[name]) for name, value in trainer.snapshot().items())
 
 
@@ -199,7 +199,7 @@ def test_a_task_that_raises_on_a_label_is_like_a_model_that_raises(schema: Schem
     trainer = make(schema, Refusing(), task=Choosy())
     with pytest.raises(RaisingEventsError, match="no twos") as caught:
         trainer.step(some(schema, trainer, range(9)))
-    assert list(caught.value.places) == [2, 5, 8]
+    assert list(caught.value.indices) == [2, 5, 8]
 
 
 def test_passes_that_find_events_are_few(schema: Schema) -> None:
@@ -217,7 +217,7 @@ def test_a_probe_names_the_events_that_raise_and_leaves_the_model_as_it_was(sche
     before = trainer.snapshot()
     with pytest.raises(RaisingEventsError) as caught:
         trainer.probe(some(schema, trainer, range(16), (3, 4)))
-    assert list(caught.value.places) == [3, 4]
+    assert list(caught.value.indices) == [3, 4]
     assert trainer.model.training
     assert all(torch.equal(value, before[name]) for name, value in trainer.snapshot().items())
 

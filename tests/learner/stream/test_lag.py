@@ -59,7 +59,7 @@ def policy(
 
 def ledger(*, end: int, position: int = 0) -> Ledger:
     accounts = Ledger()
-    accounts.take_up(NAME, 0)
+    accounts.add_partition(NAME, 0)
     accounts.partitions[0].end, accounts.partitions[0].position = end, Position(position)
     return accounts
 
@@ -67,7 +67,7 @@ def ledger(*, end: int, position: int = 0) -> Ledger:
 def looked(policy: LagPolicy, clock: Clock, *, end: int, position: int) -> tuple[float, bool]:
     """Let it look at a broker that has just told its end."""
     policy._stream.told = clock.now
-    policy.look(ledger(end=end, position=position).partitions, [0])
+    policy.update(ledger(end=end, position=position).partitions, [0])
     return policy.seconds, policy.behind
 
 
@@ -140,7 +140,7 @@ def test_the_lag_grows_while_the_broker_says_nothing() -> None:
     lagging = policy(clock, stream=stream)
     stream.told = clock.now
     for _ in range(7):
-        lagging.look(ledger(end=10).partitions)
+        lagging.update(ledger(end=10).partitions)
         clock.now += 10
     assert lagging.seconds == 60
     assert lagging.behind
@@ -156,7 +156,7 @@ def test_looking_at_those_that_moved_comes_to_the_same_as_looking_at_all(
     stream = Stream(clock)
     some, accounts = policy(clock, stream=stream), Ledger()
     for number in range(5):
-        accounts.take_up(TopicPartition("events", number), 0)
+        accounts.add_partition(TopicPartition("events", number), 0)
     for tells, moved, seconds in plan:
         clock.now += seconds
         if tells:
@@ -166,7 +166,7 @@ def test_looking_at_those_that_moved_comes_to_the_same_as_looking_at_all(
         for place in moved:
             account = accounts.partitions[place]
             account.position = Position(min(account.end, account.position.offset + 2))
-        some.look(accounts.partitions, moved)
+        some.update(accounts.partitions, moved)
         ages = [
             each.age(clock.now, account.position.offset)
             for each, account in zip(some._arrivals, accounts.partitions, strict=True)
@@ -193,12 +193,12 @@ def test_a_step_looks_at_no_more_partitions_than_it_moves() -> None:
     stream = Stream(clock)
     lagging, accounts = policy(clock, stream=stream), Counted()
     for number in range(1000):
-        accounts.take_up(TopicPartition("events", number), 0)
+        accounts.add_partition(TopicPartition("events", number), 0)
     stream.told = clock.now
-    lagging.look(accounts)  # type: ignore[arg-type]
+    lagging.update(accounts)  # type: ignore[arg-type]
     accounts.looked = 0
     for place in range(100):
-        lagging.look(accounts, [place])  # type: ignore[arg-type]
+        lagging.update(accounts, [place])  # type: ignore[arg-type]
     assert accounts.looked == 100
 
 
@@ -224,18 +224,18 @@ def test_what_was_not_read_of_a_topic_that_was_made_anew_waits_no_longer() -> No
     lagging = policy(clock, stream=stream)
     accounts = ledger(end=100, position=40)
     stream.told = clock.now
-    lagging.look(accounts.partitions)
+    lagging.update(accounts.partitions)
     clock.now += 30
-    lagging.look(accounts.partitions)
+    lagging.update(accounts.partitions)
     assert lagging.seconds == 30
     kept = lagging.state()
-    accounts.take_up(TopicPartition("events", 0, 1), 0)
+    accounts.add_partition(TopicPartition("events", 0, 1), 0)
     restarted = policy(clock, stream=stream)
     restarted.restore(kept)
     for each in (lagging, restarted):
         clock.now += 3600
         stream.told = clock.now
-        each.look(accounts.partitions)
+        each.update(accounts.partitions)
         assert (each.seconds, each.behind) == (0, False)
         assert each.state()["arrivals"][0] == []
 

@@ -55,7 +55,7 @@ def block(schema: Schema, rows: list[tuple[int, int, int, Outcome]], coverage: l
 def ledger() -> Ledger:
     accounts = Ledger()
     for name in NAMES:
-        accounts.take_up(name, 0)
+        accounts.add_partition(name, 0)
     return accounts
 
 
@@ -215,7 +215,7 @@ def test_only_what_is_trained_on_for_the_first_time_and_has_a_time_is_new(schema
     made.columns["time_ms"][:] = [100, 101, 102, 103, 104, -1, 106, 107]
     accounts = Ledger({"events:0": PartitionProgress(1), "events:1": PartitionProgress(9, incarnation=1)})
     for name in NAMES:
-        accounts.take_up(name, 0)
+        accounts.add_partition(name, 0)
     for batch in drain(Queue([made]), 2):
         for span in batch.spans:
             accounts.advance(span, Outcome.TRAINED)
@@ -240,12 +240,12 @@ def test_pending_is_what_the_broker_has_beyond_the_position(schema: Schema) -> N
 
 def test_what_was_not_read_of_a_topic_that_was_made_anew_is_removed(schema: Schema) -> None:
     accounts = ledger()
-    accounts.partitions[0].meet(9, "first")
+    accounts.partitions[0].update_end(9, "first")
     for batch in drain(Queue([block(schema, [(0, 0, 0, Outcome.PENDING)], [Coverage(0, 0, 2)])]), 4):
-        accounts.take_up(NAMES[0].next_incarnation, 0)
+        accounts.add_partition(NAMES[0].next_incarnation, 0)
         for span in batch.spans:
             accounts.advance(span, Outcome.TRAINED)  # what was under way is settled where it is from
-    accounts.partitions[2].meet(5, "second")
+    accounts.partitions[2].update_end(5, "second")
     again = Ledger()
     again.restore(accounts.state())
     for each in (accounts, again):
