@@ -52,7 +52,7 @@ _UNPICKLES = "torch unpickles the data that replicas exchange for it, which must
 _BY_CLOCK = "whether the learner is behind depends on a clock"
 _NO_STORE = "that strategy has no store"
 _NO_SCALE = "replicas agree on the loss scale when they exchange gradients"
-_PARTS = "it needs full weights or gradients, of which each replica has a shard"
+_PARTS = "it needs full weights or gradients, and each replica has a shard of them"
 _GATHERED = "the compiler does not support modules that are gathered from shards"
 _OWN_EXCHANGE = "sharded modules exchange gradients in their own way"
 _ONE_SCALE = "replicas with shards of the gradients would scale losses differently"
@@ -60,7 +60,7 @@ _ALL_RUN = "all replicas have to run a sharded model, and only the first scores 
 _HALF_RUN = "a sharded model can only be run in full"
 _FUSED = "compiled code runs across the borders of layers"
 _ALONE = "a standby replaces one process"
-_SHAPES = "it keeps averages over rows and columns, of which each shard has a part"
+_SHAPES = "it keeps averages over rows and columns, and each shard has a part of them"
 
 RULES = (
     Conflict("learner.compile", _ON, "learner.activation_checkpointing", _ON, _RECOMPUTED, "set one of them to false"),

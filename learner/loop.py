@@ -416,7 +416,7 @@ class TrainingLoop:
             trained_through=self.ledger.trained_through,
             holdout=self._parts.holdout.held,
             accuracy_now=self.monitor.prequential.mean,
-            learned=self.ledger.take_learned(),
+            learned=self.ledger.take_newly_trained(),
         )
 
     def publish_if_due(self) -> None:

@@ -27,9 +27,9 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from learner.config import LearnerSettings
+from learner.distributed.hosts import Hosts, MembershipChange
 from learner.distributed.membership import MembershipRound
 from learner.distributed.process_group import RankAssignment, RendezvousAddress
-from learner.distributed.rendezvous import Hosts, MembershipChange
 
 _RESTARTS = 3
 _IN_A_ROW = timedelta(minutes=10)

@@ -66,7 +66,7 @@ def raising(rows: int, check: Check) -> dict[int, str]:
     does, each of its events counts as raising.
 
     Raises:
-        Exception: an error of which events are not the cause, by `may_be_of_events`.
+        Exception: an error that events do not cause, by `may_be_of_events`.
     """
     found: dict[int, str] = {}
     if rows and (error := _raised(check, 0, rows)) is not None:
@@ -163,7 +163,7 @@ class Raised:
 
     @property
     def is_all(self) -> bool:
-        """Whether every event raised in so many consecutive steps that the model is likely broken."""
+        """Whether every event raised in the last ten steps, so that the model is likely broken."""
         return self.steps_in_a_row >= _MANY_STEPS
 
     def problem(self, seen: int) -> str | None:

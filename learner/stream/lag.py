@@ -70,7 +70,7 @@ class Stream(Protocol):
     """The stream whose lag is measured; `ingest.reader.reader.BlockReader` is one."""
 
     @property
-    def told(self) -> float | None:
+    def ends_time(self) -> float | None:
         """When the broker last reported end offsets, by the clock."""
         ...
 
@@ -124,7 +124,7 @@ class LagPolicy:
         `moved` are the indices of partitions whose position has moved since the last call. All partitions are measured
         when the broker has reported end offsets since then, about once a second.
         """
-        now, ends_time = self._clock(), self._stream.told
+        now, ends_time = self._clock(), self._stream.ends_time
         if len(accounts) != len(self._arrival_times) or ends_time != self._ends_time:
             self._update_all(accounts, None if ends_time == self._ends_time else ends_time)
             self._ends_time = ends_time

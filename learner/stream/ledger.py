@@ -231,7 +231,7 @@ class Ledger:
                 first &= np.not_equal(columns["partition"], index) | np.greater(columns["offset"], published.offset)
         return first
 
-    def take_learned(self) -> RecordTimes:
+    def take_newly_trained(self) -> RecordTimes:
         """Return the record times of events that were trained on for the first time since the last call."""
         self.count()
         learned, self._learned = self._learned, RecordTimes()

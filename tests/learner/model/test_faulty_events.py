@@ -30,7 +30,7 @@ BAD = 900.0
 
 
 class Refusing(nn.Sequential):
-    """Raises where an event begins with 900, at a place of choice; samples random numbers and keeps statistics."""
+    """Raises where an event begins with 900, at an index of choice; samples random numbers and keeps statistics."""
 
     def __init__(self, where: str = "forward") -> None:
         torch.manual_seed(0)
@@ -129,7 +129,7 @@ def test_what_is_no_events_fault_is_raised_as_it_is(error: Exception) -> None:
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("strategy", [*STRATEGIES])
-def test_a_step_without_the_events_that_raise_is_as_if_they_had_not_come(
+def test_a_step_without_the_events_that_raise_is_the_same_as_without_them(
     schema: Schema, strategy: str, where: str
 ) -> None:
     if where == "backward" and not STRATEGIES[strategy].learns_gradient:
@@ -144,7 +144,7 @@ def test_a_step_without_the_events_that_raise_is_as_if_they_had_not_come(
     given = replayed(strategy, trainer, old)
     with pytest.raises(RaisingEventsError) as caught:
         trainer.step(new, given)
-    expected = [*bad, *(16 * (sample + 1) + place for sample in range(len(given)) for place in bad_old)]
+    expected = [*bad, *(16 * (sample + 1) + index for sample in range(len(given)) for index in bad_old)]
     assert list(caught.value.indices) == expected
     assert "index out of range" in caught.value.message or "no gradient of this" in caught.value.message
     result = trainer.step(without(new, bad), replayed(strategy, trainer, without(old, bad_old)))
@@ -226,7 +226,7 @@ def test_the_log_names_events_at_most_every_ten_seconds(caplog: pytest.LogCaptur
     now = [0.0]
     raised = Raised(lambda: now[0])
     with caplog.at_level(logging.WARNING):
-        raised.log("which are skipped", [f"t[0]@{place}" for place in range(7)], "IndexError: bad")
+        raised.log("which are skipped", [f"t[0]@{offset}" for offset in range(7)], "IndexError: bad")
         raised.log("which are skipped", ["t[0]@8", "t[0]@9"], "IndexError: bad")
         now[0] = 11.0
         raised.log("which are skipped", ["t[0]@10"], "IndexError: bad")

@@ -103,7 +103,7 @@ class Stream:
         """Makes other events of those of a block."""
         self.unknown_fields = 0
         self.letters_dropped: Counter[str] = Counter()
-        self.told: float | None = None
+        self.ends_time: float | None = None
         self.partitions = [Partition(NAME, 0, blocks * ROWS)]
 
     def poll(self, timeout: timedelta) -> Block | None:
@@ -894,9 +894,7 @@ def test_a_checkpoint_of_a_strategy_with_other_columns_is_refused_before_the_fir
     bench.close()
     (tmp_path / "refused_model.py").write_text("from torch import nn\n\n\ndef build():\n    return nn.Linear(3, 3)\n")
     deployment = _deployment(tmp_path, schema, strategy="der")
-    sentence = (
-        r'"der" requires an output of shape \[3\] with each stored event, and checkpoint 1 has no output of the'
-    )
+    sentence = r'"der" requires an output of shape \[3\] with each stored event, and checkpoint 1 has no output of the'
     with pytest.raises(SettingsError, match=sentence):
         learn(deployment, threading.Event())
 

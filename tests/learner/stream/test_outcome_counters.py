@@ -9,7 +9,7 @@ from learner.stream.ledger import PartitionLedger
 from learner.stream.outcome_counters import OutcomeCounters
 
 
-def test_what_a_checkpoint_had_is_not_counted_and_each_outcome_after_it_is_once() -> None:
+def test_outcomes_of_a_checkpoint_are_not_counted_and_each_later_one_is_counted_once() -> None:
     registry = CollectorRegistry()
     counters = OutcomeCounters(IngestMetrics(registry).rows)
     accounts = [PartitionLedger(TopicPartition("events", number), 0) for number in range(2)]
