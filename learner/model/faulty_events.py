@@ -68,24 +68,24 @@ def raising(rows: int, check: Check) -> dict[int, str]:
     Raises:
         Exception: an error that events do not cause, by `may_be_of_events`.
     """
-    found: dict[int, str] = {}
+    errors: dict[int, str] = {}
     if rows and (error := _raised(check, 0, rows)) is not None:
-        _search(0, rows, error, check, found)
-    return dict(sorted(found.items()))
+        _search(0, rows, error, check, errors)
+    return dict(sorted(errors.items()))
 
 
-def _search(begin: int, end: int, error: str, check: Check, found: dict[int, str]) -> None:
-    """Add the events of a part that raises to `found`."""
+def _search(begin: int, end: int, error: str, check: Check, errors: dict[int, str]) -> None:
+    """Add the events of a part that raises to `errors`."""
     if end - begin == 1:
-        found[begin] = error
+        errors[begin] = error
         return
     middle = (begin + end) // 2
     halves = [(first, last, _raised(check, first, last)) for first, last in ((begin, middle), (middle, end))]
     if all(message is None for *_, message in halves):
-        found |= dict.fromkeys(range(begin, end), error)
+        errors |= dict.fromkeys(range(begin, end), error)
     for first, last, message in halves:
         if message is not None:
-            _search(first, last, message, check, found)
+            _search(first, last, message, check, errors)
 
 
 def _raised(check: Check, begin: int, end: int) -> str | None:
@@ -116,9 +116,9 @@ def works_on_zeros(run: Callable[[Mapping[str, Tensor], Tensor], object], schema
     return False
 
 
-def error_of(found: Mapping[int, str]) -> RaisingEventsError:
+def error_of(errors: Mapping[int, str]) -> RaisingEventsError:
     """Return the error that names these events, at least one."""
-    return RaisingEventsError(list(found), next(iter(found.values())))
+    return RaisingEventsError(list(errors), next(iter(errors.values())))
 
 
 @dataclass(frozen=True)

@@ -124,26 +124,26 @@ class BatchBuilder:
         """Return copies of the rows that were taken."""
         return Batch(_copied(self.new), _copied(self.stored_only), _copied(self.held_out), self.spans)
 
-    def take(self, block: Block, begin: int, most: int, *, exactly: bool = False) -> int:
-        """Take rows of a block from `begin` on, until there are `most` (at least 1) to train on or the block ends.
+    def take(self, block: Block, begin: int, max_rows: int, *, exactly: bool = False) -> int:
+        """Take rows of a block from `begin` on, until there are `max_rows` (at least 1) to train on or the block ends.
 
         Args:
             block: the block.
             begin: the first row to take.
-            most: the largest number of rows to train on.
+            max_rows: the largest number of rows to train on.
             exactly: end with the last row to train on, even if no other such row follows in the block.
 
         Returns:
             The first row that was not taken.
         """
         size = len(block)
-        rows, trained, indices = self._read(block, begin, min(size, begin + most + most // _FEW + 1))
+        rows, trained, indices = self._read(block, begin, min(size, begin + max_rows + max_rows // _FEW + 1))
         # The rows between the last row to train on and the next one are taken too.
-        enough = most + (not exactly)
+        enough = max_rows + (not exactly)
         if len(indices) < enough and begin + len(trained) < size:
             rows, trained, indices = self._read(block, begin, size)
-        n = len(trained) if len(indices) < enough else int(indices[most - 1]) + 1
-        trained, indices = trained[:n], indices[:most]
+        n = len(trained) if len(indices) < enough else int(indices[max_rows - 1]) + 1
+        trained, indices = trained[:n], indices[:max_rows]
         _pick(rows, indices, self.new)
         if len(indices) < n:
             others = np.flatnonzero(~trained)

@@ -38,15 +38,15 @@ class RecordTimes:
         for times, weight in other._parts:
             self._put(times, weight)
 
-    def quantiles(self, most: int) -> Times:
-        """Return at most `most` evenly spaced quantiles, ascending; all times if there are no more."""
+    def quantiles(self, max_times: int) -> Times:
+        """Return at most `max_times` evenly spaced quantiles, ascending; all times if there are no more."""
         if not self._parts:
             return np.zeros(0, np.int64)
         times = np.concatenate([times for times, _ in self._parts])
         weights = np.concatenate([np.full(len(times), weight) for times, weight in self._parts])
         order = np.argsort(times)
         ranks = np.cumsum(weights[order])
-        count = min(most, self.rows)
+        count = min(max_times, self.rows)
         middles = (np.arange(count) + 0.5) * (ranks[-1] / count)
         quantiles: Times = times[order][np.searchsorted(ranks, middles)]
         return quantiles

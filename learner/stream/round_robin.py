@@ -149,7 +149,7 @@ class RoundRobin:
             part = Block(rows, (cover,))
             if not self._queues[cover.partition].add(part):
                 settled.take(part, 0, 1)
-        waiting = sum(len(each) for queue in self._queues for each in queue.blocks)
+        waiting = sum(len(queued) for queue in self._queues for queued in queue.blocks)
         if waiting > MOST_ROWS + self._batch_size:
             empty = [self._source.partitions[i].name for i, queue in enumerate(self._queues) if not queue.trainable]
             empty = empty or [self._source.partitions[0].name]
