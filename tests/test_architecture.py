@@ -45,6 +45,7 @@ HOME = {
         "anabranch/doctor/model_checks.py",
         "anabranch/commands/backtest.py",
         "anabranch/commands/template",
+        "anabranch/commands/version_files.py",
     },
     "typer": {"anabranch"},
     "uvicorn": {
@@ -157,7 +158,8 @@ METRICS_ADDED = words("""
 
 COMMANDS = {"demo", "init", "up", "learn", "serve", "produce", "status", "doctor", "versions ls", "versions show"}
 COMMANDS |= {"versions promote", "versions reject", "versions rollback", "versions pin", "versions unpin"}
-COMMANDS |= {"config check", "config show", "checkpoints ls", "checkpoints show"}
+COMMANDS |= {"versions diff", "versions export"}
+COMMANDS |= {"config check", "config show", "checkpoints ls", "checkpoints show", "checkpoints restore"}
 COMMANDS |= {"dead-letters ls", "dead-letters resend", "predict", "backtest"}
 COMMANDS |= {"replay stats", "replay sample", "replay erase"}
 

@@ -68,6 +68,8 @@ same log options. `anabranch --install-completion` installs completion for your 
 | 1 | a bug |
 | 2 | the settings or the input are wrong |
 | 3 | something outside, such as the broker, cannot be reached |
+| 4 | `status --exit-code`: learner or serving reports a problem, or has stopped reporting |
+| 5 | `status --exit-code`: learner or serving is not running |
 """
 
 _METRICS = """\

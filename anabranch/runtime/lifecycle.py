@@ -39,6 +39,10 @@ class Exit(IntEnum):
     BUG = 1
     SETTINGS = 2
     DEPENDENCY = 3
+    UNHEALTHY = 4
+    """Of `status --exit-code` alone: learner or serving reports a problem, or has not reported for some time."""
+    NOT_RUNNING = 5
+    """Of `status --exit-code` alone: learner or serving does not run."""
 
 
 def exit_code(error: AnabranchError) -> Exit:

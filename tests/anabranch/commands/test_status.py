@@ -13,6 +13,7 @@ from rich.console import Console
 
 import learner.state_dir.report
 import serving.reporting.report
+from anabranch.cli import app as cli
 from anabranch.cli.common import show
 from anabranch.commands.status import read_status, render
 from anabranch.config.loader import load_config
@@ -224,3 +225,21 @@ def test_a_report_that_has_only_begun_says_what_is_not_known_yet(config):
     text = screen(config)
     for figure in ("accuracy not known yet", "outcomes none", "replay empty", "version none yet"):
         assert figure in text
+
+
+def test_the_exit_code_says_whether_the_pipeline_is_healthy(config, dead_pid, capsys):
+    def code(*options: str) -> int:
+        return cli.main(["status", "--exit-code", *options, "-c", str(config.path)])
+
+    assert code() == 5, "neither part has run"
+    learner.state_dir.report.write_report(config.state_dir, learner_report(problems=[]))
+    assert code("--json") == 5, "serving has not run"
+    serving.reporting.report.write_report(config.state_dir, serving_report(problems=[]))
+    assert code() == 0
+    learner.state_dir.report.write_report(config.state_dir, learner_report())
+    assert code() == 4, "the learner reports a problem"
+    assert cli.main(["status", "-c", str(config.path)]) == 0
+    learner.state_dir.report.write_report(config.state_dir, learner_report(problems=[], time=time.time() - 100))
+    assert code() == 4, "the learner is silent"
+    learner.state_dir.report.write_report(config.state_dir, learner_report(problems=[], pid=dead_pid))
+    assert code() == 5
