@@ -52,7 +52,12 @@ def versions_show(version: _Version, config: ConfigPath = PIPELINE, as_json: AsJ
 
 
 @versions.command("diff", epilog="Example: anabranch versions diff served latest")
-def versions_diff(before: _Version, after: _Version, config: ConfigPath = PIPELINE, as_json: AsJson = False) -> int:
+def versions_diff(
+    before: Annotated[str, typer.Argument(metavar="BEFORE", help="A version: its number, latest or served.")],
+    after: Annotated[str, typer.Argument(metavar="AFTER", help="The version that it is compared with.")],
+    config: ConfigPath = PIPELINE,
+    as_json: AsJson = False,
+) -> int:
     """Compare two versions: metrics, offsets trained through, and how far each tensor of the weights has changed."""
 
     def start() -> None:
