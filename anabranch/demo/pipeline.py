@@ -12,8 +12,9 @@ from anabranch.commands.init import write_example
 from anabranch.config.loader import Config, load_config
 from anabranch.config.overrides import ENVIRONMENT_PREFIX
 from anabranch.runtime.child_environment import without_admin_token
+from anabranch.runtime.child_process import Part
 from anabranch.runtime.embedded_broker import free_port
-from anabranch.runtime.supervisor import Part, pipeline_parts
+from anabranch.runtime.supervisor import pipeline_parts
 from learner.state_dir.report import REPORT as LEARNER_REPORT
 
 _THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}

@@ -7,7 +7,8 @@ import pytest
 
 from anabranch.commands.init import write_example
 from anabranch.config.loader import load_config
-from anabranch.runtime.supervisor import Part, Supervisor, pipeline_parts
+from anabranch.runtime.child_process import Part
+from anabranch.runtime.supervisor import Supervisor, pipeline_parts
 
 READ, ADMIN = "read-token-of-the-test", "admin-token-of-the-test"
 NAMED = "host = '0.0.0.0'\ntokens = {read = {env = 'MY_READ'}, admin = {env = 'MY_ADMIN'}}\n"

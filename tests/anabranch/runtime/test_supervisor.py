@@ -13,8 +13,9 @@ import psutil
 import pytest
 
 from anabranch.config.loader import load_config
+from anabranch.runtime.child_process import Part
 from anabranch.runtime.lifecycle import Exit
-from anabranch.runtime.supervisor import Part, RestartPolicy, Supervisor, pipeline_parts
+from anabranch.runtime.supervisor import RestartPolicy, Supervisor, pipeline_parts
 
 pytestmark = pytest.mark.process
 
@@ -47,7 +48,8 @@ import json, sys
 from datetime import timedelta
 from pathlib import Path
 from anabranch.runtime.lifecycle import stop_on_signals
-from anabranch.runtime.supervisor import Part, Supervisor
+from anabranch.runtime.child_process import Part
+from anabranch.runtime.supervisor import Supervisor
 parts = [
     Part(name, tuple(command), Path(report), stop_timeout=timedelta(seconds=s), standby=standby and tuple(standby))
     for name, command, report, s, standby in json.loads(sys.argv[1])
