@@ -174,7 +174,7 @@ function render() {
     `serving for ${age(serving.time - serving.started)}`,
   ];
   $("meta").replaceChildren(...facts.map((text) => element("span", {}, text)));
-  figure("served", known(serving.version) ? `serves version ${serving.version}` : "");
+  figure("served", known(serving.version) ? `Serves version ${serving.version}` : "");
   const rejected = learner?.outcomes.dead_lettered ?? 0;
   $("rejected").hidden = !rejected;
   $("rejected").firstElementChild.textContent = `${count(rejected)} ${rejected === 1 ? "message was" : "messages were"} rejected and sent to the dead-letter topic, each with its reason.`;
@@ -287,9 +287,14 @@ function renderTiles() {
   figure("lag_seconds", learner && !health.silent && !stale ? `oldest waits ${duration(learner.lag_seconds)}${learner.behind ? ", lag policy holds" : ""}` : "age not known");
   figure("partitions", `${partitions.length} ${partitions.length === 1 ? "partition" : "partitions"}`);
   for (const host of document.querySelectorAll("[data-spark]")) {
-    const { times, values, gap } = shown(host.dataset.spark.split(" "));
-    const { from, to } = bounds();
-    spark(host, times, values, from, to, gap);
+    /* Series of one unit and meaning share a band; "|" begins another. */
+    const bands = host.dataset.spark.split(" | ").map((names) => names.split(" ")), names = bands.flat();
+    const { times, values, gap } = shown(names), { from, to } = bounds();
+    const groups = bands.map((band) => ({
+      kinds: band.map((name) => "ab"[names.indexOf(name)]),
+      series: band.map((name) => values[names.indexOf(name)]),
+    }));
+    spark(host, groups, times, from, to, gap, names[0].endsWith("_seconds") ? duration : rate);
   }
 }
 
