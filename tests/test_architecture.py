@@ -29,7 +29,7 @@ HOME = {
         "ingest/formats/arrow_writer.py",
         "ingest/formats/arrow.py",
         "ingest/formats/arrow_columns.py",
-        "anabranch/commands/event_files.py",
+        "anabranch/commands/event_files/files.py",
     },
     "redis": {"replay/tiers/redis_server.py"},
     "rich": {"anabranch"},
@@ -347,7 +347,7 @@ class TestIntruders:
         done = self.start(tmp_path, "--help")
         assert done.returncode == 2
         assert done.stderr.startswith(f'anabranch: the package "{package}" in {tmp_path.resolve() / package} hides')
-        assert "environment of its own" in done.stderr
+        assert "in its own environment" in done.stderr
         assert len(done.stderr.splitlines()) == 1
 
     def test_one_that_is_a_single_file_is_named_too(self, tmp_path):

@@ -27,7 +27,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 UsageError: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "UsageError")
-"""Click's, from wherever typer has it: some versions carry a copy of their own."""
+"""Click's, from wherever typer has it: some versions have their own copy."""
 
 
 def command_tree() -> Any:

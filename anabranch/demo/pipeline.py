@@ -71,7 +71,7 @@ def lay_out(
         "STREAM__GROUP_ID": f"{stem}anabranch-demo",
         "SERVING__HOST": "127.0.0.1",
         "SERVING__PORT": port,
-        "LEARNER__STATUS": f"127.0.0.1:{_free_port_beside(port)}",
+        "LEARNER__STATUS": f"127.0.0.1:{_free_port_except(port)}",
         "STATE_DIR": str(folder / "var"),
     }
     if endless:
@@ -120,7 +120,7 @@ def _variables(overrides: Mapping[str, object]) -> dict[str, str]:
     return {f"{ENVIRONMENT_PREFIX}{name}": json.dumps(value) for name, value in overrides.items()}
 
 
-def _free_port_beside(taken: int) -> int:
+def _free_port_except(taken: int) -> int:
     while True:
         port = free_port()
         if port != taken:

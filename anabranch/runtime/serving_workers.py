@@ -65,10 +65,10 @@ def serve_by_workers(config: Config, stop: threading.Event) -> Exit:
 
 def _part(config: Config, pool: WorkerPool, number: int, descriptor: int) -> Part:
     command = (sys.executable, "-P", "-m", "serving", "-c", str(config.path), "--supervised", *log_arguments())
-    place = ("--worker", str(number), "--pool", str(pool.folder), "--listener", str(descriptor))
+    options = ("--worker", str(number), "--pool", str(pool.folder), "--listener", str(descriptor))
     return Part(
         f"serving worker {number}",
-        (*command, *place),
+        (*command, *options),
         pool.path(number),
         environment={COUNTS_VARIABLE: str(pool.folder)},
         stop_timeout=config.pipeline.serving.timeout + _BEYOND_TIMEOUT,

@@ -1,6 +1,6 @@
 """Parts as child processes that are started again when they die: what `anabranch up` and the demo run.
 
-A child is the leader of a session of its own, so that Ctrl-C reaches the supervisor alone, which decides when and how
+Each child leads a new session, so that Ctrl-C reaches the supervisor alone, which decides when and how
 a child stops. Its stdin is a pipe that stays open until the supervisor ends: a child that reads the end of the pipe
 stops (`daemon.stop_with_parent`), also after a SIGKILL of the supervisor. A standby replaces its part when it reads a
 line from that pipe (`daemon.wait_for_parent`).
@@ -224,7 +224,7 @@ class Supervisor:
         if standby is not None:
             code = standby.poll()
             if code is not None:
-                log.warning("what stood by for %s (pid %d) ended with %s", part.name, standby.pid, describe_end(code))
+                log.warning("the standby of %s (pid %d) ended with %s", part.name, standby.pid, describe_end(code))
                 close_pipe(standby)
                 self._end_group(standby.pid)
                 child.standby = None
@@ -232,7 +232,7 @@ class Supervisor:
             return
         elif (report := progress_of(part.report, process.pid)) is not None and report.is_any:
             child.standby, child.standby_start = spawn(part, part.standby), child.starts
-            log.info("pid %d stands by for %s", child.standby.pid, part.name)
+            log.info("pid %d is the standby of %s", child.standby.pid, part.name)
 
     def _end_group(self, group: int) -> None:
         """SIGTERM the processes that a dead child has left in its session; `_kill_leftovers` kills them later."""

@@ -30,7 +30,7 @@ def live(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str
                 said.append(line)
                 if " 1,0" in line or "class 1" in line:
                     break
-            (url,) = re.findall(r"look at it on (http://\S+)", "".join(said))
+            (url,) = re.findall(r"the dashboard is at (http://\S+)", "".join(said))
             yield url
         finally:
             process.send_signal(signal.SIGINT)

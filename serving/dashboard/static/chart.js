@@ -59,7 +59,7 @@ function patchChildren(host, made) {
   }
 }
 
-/* Points that are null, or further apart than `gap`, are not joined; a point without neighbours is a dot. */
+/* Points that are null, or whose distance is over `gap`, are not joined; a point without neighbours is a dot. */
 function path(times, values, gap, x, y) {
   let drawn = "", before = null;
   times.forEach((time, i) => {
@@ -101,7 +101,7 @@ function zoomedBottom(values, top) {
   return Math.max(0, Math.min(Math.floor(low / step) * step, top - 4 * step / 10));
 }
 
-/* Moves labels apart that would cover each other; `labels` have a y. */
+/* Separates labels that would overlap; `labels` have a y. */
 function spread(labels, distance, bottom) {
   labels.sort((a, b) => a.y - b.y);
   labels.forEach((label, i) => { if (i) label.y = Math.max(label.y, labels[i - 1].y + distance); });
@@ -214,7 +214,7 @@ class Chart {
     this.move(times[Math.min(last, Math.max(0, goals[event.key]))]);
   }
 
-  /* The marks at a time, as near as the pointer can tell; swaps are too frequent to be named. */
+  /* The marks at a time, within the precision of the pointer; swaps are too frequent to be named. */
   near(time) {
     const { from, to, marks } = this.data, distance = Math.max(1, (to - from) / 120);
     return marks.filter((mark) => mark.kind !== "swap" && time >= mark.time - distance && time <= mark.until + distance).slice(-4);

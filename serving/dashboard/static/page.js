@@ -2,7 +2,7 @@
 const $ = (id) => document.getElementById(id);
 const figure = (name, text) => { document.querySelector(`[data-figure="${name}"]`).textContent = text; };
 
-/* the rollout commands, by the names that the server knows: POST api/versions/N:ACTION */
+/* the rollout commands, by the server's names: POST api/versions/N:ACTION */
 const ACTIONS = { promote: "promote", pin: "pin", unpin: "unpin", reject: "reject" };
 
 /* explanations, shown on hover and on keyboard focus */
@@ -85,9 +85,9 @@ function resolution() {
 }
 
 async function askHistory() {
-  const [wanted, many] = resolution(), began = status.history.since;
-  const from = (time) => ask(`api/history?step=${wanted}&since=${time}`);
-  const since = (points?.step === wanted && points.began === began && points.time.at(-1)) || 0;
+  const [step, many] = resolution(), began = status.history.since;
+  const from = (time) => ask(`api/history?step=${step}&since=${time}`);
+  const since = (points?.step === step && points.began === began && points.time.at(-1)) || 0;
   const fresh = await from(since), turned = since && !fresh.time.length; /* the server's clock was set back */
   if (!since || turned) {
     points = { ...(turned ? await from(0) : fresh), began };
@@ -263,7 +263,7 @@ function renderTiles() {
   const { learner, serving, health } = status, rates = health.silent ? {} : learner?.rates ?? {};
   figure("freshness_p50", duration(serving.freshness_p50_seconds));
   figure("freshness_p99", duration(serving.freshness_p99_seconds));
-  figure("freshness_note", serving.freshness_p50_seconds > 60 ? "old events are being trained on" : "events of the last minute");
+  figure("freshness_remark", serving.freshness_p50_seconds > 60 ? "old events are being trained on" : "events of the last minute");
   figure("rows_new", rate(rates.rows_new));
   figure("rows_replay", rate(rates.rows_replay));
   figure("steps_rate", rate(rates.steps));
@@ -428,7 +428,7 @@ for (const term of document.querySelectorAll("[data-help]")) dress(term, explain
 
 let hinted = null;
 const EXPLAINED = "[data-help], [data-hint]";
-function placeHint() {
+function positionHint() {
   const at = hinted.getBoundingClientRect(), box = $("hint").getBoundingClientRect();
   const above = at.bottom + box.height + 8 > innerHeight;
   $("hint").style.left = `${Math.max(8, Math.min(at.left, document.documentElement.clientWidth - box.width - 8))}px`;
@@ -441,7 +441,7 @@ function hint(event) {
   $("hint").hidden = !hinted;
   if (!hinted) return;
   $("hint").textContent = hinted.dataset.hint ?? HELP[hinted.dataset.help];
-  placeHint();
+  positionHint();
 }
 function noHint() {
   hinted = null;
@@ -450,7 +450,7 @@ function noHint() {
 document.addEventListener("pointerover", hint);
 document.addEventListener("focusin", hint);
 document.addEventListener("focusout", noHint);
-document.addEventListener("scroll", () => { if (hinted) placeHint(); }, { capture: true, passive: true });
+document.addEventListener("scroll", () => { if (hinted) positionHint(); }, { capture: true, passive: true });
 document.addEventListener("keydown", (event) => { if (event.key === "Escape") noHint(); });
 
 /* orders about versions */

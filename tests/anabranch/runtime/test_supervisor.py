@@ -384,7 +384,7 @@ def test_a_standby_that_dies_is_started_again_after_the_part_was(part, until, no
         for _ in range(3):
             supervisor.check()
             assert children() == noted("started")
-        assert f"what stood by for part (pid {gone}) ended with exit code 1" in caplog.text
+        assert f"the standby of part (pid {gone}) ended with exit code 1" in caplog.text
         os.kill(noted("started")[0], signal.SIGKILL)
         until(lambda: (supervisor.check(), len(noted("standby")) == 2)[1], "another standby")
         assert gone not in noted("started")
