@@ -139,7 +139,7 @@ class TestCsv:
         for records in (read(plain, schema), read(packed, schema), read(semicolons, schema, delimiter=";")):
             assert [record.content for record in records] == [ROW]
 
-    def test_columns_that_the_schema_does_not_know_are_left_out_and_told(self, tmp_path, schema):
+    def test_columns_that_are_not_in_the_schema_are_left_out_and_reported(self, tmp_path, schema):
         path = table(tmp_path / "a.csv", ["extra", *ROW], ["?", *cells(ROW)])
         with open_source(path, None, None, schema, checked=True) as source:
             assert source.left_out == ["extra"]
@@ -175,7 +175,7 @@ class TestCsv:
         with pytest.raises(SettingsError, match=sentence):
             read(tmp_path / name, schema, checked=False)
 
-    def test_a_quote_that_is_out_of_place_is_a_fault(self, tmp_path, schema):
+    def test_a_misplaced_quote_is_a_fault(self, tmp_path, schema):
         path = table(tmp_path / "a.csv", list(ROW), cells(ROW))
         path.write_bytes(path.read_bytes() + b'"a"b\n')
         assert "expected after" in read(path, schema)[1].fault
@@ -313,9 +313,9 @@ def test_what_ingest_decodes_is_what_the_file_held(kind, pipeline, schema, kafka
     records = consume_all(kafka.bootstrap, produced.topic, 600)
     records.sort(key=lambda record: json.loads(record.value)["large"])
     assert_decoded(schema, [record.value for record in records], rows)
-    homes = {(record.key, record.partition) for record in records}
-    assert len(homes) == 7, "the events of a key are in one partition"
-    assert {key for key, _ in homes} == {b"k%d" % number for number in range(7)}
+    pairs = {(record.key, record.partition) for record in records}
+    assert len(pairs) == 7, "the events of a key are in one partition"
+    assert {key for key, _ in pairs} == {b"k%d" % number for number in range(7)}
 
 
 @pytest.mark.services

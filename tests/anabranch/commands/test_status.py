@@ -137,7 +137,7 @@ def test_nothing_that_runs_is_said_so(config):
         (0.1, None, "lag not known yet"),
     ],
 )
-def test_lag_is_told_with_its_age_and_old_lag_is_not_told_as_that_of_now(config, written, asked, shown):
+def test_lag_is_shown_with_its_age_and_old_lag_is_not_shown_as_current(config, written, asked, shown):
     report = learner_report(time=time.time() - written, lag_seconds=1.5, lag_age_seconds=asked)
     learner.state_dir.report.write_report(config.state_dir, report)
     assert shown in screen(config)
@@ -173,7 +173,7 @@ def test_the_screen_has_every_figure(config):
         assert figure in text
 
 
-def test_old_events_caches_and_lost_events_are_told_as_what_they_are(config):
+def test_old_events_caches_and_lost_events_have_their_names(config):
     rows = {"device": 50, "disk": 700}
     report = learner_report(replay_rows=rows, replay_bytes={"device": 50_000, "disk": 700_000}, replay_lost=3)
     learner.state_dir.report.write_report(config.state_dir, report)
@@ -183,7 +183,7 @@ def test_old_events_caches_and_lost_events_are_told_as_what_they_are(config):
     assert "freshness p50 0.31 s, p99 7 days, 0:00:00 from append" in text
 
 
-def test_a_hold_and_a_pin_are_told(config):
+def test_a_hold_and_a_pin_are_shown(config):
     now = time.time()
     report = learner_report(
         time=now, held_since=now - 75, held_reasons=["worse on old", "worse on new"], verdict="fail"

@@ -28,7 +28,7 @@ def config(tmp_path):
 
 
 def environments(path, environment):
-    """Return what learner and serving are given beside PATH, in this order."""
+    """Return what learner and serving are given in addition to PATH, in this order."""
     parts = pipeline_parts(load_config(path, environment), environment)
     merged = [{**environment, **part.environment} for part in parts]
     return [{name: value for name, value in each.items() if value is not None} for each in merged]
