@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UsageError as exc:
         where = exc.ctx.command_path if exc.ctx else "anabranch"
         sentence = exc.format_message().rstrip(".")
-        if sentence:  # without any argument the help has been printed, and nothing is left to say
+        if sentence:  # empty when there was no argument: the help has been printed
             sys.stderr.write(f'{where}: {sentence[:1].lower()}{sentence[1:]} (see "{where} --help")\n')
         return Exit.SETTINGS
     return int(code or Exit.DONE)

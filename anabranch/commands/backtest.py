@@ -195,7 +195,7 @@ class _Reservoir:
             held[to.to(held.device)] = value.detach()[taken.to(value.device)].to(held.dtype)
 
     def sample(self, counts: Sequence[int]) -> list[Examples]:
-        """Return distinct events, as many for each sample as `counts` says; fewer where there are not so many."""
+        """Return distinct events, `counts[i]` for sample i; fewer where the reservoir does not hold enough."""
         held = min(self._seen, self._capacity)
         if self._held is None or not sum(counts) or held < len(counts):
             return []

@@ -79,7 +79,7 @@ def produce(
     Args:
         topic: by default the pipeline's first.
         rate: events a second; None is as fast as possible.
-        partitions: when given, the topic is made with so many, and the dead-letter topic too, where they are missing.
+        partitions: when given, missing topics are created: the topic with this number, and the dead-letter topic.
         checked: whether an event that the pipeline would dead-letter is a fault.
         kind: format of the file; by default from its suffix.
         delimiter: of CSV.

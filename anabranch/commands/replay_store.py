@@ -35,7 +35,7 @@ from replay.tiers.registry import kind_with, kinds_of
 from replay.tiers.tier import Tier, TierContext
 
 _ATTEMPTS = 3
-"""A learner at work may delete every checkpoint that was there when this began to read."""
+"""A running learner may delete every checkpoint that existed when this began to read."""
 _AT_ONCE = 64
 _WHAT = ("label", "topic", "partition", "key")
 
@@ -79,7 +79,7 @@ class Stats:
     erased: int
     """Records in the log."""
     erased_through: int
-    """The last of them of which nothing is left anywhere."""
+    """The last of them that is applied everywhere."""
 
     def document(self) -> dict[str, Any]:
         """Return them as JSON values."""
@@ -141,7 +141,7 @@ def read_sample(config: Config, n: int, where: Sequence[str], seed: int | None) 
     Events that are overwritten at this moment are left out, and others are sampled instead.
 
     Raises:
-        SettingsError: there is no checkpoint with a store, a condition cannot be meant, or the payload cannot be had.
+        SettingsError: there is no checkpoint with a store, a condition is not valid, or the payload cannot be read.
     """
     stored, schema = _stored(config), Schema(config.pipeline.events)
     index = stored.contents.index
@@ -194,7 +194,7 @@ def _stored(config: Config) -> Stored:
 def _rows(
     config: Config, stored: Stored, layout: RowLayout, indices: NDArray[np.intp]
 ) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Yield the columns of those of n events whose payload can be had, with their indices."""
+    """Yield index and columns of the events whose payload can be read."""
     contents = stored.contents
     if contents.payload is not None:
         rows_nR, whole = contents.payload[indices.tolist()], np.ones(len(indices), np.bool_)
@@ -245,7 +245,7 @@ def _event(schema: Schema, names: Sequence[TopicPartition], known: np.void, row:
 
 
 def _value(schema: Schema, name: str, row: Mapping[str, Any]) -> Any:
-    """Return what an event had; of strings that are hashed the bucket, of those not in the vocabulary None."""
+    """Return the value of a feature; of hashed strings the bucket, of strings outside the vocabulary None."""
     values, encode = row[f"feature.{name}"], schema.settings.features[name].encode
     if isinstance(encode, Vocabulary):
         words = np.array([None, *encode.vocab], object)
@@ -254,7 +254,7 @@ def _value(schema: Schema, name: str, row: Mapping[str, Any]) -> Any:
 
 
 def _label(schema: Schema, label: Any) -> Any:
-    """Return a label as a message has it."""
+    """Return a label in the form that messages have."""
     names = schema.label.names
     if schema.label.multi:
         return [each if names is None else names[each] for each in np.flatnonzero(label).tolist()]

@@ -1,4 +1,4 @@
-"""`anabranch status`: one screen of what learner and serving say of themselves."""
+"""`anabranch status`: one screen of the reports of learner and serving."""
 
 import os
 import time
@@ -23,7 +23,7 @@ from serving.reporting.report import read_report as read_serving
 
 @dataclass(frozen=True)
 class Status:
-    """What is known of a pipeline's parts at one moment; None where a part has never run in this state directory."""
+    """The reports of a pipeline's parts at one time; None where a part has never run in this state directory."""
 
     name: str
     state_dir: str
@@ -65,7 +65,7 @@ class Status:
 
 
 def read_status(config: Config) -> Status:
-    """Read what the parts of a pipeline have last said."""
+    """Read the newest reports of a pipeline's parts."""
     state_dir = config.state_dir
     return Status(config.pipeline.name, str(state_dir), time.time(), read_learner(state_dir), read_serving(state_dir))
 

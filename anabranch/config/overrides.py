@@ -91,5 +91,5 @@ def _value(text: str, kind: Any) -> Any:
         return text
     value = document.pop("value")
     is_text = {str, SecretStr, Path} & set(alternatives(kind))
-    # A password such as 1e5 is no number, and what goes on after the value is no value.
+    # A password such as 1e5 is no number, and text after a value makes it no value.
     return text if document or (is_text and not isinstance(value, str | dict)) else value

@@ -26,7 +26,7 @@ POISONED_FROM = 30_000
 SWAPPED_LABELS = (4, 9)
 """The digits of a poisoned phase, each labelled as the other."""
 POISONED_EVERY = 90_000
-"""Events from the beginning of one poisoned phase to that of the next."""
+"""Events between the beginnings of two poisoned phases."""
 _HELD_OUT_FRACTION = 0.2
 _NOISE = 0.06
 

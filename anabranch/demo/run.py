@@ -51,10 +51,10 @@ class Options:
 
 
 def run_demo(options: Options) -> Exit:
-    """Run the demo until its events are dealt with or a signal comes; nothing of it is left afterwards.
+    """Run the demo until its events have their outcomes or a signal comes; leave no file or process.
 
     Returns:
-        DONE; BUG when events do not get their outcome; the exit code of a part that cannot go on.
+        DONE; BUG when events do not get their outcome; the exit code of a part that a restart cannot fix.
     """
     begin = time.monotonic()
     logging.getLogger().setLevel(logging.WARNING)
@@ -139,7 +139,7 @@ class _Demo:
         return ended
 
     def _await_parts(self, stop: threading.Event) -> Exit | None:
-        """Wait until every learner has reported and serving answers, so that freshness is not that of a start."""
+        """Wait until every learner has reported and serving answers, so that freshness does not include the start."""
         deadline = time.monotonic() + _START_SECONDS
         port = self._pipeline.config.pipeline.serving.port
         reports = [part.report for part in self._pipeline.parts if part.report and part.name != "serving"]

@@ -12,7 +12,7 @@ Level = Literal["ok", "info", "warning", "problem"]
 
 
 class FindingType(NamedTuple):
-    """What all findings of a kind share; `fix` is filled in with the finding's own values."""
+    """What all findings of a kind have in common; `fix` is a format string for values of the finding."""
 
     level: Level
     fix: str
@@ -94,7 +94,7 @@ FINDINGS: dict[str, FindingType] = {
     "message.codec": FindingType(
         "problem", "Install it: pip install 'anabranch[codecs]'; or set stream.client = \"confluent\"."
     ),
-    "message.unusable": FindingType("problem", "Fix whoever writes to the topic, or [schema] and stream.format."),
+    "message.unusable": FindingType("problem", "Fix the producer of the topic, or [schema] and stream.format."),
     "message.unlabelled": FindingType("warning", 'Send labels, or set stream.unlabelled = "store".'),
     "message.unknown": FindingType("info", "Nothing, if they are not meant to be features."),
     "redis.connect": FindingType("problem", "Start it, or fix replay.redis.url.", unreachable=True),
@@ -104,7 +104,7 @@ FINDINGS: dict[str, FindingType] = {
     "redis.policy": FindingType(
         "warning", 'Set it to noeviction, or add replay.disk: "CONFIG SET maxmemory-policy noeviction".'
     ),
-    "redis.unseen": FindingType("info", "Let the user of replay.redis.url say INFO, or nothing."),
+    "redis.unseen": FindingType("info", "Allow INFO to the user of replay.redis.url, or nothing."),
     "state.unwritable": FindingType("problem", "Fix the rights of the directory, or set state_dir."),
     "state.full": FindingType(
         "problem", "Make room, set state_dir elsewhere, or lower replay.device_bytes or replay.disk."
@@ -143,7 +143,7 @@ FINDINGS: dict[str, FindingType] = {
     "tls.mismatch": FindingType("problem", "Set serving.tls.key to the key that the certificate was made for."),
     "tls.expired": FindingType("problem", "Renew the certificate."),
     "tls.expiring": FindingType("warning", "Renew the certificate."),
-    "clock.ahead": FindingType("warning", "Set this machine's clock, or that of whoever writes to the topic (ntp)."),
+    "clock.ahead": FindingType("warning", "Set this machine's clock, or the producer's (ntp)."),
     "clock.files": FindingType(
         "warning", "Set the clock of the file server and of this machine by the same source (ntp)."
     ),

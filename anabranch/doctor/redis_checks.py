@@ -10,9 +10,9 @@ _OTHERS = 1.1
 """Of `replay.redis.bytes`, what the server needs at least, for itself too."""
 
 
-def check_redis(patient: CheckContext) -> Iterator[Finding]:
+def check_redis(context: CheckContext) -> Iterator[Finding]:
     """Reach it as the learner would; a key is written that goes away by itself."""
-    replay = patient.config.pipeline.replay
+    replay = context.config.pipeline.replay
     if replay.redis is None:
         return
     try:
@@ -20,7 +20,7 @@ def check_redis(patient: CheckContext) -> Iterator[Finding]:
     except ImportError:  # a finding of the installation's check
         return
     try:
-        server = RedisServer(replay.redis.url.get_secret_value(), f"anabranch:{patient.config.pipeline.name}:doctor:")
+        server = RedisServer(replay.redis.url.get_secret_value(), f"anabranch:{context.config.pipeline.name}:doctor:")
         with server:
             server.open(needed=True)
             yield ok(f"Redis at {server.address} answers, and can be written.")

@@ -34,7 +34,7 @@ def enter(
         description: one line for `--help`.
         work: takes the settings and the event that stops it; it imports what takes seconds, since by then a signal is
             noticed.
-        arguments: of the command line; None takes those of the process.
+        arguments: of the command line; by default `sys.argv[1:]`.
         prepare: does what `work` needs whatever the settings are. With it there is `--standby`, which prepares and then
             waits for a line on stdin before it reads the settings; the end of stdin or a signal ends it until then.
 

@@ -26,8 +26,8 @@ _ATTEMPTS = 3
 class EmbeddedBroker:
     """Listens on a free port of loopback; ready when `start` returns. Its child dies with this process in any case.
 
-    It answers a fetch with all that it has, whatever bound is asked for: it is for backlogs that fit into memory, and
-    where they are larger than 100 MB a reader needs a higher `receive.message.max.bytes`.
+    It answers a fetch with all that it has and ignores the limits of the request: it is for backlogs that fit into
+    memory, and for those over 100 MB a reader needs a higher `receive.message.max.bytes`.
     """
 
     def __init__(self, patience: timedelta = timedelta(seconds=20)) -> None:

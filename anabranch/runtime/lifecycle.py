@@ -124,8 +124,8 @@ def stop_on_signals() -> Iterator[threading.Event]:
 
     SIGHUP, which is a terminal that was closed, is one of them unless it is ignored, as `nohup` does.
 
-    A handler runs in the middle of whatever the main thread does, which may be holding the event's own lock: so it
-    writes into a pipe, and a thread that reads it sets the event.
+    A handler interrupts the main thread, which may hold the event's own lock: so it writes into a pipe, and a thread
+    that reads the pipe sets the event.
     """
     stop = threading.Event()
     reading, writing = os.pipe()

@@ -1,4 +1,4 @@
-"""`serving.workers` above 1: one process listens, starts so many that answer, and starts those again that die."""
+"""`serving.workers` above 1: one process listens, starts the workers, which answer, and restarts those that die."""
 
 import logging
 import os
@@ -77,7 +77,7 @@ def _part(config: Config, pool: WorkerPool, number: int, descriptor: int) -> Par
 
 
 class _ReportAggregator:
-    """Writes `serving.json` from what the workers say, about once a second and when what is served changes."""
+    """Writes `serving.json` from the workers' reports, about once a second and when the served version changes."""
 
     def __init__(self, state_dir: Path, pool: WorkerPool) -> None:
         self._state_dir = state_dir

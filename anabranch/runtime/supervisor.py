@@ -299,7 +299,7 @@ def _start(child: _Child) -> None:
     part, standby, child.standby = child.part, child.standby, None
     if standby is not None and activate(standby):
         child.process = standby
-        log.info("%s goes on (pid %d)", part.name, standby.pid)
+        log.info("%s resumes in its standby (pid %d)", part.name, standby.pid)
     else:
         child.process = spawn(part, part.command)
         log.info("%s started (pid %d)", part.name, child.process.pid)

@@ -185,14 +185,14 @@ def test_in_a_browser_the_token_is_asked_for_and_kept_for_the_tab_alone(
     with served(numbers, tokens=TOKENS) as server:
         page = browser.new_page()
         page.goto(server.url)
-        page.wait_for_selector("#door:visible")
+        page.wait_for_selector("#token-form:visible")
         page.keyboard.type("falsch")  # the field has the focus
         page.keyboard.press("Enter")
         page.wait_for_function("() => document.getElementById('refusal').textContent.includes('does not know')")
         page.fill("#token", "lesen")
         page.keyboard.press("Enter")
         await_sentence(page, "All is well.")
-        assert not page.is_visible("#door")
+        assert not page.is_visible("#token-form")
         assert page.evaluate("[sessionStorage.token, localStorage.length, document.cookie]") == ["lesen", 0, ""]
         page.reload()
         await_sentence(page, "All is well.")
@@ -399,22 +399,22 @@ def test_in_a_browser_versions_are_promoted_pinned_and_rejected(browser: Any, nu
         page.goto(server.url)
         await_fate(page, 2, "served")
         act(page, 3, "promote")
-        assert page.text_content("#order-title") == "Promote version 3?"
-        page.click("#order-cancel")
-        assert not page.is_visible("#order")
+        assert page.text_content("#command-title") == "Promote version 3?"
+        page.click("#command-cancel")
+        assert not page.is_visible("#command")
         act(page, 3, "promote")
-        page.click("#order-go")
+        page.click("#command-go")
         await_fate(page, 3, "served")
         act(page, 3, "reject")
-        page.click("#order-go")
+        page.click("#command-go")
         await_fate(page, 3, "rejected")
         act(page, 2, "pin")  # asks nothing: it can be undone
         await_fate(page, 2, "pinned")
         act(page, 1, "promote")
-        page.click("#order-go")
-        page.wait_for_function("() => document.getElementById('order-error').textContent")
-        assert page.text_content("#order-error") == "Version 2 is pinned, and nothing else is served; unpin it first."
-        page.click("#order-cancel")
+        page.click("#command-go")
+        page.wait_for_function("() => document.getElementById('command-error').textContent")
+        assert page.text_content("#command-error") == "Version 2 is pinned, and nothing else is served; unpin it first."
+        page.click("#command-cancel")
         act(page, 2, "unpin")
         await_fate(page, 2, "served")
         page.close()
@@ -437,20 +437,20 @@ def test_in_a_browser_the_admin_token_is_asked_for_once_and_stored_nowhere(
     with served(numbers, tokens=TOKENS) as server:
         page = browser.new_page()
         page.goto(server.url)
-        page.wait_for_selector("#door:visible")
+        page.wait_for_selector("#token-form:visible")
         page.fill("#token", "lesen")
         page.keyboard.press("Enter")
         await_fate(page, 2, "served")
         act(page, 2, "pin")
         page.wait_for_selector("#admin-token:visible")
-        assert page.text_content("#order-error") == ""
+        assert page.text_content("#command-error") == ""
         page.keyboard.type("falsch")  # the field has the focus
         page.keyboard.press("Enter")
-        page.wait_for_function("() => document.getElementById('order-error').textContent")
+        page.wait_for_function("() => document.getElementById('command-error').textContent")
         page.fill("#admin-token", "verwalten")
         page.keyboard.press("Enter")
         await_fate(page, 2, "pinned")
-        assert not page.is_visible("#order")
+        assert not page.is_visible("#command")
         act(page, 2, "unpin")
         await_fate(page, 2, "served")
         everything = "JSON.stringify([{...sessionStorage}, {...localStorage}, document.cookie, location.href])"

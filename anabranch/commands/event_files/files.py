@@ -67,7 +67,7 @@ def open_source(
     """Open a file, or stdin as `-`, and yield its records.
 
     Args:
-        kind: by default what the suffix says, and else JSON lines.
+        kind: by default by the suffix, else JSON lines.
         delimiter: of CSV; by default a tab for `.tsv`, else a comma.
         schema: names the field and the type of each column.
         checked: whether a cell that is not of its field's type is a fault; else its text stays as it is.

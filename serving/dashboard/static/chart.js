@@ -2,7 +2,7 @@
 
 const element = (name, attributes = {}, ...children) => {
   const made = document.createElement(name);
-  return dress(made, explained(attributes), children);
+  return decorate(made, explained(attributes), children);
 };
 /* Lets the keyboard reach what has an explanation, and describes it to screen readers. */
 const explained = (attributes) => {
@@ -11,8 +11,8 @@ const explained = (attributes) => {
   return hint ? { ...attributes, tabindex: "0", "aria-description": hint } : attributes;
 };
 const shape = (name, attributes = {}, ...children) =>
-  dress(document.createElementNS("http://www.w3.org/2000/svg", name), attributes, children);
-const dress = (made, attributes, children) => {
+  decorate(document.createElementNS("http://www.w3.org/2000/svg", name), attributes, children);
+const decorate = (made, attributes, children) => {
   for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
   made.append(...children.filter((child) => child !== null));
   return made;

@@ -113,7 +113,7 @@ async function refresh() {
     await askHistory();
     failures = 0;
     received = performance.now();
-    $("door").hidden = true;
+    $("token-form").hidden = true;
     render();
   } catch (error) {
     if (error.status === 401) return lock();
@@ -131,7 +131,7 @@ function lock() {
   document.body.dataset.state = "locked";
   $("sentence").textContent = "This server requires a token.";
   $("refusal").textContent = stored(sessionStorage, "token") ? "The server does not know this token." : "";
-  $("door").hidden = false;
+  $("token-form").hidden = false;
   $("token").focus();
 }
 
@@ -307,8 +307,8 @@ function compared(version) {
   return rows ? `${count(Number(rows[1]))} of ${count(Number(rows[2]))} holdout events` : "";
 }
 
-/* What a person may order about a version. */
-function orders(version) {
+/* The rollout commands that apply to a version. */
+function actionsOf(version) {
   const { fate, removed } = version;
   if (removed) return [];
   if (fate === "pinned") return ["unpin"];
@@ -326,7 +326,7 @@ function versionRows(version) {
     element("td", { class: version.verdict ?? "" }, element("span", { class: "glyph", "aria-hidden": "true" }, VERDICTS[version.verdict] ?? ""),
       element("span", version.verdict ? why : {}, version.verdict ?? NONE), ...(version.verdict === "inconclusive" && compared(version) ? [":", element("span", { class: "compared" }, ` ${compared(version)}`)] : [])),
     element("td", { class: version.fate === "rolled back" ? "refused" : version.fate }, shown),
-    element("td", { class: "actions" }, ...orders(version).map((action) =>
+    element("td", { class: "actions" }, ...actionsOf(version).map((action) =>
       element("button", { type: "button", "data-key": action, "data-action": action, "aria-label": `${TITLES[action]} version ${version.number}` }, TITLES[action]))));
   const explains = ["refused", "rolled back"].includes(version.fate) && version.reason;
   return explains ? [row, element("tr", { class: "reason", "data-key": `${version.number} reason` }, element("td", { colspan: "7" }, version.reason))] : [row];
@@ -424,7 +424,7 @@ function renderFacts() {
 
 /* explanations */
 for (const [key, text] of Object.entries(HELP)) $("helps").append(element("span", { id: `help-${key}` }, text));
-for (const term of document.querySelectorAll("[data-help]")) dress(term, explained({ "data-help": term.dataset.help }), []);
+for (const term of document.querySelectorAll("[data-help]")) decorate(term, explained({ "data-help": term.dataset.help }), []);
 
 let hinted = null;
 const EXPLAINED = "[data-help], [data-hint]";
@@ -453,7 +453,7 @@ document.addEventListener("focusout", noHint);
 document.addEventListener("scroll", () => { if (hinted) positionHint(); }, { capture: true, passive: true });
 document.addEventListener("keydown", (event) => { if (event.key === "Escape") noHint(); });
 
-/* orders about versions */
+/* rollout commands */
 const TITLES = { promote: "Promote", pin: "Pin", unpin: "Unpin", reject: "Reject" };
 const CONFIRMED = {
   promote: (number) => `Version ${number} is served whatever its verdict, and versions newer than it that are there now are not. The next version that passes the gate replaces it.`,
@@ -475,46 +475,46 @@ async function post(action, number) {
 }
 const sentenceOf = (text) => `${text.replace(/^./, (first) => first.toUpperCase()).replace(/[.]$/, "")}.`;
 
-function openOrder(action, number, text, error = "", door = false) {
+function openCommand(action, number, text, error = "", asksToken = false) {
   Object.assign(pending, { action, number });
-  $("order-title").textContent = `${TITLES[action]} version ${number}?`;
-  $("order-text").textContent = text;
-  $("order-error").textContent = error;
-  $("order-go").textContent = TITLES[action];
-  $("order-go").disabled = false;
-  $("order-door").hidden = !door;
-  if (!$("order").open) $("order").showModal();
-  (door ? $("admin-token") : $("order-cancel")).focus();
+  $("command-title").textContent = `${TITLES[action]} version ${number}?`;
+  $("command-text").textContent = text;
+  $("command-error").textContent = error;
+  $("command-go").textContent = TITLES[action];
+  $("command-go").disabled = false;
+  $("command-token").hidden = !asksToken;
+  if (!$("command").open) $("command").showModal();
+  (asksToken ? $("admin-token") : $("command-cancel")).focus();
 }
 
-async function sendOrder(action, number) {
+async function sendCommand(action, number) {
   const text = CONFIRMED[action]?.(number) ?? "";
-  $("order-go").disabled = true;
+  $("command-go").disabled = true;
   const { status: code, error } = await post(action, number);
   if (!error) {
-    $("order").close();
+    $("command").close();
     refresh();
     return;
   }
   const refused = code === 401 || code === 403, wrong = refused && adminToken;
   if (refused) adminToken = "";
-  openOrder(action, number, text, refused && !wrong ? "" : error, refused);
+  openCommand(action, number, text, refused && !wrong ? "" : error, refused);
 }
 
 $("versions").addEventListener("click", (event) => {
   const action = event.target.dataset.action, number = Number(event.target.closest("tr")?.dataset.version);
   if (!action) return;
-  if (action in CONFIRMED) openOrder(action, number, CONFIRMED[action](number));
-  else sendOrder(action, number);
+  if (action in CONFIRMED) openCommand(action, number, CONFIRMED[action](number));
+  else sendCommand(action, number);
 });
-$("order-form").addEventListener("submit", (event) => {
+$("command-form").addEventListener("submit", (event) => {
   event.preventDefault();
   adminToken = $("admin-token").value.trim() || adminToken;
   $("admin-token").value = "";
-  sendOrder(pending.action, pending.number);
+  sendCommand(pending.action, pending.number);
 });
-$("order-cancel").addEventListener("click", () => $("order").close());
-$("order").addEventListener("close", () => { $("admin-token").value = ""; });
+$("command-cancel").addEventListener("click", () => $("command").close());
+$("command").addEventListener("close", () => { $("admin-token").value = ""; });
 
 /* choices of the reader */
 for (const [seconds, name] of RANGES) {
@@ -525,20 +525,20 @@ for (const [seconds, name] of RANGES) {
 }
 
 const THEMES = ["auto", "light", "dark"];
-function dressUp(theme) {
+function applyTheme(theme) {
   if (theme === "auto") delete document.documentElement.dataset.theme;
   else document.documentElement.dataset.theme = theme;
   $("theme").textContent = `Theme: ${theme}`;
   $("theme").setAttribute("aria-label", `Colour theme: ${theme}`);
 }
 let theme = THEMES.includes(stored(localStorage, "theme")) ? stored(localStorage, "theme") : "auto";
-dressUp(theme);
+applyTheme(theme);
 $("theme").addEventListener("click", () => {
   theme = THEMES[(THEMES.indexOf(theme) + 1) % THEMES.length];
   stored(localStorage, "theme", theme);
-  dressUp(theme);
+  applyTheme(theme);
 });
-$("door").addEventListener("submit", (event) => {
+$("token-form").addEventListener("submit", (event) => {
   event.preventDefault();
   stored(sessionStorage, "token", $("token").value.trim());
   $("token").value = "";

@@ -82,5 +82,5 @@ def test_while_a_learner_runs_it_waits_for_its_report_and_does_not_touch_its_fil
     with hold_state_directory(config.state_dir):
         answer = erase_events(config, [], ["events[0]@1..2"], timedelta(0))
         assert not answer.applied
-        assert "the learner has not said in time" in str(answer.missing)
+        assert "the learner has not reported in time" in str(answer.missing)
     assert (config.state_dir / LOCK).read_bytes() == b""
