@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from anabranch.commands.event_files import open_source
+from anabranch.commands.event_files.files import open_source
 from anabranch.config.loader import load_config
 from anabranch.config.model import Pipeline
 from ingest.events.schema import Schema
