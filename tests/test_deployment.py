@@ -21,6 +21,7 @@ from prometheus_client import CollectorRegistry
 from anabranch.config.loader import load_config
 from anabranch.core.durations import parse_duration
 from learner.runtime.status_server import serve_status
+from tests.support import kafka
 from tools import reference
 
 ROOT = Path(__file__).parent.parent
@@ -136,7 +137,7 @@ class TestCompose:
     def test_every_image_is_pinned(self):
         for service in SERVICES.values():
             assert re.fullmatch(r"anabranch:cpu|\S+:v?\d+\.\d+\.\d+(-\w+)?", service["image"])
-        assert f'IMAGE = "{SERVICES["kafka"]["image"]}"\n' in (ROOT / "tests/conftest.py").read_text(encoding="utf-8")
+        assert SERVICES["kafka"]["image"] == kafka.IMAGE
 
     def test_nothing_is_reached_from_elsewhere_unless_asked_for(self):
         ports = [port for service in SERVICES.values() for port in service.get("ports", [])]

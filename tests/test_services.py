@@ -1,4 +1,4 @@
-"""The brokers that conftest.py starts do what the other tests take for granted."""
+"""The brokers of tests/support/kafka.py behave as the other tests assume."""
 
 import contextlib
 import time

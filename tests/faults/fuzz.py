@@ -20,10 +20,10 @@ from ingest.events.schema import Schema
 from ingest.formats.arrow_writer import pack_batch
 from ingest.formats.registry import FORMATS
 from ingest.formats.rows import pack_rows, row_dtype
-from tests.conftest import _consume_all
 from tests.faults.figures import Figures
 from tests.faults.pipeline import Pipeline, Supervised, make_topic, send
 from tests.pipelines import adds_up
+from tests.support.topics import TopicReader
 
 FEATURES = {"x": {"dtype": "float32", "shape": [3]}, "n": {"dtype": "int8"}, "d": {"dtype": "float64", "shape": [2, 2]}}
 SETTINGS: dict[str, Any] = {
@@ -293,7 +293,7 @@ def dead_lettered(folder: Path, bootstrap: str, form: str, cases: int, seed: int
         restarts = learner.supervisor.restarts["learner"]
         if restarts:
             found.crashes.append(f"{form}: the learner was started again {restarts} times: {learner.said()}")
-    letters = _consume_all(bootstrap, f"{topic}.dead", len(bad))
+    letters = TopicReader()(bootstrap, f"{topic}.dead", len(bad))
     sources = [dict(letter.headers)["anabranch-source"].decode() for letter in letters]
     wanted = {f"{topic}[0]@{place}" for place in bad}
     found.cases = len(bad)

@@ -17,10 +17,10 @@ import numpy as np
 import psutil
 from kafka import KafkaAdminClient, TopicPartition
 
-from tests.conftest import START
 from tests.faults.figures import Figures
 from tests.faults.pipeline import LOOK_SECONDS, Pipeline, Supervised, make_topic, producer
 from tests.pipelines import adds_up, total
+from tests.support.kafka import START
 
 CODE = """
 import time

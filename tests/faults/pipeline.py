@@ -23,7 +23,7 @@ from anabranch.runtime.supervisor import RestartPolicy, Supervisor, pipeline_par
 from ingest.config import StreamSettings
 from ingest.kafka.producer import EventProducer, create_topics
 from learner.state_dir.report import LearnerReport, read_report
-from tests.conftest import START, MortalBroker
+from tests.support.kafka import START, RestartableBroker
 
 T = TypeVar("T")
 
@@ -43,7 +43,7 @@ def broker(folder: Path) -> Iterator[str]:
             yield embedded.bootstrap
         return
     folder.mkdir(parents=True)
-    started = MortalBroker(folder)
+    started = RestartableBroker(folder)
     started.start()
     try:
         yield started.bootstrap

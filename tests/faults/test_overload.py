@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import START
 from tests.faults.overload import KEPT, flooded
+from tests.support.kafka import START
 
 
 @pytest.mark.slow

@@ -63,7 +63,7 @@ def test_each_event_is_learned_from_once_whatever_becomes_of_the_way_to_the_brok
         pipeline = Pipeline(tmp_path, proxy.address, topic, CODE, text)
         with Supervised(pipeline) as learner:
             for place, fault in enumerate([Fault(), *FAULTS.values()]):
-                # A learner that is quick takes the events in fetches too small to be corrupted, unless they wait for it.
+                # A fast learner fetches too few events at once to be corrupted, unless they wait for it.
                 proxy.suffer(Fault(stalled=True) if fault.corrupted else fault)
                 rows = np.zeros(EVENTS, ROW)
                 rows["id"] = np.arange(EVENTS) + place * EVENTS
