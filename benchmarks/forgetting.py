@@ -1,4 +1,4 @@
-"""Learning in one pass without forgetting, through the whole Kafka path, and what replay costs where nothing recurs.
+"""Catastrophic forgetting in one pass over a stream from Kafka, and the cost of replay where nothing recurs.
 
     python -m benchmarks.forgetting [--quick] [--json FILE] [--save] [--only PART ...] [--seeds N] [--jobs N]
                                     [--data DIR]
@@ -7,10 +7,10 @@
                   head, MLP 784-100-100-10; the mean accuracy of the five tasks on the test images at the end
     auto          one config with `replay_ratio = "auto"` on Split-MNIST and on two streams with natural drift, Elec2
                   and the flights from New York: accuracy on the newest events before they are trained on, over the
-                  whole stream, less that without replay; beside it that of saying the last label again
+                  whole stream, less that without replay; also that of the no-change baseline
 
-Events go into a topic of one partition as packed rows, in order; a learner process reads them, and what is evaluated is
-the last version that it published. Every figure is the mean over all seeds; the file has each seed's.
+Events go into a topic of one partition as packed rows, in order. A learner process reads them, and the last version
+that it published is evaluated. Each figure is the mean over all seeds; the file has the value of each seed.
 """
 
 import argparse
@@ -96,7 +96,7 @@ LARGE_BUFFER: dict[str, Sections] = {
 }
 """Left out of the quick form."""
 AUTO = settings("er", 0.1, 500, 1.0)
-"""What is one and the same for all streams of the part `auto`, but for the ratio."""
+"""The settings of all streams of the part `auto`, except the ratio."""
 RATIOS: dict[str, object] = {"none": 0.0, "auto": "auto", "fixed": 1.0}
 """The last one is for information, and left out of the quick form."""
 
@@ -114,8 +114,8 @@ class Drifting:
         return Drifting({name: column[:n] for name, column in self.columns.items()}, self.label[:n], self.model)
 
     @property
-    def last_label(self) -> float:
-        """The accuracy of saying the last label again."""
+    def no_change(self) -> float:
+        """The accuracy of the no-change baseline, which predicts the previous label."""
         return float((self.label[1:] == self.label[:-1]).mean())
 
 
@@ -138,7 +138,7 @@ def flights(folder: Path | None) -> Drifting:
 
 @dataclass(frozen=True)
 class Setup:
-    """What all runs of one start share."""
+    """What all runs of one start have in common."""
 
     results: Results
     bootstrap: str
@@ -163,7 +163,7 @@ class Setup:
         return [job.result() for job in jobs]
 
     def add(self, key: str, values: Sequence[float], unit: str, remark: str = "") -> None:
-        """Print the mean over the seeds, the least and the most of one seed, and keep each seed's value."""
+        """Print the mean over the seeds with its smallest and largest value, and save the value of each seed."""
         self.values[key] = list(values)
         for seed, value in zip(self.seeds, values, strict=True):
             self.results.fact(f"{key}_seed_{seed}", value)
@@ -241,7 +241,7 @@ def auto(setup: Setup) -> None:
 
 def _natural(setup: Setup, name: str, drifting: Drifting) -> None:
     stream = produce(setup.bootstrap, name, drifting.columns, drifting.label, 2)
-    setup.results.add(f"{name}_last_label", drifting.last_label, "saying the last label again", "fraction")
+    setup.results.add(f"{name}_no_change", drifting.no_change, "predicts the previous label", "fraction")
     found: dict[str, list[float]] = {}
     for ratio in list(RATIOS)[: 2 if setup.quick else 3]:
         streams = [stream] * len(setup.seeds)
@@ -273,8 +273,7 @@ PARTS: dict[str, Callable[[Setup], None]] = {"split_mnist": split_mnist, "auto":
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options(parser, "all keys and seeds that have a target, within 20 minutes on two cores")
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART")
+    options(parser, PARTS, "all keys and seeds that have a target, within 20 minutes on two cores")
     parser.add_argument("--seeds", type=int, default=5, help="seeds, from 0 on")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="learners at once")
     parser.add_argument("--data", type=Path, metavar="DIR", help="has mnist.npz and so on, instead of what pip fetches")
@@ -293,7 +292,7 @@ def main() -> None:
         setup = Setup(
             *(results, bootstrap, Path(folder).resolve(), range(chosen.seeds), pool, chosen.data, chosen.quick)
         )
-        for part in chosen.only:
+        for part in chosen.only or PARTS:
             PARTS[part](setup)
             results.write(chosen)
 

@@ -31,14 +31,16 @@ def flights_arrays(flights: str, weather: str) -> dict[str, Array]:
         the airport in the scheduled hour, -1 where it is missing; `cat` int64 `[N, 3]`: carrier, origin, destination;
         `delay` float32 `[N]` in minutes; the names of the categories.
     """
-    skies = {_place(row): [_number(row[name]) for name in _WEATHER] for row in csv.DictReader(io.StringIO(weather))}
+    skies = {
+        _airport_hour(row): [_number(row[name]) for name in _WEATHER] for row in csv.DictReader(io.StringIO(weather))
+    }
     rows = [row for row in csv.DictReader(io.StringIO(flights)) if row["arr_delay"] not in ("", "NA")]
     rows.sort(key=lambda row: (_day(row), _minutes(row["sched_dep_time"])))
     names = {column: sorted({row[column] for row in rows}) for column in ("carrier", "origin", "dest")}
-    places = {column: {name: place for place, name in enumerate(known)} for column, known in names.items()}
+    indices = {column: {name: index for index, name in enumerate(known)} for column, known in names.items()}
     return {
         "num": np.array([_numbers(row, skies) for row in rows], np.float32),
-        "cat": np.array([[places[column][row[column]] for column in names] for row in rows], np.int64),
+        "cat": np.array([[indices[column][row[column]] for column in names] for row in rows], np.int64),
         "delay": np.array([float(row["arr_delay"]) for row in rows], np.float32),
         "carriers": np.array(names["carrier"]),
         "origins": np.array(names["origin"]),
@@ -52,10 +54,10 @@ def _numbers(row: Row, skies: Mapping[tuple[str, ...], Sequence[float]]) -> list
     circle = [2 * np.pi * hour, 2 * np.pi * weekday]
     turned = [float(turn(angle)) for angle in circle for turn in (np.sin, np.cos)]
     known = [int(row["month"]) / 12, float(row["distance"]) / 1000, (arrives - departs) % 1440 / 600]
-    return turned + known + list(skies.get(_place(row), [_MISSING] * len(_WEATHER)))
+    return turned + known + list(skies.get(_airport_hour(row), [_MISSING] * len(_WEATHER)))
 
 
-def _place(row: Row) -> tuple[str, ...]:
+def _airport_hour(row: Row) -> tuple[str, ...]:
     return tuple(row[name] for name in ("origin", "year", "month", "day", "hour"))
 
 

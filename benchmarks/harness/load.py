@@ -1,4 +1,4 @@
-"""Requests whose times of arrival are fixed in advance, from a process of their own."""
+"""Requests whose times of arrival are fixed in advance, sent by a separate process."""
 
 import multiprocessing
 import os
@@ -47,19 +47,19 @@ class Answers:
 
 
 class Load:
-    """Sends one request again and again when told to; ends with the context.
+    """Sends one request repeatedly on command; ends with the context.
 
-    Connections are kept alive, and as many as it takes, so that no request waits for another one's answer.
+    Connections are kept alive. There are enough of them that no request waits for the answer to another.
     """
 
     def __init__(self, url: str, body: bytes, headers: dict[str, str], cores: set[int] | None = None) -> None:
         context = multiprocessing.get_context("spawn")
         self._ours, theirs = context.Pipe()
-        place = urlsplit(url)
-        head = {"Host": place.netloc, "Content-Length": str(len(body)), **headers}
-        lines = [f"POST {place.path} HTTP/1.1", *(f"{name}: {value}" for name, value in head.items()), "", ""]
+        parts = urlsplit(url)
+        head = {"Host": parts.netloc, "Content-Length": str(len(body)), **headers}
+        lines = [f"POST {parts.path} HTTP/1.1", *(f"{name}: {value}" for name, value in head.items()), "", ""]
         message = "\r\n".join(lines).encode() + body
-        address = (place.hostname, place.port)
+        address = (parts.hostname, parts.port)
         self._process = context.Process(target=_serve, args=(theirs, address, message, cores), daemon=True)
         self._process.start()
         theirs.close()
@@ -75,13 +75,13 @@ class Load:
         self._process.join()
 
     def flood(self, clients: int, seconds: float) -> Answers:
-        """Send for so long from so many connections, each of which sends again when it is answered."""
+        """Send for `seconds` from `clients` connections, each of which sends again after its answer."""
         self._ours.send((clients, seconds))
         return self.end()
 
     def begin(self, rate: float, seconds: float) -> None:
-        """Begin to send so many requests a second, at random times that are others in each turn and the same ones in
-        each run."""
+        """Start sending `rate` requests a second for `seconds`, at random times: each turn has others, each run the
+        same."""
         self._turns += 1
         generator = np.random.default_rng(self._turns)
         self._ours.send(np.sort(generator.random(round(rate * seconds)) * seconds))

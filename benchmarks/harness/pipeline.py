@@ -1,4 +1,4 @@
-"""The product itself, from Kafka to a published version: rows into a topic, and a learner process that reads them."""
+"""The whole path from Kafka to a published version: rows in a topic, and a learner process that reads them."""
 
 import contextlib
 import json
@@ -31,12 +31,12 @@ from learner.state_dir.version import Versions
 
 _MESSAGE_BYTES = 200_000
 _PATIENCE_SECONDS = 1800.0
-_LOOK_SECONDS = 0.1
+_POLL_SECONDS = 0.1
 _CODE = "benchmark_models"
 
 
 class BrokenRunError(Exception):
-    """A learner ended by itself, or did not get on: what it said is told."""
+    """A learner ended unexpectedly, or made no progress; the message has the end of its log."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ class LearnerProcess:
         while (report := self.report()) is None or not condition(report):
             if time.monotonic() > deadline:
                 raise BrokenRunError(f"a learner is at {report}; it said: {self.said()}")
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
         return report
 
     def stop(self) -> None:

@@ -55,15 +55,15 @@ status = "127.0.0.1:{port}"
 capacity = 20_000
 """
 _PATIENCE_SECONDS = 600.0
-_LOOK_SECONDS = 0.1
+_POLL_SECONDS = 0.1
 
 
 def rates(rows: int, rounds: int, bootstrap: str | None = None) -> Mapping[str, Sequence[float]]:
     """Return new events a second, one figure a round: of two ranks with `uneven` and with `even` partitions, and of one
     rank `alone` with even ones.
 
-    Each run begins anew, on a topic that holds `rows` events beforehand: the stream is not the limit. What is counted
-    begins with the first report in which steps were made.
+    Each run starts from the beginning of a topic that already holds `rows` events, so that the stream is not the limit.
+    Counting starts with the first report that has steps.
     """
     with contextlib.ExitStack() as stack:
         address = bootstrap or stack.enter_context(EmbeddedBroker()).bootstrap
@@ -102,7 +102,7 @@ def _rate(bootstrap: str, topic: str, rows: int, ranks: int) -> float:
         with _learner(config) as process:
             first = _wait(process, folder, 1)
             last = _wait(process, folder, int(0.95 * rows))
-    return (_learned(last) - _learned(first)) / (last.time - first.time)
+    return (_finished(last) - _finished(first)) / (last.time - first.time)
 
 
 @contextlib.contextmanager
@@ -127,12 +127,12 @@ def _learner(config: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 def _wait(process: "subprocess.Popen[bytes]", folder: Path, rows: int) -> LearnerReport:
     deadline = time.monotonic() + _PATIENCE_SECONDS
-    while (report := read_report(folder / "var")) is None or _learned(report) < rows:
+    while (report := read_report(folder / "var")) is None or _finished(report) < rows:
         if process.poll() is not None or time.monotonic() > deadline:
             raise SystemExit(f"a learner did not get on: {(folder / 'learner.log').read_text()[-2000:]}")
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_POLL_SECONDS)
     return report
 
 
-def _learned(report: LearnerReport) -> int:
+def _finished(report: LearnerReport) -> int:
     return sum(report.outcomes.values())

@@ -1,4 +1,4 @@
-"""`python -m serving` on the pipeline file of a learner that runs."""
+"""`python -m serving` on the pipeline file of a running learner."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from benchmarks.harness.pipeline import BrokenRunError
 from serving.reporting.report import ServingReport, read_report
 
 _PATIENCE_SECONDS = 60.0
-_LOOK_SECONDS = 0.05
+_POLL_SECONDS = 0.05
 
 
 class ServingProcess:
@@ -56,10 +56,10 @@ class ServingProcess:
                 return report
             if self.process.poll() is not None or time.monotonic() > deadline:
                 raise BrokenRunError(f"serving is not ready; it said: {self._log.read_text(errors='replace')[-2000:]}")
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
 
     def busy_seconds(self) -> float:
-        """Return the processor's time that it took so far."""
+        """Return its CPU time so far."""
         times = psutil.Process(self.process.pid).cpu_times()
         return float(times.user + times.system)
 

@@ -30,9 +30,9 @@ def measure(results: Results, quick: bool, bootstrap: str) -> None:  # noqa: ARG
     for name, model in MODELS.items():
         results.title(f"alone: {name}, single rows as binary data, max_batch 64, max_delay 1 ms")
         with tempfile.TemporaryDirectory(dir=".", prefix="alone-") as folder:
-            place = Path(folder).resolve()
-            VersionPublisher(place, model, 784, {"max_delay": "1ms"}).publish()
-            with ServingProcess(place, core) as server:
+            root = Path(folder).resolve()
+            VersionPublisher(root, model, 784, {"max_delay": "1ms"}).publish()
+            with ServingProcess(root, core) as server:
                 url = f"{server.wait().address}/v2/models/{NAME}/infer"
                 with Load(url, *binary_request(1, 784), others) as load:
                     load.flood(_CLIENTS, seconds)
@@ -41,8 +41,8 @@ def measure(results: Results, quick: bool, bootstrap: str) -> None:  # noqa: ARG
                     results.add(f"{name}_requests_per_second", Spread.of(rates), f"{_CLIENTS} clients")
                     for part in _PARTS:
                         turns = [load.turn(part * min(rates), seconds) for _ in range(rounds)]
-                        key, note = f"{name}_at_{part * 100:.0f}", f"at {part * min(rates):.0f} requests a second"
+                        key, remark = f"{name}_at_{part * 100:.0f}", f"at {part * min(rates):.0f} requests a second"
                         for q in (50, 99):
-                            results.add(f"{key}_p{q}_seconds", Spread.of([a.percentile(q) for a in turns]), note)
+                            results.add(f"{key}_p{q}_seconds", Spread.of([a.percentile(q) for a in turns]), remark)
                         results.fact(f"{key}_failed", sum(a.failed for a in turns))
                     results.add(f"{name}_failed", float(sum(a.failed for a in floods)))

@@ -51,10 +51,10 @@ def measure(results: Results, quick: bool, bootstrap: str) -> None:  # noqa: ARG
     if not there:
         return
     with tempfile.TemporaryDirectory(dir=".", prefix="peer-") as folder, contextlib.ExitStack() as stack:
-        place = Path(folder).resolve()
+        root = Path(folder).resolve()
         batching = {"max_batch": _MAX_BATCH, "max_delay": f"{_MAX_DELAY * 1000:g}ms"}
-        VersionPublisher(place, MLP, 784, batching).publish()
-        server = stack.enter_context(ServingProcess(place, core))
+        VersionPublisher(root, MLP, 784, batching).publish()
+        server = stack.enter_context(ServingProcess(root, core))
         url = f"{server.wait().address}/v2/models/{NAME}/infer"
         row = np.random.default_rng(0).random(784, np.float32).round(4).tolist()
         asked, head = json.dumps({"x": row}).encode(), {"Content-Type": "application/json"}
@@ -63,7 +63,7 @@ def measure(results: Results, quick: bool, bootstrap: str) -> None:  # noqa: ARG
             "ours_binary": (server.process.pid, stack.enter_context(Load(url, *binary_request(1, 784), others))),
         }
         for name in there:
-            peer = stack.enter_context(_peer(name, place, core, asked))
+            peer = stack.enter_context(_peer(name, root, core, asked))
             loads[name] = (peer.pid, stack.enter_context(Load(peer.url, asked, head, others)))
         failed = dict.fromkeys(loads, 0)
 
@@ -89,7 +89,7 @@ class _Peer(psutil.Process):
 
 @contextlib.contextmanager
 def _peer(name: str, folder: Path, cores: set[int] | None, asked: bytes) -> Iterator[_Peer]:
-    """A server in processes of its own, which answers."""
+    """A peer that runs in separate processes and answers."""
     port = free_port()
     script = Path(__file__).with_name(f"{name}_peer.py")
     arguments = [str(port), MLP["factory"], json.dumps(MLP["args"]), str(_MAX_BATCH), str(_MAX_DELAY)]

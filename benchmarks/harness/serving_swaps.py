@@ -5,8 +5,8 @@ them and what sends requests are on the others.
 
 `swap_added_p99_seconds` is the 99th percentile of a turn with swaps less that of the turn without before it,
 `swap_memory_growth` the server's resident memory at the end over that after the first tenth of the swaps.
-`swap_disk_bytes` is what the server took from the disk while it swapped: weights that were just written lie in memory,
-which both processes share, and come from there.
+`swap_disk_bytes` are the bytes that the server read from the disk while it swapped: weights that were just written are
+in the page cache, which both processes share, and are read from there.
 """
 
 import multiprocessing
@@ -39,7 +39,7 @@ MLP = {"factory": "mlp", "args": {"widths": [784, 900, 320, 10]}}
 _EVERY = 0.1
 _RATE = 200.0
 _PATIENCE = 30.0
-_LOOK = 0.005
+_POLL = 0.005
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Swaps:
     """What became of some swaps.
 
     Attributes:
-        late: from the end of each publish to its swap, as `state.json` tells of it, in seconds.
+        late: from the end of each publish to its swap, as `state.json` shows it, in seconds.
         resident: the server's memory after each, in bytes.
     """
 
@@ -56,7 +56,7 @@ class Swaps:
 
 
 class Publisher:
-    """Publishes from a process of its own, which yields to the one that sends requests."""
+    """Publishes from a separate process, which yields to the one that sends requests."""
 
     def __init__(self, published: VersionPublisher, server: int, cores: set[int] | None) -> None:
         context = multiprocessing.get_context("spawn")
@@ -107,7 +107,7 @@ def _publish(connection: Connection, published: VersionPublisher, server: int, c
             while published.served() != number:
                 if time.monotonic() > begin + _PATIENCE:
                     raise TimeoutError(f"version {number} is not served")
-                time.sleep(_LOOK)
+                time.sleep(_POLL)
             found.late.append(time.monotonic() - begin)
             found.resident.append(memory().rss)
         connection.send(found)
@@ -121,10 +121,10 @@ def measure(results: Results, quick: bool, bootstrap: str) -> None:  # noqa: ARG
         f"swaps: {swaps * rounds} of an MLP of a million parameters, ten a second, {_RATE:.0f} requests a second"
     )
     with tempfile.TemporaryDirectory(dir=".", prefix="swaps-") as folder:
-        place = Path(folder).resolve()
-        published = VersionPublisher(place, MLP, 784, {"max_delay": "1ms"})
+        root = Path(folder).resolve()
+        published = VersionPublisher(root, MLP, 784, {"max_delay": "1ms"})
         published.publish()
-        with ServingProcess(place, core) as server:
+        with ServingProcess(root, core) as server:
             url = f"{server.wait().address}/v2/models/{NAME}/infer"
             with (
                 Load(url, *binary_request(1, 784), others) as load,

@@ -20,7 +20,7 @@ from benchmarks.harness.version_publisher import NAME, VersionPublisher
 
 TARGETS: dict[str, Target] = {}
 _CLIENTS = 64
-_LOOK_SECONDS = 0.05
+_POLL_SECONDS = 0.05
 
 
 def measure(results: Results, quick: bool, bootstrap: str) -> None:  # noqa: ARG001 - every section takes the same
@@ -44,9 +44,9 @@ def measure(results: Results, quick: bool, bootstrap: str) -> None:  # noqa: ARG
 
 
 def _load(stack: ExitStack, workers: int) -> Load:
-    place = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=".", prefix="workers-"))).resolve()
-    VersionPublisher(place, MODELS["mlp"], 784, {"max_delay": "1ms", "workers": workers}).publish()
-    server = stack.enter_context(ServingProcess(place))
+    root = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=".", prefix="workers-"))).resolve()
+    VersionPublisher(root, MODELS["mlp"], 784, {"max_delay": "1ms", "workers": workers}).publish()
+    server = stack.enter_context(ServingProcess(root))
     while (report := server.wait()).workers < workers:
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_POLL_SECONDS)
     return Load(f"{report.address}/v2/models/{NAME}/infer", *binary_request(1, 784))

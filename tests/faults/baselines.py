@@ -102,10 +102,10 @@ def with_and_without_kills(folder: Path, bootstrap: str, events: int, kills: int
 def run(folder: Path, bootstrap: str, figures: Figures, *, quick: bool, minutes: float) -> None:
     """Say whether they are the same."""
     events, kills = (16_000, 4) if quick else (160_000, 20)
-    figures.title("baselines", f"{events} events learned with and without {kills} SIGKILLs, deterministic, with replay")
+    figures.part("baselines", f"{events} events learned with and without {kills} SIGKILLs, deterministic, with replay")
     found = with_and_without_kills(folder, bootstrap, events, kills, seed=int(time.time()))
-    figures.say("weights_equal", found.equal, f"{found.tensors} tensors of weights and optimizer, {found.kills} kills")
-    figures.say("stored_over_memory", found.stored_bytes / MEMORY_BYTES, "bytes stored on disk over those in memory")
+    figures.add("weights_equal", found.equal, f"{found.tensors} tensors of weights and optimizer, {found.kills} kills")
+    figures.add("stored_over_memory", found.stored_bytes / MEMORY_BYTES, "bytes stored on disk over those in memory")
 
 
 def _is_under_way(events: int) -> Callable[[LearnerReport], bool]:

@@ -124,7 +124,7 @@ def noted(folder: Path, bootstrap: str, seconds: float, checkpoint_seconds: floa
 def run(folder: Path, bootstrap: str, figures: Figures, *, quick: bool, minutes: float) -> None:
     """Say which share of its steps a learner loses."""
     seconds, checkpoint_seconds = (60.0, _QUICK_CHECKPOINT_SECONDS) if quick else (60 * minutes, CHECKPOINT_SECONDS)
-    figures.title(
+    figures.part(
         "cost",
         f"steps of {BATCH} events for {seconds:.0f} s, a version a second, a checkpoint every {checkpoint_seconds:.0f} "
         f"s",
@@ -138,11 +138,11 @@ def run(folder: Path, bootstrap: str, figures: Figures, *, quick: bool, minutes:
         many = sorted(_share(versions.mean(dice), checkpoints.mean(dice)) for _ in range(_RESAMPLED))
         low, high = many[_RESAMPLED // 40], many[-_RESAMPLED // 40]
         told = " and ".join(_told(each, name) for each, name in ((versions, "versions"), (checkpoints, "checkpoints")))
-        figures.say(key, _share(versions.mean(), checkpoints.mean()), f"95 %: [{low:.4f} .. {high:.4f}]; {told}")
-        figures.say(f"{key}_high", high)
+        figures.add(key, _share(versions.mean(), checkpoints.mean()), f"95 %: [{low:.4f} .. {high:.4f}]; {told}")
+        figures.add(f"{key}_high", high)
     waited = _share(float(versions.waited.mean()), float(checkpoints.waited.mean()))
-    figures.say("checkpoint_cost_fraction_waited", waited, "of it the loop stood still")
-    figures.say(
+    figures.add("checkpoint_cost_fraction_waited", waited, "of it the loop stood still")
+    figures.add(
         "checkpoint_cost_steps", len(notes), f"of {1e3 * float(np.median(np.diff(notes['end']))):.1f} ms by the median"
     )
 

@@ -320,11 +320,11 @@ def run(folder: Path, bootstrap: str, figures: Figures, *, quick: bool, minutes:
     """Say how many ended something, and how many were taken for good."""
     alone, through = (3_000, 700) if quick else (30_000, 4_000)
     title = f"{alone} malformed messages for the decoder of each format, {through} more through Kafka"
-    figures.title("fuzz", title)
+    figures.part("fuzz", title)
     found, seed = Fuzzed(), int(time.time())
     for form in FORMATS:
         found.add(decoded(form, alone, seed))
         found.add(dead_lettered(folder, bootstrap, form, through, seed + 1))
-    figures.say("fuzzed", found.cases, f"seed {seed}")
-    figures.say("crashes", len(found.crashes), " ".join(found.crashes[:2]))
-    figures.say("not_dead_lettered", len(found.passed), " ".join(map(repr, found.passed[:2]))[:300])
+    figures.add("fuzzed", found.cases, f"seed {seed}")
+    figures.add("crashes", len(found.crashes), " ".join(found.crashes[:2]))
+    figures.add("not_dead_lettered", len(found.passed), " ".join(map(repr, found.passed[:2]))[:300])

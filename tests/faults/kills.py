@@ -168,13 +168,13 @@ def accounts(pipeline: Pipeline) -> NDArray[np.float32]:
 def run(folder: Path, bootstrap: str, figures: Figures, *, quick: bool, minutes: float) -> None:
     """Say what became of 200,000 events; fewer kills in the quick form."""
     kills = 8 if quick else 100
-    figures.title("kills", f"{kills} SIGKILLs of the learner in a stream of 200,000 events, a checkpoint every second")
+    figures.part("kills", f"{kills} SIGKILLs of the learner in a stream of 200,000 events, a checkpoint every second")
     found = killed_again_and_again(folder, bootstrap, 200_000, kills, "1s", seed=int(time.time()))
-    figures.say("kills", found.kills, f"{found.early} of them before a first step; {found.seconds:.0f} s")
-    figures.say("lost", found.lost)
-    figures.say("twice", found.twice)
-    figures.say("ledger_exact", found.exact and found.other == 0)
-    figures.say("steps_done_again", found.again, "steps that were in no checkpoint when a kill came")
+    figures.add("kills", found.kills, f"{found.early} of them before a first step; {found.seconds:.0f} s")
+    figures.add("lost", found.lost)
+    figures.add("twice", found.twice)
+    figures.add("ledger_exact", found.exact and found.other == 0)
+    figures.add("steps_done_again", found.again, "steps that were in no checkpoint when a kill came")
 
 
 def _exact(report: LearnerReport, events: int, bad: int) -> bool:

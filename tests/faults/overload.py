@@ -145,13 +145,13 @@ def flooded(folder: Path, bootstrap: str, seconds: float, pause: float, kept: in
 def run(folder: Path, bootstrap: str, figures: Figures, *, quick: bool, minutes: float) -> None:
     """Say how much more memory there is in the end."""
     seconds = 40.0 if quick else minutes * 60
-    figures.title("overload", f"ten events are sent for each that is learned, for {seconds:.0f} s")
+    figures.part("overload", f"ten events are sent for each that is learned, for {seconds:.0f} s")
     found = flooded(folder, bootstrap, seconds, pause=0.1, kept=None if os.environ.get(START) else KEPT)
     told = " ".join(f"{each / 1e6:.0f}" for each in found.curve)
-    figures.say("memory_growth", found.growth, f"MB of learner and ingest by tenths of the time: {told}")
+    figures.add("memory_growth", found.growth, f"MB of learner and ingest by tenths of the time: {told}")
     unread = f"{found.sent} events sent, {found.removed} gone unread"
-    figures.say("sent_over_learned", found.sent / max(1, found.learned), unread)
-    figures.say("overload_adds_up", found.exact)
+    figures.add("sent_over_learned", found.sent / max(1, found.learned), unread)
+    figures.add("overload_adds_up", found.exact)
 
 
 def _bytes(process: psutil.Process) -> int:

@@ -263,14 +263,14 @@ def run(folder: Path, bootstrap: str, figures: Figures, *, quick: bool, minutes:
     """Say how many events have no outcome or a wrong one, and how often something was started again."""
     count, poison = (5_000, 200) if quick else (100_000, 1_000)
     ways = "with either client, and with two replicas"
-    figures.title("poison", f"{poison} events of {len(KINDS)} kinds among {count} good ones, {ways}")
+    figures.part("poison", f"{poison} events of {len(KINDS)} kinds among {count} good ones, {ways}")
     clients = [
         learned(folder, bootstrap, client, count, poison, seed=1, replicas=replicas)
         for client, replicas in (("kafka-python", 1), ("confluent", 1), ("kafka-python", 2))
     ]
     told = " ".join(f"{each.report.outcomes} {each.report.skipped}" for each in clients)
-    figures.say("poison_events", sum(each.sent for each in clients), told)
-    figures.say("poison_without_outcome", sum(each.without_outcome for each in clients))
-    figures.say("poison_wrong_outcome", sum(each.wrong for each in clients))
+    figures.add("poison_events", sum(each.sent for each in clients), told)
+    figures.add("poison_without_outcome", sum(each.without_outcome for each in clients))
+    figures.add("poison_wrong_outcome", sum(each.wrong for each in clients))
     restarts = sum(each.restarts for each in clients)
-    figures.say("poison_restarts", restarts, " ".join(each.said[-300:] for each in clients) if restarts else "")
+    figures.add("poison_restarts", restarts, " ".join(each.said[-300:] for each in clients) if restarts else "")

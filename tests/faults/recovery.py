@@ -111,12 +111,12 @@ def run(folder: Path, bootstrap: str, figures: Figures, *, quick: bool, minutes:
     """Say how long it takes."""
     kills = 3 if quick else 20
     what = f"{kills} SIGKILLs of a learner with 1 GB stored on disk and another that is ready, {kills} of one alone"
-    figures.title("recovery", f"{what}, till its next step")
+    figures.part("recovery", f"{what}, till its next step")
     for found, alone in zip(
         seconds_to_next_step(folder, bootstrap, 1_000_000_000, kills, int(time.time())), ("", "_alone"), strict=True
     ):
-        figures.say(f"recovery_seconds_p95{alone}", float(np.quantile(found, 0.95, method="higher")))
-        figures.say(f"recovery_seconds_median{alone}", statistics.median(found))
+        figures.add(f"recovery_seconds_p95{alone}", float(np.quantile(found, 0.95, method="higher")))
+        figures.add(f"recovery_seconds_median{alone}", statistics.median(found))
 
 
 def _fill(pipeline: Pipeline, sender: EventProducer, rows: int, seed: int) -> None:

@@ -169,9 +169,9 @@ class Trickle:
 def run(folder: Path, bootstrap: str, figures: Figures, *, quick: bool, minutes: float) -> None:
     """Say how many requests failed."""
     kills = 4 if quick else 40
-    figures.title("serving", f"{_CLIENTS} HTTP clients while the learner is killed {kills} times")
+    figures.part("serving", f"{_CLIENTS} HTTP clients while the learner is killed {kills} times")
     found = asked_while_the_learner_is_killed(folder, bootstrap, kills, seed=int(time.time()))
     note = f"of {found.requests}, by {len(found.versions)} versions"
-    figures.say("failed_requests", len(found.failures), " ".join([note, *found.failures[:1]]))
-    figures.say("requests", found.requests)
-    figures.say("slowest_request_seconds", found.longest)
+    figures.add("failed_requests", len(found.failures), " ".join([note, *found.failures[:1]]))
+    figures.add("requests", found.requests)
+    figures.add("slowest_request_seconds", found.longest)

@@ -142,14 +142,14 @@ def besiege(folder: Path, bootstrap: str, quiet_seconds: float, seconds: float) 
 def run(folder: Path, bootstrap: str, figures: Figures, *, quick: bool, minutes: float) -> None:
     """Say how much later the polite client is answered, what memory it cost, and what ended."""
     seconds = 20.0 if quick else 60.0
-    figures.title("siege", f"six attacks at once on serving and learner, for {seconds:.0f} s")
+    figures.part("siege", f"six attacks at once on serving and learner, for {seconds:.0f} s")
     found = besiege(folder, bootstrap, seconds / 2, seconds)
     told = f"{found.p99 * 1e3:.1f} ms, and {found.quiet_p99 * 1e3:.1f} ms before, of {found.requests} requests"
-    figures.say("siege_p99_ratio", found.p99 / found.quiet_p99, told)
-    figures.say("siege_failed", len(found.failures), "; ".join(found.failures[:3]))
-    figures.say("siege_memory_bytes", found.memory, "of serving and learner, more than before, at most")
-    figures.say("siege_ended", len(found.ended), ", ".join(found.ended))
-    figures.say("siege_log_bytes", found.log_bytes, "written by both")
+    figures.add("siege_p99_ratio", found.p99 / found.quiet_p99, told)
+    figures.add("siege_failed", len(found.failures), "; ".join(found.failures[:3]))
+    figures.add("siege_memory_bytes", found.memory, "of serving and learner, more than before, at most")
+    figures.add("siege_ended", len(found.ended), ", ".join(found.ended))
+    figures.add("siege_log_bytes", found.log_bytes, "written by both")
 
 
 def _answers(port: int, body: str) -> bool:

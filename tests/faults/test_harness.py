@@ -21,7 +21,7 @@ def test_a_part_that_fails_is_reported_and_the_others_run(
         raise TimeoutError("no store that is full")
 
     def sound(_folder: Path, _bootstrap: str, figures: Any, **__: Any) -> None:
-        figures.say("lost", 0)
+        figures.add("lost", 0)
 
     monkeypatch.setattr(harness, "PARTS", {"first": broken, "second": sound})
     monkeypatch.setattr(harness, "broker", lambda _folder: contextlib.nullcontext("127.0.0.1:1"))

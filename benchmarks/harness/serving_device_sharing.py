@@ -173,7 +173,7 @@ def on_one_core(bootstrap: str, sizes: Sizes, policy: str, model: dict[str, Any]
     described = schema_of(columns, 10)
     payload = list(messages(packed(described, columns, generator.integers(0, 10, _POOL_ROWS))))
     with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=".", prefix="share-"))).resolve()
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=".", prefix="device-sharing-"))).resolve()
         stream = Stream(bootstrap, folder.name, described, 0)
         make_topic(stream)
         feed = stack.enter_context(EventFeed(stream, payload, _POOL_ROWS / len(payload), OTHERS))
@@ -217,7 +217,7 @@ def measure(results: Results, quick: bool, bootstrap: str) -> None:
     _pin(os.getpid(), OTHERS)
     try:
         for key, (model, words) in list(MODELS.items())[: 1 if quick else None]:
-            results.title(f"share: learner and serving on one core, {words}, single rows")
+            results.title(f"device_sharing: learner and serving on one core, {words}, single rows")
             _measure(results, key, model, QUICK if quick else FULL, bootstrap)
     finally:
         _pin(os.getpid(), (CORE or set()) | (OTHERS or set()) or None)
