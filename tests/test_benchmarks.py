@@ -133,8 +133,18 @@ def test_saved_results_have_the_machine_and_the_revision_and_replace_no_file(loa
             "most": 0.7,
             "target": "<= 0.5",
             "met": True,
+            "remark": "",
         },
-        {"key": "rate", "value": None, "unit": "1/s", "least": None, "most": None, "target": None, "met": None},
+        {
+            "key": "rate",
+            "value": None,
+            "unit": "1/s",
+            "least": None,
+            "most": None,
+            "target": None,
+            "met": None,
+            "remark": "",
+        },
     ]
 
 

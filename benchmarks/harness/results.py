@@ -10,8 +10,8 @@ the quick form, and a number if such a file exists. `tools/draw_benchmarks.py` r
     parameters  `form` (`quick` or `long`), and the options of the command line
     machine     `name`, as in the file's name, `cpu`, `cores`, `gpu` (null: none), `system`, `python`, `torch`, `kafka`
     facts       values that are not figures, such as the load before a part
-    figures     a list of `key`, `value`, `unit`, `least` and `most` of one round, `target` and `met`; the last four are
-                null where there are none
+    figures     a list of `key`, `value`, `unit`, `least` and `most` of one round, `target`, `met` and `remark`;
+                null for those that a figure does not have
 """
 
 import argparse
@@ -74,6 +74,7 @@ class Figure:
     most: float | None
     target: str | None
     met: bool | None
+    remark: str
 
 
 class Results:
@@ -113,7 +114,7 @@ class Results:
         verdict = "" if target is None else f"{target!s:8} {'met' if met else 'MISSED'}"
         described = None if target is None else str(target)
         unit = unit_of(key) if unit is None else unit
-        self._figures.append(Figure(key, finite(value), unit, finite(least), finite(most), described, met))
+        self._figures.append(Figure(key, finite(value), unit, finite(least), finite(most), described, met, remark))
         print(f"  {key:38} {short(value):>9} {spread:22} {verdict:16} {remark}".rstrip(), flush=True)
 
     @property
