@@ -27,7 +27,7 @@ TARGETS = {
     "siege_ended": Target(0, exact=True),
 }
 QUANTITIES = ("kills", "fuzzed")
-"""Figures whose target only the long form can meet: the quick form has fewer kills and malformed messages."""
+"""Figures that have a target in the long form alone: the quick form has fewer kills and malformed messages."""
 
 
 class Figures(Results):

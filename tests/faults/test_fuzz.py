@@ -1,4 +1,4 @@
-"""A malformed message is rejected whole, whatever is wrong with it, and takes none of its neighbours with it."""
+"""A malformed message is rejected as a whole, and its neighbours are not."""
 
 import random
 from pathlib import Path

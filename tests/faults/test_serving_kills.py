@@ -1,4 +1,4 @@
-"""Clients of serving notice nothing of a learner that is killed."""
+"""Kills of the learner do not affect clients of serving."""
 
 from pathlib import Path
 from typing import Any
