@@ -66,7 +66,7 @@ MODELS = {"split_mnist_best_500": AVERAGED_MLP}
 
 
 def settings(strategy: object, lr: float, capacity: int, replay: float, **replay_settings: object) -> Sections:
-    """Return the sections of a pipeline file: batches of 10, plain SGD, so many replayed events for each new one."""
+    """Return the sections of a pipeline file: batches of 10, plain SGD, `replay` old events for each new one."""
     learner = {
         "strategy": strategy,
         "batch_size": 10,
@@ -120,7 +120,7 @@ class Drifting:
 
 
 def elec2(folder: Path | None) -> Drifting:
-    """Electricity prices of New South Wales, up or down; numbers are scaled by what the first 1,000 are."""
+    """Electricity prices of New South Wales, up or down; numbers are scaled by the statistics of the first 1,000."""
     arrays = data.load("elec", folder)
     first = arrays["x"][:1000]
     args = {"middle": first.mean(axis=0).tolist(), "scale": (first.std(axis=0) + 1e-3).tolist(), "categories": []}
@@ -153,7 +153,7 @@ class Setup:
     def outcomes(
         self, name: str, streams: Sequence[Stream], model: Mapping[str, Any], sections: Sections
     ) -> list[Outcome]:
-        """Learn one stream a seed, several at once; raises BrokenRunError."""
+        """Train on the stream of each seed, several at once; raises BrokenRunError."""
         jobs = [
             self.pool.submit(
                 run_through, stream, self.folder / f"{name}-{seed}", pipeline(stream, model, seed, sections)

@@ -3,7 +3,7 @@
     python -m benchmarks.replay [--quick] [--json FILE] [--save] [--only PART ...] [--threads N]
 
     hot      a sample of 256 events of 3 KB that are all in memory, over numpy.take of the same rows, and peers over it
-    cold     a tenth of the events in memory, the others on disk and in Redis, while steps of 20 ms go on
+    cold     a tenth of the events in memory, the others on disk and in Redis, with steps of 20 ms
     growth   the time of a sample among 100 times as many small events, over the same growth of numpy.take
     add      256 new events added with all tiers on, over a stream of four times the capacity
     memory   bytes per event without its payload
@@ -254,7 +254,7 @@ def add(results: Results, sizes: Sizes, folder: Path) -> None:
     results.add("add_mean_seconds", sum(calls) / adds)
     results.add("add_processor_seconds", whole / adds, "CPU time of all threads: admission, disk and Redis")
     results.add("copy_mean_seconds", sum(copies) / adds, "every column, into new memory")
-    results.add("copy_worst_seconds", max(copies), "what the machine adds to a call")
+    results.add("copy_worst_seconds", max(copies), "the part of the machine in the worst call")
     results.add("add_p99_seconds", float(np.quantile(calls, 0.99)))
     results.add("add_worst_seconds", max(calls), f"CPU time of that call: {busy[calls.index(max(calls))]:.2g}")
     results.fact("add_admission", admission)

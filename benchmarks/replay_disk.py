@@ -7,7 +7,7 @@ Four learners train on the same new events, 64 a step and as many replayed ones 
 steps, so that the load of the machine affects all of them alike:
 
     small   a store of `--memory` events, all in memory: the baseline
-    large   a store of `--rows` events, all in memory: what the size of the index alone costs
+    large   a store of `--rows` events, all in memory: the cost of the size of the index alone
     disk    a store of `--rows` events on disk, `--memory` of them cached in memory
     cold    the same, with an empty page cache before each turn
 

@@ -1,4 +1,4 @@
-"""Neighbours of a batch in a store of embeddings: how many of the true ones are found, and what it costs the step.
+"""Neighbours of a batch in a store of embeddings: the fraction of the true ones that is found, and the cost of a step.
 
     python -m benchmarks.replay_index [--quick] [--json FILE] [--save] [--only PART ...] [--rows N] [--dim N]
                                       [--seconds S]

@@ -2,7 +2,7 @@
 
     python -m benchmarks.serving [--quick] [--json FILE] [--save] [--only PART ...]
 
-    alone      what a server answers, and how soon, while nothing else goes on; left out of the quick form, as is `peer`
+    alone      throughput and latency of a server without other load; left out of the quick form, as is `peer`
     swaps      a thousand swaps under load: requests that fail, how much later the others are answered, memory
     workers    throughput with two processes behind the port, over that with one; left out of the quick form too
     peer       single rows a second over those of LitServe and Ray Serve, with the same model and batching

@@ -163,7 +163,7 @@ class Forked:
                     reading, writing = os.pipe()
                     ours, its = (reading, writing) if number else (writing, reading)
                     stack.callback(os.close, its)
-                    # As Popen has them: what is written waits for nothing, or for the end of a line of text.
+                    # As those of Popen: unbuffered, or buffered by line for text.
                     kind = ("r" if number else "w") + ("" if text else "b")
                     pipes[number] = os.fdopen(ours, kind, -1 if number else int(text))
                 elif stream == subprocess.DEVNULL:

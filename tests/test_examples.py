@@ -42,7 +42,7 @@ class Example(NamedTuple):
     events: list[dict[str, Any]]
 
     def train(self, rows: np.ndarray, **changes: Any) -> tuple[Trainer, np.ndarray]:
-        """Train on events in order, with `[learner]` as it is but for `changes`; return the score of each step."""
+        """Train on events in order, with `[learner]` except for `changes`; return the score of each step."""
         pipeline, random = self.config.pipeline, np.random.default_rng(0)
         settings = pipeline.learner.model_validate({**pipeline.learner.model_dump(), **changes})
         task = make_task(pipeline.model.task)

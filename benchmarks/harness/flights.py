@@ -1,4 +1,4 @@
-"""The departures from New York in 2013 as numbers: what is known of each before it leaves, and whether it came late."""
+"""The departures from New York in 2013 as numbers: the features known before departure, and the delay at arrival."""
 
 import csv
 import io
@@ -14,7 +14,7 @@ _MISSING = -1.0
 
 MIDDLE = [0.0, 0.0, 0.0, 0.0, 0.5, 1.0, 0.3, 55.0, 40.0, 60.0, 10.0, 0.0, 1017.0, 9.0]
 SCALE = [1.0, 1.0, 1.0, 1.0, 0.3, 0.7, 0.2, 18.0, 19.0, 20.0, 6.0, 0.02, 7.5, 2.0]
-"""What brings the numbers to about the same size: from what they are, not from the stream."""
+"""Centres and scales of the numbers, from their meaning and not from the stream."""
 
 Row = Mapping[str, str]
 

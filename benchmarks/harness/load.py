@@ -22,14 +22,13 @@ _LEAD_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class Answers:
-    """What became of a turn's requests.
+    """The results of a turn's requests.
 
     Attributes:
-        seconds: from each one's arrival to the end of its answer, float64, in the order of the answers; those that
-            were answered 200.
+        seconds: from arrival to the end of the answer, float64, in the order of the answers with status 200.
         refused: the others, by status; 0: the connection broke, or no answer came in time.
-        late_p99: how much later than it should a request was sent at the 99th percentile, in seconds: the generator's
-            own part of `seconds`.
+        late_p99: 99th percentile of the delay between arrival and sending, in seconds: the part of the generator in
+            `seconds`.
     """
 
     seconds: NDArray[np.float64]
@@ -38,7 +37,7 @@ class Answers:
 
     @property
     def failed(self) -> int:
-        """Requests without the answer that they asked for."""
+        """Number of requests without a prediction."""
         return self.refused.total()
 
     def percentile(self, q: float) -> float:
@@ -202,7 +201,7 @@ class _Client:
         return connection
 
     def _kept(self) -> socket.socket | None:
-        """Return a connection that the server has not given up meanwhile: those at the bottom may rest for minutes."""
+        """Return an open connection: the server may have closed connections that were not used for minutes."""
         while self._free:
             connection = self._free.pop()
             if not select.select([connection], [], [], 0)[0]:

@@ -1,4 +1,4 @@
-"""Two ranks on the CPU, fed by partitions that hold as much as each other, or nine times as much, and one."""
+"""Two ranks on the CPU, with equal partitions and with uneven ones, and one rank."""
 
 import contextlib
 import os
@@ -21,7 +21,7 @@ from ingest.kafka.producer import EventProducer, create_topics
 from learner.state_dir.report import LearnerReport, read_report
 
 EVEN, UNEVEN = (50,) * 8, (90,) * 4 + (10,) * 4
-"""Events of each partition's messages: eight partitions, of which in the second case half hold nine times as much."""
+"""Events of each partition's messages: eight equal partitions, and eight of which half have nine times as many."""
 _FLOATS = 784
 _SCHEMA = {
     "features": {"x": {"dtype": "float32", "shape": [_FLOATS]}},
@@ -107,13 +107,13 @@ def _rate(bootstrap: str, topic: str, rows: int, ranks: int) -> float:
 
 @contextlib.contextmanager
 def _learner(config: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A learner that ends with the benchmark: it stops when its stdin does."""
-    with (config.parent / "learner.log").open("wb") as said:
+    """A learner that ends with the benchmark: it stops when its stdin is closed."""
+    with (config.parent / "learner.log").open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "learner", "-c", str(config), "--supervised"],
             stdin=subprocess.PIPE,
-            stdout=said,
-            stderr=said,
+            stdout=output,
+            stderr=output,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
     try:
@@ -129,7 +129,7 @@ def _wait(process: "subprocess.Popen[bytes]", folder: Path, rows: int) -> Learne
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while (report := read_report(folder / "var")) is None or _finished(report) < rows:
         if process.poll() is not None or time.monotonic() > deadline:
-            raise SystemExit(f"a learner did not get on: {(folder / 'learner.log').read_text()[-2000:]}")
+            raise SystemExit(f"a learner made no progress: {(folder / 'learner.log').read_text()[-2000:]}")
         time.sleep(_POLL_SECONDS)
     return report
 

@@ -64,11 +64,11 @@ class Target:
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure as it is saved."""
+    """A saved figure."""
 
     key: str
     value: float | None
-    """None where it is not a number."""
+    """None for NaN and infinity."""
     unit: str
     least: float | None
     most: float | None
@@ -127,7 +127,7 @@ class Results:
         self._flat[key] = self._facts[key] = value
 
     def write(self, options: argparse.Namespace) -> None:
-        """Write the files that the command line asks for; called again, write them again."""
+        """Write the files of the command line; another call replaces them."""
         if options.json is not None:
             described = {"python": platform.python_version(), "machine": platform.platform()}
             options.json.write_text(json.dumps(described | self._flat, indent=2) + "\n")
@@ -182,7 +182,7 @@ def free_path(folder: Path, document: dict[str, Any]) -> Path:
 
 
 def machine() -> dict[str, Any]:
-    """Describe this machine, and the versions of what is measured on it."""
+    """Describe this machine, and the versions of Python, torch and the Kafka clients."""
     import torch
 
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None

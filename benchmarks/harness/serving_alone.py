@@ -1,7 +1,7 @@
-"""Alone: what a server answers, and how soon, while nothing else goes on.
+"""Alone: throughput and latency of a server without other load.
 
-Latency is that of single rows at rates that are parts of what the server can answer at most, open-loop. Throughput is
-that of 64 clients, each of which asks again when it is answered. The server is on one core, its clients on the others.
+Latency is of single rows at fractions of the throughput, open-loop. Throughput is of 64 clients, each of which sends
+the next request after its answer. The server is on one core, its clients on the others.
 """
 
 import tempfile

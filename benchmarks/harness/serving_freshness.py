@@ -1,7 +1,7 @@
 """Freshness: from an event's append on the broker to a prediction by a version trained on it.
 
 A producer sends 500 events a second, one a message, and the learner publishes every 250 ms. For one event in 25 a
-request goes out with its send, which asks for a version that has been trained through that event
+request is sent with it, for a version that has been trained through that event
 (`min_trained_through`); `freshness_p99_seconds` is the 99th percentile of the time from before the send to the end of
 the answer. The broker, the learner, the server and the clients have all cores together, as on one host.
 """
@@ -28,7 +28,7 @@ TARGETS = {"freshness_p99_seconds": Target(1.0)}
 MLP = {"factory": "mlp", "args": {"widths": [784, 900, 320, 10]}}
 _RATE = 500
 _EACH = 25
-"""One event in this many is asked for."""
+"""A request is sent for one event in this many."""
 _POOL = 2_000
 _WARM_UP = 2.0
 _PATIENCE = 30.0

@@ -1,7 +1,7 @@
 """Peer: requests of single rows as JSON that are answered in a second, by us, by LitServe and by Ray Serve.
 
-The same model, the same batching, one worker each, and as many clients, each of which asks again when it is answered.
-Each server is on one core, with all its processes, while the others are stopped; the clients are on the others.
+The same model, the same batching, one worker each, and as many clients, each of which sends the next request after its
+answer. Each server is on one core, with all its processes, while the others are stopped; the clients are on the others.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ from benchmarks.harness.version_publisher import NAME, VersionPublisher
 TARGETS = {"throughput_over_litserve": Target(1.5, least=True)}
 MLP = {"factory": "mlp", "args": {"widths": [784, 900, 320, 10]}}
 PEERS = {"litserve": "litserve", "ray": "ray[serve]"}
-"""The servers by the package that has to be there, each of which a program of that name starts, and how to get it."""
+"""The servers by their package, and how to install it; the program of that name starts each of them."""
 _CLIENTS = 64
 _MAX_BATCH, _MAX_DELAY = 64, 0.002
 _PATIENCE = 60.0
@@ -94,11 +94,11 @@ def _peer(name: str, folder: Path, cores: set[int] | None, asked: bytes) -> Iter
     script = Path(__file__).with_name(f"{name}_peer.py")
     arguments = [str(port), MLP["factory"], json.dumps(MLP["args"]), str(_MAX_BATCH), str(_MAX_DELAY)]
     log = folder / f"{name}.log"
-    with log.open("wb") as said:
+    with log.open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, str(script), *map(str, arguments)],
-            stdout=said,
-            stderr=said,
+            stdout=output,
+            stderr=output,
             cwd=folder,
             env={
                 **os.environ,
@@ -114,7 +114,7 @@ def _peer(name: str, folder: Path, cores: set[int] | None, asked: bytes) -> Iter
         deadline = time.monotonic() + _PATIENCE
         while not _answers(port, asked):
             if process.poll() is not None or time.monotonic() > deadline:
-                raise BrokenRunError(f"{name} is not ready; it said: {log.read_text(errors='replace')[-2000:]}")
+                raise BrokenRunError(f"{name} is not ready; log: {log.read_text(errors='replace')[-2000:]}")
             time.sleep(0.1)
         yield peer
     finally:
@@ -137,7 +137,7 @@ def _answers(port: int, asked: bytes) -> bool:
 
 @contextlib.contextmanager
 def _only(pid: int, of: list[int]) -> Iterator[None]:
-    """Stop the other servers where they are, by a signal."""
+    """Suspend the other servers by a signal."""
     stopped = [each for other in of if other != pid for each in _family(other)]
     for each in stopped:
         each.send_signal(signal.SIGSTOP)

@@ -44,7 +44,7 @@ _POLL = 0.005
 
 @dataclass(frozen=True)
 class Swaps:
-    """What became of some swaps.
+    """The results of some swaps.
 
     Attributes:
         late: from the end of each publish to its swap, as `state.json` shows it, in seconds.
@@ -76,7 +76,7 @@ class Publisher:
         self._process.join()
 
     def begin(self, swaps: int) -> None:
-        """Begin to publish so many versions, each when the last one is served and its time has come."""
+        """Start publishing `swaps` versions, each when it is due and the last one is served."""
         self._ours.send(swaps)
 
     def end(self) -> Swaps:

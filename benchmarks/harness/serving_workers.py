@@ -1,8 +1,8 @@
 """Workers: single rows a second with two processes behind the port, over those with one.
 
-64 clients, each of which asks again when it is answered. All that runs may take all cores, and the one that sends takes
-one of them itself: on two cores there is none left for a second worker. Both servers run all the time, and answer in
-turns.
+64 clients, each of which sends the next request after its answer. All processes may use all cores, and the load
+generator takes one of them: on two cores there is none for a second worker. Both servers run all the time, and answer
+in turns.
 """
 
 import os

@@ -277,7 +277,7 @@ def decoded(form: str, cases: int, seed: int) -> Fuzzed:
 
 
 def dead_lettered(folder: Path, bootstrap: str, form: str, cases: int, seed: int) -> Fuzzed:
-    """Send malformed messages among good ones to a learner, and compare what it dead-letters with what was sent."""
+    """Send malformed messages among good ones to a learner, and compare its dead letters with them."""
     dice, found, values, bad = random.Random(seed), Fuzzed(), [], set()
     while len(bad) < cases:
         some, indices = _mixed(form, dice)

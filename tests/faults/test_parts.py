@@ -63,7 +63,7 @@ class Started:
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., Started]]:
-    """Starts a command of a pipeline: `start(pipeline, "up")`; nothing of it is left at the end."""
+    """Starts a command of a pipeline: `start(pipeline, "up")`; its processes are killed at the end."""
     started: list[Started] = []
 
     def begin(pipeline: Pipeline, *command: str) -> Started:
