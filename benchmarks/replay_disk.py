@@ -117,7 +117,8 @@ def main() -> None:
     rates = {name: [rate for rate, _ in found] for name, found in figures.items()}
     for name, found in figures.items():
         results.add(f"steps_per_second_{name}", Spread.of(rates[name]))
-        results.add(f"steps_over_small_{name}", ratio(rates[name], rates["small"]))
+        if name != "small":
+            results.add(f"steps_over_small_{name}", ratio(rates[name], rates["small"]))
         results.add(f"stall_fraction_{name}", Spread.of([share for _, share in found]), "of the time")
     results.write(chosen)
 
