@@ -202,8 +202,8 @@ class SplitMnist:
     def accuracies(self, name: str, sections: Sections, model: Mapping[str, Any]) -> tuple[list[float], float]:
         """Return each seed's accuracy, and the steps a second of a learner."""
         outcomes = self._setup.outcomes(name, self._streams, model, sections)
-        found = [mean_of_tasks(outcome.model, self._x_test, self._y_test) for outcome in outcomes]
-        return found, statistics.median(outcome.report.steps / outcome.seconds for outcome in outcomes)
+        accuracies = [mean_of_tasks(outcome.model, self._x_test, self._y_test) for outcome in outcomes]
+        return accuracies, statistics.median(outcome.report.steps / outcome.seconds for outcome in outcomes)
 
 
 def split_mnist(setup: Setup) -> None:
@@ -212,12 +212,12 @@ def split_mnist(setup: Setup) -> None:
     mnist = SplitMnist(setup)
     for key, sections in (SPLIT_MNIST if setup.quick else SPLIT_MNIST | LARGE_BUFFER).items():
         try:
-            found, rate = mnist.accuracies(key, sections, MODELS.get(key, MLP))
+            accuracies, rate = mnist.accuracies(key, sections, MODELS.get(key, MLP))
         except BrokenRunError as exc:
             setup.results.remark(f"{key}: left out: {exc}")
             continue
         published = f"published {PUBLISHED[key]:.2f}, " if key in PUBLISHED else ""
-        setup.add(key, found, "%", f"{published}{rate:.0f} steps/s")
+        setup.add(key, accuracies, "%", f"{published}{rate:.0f} steps/s")
 
 
 def auto(setup: Setup) -> None:
@@ -242,18 +242,18 @@ def auto(setup: Setup) -> None:
 def _natural(setup: Setup, name: str, drifting: Drifting) -> None:
     stream = produce(setup.bootstrap, name, drifting.columns, drifting.label, 2)
     setup.results.add(f"{name}_no_change", drifting.no_change, "predicts the previous label", "fraction")
-    found: dict[str, list[float]] = {}
+    accuracies: dict[str, list[float]] = {}
     for ratio in list(RATIOS)[: 2 if setup.quick else 3]:
         streams = [stream] * len(setup.seeds)
         try:
             outcomes = setup.outcomes(f"{name}-{ratio}", streams, drifting.model, _with_ratio(ratio))
-            found[ratio] = [prequential(outcome) for outcome in outcomes]
+            accuracies[ratio] = [prequential(outcome) for outcome in outcomes]
         except BrokenRunError as exc:
             setup.results.remark(f"{name}_{ratio}: left out: {exc}")
             continue
-        setup.add(f"{name}_{ratio}", found[ratio], "fraction")
-    for ratio in [each for each in found if each != "none" and "none" in found]:
-        gains = [with_ - without for with_, without in zip(found[ratio], found["none"], strict=True)]
+        setup.add(f"{name}_{ratio}", accuracies[ratio], "fraction")
+    for ratio in [other for other in accuracies if other != "none" and "none" in accuracies]:
+        gains = [with_ - without for with_, without in zip(accuracies[ratio], accuracies["none"], strict=True)]
         setup.add(f"{name}_{ratio}_gain", gains, "fraction")
 
 

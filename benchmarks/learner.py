@@ -245,15 +245,15 @@ def ranks(results: Results, _sizes: Sizes, bootstrap: str) -> None:
     """Measure two ranks and one rank, on all cores."""
     results.title("ranks: eight partitions, filled beforehand; two ranks, and one alone")
     with all_cores():
-        found = rates(_RANKS_ROWS, _RANKS_ROUNDS, bootstrap)
-    results.add("uneven_over_even", ratio(found["uneven"], found["even"]), "new events a second")
+        rows_per_second = rates(_RANKS_ROWS, _RANKS_ROUNDS, bootstrap)
+    results.add("uneven_over_even", ratio(rows_per_second["uneven"], rows_per_second["even"]), "new events a second")
     results.add(
         "ranks_two_over_one",
-        ratio(found["even"], found["alone"]),
+        ratio(rows_per_second["even"], rows_per_second["alone"]),
         "on the cores of all other processes",
     )
-    for name, each in found.items():
-        results.add(f"ranks_rows_per_second_{name}", Spread.of(each))
+    for name, rows in rows_per_second.items():
+        results.add(f"ranks_rows_per_second_{name}", Spread.of(rows))
 
 
 @contextlib.contextmanager

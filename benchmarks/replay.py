@@ -96,7 +96,7 @@ FULL = Sizes(
 
 def over(take: Callable[[NDArray[np.int64]], object], sampling: Sampling) -> Callable[[], float]:
     """Return an arm: the mean time to take exactly the rows that were sampled last."""
-    return lambda: statistics.fmean(seconds(partial(take, each)) for each in sampling.sampled)
+    return lambda: statistics.fmean(seconds(partial(take, numbers)) for numbers in sampling.sampled)
 
 
 def hot(results: Results, sizes: Sizes, folder: Path) -> None:
@@ -130,22 +130,22 @@ def _compare(results: Results, suffix: str, sampling: Sampling, rows: int, round
         "take": over(gather.take, sampling),
         "take_out": over(gather.take_out, sampling),
     }
-    found = interleave(arms, rounds)
-    results.add(f"sample_hot_seconds{suffix}", Spread.of(found["sample"]))
-    results.add(f"sample_hot_over_numpy_take{suffix}", ratio(found["sample"], found["take"]))
+    times = interleave(arms, rounds)
+    results.add(f"sample_hot_seconds{suffix}", Spread.of(times["sample"]))
+    results.add(f"sample_hot_over_numpy_take{suffix}", ratio(times["sample"], times["take"]))
     results.add(
-        f"sample_hot_over_numpy_take_out{suffix}", ratio(found["sample"], found["take_out"]), "into kept memory"
+        f"sample_hot_over_numpy_take_out{suffix}", ratio(times["sample"], times["take_out"]), "into kept memory"
     )
     for name in peers.PEERS:
         if peers.missing(name):
             results.remark(f"{name} is left out: the package {peers.PEERS[name]} is not installed")
             continue
         with peers.peer(name, events, rows, BATCH, folder) as sample:
-            found = interleave(arms | {"peer": partial(_sampling, sample)}, rounds)
+            times = interleave(arms | {"peer": partial(_sampling, sample)}, rounds)
         key = f"{name}_over_sample{'' if name == 'torchrl_memmap' else '_hot'}{suffix}"
-        results.add(key, ratio(found["peer"], found["sample"]))
+        results.add(key, ratio(times["peer"], times["sample"]))
         remark = "the ratio of a sample as fast as numpy.take"
-        results.add(f"{name}_over_numpy_take{suffix}", ratio(found["peer"], found["take"]), remark)
+        results.add(f"{name}_over_numpy_take{suffix}", ratio(times["peer"], times["take"]), remark)
 
 
 def cold(results: Results, sizes: Sizes, folder: Path) -> None:
@@ -168,9 +168,9 @@ def cold(results: Results, sizes: Sizes, folder: Path) -> None:
                 store.tiers.sync()
                 count = round(BATCH * read.get("disk", 0) / sum(read.values()))
                 remark = f"what the disk alone takes for the {count} rows of a sample"
-                for key, found in zip(("disk", "memmap"), cold_reads(Path(name), events.row_bytes, count), strict=True):
-                    if found:
-                        results.add(f"{key}_seconds_cold{suffix}", Spread.of(found), remark)
+                for key, times in zip(("disk", "memmap"), cold_reads(Path(name), events.row_bytes, count), strict=True):
+                    if times:
+                        results.add(f"{key}_seconds_cold{suffix}", Spread.of(times), remark)
                         remark = "the same, by numpy.take out of a memory map"
 
 
@@ -200,9 +200,9 @@ def _stalls(results: Results, suffix: str, steps: Steps, turns: int, folder: Pat
         "_warm": "one thread computes, page cache left alone",
         "_sleep": "the processor is free, page cache emptied",
     }
-    for name, found in shares.items():
-        results.add(f"stall_fraction_cold{name}{suffix}", Spread.of([stall for stall, _ in found[1:]]), remarks[name])
-        results.add(f"store_fraction_cold{name}{suffix}", Spread.of([calls for _, calls in found[1:]]), "all its calls")
+    for name, pairs in shares.items():
+        results.add(f"stall_fraction_cold{name}{suffix}", Spread.of([stall for stall, _ in pairs[1:]]), remarks[name])
+        results.add(f"store_fraction_cold{name}{suffix}", Spread.of([calls for _, calls in pairs[1:]]), "all its calls")
 
 
 def growth(results: Results, sizes: Sizes, _folder: Path) -> None:
@@ -220,14 +220,14 @@ def growth(results: Results, sizes: Sizes, _folder: Path) -> None:
             sampling.verify(rows)
             sampling.turn_at_once()
             arms |= {f"sample_{name}": sampling.turn_at_once, f"take_{name}": over(gather.take_out, sampling)}
-        found = interleave(arms, sizes.rounds)
-    sample, take = ratio(found["sample_many"], found["sample_few"]), ratio(found["take_many"], found["take_few"])
+        times = interleave(arms, sizes.rounds)
+    sample, take = ratio(times["sample_many"], times["sample_few"]), ratio(times["take_many"], times["take_few"])
     results.add("sample_growth_alone", sample, "of the sample")
     results.add("numpy_take_growth", take, "of numpy.take(out=) of the same rows")
     pairs = [
         (a / b) / (c / d)
         for a, b, c, d in zip(
-            *(found[key] for key in ("sample_many", "sample_few", "take_many", "take_few")), strict=True
+            *(times[key] for key in ("sample_many", "sample_few", "take_many", "take_few")), strict=True
         )
     ]
     results.add("sample_growth", Spread.of(pairs))
@@ -249,10 +249,10 @@ def add(results: Results, sizes: Sizes, folder: Path) -> None:
             before = time.process_time()
             calls, copies, busy, rest = _add_blocks(background_store, events, adds)
             background_store.flush().tiers.sync()
-            whole = time.process_time() - before - rest
+            cpu = time.process_time() - before - rest
     results.add("add_over_copy", sum(calls) / sum(copies), "mean over mean")
     results.add("add_mean_seconds", sum(calls) / adds)
-    results.add("add_processor_seconds", whole / adds, "CPU time of all threads: admission, disk and Redis")
+    results.add("add_processor_seconds", cpu / adds, "CPU time of all threads: admission, disk and Redis")
     results.add("copy_mean_seconds", sum(copies) / adds, "every column, into new memory")
     results.add("copy_worst_seconds", max(copies), "the part of the machine in the worst call")
     results.add("add_p99_seconds", float(np.quantile(calls, 0.99)))

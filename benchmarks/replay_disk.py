@@ -114,12 +114,12 @@ def main() -> None:
             arms.append(arms.pop(0))
             for arm in arms:
                 figures[arm.name].append(arm.turn(steps))
-    rates = {name: [rate for rate, _ in found] for name, found in figures.items()}
-    for name, found in figures.items():
+    rates = {name: [rate for rate, _ in arm_turns] for name, arm_turns in figures.items()}
+    for name, arm_turns in figures.items():
         results.add(f"steps_per_second_{name}", Spread.of(rates[name]))
         if name != "small":
             results.add(f"steps_over_small_{name}", ratio(rates[name], rates["small"]))
-        results.add(f"stall_fraction_{name}", Spread.of([share for _, share in found]), "of the time")
+        results.add(f"stall_fraction_{name}", Spread.of([share for _, share in arm_turns]), "of the time")
     results.write(chosen)
 
 

@@ -159,16 +159,16 @@ def _steps(
 
 def _recall(index: NeighbourClient, embedding: np.ndarray, queries: np.ndarray) -> float:
     index.ask(-1, queries, K)
-    found: list[np.ndarray] = []
-    while not found:
+    answers: list[np.ndarray] = []
+    while not answers:
         time.sleep(0.001)
-        found = [answer.ids for answer in index.answers() if answer.step == -1]
+        answers = [answer.ids for answer in index.answers() if answer.step == -1]
     distance = np.empty((len(queries), len(embedding)), np.float32)
     for begin in range(0, len(embedding), 65536):
         part = embedding[begin : begin + 65536]
         distance[:, begin : begin + len(part)] = (part**2).sum(axis=1) - 2 * queries @ part.T
     exact = np.argpartition(distance, K, axis=1)[:, :K]
-    return float(np.mean([np.isin(right, mine).mean() for right, mine in zip(exact, found[0], strict=True)]))
+    return float(np.mean([np.isin(right, ids).mean() for right, ids in zip(exact, answers[0], strict=True)]))
 
 
 def _cpu_seconds(index: NeighbourClient) -> float:

@@ -92,7 +92,7 @@ def start(
         )
     sys.audit("subprocess.Popen", sys.executable, [sys.executable, *arguments], cwd, environment)
     request = {
-        "arguments": [os.fspath(each) for each in arguments],
+        "arguments": [os.fspath(argument) for argument in arguments],
         "environment": environment,
         "folder": str(Path.cwd() if cwd is None else cwd),
         "leads": start_new_session,
@@ -127,10 +127,10 @@ class Child(NamedTuple):
 
 def children(process: Any) -> list[Child]:
     """Return the running children of a process, forked for it or started by it."""
-    found = []
-    for each in psutil.Process(process.pid).children():
+    running = []
+    for child in psutil.Process(process.pid).children():
         with contextlib.suppress(psutil.NoSuchProcess):
-            found.append(Child(each, each.cmdline(), each.environ()))
+            running.append(Child(child, child.cmdline(), child.environ()))
     if _forks() and _server.cache_info().currsize:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect(_server())
@@ -138,14 +138,14 @@ def children(process: Any) -> list[Child]:
             requests = json.loads(_exactly(connection, _LENGTH.unpack(_exactly(connection, _LENGTH.size))[0]))
         for pid, request in requests:
             with contextlib.suppress(psutil.NoSuchProcess):
-                found.append(Child(psutil.Process(pid), request["arguments"], request["environment"]))
-    return found
+                running.append(Child(psutil.Process(pid), request["arguments"], request["environment"]))
+    return running
 
 
 def descendants(process: Any) -> list[psutil.Process]:
     """Return all descendants of a process."""
-    found = [child.process for child in children(process)]
-    return [*found, *(each for child in found for each in descendants(child))]
+    direct = [child.process for child in children(process)]
+    return [*direct, *(grandchild for child in direct for grandchild in descendants(child))]
 
 
 class Forked:
@@ -303,12 +303,12 @@ def _server() -> str:
 
 
 def _exactly(connection: socket.socket, size: int) -> bytes:
-    found = b""
-    while len(found) < size and (part := connection.recv(size - len(found))):
-        found += part
-    if len(found) < size:
+    content = b""
+    while len(content) < size and (part := connection.recv(size - len(content))):
+        content += part
+    if len(content) < size:
         raise ConnectionError("the server of forked processes, or its client, has ended")
-    return found
+    return content
 
 
 def _load() -> None:
@@ -375,8 +375,8 @@ def _serve(listener: socket.socket) -> None:
 
 def _send_children(connection: socket.socket, children: Mapping[int, _Served]) -> None:
     parent = _NUMBER.unpack(_exactly(connection, _NUMBER.size))[0]
-    found = [(pid, served.request) for pid, served in children.items() if served.request["parent"] == parent]
-    body = json.dumps(found).encode()
+    matching = [(pid, served.request) for pid, served in children.items() if served.request["parent"] == parent]
+    body = json.dumps(matching).encode()
     with connection:
         connection.sendall(_LENGTH.pack(len(body)) + body)
 

@@ -84,11 +84,11 @@ class Part:
     def until(self, poll: Callable[[], T | None], patience: float = PATIENCE_SECONDS) -> T:
         """Return the first true value of `poll`; fail if the process ends first, or after `patience` seconds."""
         deadline = time.monotonic() + patience
-        while not (found := poll()):
+        while not (value := poll()):
             assert self.process.poll() is None, self.log.read_text()
             assert time.monotonic() < deadline, self.log.read_text()
             threading.Event().wait(0.02)
-        return found
+        return value
 
     def kill(self) -> None:
         """SIGKILL, and wait."""
@@ -142,9 +142,9 @@ class Learner(Part):
 
     def metric(self, name: str) -> float:
         """Return a metric without labels."""
-        found = re.search(rf"^anabranch_{name} (\S+)$", self.get("/metrics"), re.MULTILINE)
-        assert found, name
-        return float(found[1])
+        match = re.search(rf"^anabranch_{name} (\S+)$", self.get("/metrics"), re.MULTILINE)
+        assert match, name
+        return float(match[1])
 
 
 def events(count: int) -> list[dict[str, Any]]:

@@ -135,23 +135,23 @@ class _Client:
             readable, _, _ = select.select(list(busy), [], [], max(0.0, due - now))
             if not readable and sent == len(arrivals):
                 refused[0] += len(busy)
-                for each in busy:
-                    each.close()
+                for connection in busy:
+                    connection.close()
                 break
-            for each in readable:
-                since, held = busy[each]
-                status = _received(each, held)
+            for connection in readable:
+                since, held = busy[connection]
+                status = _received(connection, held)
                 if status is None:
                     continue
-                del busy[each]
+                del busy[connection]
                 if status == 200:
                     seconds.append(time.perf_counter() - since)
                 else:
                     refused[status] += 1
                 if status:
-                    self._free.append(each)
+                    self._free.append(connection)
                 else:
-                    each.close()
+                    connection.close()
         return Answers(np.array(seconds), refused, float(np.percentile(late, 99)) if late else 0.0)
 
     def flood(self, clients: int, seconds: float) -> Answers:
@@ -172,24 +172,24 @@ class _Client:
             readable, _, _ = select.select(list(busy), [], [], _PATIENCE_SECONDS)
             if not readable:
                 refused[0] += len(busy)
-                for each in busy:
-                    each.close()
+                for connection in busy:
+                    connection.close()
                 break
-            for each in readable:
-                since, held = busy[each]
-                status = _received(each, held)
+            for connection in readable:
+                since, held = busy[connection]
+                status = _received(connection, held)
                 if status is None:
                     continue
-                del busy[each]
+                del busy[connection]
                 now = time.perf_counter()
                 if status == 200 and now <= end:
                     taken.append(now - since)
                 if status != 200:
                     refused[status] += 1
                 if status:
-                    self._free.append(each)
+                    self._free.append(connection)
                 else:
-                    each.close()
+                    connection.close()
                 if now < end:
                     ask(now)
         return Answers(np.array(taken), refused, 0.0)
@@ -224,5 +224,5 @@ def _received(connection: socket.socket, held: bytearray) -> int | None:
         return None
     lines = head.lower().split(b"\r\n")
     length = next((int(line.partition(b":")[2]) for line in lines if line.startswith(b"content-length:")), 0)
-    whole = body.endswith(b"0\r\n\r\n") if b"transfer-encoding: chunked" in lines else len(body) >= length
-    return int(lines[0].split()[1]) if whole else None
+    complete = body.endswith(b"0\r\n\r\n") if b"transfer-encoding: chunked" in lines else len(body) >= length
+    return int(lines[0].split()[1]) if complete else None

@@ -203,8 +203,8 @@ def machine() -> dict[str, Any]:
 def _cpu() -> str:
     """Return the model of the processor, without trademarks."""
     path = Path("/proc/cpuinfo")
-    found = re.search(r"^model name\s*: (.+)$", path.read_text(), re.MULTILINE) if path.exists() else None
-    name = found[1] if found else platform.processor() or platform.machine()
+    match = re.search(r"^model name\s*: (.+)$", path.read_text(), re.MULTILINE) if path.exists() else None
+    name = match[1] if match else platform.processor() or platform.machine()
     return re.sub(r"\s+", " ", re.sub(r"\((R|TM|tm)\)|\bCPU\b|\bProcessor\b|@.*", "", name)).strip()
 
 

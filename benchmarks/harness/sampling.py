@@ -101,5 +101,5 @@ class Steps:
             background_store.plan_ahead(self._step, BATCH)
             calls += time.perf_counter() - start
             assert len(sample) == BATCH
-        whole = time.perf_counter() - begin
-        return (background_store.flush().tiers.stats.stall_seconds - waited) / whole, calls / whole
+        total = time.perf_counter() - begin
+        return (background_store.flush().tiers.stats.stall_seconds - waited) / total, calls / total

@@ -77,8 +77,8 @@ def measure(results: Results, quick: bool, bootstrap: str) -> None:  # noqa: ARG
         rates = interleave({name: lambda name=name: arm(name) for name in loads}, rounds)  # type: ignore[misc]
     for name in there:
         results.add(f"throughput_over_{name}", ratio(rates["ours"], rates[name]), "requests a second, JSON both")
-    for name, found in rates.items():
-        results.add(f"requests_per_second_{name}", Spread.of(found), f"{failed[name]} failed" if failed[name] else "")
+    for name, figures in rates.items():
+        results.add(f"requests_per_second_{name}", Spread.of(figures), f"{failed[name]} failed" if failed[name] else "")
 
 
 class _Peer(psutil.Process):
@@ -118,9 +118,9 @@ def _peer(name: str, folder: Path, cores: set[int] | None, asked: bytes) -> Iter
             time.sleep(0.1)
         yield peer
     finally:
-        for each in _family(process.pid):
+        for child in _family(process.pid):
             with contextlib.suppress(psutil.NoSuchProcess):
-                each.kill()
+                child.kill()
         process.wait()
 
 
@@ -138,14 +138,14 @@ def _answers(port: int, asked: bytes) -> bool:
 @contextlib.contextmanager
 def _only(pid: int, of: list[int]) -> Iterator[None]:
     """Suspend the other servers by a signal."""
-    stopped = [each for other in of if other != pid for each in _family(other)]
-    for each in stopped:
-        each.send_signal(signal.SIGSTOP)
+    stopped = [process for other in of if other != pid for process in _family(other)]
+    for process in stopped:
+        process.send_signal(signal.SIGSTOP)
     try:
         yield
     finally:
-        for each in stopped:
-            each.send_signal(signal.SIGCONT)
+        for process in stopped:
+            process.send_signal(signal.SIGCONT)
 
 
 def _family(pid: int) -> list[psutil.Process]:

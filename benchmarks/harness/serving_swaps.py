@@ -97,7 +97,7 @@ def _publish(connection: Connection, published: VersionPublisher, server: int, c
             swaps = connection.recv()
         except EOFError:
             return
-        found = Swaps([], [])
+        done = Swaps([], [])
         due = time.monotonic()
         for _ in range(swaps):
             time.sleep(max(0.0, due - time.monotonic()))
@@ -108,9 +108,9 @@ def _publish(connection: Connection, published: VersionPublisher, server: int, c
                 if time.monotonic() > begin + _PATIENCE:
                     raise TimeoutError(f"version {number} is not served")
                 time.sleep(_POLL)
-            found.late.append(time.monotonic() - begin)
-            found.resident.append(memory().rss)
-        connection.send(found)
+            done.late.append(time.monotonic() - begin)
+            done.resident.append(memory().rss)
+        connection.send(done)
 
 
 def measure(results: Results, quick: bool, bootstrap: str) -> None:  # noqa: ARG001 - every section takes the same
@@ -133,26 +133,26 @@ def measure(results: Results, quick: bool, bootstrap: str) -> None:  # noqa: ARG
                 load.turn(_RATE, 1.0)
                 read = _disk_bytes(server.process.pid)
                 pairs: list[tuple[Answers, Answers]] = []
-                found = Swaps([], [])
+                done = Swaps([], [])
                 for _ in range(rounds):
                     quiet = load.turn(_RATE, _EVERY * swaps)
                     publisher.begin(swaps)
                     pairs.append((quiet, load.turn(_RATE, _EVERY * swaps)))
                     of_turn = publisher.end()
-                    found.late.extend(of_turn.late)
-                    found.resident.extend(of_turn.resident)
+                    done.late.extend(of_turn.late)
+                    done.resident.extend(of_turn.resident)
                 read = None if read is None else (_disk_bytes(server.process.pid) or 0) - read
-    tenth = max(5, len(found.resident) // 10)
-    first, last = (statistics.median(part) for part in (found.resident[tenth : 2 * tenth], found.resident[-tenth:]))
+    tenth = max(5, len(done.resident) // 10)
+    first, last = (statistics.median(part) for part in (done.resident[tenth : 2 * tenth], done.resident[-tenth:]))
     refused = sum((swapping.refused for _, swapping in pairs), Counter())
     results.add("swap_failed", float(refused.total()), ", ".join(f"{n} with {code}" for code, n in refused.items()))
     results.add("swap_added_p99_seconds", Spread.of([s.percentile(99) - q.percentile(99) for q, s in pairs]))
     results.add("swap_memory_growth", last / first, f"of {first / 1e6:.0f} MB")
     if read is not None:
-        results.add("swap_disk_bytes", float(read), f"of {len(found.late)} versions of 4 MB")
+        results.add("swap_disk_bytes", float(read), f"of {len(done.late)} versions of 4 MB")
     results.add("swap_p99_seconds", Spread.of([swapping.percentile(99) for _, swapping in pairs]))
     results.add("swap_quiet_p99_seconds", Spread.of([quiet.percentile(99) for quiet, _ in pairs]))
-    results.add("swap_noticed_seconds", Spread.of(found.late), "from the publish to the swap")
+    results.add("swap_noticed_seconds", Spread.of(done.late), "from the publish to the swap")
     results.add("swap_load_late_p99_seconds", max(s.late_p99 for _, s in pairs), "of the generator, part of the above")
 
 

@@ -35,10 +35,10 @@ def measure(results: Results, quick: bool, bootstrap: str) -> None:  # noqa: ARG
         turns = [[load.flood(_CLIENTS, seconds) for load in loads] for _ in range(rounds)]
     for workers in (1, 2):
         answers = [turn[workers - 1] for turn in turns]
-        rates = [len(each.seconds) / seconds for each in answers]
+        rates = [len(turn.seconds) / seconds for turn in answers]
         results.add(f"workers_{workers}_requests_per_second", Spread.of(rates), f"{_CLIENTS} clients")
-        results.add(f"workers_{workers}_p99_seconds", Spread.of([each.percentile(99) for each in answers]))
-        results.fact(f"workers_{workers}_failed", sum(each.failed for each in answers))
+        results.add(f"workers_{workers}_p99_seconds", Spread.of([turn.percentile(99) for turn in answers]))
+        results.fact(f"workers_{workers}_failed", sum(turn.failed for turn in answers))
     gains = [len(two.seconds) / len(one.seconds) for one, two in turns]
     results.add("workers_2_over_1", Spread.of(gains), "throughput")
 

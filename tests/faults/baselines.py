@@ -103,9 +103,15 @@ def run(folder: Path, bootstrap: str, figures: Figures, *, quick: bool, minutes:
     """Measure the part `baselines`."""
     events, kills = (16_000, 4) if quick else (160_000, 20)
     figures.part("baselines", f"{events} events learned with and without {kills} SIGKILLs, deterministic, with replay")
-    found = with_and_without_kills(folder, bootstrap, events, kills, seed=int(time.time()))
-    figures.add("weights_equal", found.equal, f"{found.tensors} tensors of weights and optimizer, {found.kills} kills")
-    figures.add("stored_over_memory", found.stored_bytes / MEMORY_BYTES, "bytes stored on disk over those in memory")
+    comparison = with_and_without_kills(folder, bootstrap, events, kills, seed=int(time.time()))
+    figures.add(
+        "weights_equal",
+        comparison.equal,
+        f"{comparison.tensors} tensors of weights and optimizer, {comparison.kills} kills",
+    )
+    figures.add(
+        "stored_over_memory", comparison.stored_bytes / MEMORY_BYTES, "bytes stored on disk over those in memory"
+    )
 
 
 def _is_under_way(events: int) -> Callable[[LearnerReport], bool]:

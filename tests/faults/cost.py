@@ -115,8 +115,8 @@ def recorded(folder: Path, bootstrap: str, seconds: float, checkpoint_seconds: f
         first = process.wait_for(lambda report: sum(report.outcomes.values()) > 2 * _STORED)
         last = process.wait_for(lambda report: report.time > first.time + seconds)
         process.stop()
-    found: NDArray[np.void] = np.load(records)
-    return found[(found["steps"] >= first.steps) & (found["steps"] <= last.steps)]
+    rows: NDArray[np.void] = np.load(records)
+    return rows[(rows["steps"] >= first.steps) & (rows["steps"] <= last.steps)]
 
 
 def run(folder: Path, bootstrap: str, figures: Figures, *, quick: bool, minutes: float) -> None:

@@ -260,25 +260,25 @@ _SPOILS: dict[str, list[Spoil]] = {
 
 def decoded(form: str, cases: int, seed: int) -> Fuzzed:
     """Decode `cases` malformed messages among good ones, in batches."""
-    dice, decoder, found = random.Random(seed), FORMATS[form](SCHEMA), Fuzzed()
-    while found.cases < cases:
+    dice, decoder, fuzzed = random.Random(seed), FORMATS[form](SCHEMA), Fuzzed()
+    while fuzzed.cases < cases:
         values, bad = _mixed(form, dice)
-        found.cases += len(bad)
+        fuzzed.cases += len(bad)
         try:
             events = decoder.decode(values)
         except Exception as exc:  # noqa: BLE001 any exception would end the stream
-            found.crashes.append(f"{form}: {type(exc).__name__}: {exc}")
+            fuzzed.crashes.append(f"{form}: {type(exc).__name__}: {exc}")
             continue
         rejected = {reject.message for reject in events.rejects}
         used = set(events.message.tolist())
-        found.passed += [values[index] for index in bad if index not in rejected or index in used]
-        found.passed += [value for index, value in enumerate(values) if index not in bad and index not in used]
-    return found
+        fuzzed.passed += [values[index] for index in bad if index not in rejected or index in used]
+        fuzzed.passed += [value for index, value in enumerate(values) if index not in bad and index not in used]
+    return fuzzed
 
 
 def dead_lettered(folder: Path, bootstrap: str, form: str, cases: int, seed: int) -> Fuzzed:
     """Send malformed messages among good ones to a learner, and compare its dead letters with them."""
-    dice, found, values, bad = random.Random(seed), Fuzzed(), [], set()
+    dice, fuzzed, values, bad = random.Random(seed), Fuzzed(), [], set()
     while len(bad) < cases:
         some, indices = _mixed(form, dice)
         bad |= {len(values) + index for index in indices}
@@ -292,16 +292,16 @@ def dead_lettered(folder: Path, bootstrap: str, form: str, cases: int, seed: int
         )
         restarts = learner.supervisor.restarts["learner"]
         if restarts:
-            found.crashes.append(f"{form}: the learner was started again {restarts} times: {learner.log_tail()}")
+            fuzzed.crashes.append(f"{form}: the learner was started again {restarts} times: {learner.log_tail()}")
     letters = TopicReader()(bootstrap, f"{topic}.dead", len(bad))
     sources = [dict(letter.headers)["anabranch-source"].decode() for letter in letters]
     expected = {f"{topic}[0]@{index}" for index in bad}
-    found.cases = len(bad)
-    found.passed = [source.encode() for source in expected.symmetric_difference(sources)]
+    fuzzed.cases = len(bad)
+    fuzzed.passed = [source.encode() for source in expected.symmetric_difference(sources)]
     good = len(values) - len(bad)
     if report.outcomes.get("trained") != good or len(sources) != len(bad) or not adds_up(report):
-        found.crashes.append(f"{form}: {report.outcomes} of {good} good events, {len(sources)} dead letters")
-    return found
+        fuzzed.crashes.append(f"{form}: {report.outcomes} of {good} good events, {len(sources)} dead letters")
+    return fuzzed
 
 
 def _mixed(form: str, dice: random.Random) -> tuple[list[bytes], set[int]]:
@@ -321,10 +321,10 @@ def run(folder: Path, bootstrap: str, figures: Figures, *, quick: bool, minutes:
     alone, through = (3_000, 700) if quick else (30_000, 4_000)
     title = f"{alone} malformed messages for the decoder of each format, {through} more through Kafka"
     figures.part("fuzz", title)
-    found, seed = Fuzzed(), int(time.time())
+    fuzzed, seed = Fuzzed(), int(time.time())
     for form in FORMATS:
-        found.add(decoded(form, alone, seed))
-        found.add(dead_lettered(folder, bootstrap, form, through, seed + 1))
-    figures.add("fuzzed", found.cases, f"seed {seed}")
-    figures.add("crashes", len(found.crashes), " ".join(found.crashes[:2]))
-    figures.add("not_dead_lettered", len(found.passed), " ".join(map(repr, found.passed[:2]))[:300])
+        fuzzed.add(decoded(form, alone, seed))
+        fuzzed.add(dead_lettered(folder, bootstrap, form, through, seed + 1))
+    figures.add("fuzzed", fuzzed.cases, f"seed {seed}")
+    figures.add("crashes", len(fuzzed.crashes), " ".join(fuzzed.crashes[:2]))
+    figures.add("not_dead_lettered", len(fuzzed.passed), " ".join(map(repr, fuzzed.passed[:2]))[:300])

@@ -169,12 +169,12 @@ def run(folder: Path, bootstrap: str, figures: Figures, *, quick: bool, minutes:
     """Measure the part `kills`."""
     kills = 8 if quick else 100
     figures.part("kills", f"{kills} SIGKILLs of the learner in a stream of 200,000 events, a checkpoint every second")
-    found = killed_again_and_again(folder, bootstrap, 200_000, kills, "1s", seed=int(time.time()))
-    figures.add("kills", found.kills, f"{found.early} of them before a first step; {found.seconds:.0f} s")
-    figures.add("lost", found.lost)
-    figures.add("twice", found.twice)
-    figures.add("ledger_exact", found.exact and found.other == 0)
-    figures.add("steps_done_again", found.again, "steps that were in no checkpoint when a kill came")
+    account = killed_again_and_again(folder, bootstrap, 200_000, kills, "1s", seed=int(time.time()))
+    figures.add("kills", account.kills, f"{account.early} of them before a first step; {account.seconds:.0f} s")
+    figures.add("lost", account.lost)
+    figures.add("twice", account.twice)
+    figures.add("ledger_exact", account.exact and account.other == 0)
+    figures.add("steps_done_again", account.again, "steps that were in no checkpoint when a kill came")
 
 
 def _exact(report: LearnerReport, events: int, bad: int) -> bool:

@@ -145,13 +145,13 @@ def flooded(folder: Path, bootstrap: str, seconds: float, pause: float, kept: in
 def run(folder: Path, bootstrap: str, figures: Figures, *, quick: bool, minutes: float) -> None:
     """Measure the part `overload`."""
     seconds = 40.0 if quick else minutes * 60
-    figures.part("overload", f"ten events are sent for each that is learned, for {seconds:.0f} s")
-    found = flooded(folder, bootstrap, seconds, pause=0.1, kept=None if os.environ.get(START) else KEPT)
-    megabytes = " ".join(f"{each / 1e6:.0f}" for each in found.curve)
-    figures.add("memory_growth", found.growth, f"MB of learner and ingest by tenths of the time: {megabytes}")
-    unread = f"{found.sent} events sent, {found.removed} gone unread"
-    figures.add("sent_over_learned", found.sent / max(1, found.learned), unread)
-    figures.add("overload_adds_up", found.exact)
+    figures.part("overload", f"ten events are sent for each that is trained, for {seconds:.0f} s")
+    memory = flooded(folder, bootstrap, seconds, pause=0.1, kept=None if os.environ.get(START) else KEPT)
+    megabytes = " ".join(f"{mean / 1e6:.0f}" for mean in memory.curve)
+    figures.add("memory_growth", memory.growth, f"MB of learner and ingest by tenths of the time: {megabytes}")
+    unread = f"{memory.sent} events sent, {memory.removed} removed unread"
+    figures.add("sent_over_learned", memory.sent / max(1, memory.learned), unread)
+    figures.add("overload_adds_up", memory.exact)
 
 
 def _bytes(process: psutil.Process) -> int:
@@ -165,8 +165,8 @@ def _bytes(process: psutil.Process) -> int:
         return _resident(process)
     except ProcessLookupError:
         return 0
-    found = {line.partition(":")[0]: int(line.split()[1]) for line in lines[1:]}
-    return 1024 * (found["Pss_Anon"] + found["Pss_Shmem"])
+    kilobytes = {line.partition(":")[0]: int(line.split()[1]) for line in lines[1:]}
+    return 1024 * (kilobytes["Pss_Anon"] + kilobytes["Pss_Shmem"])
 
 
 def _resident(process: psutil.Process) -> int:

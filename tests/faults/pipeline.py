@@ -105,10 +105,10 @@ class Pipeline:
         """Return the steps of the learner's process by its own metrics; None while it does not answer."""
         try:
             with urllib.request.urlopen(f"http://{self.status}/metrics", timeout=1) as reply:
-                found = re.search(rb"^anabranch_learner_steps_total (\S+)$", reply.read(), re.MULTILINE)
+                match = re.search(rb"^anabranch_learner_steps_total (\S+)$", reply.read(), re.MULTILINE)
         except OSError:
             return None
-        return int(float(found[1])) if found else None
+        return int(float(match[1])) if match else None
 
 
 class Supervised:
@@ -185,7 +185,7 @@ class Supervised:
     def until(self, poll: Callable[[], T | None], what: str, patience: float = PATIENCE_SECONDS) -> T:
         """Return the first true value of `poll`; raises StuckError after `patience` seconds."""
         deadline = time.monotonic() + patience
-        while not (found := poll()):
+        while not (value := poll()):
             if self._thread.ident is not None and not self._thread.is_alive():
                 raise StuckError(
                     f"the supervisor ended with {self.exit} before {what}; their log ends with: {self.log_tail()}"
@@ -193,7 +193,7 @@ class Supervised:
             if time.monotonic() > deadline:
                 raise StuckError(f"no {what} after {patience:.0f} s: {self.pipeline.report()}; {self.log_tail()}")
             time.sleep(POLL_SECONDS)
-        return found
+        return value
 
     def log_tail(self, most: int = 3000) -> str:
         """Return the end of the parts' log."""
@@ -201,12 +201,12 @@ class Supervised:
 
     def family(self) -> list[psutil.Process]:
         """Return the processes of all parts and their children."""
-        found = []
+        processes = []
         for pid in self.supervisor.pids().values():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process = psutil.Process(pid)
-                found += [process, *process.children(recursive=True)]
-        return found
+                processes += [process, *process.children(recursive=True)]
+        return processes
 
 
 def _limited(command: tuple[str, ...], descriptors: int | None) -> tuple[str, ...]:

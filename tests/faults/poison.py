@@ -213,14 +213,14 @@ def send(bootstrap: str, topic: str, messages: Iterator[tuple[Kind | None, Messa
     options = {"bootstrap_servers": bootstrap, "acks": "all", "max_request_size": 2 * _INFLATED}
     plain, zipped = KafkaProducer(**options, linger_ms=20), KafkaProducer(**options, compression_type="gzip")
     try:
-        for kind, each in messages:
+        for kind, message in messages:
             fate = "used" if kind is None else kind.fate
             fates[fate] = fates.get(fate, 0) + 1
-            if each.alone:
+            if message.alone:
                 plain.flush()
-            sender = zipped if each.inflated else plain
-            sent = sender.send(topic, each.value, each.key, list(each.headers), timestamp_ms=each.time_ms)
-            if each.alone:
+            sender = zipped if message.inflated else plain
+            sent = sender.send(topic, message.value, message.key, list(message.headers), timestamp_ms=message.time_ms)
+            if message.alone:
                 sent.get(30)
         plain.flush()
     finally:
@@ -265,13 +265,13 @@ def run(folder: Path, bootstrap: str, figures: Figures, *, quick: bool, minutes:
     count, poison = (5_000, 200) if quick else (100_000, 1_000)
     ways = "with either client, and with two replicas"
     figures.part("poison", f"{poison} events of {len(KINDS)} kinds among {count} good ones, {ways}")
-    clients = [
+    results = [
         train_with_poison(folder, bootstrap, client, count, poison, seed=1, replicas=replicas)
         for client, replicas in (("kafka-python", 1), ("confluent", 1), ("kafka-python", 2))
     ]
-    outcomes = " ".join(f"{each.report.outcomes} {each.report.skipped}" for each in clients)
-    figures.add("poison_events", sum(each.sent for each in clients), outcomes)
-    figures.add("poison_without_outcome", sum(each.without_outcome for each in clients))
-    figures.add("poison_wrong_outcome", sum(each.wrong for each in clients))
-    restarts = sum(each.restarts for each in clients)
-    figures.add("poison_restarts", restarts, " ".join(each.said[-300:] for each in clients) if restarts else "")
+    outcomes = " ".join(f"{result.report.outcomes} {result.report.skipped}" for result in results)
+    figures.add("poison_events", sum(result.sent for result in results), outcomes)
+    figures.add("poison_without_outcome", sum(result.without_outcome for result in results))
+    figures.add("poison_wrong_outcome", sum(result.wrong for result in results))
+    restarts = sum(result.restarts for result in results)
+    figures.add("poison_restarts", restarts, " ".join(result.said[-300:] for result in results) if restarts else "")

@@ -105,10 +105,10 @@ class Proxy:
                 if to_client:
                     chunk = self._spoiled(chunk.replace(self._advertised, self._replaced))
                 sink.sendall(chunk)
-        for each in (source, sink):
+        for connection in (source, sink):
             with self._lock:
-                self._open.discard(each)
-            _close(each)
+                self._open.discard(connection)
+            _close(connection)
 
     def _wait(self, size: int) -> None:
         while self._fault.stalled and not self._closed.wait(_POLL_SECONDS):
@@ -127,8 +127,8 @@ class Proxy:
     def _hang_up(self) -> None:
         with self._lock:
             hung, self._open = self._open, set()
-        for each in hung:
-            _close(each)
+        for connection in hung:
+            _close(connection)
 
 
 def _close(connection: socket.socket) -> None:

@@ -83,9 +83,9 @@ def seconds_to_next_step(
             learner.wait_for(lambda report: report.replay_rows.get("disk", 0) >= rows * 0.98, "a store that is full")
             filled = time.time()
             learner.wait_for(lambda report: (report.checkpoint_time or 0) > filled, "a checkpoint of the full store")
-            found = _killed(pipeline, learner, kills, dice, standby=True)
+            with_standby = _killed(pipeline, learner, kills, dice, standby=True)
         with Supervised(pipeline, **_ALONE) as learner:
-            return found, _killed(pipeline, learner, kills, dice, standby=False)
+            return with_standby, _killed(pipeline, learner, kills, dice, standby=False)
 
 
 def _killed(pipeline: Pipeline, learner: Supervised, kills: int, dice: random.Random, *, standby: bool) -> list[float]:
@@ -93,7 +93,7 @@ def _killed(pipeline: Pipeline, learner: Supervised, kills: int, dice: random.Ra
 
     With `standby` that is after a standby is ready, some seconds after that step.
     """
-    found: list[float] = []
+    recovered: list[float] = []
     for kill in range(kills):
         learner.wait_for(lambda report: report.steps_since_start > 0, "a step")
         if standby:
@@ -103,8 +103,8 @@ def _killed(pipeline: Pipeline, learner: Supervised, kills: int, dice: random.Ra
         begin = time.monotonic()
         learner.until(lambda: pipeline.steps() is None, "the end of the killed learner")
         learner.until(lambda: (pipeline.steps() or 0) > 0, "the next step")
-        found.append(time.monotonic() - begin)
-    return found
+        recovered.append(time.monotonic() - begin)
+    return recovered
 
 
 def run(folder: Path, bootstrap: str, figures: Figures, *, quick: bool, minutes: float) -> None:
@@ -112,11 +112,11 @@ def run(folder: Path, bootstrap: str, figures: Figures, *, quick: bool, minutes:
     kills = 3 if quick else 20
     what = f"{kills} SIGKILLs of a learner with 1 GB stored on disk and a standby, {kills} without a standby"
     figures.part("recovery", f"{what}, until its next step")
-    for found, alone in zip(
+    for seconds, alone in zip(
         seconds_to_next_step(folder, bootstrap, 1_000_000_000, kills, int(time.time())), ("", "_alone"), strict=True
     ):
-        figures.add(f"recovery_seconds_p95{alone}", float(np.quantile(found, 0.95, method="higher")))
-        figures.add(f"recovery_seconds_median{alone}", statistics.median(found))
+        figures.add(f"recovery_seconds_p95{alone}", float(np.quantile(seconds, 0.95, method="higher")))
+        figures.add(f"recovery_seconds_median{alone}", statistics.median(seconds))
 
 
 def _fill(pipeline: Pipeline, sender: EventProducer, rows: int, seed: int) -> None:

@@ -161,7 +161,7 @@ class Trickle:
             number = 0
             while not self._done.wait(POLL_SECONDS):
                 for _ in range(8):
-                    x = [float(number % 3 == each) for each in range(3)]
+                    x = [float(number % 3 == column) for column in range(3)]
                     sender.send(json.dumps({"x": x, "y": number % 3}).encode())
                     number += 1
 
@@ -170,8 +170,8 @@ def run(folder: Path, bootstrap: str, figures: Figures, *, quick: bool, minutes:
     """Measure the part `serving`."""
     kills = 4 if quick else 40
     figures.part("serving", f"{_CLIENTS} HTTP clients while the learner is killed {kills} times")
-    found = asked_while_the_learner_is_killed(folder, bootstrap, kills, seed=int(time.time()))
-    remark = f"of {found.requests}, by {len(found.versions)} versions"
-    figures.add("failed_requests", len(found.failures), " ".join([remark, *found.failures[:1]]))
-    figures.add("requests", found.requests)
-    figures.add("slowest_request_seconds", found.longest)
+    asked = asked_while_the_learner_is_killed(folder, bootstrap, kills, seed=int(time.time()))
+    remark = f"of {asked.requests}, by {len(asked.versions)} versions"
+    figures.add("failed_requests", len(asked.failures), " ".join([remark, *asked.failures[:1]]))
+    figures.add("requests", asked.requests)
+    figures.add("slowest_request_seconds", asked.longest)

@@ -115,13 +115,13 @@ def besiege(folder: Path, bootstrap: str, quiet_seconds: float, seconds: float) 
         with asking(port) as quiet:
             time.sleep(quiet_seconds)
         before, said = _memory(pids), parts.log.stat().st_size
-        most = before
+        largest = before
         with asking(port) as polite:
             address = [str(port), pipeline.status.rpartition(":")[2]]
             attack = subprocess.Popen([sys.executable, "-m", "tests.faults.siege_program", *address, str(seconds)])
             with attack:
                 while attack.poll() is None:
-                    most = max(most, _memory(pids))
+                    largest = max(largest, _memory(pids))
                     time.sleep(_SAMPLE_SECONDS)
         if attack.returncode:
             raise AssertionError(f"the attack ended with {attack.returncode}")
@@ -133,7 +133,7 @@ def besiege(folder: Path, bootstrap: str, quiet_seconds: float, seconds: float) 
         p99=float(np.percentile(polite.seconds, 99)),
         requests=len(polite.seconds),
         failures=failures,
-        memory=most - before,
+        memory=largest - before,
         ended=ended,
         log_bytes=log_bytes,
     )
@@ -143,13 +143,15 @@ def run(folder: Path, bootstrap: str, figures: Figures, *, quick: bool, minutes:
     """Measure the part `siege`."""
     seconds = 20.0 if quick else 60.0
     figures.part("siege", f"six attacks at once on serving and learner, for {seconds:.0f} s")
-    found = besiege(folder, bootstrap, seconds / 2, seconds)
-    remark = f"{found.p99 * 1e3:.1f} ms, and {found.quiet_p99 * 1e3:.1f} ms before, of {found.requests} requests"
-    figures.add("siege_p99_ratio", found.p99 / found.quiet_p99, remark)
-    figures.add("siege_failed", len(found.failures), "; ".join(found.failures[:3]))
-    figures.add("siege_memory_bytes", found.memory, "largest growth of serving and learner")
-    figures.add("siege_ended", len(found.ended), ", ".join(found.ended))
-    figures.add("siege_log_bytes", found.log_bytes, "logged by both")
+    besieged = besiege(folder, bootstrap, seconds / 2, seconds)
+    remark = (
+        f"{besieged.p99 * 1e3:.1f} ms, and {besieged.quiet_p99 * 1e3:.1f} ms before, of {besieged.requests} requests"
+    )
+    figures.add("siege_p99_ratio", besieged.p99 / besieged.quiet_p99, remark)
+    figures.add("siege_failed", len(besieged.failures), "; ".join(besieged.failures[:3]))
+    figures.add("siege_memory_bytes", besieged.memory, "largest growth of serving and learner")
+    figures.add("siege_ended", len(besieged.ended), ", ".join(besieged.ended))
+    figures.add("siege_log_bytes", besieged.log_bytes, "logged by both")
 
 
 def _answers(port: int, body: str) -> bool:
@@ -163,8 +165,8 @@ def _answers(port: int, body: str) -> bool:
 
 def _memory(pids: dict[str, int]) -> int:
     """Return the resident memory of the parts that still run."""
-    found = 0
+    total = 0
     for pid in pids.values():
         with contextlib.suppress(psutil.NoSuchProcess):
-            found += psutil.Process(pid).memory_info().rss
-    return found
+            total += psutil.Process(pid).memory_info().rss
+    return total

@@ -57,8 +57,8 @@ def silent(port: int, status: int, until: float) -> None:
         attempt(lambda: [serving.add() for _ in range(2)])
         attempt(learner.add)
         if turn % 10 == 0:
-            attempt(lambda: [each.add(b"GET / HTTP/1.1\r\nX: ") for each in dripping])
-            for client in [client for each in dripping for client in each.open]:
+            attempt(lambda: [held.add(b"GET / HTTP/1.1\r\nX: ") for held in dripping])
+            for client in [client for held in dripping for client in held.open]:
                 attempt(lambda client=client: client.sendall(b"a"))  # type: ignore[misc]
 
 

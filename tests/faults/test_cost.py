@@ -20,7 +20,7 @@ def test_the_cost_of_a_write_is_distinguished_from_the_noise_of_the_machine() ->
         took[step] += WAITED
         took[step : step + 3] += SLOW
     records["end"] = np.cumsum(took)
-    found = lost(records, "version")
-    assert found.mean() == pytest.approx(WAITED + 3 * SLOW, abs=0.006)
-    assert found.waited.mean() == pytest.approx(WAITED)
-    assert found.shams.mean() > 0.02, "the noise of the machine is not measured"
+    costs = lost(records, "version")
+    assert costs.mean() == pytest.approx(WAITED + 3 * SLOW, abs=0.006)
+    assert costs.waited.mean() == pytest.approx(WAITED)
+    assert costs.shams.mean() > 0.02, "the noise of the machine is not measured"

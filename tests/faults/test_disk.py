@@ -70,8 +70,8 @@ def test_training_continues_while_checkpoints_cannot_be_written_and_a_crash_repe
             lambda report: total(report) == sent and len(report.problems) > 1, "a problem of the disk"
         )
         assert any(
-            f"could not be written to {pipeline.state_dir}/checkpoints: File too large" in each
-            for each in report.problems
+            f"could not be written to {pipeline.state_dir}/checkpoints: File too large" in problem
+            for problem in report.problems
         )
         good = Checkpoints(pipeline.state_dir / "checkpoints", "", 0).numbers()
         assert max(good) >= covered

@@ -11,7 +11,9 @@ from tests.faults.kills import killed_again_and_again
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_each_event_is_trained_once_whenever_the_learner_is_killed(kafka: Any, tmp_path: Path) -> None:
-    found = killed_again_and_again(tmp_path, kafka.bootstrap, events=12_000, kills=2, checkpoint_every="300ms", seed=2)
-    assert (found.kills, found.lost, found.twice, found.other) == (2, 0, 0, 0)
-    assert found.exact
-    assert found.early < 2, "no kill came after a step"
+    account = killed_again_and_again(
+        tmp_path, kafka.bootstrap, events=12_000, kills=2, checkpoint_every="300ms", seed=2
+    )
+    assert (account.kills, account.lost, account.twice, account.other) == (2, 0, 0, 0)
+    assert account.exact
+    assert account.early < 2, "no kill came after a step"

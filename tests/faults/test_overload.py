@@ -14,9 +14,9 @@ from tests.support.kafka import START
 @pytest.mark.timeout(300)
 def test_events_that_arrive_too_fast_stay_in_the_broker(kafka: Any, tmp_path: Path) -> None:
     all_kept = bool(os.environ.get(START))
-    found = flooded(tmp_path, kafka.bootstrap, seconds=15.0, pause=0.02, kept=None if all_kept else KEPT)
-    assert found.sent > 1.5 * found.learned
-    assert found.exact
-    assert found.growth < 1.1
+    memory = flooded(tmp_path, kafka.bootstrap, seconds=15.0, pause=0.02, kept=None if all_kept else KEPT)
+    assert memory.sent > 1.5 * memory.learned
+    assert memory.exact
+    assert memory.growth < 1.1
     # Events that a reader without bounds would have read before the broker deletes them.
-    assert all_kept or found.removed > 0
+    assert all_kept or memory.removed > 0

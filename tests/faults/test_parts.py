@@ -28,11 +28,11 @@ class Started:
 
     def __init__(self, pipeline: Pipeline, *command: str) -> None:
         self._log = pipeline.folder / "commands.log"
-        with self._log.open("ab") as said:
+        with self._log.open("ab") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "anabranch", *command, "-c", str(pipeline.path)],
-                stdout=said,
-                stderr=said,
+                stdout=output,
+                stderr=output,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
                 start_new_session=True,
             )
@@ -45,11 +45,11 @@ class Started:
     def until(self, poll: Callable[[], Any], what: str, patience: float = 100.0) -> Any:
         """Return the first true value of `poll`; fail if the command ends first."""
         deadline = time.monotonic() + patience
-        while not (found := poll()):
+        while not (value := poll()):
             assert self.process.poll() is None, f"it ended with {self.process.returncode}: {self.log_tail()}"
             assert time.monotonic() < deadline, f"no {what}: {self.log_tail()}"
             time.sleep(POLL_SECONDS)
-        return found
+        return value
 
     def log_tail(self) -> str:
         """Return the end of what commands of the pipeline said."""
@@ -71,11 +71,11 @@ def start() -> Iterator[Callable[..., Started]]:
         return started[-1]
 
     yield begin
-    for each in started:
+    for running in started:
         with contextlib.suppress(psutil.NoSuchProcess):
-            for process in each.family():
+            for process in running.family():
                 process.kill()
-        each.process.wait()
+        running.process.wait()
 
 
 def pid_of(pipeline: Pipeline, part: str) -> int | None:
@@ -106,7 +106,7 @@ def test_a_killed_supervisor_leaves_no_process_and_the_next_one_continues(
 
     def trained() -> bool:
         report = pipeline.report()
-        return report.pid in {each.pid for each in second.family()} and total(report) == 600
+        return report.pid in {process.pid for process in second.family()} and total(report) == 600
 
     second.until(trained, "an outcome for each event once more")
     assert adds_up(pipeline.report())
@@ -141,11 +141,11 @@ def test_a_standby_continues_when_the_learner_is_killed(
         return report is not None and total(report) == rows
 
     def standby() -> list[int]:
-        found = []
-        for each in parts.family():
+        pids = []
+        for process in parts.family():
             with contextlib.suppress(psutil.NoSuchProcess):
-                found += [each.pid] if "--standby" in each.cmdline() else []
-        return found
+                pids += [process.pid] if "--standby" in process.cmdline() else []
+        return pids
 
     send(kafka.bootstrap, topic, encoded(events(300)))
     parts.until(lambda: trained(300), "an outcome for each event")

@@ -14,5 +14,5 @@ from tests.faults.poison import KINDS, train_with_poison
 def test_each_kind_of_poison_has_its_outcome_and_ends_no_process(
     kafka: Any, tmp_path: Path, client: str, replicas: int
 ) -> None:
-    found = train_with_poison(tmp_path, kafka.bootstrap, client, 400, 2 * len(KINDS), seed=1, replicas=replicas)
-    assert (found.restarts, found.without_outcome, found.wrong) == (0, 0, 0), f"{found.report} {found.said}"
+    outcome = train_with_poison(tmp_path, kafka.bootstrap, client, 400, 2 * len(KINDS), seed=1, replicas=replicas)
+    assert (outcome.restarts, outcome.without_outcome, outcome.wrong) == (0, 0, 0), f"{outcome.report} {outcome.said}"

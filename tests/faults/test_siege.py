@@ -13,9 +13,9 @@ pytestmark = pytest.mark.any_broker
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_attacks_on_http_end_no_part_and_fail_no_request(kafka: Any, tmp_path: Path) -> None:
-    found = besiege(tmp_path, kafka.bootstrap, quiet_seconds=1.0, seconds=8.0)
-    assert found.ended == ()
-    assert found.failures == ()
-    assert found.requests > 0
-    assert found.memory < 100_000_000
-    assert found.log_bytes < 500_000
+    besieged = besiege(tmp_path, kafka.bootstrap, quiet_seconds=1.0, seconds=8.0)
+    assert besieged.ended == ()
+    assert besieged.failures == ()
+    assert besieged.requests > 0
+    assert besieged.memory < 100_000_000
+    assert besieged.log_bytes < 500_000
