@@ -236,8 +236,8 @@ def test_the_probe_returns_health_and_prints_problems(problems, code):
 class TestMonitoring:
     def test_every_queried_metric_exists(self):
         known = set(ELSEWHERE)
-        for name, collector in reference.metrics().items():
-            histogram = collector._type == "histogram"
+        for name, metric in reference.metrics().items():
+            histogram = metric.kind == "histogram"
             known |= {f"{name}_{part}" for part in ("bucket", "count", "sum")} if histogram else {name}
         for expression in expressions():
             asked = set(re.findall(r"\b(?:anabranch|node)_\w+|\bup\b|\bALERTS\b", expression))
