@@ -36,7 +36,7 @@ help:
 	@echo "make test-ingest  those of one package: also test-replay, test-learner, test-serving, test-anabranch"
 	@echo "make check   lint, format, types, import layers and words"
 	@echo "make docs    the docs site, into site/"
-	@echo "make bench   every benchmark, in its quick form"
+	@echo "make bench   every benchmark and the faults, in their quick forms; it prints how long each takes"
 	@echo "make faults  what kills, malformed messages and overload cost, in its long form"
 	@echo "make fmt     format the code"
 	@echo "make screenshot   the README's pictures of the dashboard, from a demo of two minutes; needs Chromium"
@@ -67,13 +67,7 @@ docs: .venv/.dev
 	@echo "the docs are in $(CURDIR)/site/index.html; search needs a server: .venv/bin/python -m mkdocs serve"
 
 bench: .venv/.dev
-	@set -e; found=; \
-	for file in benchmarks/*.py; do \
-	  [ -f "$$file" ] || continue; \
-	  name=$$(basename "$$file" .py); \
-	  found=yes; echo "== $$name"; .venv/bin/python -m "benchmarks.$$name" --quick $(ARGS); \
-	done; \
-	[ -n "$$found" ] || echo "there are no benchmarks yet"
+	@.venv/bin/python -m benchmarks --quick $(ARGS)
 
 faults: .venv/.dev
 	@.venv/bin/python -m tests.faults $(ARGS)

@@ -1,8 +1,8 @@
-"""What a pipeline holds after a year: no more than after half of it.
+"""The memory and the files of a pipeline do not grow in the second half of a simulated year.
 
-A year is some hundred ticks on a simulated clock. In each, all that could leave something behind happens: events are
-learned and held out, versions published, judged, withdrawn, refused and served, keys erased, reports written. Each
-part that lives as long as its process is asked for the most that it held, in the first half and in the second.
+A year is some hundred ticks on a simulated clock. Each tick has every action that could leave something behind: events
+are trained and held out, versions published, judged, withdrawn, refused and served, keys erased, reports written. For
+each part that lives as long as its process the largest size of the first half is compared with that of the second.
 """
 
 import math
@@ -66,7 +66,7 @@ YEAR = 365 * 86_400.0
 SAMPLES = 25
 """Of the size, in each half of the year."""
 LEAK = 4
-"""Bytes a tick that are no leak: less than one reference, and what grows with the logarithm of the time."""
+"""Bytes per tick that are not a leak: less than one reference, and growth with the logarithm of the time."""
 BLOCK = 600
 """Of a deque, which takes and frees memory in blocks."""
 EVENTS = TopicPartition("events", 0)
@@ -74,7 +74,7 @@ MODEL = ModelSettings(factory="m:build", task="regression")
 
 
 def size_of(thing: object, seen: set[int]) -> int:
-    """Return the bytes of an object and of all that it holds, but for functions and classes."""
+    """Return the bytes of an object and of everything that it references, except functions and classes."""
     if id(thing) in seen or isinstance(thing, type) or (callable(thing) and not hasattr(thing, "__dict__")):
         return 0
     seen.add(id(thing))
@@ -95,7 +95,7 @@ def size_of(thing: object, seen: set[int]) -> int:
 
 @dataclass
 class Year:
-    """What the parts are made from."""
+    """The objects from which the parts are made."""
 
     folder: Path
     schema: Schema
@@ -108,7 +108,7 @@ class Year:
 
 @dataclass
 class Driven:
-    """Parts, and what a tick does to them."""
+    """Parts, and the function of a tick."""
 
     held: object
     tick: Callable[[int], object]
@@ -146,7 +146,7 @@ def measured_ratio(year: Year) -> Driven:
 
 
 def ledger_and_lag(year: Year) -> Driven:
-    """The learner is behind all the time, and publishes nothing: what it has learned waits."""
+    """The learner always has a lag, and publishes nothing: the events that it trained wait."""
     ledger, counted = Ledger(), IngestMetrics(CollectorRegistry())
     ledger.add_partition(EVENTS, 0)
     counters = OutcomeCounters(counted.rows)
@@ -181,7 +181,7 @@ def raised_and_stalled(year: Year) -> Driven:
     raised, stalls = Raised(lambda: year.now), StallDetector()
     silence = HangDetector(lambda: year.now)
 
-    def look(tick: int) -> None:
+    def check(tick: int) -> None:
         raised.add(5 * tick, 2, f"ValueError: {tick}")
         for _ in range(3):
             raised.log("which are skipped", [f"events[0]@{tick}"], f"ValueError: {tick}")
@@ -190,11 +190,11 @@ def raised_and_stalled(year: Year) -> Driven:
         stalls.check({topic: Position(tick // 50)}, {topic: 10**6}, 2.0)
         silence.check()
 
-    return Driven((raised, stalls, silence), look)
+    return Driven((raised, stalls, silence), check)
 
 
 class RandomScorer:
-    """Scores held-out events at random, as well as the weights say; raises on one event now and then."""
+    """Scores held-out events at random, with the accuracy that the weights contain; sometimes raises on an event."""
 
     bounded = True
 
@@ -213,7 +213,7 @@ class RandomScorer:
 
 
 def publisher(year: Year, *, holds_out: bool) -> Driven:
-    """The holdout set, the publisher and its gate; one version of ten is bad. Serving is away."""
+    """The holdout set, the publisher and its gate; one version of ten is bad. Serving does not run."""
     versions, scorer = Versions(year.folder, year.storage("versions")), RandomScorer(year.schema, year.dice)
     reference, gate = reference_to(MODEL), GateSettings(holdout_rows=80, min_rows=40)
     quality_gate = QualityGate(versions, gate, scorer, reference)  # type: ignore[arg-type]
@@ -268,7 +268,7 @@ def reporter(year: Year) -> Driven:
 
 
 def erasure(year: Year) -> Driven:
-    """The same 40 keys are erased over and over, each by a tombstone of the stream."""
+    """The same 40 keys are erased repeatedly, each by a tombstone of the stream."""
     log, tombstones = ErasureLog(year.folder / "erasures.log"), Tombstones()
     tombstones.meet([EVENTS])
 
@@ -347,7 +347,7 @@ PARTS: dict[str, Callable[[Year], Driven]] = {
 
 @pytest.fixture
 def year(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Year]:
-    """A year whose clock is that of all modules, and in which bounds of thousands are of tens."""
+    """A year whose clock all modules use, with bounds of tens instead of thousands."""
     settings = {"features": {"x": {"dtype": "float32", "shape": [3]}}, "label": {"name": "y", "classes": 3}}
     made = Year(tmp_path, Schema(SchemaSettings.model_validate(settings)), np.random.default_rng(0))
     for name, bound in (
@@ -370,14 +370,14 @@ def year(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Year]:
 
 
 class Loaded:
-    """A version that answers nothing."""
+    """A version without answers."""
 
     def __init__(self, manifest: Manifest) -> None:
         self.manifest, self.number, self.trained_through = manifest, manifest.number, ""
 
 
 @pytest.mark.parametrize("make", PARTS.values(), ids=PARTS)
-def test_a_part_holds_no_more_after_a_year_than_after_half_of_it(make: Callable[[Year], Driven], year: Year) -> None:
+def test_a_part_is_not_larger_after_a_year_than_after_half_of_it(make: Callable[[Year], Driven], year: Year) -> None:
     driven = make(year)
     sizes: list[int] = []
     for tick in range(2 * driven.half):
@@ -389,7 +389,7 @@ def test_a_part_holds_no_more_after_a_year_than_after_half_of_it(make: Callable[
     assert whole - half <= LEAK * driven.half + BLOCK, f"{half} bytes after half a year, {whole} after a year"
 
 
-def test_what_grows_by_a_reference_a_tick_is_found() -> None:
+def test_growth_by_a_reference_per_tick_is_found() -> None:
     leak: list[object] = []
     before = size_of(leak, set())
     leak += [math.pi] * 500
