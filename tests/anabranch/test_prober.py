@@ -3,6 +3,7 @@
 import http.server
 import json
 import threading
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -140,5 +141,5 @@ def test_a_model_that_has_learned_nothing_yet_is_no_failure(server, prober, unti
     assert (prober.failures, prober.trained_through) == (0, {})
 
 
-def test_an_address_where_nobody_listens_does_not_answer(free_port):
+def test_an_address_where_nobody_listens_does_not_answer(free_port: Callable[[], int]) -> None:
     assert not answers("127.0.0.1", free_port(), "/v2/health/live")

@@ -2,6 +2,9 @@
 
 import json
 import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -78,14 +81,14 @@ def test_every_kind_of_strategy_runs(example, file, strategy):
     assert backtest(config, file).points[-1].recent > 0.3
 
 
-def test_a_file_without_labels_is_one_sentence(run, example):
+def test_a_file_without_labels_is_one_sentence(run: Callable[..., Any], example: Path) -> None:
     (example / "none.jsonl").write_text(json.dumps({"x": [0.0] * 64}) + "\n")
     code, out, err = run(example / "none.jsonl")
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert "has no event with a label" in err
 
 
-def test_the_reservoir_is_a_uniform_sample_of_all_events():
+def test_the_reservoir_is_a_uniform_sample_of_all_events() -> None:
     reservoir = _Reservoir(seed=0, capacity=100)
     for begin in range(0, 1000, 7):
         values = torch.arange(begin, min(begin + 7, 1000)).float()

@@ -2,12 +2,14 @@
 
 import json
 import re
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from anabranch.cli import app as cli
-from anabranch.config.loader import load_config
+from anabranch.config.loader import Config, load_config
 from ingest.events.schema import Schema
 from learner.state_dir.checkpoint import Checkpoint, Checkpoints
 from learner.state_dir.lock import hold_state_directory
@@ -39,7 +41,7 @@ def run(config, capsys):
     return call
 
 
-def test_they_are_listed_the_newest_first(run, checkpoints):
+def test_they_are_listed_the_newest_first(run: Callable[..., Any], checkpoints: Checkpoints) -> None:
     code, out, err = run("ls")
     assert (code, err) == (0, "")
     assert [line.split()[0] for line in out.splitlines()] == ["checkpoint", "4", "3"]
@@ -50,7 +52,7 @@ def test_they_are_listed_the_newest_first(run, checkpoints):
     assert listed[0]["bytes"] > 4000
 
 
-def test_one_is_shown_and_its_files_are_checked(run, checkpoints):
+def test_one_is_shown_and_its_files_are_checked(run: Callable[..., Any], checkpoints: Checkpoints) -> None:
     assert "complete; a restart can resume from it" in run("show", "latest")[1]
     path = checkpoints.path / "4" / checkpoints.name(4, "model")
     path.write_bytes(path.read_bytes()[:-1] + b"x")
@@ -61,13 +63,15 @@ def test_one_is_shown_and_its_files_are_checked(run, checkpoints):
 @pytest.mark.parametrize(
     ("which", "sentence"), [("7", "there is no checkpoint 7 in .*; there are 3, 4"), ("newest", "is no checkpoint")]
 )
-def test_one_that_is_not_there_is_one_sentence(run, checkpoints, which, sentence):
+def test_one_that_is_not_there_is_one_sentence(
+    run: Callable[..., Any], checkpoints: Checkpoints, which: str, sentence: str
+) -> None:
     code, out, err = run("show", which)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert re.search(sentence, err)
 
 
-def test_without_any_that_is_said(run):
+def test_without_any_that_is_said(run: Callable[..., Any]) -> None:
     assert run("ls") == (0, "there is no checkpoint yet\n", "")
     assert run("show")[2].startswith("anabranch: no checkpoint has been written yet in ")
 
@@ -95,7 +99,9 @@ def served(config) -> Versions:
     return versions
 
 
-def test_a_restored_checkpoint_is_the_newest_and_newer_ones_keep_their_files(run, checkpoints, served):
+def test_a_restored_checkpoint_is_the_newest_and_newer_ones_keep_their_files(
+    run: Callable[..., Any], checkpoints: Checkpoints, served: Versions
+) -> None:
     code, out, _ = run("restore", "3", "--dry-run")
     resumes, renamed, versions = out.splitlines()
     assert code == 0
@@ -129,7 +135,9 @@ def test_a_restored_checkpoint_is_the_newest_and_newer_ones_keep_their_files(run
     assert sorted(path.name for path in checkpoints.path.iterdir()) == ["3"]
 
 
-def test_a_checkpoint_is_not_restored_while_a_learner_runs(run, config, checkpoints):
+def test_a_checkpoint_is_not_restored_while_a_learner_runs(
+    run: Callable[..., Any], config: Config, checkpoints: Checkpoints
+) -> None:
     with hold_state_directory(config.state_dir):
         code, _, err = run("restore", "3", "--yes")
     assert (code, checkpoints.newest()[0]) == (2, 4)
@@ -139,7 +147,9 @@ def test_a_checkpoint_is_not_restored_while_a_learner_runs(run, config, checkpoi
     )
 
 
-def test_a_damaged_checkpoint_or_one_older_than_the_erasures_is_not_restored(run, config, checkpoints, monkeypatch):
+def test_a_damaged_checkpoint_or_one_older_than_the_erasures_is_not_restored(
+    run: Callable[..., Any], config: Config, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = checkpoints.path / "3" / checkpoints.name(3, "model")
     sound = path.read_bytes()
     path.write_bytes(sound[:-1] + b"x")
@@ -153,7 +163,9 @@ def test_a_damaged_checkpoint_or_one_older_than_the_erasures_is_not_restored(run
     assert checkpoints.newest()[0] == 4
 
 
-def test_a_checkpoint_whose_manifest_cannot_be_read_is_set_aside_too(run, checkpoints):
+def test_a_checkpoint_whose_manifest_cannot_be_read_is_set_aside_too(
+    run: Callable[..., Any], checkpoints: Checkpoints
+) -> None:
     (checkpoints.path / "4" / "manifest.json").write_text("{")
     assert json.loads(run("restore", "3", "--yes", "--json")[1])["set_aside"] == [4]
     assert checkpoints.numbers() == [3]

@@ -1,6 +1,8 @@
 """`anabranch dead-letters ls` and `resend`, with a broker."""
 
 import json
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from kafka import KafkaProducer
@@ -112,7 +114,7 @@ def test_one_message_is_sent_again_by_its_source(run, topics, kafka, consume_all
     assert (code, err) == (2, f"anabranch: there is no dead letter of nowhere[0]@1 in {dead}\n")
 
 
-def test_without_a_choice_nothing_is_sent(run):
+def test_without_a_choice_nothing_is_sent(run: Callable[..., Any]) -> None:
     code, out, err = run("resend")
     assert (code, out) == (2, "")
     assert "name messages by --source, or take all by --all" in err

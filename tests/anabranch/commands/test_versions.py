@@ -4,6 +4,9 @@ import io
 import json
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +15,7 @@ from rich.console import Console
 from anabranch.cli import app as cli
 from anabranch.cli.common import say, show
 from anabranch.commands.versions import list_versions, render_list, render_one, show_version
-from anabranch.config.loader import load_config
+from anabranch.config.loader import Config, load_config
 from anabranch.core.errors import SettingsError
 from ingest.events.schema import Schema
 from learner.state_dir.trained_through import PartitionProgress
@@ -57,7 +60,9 @@ def screen(renderable):
     return console.file.getvalue()
 
 
-def test_what_a_verdict_and_a_manifest_say_gives_no_orders_to_the_terminal(config, publish, capsys):
+def test_what_a_verdict_and_a_manifest_say_gives_no_orders_to_the_terminal(
+    config: Config, publish: Callable[..., Versions], capsys: pytest.CaptureFixture[str]
+) -> None:
     publish(1, "fail", ["\x1b]0;owned\x07 a title", "\x1b[2J a clear screen"], args={"\x1b[2J": "[/red]"})
     show(None, lambda: render_one(show_version(config, 1)))
     show(None, lambda: render_list(list_versions(config, None)))
@@ -69,7 +74,7 @@ def test_what_a_verdict_and_a_manifest_say_gives_no_orders_to_the_terminal(confi
 
 
 class TestLs:
-    def test_the_newest_comes_first_with_its_facts(self, config, publish):
+    def test_the_newest_comes_first_with_its_facts(self, config: Config, publish: Callable[..., Versions]) -> None:
         publish(9)
         publish(10, "fail", ["worse on old events"])
         newest, older = list_versions(config, None)
@@ -80,7 +85,7 @@ class TestLs:
         for fact in ("9", "2023-11-14 22:13:29Z", "900", "pass", "8", "events:0=90", "0.4 MB", "now 0.875"):
             assert fact in line
 
-    def test_at_80_columns_no_word_is_broken(self, config, publish):
+    def test_at_80_columns_no_word_is_broken(self, config: Config, publish: Callable[..., Versions]) -> None:
         for number in range(4711, 4714):
             publish(number, "inconclusive")
         console = Console(file=io.StringIO(), width=80)
@@ -90,7 +95,9 @@ class TestLs:
         for fact in ("4713", "2023-11-14 23:31:53Z", "471,300", "inconclusive", "now 0.875"):
             assert fact in lines[1]
 
-    def test_piped_each_version_is_one_line(self, config, publish, capsys):
+    def test_piped_each_version_is_one_line(
+        self, config: Config, publish: Callable[..., Versions], capsys: pytest.CaptureFixture[str]
+    ) -> None:
         for number in range(1, 4):
             publish(number)
         assert cli.main(["versions", "ls", "--limit", "2", "-c", str(config.path)]) == 0
@@ -98,12 +105,12 @@ class TestLs:
         assert [line.split()[0] for line in lines] == ["version", "3", "2"]
         assert "events:0=30" in lines[1]
 
-    def test_a_limit_leaves_the_newest(self, config, publish):
+    def test_a_limit_leaves_the_newest(self, config: Config, publish: Callable[..., Versions]) -> None:
         for number in range(1, 6):
             publish(number)
         assert [one.number for one in list_versions(config, 2)] == [5, 4]
 
-    def test_what_was_made_of_them_is_marked(self, config, publish):
+    def test_what_was_made_of_them_is_marked(self, config: Config, publish: Callable[..., Versions]) -> None:
         for number in range(1, 5):
             versions = publish(number)
         versions.write_state(RegistryState(serving=4, previous=3, pinned=4, rolled_back=[2]))
@@ -114,7 +121,7 @@ class TestLs:
             [],
         ]
 
-    def test_a_torn_one_does_not_hide_the_others(self, config, publish):
+    def test_a_torn_one_does_not_hide_the_others(self, config: Config, publish: Callable[..., Versions]) -> None:
         versions = publish(1)
         publish(2)
         (versions.directory(2) / "manifest.json").write_text("{")
@@ -123,12 +130,12 @@ class TestLs:
         assert whole.refused is None
         assert "refused" in screen(render_list([torn]))
 
-    def test_without_any_that_is_said(self, config):
+    def test_without_any_that_is_said(self, config: Config) -> None:
         assert screen(render_list(list_versions(config, None))) == "there is no version yet\n"
 
 
 class TestShow:
-    def test_a_whole_one_says_so(self, config, publish):
+    def test_a_whole_one_says_so(self, config: Config, publish: Callable[..., Versions]) -> None:
         versions = publish(1)
         versions.write_state(RegistryState(serving=1))
         for which in (1, "latest", "served"):
@@ -137,14 +144,16 @@ class TestShow:
         for fact in ("1, served", "generation 2", "my_model:build", "drop_new 0.25", "whole; serving may take it"):
             assert fact in said
 
-    def test_one_that_was_learned_with_other_arguments_of_the_factory_is_refused(self, config, publish):
+    def test_one_that_was_learned_with_other_arguments_of_the_factory_is_refused(
+        self, config: Config, publish: Callable[..., Versions]
+    ) -> None:
         publish(1, args={"hidden": 128, "pretrained": "evil.pt"})
         assert show_version(config, 1).refused == (
             "it was learned with other model.args (pretrained) than [model] has now; set them back to serve it, or "
             "wait for a version that is learned with the new ones"
         )
 
-    def test_a_flipped_bit_is_found(self, config, publish):
+    def test_a_flipped_bit_is_found(self, config: Config, publish: Callable[..., Versions]) -> None:
         versions = publish(1)
         path = versions.directory(1) / "model.safetensors"
         content = bytearray(path.read_bytes())
@@ -166,7 +175,7 @@ class TestShow:
         publish(1, **published)
         assert show_version(config, 1).refused == why
 
-    def test_what_was_ordered_goes_before_the_verdict(self, config, publish):
+    def test_what_was_ordered_goes_before_the_verdict(self, config: Config, publish: Callable[..., Versions]) -> None:
         versions = publish(1, "fail", ["worse"])
         for state, refused in (
             (RegistryState(promoted=1), None),
@@ -176,7 +185,7 @@ class TestShow:
             versions.write_state(state)
             assert show_version(config, 1).refused == refused
 
-    def test_without_a_verdict_it_is_refused(self, config, publish):
+    def test_without_a_verdict_it_is_refused(self, config: Config, publish: Callable[..., Versions]) -> None:
         (publish(1).directory(1) / "verdict.json").unlink()
         assert show_version(config, 1).refused == "it has no verdict yet"
 
@@ -194,7 +203,7 @@ class TestShow:
             show_version(config, which)
 
 
-def test_as_json(config, publish, capsys):
+def test_as_json(config: Config, publish: Callable[..., Versions], capsys: pytest.CaptureFixture[str]) -> None:
     publish(1)
     arguments = ["-c", str(config.path), "--json"]
     assert cli.main(["versions", "ls", *arguments]) == 0
@@ -204,13 +213,13 @@ def test_as_json(config, publish, capsys):
     assert json.loads(capsys.readouterr().out) == listed
 
 
-def test_a_word_that_is_no_version_is_one_sentence(config, capsys):
+def test_a_word_that_is_no_version_is_one_sentence(config: Config, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["versions", "show", "newest", "-c", str(config.path)]) == 2
     assert capsys.readouterr().err == 'anabranch: "newest" is no version: write a number, latest or served\n'
 
 
 @pytest.mark.process
-def test_torch_is_not_loaded(config, publish):
+def test_torch_is_not_loaded(config: Config, publish: Callable[..., Versions]) -> None:
     publish(1)
     code = (
         "import sys; from anabranch.cli.app import main\n"
@@ -230,7 +239,9 @@ def run(config, capsys):
     return call
 
 
-def test_a_diff_says_how_far_each_tensor_and_each_figure_has_changed(run, publish):
+def test_a_diff_says_how_far_each_tensor_and_each_figure_has_changed(
+    run: Callable[..., Any], publish: Callable[..., Versions]
+) -> None:
     publish(3, weights={"same": torch.ones(3), "half": torch.ones(2, 2), "gone": torch.ones(1), "zero": torch.zeros(2)})
     publish(
         5, weights={"same": torch.ones(3), "half": 1.5 * torch.ones(2, 2), "new": torch.ones(()), "zero": torch.ones(2)}
@@ -253,7 +264,9 @@ def test_a_diff_says_how_far_each_tensor_and_each_figure_has_changed(run, publis
     assert (half["name"], half["relative_change"]) == ("half", 0.5)
 
 
-def test_an_export_is_a_copy_of_weights_and_manifest_or_nothing(run, config, publish, tmp_path):
+def test_an_export_is_a_copy_of_weights_and_manifest_or_nothing(
+    run: Callable[..., Any], config: Config, publish: Callable[..., Versions], tmp_path: Path
+) -> None:
     versions, folder = publish(3), tmp_path / "new" / "weights"
     assert run("export", "latest", folder) == (0, f"exported version 3 to {folder}\n", "")
     assert sorted(path.name for path in folder.parent.rglob("*")) == ["manifest.json", "model.safetensors", "weights"]

@@ -6,8 +6,11 @@ import signal
 import sys
 import textwrap
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -134,7 +137,12 @@ def running():
         assert not thread.is_alive()
 
 
-def test_a_part_that_dies_after_progress_is_started_again_at_once_each_time(part, running, until, recorded):
+def test_a_part_that_dies_after_progress_is_started_again_at_once_each_time(
+    part: Callable[..., Part],
+    running: Callable[..., Any],
+    until: Callable[..., Any],
+    recorded: Callable[[str], list[int]],
+) -> None:
     code = """
         record("started")
         report(steps_since_start=1)
@@ -151,21 +159,37 @@ def test_a_part_that_dies_after_progress_is_started_again_at_once_each_time(part
 @pytest.mark.parametrize(
     "figures", ["version=0", "steps_since_start=7, version=None", "steps_since_start=7, pid=1, launcher=os.getpid()"]
 )
-def test_a_version_or_a_step_is_progress(part, running, until, recorded, figures):
+def test_a_version_or_a_step_is_progress(
+    part: Callable[..., Part],
+    running: Callable[..., Any],
+    until: Callable[..., Any],
+    recorded: Callable[[str], list[int]],
+    figures: str,
+) -> None:
     backoff = RecordedBackoff()
     running(Supervisor([part(f"record('started'); report({figures}); os._exit(1)")], backoff))
     until(lambda: len(recorded("started")) >= 4, "four starts")
     assert set(backoff.asked) == {1}
 
 
-def test_a_version_of_an_earlier_life_is_no_progress_of_a_learner(part, running, until, recorded):
+def test_a_version_of_an_earlier_life_is_no_progress_of_a_learner(
+    part: Callable[..., Part],
+    running: Callable[..., Any],
+    until: Callable[..., Any],
+    recorded: Callable[[str], list[int]],
+) -> None:
     backoff = RecordedBackoff()
     running(Supervisor([part("record('started'); report(steps_since_start=0, version=3); os._exit(1)")], backoff))
     until(lambda: len(recorded("started")) >= 3, "three starts")
     assert backoff.asked[:2] == [1, 2]
 
 
-def test_deaths_without_progress_are_counted_until_there_is_progress(part, running, until, recorded):
+def test_deaths_without_progress_are_counted_until_there_is_progress(
+    part: Callable[..., Part],
+    running: Callable[..., Any],
+    until: Callable[..., Any],
+    recorded: Callable[[str], list[int]],
+) -> None:
     code = """
         record("started")
         starts = len(records("started"))
@@ -212,7 +236,9 @@ def test_another_process_s_report_is_no_progress(part, running, until, recorded,
     assert backoff.asked[:2] == [1, 2]
 
 
-def test_a_part_is_not_started_before_its_backoff_is_over(part, until, recorded):
+def test_a_part_is_not_started_before_its_backoff_is_over(
+    part: Callable[..., Part], until: Callable[..., Any], recorded: Callable[[str], list[int]]
+) -> None:
     supervisor = Supervisor([part("record('started'); os._exit(1)")], RestartPolicy(first=timedelta(hours=1)))
     supervisor.start()
     try:
@@ -224,7 +250,12 @@ def test_a_part_is_not_started_before_its_backoff_is_over(part, until, recorded)
         supervisor.stop()
 
 
-def test_a_dead_part_is_logged_and_started_again_in_one_check(part, until, recorded, is_gone):
+def test_a_dead_part_is_logged_and_started_again_in_one_check(
+    part: Callable[..., Part],
+    until: Callable[..., Any],
+    recorded: Callable[[str], list[int]],
+    is_gone: Callable[[int], bool],
+) -> None:
     ran = []
     supervisor = Supervisor([part(STAYS)], on_death=lambda dead: ran.append((dead.name, supervisor.pids())))
     supervisor.start()
@@ -239,7 +270,7 @@ def test_a_dead_part_is_logged_and_started_again_in_one_check(part, until, recor
         supervisor.stop()
 
 
-def test_the_backoff_starts_with_nothing_doubles_and_stops_at_its_longest():
+def test_the_backoff_starts_with_nothing_doubles_and_stops_at_its_longest() -> None:
     backoff = RestartPolicy(timedelta(seconds=1), timedelta(seconds=30))
     assert backoff.seconds(1) == 0
     for deaths, longest in ((2, 1), (3, 2), (4, 4), (6, 16), (7, 30), (1000, 30)):
@@ -249,7 +280,12 @@ def test_the_backoff_starts_with_nothing_doubles_and_stops_at_its_longest():
         assert max(delays) <= longest
 
 
-def test_exit_code_2_ends_everything_with_2_and_stops_the_others(part, running, until, recorded):
+def test_exit_code_2_ends_everything_with_2_and_stops_the_others(
+    part: Callable[..., Part],
+    running: Callable[..., Any],
+    until: Callable[..., Any],
+    recorded: Callable[[str], list[int]],
+) -> None:
     other = part(STAYS, "other")
     supervisor = Supervisor([other, part("while not os.path.exists(folder + '/started'): pass\nsys.exit(2)", "bad")])
     _, result = running(supervisor)
@@ -259,13 +295,21 @@ def test_exit_code_2_ends_everything_with_2_and_stops_the_others(part, running, 
     assert recorded("sigterm") == recorded("started")
 
 
-def test_exit_code_3_on_the_first_start_ends_everything_with_3(part, running):
+def test_exit_code_3_on_the_first_start_ends_everything_with_3(
+    part: Callable[..., Part], running: Callable[..., Any]
+) -> None:
     _, result = running(Supervisor([part("sys.exit(3)")]))
     assert result.result(30) is Exit.DEPENDENCY
 
 
 @pytest.mark.parametrize("first_life", ["report(steps_since_start=1); sys.exit(3)", "sys.exit(1)"])
-def test_exit_code_3_later_or_after_progress_is_waited_out(part, running, until, recorded, first_life):
+def test_exit_code_3_later_or_after_progress_is_waited_out(
+    part: Callable[..., Part],
+    running: Callable[..., Any],
+    until: Callable[..., Any],
+    recorded: Callable[[str], list[int]],
+    first_life: str,
+) -> None:
     code = f"""
         record("started")
         if len(records("started")) == 1:
@@ -280,7 +324,12 @@ def test_exit_code_3_later_or_after_progress_is_waited_out(part, running, until,
     assert result.result(30) is Exit.DONE
 
 
-def test_exit_code_3_on_the_first_start_of_a_part_that_has_run_before_ends_nothing(part, running, until, recorded):
+def test_exit_code_3_on_the_first_start_of_a_part_that_has_run_before_ends_nothing(
+    part: Callable[..., Part],
+    running: Callable[..., Any],
+    until: Callable[..., Any],
+    recorded: Callable[[str], list[int]],
+) -> None:
     code = """
         record("again")
         if len(records("again")) < 3:
@@ -296,7 +345,7 @@ def test_exit_code_3_on_the_first_start_of_a_part_that_has_run_before_ends_nothi
     assert len(recorded("started")) == 1
 
 
-def test_a_pipeline_that_has_a_version_has_run_before(example):
+def test_a_pipeline_that_has_a_version_has_run_before(example: Path) -> None:
     config = load_config(example / "pipeline.toml", {})
     versions = config.state_dir / "versions"
     for folder, has_run in ((".tmp-1-7", False), ("7", True)):
@@ -306,7 +355,13 @@ def test_a_pipeline_that_has_a_version_has_run_before(example):
         assert [part.has_run_before for part in pipeline_parts(config)] == [has_run, has_run]
 
 
-def test_a_stop_is_a_sigterm_to_every_part(part, running, until, recorded, is_gone):
+def test_a_stop_is_a_sigterm_to_every_part(
+    part: Callable[..., Part],
+    running: Callable[..., Any],
+    until: Callable[..., Any],
+    recorded: Callable[[str], list[int]],
+    is_gone: Callable[[int], bool],
+) -> None:
     stop, result = running(Supervisor([part(STAYS, "one"), part(STAYS, "two")]))
     pids = until(lambda: len(recorded("started")) == 2 and recorded("started"), "both started")
     stop.set()
@@ -315,7 +370,13 @@ def test_a_stop_is_a_sigterm_to_every_part(part, running, until, recorded, is_go
     assert all(map(is_gone, pids))
 
 
-def test_a_part_that_outlives_its_stop_timeout_is_killed(part, running, until, recorded, is_gone):
+def test_a_part_that_outlives_its_stop_timeout_is_killed(
+    part: Callable[..., Part],
+    running: Callable[..., Any],
+    until: Callable[..., Any],
+    recorded: Callable[[str], list[int]],
+    is_gone: Callable[[int], bool],
+) -> None:
     code = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nrecord('started')\nwhile True: time.sleep(60)"
     stop, result = running(Supervisor([part(code, stop_timeout=timedelta(milliseconds=200))]))
     (pid,) = until(lambda: recorded("started"), "the start")
@@ -324,7 +385,13 @@ def test_a_part_that_outlives_its_stop_timeout_is_killed(part, running, until, r
     assert is_gone(pid)
 
 
-def test_what_a_dead_part_leaves_in_its_session_is_ended(part, running, until, recorded, is_gone):
+def test_what_a_dead_part_leaves_in_its_session_is_ended(
+    part: Callable[..., Part],
+    running: Callable[..., Any],
+    until: Callable[..., Any],
+    recorded: Callable[[str], list[int]],
+    is_gone: Callable[[int], bool],
+) -> None:
     grandchild = "import time\nwhile True: time.sleep(60)"
     code = f"""
         if not os.path.exists(folder + "/started"):
@@ -342,7 +409,12 @@ def test_what_a_dead_part_leaves_in_its_session_is_ended(part, running, until, r
     until(lambda: is_gone(pid), "the grandchild's end")
 
 
-def test_a_standby_replaces_a_part_that_dies_each_time(part, running, until, recorded):
+def test_a_standby_replaces_a_part_that_dies_each_time(
+    part: Callable[..., Part],
+    running: Callable[..., Any],
+    until: Callable[..., Any],
+    recorded: Callable[[str], list[int]],
+) -> None:
     supervisor = Supervisor([part(LEARNS, standby=STANDBY)], RestartPolicy(first=timedelta(hours=1)))
     running(supervisor)
     for deaths in (0, 1, 2):
@@ -354,7 +426,12 @@ def test_a_standby_replaces_a_part_that_dies_each_time(part, running, until, rec
         assert supervisor.pids() == {"part": standbys[-1]}
 
 
-def test_what_takes_over_and_makes_no_progress_is_a_death_more(part, running, until, recorded):
+def test_what_takes_over_and_makes_no_progress_is_a_death_more(
+    part: Callable[..., Part],
+    running: Callable[..., Any],
+    until: Callable[..., Any],
+    recorded: Callable[[str], list[int]],
+) -> None:
     backoff = RecordedBackoff()
     supervisor = Supervisor([part(LEARNS, standby="record('standby')\nsys.stdin.readline()\nos._exit(1)")], backoff)
     running(supervisor)
@@ -365,7 +442,12 @@ def test_what_takes_over_and_makes_no_progress_is_a_death_more(part, running, un
     assert backoff.asked == [1, 2]
 
 
-def test_there_is_no_standby_before_progress(part, until, recorded, children):
+def test_there_is_no_standby_before_progress(
+    part: Callable[..., Part],
+    until: Callable[..., Any],
+    recorded: Callable[[str], list[int]],
+    children: Callable[[], list[int]],
+) -> None:
     supervisor = Supervisor([part(STAYS, standby=STANDBY)])
     supervisor.start()
     try:
@@ -375,7 +457,14 @@ def test_there_is_no_standby_before_progress(part, until, recorded, children):
         supervisor.stop()
 
 
-def test_a_standby_that_dies_is_started_again_after_the_part_was(part, until, recorded, is_gone, children, caplog):
+def test_a_standby_that_dies_is_started_again_after_the_part_was(
+    part: Callable[..., Part],
+    until: Callable[..., Any],
+    recorded: Callable[[str], list[int]],
+    is_gone: Callable[[int], bool],
+    children: Callable[[], list[int]],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     supervisor = Supervisor([part(LEARNS, standby="record('standby')\nos._exit(1)")])
     supervisor.start()
     try:
@@ -394,7 +483,13 @@ def test_a_standby_that_dies_is_started_again_after_the_part_was(part, until, re
 
 
 @pytest.mark.parametrize("dies", [True, False])
-def test_where_nothing_can_go_on_the_part_is_started(part, until, recorded, is_gone, dies):
+def test_where_nothing_can_go_on_the_part_is_started(
+    part: Callable[..., Part],
+    until: Callable[..., Any],
+    recorded: Callable[[str], list[int]],
+    is_gone: Callable[[int], bool],
+    dies: bool,
+) -> None:
     deaf = "record('standby')\n" + ("sys.stdin.read()" if dies else "os.close(0)\nrecord('deaf')\nsignal.pause()")
     supervisor = Supervisor([part(LEARNS, standby=deaf)])
     supervisor.start()
@@ -413,7 +508,13 @@ def test_where_nothing_can_go_on_the_part_is_started(part, until, recorded, is_g
         supervisor.stop()
 
 
-def test_a_stop_ends_a_standby_at_once(part, running, until, recorded, is_gone):
+def test_a_stop_ends_a_standby_at_once(
+    part: Callable[..., Part],
+    running: Callable[..., Any],
+    until: Callable[..., Any],
+    recorded: Callable[[str], list[int]],
+    is_gone: Callable[[int], bool],
+) -> None:
     deaf = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nrecord('standby')\nwhile True: time.sleep(60)"
     stop, result = running(Supervisor([part(LEARNS, standby=deaf, stop_timeout=timedelta(hours=1))]))
     (pid,) = until(lambda: recorded("standby"), "a standby")
@@ -439,7 +540,13 @@ def supervise(spawn, *parts):
     return spawn("-c", SUPERVISE, json.dumps(arguments))
 
 
-def test_parts_end_when_their_supervisor_is_killed(part, spawn, until, recorded, is_gone):
+def test_parts_end_when_their_supervisor_is_killed(
+    part: Callable[..., Part],
+    spawn: Callable[..., Any],
+    until: Callable[..., Any],
+    recorded: Callable[[str], list[int]],
+    is_gone: Callable[[int], bool],
+) -> None:
     process = supervise(spawn, part(STAYS, "one"), part(STAYS, "two"))
     pids = until(lambda: len(recorded("started")) == 2 and recorded("started"), "both started")
     process.kill()
@@ -447,7 +554,13 @@ def test_parts_end_when_their_supervisor_is_killed(part, spawn, until, recorded,
     assert sorted(recorded("end of stdin")) == sorted(pids)
 
 
-def test_a_standby_ends_when_the_supervisor_is_killed(part, spawn, until, recorded, is_gone):
+def test_a_standby_ends_when_the_supervisor_is_killed(
+    part: Callable[..., Part],
+    spawn: Callable[..., Any],
+    until: Callable[..., Any],
+    recorded: Callable[[str], list[int]],
+    is_gone: Callable[[int], bool],
+) -> None:
     process = supervise(spawn, part(LEARNS, standby=STANDBY + "\nelse: record('never needed')"))
     standby = until(lambda: recorded("standby"), "a standby")
     process.kill()
@@ -455,7 +568,13 @@ def test_a_standby_ends_when_the_supervisor_is_killed(part, spawn, until, record
     assert recorded("never needed") == standby
 
 
-def test_ctrl_c_reaches_the_supervisor_alone_which_stops_its_parts(part, spawn, until, recorded, is_gone):
+def test_ctrl_c_reaches_the_supervisor_alone_which_stops_its_parts(
+    part: Callable[..., Part],
+    spawn: Callable[..., Any],
+    until: Callable[..., Any],
+    recorded: Callable[[str], list[int]],
+    is_gone: Callable[[int], bool],
+) -> None:
     code = "signal.signal(signal.SIGINT, lambda *_: record('sigint'))\n" + STAYS
     process = supervise(spawn, part(code))
     (pid,) = until(lambda: recorded("started"), "the start")
@@ -465,7 +584,13 @@ def test_ctrl_c_reaches_the_supervisor_alone_which_stops_its_parts(part, spawn, 
     assert (recorded("sigterm"), recorded("sigint")) == ([pid], [])
 
 
-def test_a_second_ctrl_c_kills_at_once(part, spawn, until, recorded, is_gone):
+def test_a_second_ctrl_c_kills_at_once(
+    part: Callable[..., Part],
+    spawn: Callable[..., Any],
+    until: Callable[..., Any],
+    recorded: Callable[[str], list[int]],
+    is_gone: Callable[[int], bool],
+) -> None:
     code = """
         signal.signal(signal.SIGTERM, lambda *_: record("sigterm"))
         record("started")
@@ -480,7 +605,7 @@ def test_a_second_ctrl_c_kills_at_once(part, spawn, until, recorded, is_gone):
     assert is_gone(pid)
 
 
-def test_the_parts_of_a_pipeline_are_learner_and_serving_with_their_reports(example):
+def test_the_parts_of_a_pipeline_are_learner_and_serving_with_their_reports(example: Path) -> None:
     import learner.state_dir.report
     import serving.reporting.report
 
@@ -495,7 +620,7 @@ def test_the_parts_of_a_pipeline_are_learner_and_serving_with_their_reports(exam
     assert [part.standby for part in parts] == [None, None]
 
 
-def test_a_learner_has_a_standby_where_the_config_says_so(example):
+def test_a_learner_has_a_standby_where_the_config_says_so(example: Path) -> None:
     learner, serving = pipeline_parts(load_config(example / "pipeline.toml", {"ANABRANCH__LEARNER__STANDBY": "true"}))
     assert learner.standby == (*learner.command, "--standby")
     assert serving.standby is None
