@@ -23,7 +23,6 @@ def words(text: str) -> list[str]:
 HOME = {
     "confluent_kafka": {"ingest"},
     "faiss": {"replay/embedding_index/faiss_lists.py"},
-    "fastapi": {"serving/http/app.py"},
     "kafka": {"ingest"},
     "pyarrow": {
         "ingest/formats/arrow_writer.py",
@@ -244,15 +243,18 @@ def test_tests_are_no_packages():
     ("module", "unwanted"),
     [
         ("serving.http.app", ["kafka", "confluent_kafka", "redis", "faiss"]),
-        ("anabranch.cli.app", ["torch", "kafka", "confluent_kafka", "sklearn", "fastapi", "uvicorn", "numpy"]),
-        ("anabranch.config.loader", ["torch", "kafka", "confluent_kafka", "fastapi", "numpy"]),
+        ("anabranch.cli.app", ["torch", "kafka", "confluent_kafka", "sklearn", "starlette", "uvicorn", "numpy"]),
+        ("anabranch.config.loader", ["torch", "kafka", "confluent_kafka", "starlette", "numpy"]),
         ("anabranch.commands.versions", ["torch", "kafka"]),
-        ("anabranch.commands.rollout", ["torch", "kafka", "fastapi"]),
+        ("anabranch.commands.rollout", ["torch", "kafka", "starlette"]),
         ("ingest.reader.reader", ["torch", "kafka", "confluent_kafka"]),
         ("replay.embedding_index.client", ["torch", "faiss"]),
         ("replay.embedding_index.process", ["torch", "pydantic"]),
         ("ingest.__main__", ["torch", "confluent_kafka", "pyarrow"]),
-        *((f"{package}.config", ["torch", "kafka", "confluent_kafka", "fastapi", "numpy"]) for package in PACKAGES[1:]),
+        *(
+            (f"{package}.config", ["torch", "kafka", "confluent_kafka", "starlette", "numpy"])
+            for package in PACKAGES[1:]
+        ),
     ],
 )
 @pytest.mark.process
