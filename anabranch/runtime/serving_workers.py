@@ -13,7 +13,8 @@ import msgspec
 
 from anabranch.config.loader import Config
 from anabranch.core.failures import state_errors
-from anabranch.runtime.lifecycle import Exit, log_arguments
+from anabranch.core.logs import log_arguments
+from anabranch.runtime.lifecycle import Exit
 from anabranch.runtime.supervisor import Part, Supervisor
 from serving.http.listening_socket import address_of, check_tls, listen_patiently
 from serving.reporting.report import STOPPED, ServingReport, write_report

@@ -25,8 +25,9 @@ from anabranch.config.loader import Config
 from anabranch.core.backoff import Backoff
 from anabranch.core.failures import DamagedError, away_is_dependency, decoded
 from anabranch.core.files import MOST_BYTES, number_of, read_file
+from anabranch.core.logs import log_arguments
 from anabranch.runtime.child_environment import without_admin_token
-from anabranch.runtime.lifecycle import Exit, log_arguments
+from anabranch.runtime.lifecycle import Exit
 from learner.state_dir.report import REPORT as LEARNER_REPORT
 from serving.reporting.report import REPORT as SERVING_REPORT
 

@@ -11,7 +11,7 @@ import pytest
 
 from anabranch.cli import app as cli
 from anabranch.config.loader import load_config
-from anabranch.runtime.lifecycle import log_arguments
+from anabranch.core.logs import log_arguments
 from anabranch.runtime.supervisor import pipeline_parts
 from tools.reference import commands, shown
 
