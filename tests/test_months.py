@@ -362,7 +362,9 @@ def year(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Year]:
         ("serving.rollout.hot_swap._MOST_ROLLED_BACK", 20),
     ):
         monkeypatch.setattr(name, bound)
-    monkeypatch.setattr("serving.rollout.hot_swap.load_version", lambda _deployment, manifest, _most: Loaded(manifest))
+    monkeypatch.setattr(
+        "serving.rollout.candidate_loader.load_version", lambda _deployment, manifest, _most: Loaded(manifest)
+    )
     monkeypatch.setattr("os.fsync", lambda _descriptor: None)
     with monkeypatch.context() as clocks:
         clocks.setattr(time, "monotonic", lambda: made.now)

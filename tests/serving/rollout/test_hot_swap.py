@@ -525,7 +525,8 @@ def test_a_version_that_is_away_is_tried_again_at_once_and_then_ever_more_seldom
     tries: list[float] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "serving.rollout.hot_swap.load_version", lambda *_: tries.append(watched.now) or raises(TRANSIENT[0])()
+            "serving.rollout.candidate_loader.load_version",
+            lambda *_: tries.append(watched.now) or raises(TRANSIENT[0])(),
         )
         for tenth in range(1200):
             watched.now = tenth / 10
@@ -607,7 +608,7 @@ def test_versions_that_failed_and_are_deleted_take_no_memory(numbers: Any, watch
         numbers.publish(number, verdict="fail")
         assert watched.poll() == 1
         numbers.versions.delete(number - 2 if number > 3 else 0)
-    assert len(watched.swap._passed_over) <= 3
+    assert len(watched.swap._loader._unsuitable) <= 3
 
 
 def test_a_directory_without_manifest_does_not_exist(numbers: Any, watched: Watched) -> None:
