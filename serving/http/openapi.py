@@ -1,6 +1,6 @@
 """The OpenAPI 3.1 document of serving's HTTP interface.
 
-The bodies are those that `serving.protocol.codec` reads and writes for the served model.
+The bodies are those of `serving.protocol.bodies`, for the served model.
 """
 
 import re
@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from learner.state_dir.version import RegistryState
-from serving.protocol.codec import HEADER_LENGTH, InferBody, ReplyBody, Signature
+from serving.protocol.bodies import InferBody, ReplyBody
+from serving.protocol.codec import HEADER_LENGTH, Signature
 from serving.protocol.tensors import TensorSpec
 from serving.rollout.commands import COMMANDS
 
