@@ -16,7 +16,7 @@ from ingest.config import StreamSettings
 from ingest.errors import BrokerError
 from ingest.events.partition import TopicPartition
 from ingest.kafka.client import Messages
-from ingest.kafka.kafka_python import connect, undecodable
+from ingest.kafka.kafka_python.connection import connect, undecodable
 
 _DENIED = kafka_errors.TopicAuthorizationFailedError.errno
 _STEPS_BACK = (1, 100, 10_000)

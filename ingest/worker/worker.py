@@ -17,7 +17,8 @@ from ingest.errors import BrokerError, GapError, RecreatedError, TruncatedError
 from ingest.events.block import Coverage
 from ingest.events.partition import TopicPartition, latest_incarnations
 from ingest.events.position import PartitionFingerprint, Position
-from ingest.kafka.client import Client, DeadLetter, Lag, Messages
+from ingest.kafka.client import Client, Lag, Messages
+from ingest.kafka.dead_letters import DeadLetter
 from ingest.kafka.diagnostics import RECREATED, TRUNCATED, overwritten
 from ingest.kafka.topic_recreation import compare, fingerprint
 from ingest.transport.protocol import (

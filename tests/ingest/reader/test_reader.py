@@ -23,9 +23,10 @@ from ingest.errors import BrokerError, GapError, RecreatedError
 from ingest.events.block import Outcome
 from ingest.events.partition import TopicPartition
 from ingest.events.position import PartitionFingerprint, Position
-from ingest.kafka.client import DeadLetter, Lag
-from ingest.kafka.confluent import ConfluentClient
-from ingest.kafka.kafka_python import KafkaPythonClient
+from ingest.kafka.client import Lag
+from ingest.kafka.confluent.client import ConfluentClient
+from ingest.kafka.dead_letters import DeadLetter
+from ingest.kafka.kafka_python.client import KafkaPythonClient
 from ingest.kafka.registry import CLIENTS
 from ingest.reader import hang_detector as silence
 from ingest.reader.reader import BlockReader

@@ -8,7 +8,7 @@ import pytest
 from kafka import TopicPartition
 from kafka.record.memory_records import MemoryRecords, MemoryRecordsBuilder
 
-from ingest.kafka.kafka_records import UnreadableError, _Records
+from ingest.kafka.kafka_python.records import UnreadableError, _Records
 
 GZIP, LZ4 = 1, 3
 MOST = 10_000
