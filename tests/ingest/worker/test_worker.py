@@ -40,6 +40,7 @@ from ingest.transport.protocol import (
     send,
 )
 from ingest.transport.shared_ring import SharedRing
+from ingest.worker import lag_reporter
 from ingest.worker import stalled_partitions as stalls
 from ingest.worker import worker as worker_module
 from ingest.worker.block_builder import BlockBuilder
@@ -133,8 +134,9 @@ def test_blocks_cover_messages_and_gaps() -> None:
 
 
 def test_only_log_starts_of_ten_minutes_ago_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_module, "_LAG_SECONDS", 0.0)
-    monkeypatch.setattr(worker_module, "_LOG_STARTS_SECONDS", 0.0)
+    monkeypatch.setattr(lag_reporter, "LAG_SECONDS", 0.0)
+    monkeypatch.setattr(worker_module, "LAG_SECONDS", 0.0)
+    monkeypatch.setattr(lag_reporter, "_LOG_STARTS_SECONDS", 0.0)
     starts, asked = [7, 9, 8, 10], itertools.count()
 
     class Aging(FakeClient):
@@ -154,7 +156,8 @@ def test_only_log_starts_of_ten_minutes_ago_are_reported(monkeypatch: pytest.Mon
 
 
 def test_log_starts_are_asked_for_once_in_ten_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_module, "_LAG_SECONDS", 0.0)
+    monkeypatch.setattr(lag_reporter, "LAG_SECONDS", 0.0)
+    monkeypatch.setattr(worker_module, "LAG_SECONDS", 0.0)
     asked: list[bool] = []
 
     class Noting(FakeClient):
@@ -227,8 +230,9 @@ class Stuck(FakeClient):
 class TestStandingStill:
     @pytest.fixture(autouse=True)
     def quick(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(worker_module, "_LAG_SECONDS", 0.01)
-        monkeypatch.setattr(worker_module, "_BUSY_SHARE", 1.0)
+        monkeypatch.setattr(lag_reporter, "LAG_SECONDS", 0.01)
+        monkeypatch.setattr(worker_module, "LAG_SECONDS", 0.01)
+        monkeypatch.setattr(lag_reporter, "_BUSY_SHARE", 1.0)
         monkeypatch.setattr(stalls, "STALLED_SECONDS", 0.1)
 
     def test_a_stalled_position_is_reported_as_a_problem(self) -> None:
