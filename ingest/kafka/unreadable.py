@@ -22,7 +22,8 @@ class CorruptBatches:
 
     def is_permanent(self, partition: Hashable) -> bool:
         """Count such a batch, and return whether the partition has returned it for `CORRUPT_SECONDS`."""
-        return time.monotonic() - self._since.setdefault(partition, time.monotonic()) >= CORRUPT_SECONDS
+        since = self._since.setdefault(partition, time.monotonic())
+        return time.monotonic() - since >= CORRUPT_SECONDS
 
     def remove(self, partition: Hashable) -> None:
         """Remove a partition: one of its batches was read."""
