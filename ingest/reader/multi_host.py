@@ -138,7 +138,7 @@ class MultiHostReader:
     def commit(self, offsets: dict[int, int]) -> None:
         """Write positions, by index of the partition, for lag tools; best effort.
 
-        Each reader writes those of its own partitions. One that receives no message stops its lag reports.
+        Each reader writes those of the partitions that it reads. One that receives no message stops its lag reports.
         """
         shares: dict[int, dict[int, int]] = {number: {} for number in range(len(self._readers))}
         for index, offset in offsets.items():

@@ -65,7 +65,7 @@ def read(reader: Client, end: int, limit: int = 1000) -> list[tuple[int, bytes |
         assert time.monotonic() < deadline, f"stalled after {found[-1:]}"
         for polled in reader.poll(timedelta(milliseconds=100), limit):
             values = zip(polled.offsets, polled.values, strict=True)
-            found += [(offset, value, polled.faults.get(place)) for place, (offset, value) in enumerate(values)]
+            found += [(offset, value, polled.faults.get(index)) for index, (offset, value) in enumerate(values)]
     return found
 
 

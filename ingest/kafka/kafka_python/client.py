@@ -154,7 +154,7 @@ class KafkaPythonClient:
         try:
             polled: dict[Any, list[Any]] = self._consumer.poll(timeout_ms, max_records=limit)
         except UnreadableError as exc:
-            # The client keeps the fetched records, and would search them for a good one for ever.
+            # The client keeps the fetched records, and would search them for a good one without end.
             self._consumer._fetcher.close()
             if exc.end is None and not self._corrupt.is_permanent(exc.partition):
                 raise kafka_errors.CorruptRecordError(str(exc)) from exc

@@ -1,7 +1,7 @@
 """Parses the records that kafka-python fetched, with size limits, and with errors that name the offsets.
 
-kafka-python itself decompresses without a limit, raises whatever a codec raises, and returns to the same record for
-ever.
+kafka-python itself decompresses without a limit, passes on all errors of a codec, and returns to the same record
+endlessly.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""A stream that two hosts read, the second one a process of its own on loopback, against a real broker."""
+"""A stream that two hosts read, the second one a separate process on loopback, against a real broker."""
 
 import contextlib
 import signal
@@ -278,7 +278,7 @@ def test_a_topic_that_is_recreated_while_two_hosts_read_is_read_from_its_beginni
         assert sorted(sources._shares[2:]) == [0, 1]
         send(100)
         read(sources, seen, 2 * (events + 100), (2, 3))
-    # Records that librdkafka fetched before it knew of the new topic count as the old one's.
+    # Records that librdkafka fetched before it received the new topic's metadata count as the old one's.
     recreated = Counter({(partition, offset): times for (partition, offset), times in seen.items() if partition > 1})
     assert recreated == Counter((partition, offset) for partition in (2, 3) for offset in range(events + 100))
 
