@@ -359,7 +359,7 @@ def year(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Year]:
         ("replay.erasure.erasure_log._SMALL_BYTES", 20_000),
         ("serving.metrics._WINDOW_SAMPLES", 50),
         ("serving.metrics._WINDOW_SWAPS", 50),
-        ("serving.rollout.hot_swap._MOST_ROLLED_BACK", 20),
+        ("serving.rollout.state_file._MOST_ROLLED_BACK", 20),
     ):
         monkeypatch.setattr(name, bound)
     monkeypatch.setattr(

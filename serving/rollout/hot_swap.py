@@ -4,16 +4,13 @@ A separate thread watches the versions directory, loads, checks and warms up a v
 Requests that hold the old version are answered by it; the last of them frees it.
 """
 
-import contextlib
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
-
-import msgspec
 
 from learner.errors import VersionError
 from learner.state_dir.version import RegistryState
@@ -26,11 +23,11 @@ from serving.rollout.commands import RolloutCommand, pin, promote, roll_back
 from serving.rollout.directory_watcher import DirectoryWatcher
 from serving.rollout.eligibility import ServingPolicy
 from serving.rollout.freshness import FreshnessTracker
+from serving.rollout.state_file import StateFile
 
 log = logging.getLogger("anabranch.serving")
 
 _REMEMBERED = 100
-_MOST_ROLLED_BACK = 1000
 
 
 class VersionSwapper:
@@ -75,10 +72,9 @@ class VersionSwapper:
         self._problems = Problems()
         self._loader = CandidateLoader(deployment, max_batch, metrics, self._policy, self._problems, clock)
         self._retries = self._loader.retries
-        self._state = RegistryState()
+        self._state = StateFile(self._versions, self._policy)
         self._stale: set[int] = set()
         self._lock = threading.Lock()
-        self._holds_state = False
         self._watcher = DirectoryWatcher(self._versions.path)
         self._stopping = False
         self._thread = threading.Thread(target=self._watch, name="serving-swap", daemon=True)
@@ -109,7 +105,7 @@ class VersionSwapper:
     @property
     def state(self) -> RegistryState:
         """The contents of `state.json` at the last poll."""
-        return self._state
+        return self._state.contents
 
     def poll(self) -> bool:
         """Swap in the version that is to be served now, and return whether the served version changed.
@@ -128,7 +124,7 @@ class VersionSwapper:
         """
         with self._lock:
             try:
-                with self._changing_state():
+                with self._state.changing():
                     before = self._versions.state()
                     after = command(before, number, self._versions.numbers())
                     self._versions.write_state(after)
@@ -143,19 +139,6 @@ class VersionSwapper:
                 raise ConflictError(f"the rollout command cannot be saved: {exc}") from exc
         log.info("rollout command: %s version %d; %s is served", command.__name__.replace("_", " "), number, served)
 
-    @contextlib.contextmanager
-    def _changing_state(self) -> Iterator[None]:
-        """Lock `state.json` against other workers while it is read and written; may be nested."""
-        if self._holds_state:
-            yield
-            return
-        with self._versions.changing_state():
-            self._holds_state = True
-            try:
-                yield
-            finally:
-                self._holds_state = False
-
     def _poll(self) -> bool:
         swapped = self._choose()
         if (reason := self._retries.reason) is None:
@@ -169,9 +152,10 @@ class VersionSwapper:
         numbers = self._versions.numbers()
         self._freshness.read_new(numbers)
         self._loader.keep(numbers.__contains__)
-        self._read_state()
-        self._stale = self._versions.stale(numbers) - {self._state.promoted, self._state.pinned}
-        if (pinned := self._state.pinned) is not None:
+        if self._state.read():
+            self._loader.clear()
+        self._stale = self._versions.stale(numbers) - {self.state.promoted, self.state.pinned}
+        if (pinned := self.state.pinned) is not None:
             self._retries.keep(lambda number: number == pinned and number in numbers)
             swapped = served != pinned and self._try(pinned, back=True)
             if not swapped and served != pinned:
@@ -197,27 +181,16 @@ class VersionSwapper:
         `back`: it may have learned less than the served version.
         """
         served = None if back or self.current is None else self.current.manifest
-        version = self._loader.load(number, self._state, self._stale, served)
+        version = self._loader.load(number, self.state, self._stale, served)
         if version is not None:
             self._take(version)
         return version is not None
 
     def _stays(self, served: int) -> bool:
         try:
-            return served not in self._stale and self._policy.may_stay(served, self._state)
+            return served not in self._stale and self._policy.may_stay(served, self.state)
         except (VersionError, OSError):  # an unreadable verdict does not withdraw the served version
             return True
-
-    def _read_state(self) -> None:
-        try:
-            state = self._policy.state()
-        except (OSError, VersionError):  # reported when it is written
-            return
-        if (state.pinned, state.promoted, state.rolled_back) != (
-            *(self._state.pinned, self._state.promoted, self._state.rolled_back),
-        ):
-            self._loader.clear()
-        self._state = state
 
     def _watch(self) -> None:
         """Poll until the context ends; the body of the swap's thread."""
@@ -261,31 +234,7 @@ class VersionSwapper:
 
     def _write_state(self, previous: ServedVersion | None, version: ServedVersion) -> None:
         try:
-            with self._changing_state():
-                before = self._versions.state()
-                state = _served(before, previous.number if previous else None, version.number)
-                if state != before:
-                    self._versions.write_state(state)
-            self._state = state
+            self._state.swapped(previous.number if previous else None, version.number)
             self._problems.remove("state")
         except (OSError, VersionError) as exc:
             self._problems.set("state", f"cannot write {self._versions.path}/state.json: {exc}")
-
-
-def _served(state: RegistryState, previous: int | None, number: int) -> RegistryState:
-    """Return the state after a process swapped from `previous` (None: it has just started) to a version.
-
-    Another worker may have written the same state before, or be ahead.
-    """
-    forward = previous is not None and number > previous
-    if forward and state.serving is not None and state.serving > number and state.pinned is None:
-        return state
-    back = previous is not None and number < previous and state.pinned is None
-    rolled_back = sorted({*state.rolled_back, previous}) if back and previous is not None else state.rolled_back
-    if state.serving == number:  # already written, or a restart
-        previous = state.previous
-    elif previous is None:
-        previous = state.serving
-    return msgspec.structs.replace(
-        state, serving=number, previous=previous, rolled_back=rolled_back[-_MOST_ROLLED_BACK:]
-    )
