@@ -1,6 +1,5 @@
 """The client `confluent`: librdkafka, which fetches and parses in its own threads, without the GIL."""
 
-import base64
 import contextlib
 import logging
 import time
@@ -8,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any
 
-from confluent_kafka import Consumer, IsolationLevel, KafkaError, KafkaException, TopicCollection
+from confluent_kafka import Consumer, KafkaError, KafkaException
 from confluent_kafka import TopicPartition as KafkaPartition
-from confluent_kafka.admin import AdminClient, OffsetSpec
+from confluent_kafka.admin import OffsetSpec
 
 from ingest.config import StreamSettings
 from ingest.errors import BrokerError, RecreatedError
@@ -18,25 +17,22 @@ from ingest.events.partition import TopicPartition
 from ingest.kafka.client import Lag, Messages
 from ingest.kafka.confluent.connection import brief, make, raise_if_fatal, reach
 from ingest.kafka.confluent.dead_letters import ConfluentDeadLetters
+from ingest.kafka.confluent.metadata import TopicMetadata
 from ingest.kafka.confluent.records import REMOVED, UNREADABLE, batch_end, headers_of
 from ingest.kafka.dead_letters import DeadLetter
 from ingest.kafka.diagnostics import (
     RECREATED,
     check_gap,
     damaged,
-    gone_topic,
-    missing_topic,
     too_large,
     unresponsive_message,
 )
 from ingest.kafka.unreadable import CorruptBatches, most_inflated, unreadable
 
 _PATIENCE = timedelta(seconds=8)
-_REQUEST_SECONDS = 2.0
 
 log = logging.getLogger(__name__)
 
-_GONE = (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC, KafkaError._UNKNOWN_PARTITION)
 _INFLATED = "its batch is damaged, or larger than receive.message.max.bytes once it is decompressed"
 
 
@@ -52,12 +48,10 @@ class ConfluentClient:
         self._patience = patience.total_seconds()
         self._errors: list[KafkaError] = []
         self._consumer: Any = None
-        self._admin: Any = None
+        self._metadata = TopicMetadata(settings)
         self._letters: ConfluentDeadLetters | None = None
-        self._topics: dict[str, Any] = {}
         self._partitions: dict[tuple[str, int], TopicPartition] = {}
         self._positions: dict[TopicPartition, int] = {}
-        self._recreated = False
         self._most = most_inflated(settings)
         self._corrupt = CorruptBatches()
 
@@ -80,32 +74,19 @@ class ConfluentClient:
                 "error_cb": self._errors.append,
             },
         )
-        self._admin = make(AdminClient, settings, {})
         reach(self._consumer, settings, self._errors, self._patience)
-        try:
-            self._topics = self._described(self._patience)
-        except KafkaException as exc:
-            raise BrokerError(f"cannot look up the topics: {brief(exc)}") from exc
-        for topic in (*settings.topics, settings.dead_letter_topic):
-            if topic not in self._topics:
-                raise BrokerError(missing_topic(topic, settings.bootstrap_servers))
+        self._metadata.open(self._patience)
 
     def partitions(self) -> list[TopicPartition]:
         """All partitions of the topics; while the broker is away, those that existed before."""
         with contextlib.suppress(KafkaException, BrokerError):
-            self._update_metadata(self._described(_REQUEST_SECONDS))
-        return [
-            TopicPartition(topic, partition.id)
-            for topic in self._settings.topics
-            for partition in sorted(self._topics[topic].partitions, key=lambda each: each.id)
-        ]
+            self._metadata.refresh()
+        return self._metadata.partitions()
 
     def topic_ids(self) -> dict[str, str]:
         """The topics' ids, as last received."""
-        self._recreated = False
-        ids = {topic: str(self._topics[topic].topic_id) for topic in self._settings.topics}
-        found = {topic: base64.urlsafe_b64decode(f"{each}==").hex() for topic, each in ids.items()}
-        return {topic: each for topic, each in found.items() if each.strip("0")}
+        self._metadata.is_recreated = False
+        return self._metadata.ids()
 
     def first_offsets(
         self, partitions: Sequence[TopicPartition], start: str, moment: datetime | None
@@ -113,9 +94,11 @@ class ConfluentClient:
         """Where to begin; a moment after the last record begins at the end."""
         try:
             if moment is None:
-                return self._offsets(partitions, OffsetSpec.latest() if start == "latest" else OffsetSpec.earliest())
-            found = self._offsets(partitions, OffsetSpec.for_timestamp(int(moment.timestamp() * 1000)))
-            ends = self._offsets(partitions, OffsetSpec.latest())
+                return self._metadata.offsets(
+                    partitions, OffsetSpec.latest() if start == "latest" else OffsetSpec.earliest()
+                )
+            found = self._metadata.offsets(partitions, OffsetSpec.for_timestamp(int(moment.timestamp() * 1000)))
+            ends = self._metadata.offsets(partitions, OffsetSpec.latest())
         except KafkaException as exc:
             raise BrokerError(f"cannot look up offsets: {brief(exc)}") from exc
         return {partition: ends[partition] if offset < 0 else offset for partition, offset in found.items()}
@@ -123,7 +106,7 @@ class ConfluentClient:
     def log_ends(self, partitions: Sequence[TopicPartition]) -> dict[TopicPartition, int]:
         """Ask independently of the consumer's isolation level."""
         try:
-            return self._offsets(partitions, OffsetSpec.latest(), "read_uncommitted")
+            return self._metadata.offsets(partitions, OffsetSpec.latest(), "read_uncommitted")
         except KafkaException as exc:
             raise BrokerError(f"cannot look up the ends of partitions: {brief(exc)}") from exc
 
@@ -135,7 +118,7 @@ class ConfluentClient:
 
     def poll(self, timeout: timedelta, limit: int) -> list[Messages]:
         """Return at most `limit` messages."""
-        if self._recreated:
+        if self._metadata.is_recreated:
             raise RecreatedError(RECREATED)
         try:
             polled = self._consumer.consume(limit, timeout.total_seconds())
@@ -156,9 +139,9 @@ class ConfluentClient:
         """
         servers = self._settings.bootstrap_servers
         try:
-            self._update_metadata(self._described(_REQUEST_SECONDS))
-            ends = self._offsets(list(self._positions), OffsetSpec.latest())
-            starts = self._offsets(list(self._positions), OffsetSpec.earliest()) if log_starts else {}
+            self._metadata.refresh()
+            ends = self._metadata.offsets(list(self._positions), OffsetSpec.latest())
+            starts = self._metadata.offsets(list(self._positions), OffsetSpec.earliest()) if log_starts else {}
         except KafkaException as exc:
             return Lag({}, unresponsive_message(servers, brief(exc)))
         except BrokerError as exc:
@@ -190,39 +173,6 @@ class ConfluentClient:
         """Disconnect."""
         if self._consumer is not None:
             self._consumer.close()
-
-    def _described(self, seconds: float) -> dict[str, Any]:
-        """Return the broker's descriptions of the topics that exist."""
-        names = list(dict.fromkeys(map(str, (*self._settings.topics, self._settings.dead_letter_topic))))
-        futures = self._admin.describe_topics(TopicCollection(names), request_timeout=seconds)
-        found = {}
-        for name, future in futures.items():
-            try:
-                found[name] = future.result()
-            except KafkaException as exc:
-                if exc.args[0].code() not in _GONE:
-                    raise
-        return found
-
-    def _update_metadata(self, found: Mapping[str, Any]) -> None:
-        """Update partitions and ids from the broker's descriptions; raises BrokerError when a topic is gone."""
-        for topic in self._settings.topics:
-            if topic not in found:
-                raise BrokerError(gone_topic(topic, self._settings.bootstrap_servers))
-            self._recreated |= str(found[topic].topic_id) != str(self._topics[topic].topic_id)
-        self._topics = {**self._topics, **found}
-
-    def _offsets(
-        self, partitions: Sequence[TopicPartition], spec: Any, isolation_level: str = ""
-    ) -> dict[TopicPartition, int]:
-        level = {
-            "read_committed": IsolationLevel.READ_COMMITTED,
-            "read_uncommitted": IsolationLevel.READ_UNCOMMITTED,
-        }[isolation_level or self._settings.isolation_level]
-        asked = {KafkaPartition(p.topic, p.partition): spec for p in partitions}
-        futures = self._admin.list_offsets(asked, isolation_level=level, request_timeout=_REQUEST_SECONDS)
-        found = {(tp.topic, tp.partition): future.result().offset for tp, future in futures.items()}
-        return {partition: int(found[partition.topic, partition.partition]) for partition in partitions}
 
     def _taken(self, polled: Sequence[Any], limit: int) -> list[Messages]:
         """Sort what was polled, messages and events, by partition."""
@@ -283,7 +233,7 @@ class ConfluentClient:
     def _skip_unreadable(self, partition: TopicPartition, error: KafkaError, base: int, limit: int) -> Messages:
         """Skip a batch that cannot be read, or the first `limit` offsets of it."""
         begin = max(self._positions[partition], base)
-        log_end = self._offsets([partition], OffsetSpec.latest())[partition]
+        log_end = self._metadata.offsets([partition], OffsetSpec.latest())[partition]
         end = min(begin + limit, batch_end(self._consumer, partition, begin, base, log_end))
         compressed = error.code() == KafkaError._BAD_COMPRESSION
         reason = f"too-large: {_INFLATED}" if compressed else damaged(error.str())

@@ -743,13 +743,13 @@ class TestGaps:
         named = {**STREAM, "bootstrap_servers": kafka.bootstrap, "topics": [shortened], "on_gap": "earliest"}
         settings = StreamSettings.model_validate(named).resolved("test")
         client = CLIENTS[settings.client](settings)
-        asked = "_offsets" if settings.client == "confluent" else "_pass_gap"
+        asked = (client._metadata, "offsets") if isinstance(client, ConfluentClient) else (client, "_pass_gap")
 
         def away(*_: Any) -> Any:
             monkeypatch.undo()
             raise BrokerError("away")
 
-        monkeypatch.setattr(client, asked, away)
+        monkeypatch.setattr(*asked, away)
         seen: list[tuple[int, int]] = []
         deadline = time.monotonic() + 60
         with contextlib.closing(client):
