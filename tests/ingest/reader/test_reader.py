@@ -142,7 +142,7 @@ def test_a_process_that_died_before_it_began_to_read_is_replaced() -> None:
     first.kill()
     first.wait()
     try:
-        source.go_on({}, {}, [])
+        source.reopen({}, {}, [])
         assert source._process.popen is not None
         assert source._process.popen.pid != first.pid
     finally:
