@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 
 LARGEST_LETTER = 100_000_000
-"""Bytes of the largest message that a producer sends: the broker's limit is to count, not the client's."""
+"""Bytes of the largest message that a producer sends: only the broker's limit should apply."""
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ def sanitize(letter: DeadLetter) -> DeadLetter:
 
 
 def shrink(letter: DeadLetter) -> Iterator[DeadLetter]:
-    """Yield what to send instead of a letter that is too large for the broker: less, and at last no contents."""
+    """Yield smaller forms of a letter that is too large for the broker; the last has no contents."""
     yield replace(letter, value=None, added=[*letter.added, ("anabranch-truncated", b"value")])
     yield DeadLetter(None, None, (), [*letter.added, ("anabranch-truncated", b"key, value and headers")])
     short = [header for header in letter.added if header[0] != "anabranch-rows"]
@@ -62,7 +62,7 @@ class DeadLetterWriter(ABC):
     def send(self, letters: Sequence[DeadLetter], timeout: timedelta) -> int:
         """Return how many letters, from the first on, are acknowledged or dropped.
 
-        A refused letter is sent again with less in it, at last with nothing; if that is refused too, it is dropped.
+        A refused letter is sent again in its smaller forms; if the broker refuses all of them, it is dropped.
         """
         deadline = time.monotonic() + timeout.total_seconds()
         for done, (letter, error) in enumerate(zip(letters, self._deliver(letters, deadline), strict=False)):

@@ -120,7 +120,7 @@ class Inspector:
                 last[tp], deadline = records[-1], time.monotonic() + _PATIENCE_SECONDS
                 if last[tp].offset + 1 >= ends[tp]:
                     waiting.discard(tp)
-                    self._consumer.pause(tp)  # what is written at this moment must not keep this from ending
+                    self._consumer.pause(tp)  # records that are written meanwhile must not prolong the search
         return last
 
     def _retention(self, name: str) -> timedelta | None:

@@ -69,7 +69,7 @@ class ConfluentClient:
                 "auto.offset.reset": "error",
                 "isolation.level": settings.isolation_level,
                 "allow.auto.create.topics": False,
-                # What was fetched and not yet polled; one more answer of a broker may be under way.
+                # Messages that were fetched and not yet polled; one more response of a broker may be in flight.
                 "queued.max.messages.kbytes": 16_384,
                 "error_cb": self._errors.append,
             },
@@ -254,7 +254,7 @@ class ConfluentClient:
             offsets=[record.offset() for record in records],
             times_ms=[record.timestamp()[1] for record in records],
             keys=[record.key() for record in records],
-            # A letter could not carry what is too large either.
+            # A dead letter could not carry a value of this size either.
             values=[record.value() if len(record) <= self._most else None for record in records],
             headers=headers,
             end=self._positions[partition],

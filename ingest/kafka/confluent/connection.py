@@ -1,4 +1,4 @@
-"""Clients of librdkafka with `[stream.properties]`, and its errors as ours."""
+"""Creates clients of librdkafka from `[stream.properties]`, and translates its errors."""
 
 import logging
 import time
@@ -17,7 +17,7 @@ _FORBIDDEN = (KafkaError.TOPIC_AUTHORIZATION_FAILED, KafkaError.CLUSTER_AUTHORIZ
 
 log = logging.getLogger(__name__)
 
-# What librdkafka logs of itself; what matters of it comes as errors too.
+# librdkafka's own log lines are discarded: all that matters is also reported as an error.
 _theirs = logging.getLogger(f"{__name__}.own")
 _theirs.propagate = False
 _theirs.addHandler(logging.NullHandler())

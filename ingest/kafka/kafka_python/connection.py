@@ -1,4 +1,4 @@
-"""Connections of kafka-python with `[stream.properties]`, and its errors as ours."""
+"""Creates clients of kafka-python from `[stream.properties]`, and translates its errors."""
 
 import contextlib
 import logging
@@ -42,8 +42,8 @@ def client_options(kind: Any, settings: StreamSettings, patience: timedelta = PA
 def connect(kind: Any, settings: StreamSettings, patience: timedelta = PATIENCE, **options: Any) -> Any:
     """Return a kafka-python client of the given class, or raise BrokerError with the reason.
 
-    Tries to reach a broker for up to `patience`. kafka-python itself only raises that it could not bootstrap. The
-    broker's answer is in its log, so the log of the attempt is read.
+    Tries to reach a broker for up to `patience`. kafka-python itself raises only that it could not bootstrap. It logs
+    the broker's answer, so the reason is taken from its log.
     """
     error: Exception | None = None
     with _logged_errors() as logged:
@@ -67,7 +67,7 @@ def _explained(
     for cause in logged:
         if isinstance(cause, _REFUSALS):
             return auth_error(servers, mechanism=isinstance(cause, kafka_errors.UnsupportedSaslMechanismError))
-    # kafka-python throws a refusal away when it reads it together with the end of the connection.
+    # kafka-python discards a refusal that it reads together with the end of the connection.
     if "sasl.username" in properties and any("socket disconnected" in str(cause) for cause in logged):
         return CredentialsError(
             f"the Kafka broker at {servers} hangs up: it seems that it refuses the credentials, or the sasl.mechanism, "
@@ -104,7 +104,7 @@ def _logged_errors() -> Iterator[list[BaseException]]:
 
 @contextlib.contextmanager
 def translated(what: str) -> Iterator[None]:
-    """Turn kafka-python's errors into ours, but for those that the caller deals with."""
+    """Translate kafka-python's errors into ours, except those that the caller handles."""
     try:
         yield
     except (kafka_errors.OffsetOutOfRangeError, UnreadableError):

@@ -1,7 +1,7 @@
 """Parses the records that kafka-python fetched, with size limits, and with errors that name the offsets.
 
-kafka-python itself decompresses without a limit, passes on all errors of a codec, and returns to the same record
-endlessly.
+kafka-python itself decompresses without a limit, passes on all errors of a codec, and reads the same record again
+without end.
 """
 
 import functools
