@@ -1,15 +1,17 @@
 """The partitions that one ingest process reads."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from ingest.config import StreamSettings
 from ingest.errors import GapError, RecreatedError, TruncatedError
+from ingest.events.block import Coverage
 from ingest.events.partition import TopicPartition, latest_incarnations
 from ingest.events.position import PartitionFingerprint, Position
 from ingest.kafka.client import Client
 from ingest.kafka.diagnostics import RECREATED, TRUNCATED, overwritten
-from ingest.kafka.topic_recreation import compare
+from ingest.kafka.topic_recreation import compare, fingerprint
+from ingest.worker.block_builder import Assembled, Incoming
 
 log = logging.getLogger(__name__)
 
@@ -118,3 +120,30 @@ class PartitionTable:
         return {p.next_incarnation: None for p in changed.recreated} | {
             p.next_incarnation: start for p, start in changed.truncated.items()
         }
+
+    def advances(self, each: Incoming) -> bool:
+        """Return whether messages move their partition forward, if only past offsets without a message."""
+        return each.messages.end > self.positions[each.partition].offset
+
+    def cover(
+        self, incoming: Sequence[Incoming], assembled: Assembled, begin: int, end: int, *, last: bool
+    ) -> Iterator[Coverage]:
+        """Yield what rows `[begin, end)` cover of each partition, and advance its position."""
+        columns, low = assembled.columns, 0
+        for each, rows in zip(incoming, assembled.rows, strict=True):
+            high = low + rows
+            first = begin <= low < end or (low == end and last)
+            if (first or (low < end and high > begin)) and (rows or each.messages.removed or self.advances(each)):
+                here = self.positions[each.partition]
+                done = high <= end
+                stop = each.messages.end if done else int(columns["offset"][end])
+                removed = each.messages.removed if first else 0
+                readable = len(each.messages) and len(each.messages) - 1 not in each.messages.faults
+                newest = fingerprint(each.messages, -1) if done and readable else None
+                yield Coverage(each.partition, here.offset + removed, stop, removed, last=newest)
+                if newest is not None:
+                    topic_id = self.marks[each.partition].topic_id
+                    self.marks[each.partition] = PartitionFingerprint(topic_id, newest)
+                row = 0 if done or stop != columns["offset"][end - 1] else int(columns["row"][end])
+                self.positions[each.partition] = Position(stop, row)
+            low = high

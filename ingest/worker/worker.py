@@ -6,7 +6,6 @@ after the last block that was received.
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -18,8 +17,6 @@ from ingest.events.block import Coverage
 from ingest.events.partition import TopicPartition, latest_incarnations
 from ingest.events.position import PartitionFingerprint, Position
 from ingest.kafka.client import Client, Lag, Messages
-from ingest.kafka.dead_letters import DeadLetter
-from ingest.kafka.topic_recreation import fingerprint
 from ingest.transport.protocol import (
     BlockReady,
     Commit,
@@ -36,6 +33,7 @@ from ingest.transport.protocol import (
 )
 from ingest.transport.shared_ring import SharedRing
 from ingest.worker.block_builder import Assembled, BlockBuilder, Incoming
+from ingest.worker.dead_letter_sender import FIRST_BACKOFF, LONGEST_BACKOFF, DeadLetterSender
 from ingest.worker.lag_reporter import LAG_SECONDS, LagReporter
 from ingest.worker.partition_table import PartitionTable
 
@@ -43,14 +41,9 @@ _PAUSE_SECONDS = 0.01
 """Pause after a poll that returned few rows: a slow stream costs at most a hundred polls and blocks a second."""
 _LITTLE = 8
 """A poll that returns less than this fraction, 1 / `_LITTLE`, of a slot's rows returned few rows."""
-_LETTER_TIMEOUT = timedelta(seconds=10)
 _PARTITIONS_SECONDS = 5.0
-_FIRST_BACKOFF = timedelta(seconds=0.1)
-_LONGEST_BACKOFF = timedelta(seconds=10)
 _PORTION_BYTES = 2_000_000
 """Bytes of values that are decoded together; decoded values may take many times as much memory."""
-_LOG_SECONDS = 10.0
-"""Time between two log lines about dead letters that were not written."""
 
 log = logging.getLogger(__name__)
 
@@ -84,9 +77,7 @@ class IngestWorker:
         self._is_skipping = False
         self._table = PartitionTable(stream, client, excluded_partitions, owns_new_partitions=owns_new_partitions)
         self._reporter = LagReporter(client, self._table, connection)
-        self._dropped: Counter[str] = Counter()
-        """Dead letters that were not written, by reason, and that no block has reported yet."""
-        self._dropped_log = 0.0
+        self._letters = DeadLetterSender(client, stream.dead_letter_topic, self._reporter, self._back_off)
 
     def run(
         self, positions: Sequence[tuple[TopicPartition, Position]], marks: Sequence[PartitionFingerprint] = ()
@@ -106,7 +97,7 @@ class IngestWorker:
         self._table.restore(positions, marks)
         self._refresh_assignment("earliest" if positions else self._stream.start, due=True)
         next_partitions = time.monotonic() + _PARTITIONS_SECONDS
-        backoff = Backoff(_FIRST_BACKOFF, _LONGEST_BACKOFF)
+        backoff = Backoff(FIRST_BACKOFF, LONGEST_BACKOFF)
         while True:
             while self._paused or not self._free:
                 self._wait_for_learner()
@@ -155,9 +146,7 @@ class IngestWorker:
         assembled = self._assembler.assemble(incoming)
         if assembled.fault is not None:
             self._reporter.set_fault(assembled.fault)
-        self._dropped["loop"] += assembled.looped
-        self._send_letters(assembled.letters)
-        self._log_dropped()
+        self._letters.send(assembled.letters, assembled.looped)
         self._send_blocks(incoming, assembled)
 
     def _refresh_assignment(self, start: str, *, due: bool = False) -> bool:
@@ -224,72 +213,20 @@ class IngestWorker:
             case _:
                 raise AssertionError(message)
 
-    def _send_letters(self, letters: Sequence[DeadLetter]) -> None:
-        """Send until all are acknowledged: no block is sent before its dead letters are written."""
-        dropped = self._client.letters_dropped
-        backoff = Backoff(_FIRST_BACKOFF, _LONGEST_BACKOFF)
-        problem = f'dead letters cannot be written to "{self._stream.dead_letter_topic}"'
-        while letters:
-            letters = letters[self._client.send_dead_letters(letters, _LETTER_TIMEOUT) :]
-            if letters:
-                self._back_off(backoff, problem)
-            elif self._reporter.problem == problem:
-                self._reporter.report(Lag())
-        self._dropped["refused"] += self._client.letters_dropped - dropped
-
-    def _log_dropped(self) -> None:
-        if self._dropped.total() and time.monotonic() >= self._dropped_log:
-            log.warning(
-                'dead letters were not written to "%s", and their events are counted as dead-lettered all the same: '
-                "%d that the broker refuses even without their contents (too large for the topic?), and %d that were "
-                "dead letters several times already (do two pipelines read each other's?)",
-                self._stream.dead_letter_topic,
-                self._dropped["refused"],
-                self._dropped["loop"],
-            )
-            self._dropped_log = time.monotonic() + _LOG_SECONDS
-
     def _send_blocks(self, incoming: Sequence[Incoming], assembled: Assembled) -> None:
         """Write rows into as many slots as they fill, and send each as a block; wait for free slots."""
         total, unknown = len(assembled), assembled.unknown_fields
-        if not total and not any(each.messages.removed or self._advances(each) for each in incoming):
+        if not total and not any(each.messages.removed or self._table.advances(each) for each in incoming):
             return
         for begin, end in _pieces(total, self._ring.rows):
             while not self._free:
                 self._wait_for_learner()
             slot = self._free.pop()
             self._ring.write(slot, assembled.columns, begin, end)
-            coverage = tuple(self._cover(incoming, assembled, begin, end, last=end == total))
-            send(self._connection, BlockReady(slot, end - begin, coverage, unknown, dict(+self._dropped)))
-            self._dropped.clear()
+            coverage = tuple(self._table.cover(incoming, assembled, begin, end, last=end == total))
+            send(self._connection, BlockReady(slot, end - begin, coverage, unknown, self._letters.take_dropped()))
             self._ring.carry(self._connection, slot, end - begin)
             unknown = 0
-
-    def _advances(self, each: Incoming) -> bool:
-        return each.messages.end > self._table.positions[each.partition].offset
-
-    def _cover(
-        self, incoming: Sequence[Incoming], assembled: Assembled, begin: int, end: int, *, last: bool
-    ) -> Iterator[Coverage]:
-        """Yield what rows `[begin, end)` cover of each partition, and advance its position."""
-        columns, low = assembled.columns, 0
-        for each, rows in zip(incoming, assembled.rows, strict=True):
-            high = low + rows
-            first = begin <= low < end or (low == end and last)
-            if (first or (low < end and high > begin)) and (rows or each.messages.removed or self._advances(each)):
-                here = self._table.positions[each.partition]
-                done = high <= end
-                stop = each.messages.end if done else int(columns["offset"][end])
-                removed = each.messages.removed if first else 0
-                readable = len(each.messages) and len(each.messages) - 1 not in each.messages.faults
-                newest = fingerprint(each.messages, -1) if done and readable else None
-                yield Coverage(each.partition, here.offset + removed, stop, removed, last=newest)
-                if newest is not None:
-                    topic_id = self._table.marks[each.partition].topic_id
-                    self._table.marks[each.partition] = PartitionFingerprint(topic_id, newest)
-                row = 0 if done or stop != columns["offset"][end - 1] else int(columns["row"][end])
-                self._table.positions[each.partition] = Position(stop, row)
-            low = high
 
     def _back_off(self, backoff: Backoff, problem: str) -> None:
         """Report a problem, and handle the learner's messages until the back-off's next delay is over."""
