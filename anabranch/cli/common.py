@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from anabranch.core.errors import SettingsError
-from anabranch.core.printable import printable
+from anabranch.core.logs import printable
 from anabranch.runtime.lifecycle import Exit, run
 
 ConfigPath = Annotated[

@@ -1,17 +1,27 @@
-"""How a process writes log lines, and the options by which the processes that it starts do the same."""
+"""How a process writes log lines, and the options by which the processes that it starts do the same.
+
+Text of files that others may have written is made safe for a terminal.
+"""
 
 import argparse
 import json
 import logging
+import re
 import sys
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Literal
 
-from anabranch.core.printable import printable
-
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
+
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+"""All but tab and newline: what a terminal interprets as commands, and what reverses the direction of a line."""
+
+
+def printable(text: str) -> str:
+    """Return a text with each control character replaced, so that it cannot send commands to a terminal."""
+    return _CONTROLS.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 class _PrintableFormatter(logging.Formatter):

@@ -14,7 +14,7 @@ from types import FrameType
 
 from anabranch.core.die_with_parent import when_stdin_ends
 from anabranch.core.errors import AnabranchError, DependencyError
-from anabranch.core.printable import printable
+from anabranch.core.logs import printable
 from anabranch.runtime.package_check import refuse_intruders
 
 _POLL_SECONDS = 0.1
