@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import logging
 import os
 import signal
 import sys
@@ -10,6 +9,7 @@ from multiprocessing.connection import Connection
 
 from anabranch.core.die_with_parent import when_stdin_ends
 from anabranch.core.errors import AnabranchError, SettingsError
+from anabranch.core.logs import LogSettings, add_log_options, configure_logging
 from ingest.config import HoldOut, SchemaSettings, StreamSettings
 from ingest.events.block import BlockLayout
 from ingest.events.schema import Schema
@@ -28,9 +28,9 @@ def main() -> int:
     parser.add_argument("--ring", type=int)
     parser.add_argument("--relay")
     parser.add_argument("--listen", type=int)
+    add_log_options(parser)
     arguments = parser.parse_args()
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    logging.getLogger("kafka").setLevel(logging.CRITICAL)
+    configure_logging(LogSettings(arguments.log_level, arguments.log_format))
     # Ctrl-C, and the SIGTERM of many a service manager, reach the whole group; the learner decides when ingest ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -77,7 +77,7 @@ def _launch(config: "Config", stop: threading.Event) -> int | None:
     """Run all ranks of this host; return the exit code that rank 0 wrote."""
     # Torch would log a page of C++ frames when a host is gone; we log one sentence.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    from anabranch.runtime.lifecycle import log_arguments
+    from anabranch.core.logs import log_arguments
     from learner.distributed.launcher import launch
     from learner.distributed.rendezvous import connect_hosts
 

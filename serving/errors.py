@@ -1,19 +1,19 @@
 """Errors of requests; each class is one thing that the client can do about it.
 
 AnabranchError
-`-- RequestError             status, sentence
-    |-- BadRequestError      400  fix the request
-    |   `-- FramingError     400  specify the end of the body in one way
-    |-- UnauthorizedError           401  send a token of this server
-    |-- ForbiddenError       403  send the admin token, or send the request as the sentence explains
-    |-- NotFoundError         404  ask for what exists; the sentence names it
-    |-- ConflictError        409  first change what the sentence names
-    |-- TooLargeError        413  send less at once
+`-- RequestError                         status, sentence
+    |-- BadRequestError                  400  fix the request
+    |   `-- FramingError                 400  specify the end of the body in one way
+    |-- UnauthorizedError                401  send a token of this server
+    |-- ForbiddenError                   403  send the admin token, or send the request as the sentence explains
+    |-- NotFoundError                    404  ask for what exists; the sentence names it
+    |-- ConflictError                    409  first change what the sentence names
+    |-- TooLargeError                    413  send less at once
     |-- UnsupportedEncodingError         415  send the body as it is, not compressed
-    |-- HeadersError         431  send fewer header fields
-    |-- TooManyRequestsError         429  send fewer requests at a time; retry after `retry_after`
-    |-- UnavailableError            503  retry after `retry_after`, or ask another server
-    |-- FailedError          500  nothing: see the server log
+    |-- HeadersError                     431  send fewer header fields
+    |-- TooManyRequestsError             429  send fewer requests at a time; retry after `retry_after`
+    |-- UnavailableError                 503  retry after `retry_after`, or ask another server
+    |-- FailedError                      500  nothing: see the server log
     `-- DeadlineExceededError            504  the answer took too long
 """
 

@@ -48,7 +48,7 @@ _LOADED = (
     "torch.nn.parallel",
     "anabranch.cli.app",
     "ingest.formats.arrow",
-    "ingest.kafka.kafka_python",
+    "ingest.kafka.kafka_python.client",
     "ingest.worker.worker",
     "learner.distributed.launcher",
     "learner.run_follower",

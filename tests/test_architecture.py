@@ -23,7 +23,6 @@ def words(text: str) -> list[str]:
 HOME = {
     "confluent_kafka": {"ingest"},
     "faiss": {"replay/embedding_index/faiss_lists.py"},
-    "fastapi": {"serving/http/app.py"},
     "kafka": {"ingest"},
     "pyarrow": {
         "ingest/formats/arrow_writer.py",
@@ -66,8 +65,8 @@ WALL_CLOCK = {
     "anabranch/commands/status.py": "a command that reads once a report of another process",
     "anabranch/runtime/serving_workers.py": "a report's time",
     "ingest/worker/block_builder.py": "compares with the record times of the stream",
-    "ingest/kafka/confluent.py": "the time of records that cannot be read",
-    "ingest/kafka/kafka_records.py": "the time of records that cannot be read",
+    "ingest/kafka/confluent/client.py": "the time of records that cannot be read",
+    "ingest/kafka/kafka_python/records.py": "the time of records that cannot be read",
     "learner/checkpointing/checkpointer.py": "a checkpoint's time, for display",
     "learner/publishing/gatekeeper.py": "since when nothing has passed, for display",
     "learner/stream/lag.py": "a checkpoint keeps since when events wait, and they waited while no learner ran",
@@ -246,15 +245,18 @@ def test_tests_are_no_packages():
     ("module", "unwanted"),
     [
         ("serving.http.app", ["kafka", "confluent_kafka", "redis", "faiss"]),
-        ("anabranch.cli.app", ["torch", "kafka", "confluent_kafka", "sklearn", "fastapi", "uvicorn", "numpy"]),
-        ("anabranch.config.loader", ["torch", "kafka", "confluent_kafka", "fastapi", "numpy"]),
+        ("anabranch.cli.app", ["torch", "kafka", "confluent_kafka", "sklearn", "starlette", "uvicorn", "numpy"]),
+        ("anabranch.config.loader", ["torch", "kafka", "confluent_kafka", "starlette", "numpy"]),
         ("anabranch.commands.versions", ["torch", "kafka"]),
-        ("anabranch.commands.rollout", ["torch", "kafka", "fastapi"]),
+        ("anabranch.commands.rollout", ["torch", "kafka", "starlette"]),
         ("ingest.reader.reader", ["torch", "kafka", "confluent_kafka"]),
         ("replay.embedding_index.client", ["torch", "faiss"]),
         ("replay.embedding_index.process", ["torch", "pydantic"]),
         ("ingest.__main__", ["torch", "confluent_kafka", "pyarrow"]),
-        *((f"{package}.config", ["torch", "kafka", "confluent_kafka", "fastapi", "numpy"]) for package in PACKAGES[1:]),
+        *(
+            (f"{package}.config", ["torch", "kafka", "confluent_kafka", "starlette", "numpy"])
+            for package in PACKAGES[1:]
+        ),
     ],
 )
 @pytest.mark.process

@@ -357,10 +357,12 @@ def year(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Year]:
         ("replay.erasure.erasure_log._SMALL_BYTES", 20_000),
         ("serving.metrics._WINDOW_SAMPLES", 50),
         ("serving.metrics._WINDOW_SWAPS", 50),
-        ("serving.rollout.hot_swap._MOST_ROLLED_BACK", 20),
+        ("serving.rollout.state_file._MOST_ROLLED_BACK", 20),
     ):
         monkeypatch.setattr(name, bound)
-    monkeypatch.setattr("serving.rollout.hot_swap.load_version", lambda _deployment, manifest, _most: Loaded(manifest))
+    monkeypatch.setattr(
+        "serving.rollout.candidate_loader.load_version", lambda _deployment, manifest, _most: Loaded(manifest)
+    )
     monkeypatch.setattr("os.fsync", lambda _descriptor: None)
     with monkeypatch.context() as clocks:
         clocks.setattr(time, "monotonic", lambda: made.now)

@@ -15,7 +15,8 @@ from anabranch.cli.dead_letters import dead_letters
 from anabranch.cli.event_files import backtest, predict
 from anabranch.cli.replay import replay
 from anabranch.cli.versions import versions
-from anabranch.runtime.lifecycle import Exit, LogFormat, LogLevel, LogSettings, configure_logging, log_arguments
+from anabranch.core.logs import LogFormat, LogLevel, LogSettings, configure_logging, log_arguments
+from anabranch.runtime.lifecycle import Exit
 
 app = typer.Typer(
     name="anabranch",

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from anabranch.core.errors import SettingsError
+from anabranch.core.logs import printable
 from anabranch.runtime.lifecycle import Exit, run
-from anabranch.runtime.printable import printable
 
 ConfigPath = Annotated[
     Path, typer.Option("--config", "-c", help="The pipeline's file.", show_default=True, metavar="FILE")

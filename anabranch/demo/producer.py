@@ -15,8 +15,9 @@ from pathlib import Path
 import msgspec
 
 from anabranch.config.loader import load_config
+from anabranch.core.logs import configure_logging
 from anabranch.demo.dataset import Message, load_digits, messages
-from anabranch.runtime.lifecycle import configure_logging, run, stop_on_signals, stop_with_parent
+from anabranch.runtime.lifecycle import run, stop_on_signals, stop_with_parent
 from anabranch.runtime.rate_limiter import Pacer
 from ingest.kafka.producer import EventProducer
 

@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
-from anabranch.runtime.printable import printable
+from anabranch.core.logs import printable
 
 _UNWRAPPED_COLUMNS = 10_000
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from anabranch.core.logs import LogSettings, add_log_options, configure_logging
 from anabranch.runtime.package_check import refuse_intruders
 
 if TYPE_CHECKING:
@@ -45,16 +46,13 @@ def enter(
     parser.add_argument("-c", "--config", type=Path, default=Path("pipeline.toml"), help="the pipeline's settings")
     parser.add_argument("--supervised", action="store_true", help="stop when stdin ends")
     parser.add_argument("-v", "--verbose", action="store_true", help="log at level debug")
-    parser.add_argument("--log-level", choices=["debug", "info", "warning", "error"], default="info", help="log level")
-    parser.add_argument("--log-format", choices=["text", "json"], default="text", help="format of log lines")
+    add_log_options(parser)
     if prepare is not None:
         parser.add_argument("--standby", action="store_true", help="begin when a line comes on stdin")
     options = parser.parse_args(arguments)
     refuse_intruders()
     from anabranch.config.loader import load_config
     from anabranch.runtime.lifecycle import (
-        LogSettings,
-        configure_logging,
         raise_descriptor_limit,
         run,
         stop_on_signals,

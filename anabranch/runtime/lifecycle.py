@@ -1,7 +1,6 @@
-"""What every command and daemon shares: exit codes, errors as one sentence, signals as an event, log lines."""
+"""What every command and daemon shares: exit codes, errors as one sentence, signals as an event."""
 
 import contextlib
-import json
 import logging
 import os
 import resource
@@ -10,19 +9,14 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from datetime import UTC, datetime
 from enum import IntEnum
 from types import FrameType
-from typing import Literal
 
 from anabranch.core.die_with_parent import when_stdin_ends
 from anabranch.core.errors import AnabranchError, DependencyError
+from anabranch.core.logs import printable
 from anabranch.runtime.package_check import refuse_intruders
-from anabranch.runtime.printable import printable
 
-LogLevel = Literal["debug", "info", "warning", "error"]
-LogFormat = Literal["text", "json"]
 _POLL_SECONDS = 0.1
 
 log = logging.getLogger("anabranch")
@@ -58,56 +52,6 @@ def run(main: Callable[[], Exit | None]) -> Exit:
     except AnabranchError as exc:
         sys.stderr.write(f"anabranch: {printable(str(exc))}\n")
         return exit_code(exc)
-
-
-class _PrintableFormatter(logging.Formatter):
-    """Formats lines, which may name what state files hold."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return printable(super().format(record))
-
-
-class _JsonFormatter(logging.Formatter):
-    """Formats each record as one JSON object on a line; control characters are escaped."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        entry = {
-            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        if record.exc_info:
-            entry["exception"] = self.formatException(record.exc_info)
-        return json.dumps(entry)
-
-
-@dataclass(frozen=True)
-class LogSettings:
-    """Which log lines are written, and how."""
-
-    level: LogLevel = "info"
-    format: LogFormat = "text"
-
-
-_configured = LogSettings()
-
-
-def configure_logging(settings: LogSettings = LogSettings()) -> None:
-    """Write log lines to stderr. Lines of Kafka clients are not written: ingest logs what matters of them."""
-    global _configured
-    _configured = settings
-    handler = logging.StreamHandler(sys.stderr)
-    text = _PrintableFormatter("%(asctime)s %(levelname)s %(name)s %(message)s")
-    handler.setFormatter(_JsonFormatter() if settings.format == "json" else text)
-    logging.basicConfig(level=settings.level.upper(), handlers=[handler], force=True)
-    logging.getLogger("kafka").setLevel(logging.CRITICAL)
-
-
-def log_arguments() -> tuple[str, ...]:
-    """Return the options by which a daemon that this process starts logs in the same way; none for the defaults."""
-    level = () if _configured.level == "info" else ("--log-level", _configured.level)
-    return level if _configured.format == "text" else (*level, "--log-format", _configured.format)
 
 
 def raise_descriptor_limit() -> None:

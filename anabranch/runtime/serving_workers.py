@@ -13,8 +13,9 @@ import msgspec
 
 from anabranch.config.loader import Config
 from anabranch.core.failures import state_errors
+from anabranch.core.logs import log_arguments
 from anabranch.runtime.child_process import Part
-from anabranch.runtime.lifecycle import Exit, log_arguments
+from anabranch.runtime.lifecycle import Exit
 from anabranch.runtime.supervisor import Supervisor
 from serving.http.listening_socket import address_of, check_tls, listen_patiently
 from serving.reporting.report import STOPPED, ServingReport, write_report

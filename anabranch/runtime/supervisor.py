@@ -22,6 +22,7 @@ from anabranch.config.loader import Config
 from anabranch.core.backoff import Backoff
 from anabranch.core.failures import away_is_dependency
 from anabranch.core.files import number_of
+from anabranch.core.logs import log_arguments
 from anabranch.runtime.child_environment import without_admin_token
 from anabranch.runtime.child_process import (
     Part,
@@ -34,7 +35,7 @@ from anabranch.runtime.child_process import (
     signal_group,
     spawn,
 )
-from anabranch.runtime.lifecycle import Exit, log_arguments
+from anabranch.runtime.lifecycle import Exit
 from learner.state_dir.report import REPORT as LEARNER_REPORT
 from serving.reporting.report import REPORT as SERVING_REPORT
 

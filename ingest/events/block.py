@@ -1,7 +1,7 @@
 """The block: many events as columns, the unit that is passed between components.
 
 Every event that was read is a row of exactly one block, also one that cannot be used: its outcome is then set and
-its features are zeros. A consumer of the first n rows therefore knows exactly which events have an outcome.
+its features are zeros. The first n rows therefore determine exactly which events have an outcome.
 
 Legend: N events. Within a partition rows are in the order of (offset, row).
 """

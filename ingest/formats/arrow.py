@@ -84,19 +84,19 @@ class ArrowFormat:
     def _plan(self, start: bytes) -> _Plan | str:
         """Return how to read messages of this Arrow schema, or the reason why they cannot be used."""
         schema = ipc.read_schema(pa.py_buffer(start))
-        places: dict[str, int] = {}
+        indexes: dict[str, int] = {}
         known = {field.name for field in self._fields}
-        for place, name in enumerate(schema.names):
-            if name in known and places.setdefault(name, place) != place:
+        for index, name in enumerate(schema.names):
+            if name in known and indexes.setdefault(name, index) != index:
                 return f"two columns are named {name}"
         for field in self._fields:
-            if field.name not in places:
+            if field.name not in indexes:
                 if field.required:
                     return f"missing required column {field.name}"
-            elif sizes_of(schema.types[places[field.name]], field) is None:
-                return f"{field.name} is of Arrow type {schema.types[places[field.name]]}, not {field.expected}"
-        columns = sorted(places.values())
-        taken = [schema.field(place) for place in columns]
+            elif sizes_of(schema.types[indexes[field.name]], field) is None:
+                return f"{field.name} is of Arrow type {schema.types[indexes[field.name]]}, not {field.expected}"
+        columns = sorted(indexes.values())
+        taken = [schema.field(index) for index in columns]
         wide = pa.schema([pa.field(column.name, _wide(column.type), column.nullable) for column in taken])
         changed = any(column.type != other.type for column, other in zip(taken, wide, strict=True))
         return _Plan(columns, wide if changed else None, len(schema) > len(columns))
@@ -114,8 +114,8 @@ class ArrowFormat:
         bad = faults.first != 0
         if not bad.any():
             return Decoded(message, row, columns, ())
-        places = zip(message[bad].tolist(), row[bad].tolist(), faults.first[bad].tolist(), strict=True)
-        rejects = [Reject(index, place, faults.reasons[fault]) for index, place, fault in places]
+        bad_rows = zip(message[bad].tolist(), row[bad].tolist(), faults.first[bad].tolist(), strict=True)
+        rejects = [Reject(index, number, faults.reasons[fault]) for index, number, fault in bad_rows]
         return Decoded(message[~bad], row[~bad], {name: column[~bad] for name, column in columns.items()}, rejects)
 
     def _without_rows(self, rejects: Sequence[Reject], unknown: int) -> Decoded:

@@ -59,8 +59,8 @@ class JsonFormat:
             columns = self._columns(events)
         except OverflowError:
             return self._decode_one_by_one(values)
-        places = np.array(message, np.int32)
-        decoded = Decoded(places, np.zeros_like(places), columns, rejects, unknown)
+        indexes = np.array(message, np.int32)
+        decoded = Decoded(indexes, np.zeros_like(indexes), columns, rejects, unknown)
         if self._schema.label.multi:
             decoded = without_repeats(decoded, [len(_classes(event.label)) for event in events], self._schema.label)
         return reject_unusable_numbers(decoded, self._schema)

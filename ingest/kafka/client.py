@@ -3,22 +3,13 @@
 A client is used by one thread. Its library's errors become ours inside it.
 """
 
-import logging
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Protocol
 
-from ingest.config import StreamSettings
 from ingest.events.partition import TopicPartition
-from ingest.kafka_properties import DEFAULTS
-
-_INFLATED = 4
-"""A compressed batch may hold this many times the bytes that are fetched at once."""
-CORRUPT_SECONDS = 30.0
-"""How long a batch with a wrong checksum is fetched again before it is skipped."""
-
-log = logging.getLogger(__name__)
+from ingest.kafka.dead_letters import DeadLetter
 
 
 @dataclass(frozen=True)
@@ -57,51 +48,6 @@ class Messages:
             self.removed if begin == 0 else 0,
             {index - begin: why for index, why in self.faults.items() if begin <= index < end},
         )
-
-
-def unreadable(partition: TopicPartition, offsets: range, time_ms: int, reason: str) -> Messages:
-    """Return consecutive messages of which nothing but their offsets can be read."""
-    n, nothing = len(offsets), [None] * len(offsets)
-    faults = dict.fromkeys(range(n), reason)
-    return Messages(partition, offsets, [time_ms] * n, nothing, nothing, [()] * n, offsets.stop, faults=faults)
-
-
-def most_inflated(settings: StreamSettings) -> int:
-    """Return how many bytes a batch may be once it is decompressed."""
-    fetched = settings.properties.get("fetch.max.bytes")
-    once = int(fetched.get_secret_value() if fetched is not None else DEFAULTS["fetch.max.bytes"])
-    return _INFLATED * max(once, int(settings.max_message_bytes))
-
-
-@dataclass(frozen=True)
-class DeadLetter:
-    """A message that cannot be used, unchanged, and the headers that are added to it.
-
-    Added headers are separate, since a message may have headers of the same names.
-    """
-
-    key: bytes | None
-    value: bytes | None
-    headers: Sequence[tuple[str, bytes]]
-    added: Sequence[tuple[str, bytes]] = ()
-
-
-def sanitize(letter: DeadLetter) -> DeadLetter:
-    """Return the letter as kafka-python can send it: no header without a value, and a key or a value.
-
-    The added headers come last, so that a reader finds them by name.
-    """
-    headers = [(name, value if value is not None else b"") for name, value in (*letter.headers, *letter.added)]
-    return DeadLetter(b"" if letter.key is None and letter.value is None else letter.key, letter.value, headers)
-
-
-def shrink(letter: DeadLetter) -> Iterator[DeadLetter]:
-    """Yield what to send instead of a letter that is too large for the broker: less, and at last no contents."""
-    yield replace(letter, value=None, added=[*letter.added, ("anabranch-truncated", b"value")])
-    yield DeadLetter(None, None, (), [*letter.added, ("anabranch-truncated", b"key, value and headers")])
-    short = [header for header in letter.added if header[0] != "anabranch-rows"]
-    if len(short) < len(letter.added):
-        yield DeadLetter(None, None, (), [*short, ("anabranch-truncated", b"key, value, headers and rows")])
 
 
 @dataclass

@@ -10,7 +10,7 @@ from kafka import errors as kafka_errors
 
 from ingest.config import StreamSettings
 from ingest.errors import BrokerError
-from ingest.kafka.kafka_python import connect
+from ingest.kafka.kafka_python.connection import connect
 
 _POLL_MS = 500
 _EMPTY_POLLS = 20

@@ -10,7 +10,8 @@ from ingest.errors import BrokerError
 from ingest.events.block import Array, BlockLayout
 from ingest.events.partition import TopicPartition
 from ingest.events.schema import Schema
-from ingest.kafka.client import DeadLetter, Lag, Messages
+from ingest.kafka.client import Lag, Messages
+from ingest.kafka.dead_letters import DeadLetter
 
 Columns = dict[str, Array]
 

@@ -13,7 +13,7 @@ from kafka import errors as kafka_errors
 from anabranch.core.errors import AnabranchError, SettingsError
 from ingest.config import StreamSettings
 from ingest.errors import BrokerError
-from ingest.kafka.kafka_python import PATIENCE, connect
+from ingest.kafka.kafka_python.connection import PATIENCE, connect
 
 _WAITING_BYTES = 32_000_000
 _UNKNOWN_TOPIC = kafka_errors.UnknownTopicOrPartitionError.errno

@@ -8,14 +8,14 @@ from ingest.kafka.client import Client
 
 
 def _kafka_python(settings: StreamSettings) -> Client:
-    from ingest.kafka.kafka_python import KafkaPythonClient
+    from ingest.kafka.kafka_python.client import KafkaPythonClient
 
     return KafkaPythonClient(settings)
 
 
 def _confluent(settings: StreamSettings) -> Client:
     try:
-        from ingest.kafka.confluent import ConfluentClient
+        from ingest.kafka.confluent.client import ConfluentClient
     except ImportError as exc:
         raise SettingsError(
             "stream.client = \"confluent\" needs confluent-kafka: pip install 'anabranch[fast]'"

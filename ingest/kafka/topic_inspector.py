@@ -16,7 +16,7 @@ from ingest.config import StreamSettings
 from ingest.errors import BrokerError
 from ingest.events.partition import TopicPartition
 from ingest.kafka.client import Messages
-from ingest.kafka.kafka_python import connect, undecodable
+from ingest.kafka.kafka_python.connection import connect, undecodable
 
 _DENIED = kafka_errors.TopicAuthorizationFailedError.errno
 _STEPS_BACK = (1, 100, 10_000)
@@ -120,7 +120,7 @@ class Inspector:
                 last[tp], deadline = records[-1], time.monotonic() + _PATIENCE_SECONDS
                 if last[tp].offset + 1 >= ends[tp]:
                     waiting.discard(tp)
-                    self._consumer.pause(tp)  # what is written at this moment must not keep this from ending
+                    self._consumer.pause(tp)  # records that are written meanwhile must not prolong the search
         return last
 
     def _retention(self, name: str) -> timedelta | None:

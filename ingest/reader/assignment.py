@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-_FAR_OFF = 1.5
+_UNBALANCED = 1.5
 
 
-def share_out(rates: Sequence[float], readers: int) -> list[int]:
+def assign(rates: Sequence[float], readers: int) -> list[int]:
     """Return the reader of each partition: the busiest partition first, each to the reader with the lowest rate.
 
     Graham 1969, "Bounds on multiprocessing timing anomalies": the highest rate of a reader is within 4/3 of the
@@ -20,14 +20,14 @@ def share_out(rates: Sequence[float], readers: int) -> list[int]:
     return assigned
 
 
-def far_off(rates: Sequence[float], shares: Sequence[int], readers: int) -> bool:
-    """Return whether the busiest reader has over 1.5 times the rate that `share_out` would give it."""
-    return busiest(rates, shares) > _FAR_OFF * busiest(rates, share_out(rates, readers))
+def is_unbalanced(rates: Sequence[float], assignment: Sequence[int], readers: int) -> bool:
+    """Return whether the busiest reader has over 1.5 times the rate that `assign` would give it."""
+    return highest_rate(rates, assignment) > _UNBALANCED * highest_rate(rates, assign(rates, readers))
 
 
-def busiest(rates: Sequence[float], shares: Sequence[int]) -> float:
+def highest_rate(rates: Sequence[float], assignment: Sequence[int]) -> float:
     """Return the rate of the busiest reader."""
     load: dict[int, float] = {}
-    for rate, reader in zip(rates, shares, strict=True):
+    for rate, reader in zip(rates, assignment, strict=True):
         load[reader] = load.get(reader, 0.0) + rate
     return max(load.values(), default=0.0)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from multiprocessing.connection import Connection
 
+from anabranch.core.logs import log_arguments
 from ingest.child_environment import without_settings
 from ingest.events.block import BlockLayout
 from ingest.transport.protocol import FromIngest, ToIngest, receive_in_learner, send
@@ -43,7 +44,7 @@ class IngestProcess:
         with theirs:
             # -P: a folder named ingest in the working directory must not be imported instead of this package.
             command = [sys.executable, "-P", "-m", "ingest", "--connection", str(theirs.fileno()), "--ring"]
-            command += [str(ring.descriptor), *(("--relay", self._address) if self._address else ())]
+            command += [str(ring.descriptor), *(("--relay", self._address) if self._address else ()), *log_arguments()]
             self.popen = subprocess.Popen(
                 command,
                 pass_fds=(theirs.fileno(), ring.descriptor),

@@ -14,7 +14,7 @@ from ingest.errors import BrokerError, RecreatedError, TruncatedError
 from ingest.events.block import Block
 from ingest.events.partition import TopicPartition
 from ingest.events.position import PartitionFingerprint, Position
-from ingest.reader.assignment import far_off, share_out
+from ingest.reader.assignment import assign, is_unbalanced
 from ingest.reader.cursors import Partition
 from ingest.reader.failover import PATIENCE, FailedReaders, Received
 from ingest.reader.reader import BlockReader
@@ -41,7 +41,7 @@ class MultiHostReader:
         self._first = BlockReader(stream, schema, hold_out)
         self._others = [BlockReader(stream, schema, hold_out, address) for address in addresses]
         self._readers = [self._first]
-        self._shares: list[int] = []
+        self._assignment: list[int] = []
         self._stop: threading.Event | None = None
         self._opened = False
         self._failed_readers = FailedReaders()
@@ -66,10 +66,10 @@ class MultiHostReader:
     def partitions(self) -> Sequence[Partition]:
         """All partitions, in the order of the index that blocks carry."""
         partitions = [reader.partitions for reader in self._readers]
-        parts: list[object] = [self._shares, *partitions]
+        parts: list[object] = [self._assignment, *partitions]
         if len(parts) != len(self._joined_of) or any(a is not b for a, b in zip(parts, self._joined_of, strict=True)):
             joined = list(self._first.partitions)
-            for index, reader in enumerate(self._shares):
+            for index, reader in enumerate(self._assignment):
                 if reader:
                     theirs = partitions[reader][index]
                     joined[index] = replace(joined[index], end=theirs.end, log_start=theirs.log_start)
@@ -80,10 +80,10 @@ class MultiHostReader:
         """Return the next block of any reader, in turn, or None when none comes in time; raises as one reader does."""
         deadline = time.monotonic() + timeout.total_seconds()
         while True:
-            busy = [self._readers[number] for number in sorted({*self._shares} - {0})]
+            busy = [self._readers[number] for number in sorted({*self._assignment} - {0})]
             dead = [reader for reader in busy if reader.connection is None]
             if dead:
-                self._go_on_without(dead)
+                self._continue_without(dead)
             left = max(0.0, deadline - time.monotonic())
             if any(each.waits for each in self._readers):
                 left = 0.0
@@ -126,8 +126,8 @@ class MultiHostReader:
             self._others.append(recovered)
             self._begin(received)
             return
-        shares = [*self._shares, *[0] * (len(rates) - len(self._shares))]
-        if far_off(rates, shares, 1 + len(self._others)):
+        assignment = [*self._assignment, *[0] * (len(rates) - len(self._assignment))]
+        if is_unbalanced(rates, assignment, 1 + len(self._others)):
             self._begin(self._end())
 
     def pass_over(self) -> None:
@@ -138,13 +138,13 @@ class MultiHostReader:
     def commit(self, offsets: dict[int, int]) -> None:
         """Write positions, by index of the partition, for lag tools; best effort.
 
-        Each reader writes those of its own partitions. One that receives no message stops its lag reports.
+        Each reader writes those of the partitions that it reads. One that receives no message stops its lag reports.
         """
-        shares: dict[int, dict[int, int]] = {number: {} for number in range(len(self._readers))}
+        offsets_of: list[dict[int, int]] = [{} for _ in self._readers]
         for index, offset in offsets.items():
-            shares[self._shares[index] if index < len(self._shares) else 0][index] = offset
-        for number, reader in enumerate(self._readers):
-            reader.commit(shares[number])
+            offsets_of[self._assignment[index] if index < len(self._assignment) else 0][index] = offset
+        for reader, own_offsets in zip(self._readers, offsets_of, strict=True):
+            reader.commit(own_offsets)
 
     def close(self) -> None:
         """End all processes."""
@@ -180,8 +180,8 @@ class MultiHostReader:
 
     def _busy(self) -> list[BlockReader]:
         """Return the readers that have partitions; added partitions are read by the reader of this host."""
-        added = len(self._first.partitions) > len(self._shares)
-        return [self._readers[number] for number in sorted({*self._shares, *([0] if added else [])})]
+        added = len(self._first.partitions) > len(self._assignment)
+        return [self._readers[number] for number in sorted({*self._assignment, *([0] if added else [])})]
 
     def _poll(self, reader: BlockReader) -> Block | None:
         try:
@@ -204,31 +204,31 @@ class MultiHostReader:
         """Assign the partitions, and start each reader that has some."""
         while True:
             rates = [*self.rates, *[0.0] * (len(received) - len(self.rates))]
-            lost = self._open(received, share_out(rates, 1 + len(self._others)))
+            lost = self._open(received, assign(rates, 1 + len(self._others)))
             if lost is None:
                 if not received:
                     return
-                counts = [self._shares.count(reader) for reader in range(1 + len(self._others))]
+                counts = [self._assignment.count(reader) for reader in range(1 + len(self._others))]
                 log.info("partitions that each host reads: %s", ", ".join(map(str, counts)))
                 return
             self._close()
             self._remove_failed(*lost)
 
-    def _open(self, received: Received, shares: list[int]) -> tuple[BlockReader, str] | None:
-        """Start the readers of this host and of `shares`; return one that does not start, and why."""
+    def _open(self, received: Received, assignment: list[int]) -> tuple[BlockReader, str] | None:
+        """Start the readers of this host and of `assignment`; return one that does not start, and why."""
         assert self._stop is not None
-        self._shares, self._readers, self._turn = shares, [self._first, *self._others], 0
+        self._assignment, self._readers, self._turn = assignment, [self._first, *self._others], 0
         positions = {name: position for name, (position, _) in received.items()}
         marks = {name: mark for name, (_, mark) in received.items()}
-        excluded_partitions = [index for index, number in enumerate(shares) if number]
+        excluded_partitions = [index for index, number in enumerate(assignment) if number]
         if self._opened:
-            self._first.go_on(positions, marks, excluded_partitions)
+            self._first.reopen(positions, marks, excluded_partitions)
         else:
             self._first.open(positions, self._stop, marks=marks, excluded_partitions=excluded_partitions)
             self._opened = True
         for number, reader in enumerate(self._others, 1):
-            excluded_partitions = [index for index, other in enumerate(shares) if other != number]
-            if len(excluded_partitions) == len(shares):
+            excluded_partitions = [index for index, other in enumerate(assignment) if other != number]
+            if len(excluded_partitions) == len(assignment):
                 continue
             try:
                 reader.open(positions, self._stop, PATIENCE, marks, excluded_partitions, owns_new_partitions=False)
@@ -242,7 +242,7 @@ class MultiHostReader:
                 return reader, str(exc)
         return None
 
-    def _go_on_without(self, dead: Sequence[BlockReader]) -> None:
+    def _continue_without(self, dead: Sequence[BlockReader]) -> None:
         received = self._end()
         for each in dead:
             self._remove_failed(each, str(each.problem))
@@ -263,8 +263,8 @@ class MultiHostReader:
         """Return where each partition is read to, and its fingerprint."""
         received = [reader.received for reader in self._readers]
         names = list(received[0])
-        shares = [*self._shares, *[0] * (len(names) - len(self._shares))]
-        return {name: received[reader][name] for name, reader in zip(names, shares, strict=True)}
+        assignment = [*self._assignment, *[0] * (len(names) - len(self._assignment))]
+        return {name: received[reader][name] for name, reader in zip(names, assignment, strict=True)}
 
     def _close(self) -> None:
         for each in reversed(self._readers):

@@ -92,7 +92,7 @@ class BlockReader:
         """Dead letters so far that were not written, by reason."""
 
     def start(self) -> None:
-        """Start the process ahead of `open` or `go_on`, for which it waits."""
+        """Start the process ahead of `open` or `reopen`, for which it waits."""
         self._process.start()
 
     def open(
@@ -134,7 +134,7 @@ class BlockReader:
             while self.waits and not self._opened:
                 self._handle_next()
 
-    def go_on(
+    def reopen(
         self,
         positions: Mapping[TopicPartition, Position],
         marks: Mapping[TopicPartition, PartitionFingerprint],

@@ -1,8 +1,8 @@
 """Slots of shared memory between the ingest process and the learner.
 
 The memory has no name: it is a file that exists only as open descriptors, so a kill -9 leaves nothing behind, and a
-container's small /dev/shm is no limit. Only the writer knows which slots are free. Messages on the connection pass
-slots in both directions, so there is nothing to lock.
+container's small /dev/shm is no limit. Only the writer has the list of free slots. Messages on the connection
+pass slots in both directions, so no lock is needed.
 """
 
 import mmap

@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection, wait
 import msgspec
 import numpy as np
 
+from anabranch.core.logs import log_arguments
 from ingest.child_environment import without_settings
 from ingest.config import HoldOut, SchemaSettings, StreamSettings
 from ingest.errors import BrokerError
@@ -152,7 +153,7 @@ class Remote:
     def _start(self) -> None:
         descriptor = self._listening.fileno()
         # -P: a folder named ingest in the working directory must not be imported instead of this package.
-        command = [sys.executable, "-P", "-m", "ingest", "--listen", str(descriptor)]
+        command = [sys.executable, "-P", "-m", "ingest", "--listen", str(descriptor), *log_arguments()]
         self._process = subprocess.Popen(command, pass_fds=(descriptor,), stdin=subprocess.PIPE, env=without_settings())
         self._started = time.monotonic()
         assert self._process.stdin is not None

@@ -21,7 +21,8 @@ from ingest.events.position import Position
 from ingest.events.schema import Schema
 from ingest.formats.base import WHOLE_MESSAGE, Decoded, Reject, joined
 from ingest.formats.registry import FORMATS
-from ingest.kafka.client import DeadLetter, Messages
+from ingest.kafka.client import Messages
+from ingest.kafka.dead_letters import DeadLetter
 
 _LONGEST_REASON = 500
 _LONGEST_ROWS = 4_000

@@ -9,6 +9,7 @@ import time
 
 import msgspec
 
+from anabranch.core.logs import log_arguments
 from replay.embedding_index.protocol import IndexMessage, IndexSettings, MessageType, Records, SharedSlots, encode
 
 _BYTES = 65536
@@ -57,9 +58,9 @@ class IndexLink:
                     "--connection",
                     str(theirs.fileno()),
                 ]
-                told = ["--slots", str(slots.descriptor), "--settings", msgspec.json.encode(settings).decode()]
+                options = ["--slots", str(slots.descriptor), "--settings", msgspec.json.encode(settings).decode()]
                 process = subprocess.Popen(
-                    [*command, *told],
+                    [*command, *options, *log_arguments()],
                     pass_fds=(theirs.fileno(), slots.descriptor),
                     stdin=subprocess.DEVNULL,
                     env={**os.environ, **_ONE_THREAD},

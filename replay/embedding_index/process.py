@@ -5,7 +5,6 @@ that matters: when it dies the learner starts another, which begins empty.
 """
 
 import argparse
-import logging
 import os
 import signal
 import socket
@@ -15,6 +14,7 @@ from collections import deque
 import msgspec
 import numpy as np
 
+from anabranch.core.logs import LogSettings, add_log_options, configure_logging
 from replay.embedding_index.ivf_index import IVFIndex
 from replay.embedding_index.protocol import IndexMessage, IndexSettings, MessageType, Records, SharedSlots, encode
 
@@ -102,8 +102,9 @@ def main() -> int:
     parser.add_argument("--slots", type=int, required=True)
     parser.add_argument("--connection", type=int, required=True)
     parser.add_argument("--settings", required=True)
+    add_log_options(parser)
     arguments = parser.parse_args()
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    configure_logging(LogSettings(arguments.log_level, arguments.log_format))
     # Ctrl-C, and the SIGTERM of many a service manager, reach the whole group; the learner decides when this ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -20,7 +20,7 @@ class Page:
 
 
 def load_page() -> Page:
-    """Put the page together; its styles and its script are let in by their hashes."""
+    """Put the page together; its policy allows its styles and its script by their hashes."""
     style = (_FOLDER / "page.css").read_text(encoding="utf-8")
     script = "".join((_FOLDER / name).read_text(encoding="utf-8") for name in ("chart.js", "page.js"))
     frame = (_FOLDER / "page.html").read_text(encoding="utf-8")

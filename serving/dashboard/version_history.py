@@ -14,7 +14,7 @@ NEWEST = 6
 FAILED = 6
 """The newest of those that failed the gate or were refused."""
 MINUTES = 20
-"""Versions that are listed for the minute in which they came."""
+"""Versions that are listed as the first of the minute in which they were published."""
 
 
 class VersionRow(VersionLine, frozen=True, kw_only=True):
@@ -33,7 +33,7 @@ class VersionHistory:
         """The version that is served, and the one before it."""
 
     def update(self, lines: Sequence[VersionLine]) -> list[VersionRow]:
-        """Take in the versions on disk, and return the thinned list, the newest first."""
+        """Update from the versions on disk, and return the thinned list, the newest first."""
         there = {line.number: VersionRow(**msgspec.structs.asdict(line)) for line in lines}
         served = next((line.number for line in lines if line.fate in ("served", "pinned")), None)
         if served is not None and self._served[:1] != [served]:

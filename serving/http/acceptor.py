@@ -16,6 +16,7 @@ from datetime import timedelta
 from typing import Any
 
 from serving.http.connection import HEAD_PATIENCE, Connection
+from serving.http.listening_socket import BACKLOG
 
 log = logging.getLogger("anabranch.serving")
 
@@ -27,7 +28,8 @@ _SPARE_DESCRIPTORS = 128
 """For files and everything else that the process opens."""
 _LEAST_CONNECTIONS = 16
 _GRACE = timedelta(milliseconds=100)
-"""Time in which a connection is not closed for another one: a client needs a while to send its request."""
+"""Time in which a connection without a request is not closed: a client needs a while to send it."""
+_POLL_SECONDS = 0.005
 _RETRY = timedelta(seconds=1)
 _WARN_EVERY = timedelta(minutes=1)
 _TLS_SHUTDOWN = timedelta(seconds=5)
@@ -58,7 +60,7 @@ class Acceptor:
         """Prepare to accept.
 
         Args:
-            listener: is listening; closed by the caller, after `stop`.
+            listener: is listening; closed by `stop`.
             make: returns the protocol of a new connection.
             most: the limit of open connections.
             at_once: connections accepted in one turn of the loop: 1 where other processes share the listener.
@@ -88,10 +90,21 @@ class Acceptor:
         self._running = True
         self._resume()
 
-    def stop(self) -> None:
-        """Accept no more, and end unfinished handshakes."""
+    async def stop(self) -> None:
+        """Stop in this order, so that no client that has connected is reset before its request is answered:
+
+        1. accept all connections of the kernel's backlog;
+        2. close the listener;
+        3. wait a short time for the requests of new connections;
+        4. end unfinished handshakes.
+        """
+        self._accept(BACKLOG)
         self._running = False
         self._pause()
+        self._listener.close()
+        until = self._loop.time() + _GRACE.total_seconds()
+        while self._awaits_first_requests() and self._loop.time() < until:
+            await asyncio.sleep(_POLL_SECONDS)
         for task in self._open.values():
             task.cancel()
 
@@ -111,8 +124,13 @@ class Acceptor:
         if self._open.pop(connection, None) is not None:
             self._resume()
 
-    def _accept(self) -> None:
-        for _ in range(self._at_once):
+    def _awaits_first_requests(self) -> bool:
+        """Return whether a connection has waited for a request for less than the time that a client needs."""
+        newest = next(reversed(self._waiting.values()), float("-inf"))
+        return newest + _GRACE.total_seconds() > self._loop.time()
+
+    def _accept(self, at_once: int) -> None:
+        for _ in range(at_once):
             if len(self._open) >= self._most and not self._may_close_one():
                 return
             try:
@@ -177,7 +195,7 @@ class Acceptor:
     def _resume(self) -> None:
         if self._running and not self._accepts:
             self._accepts = True
-            self._loop.add_reader(self._listener.fileno(), self._accept)
+            self._loop.add_reader(self._listener.fileno(), self._accept, self._at_once)
 
     def _warn(self, sentence: str, *args: object) -> None:
         """Log a sentence, at most once a minute."""

@@ -4,12 +4,14 @@ Imports neither Kafka, Redis nor FAISS.
 """
 
 import asyncio
+import functools
 import importlib.metadata
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -17,7 +19,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from serving.config import ServingSettings, Tokens
-from serving.dashboard.assets import load_page
+from serving.dashboard.assets import Page, load_page
 from serving.dashboard.status import Overview
 from serving.errors import (
     BadRequestError,
@@ -36,14 +38,14 @@ from serving.http.middleware import (
     header,
     json_response,
 )
-from serving.http.openapi import build_openapi
+from serving.http.openapi import OPERATIONS, build_openapi
 from serving.http.request_body import BodyReader, ClientDisconnectedError, DisconnectWatcher, HeldBytes
 from serving.inference.service import Service
 from serving.metrics import ServingMetrics
 from serving.protocol.codec import HEADER_LENGTH
 from serving.reporting.report import ServingReport
 
-_OPEN = frozenset({"/", "/v2/health/live", "/v2/health/ready"})
+_OPEN = frozenset(path for path, operation in OPERATIONS.items() if not operation.needs_token)
 _NOT_STORED = {"cache-control": "no-store"}
 _CLIENT_CLOSED_REQUEST = 499
 _HEADER_LENGTH = HEADER_LENGTH.encode()
@@ -59,18 +61,12 @@ def build_app(
     report: Callable[[], ServingReport],
 ) -> ASGIApp:
     """Return the ASGI application; it belongs to the thread of one event loop."""
-    app = FastAPI(title="Anabranch", version=_version(), openapi_url=None, redirect_slashes=False)
-    app.add_exception_handler(RequestError, _on_request_error)
-    app.add_exception_handler(HTTPException, _on_http_exception)
-    app.add_exception_handler(Exception, _on_bug)
-    infer = _Infer(service, settings, metrics)
-    for path in ("/v2/models/{name}/infer", "/v2/models/{name}/versions/{version}/infer"):
-        app.router.routes.append(Route(path, infer, methods=["POST"]))
-    _add_protocol_routes(app, service)
-    _add_dashboard(app, overview, report)
-    _add_rollout_commands(app, service, settings.tokens)
-    _add_metrics(app, metrics)
-    _add_description(app, service, overview.history.steps, tokens=asks_for_token(settings.tokens))
+    api = _Api(service, settings.tokens, metrics, overview, report, _Infer(service, settings, metrics))
+    app = Starlette(
+        routes=api.routes(),
+        exception_handlers={RequestError: _on_request_error, HTTPException: _on_http_exception, Exception: _on_bug},
+    )
+    app.router.redirect_slashes = False
     return RequestIdMiddleware(AuthMiddleware(app, settings.tokens, metrics, _OPEN), RequestLog(settings.request_log))
 
 
@@ -135,89 +131,77 @@ async def _send(response: Response, scope: Scope, receive: Receive, send: Send) 
     await send({"type": "http.response.body", "body": b""})
 
 
-def _add_protocol_routes(app: FastAPI, service: Service) -> None:
-    @app.get("/v2", response_class=Response)
-    async def server_metadata() -> Response:
-        return json_response({"name": "anabranch", "version": app.version, "extensions": ["binary_tensor_data"]})
+@dataclass(frozen=True)
+class _Api:
+    """The endpoints, by the names in `OPERATIONS`."""
 
-    @app.get("/v2/health/live", response_class=Response)
-    async def live() -> Response:
+    service: Service
+    tokens: Tokens
+    metrics: ServingMetrics
+    overview: Overview
+    report: Callable[[], ServingReport]
+    infer: _Infer
+    page: Page = field(default_factory=load_page)
+
+    def routes(self) -> list[Route]:
+        service, steps, tokens = self.service, self.overview.history.steps, asks_for_token(self.tokens)
+        document = build_openapi(_version(), service.name, service.signature, steps, tokens=tokens)
+        routes = [_route(path, each.method, getattr(self, each.name)) for path, each in OPERATIONS.items()]
+        return [*routes, _route("/openapi.json", "get", json_response(document))]
+
+    async def server_metadata(self, _request: Request) -> Response:
+        return json_response({"name": "anabranch", "version": _version(), "extensions": ["binary_tensor_data"]})
+
+    async def live(self, _request: Request) -> Response:
         return json_response({"live": True})
 
-    @app.get("/v2/health/ready", response_class=Response)
-    async def ready() -> Response:
-        service.resident(service.name)
+    async def ready(self, _request: Request) -> Response:
+        self.service.resident(self.service.name)
         return json_response({"ready": True})
 
-    @app.get("/v2/models/{name}", response_class=Response)
-    async def model_metadata(name: str) -> Response:
-        service.check_name(name)
-        return json_response(_metadata(service, [service.version.name] if service.version else []))
+    async def model_metadata(self, request: Request) -> Response:
+        self.service.check_name(request.path_params["name"])
+        return json_response(_metadata(self.service, [self.service.version.name] if self.service.version else []))
 
-    @app.get("/v2/models/{name}/versions/{version}", response_class=Response)
-    async def version_metadata(name: str, version: str) -> Response:
-        return json_response(_metadata(service, [service.resident(name, version).name]))
+    async def version_metadata(self, request: Request) -> Response:
+        return json_response(_metadata(self.service, [self.service.resident(**request.path_params).name]))
 
-    @app.get("/v2/models/{name}/ready", response_class=Response)
-    async def model_ready(name: str) -> Response:
-        service.resident(name)
-        return json_response({"name": name, "ready": True})
+    async def model_ready(self, request: Request) -> Response:
+        self.service.resident(**request.path_params)
+        return json_response({**request.path_params, "ready": True})
 
-    @app.get("/v2/models/{name}/versions/{version}/ready", response_class=Response)
-    async def version_ready(name: str, version: str) -> Response:
-        service.resident(name, version)
-        return json_response({"name": name, "version": version, "ready": True})
+    async def version_ready(self, request: Request) -> Response:
+        return await self.model_ready(request)
 
+    async def dashboard(self, request: Request) -> Response:
+        if self.page.headers["etag"] in request.headers.get("if-none-match", ""):
+            return Response(status_code=304, headers=self.page.headers)
+        return Response(self.page.content, headers=self.page.headers, media_type="text/html")
 
-def _add_dashboard(app: FastAPI, overview: Overview, report: Callable[[], ServingReport]) -> None:
-    page = load_page()
+    async def status(self, _request: Request) -> Response:
+        return json_response(await asyncio.to_thread(self.overview.status, self.report()), headers=_NOT_STORED)
 
-    @app.get("/", response_class=Response)
-    async def dashboard(request: Request) -> Response:
-        if page.headers["etag"] in request.headers.get("if-none-match", ""):
-            return Response(status_code=304, headers=page.headers)
-        return Response(page.content, headers=page.headers, media_type="text/html")
+    async def history(self, request: Request) -> Response:
+        history, query = self.overview.history, request.query_params
+        since, step = query.get("since", "0"), query.get("step", str(history.steps[0]))
+        if not (since.isdecimal() and len(since) < 16 and step in map(str, history.steps)):
+            raise BadRequestError(f"since is a whole number of seconds since 1970, and step one of {history.steps}")
+        return json_response(await asyncio.to_thread(history.since, int(since), int(step)), headers=_NOT_STORED)
 
-    @app.get("/api/status", response_class=Response)
-    async def status() -> Response:
-        return json_response(await asyncio.to_thread(overview.status, report()), headers=_NOT_STORED)
-
-    @app.get("/api/history", response_class=Response)
-    async def history(request: Request) -> Response:
-        since, step = _since(request, overview.history.steps)
-        points = await asyncio.to_thread(overview.history.since, since, step)
-        return json_response(points, headers=_NOT_STORED)
-
-
-def _add_rollout_commands(app: FastAPI, service: Service, tokens: Tokens) -> None:
-    @app.post("/api/versions/{version}:{action}", response_class=Response)
-    async def rollout(version: str, action: str, request: Request) -> Response:
+    async def rollout(self, request: Request) -> Response:
         get = request.headers.get
-        check_admin(tokens, get("authorization", ""), get("host", ""), get("origin", ""))
-        return json_response(await service.apply(action, version), headers=_NOT_STORED)
+        check_admin(self.tokens, get("authorization", ""), get("host", ""), get("origin", ""))
+        return json_response(await self.service.apply(**request.path_params), headers=_NOT_STORED)
+
+    async def exposition(self, _request: Request) -> Response:
+        content = await asyncio.to_thread(self.metrics.exposition)
+        return Response(content, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-def _since(request: Request, steps: Sequence[int]) -> tuple[int, int]:
-    since, step = request.query_params.get("since", "0"), request.query_params.get("step", str(steps[0]))
-    if not (since.isdecimal() and len(since) < 16 and step in map(str, steps)):
-        raise BadRequestError(f"since is a whole number of seconds since 1970, and step one of {steps}")
-    return int(since), int(step)
-
-
-def _add_metrics(app: FastAPI, metrics: ServingMetrics) -> None:
-    @app.get("/metrics", response_class=Response)
-    async def exposition() -> Response:
-        return Response(
-            await asyncio.to_thread(metrics.exposition), media_type="text/plain; version=0.0.4; charset=utf-8"
-        )
-
-
-def _add_description(app: FastAPI, service: Service, steps: Sequence[int], *, tokens: bool) -> None:
-    @app.get("/openapi.json", response_class=Response, include_in_schema=False)
-    async def description() -> Response:
-        return content
-
-    content = json_response(build_openapi(app.openapi(), service.name, service.signature, steps, _OPEN, tokens=tokens))
+def _route(path: str, method: str, endpoint: Callable[..., Any]) -> Route:
+    route = Route(path, endpoint)
+    route.methods = {method.upper()}  # without HEAD, which Starlette adds to GET
+    return route
 
 
 def _metadata(service: Service, versions: list[str]) -> dict[str, Any]:
@@ -254,6 +238,7 @@ def _length(value: bytes | None) -> int | None:
     return int(value)
 
 
+@functools.cache
 def _version() -> str:
     try:
         return importlib.metadata.version("anabranch")

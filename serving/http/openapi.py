@@ -1,16 +1,17 @@
-"""The OpenAPI 3.1 document of serving's HTTP interface: the web framework's own document, completed.
+"""The OpenAPI 3.1 document of serving's HTTP interface.
 
-The framework describes paths and methods. The bodies are those that `serving.protocol.codec` reads and writes for the
-served model.
+The bodies are those of `serving.protocol.bodies`, for the served model.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 
 from learner.state_dir.version import RegistryState
-from serving.protocol.codec import HEADER_LENGTH, InferBody, ReplyBody, Signature
+from serving.protocol.bodies import InferBody, ReplyBody
+from serving.protocol.codec import HEADER_LENGTH, Signature
 from serving.protocol.tensors import TensorSpec
 from serving.rollout.commands import COMMANDS
 
@@ -19,22 +20,44 @@ Document = dict[str, Any]
 _SCHEMAS = "#/components/schemas/"
 _JSON, _BINARY = "application/json", "application/octet-stream"
 _BYTES = {_BINARY: {"schema": {"type": "string", "format": "binary"}}}
-_OTHER_CONTENT = {"/": "text/html", "/metrics": "text/plain"}
-_INFER = ("/v2/models/{name}/infer", "/v2/models/{name}/versions/{version}/infer")
-_EXAMPLE_ROWS = 1
-_MODEL, _VERSION = "/v2/models/{name}", "/v2/models/{name}/versions/{version}"
+_TEXT = {"type": "string"}
+
+
+class Operation(NamedTuple):
+    """One route as the document describes it."""
+
+    name: str
+    """Of the endpoint."""
+    errors: Sequence[int] = ()
+    """Statuses besides 500, and besides 401 with tokens or 403 without."""
+    method: str = "get"
+    content: str = _JSON
+    needs_token: bool = True
+
+
 _COMMAND = "/api/versions/{version}:{action}"
-_ERRORS: Mapping[str, Sequence[int]] = {
-    "/v2/health/ready": [503],
-    _MODEL: [404],
-    _VERSION: [404],
-    f"{_MODEL}/ready": [404, 503],
-    f"{_VERSION}/ready": [404],
-    **dict.fromkeys(_INFER, (400, 404, 413, 415, 429, 503, 504)),
-    "/api/history": [400],
-    _COMMAND: [401, 403, 404, 409],
+INFER_PATHS = ("/v2/models/{name}/infer", "/v2/models/{name}/versions/{version}/infer")
+OPERATIONS: Mapping[str, Operation] = {
+    **dict.fromkeys(INFER_PATHS, Operation("infer", [400, 404, 413, 415, 429, 503, 504], "post")),
+    "/v2": Operation("server_metadata"),
+    "/v2/health/live": Operation("live", needs_token=False),
+    "/v2/health/ready": Operation("ready", [503], needs_token=False),
+    "/v2/models/{name}": Operation("model_metadata", [404]),
+    "/v2/models/{name}/versions/{version}": Operation("version_metadata", [404]),
+    "/v2/models/{name}/ready": Operation("model_ready", [404, 503]),
+    "/v2/models/{name}/versions/{version}/ready": Operation("version_ready", [404]),
+    "/": Operation("dashboard", content="text/html", needs_token=False),
+    "/api/status": Operation("status"),
+    "/api/history": Operation("history", [400]),
+    _COMMAND: Operation("rollout", [401, 403, 404, 409], "post"),
+    "/metrics": Operation("exposition", content="text/plain"),
 }
-"""Statuses of a route besides 200; all have 500, and 401 with tokens, 403 without."""
+"""All routes by path, the most frequent first; except the document's own."""
+_PREDICTIONS = {
+    "description": "The predictions; with binary data after the JSON if that was requested.",
+    "headers": {HEADER_LENGTH: {"schema": {"type": "integer"}}},
+    "content": {_JSON: {"schema": {"$ref": f"{_SCHEMAS}ReplyBody"}}, **_BYTES},
+}
 _RETRY_AFTER = {"Retry-After": {"description": "Seconds.", "schema": {"type": "integer", "minimum": 1}}}
 _MEANINGS = {
     304: "The page has not changed.",
@@ -52,24 +75,15 @@ _MEANINGS = {
 }
 
 
-def build_openapi(
-    document: Document,
-    name: str,
-    signature: Signature,
-    steps: Sequence[int],
-    open_paths: frozenset[str],
-    *,
-    tokens: bool,
-) -> Document:
-    """Return the framework's document, with bodies, errors and the routes that bypass the framework.
+def build_openapi(version: str, name: str, signature: Signature, steps: Sequence[int], *, tokens: bool) -> Document:
+    """Return the document.
 
     Args:
-        document: of the framework; it is modified.
+        version: of this server.
         name: of the served model.
         signature: of the served model.
         steps: the resolutions of the history, in seconds.
-        open_paths: paths that need no token.
-        tokens: whether the other paths need a token.
+        tokens: whether requests need a token.
     """
     _, components = msgspec.json.schema_components([InferBody, ReplyBody], ref_template=_SCHEMAS + "{name}")
     components["InferBody"]["example"] = _example(signature)
@@ -81,7 +95,12 @@ def build_openapi(
         "required": ["error"],
         "properties": {"error": {"type": "string", "description": "One sentence."}},
     }
-    paths: Document = document["paths"] | {path: {"post": _infer(path)} for path in _INFER}
+    schemas: Document = {"name": _one_of([name]), "version": _TEXT | {"title": "Version"}, "action": _one_of(COMMANDS)}
+    paths = {path: {each.method: _describe(path, each, schemas, tokens)} for path, each in OPERATIONS.items()}
+    for path in INFER_PATHS:
+        paths[path]["post"] |= _infer(path, schemas | {"version": _TEXT})
+        paths[path]["post"]["responses"]["200"] = _PREDICTIONS
+    paths["/"]["get"]["responses"]["304"] = {"description": _MEANINGS[304]}
     paths["/api/history"]["get"]["parameters"] = [
         _query("since", {"type": "integer", "minimum": 0, "maximum": 10**15 - 1}, "Seconds since 1970."),
         _query("step", {"type": "integer", "enum": list(steps)}, "Seconds between two points."),
@@ -91,46 +110,40 @@ def build_openapi(
     rollout = paths[_COMMAND]["post"]
     rollout["description"] = "Apply a rollout command to a version; the answer is the new state."
     rollout["responses"]["200"]["content"] = {_JSON: {"schema": state}}
-    for path, operations in paths.items():
-        for operation in operations.values():
-            _complete(path, operation, [] if path in open_paths else [401 if tokens else 403])
-            for parameter in operation.get("parameters", ()):
-                if path.startswith("/v2/models/{name}") and parameter["name"] == "name":
-                    parameter["schema"] = {"type": "string", "enum": [name]}
-                if parameter["name"] == "action":
-                    parameter["schema"] = {"type": "string", "enum": list(COMMANDS)}
-            if tokens:
-                operation["security"] = [] if path in open_paths else [{"bearer": []}]
-    document["paths"] = paths
-    document["components"] = {"schemas": components}
-    if tokens:
-        document["components"]["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
-    return document
+    security = {"securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}}} if tokens else {}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Anabranch", "version": version},
+        "paths": paths,
+        "components": {"schemas": components, **security},
+    }
 
 
-def _complete(path: str, operation: Document, refusals: Sequence[int]) -> None:
-    """Add a route's content and error responses, including those of missing tokens."""
-    answers = operation["responses"]
-    answers.pop("422", None)
-    answers["200"].setdefault("content", {_OTHER_CONTENT.get(path, _JSON): {}})
-    if path == "/":
-        answers["304"] = {"description": _MEANINGS[304]}
-    for status in sorted({*_ERRORS.get(path, ()), 500, *refusals}):
-        answers[str(status)] = {
+def _describe(path: str, operation: Operation, schemas: Document, tokens: bool) -> Document:
+    parameters = _path_parameters(path, schemas)
+    refusals = [401 if tokens else 403] if operation.needs_token else []
+    responses: Document = {"200": {"description": "Successful Response", "content": {operation.content: {}}}}
+    for status in sorted({*operation.errors, 500, *refusals}):
+        responses[str(status)] = {
             "description": _MEANINGS[status],
             "content": {_JSON: {"schema": {"$ref": f"{_SCHEMAS}Error"}}},
             **({"headers": _RETRY_AFTER} if status in (429, 503) else {}),
         }
-
-
-def _infer(path: str) -> Document:
-    names = ["name", "version"] if "{version}" in path else ["name"]
     return {
-        "summary": "Infer",
+        "summary": operation.name.replace("_", " ").title(),
+        "operationId": re.sub(r"\W", "_", f"{operation.name}{path}_{operation.method}"),
+        **({"parameters": parameters} if parameters else {}),
+        "responses": responses,
+        **({"security": [{"bearer": []}] if operation.needs_token else []} if tokens else {}),
+    }
+
+
+def _infer(path: str, schemas: Document) -> Document:
+    return {
         "description": "Inference of the Open Inference Protocol v2, answered by one version.",
-        "operationId": "infer_version" if "version" in names else "infer",
+        "operationId": "infer_version" if "{version}" in path else "infer",
         "parameters": [
-            *({"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names),
+            *_path_parameters(path, schemas),
             {
                 "name": HEADER_LENGTH,
                 "in": "header",
@@ -142,14 +155,16 @@ def _infer(path: str) -> Document:
             "required": True,
             "content": {_JSON: {"schema": {"$ref": f"{_SCHEMAS}InferBody"}}, **_BYTES},
         },
-        "responses": {
-            "200": {
-                "description": "The predictions; with binary data after the JSON if that was requested.",
-                "headers": {HEADER_LENGTH: {"schema": {"type": "integer"}}},
-                "content": {_JSON: {"schema": {"$ref": f"{_SCHEMAS}ReplyBody"}}, **_BYTES},
-            }
-        },
     }
+
+
+def _path_parameters(path: str, schemas: Document) -> list[Document]:
+    names = re.findall(r"{(\w+)}", path)
+    return [{"name": name, "in": "path", "required": True, "schema": schemas[name]} for name in names]
+
+
+def _one_of(values: Iterable[str]) -> Document:
+    return _TEXT | {"enum": list(values)}
 
 
 def _query(name: str, schema: Document, description: str) -> Document:
@@ -164,15 +179,14 @@ def _name(component: Document, specs: Mapping[str, TensorSpec]) -> None:
 
 def _example(signature: Signature) -> Document:
     """Return a request of one row."""
-    inputs = []
-    for spec in signature.inputs.values():
-        element: Any = "" if spec.dtype is None else spec.dtype.type(0).item()
-        inputs.append(
+    return {
+        "inputs": [
             {
                 "name": spec.name,
-                "shape": [_EXAMPLE_ROWS, *spec.shape],
+                "shape": [1, *spec.shape],
                 "datatype": spec.datatype,
-                "data": [element] * (_EXAMPLE_ROWS * spec.row_elements),
+                "data": ["" if spec.dtype is None else spec.dtype.type(0).item()] * spec.row_elements,
             }
-        )
-    return {"inputs": inputs}
+            for spec in signature.inputs.values()
+        ]
+    }

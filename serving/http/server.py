@@ -74,7 +74,7 @@ class _UvicornServer(uvicorn.Server):
         self.started = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._acceptor.stop()
+        await self._acceptor.stop()
         await super().shutdown(sockets)
 
     def _connection(self) -> Connection:

@@ -145,13 +145,13 @@ class Service:
             return self.resident(self.name, version)
         if version is not None:
             chosen = self.resident(self.name, version)
-            if not chosen.has_learned(offsets):
+            if not chosen.has_trained_through(offsets):
                 raise DeadlineExceededError(
                     f"version {version} will never have learned more than {chosen.trained_through}"
                 )
             return chosen
         current = self.version
-        if current is not None and current.has_learned(offsets):
+        if current is not None and current.has_trained_through(offsets):
             return current
         if current is not None:
             _check_topics(offsets, current)
@@ -168,7 +168,7 @@ class Service:
                     swapped, current = self._swapped, self.version
                     if self._stopping:
                         raise UnavailableError("the server is stopping")
-                    if current is not None and current.has_learned(offsets):
+                    if current is not None and current.has_trained_through(offsets):
                         return current
                     await swapped.wait()
         except TimeoutError as exc:

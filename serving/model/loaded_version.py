@@ -38,7 +38,7 @@ class ServedVersion:
         self._deployment = deployment
         self._works, self._works_until = True, float("-inf")
 
-    def has_learned(self, offsets: Mapping[str, int]) -> bool:
+    def has_trained_through(self, offsets: Mapping[str, int]) -> bool:
         """Return whether it has learned at least up to `offsets`, on each of these partitions."""
         trained = self.manifest.trained_through
         return all(name in trained and trained[name].offset >= offset for name, offset in offsets.items())

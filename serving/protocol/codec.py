@@ -5,14 +5,14 @@ Legend: B rows of a request. Independent of HTTP, except for the header that sep
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 
 from ingest.events.schema import Feature, Schema
-from learner.state_dir.trained_through import parse_trained_through
 from serving.errors import BadRequestError, TooLargeError, shorten
+from serving.protocol.bodies import InferBody, InputTensor, OutputTensor, Parameters, ReplyBody, RequestedOutput
+from serving.protocol.parameters import ABSENT, decode_json, read_freshness, read_parameters
 from serving.protocol.tensors import DATATYPES, Array, TensorSpec, read_binary, read_json, write_binary, write_json
 
 HEADER_LENGTH = "inference-header-content-length"
@@ -21,13 +21,6 @@ HEADER_LENGTH = "inference-header-content-length"
 EMBEDDING = "embedding"
 """The output that the request parameter `return_embedding` asks for, FP32 `[-1, D]`."""
 
-_LONGEST_TIMEOUT_MS = 86_400_000
-"""`serving.timeout` is shorter; this bounds the numbers in the clock's arithmetic."""
-
-_MOST_PARAMETERS = 64
-_LONGEST_PARAMETERS = 131_072
-_LONGEST_THROUGH = 65_536
-"""Bytes, or characters, of JSON: longer ones are refused before they are parsed."""
 _LONGEST_DIMENSION = 24
 """Characters of one number of a shape, including blanks."""
 _LONGEST_OUTPUT = 1024
@@ -35,62 +28,6 @@ _LONGEST_OUTPUT = 1024
 _LONGEST_ID = 1024
 _MOST_OTHER_BYTES = 1_000_000
 """Bytes of a request's JSON besides the elements of its inputs."""
-_NONE = (b"", b"null")
-
-_T = TypeVar("_T")
-_Text = bytes | memoryview | msgspec.Raw
-
-Scalar = bool | int | float | str | None
-Parameters = dict[str, Scalar]
-
-
-class InputTensor(msgspec.Struct, frozen=True, gc=False):
-    """One element of a request's `inputs`."""
-
-    name: str
-    shape: msgspec.Raw
-    datatype: str
-    parameters: msgspec.Raw = msgspec.field(default_factory=lambda: msgspec.Raw(b""))
-    data: msgspec.Raw = msgspec.field(default_factory=lambda: msgspec.Raw(b""))
-
-
-class RequestedOutput(msgspec.Struct, frozen=True, gc=False):
-    """One element of a request's `outputs`."""
-
-    name: str
-    parameters: Parameters | None = None
-
-
-class InferBody(msgspec.Struct, frozen=True, gc=False):
-    """The JSON of a request; unknown members are ignored, as the protocol requires.
-
-    Members of unbounded size stay text until their length is checked.
-    """
-
-    inputs: list[InputTensor]
-    id: str | None = None
-    parameters: msgspec.Raw = msgspec.field(default_factory=lambda: msgspec.Raw(b""))
-    outputs: msgspec.Raw = msgspec.field(default_factory=lambda: msgspec.Raw(b""))
-
-
-class OutputTensor(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
-    """One element of a reply's `outputs`."""
-
-    name: str
-    datatype: str
-    shape: list[int]
-    parameters: Parameters | None = None
-    data: list[Any] | None = None
-
-
-class ReplyBody(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
-    """The JSON of a reply."""
-
-    model_name: str
-    model_version: str
-    outputs: list[OutputTensor]
-    parameters: Parameters
-    id: str | None = None
 
 
 @dataclass(frozen=True)
@@ -174,7 +111,7 @@ class Signature:
         return Request(features, rows, None, dict.fromkeys(self.outputs, True), {}, None)
 
     def _parse(self, text: memoryview) -> InferBody:
-        return _decode(self._decoder, text, "the body is not an inference request")
+        return decode_json(self._decoder, text, "the body is not an inference request")
 
     def _rows(self, document: InferBody) -> int:
         """Check names, datatypes and shapes, and return the rows that the inputs agree on."""
@@ -209,7 +146,7 @@ class Signature:
         if len(text) > _LONGEST_DIMENSION * (2 + len(spec.shape)):
             given = text[:_LONGEST_DIMENSION].decode("ascii", "replace")
             raise BadRequestError(f"input {spec.name!r} has shape {[-1, *spec.shape]}, not {given}...")
-        shape: list[int] = _decode(self._shape_decoder, text, f"the shape of input {spec.name!r} is not one")
+        shape: list[int] = decode_json(self._shape_decoder, text, f"the shape of input {spec.name!r} is not one")
         if tuple(shape[1:]) != spec.shape or not shape:
             raise BadRequestError(f"input {spec.name!r} has shape {[-1, *spec.shape]}, not {shape}")
         return shape[0]
@@ -221,14 +158,14 @@ class Signature:
             raise TooLargeError(f"the request has {rows} rows; this server accepts {self._max_rows} at once")
 
     def _request(self, arrays: Mapping[str, Array], rows: int, document: InferBody) -> Request:
-        parameters = _parameters(document.parameters)
+        parameters = read_parameters(document.parameters)
         features = {
             name: _column(feature, arrays[name]) if name in arrays else _default(feature, rows)
             for name, feature in self.features.items()
         }
         embed = self._embed(parameters)
         outputs = self._requested_outputs(document.outputs, parameters.get("binary_data_output") is True, embed)
-        through, timeout_ms = _freshness(parameters) if parameters else ({}, None)
+        through, timeout_ms = read_freshness(parameters) if parameters else ({}, None)
         embed = embed and EMBEDDING not in self.outputs  # otherwise the model predicts it anyway
         return Request(features, rows, document.id, outputs, through, timeout_ms, embed)
 
@@ -245,11 +182,11 @@ class Signature:
 
     def _requested_outputs(self, text: msgspec.Raw, binary: bool, embed: bool) -> dict[str, bool]:
         outputs = {EMBEDDING: binary} if embed else {}
-        if bytes(text) in _NONE:
+        if bytes(text) in ABSENT:
             return dict.fromkeys(self.outputs, binary) | outputs
         if len(text) > _LONGEST_OUTPUT * (2 + len(self.outputs)):
             raise BadRequestError(f"outputs has {len(text)} bytes, for a model that has {len(self.outputs)} outputs")
-        requested = _decode(self._outputs_decoder, text, "outputs is not a list of outputs")
+        requested = decode_json(self._outputs_decoder, text, "outputs is not a list of outputs")
         if not requested:
             return dict.fromkeys(self.outputs, binary) | outputs
         for output in requested:
@@ -273,21 +210,6 @@ def input_spec(feature: Feature) -> TensorSpec:
     return TensorSpec(feature.name, None if feature.is_string else feature.dtype, feature.shape)
 
 
-_PARAMETERS = msgspec.json.Decoder(Parameters)
-
-
-def _parameters(text: msgspec.Raw) -> Parameters:
-    """Read the parameters of a request or of one input; empty without any."""
-    if bytes(text) in _NONE:
-        return {}
-    if len(text) > _LONGEST_PARAMETERS:
-        raise BadRequestError(f"parameters has {len(text)} bytes; it may have {_LONGEST_PARAMETERS}")
-    parameters = _decode(_PARAMETERS, text, "the body is not an inference request: parameters are not scalars by name")
-    if len(parameters) > _MOST_PARAMETERS:
-        raise BadRequestError(f"there are {len(parameters)} parameters; there may be {_MOST_PARAMETERS}")
-    return parameters
-
-
 def _check_sizes(document: InferBody, text_bytes: int) -> None:
     """Check the size of a request besides its data."""
     other = text_bytes - sum(len(tensor.data) for tensor in document.inputs)
@@ -295,16 +217,6 @@ def _check_sizes(document: InferBody, text_bytes: int) -> None:
         raise TooLargeError(f"the request's JSON has {other} bytes besides its data; it may have {_MOST_OTHER_BYTES}")
     if document.id is not None and len(document.id) > _LONGEST_ID:
         raise BadRequestError(f"id has {len(document.id)} characters; it may have {_LONGEST_ID}")
-
-
-def _decode(decoder: msgspec.json.Decoder[_T], text: _Text, otherwise: str) -> _T:
-    """Decode JSON, or raise BadRequestError with the sentence that begins with `otherwise`."""
-    try:
-        return decoder.decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
-        raise BadRequestError(f"{otherwise}: {shorten(str(exc))}") from exc
-    except RecursionError as exc:
-        raise BadRequestError(f"{otherwise}: it is nested too deeply") from exc
 
 
 def _read_tensors(
@@ -315,7 +227,7 @@ def _read_tensors(
     for tensor in tensors:
         spec = specs[tensor.name]
         data = bytes(tensor.data)
-        size = _parameters(tensor.parameters).get("binary_data_size")
+        size = read_parameters(tensor.parameters).get("binary_data_size")
         if size is None:
             if not data:
                 raise BadRequestError(f"input {tensor.name!r} has neither data nor binary_data_size")
@@ -346,20 +258,3 @@ def _column(feature: Feature, array: Array) -> Array:
 def _default(feature: Feature, rows: int) -> Array:
     assert feature.default is not None
     return np.broadcast_to(feature.default, (rows, *feature.shape))
-
-
-def _freshness(parameters: Parameters) -> tuple[dict[str, int], float | None]:
-    through = parameters.get("min_trained_through")
-    timeout_ms = parameters.get("timeout_ms")
-    if through is not None and not isinstance(through, str):
-        raise BadRequestError(f'min_trained_through is {shorten(repr(through))}; write it like "events:0=4711"')
-    if through is not None and len(through) > _LONGEST_THROUGH:
-        raise BadRequestError(f"min_trained_through has {len(through)} characters; it may have {_LONGEST_THROUGH}")
-    if timeout_ms is not None and (isinstance(timeout_ms, bool | str) or timeout_ms < 0):
-        raise BadRequestError(f"timeout_ms is {shorten(repr(timeout_ms))}; write a number of milliseconds")
-    if timeout_ms is not None:
-        timeout_ms = min(timeout_ms, _LONGEST_TIMEOUT_MS)
-    try:
-        return parse_trained_through(through) if through is not None else {}, timeout_ms
-    except ValueError as exc:
-        raise BadRequestError(f"min_trained_through: {shorten(str(exc))}") from exc

@@ -8,7 +8,7 @@ from learner.state_dir.version import RegistryState
 from serving.errors import ConflictError, NotFoundError
 
 RolloutCommand = Callable[[RegistryState, int, Sequence[int]], RegistryState]
-"""Takes the state, the version's number and the numbers of all versions, rising; returns the new state.
+"""Takes the state, the version's number and the numbers of all versions, ascending; returns the new state.
 
 Raises NotFoundError when there is no such version, and ConflictError when another command contradicts it.
 """
@@ -44,7 +44,7 @@ def version_before(state: RegistryState, numbers: Sequence[int]) -> int | None:
 
     Args:
         state: what serving serves.
-        numbers: the versions that may be served, rising.
+        numbers: the versions that may be served, ascending.
 
     It is the version that was served before, or else the newest one below the served version.
     """

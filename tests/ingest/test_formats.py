@@ -114,7 +114,7 @@ def test_a_label_of_several_classes_is_a_bool_for_each(name: str, make_schema: M
     schema = make_schema({"x": {"dtype": "int8"}}, {"name": "y", "classes": classes, "multi": True})
     known = range(4) if classes == 4 else classes
     lists = [[3, 0], None, [], [1]]
-    events = [{"x": place, "y": each and [known[k] for k in each]} for place, each in enumerate(lists)]
+    events = [{"x": index, "y": each and [known[k] for k in each]} for index, each in enumerate(lists)]
     events[2]["y"] = []
     decoded = decode(name, schema, *events)
     assert not decoded.rejects
@@ -439,7 +439,7 @@ EVENTS = st.fixed_dictionaries(
 class TestArrow:
     @pytest.fixture
     def words(self, make_schema: MakeSchema) -> Schema:
-        """Strings in each place where there may be some."""
+        """Strings in each column that may have some."""
         return make_schema(
             {
                 "c": {"dtype": "string", "encode": {"vocab": ["a", "b"]}},
@@ -693,9 +693,9 @@ class TestArrow:
     def test_a_damaged_message_is_events_or_a_reject_and_never_an_error(self, data: st.DataObject) -> None:
         value = bytearray(data.draw(st.sampled_from(DAMAGEABLE)))
         for _ in range(data.draw(st.integers(1, 4))):
-            place = data.draw(st.integers(0, len(value) - 1))
+            index = data.draw(st.integers(0, len(value) - 1))
             patch = data.draw(st.sampled_from([b"\x00", b"\xff", b"\xff" * 8, b"\x00" * 7 + b"\x40", b"\x01\x02"]))
-            value[place : place + len(patch)] = patch
+            value[index : index + len(patch)] = patch
         torn = bytes(value[: data.draw(st.integers(0, len(value)))]) if data.draw(st.booleans()) else bytes(value)
         decoded = FORMATS["arrow"](DAMAGED).decode([torn])
         assert {*decoded.message.tolist(), *(reject.message for reject in decoded.rejects)} == {0}

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from anabranch.core.errors import SettingsError
 from ingest.config import StreamSettings
-from ingest.kafka.kafka_python import client_options
+from ingest.kafka.kafka_python.connection import client_options
 from ingest.kafka.registry import CLIENTS
 from ingest.kafka_properties import PROPERTIES, REFUSED
 
@@ -40,7 +40,7 @@ def sample(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", sorted(PROPERTIES))
-def test_librdkafka_knows_every_name(name: str) -> None:
+def test_librdkafka_accepts_every_name(name: str) -> None:
     message = ""
     try:
         confluent_kafka.Consumer({"group.id": "g", name: sample(name)}, logger=logging.getLogger("unheard")).close()
@@ -117,7 +117,7 @@ def test_what_librdkafka_makes_of_a_secret_stays_secret() -> None:
 
 
 def test_without_confluent_kafka_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "ingest.kafka.confluent", raising=False)
+    monkeypatch.delitem(sys.modules, "ingest.kafka.confluent.client", raising=False)
     monkeypatch.setitem(sys.modules, "confluent_kafka", None)
     with pytest.raises(SettingsError, match=r"pip install 'anabranch\[fast\]'"):
         CLIENTS["confluent"](settings("confluent"))

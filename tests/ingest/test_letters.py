@@ -9,10 +9,10 @@ from confluent_kafka import KafkaError
 from kafka import errors
 
 from ingest.config import StreamSettings
-from ingest.kafka import confluent_dead_letters as librdkafka
-from ingest.kafka.client import Client, DeadLetter, shrink
-from ingest.kafka.confluent_dead_letters import LetterProducer
-from ingest.kafka.kafka_python import KafkaPythonClient
+from ingest.kafka.client import Client
+from ingest.kafka.confluent.dead_letters import ConfluentDeadLetters
+from ingest.kafka.dead_letters import DeadLetter, sanitize, shrink
+from ingest.kafka.kafka_python.client import KafkaPythonClient
 from ingest.kafka.registry import CLIENTS
 
 SOURCE = ("anabranch-source", b"events[0]@1")
@@ -58,22 +58,24 @@ def kafka_python(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> Client:
             return Sent(letter)
 
     client = KafkaPythonClient(StreamSettings(topics=("events",)).resolved("test"))
-    client._producer = Producer()
+    client._letters._producer = Producer()
     return client
 
 
 def confluent(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> Client:
-    def delivered(producer: LetterProducer, letters: Sequence[DeadLetter], deadline: float) -> list[KafkaError | None]:
+    def delivered(
+        producer: ConfluentDeadLetters, letters: Sequence[DeadLetter], deadline: float
+    ) -> list[KafkaError | None]:
         found: list[KafkaError | None] = []
         for letter in letters:
             refused = KafkaError.MSG_SIZE_TOO_LARGE if broker.refuses(letter) else None
             error = KafkaError._MSG_TIMED_OUT if broker.away else refused
             if error is None:
-                broker.taken.append(librdkafka.sanitize(letter))
+                broker.taken.append(sanitize(letter))
             found.append(None if error is None else KafkaError(error))
         return found
 
-    monkeypatch.setattr(LetterProducer, "_delivered", delivered)
+    monkeypatch.setattr(ConfluentDeadLetters, "_delivered", delivered)
     return CLIENTS["confluent"](StreamSettings(topics=("events",), client="confluent").resolved("test"))
 
 

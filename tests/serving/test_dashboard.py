@@ -90,7 +90,7 @@ def test_status_lists_the_versions_with_what_became_of_them(
         assert {version["fate"] for version in versions if version["number"] > 5} <= {"served", "swapped", "superseded"}
 
 
-def test_status_tells_what_was_pinned_and_what_was_rolled_back(
+def test_status_names_what_was_pinned_and_what_was_rolled_back(
     numbers: Any, served: Served, eventually: Callable[..., Any]
 ) -> None:
     for number in (1, 2):
@@ -109,7 +109,7 @@ def test_status_tells_what_was_pinned_and_what_was_rolled_back(
         assert fates()[1][0] == "pinned"
 
 
-def test_history_begins_with_the_server_and_tells_only_what_is_new(
+def test_history_begins_with_the_server_and_returns_only_new_points(
     numbers: Any, served: Served, eventually: Callable[..., Any], tmp_path: Any
 ) -> None:
     numbers.publish(1)
@@ -152,7 +152,7 @@ def await_sentence(page: Any, start: str) -> None:
     page.wait_for_function("s => document.getElementById('sentence').textContent.startsWith(s)", arg=start)
 
 
-def test_in_a_browser_a_start_an_unhealthy_part_and_a_lost_server_are_told(
+def test_in_a_browser_a_start_an_unhealthy_part_and_a_lost_server_are_shown(
     browser: Any, numbers: Any, served: Served
 ) -> None:
     page = browser.new_page()
@@ -213,15 +213,15 @@ def test_in_a_browser_regression_shows_the_error(browser: Any, numbers: Any, ser
         page.close()
 
 
-def test_in_a_browser_the_shadow_is_told_while_there_is_a_candidate(
+def test_in_a_browser_the_shadow_is_shown_while_there_is_a_candidate(
     browser: Any, numbers: Any, served: Served, body_of: Any
 ) -> None:
     numbers.publish(1)
     write_report(numbers.deployment.state_dir, learner_report(error={"now": 3.25, "old": 4.5}))
 
     def await_shadow(words: str | None) -> None:
-        told = "[...document.querySelectorAll('#parts dt')].find(dt => dt.textContent === 'Shadow')?.nextSibling"
-        page.wait_for_function(f"words => ({told}?.textContent ?? null) === words", arg=words)
+        shadow = "[...document.querySelectorAll('#parts dt')].find(dt => dt.textContent === 'Shadow')?.nextSibling"
+        page.wait_for_function(f"words => ({shadow}?.textContent ?? null) === words", arg=words)
 
     with served(numbers, shadow=1.0) as server:
         page = browser.new_page()
@@ -306,7 +306,7 @@ def test_in_a_browser_lag_that_is_old_is_not_that_of_now(browser: Any, numbers: 
         page.close()
 
 
-def test_in_a_browser_a_cache_is_not_counted_twice_and_two_hundred_partitions_have_their_place(
+def test_in_a_browser_a_cache_is_not_counted_twice_and_two_hundred_partitions_fit_the_page(
     browser: Any, numbers: Any, served: Served
 ) -> None:
     numbers.publish(1)
@@ -342,9 +342,7 @@ def test_in_a_browser_a_cache_is_not_counted_twice_and_two_hundred_partitions_ha
         page.close()
 
 
-def test_in_a_browser_a_clock_that_is_set_back_begins_the_lines_anew(
-    browser: Any, numbers: Any, served: Served
-) -> None:
+def test_in_a_browser_a_clock_that_is_set_back_begins_new_lines(browser: Any, numbers: Any, served: Served) -> None:
     numbers.publish(1)
     write_report(numbers.deployment.state_dir, learner_report())
     with served(numbers) as server:
@@ -491,7 +489,7 @@ def test_in_a_browser_terms_and_verdicts_are_explained_on_hover_and_on_focus(
         before = page.evaluate("status.time")
         page.wait_for_function("time => status.time > time + 1", arg=before)
         focused = "[document.activeElement.dataset.action, document.activeElement.closest('tr').dataset.version]"
-        assert page.evaluate(focused) == ["pin", "2"], "the table is drawn again, and the focus stays"
+        assert page.evaluate(focused) == ["pin", "2"], "the table is rendered again, and the focus stays"
         page.close()
 
 

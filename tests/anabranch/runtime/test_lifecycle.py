@@ -10,7 +10,8 @@ import psutil
 import pytest
 
 from anabranch.core.errors import SettingsError
-from anabranch.runtime.lifecycle import Exit, configure_logging, raise_descriptor_limit, run, stop_on_signals
+from anabranch.core.logs import configure_logging
+from anabranch.runtime.lifecycle import Exit, raise_descriptor_limit, run, stop_on_signals
 
 
 @pytest.fixture

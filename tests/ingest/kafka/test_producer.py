@@ -105,7 +105,7 @@ def test_it_is_closed_also_when_the_broker_hangs(kafka, make_topic):
         producer = EventProducer(settings, topic, patience=timedelta(seconds=2))
         producer.open()
         answered = threading.Event()
-        producer.send(b"x", lambda *_: answered.set())  # the client knows the topic from then on
+        producer.send(b"x", lambda *_: answered.set())  # the client has the topic's metadata from then on
         assert answered.wait(20)
         proxy.suffer(Fault(stalled=True))
         producer.send(b"x")

@@ -1,4 +1,4 @@
-"""A stream that two hosts read, the second one a process of its own on loopback, against a real broker."""
+"""A stream that two hosts read, the second one a separate process on loopback, against a real broker."""
 
 import contextlib
 import signal
@@ -102,15 +102,15 @@ def test_partitions_go_from_host_to_host_and_every_event_comes_once(
     with reading(kafka.bootstrap, topic, client=client, buffer_bytes="1MB") as (sources, remote):
         read(sources, seen, 500)
         sources.rebalance([300.0, 200.0, 200.0, 200.0])
-        assert sources._shares == [0, 1, 1, 0]
+        assert sources._assignment == [0, 1, 1, 0]
         read(sources, seen, count(seen, (1, 2)) + 100, (1, 2))
         sources.rebalance([1.0, 900.0, 900.0, 1.0])
-        assert sources._shares == [0, 0, 1, 1]
+        assert sources._assignment == [0, 0, 1, 1]
         read(sources, seen, count(seen, (2,)) + 100, (2,))
         remote.close()
         read(sources, seen, 24000)
         assert once(seen, 4, 6000)
-        until(sources, lambda: sources._shares == [0] * 4)  # what it had read already may have been all
+        until(sources, lambda: sources._assignment == [0] * 4)  # what it had read already may have been all
         assert sources.problem is not None
         assert "another host does not read its part of the stream" in sources.problem
         for partition in range(4):
@@ -127,7 +127,7 @@ def test_a_partition_that_is_added_is_read_and_all_ends_are_known(
         produce(kafka.bootstrap, topic, [GOOD] * 100, partition=partition)
     with reading(kafka.bootstrap, topic) as (sources, _):
         sources.rebalance([1.0, 1.0])
-        assert sorted(sources._shares) == [0, 1]
+        assert sorted(sources._assignment) == [0, 1]
         read(sources, seen, 200)
         with contextlib.closing(KafkaAdminClient(bootstrap_servers=kafka.bootstrap)) as admin:
             admin.create_partitions({topic: NewPartitions(3)})
@@ -146,7 +146,7 @@ def test_a_host_that_is_idle_for_long_still_reports_that_its_broker_is_away(
     """It stops reporting to a learner that sends no messages, after eight reports, one a second."""
     with Proxy(kafka.bootstrap) as proxy, reading(kafka.bootstrap, make_topic(partitions=2), proxy.address) as (it, _):
         it.rebalance([1.0, 1.0])
-        assert it._shares == [0, 1]
+        assert it._assignment == [0, 1]
         for second in range(10):
             idle(it, 1)
             if not second % 3:
@@ -183,14 +183,14 @@ def test_a_host_that_was_lost_reads_again_and_no_problem_remains(
         def well() -> bool:
             remote.keep()
             sources.rebalance(rates)
-            return sources.problem is None and sources._shares == [0, 1]
+            return sources.problem is None and sources._assignment == [0, 1]
 
         learn()
         (relay,) = (each._process.popen for each in sources._others)
         assert relay is not None
         relay.kill()
         until(sources, lost)
-        assert sources._shares == [0, 0]
+        assert sources._assignment == [0, 0]
         learn()
         until(sources, well)
         learn()
@@ -227,12 +227,12 @@ def test_partitions_are_assigned_again_while_the_broker_is_away_and_nothing_ends
             read(sources, seen, 400)
             proxy.suffer(Fault(closed=True))
             sources.rebalance([1.0, 900.0, 900.0, 1.0])
-            assert sources._shares == [0, 0, 1, 1], "no reader has reported yet that the broker is away"
+            assert sources._assignment == [0, 0, 1, 1], "no reader has reported yet that the broker is away"
             until(sources, lambda: proxy.address in str(sources.problem))
             sources.rebalance([1.0, 1.0, 900.0, 900.0])
-            assert sources._shares == [0, 0, 1, 1]
+            assert sources._assignment == [0, 0, 1, 1]
             remote.close()
-            until(sources, lambda: sources._shares == [0] * 4)
+            until(sources, lambda: sources._assignment == [0] * 4)
             until(sources, lambda: proxy.address in str(sources.problem))
             send()
             proxy.heal()
@@ -264,7 +264,7 @@ def test_a_topic_that_is_recreated_while_two_hosts_read_is_read_from_its_beginni
     send(3)
     with reading(kafka.bootstrap, topic, client=client, on_gap=on_gap) as (sources, _):
         sources.rebalance([1.0, 1.0])
-        assert sources._shares == [0, 1]
+        assert sources._assignment == [0, 1]
         read(sources, seen, 6)
         make_anew(kafka.bootstrap, topic, 2)
         send(events)
@@ -275,10 +275,10 @@ def test_a_topic_that_is_recreated_while_two_hosts_read_is_read_from_its_beginni
         read(sources, seen, 2 * events, (2, 3))
         assert [partition.name.incarnation for partition in sources.partitions] == [0, 0, 1, 1]
         sources.rebalance([0.0, 0.0, 900.0, 900.0])
-        assert sorted(sources._shares[2:]) == [0, 1]
+        assert sorted(sources._assignment[2:]) == [0, 1]
         send(100)
         read(sources, seen, 2 * (events + 100), (2, 3))
-    # Records that librdkafka fetched before it knew of the new topic count as the old one's.
+    # Records that librdkafka fetched before it received the new topic's metadata count as the old one's.
     recreated = Counter({(partition, offset): times for (partition, offset), times in seen.items() if partition > 1})
     assert recreated == Counter((partition, offset) for partition in (2, 3) for offset in range(events + 100))
 

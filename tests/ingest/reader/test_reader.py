@@ -23,9 +23,10 @@ from ingest.errors import BrokerError, GapError, RecreatedError
 from ingest.events.block import Outcome
 from ingest.events.partition import TopicPartition
 from ingest.events.position import PartitionFingerprint, Position
-from ingest.kafka.client import DeadLetter, Lag
-from ingest.kafka.confluent import ConfluentClient
-from ingest.kafka.kafka_python import KafkaPythonClient
+from ingest.kafka.client import Lag
+from ingest.kafka.confluent.client import ConfluentClient
+from ingest.kafka.dead_letters import DeadLetter
+from ingest.kafka.kafka_python.client import KafkaPythonClient
 from ingest.kafka.registry import CLIENTS
 from ingest.reader import hang_detector as silence
 from ingest.reader.reader import BlockReader
@@ -141,7 +142,7 @@ def test_a_process_that_died_before_it_began_to_read_is_replaced() -> None:
     first.kill()
     first.wait()
     try:
-        source.go_on({}, {}, [])
+        source.reopen({}, {}, [])
         assert source._process.popen is not None
         assert source._process.popen.pid != first.pid
     finally:
@@ -185,12 +186,12 @@ def test_each_kind_of_bad_message_goes_to_the_dead_letter_topic(
         assert [outcome for *_, outcome in seen] == [Outcome.PENDING, Outcome.DEAD_LETTERED] * len(BAD)
         letters = consume_all(kafka.bootstrap, f"{topic}.dead", len(BAD))
     assert len(letters) == len(BAD)
-    for letter, (place, (value, reason)) in zip(letters, enumerate(BAD.values()), strict=True):
+    for letter, (index, (value, reason)) in zip(letters, enumerate(BAD.values()), strict=True):
         headers = dict(letter.headers)
         assert letter.key == b"k"
         assert letter.value == (value if value is None or isinstance(value, bytes) else json.dumps(value).encode())
         assert reason in headers["anabranch-error"].decode()
-        assert headers["anabranch-source"].decode() == f"{topic}[0]@{2 * place + 1}"
+        assert headers["anabranch-source"].decode() == f"{topic}[0]@{2 * index + 1}"
         assert headers["anabranch-time"].isdigit()
         assert headers["trace"] == b"1"
 
@@ -244,7 +245,7 @@ def test_a_dead_letter_that_is_too_large_is_sent_without_its_contents(
     assert (b"k", b"small") in found
 
 
-class TestATopicThatIsMadeAnew:
+class TestATopicThatIsRecreated:
     """It repeats offsets, with fewer events than were read of the old one, or with more."""
 
     @pytest.fixture(params=[2, 5])
@@ -287,7 +288,7 @@ class TestATopicThatIsMadeAnew:
             while sum(partition for partition, _ in seen) < events:
                 seen += [(partition, offset) for partition, offset, *_ in read(source, 1)]
             assert [partition.name.incarnation for partition in source.partitions] == [0, 1]
-        # Records that librdkafka fetched before it knew of the new topic count as the old one's.
+        # Records that librdkafka fetched before it received the new topic's metadata count as the old one's.
         assert all(offset >= 3 for partition, offset in seen if not partition)
         assert [offset for partition, offset in seen if partition] == list(range(events))
 
@@ -461,7 +462,7 @@ def test_a_batch_that_is_damaged_on_the_network_is_fetched_again(
             if proxy.corruptions:
                 proxy.heal()
         assert proxy.corruptions
-    assert found == [(place, place) for place in range(len(rows))]
+    assert found == [(index, index) for index in range(len(rows))]
 
 
 def test_positions_are_committed_for_lag_tools(
@@ -742,13 +743,13 @@ class TestGaps:
         named = {**STREAM, "bootstrap_servers": kafka.bootstrap, "topics": [shortened], "on_gap": "earliest"}
         settings = StreamSettings.model_validate(named).resolved("test")
         client = CLIENTS[settings.client](settings)
-        asked = "_offsets" if settings.client == "confluent" else "_pass_gap"
+        asked = (client._metadata, "offsets") if isinstance(client, ConfluentClient) else (client, "_pass_gap")
 
         def away(*_: Any) -> Any:
             monkeypatch.undo()
             raise BrokerError("away")
 
-        monkeypatch.setattr(client, asked, away)
+        monkeypatch.setattr(*asked, away)
         seen: list[tuple[int, int]] = []
         deadline = time.monotonic() + 60
         with contextlib.closing(client):

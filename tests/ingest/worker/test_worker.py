@@ -40,6 +40,7 @@ from ingest.transport.protocol import (
     send,
 )
 from ingest.transport.shared_ring import SharedRing
+from ingest.worker import lag_reporter
 from ingest.worker import stalled_partitions as stalls
 from ingest.worker import worker as worker_module
 from ingest.worker.block_builder import BlockBuilder
@@ -133,8 +134,9 @@ def test_blocks_cover_messages_and_gaps() -> None:
 
 
 def test_only_log_starts_of_ten_minutes_ago_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_module, "_LAG_SECONDS", 0.0)
-    monkeypatch.setattr(worker_module, "_LOG_STARTS_SECONDS", 0.0)
+    monkeypatch.setattr(lag_reporter, "LAG_SECONDS", 0.0)
+    monkeypatch.setattr(worker_module, "LAG_SECONDS", 0.0)
+    monkeypatch.setattr(lag_reporter, "_LOG_STARTS_SECONDS", 0.0)
     starts, asked = [7, 9, 8, 10], itertools.count()
 
     class Aging(FakeClient):
@@ -154,7 +156,8 @@ def test_only_log_starts_of_ten_minutes_ago_are_reported(monkeypatch: pytest.Mon
 
 
 def test_log_starts_are_asked_for_once_in_ten_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_module, "_LAG_SECONDS", 0.0)
+    monkeypatch.setattr(lag_reporter, "LAG_SECONDS", 0.0)
+    monkeypatch.setattr(worker_module, "LAG_SECONDS", 0.0)
     asked: list[bool] = []
 
     class Noting(FakeClient):
@@ -224,11 +227,12 @@ class Stuck(FakeClient):
         return [messages for messages in super().poll(timeout, limit) if messages.partition != P0]
 
 
-class TestStandingStill:
+class TestAStall:
     @pytest.fixture(autouse=True)
     def quick(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(worker_module, "_LAG_SECONDS", 0.01)
-        monkeypatch.setattr(worker_module, "_BUSY_SHARE", 1.0)
+        monkeypatch.setattr(lag_reporter, "LAG_SECONDS", 0.01)
+        monkeypatch.setattr(worker_module, "LAG_SECONDS", 0.01)
+        monkeypatch.setattr(lag_reporter, "_BUSY_SHARE", 1.0)
         monkeypatch.setattr(stalls, "STALLED_SECONDS", 0.1)
 
     def test_a_stalled_position_is_reported_as_a_problem(self) -> None:
@@ -401,11 +405,11 @@ def test_a_bug_in_decoding_is_reported_and_does_not_stop_the_stream(monkeypatch:
 @given(st.lists(st.tuples(st.lists(st.none() | st.integers(0, 9), max_size=8), st.integers(0, 3)), max_size=5))
 def test_portions_are_small_and_together_hold_all_fetched_messages(plan: list[tuple[list[int | None], int]]) -> None:
     fetched = []
-    for place, (sizes, removed) in enumerate(plan):
+    for index, (sizes, removed) in enumerate(plan):
         n, values = len(sizes), [None if size is None else b"x" * size for size in sizes]
         offsets = [2 * i + removed for i in range(n)]
-        topic = TopicPartition("events", place)
-        faults = {place: f"{offsets[place]}" for place in range(0, n, 3)}
+        topic = TopicPartition("events", index)
+        faults = {index: f"{offsets[index]}" for index in range(0, n, 3)}
         fetched.append(Messages(topic, offsets, [0] * n, [b"k"] * n, values, [[]] * n, 100, removed, faults))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(worker_module, "_PORTION_BYTES", 10)
@@ -505,12 +509,12 @@ def test_blocks_hold_every_event_once_and_cover_all_offsets(plan: list[tuple[int
             for cover in block.coverage:
                 assert cover.start == position[cover.partition][0]
                 mine = block.columns["partition"] == cover.partition
-                places = list(
+                rows = list(
                     zip(block.columns["offset"][mine].tolist(), block.columns["row"][mine].tolist(), strict=True)
                 )
-                assert places == sorted(places)
-                torn = places and places[-1][0] == cover.end
-                position[cover.partition] = (cover.end, places[-1][1] + 1 if torn else 0)
+                assert rows == sorted(rows)
+                torn = rows and rows[-1][0] == cover.end
+                position[cover.partition] = (cover.end, rows[-1][1] + 1 if torn else 0)
             seen += [
                 (int(p), int(o), int(r))
                 for p, o, r in zip(*(block.columns[name] for name in ("partition", "offset", "row")), strict=True)

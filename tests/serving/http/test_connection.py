@@ -338,3 +338,21 @@ def test_a_tls_connection_releases_its_memory_when_it_ends(serve: Serve, certifi
     finally:
         gc.enable()
     assert not left
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_connections_that_were_not_accepted_yet_are_answered_when_it_stops(shared: bool, tmp_path: Path) -> None:
+    server = HttpServer(answer, ServingSettings(), tmp_path, shared)
+    server.load()
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(listen("127.0.0.1", 0))
+        address = listener.getsockname()
+        clients = [stack.enter_context(connect(address[1])) for _ in range(20)]
+        for client in clients[:-1]:
+            client.sendall(GET)
+        server.stop()
+        asyncio.run(server.serve(listener))
+        assert [reply_of(client) for client in clients[:-1]] == [(200, b"0")] * 19
+        assert is_closed(clients[-1])
+        with pytest.raises(ConnectionRefusedError):
+            connect(address[1])

@@ -304,7 +304,7 @@ def test_a_pinned_version_is_served_and_no_other_until_it_is_unpinned(numbers: A
     numbers.publish(3)
     fail(numbers, 1)
     assert watched.poll() == 1
-    assert Watched(numbers).poll() == 1, "a restart forgets the pin"
+    assert Watched(numbers).poll() == 1, "a restart removes the pin"
     for order, number in ((promote, 3), (roll_back, 1), (reject, 1), (unpin, 3)):
         with pytest.raises(ConflictError, match="pinned"):
             watched.swap.apply(order, number)
@@ -525,7 +525,8 @@ def test_a_version_that_is_away_is_tried_again_at_once_and_then_ever_more_seldom
     tries: list[float] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "serving.rollout.hot_swap.load_version", lambda *_: tries.append(watched.now) or raises(TRANSIENT[0])()
+            "serving.rollout.candidate_loader.load_version",
+            lambda *_: tries.append(watched.now) or raises(TRANSIENT[0])(),
         )
         for tenth in range(1200):
             watched.now = tenth / 10
@@ -607,7 +608,7 @@ def test_versions_that_failed_and_are_deleted_take_no_memory(numbers: Any, watch
         numbers.publish(number, verdict="fail")
         assert watched.poll() == 1
         numbers.versions.delete(number - 2 if number > 3 else 0)
-    assert len(watched.swap._passed_over) <= 3
+    assert len(watched.swap._loader._unsuitable) <= 3
 
 
 def test_a_directory_without_manifest_does_not_exist(numbers: Any, watched: Watched) -> None:
@@ -684,7 +685,7 @@ def test_no_start_and_no_way_back_ends_at_a_stale_learners_version(numbers: Any,
     watched.swap.apply(reject, 3)
     assert watched.poll() == 2
     watched.swap.apply(promote, 4)
-    assert watched.poll() == 4, "a person may want it all the same"
+    assert watched.poll() == 4, "a person may choose it all the same"
 
 
 def test_a_served_version_that_turns_out_to_be_a_stale_learners_yields(numbers: Any, watched: Watched) -> None:
@@ -733,7 +734,7 @@ def test_a_recreated_topic_may_begin_again(numbers: Any, watched: Watched) -> No
 COUNT = "anabranch_serving_freshness_duration_seconds_count"
 
 
-def learned(rows: int, *ages: float) -> NewlyTrained:
+def newly_trained(rows: int, *ages: float) -> NewlyTrained:
     now = time.time()
     return NewlyTrained(rows, [int(1000 * (now - age)) for age in ages])
 
@@ -741,14 +742,14 @@ def learned(rows: int, *ages: float) -> NewlyTrained:
 def test_freshness_counts_all_events_that_a_version_is_the_first_served_one_to_have_learned(
     numbers: Any, watched: Watched
 ) -> None:
-    numbers.publish(1, learned=learned(1000, 90))
+    numbers.publish(1, learned=newly_trained(1000, 90))
     watched.poll()
     assert watched.registry.get_sample_value(COUNT) == 0, "what was learned before this process began says nothing"
-    numbers.publish(2, learned=learned(300, 45))
-    numbers.publish(3, learned=learned(600, 20, 7), verdict="fail")
+    numbers.publish(2, learned=newly_trained(300, 45))
+    numbers.publish(3, learned=newly_trained(600, 20, 7), verdict="fail")
     watched.poll()
-    numbers.publish(4, learned=learned(100, 3.1))
-    numbers.publish(5, learned=learned(7, 20), verdict="fail")
+    numbers.publish(4, learned=newly_trained(100, 3.1))
+    numbers.publish(5, learned=newly_trained(7, 20), verdict="fail")
     assert watched.poll() == 4
     bucket = "anabranch_serving_freshness_duration_seconds_bucket"
     bounds = ("3.0", "5.0", "10.0", "30.0", "60.0", "+Inf")
@@ -762,10 +763,10 @@ def test_freshness_counts_all_events_that_a_version_is_the_first_served_one_to_h
 def test_the_events_of_a_version_that_is_deleted_before_its_turn_are_not_lost(numbers: Any, watched: Watched) -> None:
     numbers.publish(1)
     watched.poll()
-    numbers.publish(2, learned=learned(10, 0.1), verdict="fail")
+    numbers.publish(2, learned=newly_trained(10, 0.1), verdict="fail")
     watched.poll()
     numbers.versions.delete(2)
-    numbers.publish(3, learned=learned(5, 0.1))
+    numbers.publish(3, learned=newly_trained(5, 0.1))
     watched.poll()
     assert watched.registry.get_sample_value(COUNT) == 15
 
@@ -788,9 +789,9 @@ def test_events_that_wait_for_many_versions_are_all_counted(numbers: Any, watche
     numbers.publish(1)
     watched.poll()
     for number in range(2, 102):
-        numbers.publish(number, learned=learned(40, 10), verdict="fail")
+        numbers.publish(number, learned=newly_trained(40, 10), verdict="fail")
     watched.poll()
-    numbers.publish(102, learned=learned(40, 10))
+    numbers.publish(102, learned=newly_trained(40, 10))
     watched.poll()
     assert watched.registry.get_sample_value(COUNT) == 101 * 40
 

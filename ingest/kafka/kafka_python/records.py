@@ -1,7 +1,7 @@
 """Parses the records that kafka-python fetched, with size limits, and with errors that name the offsets.
 
-kafka-python itself decompresses without a limit, raises whatever a codec raises, and returns to the same record for
-ever.
+kafka-python itself decompresses without a limit, passes on all errors of a codec, and reads the same record again
+without end.
 """
 
 import functools
@@ -14,8 +14,8 @@ from kafka.errors import CorruptRecordError, UnsupportedCodecError
 from kafka.record.default_records import DefaultRecord
 from kafka.record.util import decode_varint
 
-from ingest.kafka.decompression import InflatedTooLargeError, inflate
 from ingest.kafka.diagnostics import damaged, too_large
+from ingest.kafka.kafka_python.decompression import InflatedTooLargeError, inflate
 
 
 class UnreadableError(CorruptRecordError):  # type: ignore[misc]

@@ -3,51 +3,34 @@
 import contextlib
 import logging
 import threading
-import time
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any
 
-from kafka import KafkaAdminClient, KafkaConsumer, KafkaProducer, OffsetAndMetadata
+from kafka import KafkaAdminClient, KafkaConsumer, OffsetAndMetadata
 from kafka import TopicPartition as KafkaPartition
 from kafka import errors as kafka_errors
 from kafka.admin import OffsetSpec
 
-from anabranch.core.errors import SettingsError
 from ingest.config import StreamSettings
-from ingest.errors import BrokerError, CodecError, CredentialsError, RecreatedError, TruncatedError
+from ingest.errors import BrokerError, CodecError, RecreatedError
 from ingest.events.partition import TopicPartition
-from ingest.kafka.client import CORRUPT_SECONDS, DeadLetter, Lag, Messages, most_inflated, sanitize, shrink, unreadable
+from ingest.kafka.client import Lag, Messages
+from ingest.kafka.dead_letters import DeadLetter
 from ingest.kafka.diagnostics import (
     BAD_HEADER,
     RECREATED,
-    TRUNCATED,
-    auth_error,
     check_gap,
     gone_topic,
     missing_topic,
-    not_a_broker_message,
-    unreachable,
     unresponsive_message,
 )
-from ingest.kafka.kafka_records import ReplacedNames, UnreadableError, bound
-from ingest.kafka_properties import DEFAULTS, check, kafka_python_options
+from ingest.kafka.kafka_python.connection import PATIENCE, brief, client_options, connect, translated
+from ingest.kafka.kafka_python.dead_letters import KafkaPythonDeadLetters
+from ingest.kafka.kafka_python.records import ReplacedNames, UnreadableError, bound
+from ingest.kafka.unreadable import CorruptBatches, most_inflated, unreadable
 
-PATIENCE = timedelta(seconds=8)
-"""How long to try to reach a broker."""
 _REQUEST_MS = 2_000
-_LARGEST_LETTER = 100_000_000
-_CODECS = {"snappy": "python-snappy", "lz4": "lz4", "zstd": "zstandard"}
-"""The packages that kafka-python needs, except for gzip, which is in Python."""
-_REFUSALS = (kafka_errors.SaslAuthenticationFailedError, kafka_errors.UnsupportedSaslMechanismError)
-
-_REFUSED_LETTERS = (
-    kafka_errors.MessageSizeTooLargeError,
-    kafka_errors.RecordListTooLargeError,
-    kafka_errors.InvalidRecordError,
-)
-"""Errors that the letter itself causes: sending it again gives the same."""
-
 log = logging.getLogger(__name__)
 
 
@@ -59,7 +42,8 @@ class KafkaPythonClient:
         self._settings = settings
         self._patience = patience
         self._connections = contextlib.ExitStack()
-        self._producer: Any = None
+        self._letters = KafkaPythonDeadLetters(settings)
+        self._connections.callback(self._letters.close)
         self._consumer: Any = None
         self._admin: Any = None
         self._committing: threading.Thread | None = None
@@ -71,9 +55,7 @@ class KafkaPythonClient:
         self._before: dict[Any, int] = {}
         self._topic_ids: dict[str, str] = {}
         self._undecodable: CodecError | None = None
-        self._corrupt: dict[Any, float] = {}
-        """When a partition first returned a batch with a wrong checksum."""
-        self.letters_dropped = 0
+        self._corrupt = CorruptBatches()
 
     def open(self) -> None:
         """Connect, and check that every topic exists."""
@@ -91,14 +73,14 @@ class KafkaPythonClient:
         bound(self._consumer, most_inflated(settings))
         self._connections.callback(self._consumer.close, autocommit=False)
         for topic in (*settings.topics, settings.dead_letter_topic):
-            with _translated(f"cannot look up topic {topic}"):
+            with translated(f"cannot look up topic {topic}"):
                 found = self._consumer.partitions_for_topic(topic)
             if not found:
                 raise BrokerError(missing_topic(topic, settings.bootstrap_servers))
 
     def partitions(self) -> list[TopicPartition]:
         """All partitions of the topics, by the metadata of the last few seconds."""
-        with _translated("cannot look up the partitions"):
+        with translated("cannot look up the partitions"):
             return [
                 TopicPartition(topic, partition)
                 for topic in self._settings.topics
@@ -115,7 +97,7 @@ class KafkaPythonClient:
     ) -> dict[TopicPartition, int]:
         """Where to begin; a moment after the last record begins at the end."""
         theirs = {_theirs(partition): partition for partition in partitions}
-        with _translated("cannot look up offsets"):
+        with translated("cannot look up offsets"):
             ends = self._consumer.end_offsets(list(theirs))
             if moment is not None:
                 found = self._consumer.offsets_for_times({tp: int(moment.timestamp() * 1000) for tp in theirs})
@@ -127,7 +109,7 @@ class KafkaPythonClient:
     def log_ends(self, partitions: Sequence[TopicPartition]) -> dict[TopicPartition, int]:
         """Ask with an admin client, since the consumer applies its isolation level."""
         theirs = {_theirs(partition): partition for partition in partitions}
-        with _translated("cannot look up the ends of partitions"):
+        with translated("cannot look up the ends of partitions"):
             admin = connect(KafkaAdminClient, self._settings)
             with contextlib.closing(admin):
                 found = admin.list_partition_offsets(dict.fromkeys(theirs, OffsetSpec.LATEST))
@@ -148,7 +130,7 @@ class KafkaPythonClient:
             raise self._undecodable
         removed: dict[Any, int] = {}
         try:
-            with _translated("cannot read the topics"):
+            with translated("cannot read the topics"):
                 batches = self._polled(int(timeout.total_seconds() * 1000), limit)
         except UnreadableError as exc:
             return [self._skip_unreadable(exc, limit)]
@@ -172,17 +154,12 @@ class KafkaPythonClient:
         try:
             polled: dict[Any, list[Any]] = self._consumer.poll(timeout_ms, max_records=limit)
         except UnreadableError as exc:
-            # The client keeps the fetched records, and would search them for a good one for ever.
+            # The client keeps the fetched records, and would search them for a good one without end.
             self._consumer._fetcher.close()
-            if exc.end is None and not self._given_up(exc):
+            if exc.end is None and not self._corrupt.is_permanent(exc.partition):
                 raise kafka_errors.CorruptRecordError(str(exc)) from exc
             raise
         return polled
-
-    def _given_up(self, exc: UnreadableError) -> bool:
-        """Whether a batch with a wrong checksum, and no good record of its partition, has come for long enough."""
-        first = self._corrupt.setdefault(exc.partition, time.monotonic())
-        return time.monotonic() - first >= CORRUPT_SECONDS
 
     def _skip_unreadable(self, exc: UnreadableError, limit: int) -> Messages:
         """Skip at most `limit` unreadable offsets, or a single one where their end is unknown."""
@@ -204,7 +181,7 @@ class KafkaPythonClient:
         except kafka_errors.KafkaError as exc:
             servers = self._settings.bootstrap_servers
             gone = [topic for topic in self._settings.topics if not self._consumer.partitions_for_topic(topic)]
-            return Lag({}, gone_topic(gone[0], servers) if gone else unresponsive_message(servers, _brief(exc)))
+            return Lag({}, gone_topic(gone[0], servers) if gone else unresponsive_message(servers, brief(exc)))
         self._behind = [tp for tp, end in ends.items() if end > self._positions[tp]]
         self._unmoved = {tp for tp in self._behind if self._positions[tp] == self._before.get(tp)}
         self._before = dict(self._positions)
@@ -230,20 +207,16 @@ class KafkaPythonClient:
                 self._connections.callback(self._admin.close)
             self._admin.alter_group_offsets(self._settings.group_id, offsets)
         except kafka_errors.KafkaError as exc:
-            log.debug("positions were not committed for lag tools: %s", _brief(exc))
+            log.debug("positions were not committed for lag tools: %s", brief(exc))
 
     def send_dead_letters(self, letters: Sequence[DeadLetter], timeout: timedelta) -> int:
-        """Send and wait; a letter that is too large for the broker is sent with less in it, or dropped."""
-        deadline = time.monotonic() + timeout.total_seconds()
-        try:
-            futures = [self._send(letter) for letter in letters]
-            for done, (letter, future) in enumerate(zip(letters, futures, strict=True)):
-                if not self._acknowledged(letter, future, deadline):
-                    return done
-        except (kafka_errors.KafkaError, BrokerError) as exc:
-            log.warning("dead letters wait: %s", _brief(exc))
-            return 0
-        return len(letters)
+        """Send letters, and wait for the broker."""
+        return self._letters.send(letters, timeout)
+
+    @property
+    def letters_dropped(self) -> int:
+        """Dead letters that the broker refuses in each of their forms."""
+        return self._letters.dropped
 
     def close(self) -> None:
         """Disconnect, once the last commit is done or a second is over."""
@@ -268,7 +241,7 @@ class KafkaPythonClient:
 
     def _pass_gap(self, offsets: Mapping[Any, int]) -> dict[Any, int]:
         """Continue from the earliest offset where the next one to read is gone, or raise."""
-        with _translated("cannot look up the earliest offsets"):
+        with translated("cannot look up the earliest offsets"):
             earliest = self._consumer.beginning_offsets(list(offsets))
         removed = {tp: int(earliest[tp]) - offset for tp, offset in offsets.items()}
         for tp, missing in removed.items():
@@ -277,14 +250,14 @@ class KafkaPythonClient:
         return removed
 
     def _position(self, tp: Any) -> int:
-        with _translated(f"cannot find the position of {tp.topic}[{tp.partition}]"):
+        with translated(f"cannot find the position of {tp.topic}[{tp.partition}]"):
             position = self._consumer.position(tp, timeout_ms=_REQUEST_MS)
         return self._positions[tp] if position is None else int(position)
 
     def _messages(self, tp: Any, records: Sequence[Any], removed: int) -> Messages:
         self._positions[tp] = records[-1].offset + 1 if records else self._position(tp)
         if records:
-            self._corrupt.pop(tp, None)
+            self._corrupt.remove(tp)
         return Messages(
             partition=self._incarnations[tp.topic, tp.partition],
             offsets=[record.offset for record in records],
@@ -296,159 +269,6 @@ class KafkaPythonClient:
             removed=removed,
             faults={i: BAD_HEADER for i, record in enumerate(records) if type(record.headers) is ReplacedNames},
         )
-
-    def _send(self, letter: DeadLetter) -> Any:
-        """Return the future of a letter, or the error where the producer itself finds it too large."""
-        if self._producer is None:
-            # Not idempotent: after a message that is too large, kafka-python's idempotent producer answers every later
-            # one with the same error. Dead letters are at least once anyway.
-            self._producer = connect(
-                KafkaProducer,
-                self._settings,
-                acks="all",
-                enable_idempotence=False,
-                linger_ms=1,
-                max_request_size=_LARGEST_LETTER,
-            )
-            self._connections.callback(self._producer.close, timeout=1)
-        sent, topic = sanitize(letter), self._settings.dead_letter_topic
-        try:
-            return self._producer.send(topic, key=sent.key, value=sent.value, headers=sent.headers)
-        except _REFUSED_LETTERS as exc:
-            return exc
-
-    def _acknowledged(self, letter: DeadLetter, sent: Any, deadline: float) -> bool:
-        """Wait for a letter; a refused one is sent again with less in it, at last with nothing, or dropped."""
-        less = shrink(letter)
-        while True:
-            try:
-                if isinstance(sent, kafka_errors.KafkaError):
-                    raise sent
-                sent.get(timeout=max(0.01, deadline - time.monotonic()))
-            except _REFUSED_LETTERS as exc:
-                bare = next(less, None)
-                if bare is None:
-                    log.debug("a dead letter is refused even without its contents: %s", _brief(exc))
-                    self.letters_dropped += 1
-                    return True
-                sent = self._send(bare)
-            except kafka_errors.KafkaError as exc:
-                log.warning("dead letters wait: %s", _brief(exc))
-                return False
-            else:
-                return True
-
-
-def client_options(kind: Any, settings: StreamSettings, patience: timedelta = PATIENCE, **ours: Any) -> dict[str, Any]:
-    """Return kafka-python's options for a client of the given class: `[stream.properties]`, and above them ours."""
-    options: dict[str, Any] = {
-        "bootstrap_servers": [server.strip() for server in settings.bootstrap_servers.split(",")],
-        "bootstrap_timeout_ms": int(patience / timedelta(milliseconds=1)),
-    }
-    for name, value in DEFAULTS.items():
-        options |= kafka_python_options(name, value)
-    for name, secret in settings.properties.items():
-        try:
-            check("kafka-python", name, secret.get_secret_value())
-        except ValueError as exc:
-            raise SettingsError(f"stream.properties: what writes events is kafka-python, and {exc}") from exc
-        options |= kafka_python_options(name, secret.get_secret_value())
-    return {name: value for name, value in options.items() if name in kind.DEFAULT_CONFIG} | ours
-
-
-def connect(kind: Any, settings: StreamSettings, patience: timedelta = PATIENCE, **options: Any) -> Any:
-    """Return a kafka-python client of the given class, or raise BrokerError with the reason.
-
-    Tries to reach a broker for up to `patience`. kafka-python itself only raises that it could not bootstrap. The
-    broker's answer is in its log, so the log of the attempt is read.
-    """
-    error: Exception | None = None
-    with _logged_errors() as logged:
-        # A broker may close the connection before its refusal is read: a second attempt may find the reason.
-        for _ in range(2 if "sasl.username" in settings.properties else 1):
-            try:
-                return kind(**client_options(kind, settings, patience, **options))
-            except kafka_errors.KafkaError as exc:
-                error = exc
-            except (OSError, ValueError, AssertionError) as exc:
-                raise BrokerError(f"invalid stream.properties: {exc}") from exc
-            if any(isinstance(cause, _REFUSALS) for cause in logged):
-                break
-    assert error is not None
-    raise _explained(settings.bootstrap_servers, settings.properties, error, logged) from error
-
-
-def _explained(
-    servers: str, properties: Container[str], error: Exception, logged: Sequence[BaseException]
-) -> BrokerError:
-    for cause in logged:
-        if isinstance(cause, _REFUSALS):
-            return auth_error(servers, mechanism=isinstance(cause, kafka_errors.UnsupportedSaslMechanismError))
-    # kafka-python throws a refusal away when it reads it together with the end of the connection.
-    if "sasl.username" in properties and any("socket disconnected" in str(cause) for cause in logged):
-        return CredentialsError(
-            f"the Kafka broker at {servers} hangs up: it seems that it refuses the credentials, or the sasl.mechanism, "
-            "in stream.properties"
-        )
-    return BrokerError(unreachable(servers) or not_a_broker_message(servers, _brief(logged[-1] if logged else error)))
-
-
-@contextlib.contextmanager
-def _logged_errors() -> Iterator[list[BaseException]]:
-    """Collect the errors that kafka-python logs."""
-    causes: list[BaseException] = []
-
-    class Collector(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            arguments = record.args if isinstance(record.args, tuple) else ()
-            causes.extend(value for value in arguments if isinstance(value, BaseException))
-
-    theirs = logging.getLogger("kafka")
-    level, collector = theirs.level, Collector(logging.WARNING)
-    unresponsive_message = logging.NullHandler()
-    theirs.addHandler(collector)
-    theirs.addHandler(unresponsive_message)
-    propagate, theirs.propagate = theirs.propagate, False
-    theirs.setLevel(logging.WARNING)
-    try:
-        yield causes
-    finally:
-        theirs.removeHandler(collector)
-        theirs.removeHandler(unresponsive_message)
-        theirs.propagate = propagate
-        theirs.setLevel(level)
-
-
-@contextlib.contextmanager
-def _translated(what: str) -> Iterator[None]:
-    """Turn kafka-python's errors into ours, but for those that the caller deals with."""
-    try:
-        yield
-    except (kafka_errors.OffsetOutOfRangeError, UnreadableError):
-        raise
-    except kafka_errors.LogTruncationError as exc:
-        raise TruncatedError(TRUNCATED) from exc
-    except kafka_errors.UnsupportedCodecError as exc:
-        raise undecodable(exc) from exc
-    except kafka_errors.KafkaError as exc:
-        raise BrokerError(f"{what}: {_brief(exc)}") from exc
-
-
-def undecodable(error: kafka_errors.UnsupportedCodecError) -> CodecError:
-    """Return the error that names the package that kafka-python needs for a codec."""
-    codec = next((name for name in _CODECS if name in str(error)), None)
-    if codec is None:
-        return CodecError(f"messages are compressed in a way that kafka-python does not know ({error})")
-    return CodecError(
-        f"messages are compressed with {codec}, which kafka-python reads with the package {_CODECS[codec]} alone: "
-        f'"pip install \'anabranch[codecs]\'", or set stream.client = "confluent"'
-    )
-
-
-def _brief(error: BaseException) -> str:
-    if "Invalid frame length" in str(error):
-        return f"its answer is larger than receive.message.max.bytes, which stream.properties can raise: {error}"
-    return str(error) or type(error).__name__
 
 
 def _theirs(partition: TopicPartition) -> Any:

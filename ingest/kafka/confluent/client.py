@@ -1,6 +1,5 @@
 """The client `confluent`: librdkafka, which fetches and parses in its own threads, without the GIL."""
 
-import base64
 import contextlib
 import logging
 import time
@@ -8,40 +7,33 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any
 
-from confluent_kafka import Consumer, IsolationLevel, KafkaError, KafkaException, TopicCollection
+from confluent_kafka import Consumer, KafkaError, KafkaException
 from confluent_kafka import TopicPartition as KafkaPartition
-from confluent_kafka.admin import AdminClient, OffsetSpec
+from confluent_kafka.admin import OffsetSpec
 
 from ingest.config import StreamSettings
-from ingest.errors import BrokerError, RecreatedError, TruncatedError
+from ingest.errors import BrokerError, RecreatedError
 from ingest.events.partition import TopicPartition
-from ingest.kafka.client import CORRUPT_SECONDS, DeadLetter, Lag, Messages, most_inflated, unreadable
-from ingest.kafka.confluent_dead_letters import LetterProducer, brief, headers_of, make
+from ingest.kafka.client import Lag, Messages
+from ingest.kafka.confluent.connection import brief, make, raise_if_fatal, reach
+from ingest.kafka.confluent.dead_letters import ConfluentDeadLetters
+from ingest.kafka.confluent.metadata import TopicMetadata
+from ingest.kafka.confluent.records import REMOVED, UNREADABLE, batch_end, headers_of
+from ingest.kafka.dead_letters import DeadLetter
 from ingest.kafka.diagnostics import (
     RECREATED,
-    TRUNCATED,
-    auth_error,
     check_gap,
     damaged,
-    gone_topic,
-    missing_topic,
-    not_a_broker_message,
     too_large,
-    unreachable,
     unresponsive_message,
 )
+from ingest.kafka.unreadable import CorruptBatches, most_inflated, unreadable
 
 _PATIENCE = timedelta(seconds=8)
-_REQUEST_SECONDS = 2.0
-_SEARCH_SECONDS = 15.0
 
 log = logging.getLogger(__name__)
 
-_GONE = (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC, KafkaError._UNKNOWN_PARTITION)
-_FORBIDDEN = (KafkaError.TOPIC_AUTHORIZATION_FAILED, KafkaError.CLUSTER_AUTHORIZATION_FAILED)
-_UNREADABLE = (KafkaError._BAD_COMPRESSION, KafkaError._BAD_MSG)
 _INFLATED = "its batch is damaged, or larger than receive.message.max.bytes once it is decompressed"
-_REMOVED = (KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE)
 
 
 class ConfluentClient:
@@ -56,15 +48,12 @@ class ConfluentClient:
         self._patience = patience.total_seconds()
         self._errors: list[KafkaError] = []
         self._consumer: Any = None
-        self._admin: Any = None
-        self._letters: LetterProducer | None = None
-        self._topics: dict[str, Any] = {}
+        self._metadata = TopicMetadata(settings)
+        self._letters: ConfluentDeadLetters | None = None
         self._partitions: dict[tuple[str, int], TopicPartition] = {}
         self._positions: dict[TopicPartition, int] = {}
-        self._recreated = False
         self._most = most_inflated(settings)
-        self._corrupt: dict[TopicPartition, float] = {}
-        """When a partition first returned a batch that cannot be read."""
+        self._corrupt = CorruptBatches()
 
     def open(self) -> None:
         """Connect, and check that every topic exists."""
@@ -80,37 +69,24 @@ class ConfluentClient:
                 "auto.offset.reset": "error",
                 "isolation.level": settings.isolation_level,
                 "allow.auto.create.topics": False,
-                # What was fetched and not yet polled; one more answer of a broker may be under way.
+                # Messages that were fetched and not yet polled; one more response of a broker may be in flight.
                 "queued.max.messages.kbytes": 16_384,
                 "error_cb": self._errors.append,
             },
         )
-        self._admin = make(AdminClient, settings, {})
-        self._reach()
-        try:
-            self._topics = self._described(self._patience)
-        except KafkaException as exc:
-            raise BrokerError(f"cannot look up the topics: {brief(exc)}") from exc
-        for topic in (*settings.topics, settings.dead_letter_topic):
-            if topic not in self._topics:
-                raise BrokerError(missing_topic(topic, settings.bootstrap_servers))
+        reach(self._consumer, settings, self._errors, self._patience)
+        self._metadata.open(self._patience)
 
     def partitions(self) -> list[TopicPartition]:
         """All partitions of the topics; while the broker is away, those that existed before."""
         with contextlib.suppress(KafkaException, BrokerError):
-            self._update_metadata(self._described(_REQUEST_SECONDS))
-        return [
-            TopicPartition(topic, partition.id)
-            for topic in self._settings.topics
-            for partition in sorted(self._topics[topic].partitions, key=lambda each: each.id)
-        ]
+            self._metadata.refresh()
+        return self._metadata.partitions()
 
     def topic_ids(self) -> dict[str, str]:
         """The topics' ids, as last received."""
-        self._recreated = False
-        ids = {topic: str(self._topics[topic].topic_id) for topic in self._settings.topics}
-        found = {topic: base64.urlsafe_b64decode(f"{each}==").hex() for topic, each in ids.items()}
-        return {topic: each for topic, each in found.items() if each.strip("0")}
+        self._metadata.is_recreated = False
+        return self._metadata.ids()
 
     def first_offsets(
         self, partitions: Sequence[TopicPartition], start: str, moment: datetime | None
@@ -118,9 +94,11 @@ class ConfluentClient:
         """Where to begin; a moment after the last record begins at the end."""
         try:
             if moment is None:
-                return self._offsets(partitions, OffsetSpec.latest() if start == "latest" else OffsetSpec.earliest())
-            found = self._offsets(partitions, OffsetSpec.for_timestamp(int(moment.timestamp() * 1000)))
-            ends = self._offsets(partitions, OffsetSpec.latest())
+                return self._metadata.offsets(
+                    partitions, OffsetSpec.latest() if start == "latest" else OffsetSpec.earliest()
+                )
+            found = self._metadata.offsets(partitions, OffsetSpec.for_timestamp(int(moment.timestamp() * 1000)))
+            ends = self._metadata.offsets(partitions, OffsetSpec.latest())
         except KafkaException as exc:
             raise BrokerError(f"cannot look up offsets: {brief(exc)}") from exc
         return {partition: ends[partition] if offset < 0 else offset for partition, offset in found.items()}
@@ -128,7 +106,7 @@ class ConfluentClient:
     def log_ends(self, partitions: Sequence[TopicPartition]) -> dict[TopicPartition, int]:
         """Ask independently of the consumer's isolation level."""
         try:
-            return self._offsets(partitions, OffsetSpec.latest(), "read_uncommitted")
+            return self._metadata.offsets(partitions, OffsetSpec.latest(), "read_uncommitted")
         except KafkaException as exc:
             raise BrokerError(f"cannot look up the ends of partitions: {brief(exc)}") from exc
 
@@ -140,7 +118,7 @@ class ConfluentClient:
 
     def poll(self, timeout: timedelta, limit: int) -> list[Messages]:
         """Return at most `limit` messages."""
-        if self._recreated:
+        if self._metadata.is_recreated:
             raise RecreatedError(RECREATED)
         try:
             polled = self._consumer.consume(limit, timeout.total_seconds())
@@ -161,9 +139,9 @@ class ConfluentClient:
         """
         servers = self._settings.bootstrap_servers
         try:
-            self._update_metadata(self._described(_REQUEST_SECONDS))
-            ends = self._offsets(list(self._positions), OffsetSpec.latest())
-            starts = self._offsets(list(self._positions), OffsetSpec.earliest()) if log_starts else {}
+            self._metadata.refresh()
+            ends = self._metadata.offsets(list(self._positions), OffsetSpec.latest())
+            starts = self._metadata.offsets(list(self._positions), OffsetSpec.earliest()) if log_starts else {}
         except KafkaException as exc:
             return Lag({}, unresponsive_message(servers, brief(exc)))
         except BrokerError as exc:
@@ -183,7 +161,7 @@ class ConfluentClient:
     def send_dead_letters(self, letters: Sequence[DeadLetter], timeout: timedelta) -> int:
         """Send and wait, with a producer that is created with the first letter."""
         if self._letters is None:
-            self._letters = LetterProducer(self._settings)
+            self._letters = ConfluentDeadLetters(self._settings)
         return self._letters.send(letters, timeout)
 
     @property
@@ -195,63 +173,6 @@ class ConfluentClient:
         """Disconnect."""
         if self._consumer is not None:
             self._consumer.close()
-
-    def _reach(self) -> None:
-        """Wait until a broker answers, or raise BrokerError with the error that came instead."""
-        deadline = time.monotonic() + self._patience
-        servers = self._settings.bootstrap_servers
-        while True:
-            try:
-                self._consumer.list_topics(self._settings.topics[0], timeout=0.5)
-            except KafkaException as exc:
-                self._consumer.poll(0)  # calls back with the errors
-                codes = {error.code() for error in self._errors}
-                hopeless = KafkaError._ALL_BROKERS_DOWN in codes and unreachable(servers)
-                if KafkaError._AUTHENTICATION in codes or hopeless or time.monotonic() > deadline:
-                    raise self._explained(exc) from exc
-            else:
-                return
-
-    def _explained(self, exc: KafkaException) -> BrokerError:
-        servers = self._settings.bootstrap_servers
-        for error in self._errors:
-            if error.code() == KafkaError._AUTHENTICATION:
-                return auth_error(servers, mechanism="mechanism" in error.str())
-        sentence = self._errors[-1].str() if self._errors else brief(exc)
-        return BrokerError(unreachable(servers) or not_a_broker_message(servers, sentence))
-
-    def _described(self, seconds: float) -> dict[str, Any]:
-        """Return the broker's descriptions of the topics that exist."""
-        names = list(dict.fromkeys(map(str, (*self._settings.topics, self._settings.dead_letter_topic))))
-        futures = self._admin.describe_topics(TopicCollection(names), request_timeout=seconds)
-        found = {}
-        for name, future in futures.items():
-            try:
-                found[name] = future.result()
-            except KafkaException as exc:
-                if exc.args[0].code() not in _GONE:
-                    raise
-        return found
-
-    def _update_metadata(self, found: Mapping[str, Any]) -> None:
-        """Update partitions and ids from the broker's descriptions; raises BrokerError when a topic is gone."""
-        for topic in self._settings.topics:
-            if topic not in found:
-                raise BrokerError(gone_topic(topic, self._settings.bootstrap_servers))
-            self._recreated |= str(found[topic].topic_id) != str(self._topics[topic].topic_id)
-        self._topics = {**self._topics, **found}
-
-    def _offsets(
-        self, partitions: Sequence[TopicPartition], spec: Any, isolation_level: str = ""
-    ) -> dict[TopicPartition, int]:
-        level = {
-            "read_committed": IsolationLevel.READ_COMMITTED,
-            "read_uncommitted": IsolationLevel.READ_UNCOMMITTED,
-        }[isolation_level or self._settings.isolation_level]
-        asked = {KafkaPartition(p.topic, p.partition): spec for p in partitions}
-        futures = self._admin.list_offsets(asked, isolation_level=level, request_timeout=_REQUEST_SECONDS)
-        found = {(tp.topic, tp.partition): future.result().offset for tp, future in futures.items()}
-        return {partition: int(found[partition.topic, partition.partition]) for partition in partitions}
 
     def _taken(self, polled: Sequence[Any], limit: int) -> list[Messages]:
         """Sort what was polled, messages and events, by partition."""
@@ -269,15 +190,15 @@ class ConfluentClient:
                 batches.setdefault(partition, []).append(message)
             elif error is not None and error.code() == KafkaError._PARTITION_EOF and partition is not None:
                 ends[partition] = message.offset()
-            elif error is not None and error.code() in _UNREADABLE and partition is not None:
+            elif error is not None and error.code() in UNREADABLE and partition is not None:
                 bad[partition] = message
-            elif error is not None and error.code() in _REMOVED and partition is not None:
+            elif error is not None and error.code() in REMOVED and partition is not None:
                 stopped = True
                 # A gap after messages is reported again once they are handled.
                 if partition not in batches and partition not in ends:
                     removed[partition] = self._pass_gap(partition)
             elif error is not None:
-                self._raise_if_fatal(error)
+                raise_if_fatal(error)
         reached = dict.fromkeys((*batches, *ends, *removed))
         found = [self._messages(p, batches.get(p, ()), ends.get(p, -1), removed.get(p, 0)) for p in reached]
         found += self._unread({p: message for p, message in bad.items() if p not in reached}, limit)
@@ -294,7 +215,7 @@ class ConfluentClient:
         return [
             self._skip_unreadable(partition, message.error(), message.offset(), limit)
             for partition, message in bad.items()
-            if self._given_up(partition, message.error())
+            if self._is_permanent(partition, message.error())
         ]
 
     def _pass_gap(self, partition: TopicPartition) -> int:
@@ -305,71 +226,26 @@ class ConfluentClient:
         check_gap(name, earliest - position, self._settings.on_gap)
         return earliest - position
 
-    def _given_up(self, partition: TopicPartition, error: KafkaError) -> bool:
-        """Whether to give up an unreadable batch, since fetching it again would most likely return the same."""
-        first = self._corrupt.setdefault(partition, time.monotonic())
-        return error.code() == KafkaError._BAD_COMPRESSION or time.monotonic() - first >= CORRUPT_SECONDS
+    def _is_permanent(self, partition: TopicPartition, error: KafkaError) -> bool:
+        """Return whether fetching an unreadable batch again would most likely return the same."""
+        return self._corrupt.is_permanent(partition) or error.code() == KafkaError._BAD_COMPRESSION
 
     def _skip_unreadable(self, partition: TopicPartition, error: KafkaError, base: int, limit: int) -> Messages:
         """Skip a batch that cannot be read, or the first `limit` offsets of it."""
         begin = max(self._positions[partition], base)
-        end = min(begin + limit, self._batch_end(partition, begin, base))
+        log_end = self._metadata.offsets([partition], OffsetSpec.latest())[partition]
+        end = min(begin + limit, batch_end(self._consumer, partition, begin, base, log_end))
         compressed = error.code() == KafkaError._BAD_COMPRESSION
         reason = f"too-large: {_INFLATED}" if compressed else damaged(error.str())
         log.debug("%s[%d]: %d to %d are passed over: %s", partition.topic, partition.partition, begin, end - 1, reason)
         self._positions[partition] = end
         return unreadable(partition, range(begin, end), int(time.time() * 1000), reason)
 
-    def _batch_end(self, partition: TopicPartition, begin: int, base: int) -> int:
-        """Return the first offset after the batch at `base`, which librdkafka does not report.
-
-        A broker returns the whole batch for any of its offsets: the end is found by a galloping, then a binary search.
-        After some seconds the search ends with an offset that is known to be in the batch.
-        """
-        deadline = time.monotonic() + _SEARCH_SECONDS
-        inside, beyond = begin, self._offsets([partition], OffsetSpec.latest())[partition]
-        step = 1
-        while beyond - inside > 1 and time.monotonic() < deadline:
-            middle = (inside + beyond) // 2
-            asked = min(inside + step, middle) if step else middle
-            if self._is_of(partition, asked, base):
-                inside, step = asked, 2 * step
-            else:
-                beyond, step = asked, 0
-        return inside + 1
-
-    def _is_of(self, partition: TopicPartition, offset: int, base: int) -> bool:
-        """Whether an offset is in the unreadable batch at `base`; raises BrokerError when no broker answers in time."""
-        self._consumer.assign([KafkaPartition(partition.topic, partition.partition, offset)])
-        deadline, answer = time.monotonic() + _SEARCH_SECONDS, "no answer"
-        while (left := deadline - time.monotonic()) > 0:
-            for message in self._consumer.consume(1, left):
-                error = message.error()
-                if error is None or error.code() == KafkaError._PARTITION_EOF:
-                    return False
-                if error.code() in _UNREADABLE:
-                    return bool(message.offset() == base)
-                answer = error.str()
-                if error.code() in _REMOVED:
-                    deadline = 0.0
-                else:
-                    self._raise_if_fatal(error)
-        name = f"{partition.topic}[{partition.partition}]@{base}"
-        raise BrokerError(f"cannot read {name}, nor find where it ends: {answer}")
-
-    def _raise_if_fatal(self, error: KafkaError) -> None:
-        """Raise for errors that end the reading; librdkafka itself retries after all others."""
-        if error.code() == KafkaError._LOG_TRUNCATION:
-            raise TruncatedError(TRUNCATED)
-        if error.fatal() or error.code() in _FORBIDDEN:
-            raise BrokerError(f"cannot read the topics: {error.str()}")
-        log.debug("librdkafka: %s", error.str())
-
     def _messages(self, partition: TopicPartition, records: Sequence[Any], end: int, removed: int) -> Messages:
         last = (records[-1].offset() + 1 if records else self._positions[partition]) + removed
         self._positions[partition] = max(last, end)
         if records:
-            self._corrupt.pop(partition, None)
+            self._corrupt.remove(partition)
         headers, faults = headers_of(records)
         if max(map(len, records), default=0) > self._most:
             faults |= {index: too_large(self._most) for index, each in enumerate(records) if len(each) > self._most}
@@ -378,7 +254,7 @@ class ConfluentClient:
             offsets=[record.offset() for record in records],
             times_ms=[record.timestamp()[1] for record in records],
             keys=[record.key() for record in records],
-            # A letter could not carry what is too large either.
+            # A dead letter could not carry a value of this size either.
             values=[record.value() if len(record) <= self._most else None for record in records],
             headers=headers,
             end=self._positions[partition],

@@ -8,7 +8,7 @@ import pytest
 from kafka import TopicPartition
 from kafka.record.memory_records import MemoryRecords, MemoryRecordsBuilder
 
-from ingest.kafka.kafka_records import UnreadableError, _Records
+from ingest.kafka.kafka_python.records import UnreadableError, _Records
 
 GZIP, LZ4 = 1, 3
 MOST = 10_000
@@ -17,9 +17,9 @@ MARK = b"the value"
 
 def batch(offsets: list[int], value: bytes = MARK, codec: int = 0, magic: int = 2) -> bytes:
     builder = MemoryRecordsBuilder(magic, codec, 10**8, offset=0 if magic == 1 and codec else offsets[0])
-    for place, offset in enumerate(offsets):
-        builder.skip(offset - (offsets[place - 1] + 1 if place else offset))
-        builder.append(timestamp=1_000 + place, key=None, value=value, headers=[])
+    for index, offset in enumerate(offsets):
+        builder.skip(offset - (offsets[index - 1] + 1 if index else offset))
+        builder.append(timestamp=1_000 + index, key=None, value=value, headers=[])
     builder.close()
     written = bytes(builder.buffer())
     if magic == 1 and codec:
@@ -69,8 +69,8 @@ def test_an_error_names_as_many_offsets_of_a_compacted_batch_as_it_has_records()
 
 def test_without_a_checksum_an_error_names_the_offsets_from_the_first_bad_record_on() -> None:
     data = batch([0, 1, 2, 3])
-    place = data.rindex(MARK) - 1  # the length of the last value
-    damaged = data[:place] + b"\x7f" + data[place + 1 :]
+    position = data.rindex(MARK) - 1  # the length of the last value
+    damaged = data[:position] + b"\x7f" + data[position + 1 :]
     found, error = read(damaged, check_crcs=False)
     assert found == [0, 1, 2]
     assert error is not None

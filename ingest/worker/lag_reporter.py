@@ -1,0 +1,104 @@
+"""Reports the lag, and problems with reading, to the learner."""
+
+import logging
+import time
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+
+from ingest.events.partition import TopicPartition
+from ingest.kafka.client import Client, Lag
+from ingest.transport.protocol import LagReport, send
+from ingest.worker.partition_table import PartitionTable
+from ingest.worker.stalled_partitions import StallDetector
+
+LAG_SECONDS = 1.0
+"""Time between two reports."""
+_LOG_STARTS_SECONDS = 600.0
+"""A broker that crashes may lose the removals of its last minute: only older removals are reported."""
+_BUSY_SHARE = 0.1
+"""The part of the time that counts towards a stall while every poll is full: partitions may have to take turns."""
+_MOST_UNANSWERED = 8
+"""Reports sent to a learner that sends nothing back: a full connection would block both sides forever."""
+_FAULT_SECONDS = 60.0
+"""How long a bug in decoding is reported as a problem."""
+
+log = logging.getLogger(__name__)
+
+
+class LagReporter:
+    """Asks the broker for the ends of the partitions about once a second, and sends them to the learner."""
+
+    def __init__(self, client: Client, table: PartitionTable, connection: Connection) -> None:
+        self._client = client
+        self._table = table
+        self._connection = connection
+        self.problem: str | None = None
+        """What was wrong at the last report."""
+        self._fault: str | None = None
+        self._fault_until = 0.0
+        self._due = self._next_log_starts = 0.0
+        self._log_starts: dict[TopicPartition, int] = {}
+        """The first offset of each partition when the broker was last asked for it."""
+        self._stall_detector = StallDetector()
+        self._stall: str | None = None
+        self._checked_at = time.monotonic()
+        self.waited = 0.0
+        """Seconds since the last check for stalls in which this process waited for the learner."""
+        self.had_few_rows = False
+        """Whether a poll since then returned few rows: then no partition waits for its turn behind others."""
+        self.unanswered = 0
+        """Reports since the last message of the learner."""
+
+    def set_fault(self, fault: str) -> None:
+        """Report a bug in decoding for some time."""
+        self._fault = f"a bug in decoding: {fault}; see the log of ingest and the dead letters"
+        self._fault_until = time.monotonic() + _FAULT_SECONDS
+
+    def report_if_due(self) -> None:
+        """Report the lag once a second, also while nothing is read: it grows fastest at that time."""
+        if time.monotonic() >= self._due:
+            asked = time.monotonic()
+            lag = self._client.lag(log_starts=asked >= self._next_log_starts)
+            if not lag.problem:
+                self._stall = self._stalled(lag.ends)
+            if lag.log_starts:
+                self._next_log_starts = asked + _LOG_STARTS_SECONDS
+                before, self._log_starts = self._log_starts, lag.log_starts
+                lag.log_starts = {p: min(before[p], first) for p, first in lag.log_starts.items() if p in before}
+            self.report(lag, asked)
+            self._due = time.monotonic() + LAG_SECONDS
+
+    def _stalled(self, ends: Mapping[TopicPartition, int]) -> str | None:
+        """Return one sentence if a partition that is read is stalled."""
+        now = time.monotonic()
+        seconds = max(0.0, now - self._checked_at - self.waited)
+        if not self.had_few_rows:
+            seconds *= _BUSY_SHARE
+        self._checked_at, self.waited, self.had_few_rows = now, 0.0, False
+        return self._stall_detector.check(
+            {self._table.partitions[index]: self._table.positions[index] for index in self._table.read}, ends, seconds
+        )
+
+    def report(self, lag: Lag, asked: float | None = None) -> None:
+        """Send a lag that was asked for at the time `asked`, and log when its problem changes."""
+        if lag.problem != self.problem and lag.problem is None:
+            log.info("the Kafka broker answers again")
+        elif lag.problem != self.problem:
+            log.warning("%s", lag.problem)
+        self.problem = lag.problem
+        if self.unanswered >= _MOST_UNANSWERED:
+            return
+        self.unanswered += 1
+        ends = [
+            (index, lag.ends[partition])
+            for index, partition in enumerate(self._table.partitions)
+            if partition in lag.ends
+        ]
+        starts = [
+            (index, lag.log_starts[name]) for index, name in enumerate(self._table.partitions) if name in lag.log_starts
+        ]
+        fault = self._fault if time.monotonic() < self._fault_until else None
+        send(
+            self._connection,
+            LagReport(ends, lag.problem or self._stall or fault, time.monotonic() if asked is None else asked, starts),
+        )
