@@ -1,4 +1,4 @@
-"""The policies of `[replay]` by name: a new one is a class in a file of its own, and one line here."""
+"""The policies of `[replay]` by name: a new one is a class in a new file, and one line here."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

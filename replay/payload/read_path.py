@@ -91,7 +91,7 @@ class ReadPath(TierPath):
         if misses == len(in_memory):
             shape = (misses, self.cache.memory.slot_bytes)
             return torch.empty(shape, dtype=torch.uint8, device=self.cache.memory.device)
-        # The row of position 0 stands in for a miss: one gather instead of a gather and a scatter.
+        # A miss gets the row of position 0 at first: one gather instead of a gather and a scatter.
         return self.cache.memory.gather(np.maximum(in_memory, 0))
 
     def _read_through(self, staged: StagedRows, missing: MissingRows) -> None:

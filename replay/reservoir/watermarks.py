@@ -1,4 +1,4 @@
-"""The position up to which events of each partition were added: events beyond it are new and need no look-up.
+"""The position up to which events of each partition were added: events beyond it are new, and are not looked up.
 
 Legend: N events of a call.
 """

@@ -1,4 +1,4 @@
-"""The kinds of slower tiers by name: a new one is a class in a file of its own, and one line here."""
+"""The kinds of slower tiers by name: a new one is a class in a new file, and one line here."""
 
 from collections.abc import Callable, Iterable
 from typing import Any

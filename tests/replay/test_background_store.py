@@ -1,4 +1,4 @@
-"""The background_store: what a store does beside the steps is what it would have done between them."""
+"""The background store: updates in the background have the same results as updates between the steps."""
 
 import contextlib
 import tempfile
@@ -55,7 +55,7 @@ def open_background_store(schema: Schema, tmp_path: Path) -> Iterator[Callable[.
 
 
 class Life:
-    """What a learner does with a store or with its background_store, which is told by digests of what it sees."""
+    """What a learner does with a store or with a background store; its samples are compared."""
 
     def __init__(self, keeper: Store | BackgroundStore, schema: Schema) -> None:
         self._keeper, self._schema = keeper, schema
@@ -123,7 +123,9 @@ acts = st.lists(
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=40)
 @given(acts)
-def test_no_timing_decides_what_is_held_or_sampled(schema: Schema, kind: str, asked: list[tuple[str, int]]) -> None:
+def test_timing_does_not_influence_what_is_held_or_sampled(
+    schema: Schema, kind: str, asked: list[tuple[str, int]]
+) -> None:
     """Whatever is asked for between the steps, and however far the thread has come by then."""
     with contextlib.ExitStack() as stack:
         plain, kept = (
@@ -192,7 +194,7 @@ def test_a_step_goes_on_while_the_store_takes_in_and_the_next_one_waits(
     opened.set()
     thread.join(30)
     assert len(sampled[0]) == SAMPLED
-    assert background_store.flush().tiers.stats.stall_seconds > stalled, "what a step waited for is told"
+    assert background_store.flush().tiers.stats.stall_seconds > stalled, "the wait of a step is counted"
 
 
 def test_events_are_added_where_no_step_samples(
@@ -213,7 +215,7 @@ class Panic(BaseException):
 
 @pytest.mark.parametrize("kind", [ZeroDivisionError, torch.OutOfMemoryError, Panic])
 @pytest.mark.parametrize("inline", [False, True])
-def test_what_fails_beside_a_step_is_told_by_each_later_call_and_is_no_want_of_memory_of_the_model(
+def test_a_failure_in_the_background_is_raised_by_each_later_call_and_is_no_out_of_memory_error_of_the_model(
     open_background_store: Callable[..., BackgroundStore],
     schema: Schema,
     monkeypatch: pytest.MonkeyPatch,
@@ -244,7 +246,7 @@ def test_what_fails_beside_a_step_is_told_by_each_later_call_and_is_no_want_of_m
             StoreFailedError, match=f"the replay store failed in the background of a step: {kind.__name__}: no more"
         ):
             call()
-    assert not issubclass(StoreFailedError, RuntimeError), "by which a device without memory is told"
+    assert not issubclass(StoreFailedError, RuntimeError), "out-of-memory errors of the device are RuntimeErrors"
 
 
 def test_lost_events_leave_and_are_counted_where_no_step_comes(
@@ -279,7 +281,7 @@ def test_nothing_is_held_on_to_that_is_done(
     assert [each() is None for each in added] == [True] * 4
 
 
-def test_what_is_looked_for_comes_in_its_order(
+def test_neighbours_arrive_in_order(
     open_background_store: Callable[..., BackgroundStore], schema: Schema, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     background_store, order = open_background_store(), list[str]()
@@ -299,7 +301,7 @@ def test_what_is_looked_for_comes_in_its_order(
 def test_steps_have_waited_for_what_they_waited_for_and_no_more(
     open_background_store: Callable[..., BackgroundStore], schema: Schema, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the thread waits for beside them is no wait of theirs."""
+    """The waits of the background thread are not counted as waits of steps."""
     background_store = open_background_store()
     stats = background_store.flush().tiers.stats
 

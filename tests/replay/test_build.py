@@ -1,4 +1,4 @@
-"""From one arrangement of tiers to another: what a checkpoint has is taken up by a store with other settings."""
+"""From one arrangement of tiers to another: a store with other settings restores a checkpoint."""
 
 import dataclasses
 import errno
@@ -155,20 +155,20 @@ def test_rows_that_went_bad_are_left_behind_when_they_are_copied(schema: Schema,
     fill(store, schema, 0, 3000)
     contents = checkpoint(store)
     good = payload(store)
-    spoil(store, places=3)
+    spoil(store, positions=3)
     moved = build(LARGER, contents)
     assert moved.lost == 3
     assert len(payload(moved)) == len(good) - 3
     assert payload(moved).items() <= good.items()
 
 
-def spoil(store: Store, places: int) -> None:
+def spoil(store: Store, positions: int) -> None:
     """Flip a bit in the rows of the first events of the index."""
     disk = store.tiers.slow[-1]
     assert isinstance(disk, DiskTier)
     store.tiers.sync()
     with disk.path.open("r+b") as file:
-        for slot in store.event_table.copy()["slot"][:places].tolist():
+        for slot in store.event_table.copy()["slot"][:positions].tolist():
             file.seek(4096 + slot * disk.slot_bytes)
             byte = file.read(1)[0]
             file.seek(-1, 1)
@@ -182,7 +182,7 @@ def test_a_row_that_went_bad_is_left_out_of_samples_and_erased(
     fill(store, schema, 0, 2000)
     held, bad = len(store), set(store.event_table.copy()["offset"][:5].tolist())
     cached = store.rows["device"]
-    spoil(store, places=5)
+    spoil(store, positions=5)
     plan_ahead(store, 0, held)
     sample = store.sample(0, held)
     assert held - 5 <= len(sample) <= held - 5 + cached

@@ -142,7 +142,7 @@ def test_under_another_policy_events_compete_as_if_it_had_been_that_one(
         np.array_equal(np.sort(store.event_table.copy()[names]), np.sort(other.event_table.copy()[names]))
         or before == after
     )
-    # The next checkpoint tells the new priorities, not those of the one before.
+    # The next checkpoint has the new priorities, not those of the previous one.
     again = build(arrangement, FakeCheckpoints(store, first).checkpoint(2), admission=after)
     assert np.array_equal(again.event_table.copy()[names], store.event_table.copy()[names])
     assert len(again.sample(0, SAMPLED)) == SAMPLED

@@ -1,4 +1,4 @@
-"""No event of a step is lost for want of a slot, however many the step has and however few slots there are beside."""
+"""No event of a step is lost for lack of a slot, however many the step has and however few spare slots there are."""
 
 from pathlib import Path
 

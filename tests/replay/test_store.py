@@ -51,7 +51,7 @@ def k_smallest(schema: Schema, events: Iterable[tuple[int, int]], k: int, seed: 
     bases = np.array([partition_base(name) for name in PARTITIONS], np.uint64)[partition]
     identity = identity_hash(bases, offset.astype(np.int64), np.zeros(len(offset), np.int32), seed)
     order = np.argsort(exponentials(identity), kind="stable")
-    return {unique[place] for place in order[:k]}
+    return {unique[index] for index in order[:k]}
 
 
 def test_a_sampled_event_is_the_event_that_was_added(schema: Schema, make_store: MakeStore) -> None:
@@ -104,7 +104,7 @@ def test_every_dtype_and_shape_comes_back_bit_for_bit(dtype: str) -> None:
         assert sampled[name].numpy()[order].tobytes() == columns[name].tobytes()
 
 
-def test_further_columns_are_kept_beside_those_of_the_schema(schema: Schema, tmp_path: Path) -> None:
+def test_further_columns_are_kept_with_those_of_the_schema(schema: Schema, tmp_path: Path) -> None:
     """Such as the logits of the step that learned an event."""
     settings = ReplaySettings.model_validate({"capacity": 100, "device_bytes": "1kB", "disk": {"bytes": "1MB"}})
     extra = {"logits": (np.dtype(np.float32), (4,))}
@@ -194,7 +194,7 @@ def test_events_that_waited_leave_the_store_as_those_that_were_taken_in_at_once(
     assert at_once.reservoir.quotas.thresholds.tobytes() == waited.reservoir.quotas.thresholds.tobytes()
 
 
-def test_events_wait_for_one_another_but_not_when_a_sampler_chooses_anew_each_step(schema: Schema) -> None:
+def test_events_are_added_together_except_when_a_sampler_chooses_for_each_step(schema: Schema) -> None:
     for sampling, waits in (("uniform", [10, 20, 30, 40, 50, 60, 70, 0]), ("recent", [0] * BLOCK)):
         store = build_store(ReplaySettings(capacity=100, sampling=sampling), schema, torch.device("cpu"), 0)
         seen = []
@@ -205,8 +205,8 @@ def test_events_wait_for_one_another_but_not_when_a_sampler_chooses_anew_each_st
         assert len(store) == 10 * BLOCK
 
 
-@pytest.mark.parametrize("look", ["checkpoint", "plan", "erase"])
-def test_whoever_looks_at_the_store_finds_what_waits(schema: Schema, look: str) -> None:
+@pytest.mark.parametrize("access", ["checkpoint", "plan", "erase"])
+def test_each_access_to_the_store_adds_pending_events(schema: Schema, access: str) -> None:
     store = build_store(ReplaySettings(capacity=100), schema, torch.device("cpu"), 0)
     store.add(fake_columns(schema, range(10)), PARTITIONS)
     found = {
@@ -215,7 +215,7 @@ def test_whoever_looks_at_the_store_finds_what_waits(schema: Schema, look: str) 
         "erase": lambda: store.erase(
             ErasedEvents([ByRange(time=0, by="command", partition="events#0[0]", first=0, last=9)])
         ),
-    }[look]()
+    }[access]()
     assert found == 10
 
 
@@ -345,7 +345,7 @@ def test_heavy_events_are_kept_in_proportion_and_weightless_ones_never(schema: S
 
 
 @pytest.mark.parametrize("capacity", [10_000, 500, 50])
-def test_the_importance_of_a_sample_makes_it_stand_for_the_weighted_stream(schema: Schema, capacity: int) -> None:
+def test_the_importance_of_a_sample_makes_it_represent_the_weighted_stream(schema: Schema, capacity: int) -> None:
     """A weighted mean over the store estimates that over the stream, however much of it is held."""
     weights = np.array([0.1, 1.0, 3.0], np.float32)
     estimates = []
@@ -400,7 +400,7 @@ class TestSamples:
         assert all(torch.equal(plan.rows, rows) for plan, rows in zip(plans, untouched, strict=True))
         store.end_snapshot(None)
 
-    def test_steps_that_are_planned_at_once_have_each_what_they_want(
+    def test_steps_that_are_planned_together_each_get_their_number_of_events(
         self, schema: Schema, make_store: MakeStore
     ) -> None:
         store = make_store(100)
@@ -483,15 +483,15 @@ def test_bytes_that_hold_no_event_are_refused(schema: Schema) -> None:
     [("cpu", "host"), *(pytest.param("cuda", x, marks=pytest.mark.gpu) for x in ("device", "host"))],
 )
 @pytest.mark.parametrize("cached", [{}, {"disk": {"bytes": "1MB"}, "device_bytes": "2kB", "sampling": "recent"}])
-def test_a_store_samples_alike_wherever_its_memory_lies(
+def test_samples_do_not_depend_on_the_device_of_the_memory_tier(
     schema: Schema, tmp_path: Path, device: str, memory: str, cached: dict[str, Any]
 ) -> None:
     plain, other = (
         build_store(
-            ReplaySettings.model_validate({"capacity": 200, "device_memory": lies, **cached}),
-            *(schema, torch.device(name), 0, tmp_path / name / lies),
+            ReplaySettings.model_validate({"capacity": 200, "device_memory": memory_of, **cached}),
+            *(schema, torch.device(name), 0, tmp_path / name / memory_of),
         )
-        for name, lies in (("cpu", "device"), (device, memory))
+        for name, memory_of in (("cpu", "device"), (device, memory))
     )
     for store in (plain, other):
         add_now(store, fake_columns(schema, range(1000), label=[0, 1, 2, 3]), PARTITIONS)
@@ -556,7 +556,7 @@ class TestCheckpoints:
         slots = store.event_table.slots
         assert len(set(slots.tolist())) == len(store)
 
-    def test_a_smaller_store_takes_up_the_k_smallest(self, schema: Schema, make_store: MakeStore) -> None:
+    def test_a_smaller_store_restores_the_k_smallest(self, schema: Schema, make_store: MakeStore) -> None:
         large = make_store(500)
         add_now(large, fake_columns(schema, range(3000)), PARTITIONS)
         small = make_store(50, contents=FakeCheckpoints(large).checkpoint(1))

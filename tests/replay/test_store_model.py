@@ -94,14 +94,14 @@ def kept(schema: Schema, admission: str, added: set[Event], k: int) -> set[Event
     bases = np.array([partition_base(name) for name in PARTITIONS], np.uint64)[columns["partition"]]
     identity = identity_hash(bases, columns["offset"], columns["row"], 0).tolist()
     groups: dict[int, list[tuple[float, Event]]] = {}
-    for place, event in enumerate(events):
-        weight = float(columns["weight"][place])
+    for index, event in enumerate(events):
+        weight = float(columns["weight"][index])
         if not weight:
             continue
-        priority = -math.log((identity[place] + 0.5) / 2**64) / weight
+        priority = -math.log((identity[index] + 0.5) / 2**64) / weight
         if admission == "recent":
-            priority = math.log(priority) - math.log(2) / HALF_LIFE * (int(columns["time_ms"][place]) // 1000)
-        group = int(columns["label"][place]) if admission == "class-balanced" else 0
+            priority = math.log(priority) - math.log(2) / HALF_LIFE * (int(columns["time_ms"][index]) // 1000)
+        group = int(columns["label"][index]) if admission == "class-balanced" else 0
         groups.setdefault(group, []).append((priority, event))
     sizes = [len(members) for members in groups.values()]
     most = max(q for q in range(k + 1) if sum(min(size, q) for size in sizes) <= k) if sum(sizes) > k else k
@@ -240,7 +240,7 @@ class StoreMachine(RuleBasedStateMachine):
         elif order == "twice":
             events += events[: count // 2]
         elif order == "rows":
-            events = [(partition, begin + place // 3, place % 3) for place in range(count)]
+            events = [(partition, begin + index // 3, index % 3) for index in range(count)]
         events = [event for event in events if not self.is_erased(event)]
         if not events:
             return
@@ -271,20 +271,20 @@ class StoreMachine(RuleBasedStateMachine):
                 self.model.plans[plan.step] = events
 
     @precondition(lambda self: self.model.step in self.model.plans)
-    @rule(n=st.integers(0, 30), hears=st.booleans())
-    def sample(self, n: int, hears: bool) -> None:
+    @rule(n=st.integers(0, 30), updates=st.booleans())
+    def sample(self, n: int, updates: bool) -> None:
         expected = self.model.plans.pop(self.model.step)[:n]
         sample = self.store.sample(self.model.step, n)
         self.model.step += 1
         assert names_of(sample.records) == expected
         expect_payload(self.schema, sample)
         assert bool((sample.importance > 0).all())
-        if hears:
+        if updates:
             self.store.update_priorities(sample, self.dice.exponential(size=len(sample)).astype(np.float32))
 
     @rule(partition=st.integers(0, 2), first=st.integers(0, 450), length=st.integers(0, 20), by_key=st.booleans())
     def erase(self, partition: int, first: int, length: int, by_key: bool) -> None:
-        """While no checkpoint is made, which the learner waits for too; what is planned of them is planned anew."""
+        """While no checkpoint is written, as in the learner; steps whose plans have erased events are planned again."""
         self._finish(written=True, keep=2)
         record: Record = ByRange(time=0, by="command", partition=NAMES[partition], first=first, last=first + length)
         if by_key:

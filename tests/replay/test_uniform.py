@@ -1,4 +1,4 @@
-"""Uniform over the union of all tiers, wherever rows lie and while they move."""
+"""Uniform over the union of all tiers, whichever tier has a row, and while rows move."""
 
 from pathlib import Path
 from typing import Any

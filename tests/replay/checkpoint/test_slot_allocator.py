@@ -55,7 +55,7 @@ class SlotsMachine(RuleBasedStateMachine):
         self.model.used |= taken
 
     @rule(data=st.data())
-    def leave(self, data: st.DataObject) -> None:
+    def remove(self, data: st.DataObject) -> None:
         leaving = data.draw(st.sets(st.sampled_from(sorted(self.model.used)))) if self.model.used else set()
         self.slots.release(np.array(sorted(leaving), np.int32))
         self.model.used -= leaving
@@ -69,7 +69,7 @@ class SlotsMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.pending is not None)
     @rule(written=st.booleans(), keep=st.integers(1, 3))
-    def let_go(self, written: bool, keep: int) -> None:
+    def end_snapshot(self, written: bool, keep: int) -> None:
         assert self.pending is not None
         if written:
             self.model.checkpoints[self.number] = self.pending

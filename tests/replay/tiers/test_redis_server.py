@@ -1,4 +1,4 @@
-"""What becomes of a store when its Redis stops, restarts empty, hangs, is full, or forgets."""
+"""A store whose Redis stops, restarts empty, hangs, is full, or evicts keys."""
 
 import logging
 import threading
@@ -61,7 +61,7 @@ def unanswered(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     found: list[object] = []
     execute = redis.Redis.execute_command
 
-    def execute_and_note(client: redis.Redis, *arguments: object, **options: object) -> object:
+    def execute_and_record(client: redis.Redis, *arguments: object, **options: object) -> object:
         try:
             return execute(client, *arguments, **options)
         except (redis.ConnectionError, redis.TimeoutError):
@@ -69,7 +69,7 @@ def unanswered(monkeypatch: pytest.MonkeyPatch) -> list[object]:
                 found.append(arguments[0])
             raise
 
-    monkeypatch.setattr(redis.Redis, "execute_command", execute_and_note)
+    monkeypatch.setattr(redis.Redis, "execute_command", execute_and_record)
     return found
 
 
@@ -134,14 +134,14 @@ def test_above_a_disk_nothing_is_lost_when_it_stops_and_all_is_put_back_when_it_
     assert missed(store) == 0
     assert sampled(store) == len(store)
     store.tiers.sync()
-    assert missed(store) == len(store) == mortal_redis.keys() - 1  # beside the probe
+    assert missed(store) == len(store) == mortal_redis.keys() - 1  # all but the probe
     read = store.tiers.stats.read["redis"]
     assert sampled(store) == len(store)
     assert store.tiers.stats.read["redis"] - read == len(store)
     assert store.lost == 0
 
 
-def test_a_server_that_became_a_replica_is_looked_for_anew_with_each_write(mortal_redis: Any) -> None:
+def test_a_server_that_became_a_replica_is_looked_up_again_with_each_write(mortal_redis: Any) -> None:
     """Its name may lead to the one that took over, and no connection of before does."""
     client = redis.Redis.from_url(mortal_redis.url)
     with RedisServer(mortal_redis.url, "test:") as server:
@@ -403,7 +403,7 @@ class TestStart:
         until(lambda: store.tiers.problem is None)
         assert sampled(store) == 500
 
-    def test_a_password_is_wanted_and_never_shown(self, build: Build, mortal_redis: Any) -> None:
+    def test_a_password_is_required_and_never_shown(self, build: Build, mortal_redis: Any) -> None:
         mortal_redis.stop()
         mortal_redis.start("--requirepass", "opensesame")
         right = mortal_redis.url.replace("redis://", "redis://:opensesame@")
