@@ -16,6 +16,7 @@ import numpy as np
 
 from anabranch.core.backoff import Backoff
 from anabranch.core.errors import SettingsError
+from replay.embedding_index.answers import Centroids, NeighbourAnswer
 from replay.embedding_index.link import GoneError, IndexLink
 from replay.embedding_index.protocol import Ids, IndexFigures, IndexMessage, IndexSettings, MessageType, Vectors
 
@@ -39,22 +40,6 @@ _STOP_SECONDS = 2.0
 _NONE: Ids = np.empty(0, np.int64)
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class NeighbourAnswer:
-    """The neighbours of the queries of `step`: ids `[Q, k]`, nearest first, NO_ID if there are fewer than k."""
-
-    step: int
-    ids: Ids
-
-
-@dataclass(frozen=True)
-class Centroids:
-    """Clusters of embeddings, float32 `[C, D]`; `number` grows with each training."""
-
-    number: int
-    centroids: Vectors
 
 
 @dataclass(frozen=True)
