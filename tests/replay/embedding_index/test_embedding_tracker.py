@@ -293,18 +293,18 @@ def test_what_the_index_does_not_have_keeps_its_share_of_the_samples(schema: Sch
     for each in samples:
         sample = resumed.fetch(each)
         resumed.update_priorities(sample, np.zeros(64, np.float32), embed(sample.records["offset"]))
-    assert resumed._tracker.placed(np.concatenate([each.slots for each in samples])).mean() > 0.9
+    assert resumed._tracker.indexed(np.concatenate([each.slots for each in samples])).mean() > 0.9
 
 
 def test_when_the_index_process_dies_what_it_had_keeps_its_share_too(schema: Schema, build: Build) -> None:
     store = build(sampling="similar")
     fill(store, schema, 0, 3200)
-    assert store._tracker.placed(store.event_table.slots).all()
+    assert store._tracker.indexed(store.event_table.slots).all()
     assert store.neighbours.pid is not None
     os.kill(store.neighbours.pid, signal.SIGKILL)
     until(lambda: store.neighbours.stats().restarts == 1)
     store.plan(1, 8)
-    assert not store._tracker.placed(store.event_table.slots).any()
+    assert not store._tracker.indexed(store.event_table.slots).any()
 
 
 def test_events_that_came_without_an_embedding_get_one_when_they_are_sampled(schema: Schema, build: Build) -> None:

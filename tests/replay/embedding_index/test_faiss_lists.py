@@ -297,7 +297,7 @@ def test_an_index_that_hangs_is_taken_for_dead(index, monkeypatch):
     settled(index)
     first = index.pid
     os.kill(first, signal.SIGSTOP)
-    until(lambda: index.stats() and index._report_asked, "a question that has no answer")
+    until(lambda: index.stats() and index._report_requested, "a question that has no answer")
     assert index.stats().restarts == 0
     monkeypatch.setattr(neighbours, "_SILENT_SECONDS", 0.0)
     until(lambda: index.stats().restarts == 1, "its silence to be noticed")
@@ -310,7 +310,7 @@ def test_an_index_that_hangs_is_taken_for_dead(index, monkeypatch):
 def test_an_index_that_answers_other_things_first_does_not_hang(index, monkeypatch):
     settled(index)
     os.kill(index.pid, signal.SIGSTOP)
-    until(lambda: index.stats() and index._report_asked, "a question that has no answer")
+    until(lambda: index.stats() and index._report_requested, "a question that has no answer")
     with monkeypatch.context() as patch:
         patch.setattr(neighbours, "_SILENT_SECONDS", 0.01)
         patch.setattr(index._link, "receive", lambda: [IndexMessage(MessageType.REMOVE, index._link.slot(), 0, 0, 0)])
