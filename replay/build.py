@@ -1,4 +1,4 @@
-"""Composes the store that `[replay]` asks for."""
+"""Composes the store that `[replay]` configures."""
 
 import contextlib
 import logging

@@ -66,7 +66,7 @@ class HeldEvents:
             self._tracker.remove(left)
 
     def remove_lost(self) -> None:
-        """Remove events whose rows a tier could not write or read; new events fill the gap as the stream goes on."""
+        """Remove events whose rows a tier could not write or read; later events of the stream replace them."""
         lost = self._tiers.lost()
         if len(lost):
             stays = self.except_in(lost)

@@ -90,9 +90,9 @@ class StoreRestore:
             return kept
         slots.restore(index["slot"][:0], state.retired[:0], state.checkpoint)
         rows = self._rows_of(self.contents, kept, np.flatnonzero(keep))
-        found = move(kept, self.contents, self._seed, rows, slots, self._tiers)
-        self.lost = int((~found).sum())
-        return kept[found]
+        readable = move(kept, self.contents, self._seed, rows, slots, self._tiers)
+        self.lost = int((~readable).sum())
+        return kept[readable]
 
     @property
     def goes_on(self) -> bool:
@@ -149,14 +149,14 @@ def move(
     index: NDArray[np.void], contents: StoreSnapshot, seed: int, rows: Rows, slots: SlotAllocator, tiers: TierHierarchy
 ) -> NDArray[np.bool_]:
     """Write the rows of events, ENTRY `[H]`, into new slots and set these in `index`; return which could be read."""
-    found = np.ones(len(index), np.bool_)
+    readable = np.ones(len(index), np.bool_)
     for chunk, events, identity in _chunks(index, contents, seed):
         rows_nR, valid = rows(chunk, identity)
-        found[chunk] = valid
+        readable[chunk] = valid
         taken = slots.take(int(valid.sum()))
         events["slot"][valid] = taken
         tiers.write(taken.astype(np.int64), identity[valid], rows_nR.numpy()[valid].__getitem__)
-    return found
+    return readable
 
 
 def _chunks(

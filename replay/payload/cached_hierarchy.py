@@ -33,8 +33,8 @@ _MAX_PENDING_BYTES = 64_000_000
 class CachedHierarchy(TierHierarchy):
     """S slots of the primary tier, below caches.
 
-    A slot is written again only after all reads of its present row were submitted, and the I/O thread runs jobs in the
-    order of submission.
+    A slot is written again only after all reads of its present row were submitted, and the I/O thread runs its jobs in
+    sequence.
     """
 
     def __init__(self, memory: MemoryTier, slow: Sequence[SlowTier], *, promote: bool) -> None:

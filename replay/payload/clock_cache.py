@@ -78,7 +78,7 @@ class ClockCache:
 
         Args:
             slots: `[n]`.
-            rows: returns the first rows, as many as its argument says, uint8 `[<= n, R]` on any device.
+            rows: called with a number, returns that many of the first rows, uint8 `[<= n, R]` on any device.
         """
         positions = self.reserve(len(slots))
         n = len(positions)

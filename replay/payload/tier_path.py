@@ -12,7 +12,7 @@ from replay.tiers.tier import SlowTier, TierStats
 
 @dataclass(eq=False)
 class TierPath:
-    """The way of rows to or from the tiers. Used by the store's thread; slower tiers are accessed in the I/O thread.
+    """A part of a hierarchy that reads or writes rows, in the store's thread and in the I/O thread.
 
     Attributes:
         slow: the slower tiers, from fast to slow.
@@ -20,7 +20,7 @@ class TierPath:
         io_thread: runs all reads and writes of slower tiers, in order.
         erasure: keeps which slots of slower tiers are stale.
         lost: collects rows that no tier has.
-        stats: counts what is read and written.
+        stats: counts the rows that are read and written.
     """
 
     slow: Sequence[SlowTier]

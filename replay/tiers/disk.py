@@ -143,9 +143,9 @@ class DiskTier(SlowTier):
             raise _kind_of(exc)(_lost(path, f"cannot be opened: {getattr(exc, 'strerror', None) or exc}")) from exc
         try:
             header = decoded(os.pread(descriptor, PAGE, 0), Header)
-            valid = os.fstat(descriptor).st_size >= PAGE + header.slots * cls.bytes_of(header.row_bytes)
-            if header.format != FORMAT or not valid:
-                raise SettingsError(_lost(path, "is cut short" if not valid else "was written by another release"))
+            complete = os.fstat(descriptor).st_size >= PAGE + header.slots * cls.bytes_of(header.row_bytes)
+            if header.format != FORMAT or not complete:
+                raise SettingsError(_lost(path, "was written by another release" if complete else "is cut short"))
         except (OSError, DamagedError) as exc:
             os.close(descriptor)
             raise _kind_of(exc)(_lost(path, f"cannot be read: {exc}")) from exc
@@ -169,11 +169,7 @@ class DiskTier(SlowTier):
         for run in np.split(order, ends) if len(slots) else ():
             for begin in range(0, len(run), _MAX_BATCH):
                 positions = run[begin : begin + _MAX_BATCH].tolist()
-                parts = [
-                    part
-                    for position in positions
-                    for part in [*self._record(rows, position, sums, position), *self._rest]
-                ]
+                parts = [part for at in positions for part in [*self._record(rows, at, sums, at), *self._rest]]
                 self._put(parts, slots[positions[0]])
 
     @override
@@ -187,8 +183,8 @@ class DiskTier(SlowTier):
     ) -> NDArray[np.bool_]:
         # A record on a bad sector is invalid; only a file of which nothing can be read raises OSError. If the last read
         # waited for the disk, all records are requested before the first is read.
-        found = np.zeros(len(slots), CHECKSUM)
-        rows, sums = rows_NR.numpy().reshape(-1).data, found.view(np.uint8).data
+        stored = np.zeros(len(slots), CHECKSUM)
+        rows, sums = rows_NR.numpy().reshape(-1).data, stored.view(np.uint8).data
         offsets = (PAGE + slots * self.slot_bytes).tolist()
         if self._cold is not False:
             self._read_ahead(np.sort(slots))
@@ -204,14 +200,14 @@ class DiskTier(SlowTier):
                     if exc.errno != errno.EIO or (failed == len(into) and not self._reads()):
                         raise
         self._cold = time.perf_counter() - started > _COLD_SECONDS * len(offsets)
-        valid: NDArray[np.bool_] = found == row_sums(rows, self.row_bytes, into) ^ identity
+        valid: NDArray[np.bool_] = stored == row_sums(rows, self.row_bytes, into) ^ identity
         return valid
 
     @override
     def erase(self, slots: NDArray[np.int64]) -> None:
         # A row of zeros with the checksum 0 is valid for no event.
         zeros = bytes(self.slot_bytes)
-        with self._reporting("cannot be erased", "; events are not erased"):
+        with self._reporting("cannot be erased", "; erased events stay on the disk"):
             for slot in slots.tolist():
                 if os.pread(self._file, self.slot_bytes, PAGE + slot * self.slot_bytes) != zeros:
                     self._put([memoryview(zeros)], slot)

@@ -79,13 +79,13 @@ def take_back(folder: Path, file: TierRef) -> Path:
     Raises:
         DependencyError: files cannot be read or moved now.
     """
-    found, path = find(folder, file), folder / file.name
-    if found != path:
-        with away_is_dependency(f"replay.disk: {found} cannot be moved back"):
+    current, path = find(folder, file), folder / file.name
+    if current != path:
+        with away_is_dependency(f"replay.disk: {current} cannot be moved back"):
             _put_aside(folder, ())
-            found.rename(path)
+            current.rename(path)
             sync_directory(folder)
-            log.info("the checkpoints of %s are back: it is %s again", found, path)
+            log.info("the checkpoints of %s are back: it is %s again", current, path)
     return path
 
 

@@ -99,13 +99,13 @@ class RedisTier(SlowTier):
         size = self.row_bytes + CHECKSUM.itemsize
         values = self.server.get(self._keys(slots), size)
         complete = [(at, value) for at, value in enumerate(values) if value is not None and len(value) == size]
-        found = np.array([at for at, _ in complete], np.intp)
+        present = np.array([at for at, _ in complete], np.intp)
         records = np.frombuffer(b"".join(value for _, value in complete), np.uint8).reshape(-1, size)
-        rows, into = rows_NR.numpy(), positions[found]
+        rows, into = rows_NR.numpy(), positions[present]
         rows[into] = records[:, : self.row_bytes]
         sums = np.ascontiguousarray(records[:, self.row_bytes :]).view(CHECKSUM).reshape(-1)
         valid = np.zeros(len(slots), np.bool_)
-        valid[found] = sums == row_sums(rows.reshape(-1).data, self.row_bytes, into.tolist()) ^ identity[found]
+        valid[present] = sums == row_sums(rows.reshape(-1).data, self.row_bytes, into.tolist()) ^ identity[present]
         return valid
 
     @override
