@@ -419,7 +419,10 @@ class TestStart:
         [
             ("redis://localhost:port/0", "replay.redis.url cannot be used"),
             ("redis://127.0.0.1:{port}/99", "cannot be used: DB index is out of range"),
-            ("redis://127.0.0.1:{port}/0?colour=red", "replay.redis.url has an option that the client does not support"),
+            (
+                "redis://127.0.0.1:{port}/0?colour=red",
+                "replay.redis.url has an option that the client does not support",
+            ),
         ],
     )
     def test_a_url_that_cannot_work_is_refused(self, build: Build, mortal_redis: Any, url: str, said: str) -> None:
