@@ -141,7 +141,7 @@ def test_above_a_disk_nothing_is_lost_when_it_stops_and_all_is_put_back_when_it_
     assert store.lost == 0
 
 
-def test_a_server_that_became_a_replica_is_looked_up_again_with_each_write(mortal_redis: Any) -> None:
+def test_the_name_of_a_server_that_became_a_replica_is_resolved_again_with_each_write(mortal_redis: Any) -> None:
     """Its name may lead to the one that took over, and no connection of before does."""
     client = redis.Redis.from_url(mortal_redis.url)
     with RedisServer(mortal_redis.url, "test:") as server:
