@@ -16,7 +16,7 @@ TORCH_CPU_INDEX = https://download.pytorch.org/whl/cpu
 PYTHONS = $(if $(PYTHON),$(PYTHON),python3 python3.14 python3.13 python3.12 python3.11 python)
 FITS = import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 15))
 
-# Scripts in a .venv name its place, so one that was copied or moved from elsewhere does not work here.
+# Scripts in a .venv contain its path, so one that was copied or moved from elsewhere does not work here.
 HERE = $(shell .venv/bin/python -c "" 2>/dev/null && cat .venv/.place 2>/dev/null)
 AGAIN = $(if $(filter-out x$(CURDIR),x$(HERE)),again)
 
@@ -36,7 +36,7 @@ help:
 	@echo "make test-ingest  those of one package: also test-replay, test-learner, test-serving, test-anabranch"
 	@echo "make check   lint, format, types, import layers and words"
 	@echo "make docs    the docs site, into site/"
-	@echo "make bench   every benchmark, in its quick form"
+	@echo "make bench   every benchmark and the faults, in their quick forms; it prints how long each takes"
 	@echo "make faults  what kills, malformed messages and overload cost, in its long form"
 	@echo "make fmt     format the code"
 	@echo "make screenshot   the README's pictures of the dashboard, from a demo of two minutes; needs Chromium"
@@ -67,13 +67,7 @@ docs: .venv/.dev
 	@echo "the docs are in $(CURDIR)/site/index.html; search needs a server: .venv/bin/python -m mkdocs serve"
 
 bench: .venv/.dev
-	@set -e; found=; \
-	for file in benchmarks/*.py; do \
-	  [ -f "$$file" ] || continue; \
-	  name=$$(basename "$$file" .py); \
-	  found=yes; echo "== $$name"; .venv/bin/python -m "benchmarks.$$name" --quick $(ARGS); \
-	done; \
-	[ -n "$$found" ] || echo "there are no benchmarks yet"
+	@.venv/bin/python -m benchmarks --quick $(ARGS)
 
 faults: .venv/.dev
 	@.venv/bin/python -m tests.faults $(ARGS)

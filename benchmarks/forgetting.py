@@ -1,4 +1,4 @@
-"""Learning in one pass without forgetting, through the whole Kafka path, and what replay costs where nothing recurs.
+"""Catastrophic forgetting in one pass over a stream from Kafka, and the cost of replay where nothing recurs.
 
     python -m benchmarks.forgetting [--quick] [--json FILE] [--save] [--only PART ...] [--seeds N] [--jobs N]
                                     [--data DIR]
@@ -7,10 +7,10 @@
                   head, MLP 784-100-100-10; the mean accuracy of the five tasks on the test images at the end
     auto          one config with `replay_ratio = "auto"` on Split-MNIST and on two streams with natural drift, Elec2
                   and the flights from New York: accuracy on the newest events before they are trained on, over the
-                  whole stream, less that without replay; beside it that of saying the last label again
+                  whole stream, less that without replay; also that of the no-change baseline
 
-Events go into a topic of one partition as packed rows, in order; a learner process reads them, and what is evaluated is
-the last version that it published. Every figure is the mean over all seeds; the file has each seed's.
+Events go into a topic of one partition as packed rows, in order. A learner process reads them, and the last version
+that it published is evaluated. Each figure is the mean over all seeds; the file has the value of each seed.
 """
 
 import argparse
@@ -66,7 +66,7 @@ MODELS = {"split_mnist_best_500": AVERAGED_MLP}
 
 
 def settings(strategy: object, lr: float, capacity: int, replay: float, **replay_settings: object) -> Sections:
-    """Return the sections of a pipeline file: batches of 10, plain SGD, so many replayed events for each new one."""
+    """Return the sections of a pipeline file: batches of 10, plain SGD, `replay` old events for each new one."""
     learner = {
         "strategy": strategy,
         "batch_size": 10,
@@ -96,7 +96,7 @@ LARGE_BUFFER: dict[str, Sections] = {
 }
 """Left out of the quick form."""
 AUTO = settings("er", 0.1, 500, 1.0)
-"""What is one and the same for all streams of the part `auto`, but for the ratio."""
+"""The settings of all streams of the part `auto`, except the ratio."""
 RATIOS: dict[str, object] = {"none": 0.0, "auto": "auto", "fixed": 1.0}
 """The last one is for information, and left out of the quick form."""
 
@@ -114,13 +114,13 @@ class Drifting:
         return Drifting({name: column[:n] for name, column in self.columns.items()}, self.label[:n], self.model)
 
     @property
-    def last_label(self) -> float:
-        """The accuracy of saying the last label again."""
+    def no_change(self) -> float:
+        """The accuracy of the no-change baseline, which predicts the previous label."""
         return float((self.label[1:] == self.label[:-1]).mean())
 
 
 def elec2(folder: Path | None) -> Drifting:
-    """Electricity prices of New South Wales, up or down; numbers are scaled by what the first 1,000 are."""
+    """Electricity prices of New South Wales, up or down; numbers are scaled by the statistics of the first 1,000."""
     arrays = data.load("elec", folder)
     first = arrays["x"][:1000]
     args = {"middle": first.mean(axis=0).tolist(), "scale": (first.std(axis=0) + 1e-3).tolist(), "categories": []}
@@ -138,7 +138,7 @@ def flights(folder: Path | None) -> Drifting:
 
 @dataclass(frozen=True)
 class Setup:
-    """What all runs of one start share."""
+    """What all runs of one start have in common."""
 
     results: Results
     bootstrap: str
@@ -153,7 +153,7 @@ class Setup:
     def outcomes(
         self, name: str, streams: Sequence[Stream], model: Mapping[str, Any], sections: Sections
     ) -> list[Outcome]:
-        """Learn one stream a seed, several at once; raises BrokenRunError."""
+        """Train on the stream of each seed, several at once; raises BrokenRunError."""
         jobs = [
             self.pool.submit(
                 run_through, stream, self.folder / f"{name}-{seed}", pipeline(stream, model, seed, sections)
@@ -163,7 +163,7 @@ class Setup:
         return [job.result() for job in jobs]
 
     def add(self, key: str, values: Sequence[float], unit: str, remark: str = "") -> None:
-        """Print the mean over the seeds, the least and the most of one seed, and keep each seed's value."""
+        """Print the mean over the seeds with its smallest and largest value, and save the value of each seed."""
         self.values[key] = list(values)
         for seed, value in zip(self.seeds, values, strict=True):
             self.results.fact(f"{key}_seed_{seed}", value)
@@ -202,8 +202,8 @@ class SplitMnist:
     def accuracies(self, name: str, sections: Sections, model: Mapping[str, Any]) -> tuple[list[float], float]:
         """Return each seed's accuracy, and the steps a second of a learner."""
         outcomes = self._setup.outcomes(name, self._streams, model, sections)
-        found = [mean_of_tasks(outcome.model, self._x_test, self._y_test) for outcome in outcomes]
-        return found, statistics.median(outcome.report.steps / outcome.seconds for outcome in outcomes)
+        accuracies = [mean_of_tasks(outcome.model, self._x_test, self._y_test) for outcome in outcomes]
+        return accuracies, statistics.median(outcome.report.steps / outcome.seconds for outcome in outcomes)
 
 
 def split_mnist(setup: Setup) -> None:
@@ -212,12 +212,12 @@ def split_mnist(setup: Setup) -> None:
     mnist = SplitMnist(setup)
     for key, sections in (SPLIT_MNIST if setup.quick else SPLIT_MNIST | LARGE_BUFFER).items():
         try:
-            found, rate = mnist.accuracies(key, sections, MODELS.get(key, MLP))
+            accuracies, rate = mnist.accuracies(key, sections, MODELS.get(key, MLP))
         except BrokenRunError as exc:
             setup.results.remark(f"{key}: left out: {exc}")
             continue
         published = f"published {PUBLISHED[key]:.2f}, " if key in PUBLISHED else ""
-        setup.add(key, found, "%", f"{published}{rate:.0f} steps/s")
+        setup.add(key, accuracies, "%", f"{published}{rate:.0f} steps/s")
 
 
 def auto(setup: Setup) -> None:
@@ -241,19 +241,19 @@ def auto(setup: Setup) -> None:
 
 def _natural(setup: Setup, name: str, drifting: Drifting) -> None:
     stream = produce(setup.bootstrap, name, drifting.columns, drifting.label, 2)
-    setup.results.add(f"{name}_last_label", drifting.last_label, "saying the last label again", "fraction")
-    found: dict[str, list[float]] = {}
+    setup.results.add(f"{name}_no_change", drifting.no_change, "predicts the previous label", "fraction")
+    accuracies: dict[str, list[float]] = {}
     for ratio in list(RATIOS)[: 2 if setup.quick else 3]:
         streams = [stream] * len(setup.seeds)
         try:
             outcomes = setup.outcomes(f"{name}-{ratio}", streams, drifting.model, _with_ratio(ratio))
-            found[ratio] = [prequential(outcome) for outcome in outcomes]
+            accuracies[ratio] = [prequential(outcome) for outcome in outcomes]
         except BrokenRunError as exc:
             setup.results.remark(f"{name}_{ratio}: left out: {exc}")
             continue
-        setup.add(f"{name}_{ratio}", found[ratio], "fraction")
-    for ratio in [each for each in found if each != "none" and "none" in found]:
-        gains = [with_ - without for with_, without in zip(found[ratio], found["none"], strict=True)]
+        setup.add(f"{name}_{ratio}", accuracies[ratio], "fraction")
+    for ratio in [other for other in accuracies if other != "none" and "none" in accuracies]:
+        gains = [with_ - without for with_, without in zip(accuracies[ratio], accuracies["none"], strict=True)]
         setup.add(f"{name}_{ratio}_gain", gains, "fraction")
 
 
@@ -273,8 +273,7 @@ PARTS: dict[str, Callable[[Setup], None]] = {"split_mnist": split_mnist, "auto":
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options(parser, "all keys and seeds that have a target, within 20 minutes on two cores")
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART")
+    options(parser, PARTS, "all keys and seeds that have a target, within 20 minutes on two cores")
     parser.add_argument("--seeds", type=int, default=5, help="seeds, from 0 on")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="learners at once")
     parser.add_argument("--data", type=Path, metavar="DIR", help="has mnist.npz and so on, instead of what pip fetches")
@@ -293,7 +292,7 @@ def main() -> None:
         setup = Setup(
             *(results, bootstrap, Path(folder).resolve(), range(chosen.seeds), pool, chosen.data, chosen.quick)
         )
-        for part in chosen.only:
+        for part in chosen.only or PARTS:
             PARTS[part](setup)
             results.write(chosen)
 

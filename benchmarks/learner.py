@@ -1,24 +1,27 @@
-"""Steps a second of the whole learner, against the bare PyTorch loop on batches in memory.
+"""Steps a second of the whole learner, over that of a plain PyTorch loop on batches in memory.
 
     python -m benchmarks.learner [--quick] [--json FILE] [--save] [--only PART ...]
 
     mlp      an MLP of a million parameters
-    large    the MLP with four times as many events a step, which says what the learner takes a step and what an event;
+    large    the MLP with four times as many events a step, which separates the cost of a step from that of an event;
              left out of the quick form
     convnet  two convolutions over images of 28 x 28
-    formats  the MLP again with events as JSON, for information; left out of the quick form
-    ranks    two ranks on a topic of eight partitions, of which half hold nine times as much, against as much in each,
-             and that against one rank: new events a second; left out of the quick form
+    formats  the MLP with events as JSON, for information; left out of the quick form
+    ranks    new events a second of two ranks on a topic of eight partitions, of which half have nine times as many
+             events: over equal partitions, and those over one rank; left out of the quick form
 
 The learner reads a live topic of packed rows, replays one old event for each new one, publishes every second and
-checkpoints every 30 seconds. The bare loop trains the same model with the same optimizer on as many new and old rows a
-step. Both have one thread of torch on one and the same core, in turns: the learner and its ingest process are stopped
-by a signal while the bare loop has its turn, which waits while they have theirs, and the producer sends nothing. The
-broker, ingest and the producer are on the other cores, and so are the learner's threads but that of the loop: they
-publish and checkpoint. What the loop waits for them counts against it, and so do its clocks, which go on while it is
-stopped: a version falls due at each turn's begin, and checkpoints come more often. In a third arm the bare loop has its
-turn while an ingest process reads the stream as fast as the learner did, and throws it away: two cores that share a
-cache, memory or more are not two, and that part of the difference is the machine's.
+checkpoints every 30 seconds. The baseline loop trains the same model with the same optimizer, on as many new and old
+rows a step.
+
+Both have one thread of torch on the same core, and run in turns. During a turn of the baseline loop a signal stops the
+learner and its ingest process, and the producer sends nothing; the baseline loop waits during turns of the learner. The
+broker, ingest, the producer and the learner's other threads, which publish and checkpoint, run on the other cores. The
+time that the training loop waits for those threads counts. The learner's clocks continue while it is stopped: a version
+is due at the start of each turn, and checkpoints are more frequent.
+
+In a third arm the baseline loop runs while an ingest process reads the stream as fast as the learner did, and discards
+it. Cores share caches and memory bandwidth; this arm shows that part of the difference.
 """
 
 import argparse
@@ -54,15 +57,15 @@ from benchmarks.harness.results import Results, Target, options
 from benchmarks.harness.stream_reader import StreamReader
 
 TARGETS = {
-    "mlp_over_bare": Target(0.95, least=True),
-    "convnet_over_bare": Target(0.95, least=True),
+    "mlp_over_baseline": Target(0.95, least=True),
+    "convnet_over_baseline": Target(0.95, least=True),
     "uneven_over_even": Target(0.95, least=True),
 }
 OPTIMIZER = {"name": "adamw", "lr": 1e-3}
 MLP = {"factory": "mlp", "args": {"widths": [784, 900, 320, 10]}}
 CONVNET = {"factory": "convnet", "args": {"channels": 16}}
 BATCH, LARGE = 128, 512
-"""New events a step: so that a step takes 10 ms and more, and four times as many."""
+"""New events a step: enough for a step of 10 ms or more, and four times as many."""
 _POOL_ROWS = 20_000
 _STORED = 10_000
 _RANKS_ROWS, _RANKS_ROUNDS = 60_000, 7
@@ -70,7 +73,7 @@ _RANKS_ROWS, _RANKS_ROUNDS = 60_000, 7
 
 @dataclass(frozen=True)
 class Sizes:
-    """How long is measured: a turn's seconds, after so many of warming up, and rounds."""
+    """Seconds of a turn, seconds of warm-up before it, and the number of rounds."""
 
     turn: float
     warm_up: float
@@ -92,17 +95,19 @@ CORE, OTHERS = _cores()
 
 
 class Live:
-    """A learner on a stream that goes on, which is stopped between turns."""
+    """A learner on a continuous stream, stopped between turns."""
 
-    def __init__(self, learner: LearnerProcess, feed: EventFeed, drain: StreamReader, sizes: Sizes, batch: int) -> None:
-        self._learner, self._feed, self._drain, self._sizes, self._batch = learner, feed, drain, sizes, batch
+    def __init__(
+        self, learner: LearnerProcess, feed: EventFeed, reader: StreamReader, sizes: Sizes, batch: int
+    ) -> None:
+        self._learner, self._feed, self._reader, self._sizes, self._batch = learner, feed, reader, sizes, batch
         self.busy = 0.0
-        """The processor's seconds a step of the last turn."""
+        """CPU seconds per step of the last turn."""
         self._rate = 0.0
 
     def turn(self) -> float:
-        """Let it learn, and return the steps a second by its own reports; what follows a stop at once is left out."""
-        self._learner.spare(OTHERS, threads=True)  # also those begun since, as that of the first checkpoint
+        """Let it train, and return the steps a second from its reports, without the warm-up."""
+        self._learner.spare(OTHERS, threads=True)  # also threads started since, such as that of the first checkpoint
         self._learner.go_on()
         self._feed.go_on()
         warm = time.time() + self._sizes.warm_up
@@ -115,17 +120,17 @@ class Live:
         self._rate = (last.steps - first.steps) / (last.time - first.time)
         return self._rate
 
-    def beside(self, turn: Callable[[], float]) -> float:
-        """Have another's turn while the stream is read as fast as in the last one, by an ingest process alone."""
-        with self._drain.reading(self._rate * self._batch):
+    def with_reader(self, turn: Callable[[], float]) -> float:
+        """Measure another arm while an ingest process alone reads the stream as fast as in the last turn."""
+        with self._reader.reading(self._rate * self._batch):
             time.sleep(self._sizes.warm_up)
             return turn()
 
 
 def document(stream: Stream, model: dict[str, Any], form: str, batch: int) -> dict[str, Any]:
-    """Return the pipeline file: everything is on that is by default, and checkpoints are those of the defaults."""
+    """Return the pipeline file: everything that is on by default, with the default checkpoints."""
     sections = {
-        # The embedded broker answers with all that there is, whatever a fetch asks for: here more than 100 MB.
+        # The embedded broker ignores the limit of a fetch and returns all messages: here more than 100 MB.
         "stream": {"format": form, "properties": {"receive.message.max.bytes": 2**30}},
         "learner": {"batch_size": batch, "optimizer": OPTIMIZER, "max_grad_norm": float("inf")},
         "replay": {"capacity": _STORED},
@@ -138,7 +143,7 @@ def document(stream: Stream, model: dict[str, Any], form: str, batch: int) -> di
 
 @contextlib.contextmanager
 def live(bootstrap: str, model: dict[str, Any], form: str, sizes: Sizes, folder: Path, batch: int) -> Iterator[Live]:
-    """A learner that has filled its store, and is stopped."""
+    """A learner with a full store, stopped."""
     generator = np.random.default_rng(0)
     columns = {"x": generator.random((_POOL_ROWS, 784), np.float32)}
     label = generator.integers(0, 10, _POOL_ROWS)
@@ -156,27 +161,27 @@ def live(bootstrap: str, model: dict[str, Any], form: str, sizes: Sizes, folder:
         learner.spare(OTHERS, threads=True)
         feed.pause()
         learner.pause()
-        with StreamReader(stream, form, feed) as drain:
-            yield Live(learner, feed, drain, sizes, batch)
+        with StreamReader(stream, form, feed) as reader:
+            yield Live(learner, feed, reader, sizes, batch)
 
 
 def _json(x: np.ndarray[Any, Any], label: np.ndarray[Any, Any]) -> list[bytes]:
-    """Return some events as JSON, one a message, in digits as a program would write them."""
+    """Return some events as JSON, one a message, with four decimal places."""
     few = zip(x[:2000].round(4).tolist(), label.tolist(), strict=False)
     return [json.dumps({"x": [round(value, 4) for value in row], "y": each}).encode() for row, each in few]
 
 
-def over_bare(
+def over_baseline(
     results: Results, key: str, model: dict[str, Any], form: str, sizes: Sizes, bootstrap: str, batch: int = BATCH
 ) -> None:
-    """Measure the learner and the bare loop in turns."""
+    """Measure the learner and the baseline loop in turns."""
     loop = Loop(model, OPTIMIZER, batch, CORE)
     with (
         tempfile.TemporaryDirectory(dir=".", prefix=f"{key}-") as folder,
-        BaselineLoop(loop) as bare,
+        BaselineLoop(loop) as baseline,
         live(bootstrap, model, form, sizes, Path(folder).resolve(), batch) as learner,
     ):
-        busy: dict[str, list[float]] = {"bare": [], "learner": [], "beside": []}
+        busy: dict[str, list[float]] = {"baseline": [], "learner": [], "baseline_with_reader": []}
 
         def turn(arm: str, source: BaselineLoop | Live, call: Callable[[], float]) -> Callable[[], float]:
             def taken() -> float:
@@ -186,20 +191,28 @@ def over_bare(
 
             return taken
 
-        alone = functools.partial(bare.turn, sizes.turn)
-        arms = {  # the learner's turn comes first, since the last needs its rate
-            "bare": turn("bare", bare, alone),
+        alone = functools.partial(baseline.turn, sizes.turn)
+        arms = {  # the learner before the last arm, which needs its rate
+            "baseline": turn("baseline", baseline, alone),
             "learner": turn("learner", learner, learner.turn),
-            "beside": turn("beside", bare, lambda: learner.beside(alone)),
+            "baseline_with_reader": turn("baseline_with_reader", baseline, lambda: learner.with_reader(alone)),
         }
         rates = interleave(arms, sizes.rounds, warm_up=0)
-    milliseconds = 1000 / statistics.median(rates["bare"])
-    results.add(f"{key}_over_bare", ratio(rates["learner"], rates["bare"]), f"a bare step takes {milliseconds:.1f} ms")
-    results.add(f"{key}_over_bare_beside", ratio(rates["learner"], rates["beside"]), "while others read the stream")
+    milliseconds = 1000 / statistics.median(rates["baseline"])
     results.add(
-        f"{key}_busy_over_bare", ratio(busy["bare"], busy["learner"]), "by the processor's time of both, waits left out"
+        f"{key}_over_baseline",
+        ratio(rates["learner"], rates["baseline"]),
+        f"a baseline step takes {milliseconds:.1f} ms",
     )
-    results.add(f"{key}_busy_over_bare_beside", ratio(busy["beside"], busy["learner"]))
+    results.add(
+        f"{key}_over_baseline_with_reader",
+        ratio(rates["learner"], rates["baseline_with_reader"]),
+        "while others read the stream",
+    )
+    results.add(
+        f"{key}_busy_over_baseline", ratio(busy["baseline"], busy["learner"]), "by the CPU time of both, without waits"
+    )
+    results.add(f"{key}_busy_over_baseline_with_reader", ratio(busy["baseline_with_reader"], busy["learner"]))
     for arm, found in rates.items():
         results.add(f"{key}_steps_per_second_{arm}", Spread.of(found))
 
@@ -207,43 +220,45 @@ def over_bare(
 def mlp(results: Results, sizes: Sizes, bootstrap: str) -> None:
     """Measure the MLP."""
     results.title(f"mlp: a million parameters, {BATCH} new and {BATCH} old events a step, rows")
-    over_bare(results, "mlp", MLP, "rows", sizes, bootstrap)
+    over_baseline(results, "mlp", MLP, "rows", sizes, bootstrap)
 
 
 def large(results: Results, sizes: Sizes, bootstrap: str) -> None:
     """Measure the MLP with larger steps."""
     results.title(f"large: the MLP with {LARGE} new and {LARGE} old events a step")
-    over_bare(results, "mlp_large", MLP, "rows", sizes, bootstrap, LARGE)
+    over_baseline(results, "mlp_large", MLP, "rows", sizes, bootstrap, LARGE)
 
 
 def convnet(results: Results, sizes: Sizes, bootstrap: str) -> None:
     """Measure the convnet."""
     results.title(f"convnet: 16 and 32 channels, {BATCH} new and {BATCH} old events a step, rows")
-    over_bare(results, "convnet", CONVNET, "rows", sizes, bootstrap)
+    over_baseline(results, "convnet", CONVNET, "rows", sizes, bootstrap)
 
 
 def formats(results: Results, sizes: Sizes, bootstrap: str) -> None:
     """Measure the MLP on JSON."""
     results.title("formats: the MLP on events of 784 numbers as JSON")
-    over_bare(results, "mlp_json", MLP, "json", sizes, bootstrap)
+    over_baseline(results, "mlp_json", MLP, "json", sizes, bootstrap)
 
 
 def ranks(results: Results, _sizes: Sizes, bootstrap: str) -> None:
-    """Measure two ranks, and one, which have all cores."""
+    """Measure two ranks and one rank, on all cores."""
     results.title("ranks: eight partitions, filled beforehand; two ranks, and one alone")
     with all_cores():
-        found = rates(_RANKS_ROWS, _RANKS_ROUNDS, bootstrap)
-    results.add("uneven_over_even", ratio(found["uneven"], found["even"]), "new events a second")
+        rows_per_second = rates(_RANKS_ROWS, _RANKS_ROUNDS, bootstrap)
+    results.add("uneven_over_even", ratio(rows_per_second["uneven"], rows_per_second["even"]), "new events a second")
     results.add(
-        "ranks_two_over_one", ratio(found["even"], found["alone"]), "likewise; all else runs on these cores too"
+        "ranks_two_over_one",
+        ratio(rows_per_second["even"], rows_per_second["alone"]),
+        "on the cores of all other processes",
     )
-    for name, each in found.items():
-        results.add(f"ranks_rows_per_second_{name}", Spread.of(each))
+    for name, rows in rows_per_second.items():
+        results.add(f"ranks_rows_per_second_{name}", Spread.of(rows))
 
 
 @contextlib.contextmanager
 def all_cores() -> Iterator[None]:
-    """Let what is started in the block have all cores."""
+    """Allow all cores to processes that are started in the block."""
     if CORE is None or OTHERS is None:
         yield
         return
@@ -266,8 +281,7 @@ _QUICK_PARTS = ["mlp", "convnet"]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options(parser)
-    parser.add_argument("--only", nargs="+", choices=PARTS, metavar="PART")
+    options(parser, PARTS)
     parser.add_argument(
         "--bootstrap",
         metavar="HOST:PORT",
@@ -277,7 +291,7 @@ def main() -> None:
     results = Results("learner", TARGETS)
     results.fact("quick", chosen.quick)
     if CORE is None:
-        results.remark("cores cannot be chosen here: figures are of a machine that does several things at once")
+        results.remark("cores cannot be chosen here: all processes of the benchmark compete for them")
     else:
         os.sched_setaffinity(0, OTHERS or CORE)
     with broker(chosen.bootstrap) as bootstrap:

@@ -1,17 +1,17 @@
-"""The replay store against TorchRL, cpprb and numpy: same events, same batch, in turns.
+"""The replay store compared with TorchRL, cpprb and numpy: same events, same batch, in turns.
 
     python -m benchmarks.replay [--quick] [--json FILE] [--save] [--only PART ...] [--threads N]
 
-    hot      a draw of 256 events of 3 KB that are all in memory; beside numpy.take of the same rows, and beside peers
-    cold     a tenth of the events in memory, the others on disk and in Redis, while steps of 20 ms go on
-    growth   what a draw costs among 100 times as many small events, by the same growth of numpy.take
-    add      256 new events offered with all tiers on, over a stream of four times the capacity
-    memory   bytes an event beside its payload
-    index    neighbours out of a FAISS index, off the step's path
+    hot      a sample of 256 events of 3 KB that are all in memory, over numpy.take of the same rows, and peers over it
+    cold     a tenth of the events in memory, the others on disk and in Redis, with steps of 20 ms
+    growth   the time of a sample among 100 times as many small events, over the same growth of numpy.take
+    add      256 new events added with all tiers on, over a stream of four times the capacity
+    memory   bytes per event without its payload
+    index    neighbours from a FAISS index, off the path of the step
 
-A draw is the choice of 256 different events and their rows, copied. It is timed with the choice of a later one, which a
-step pays too. Each line says its target and whether it is met; the figures are medians over rounds, in brackets the
-smallest and the largest of one round.
+A sample is the choice of 256 different events and a copy of their rows. Its time includes the choice of a later sample,
+which a step pays too. Each line has the target and whether it is met. Figures are medians over rounds, in brackets
+the smallest and the largest of one round.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from benchmarks.harness import peers
 from benchmarks.harness.events import PARTITIONS, Events
 from benchmarks.harness.interleave import Spread, interleave, ratio, seconds
-from benchmarks.harness.memory import beyond_payload, no_room
+from benchmarks.harness.memory import beyond_payload, memory_shortage
 from benchmarks.harness.results import Results, Target, options
 from benchmarks.harness.sampling import BATCH, Sampling, Steps
 from benchmarks.harness.stores import (
@@ -51,10 +51,10 @@ from replay.background_store import BackgroundStore
 LARGE, SMALL = 784, 16
 """Floats of an event: of 3 KB, and of 64 bytes."""
 TARGETS = {
-    "draw_hot_over_numpy_take": Target(1.5),
-    "torchrl_over_draw_hot": Target(5, least=True),
+    "sample_hot_over_numpy_take": Target(1.5),
+    "torchrl_over_sample_hot": Target(5, least=True),
     "stall_fraction_cold": Target(0.02),
-    "draw_growth": Target(1.3),
+    "sample_growth": Target(1.3),
     "add_over_copy": Target(3),
     "add_worst_seconds": Target(0.01),
     "index_bytes_per_event": Target(64),
@@ -95,19 +95,19 @@ FULL = Sizes(
 
 
 def over(take: Callable[[NDArray[np.int64]], object], sampling: Sampling) -> Callable[[], float]:
-    """Return an arm: the mean time to take the very rows that were drawn last."""
-    return lambda: statistics.fmean(seconds(partial(take, each)) for each in sampling.drawn)
+    """Return an arm: the mean time to take exactly the rows that were sampled last."""
+    return lambda: statistics.fmean(seconds(partial(take, numbers)) for numbers in sampling.sampled)
 
 
 def hot(results: Results, sizes: Sizes, folder: Path) -> None:
-    """Measure draws of events that are all in memory."""
-    for place, (rows, floats) in enumerate(sizes.hot):
-        suffix = f"_{rows:.0e}".replace("+0", "") if place else ""
+    """Measure samples of events that are all in memory."""
+    for number, (rows, floats) in enumerate(sizes.hot):
+        suffix = f"_{rows:.0e}".replace("+0", "") if number else ""
         events = Events(floats)
         results.title(f"hot: {rows:,} events of {events.row_bytes:,} bytes, all in memory; batch {BATCH}")
         # The store, the array that numpy takes from, and a peer.
-        if (word := no_room(3.3 * rows * events.row_bytes)) is not None:
-            results.remark(word)
+        if (reason := memory_shortage(3.3 * rows * events.row_bytes)) is not None:
+            results.remark(reason)
             continue
         with open_store(events, rows) as store:
             fill(store, events, rows)
@@ -116,40 +116,42 @@ def hot(results: Results, sizes: Sizes, folder: Path) -> None:
             _compare(results, suffix, sampling, rows, sizes.rounds, folder)
 
 
-def _sampling(sample: peers.Sample, draws: int = 20) -> float:
-    return statistics.fmean(seconds(sample) for _ in range(draws))
+def _sampling(sample: peers.Sample, samples: int = 20) -> float:
+    return statistics.fmean(seconds(sample) for _ in range(samples))
 
 
 def _compare(results: Results, suffix: str, sampling: Sampling, rows: int, rounds: int, folder: Path) -> None:
-    """Measure the draw beside numpy and one peer after the other: there may not be memory for all at once."""
+    """Measure samples, numpy and one peer at a time: memory may not suffice for all at once."""
     events = sampling.events
     gather = peers.Gather(events, rows, BATCH)
     sampling.turn()  # so that there are rows to take in the first round
     arms = {
-        "draw": sampling.turn,
+        "sample": sampling.turn,
         "take": over(gather.take, sampling),
         "take_out": over(gather.take_out, sampling),
     }
-    found = interleave(arms, rounds)
-    results.add(f"draw_hot_seconds{suffix}", Spread.of(found["draw"]))
-    results.add(f"draw_hot_over_numpy_take{suffix}", ratio(found["draw"], found["take"]))
-    results.add(f"draw_hot_over_numpy_take_out{suffix}", ratio(found["draw"], found["take_out"]), "into kept memory")
+    times = interleave(arms, rounds)
+    results.add(f"sample_hot_seconds{suffix}", Spread.of(times["sample"]))
+    results.add(f"sample_hot_over_numpy_take{suffix}", ratio(times["sample"], times["take"]))
+    results.add(
+        f"sample_hot_over_numpy_take_out{suffix}", ratio(times["sample"], times["take_out"]), "into kept memory"
+    )
     for name in peers.PEERS:
         if peers.missing(name):
             results.remark(f"{name} is left out: the package {peers.PEERS[name]} is not installed")
             continue
         with peers.peer(name, events, rows, BATCH, folder) as sample:
-            found = interleave(arms | {"peer": partial(_sampling, sample)}, rounds)
-        key = f"{name}_over_draw{'' if name == 'torchrl_memmap' else '_hot'}{suffix}"
-        results.add(key, ratio(found["peer"], found["draw"]))
-        told = "what a draw as fast as numpy.take would have"
-        results.add(f"{name}_over_numpy_take{suffix}", ratio(found["peer"], found["take"]), told)
+            times = interleave(arms | {"peer": partial(_sampling, sample)}, rounds)
+        key = f"{name}_over_sample{'' if name == 'torchrl_memmap' else '_hot'}{suffix}"
+        results.add(key, ratio(times["peer"], times["sample"]))
+        remark = "the ratio of a sample as fast as numpy.take"
+        results.add(f"{name}_over_numpy_take{suffix}", ratio(times["peer"], times["take"]), remark)
 
 
 def cold(results: Results, sizes: Sizes, folder: Path) -> None:
     """Measure what steps wait for when a tenth of the events is in memory."""
-    for place, (rows, floats) in enumerate(sizes.cold):
-        suffix = f"_{rows:.0e}".replace("+0", "") if place else ""
+    for number, (rows, floats) in enumerate(sizes.cold):
+        suffix = f"_{rows:.0e}".replace("+0", "") if number else ""
         events = Events(floats)
         results.title(f"cold: {rows:,} events of {events.row_bytes:,} bytes, a tenth of them in memory, steps of 20 ms")
         with tempfile.TemporaryDirectory(dir=folder) as name, valkey(Path(name)) as redis:
@@ -165,11 +167,11 @@ def cold(results: Results, sizes: Sizes, folder: Path) -> None:
                 )
                 store.tiers.sync()
                 count = round(BATCH * read.get("disk", 0) / sum(read.values()))
-                told = f"what the disk alone takes for the {count} rows of a draw"
-                for key, found in zip(("disk", "memmap"), cold_reads(Path(name), events.row_bytes, count), strict=True):
-                    if found:
-                        results.add(f"{key}_seconds_cold{suffix}", Spread.of(found), told)
-                        told = "the same, by numpy.take out of a memory map"
+                remark = f"what the disk alone takes for the {count} rows of a sample"
+                for key, times in zip(("disk", "memmap"), cold_reads(Path(name), events.row_bytes, count), strict=True):
+                    if times:
+                        results.add(f"{key}_seconds_cold{suffix}", Spread.of(times), remark)
+                        remark = "the same, by numpy.take out of a memory map"
 
 
 def _stalls(results: Results, suffix: str, steps: Steps, turns: int, folder: Path) -> None:
@@ -193,21 +195,23 @@ def _stalls(results: Results, suffix: str, steps: Steps, turns: int, folder: Pat
         },
         turns,
     )
-    notes = {
+    remarks = {
         "": "one thread computes, page cache emptied each round",
         "_warm": "one thread computes, page cache left alone",
         "_sleep": "the processor is free, page cache emptied",
     }
-    for name, found in shares.items():
-        results.add(f"stall_fraction_cold{name}{suffix}", Spread.of([stall for stall, _ in found[1:]]), notes[name])
-        results.add(f"store_fraction_cold{name}{suffix}", Spread.of([calls for _, calls in found[1:]]), "all its calls")
+    for name, pairs in shares.items():
+        results.add(f"stall_fraction_cold{name}{suffix}", Spread.of([stall for stall, _ in pairs[1:]]), remarks[name])
+        results.add(f"store_fraction_cold{name}{suffix}", Spread.of([calls for _, calls in pairs[1:]]), "all its calls")
 
 
 def growth(results: Results, sizes: Sizes, _folder: Path) -> None:
-    """Measure how the cost of a draw grows with the number of events, with nothing fetched ahead."""
+    """Measure how the cost of a sample grows with the number of events, with nothing fetched ahead."""
     few, many = sizes.growth
     events = Events(SMALL)
-    results.title(f"growth: draws at {many:,} events over draws at {few:,}, of {events.row_bytes} bytes; no prefetch")
+    results.title(
+        f"growth: samples at {many:,} events over samples at {few:,}, of {events.row_bytes} bytes; no prefetch"
+    )
     with open_store(events, few) as small, open_store(events, many) as large:
         arms: dict[str, Callable[[], float]] = {}
         for name, store, rows in (("few", small, few), ("many", large, many)):
@@ -215,24 +219,26 @@ def growth(results: Results, sizes: Sizes, _folder: Path) -> None:
             sampling, gather = Sampling(store, events), peers.Gather(events, rows, BATCH)
             sampling.verify(rows)
             sampling.turn_at_once()
-            arms |= {f"draw_{name}": sampling.turn_at_once, f"take_{name}": over(gather.take_out, sampling)}
-        found = interleave(arms, sizes.rounds)
-    draw, take = ratio(found["draw_many"], found["draw_few"]), ratio(found["take_many"], found["take_few"])
-    results.add("draw_growth_alone", draw, "of the draw")
+            arms |= {f"sample_{name}": sampling.turn_at_once, f"take_{name}": over(gather.take_out, sampling)}
+        times = interleave(arms, sizes.rounds)
+    sample, take = ratio(times["sample_many"], times["sample_few"]), ratio(times["take_many"], times["take_few"])
+    results.add("sample_growth_alone", sample, "of the sample")
     results.add("numpy_take_growth", take, "of numpy.take(out=) of the same rows")
     pairs = [
         (a / b) / (c / d)
-        for a, b, c, d in zip(*(found[key] for key in ("draw_many", "draw_few", "take_many", "take_few")), strict=True)
+        for a, b, c, d in zip(
+            *(times[key] for key in ("sample_many", "sample_few", "take_many", "take_few")), strict=True
+        )
     ]
-    results.add("draw_growth", Spread.of(pairs))
+    results.add("sample_growth", Spread.of(pairs))
 
 
 def add(results: Results, sizes: Sizes, folder: Path) -> None:
-    """Measure what offering new events costs its caller, a step's time after the other."""
+    """Measure the time that adding new events takes from the caller, with a pause as long as a step in between."""
     events, capacity, admission = Events(LARGE), sizes.add, best_admission()
     adds = 4 * capacity // BATCH
     results.title(
-        f"add: {BATCH} events of {events.row_bytes:,} bytes at a time, {adds:,} times, 10 ms apart, {admission}"
+        f"add: {BATCH} events of {events.row_bytes:,} bytes at a time, {adds:,} times, every 10 ms, {admission}"
     )
     with tempfile.TemporaryDirectory(dir=folder) as name, valkey(Path(name)) as redis:
         if redis is None:
@@ -241,21 +247,21 @@ def add(results: Results, sizes: Sizes, folder: Path) -> None:
             events, capacity, hot=0.1, folder=Path(name), redis=redis, admission=admission
         ) as background_store:
             before = time.process_time()
-            calls, copies, busy, rest = _offer(background_store, events, adds)
+            calls, copies, busy, rest = _add_blocks(background_store, events, adds)
             background_store.flush().tiers.sync()
-            whole = time.process_time() - before - rest
+            cpu = time.process_time() - before - rest
     results.add("add_over_copy", sum(calls) / sum(copies), "mean over mean")
     results.add("add_mean_seconds", sum(calls) / adds)
-    results.add("add_processor_seconds", whole / adds, "of all threads: to take in, to write to disk and Redis")
+    results.add("add_processor_seconds", cpu / adds, "CPU time of all threads: admission, disk and Redis")
     results.add("copy_mean_seconds", sum(copies) / adds, "every column, into new memory")
-    results.add("copy_worst_seconds", max(copies), "what the machine adds to a call")
+    results.add("copy_worst_seconds", max(copies), "the part of the machine in the worst call")
     results.add("add_p99_seconds", float(np.quantile(calls, 0.99)))
-    results.add("add_worst_seconds", max(calls), f"of its own time {busy[calls.index(max(calls))]:.2g}")
+    results.add("add_worst_seconds", max(calls), f"CPU time of that call: {busy[calls.index(max(calls))]:.2g}")
     results.fact("add_admission", admission)
     results.fact("add_tiers", "device, disk" if redis is None else "device, redis, disk")
 
 
-def _offer(
+def _add_blocks(
     background_store: BackgroundStore, events: Events, adds: int
 ) -> tuple[list[float], list[float], list[float], float]:
     """Return the seconds of each add and of a copy of the same block, the processor's seconds of each add, and those of
@@ -266,7 +272,7 @@ def _offer(
     busy: list[float] = []
     first = time.thread_time()
 
-    def offer() -> None:
+    def add_block() -> None:
         begin, own = time.perf_counter(), time.thread_time()
         background_store.add(columns, PARTITIONS)
         calls.append(time.perf_counter() - begin)
@@ -277,16 +283,16 @@ def _offer(
 
     for turn in range(adds):
         columns = events.columns(turn * BATCH, BATCH)
-        for act in (offer, copy) if turn % 2 else (copy, offer):
+        for act in (add_block, copy) if turn % 2 else (copy, add_block):
             act()
         time.sleep(0.01)
     return calls, copies, busy, time.thread_time() - first - sum(busy)
 
 
 def memory(results: Results, sizes: Sizes, folder: Path) -> None:
-    """Measure what the store takes beside its payload."""
+    """Measure the memory of the store without its payload."""
     admission = best_admission()
-    results.title(f"memory: {sizes.memory:,} events, {admission}; growth of what a process takes, by the system's word")
+    results.title(f"memory: {sizes.memory:,} events, {admission}; growth of a process's memory")
     with tempfile.TemporaryDirectory(dir=folder) as name:
         disk, disk_free = beyond_payload(sizes.memory, Path(name), admission)
     alone, alone_free = beyond_payload(sizes.memory, None, admission)
@@ -310,14 +316,13 @@ PARTS = {"hot": hot, "cold": cold, "growth": growth, "add": add, "memory": memor
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options(parser)
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART")
+    options(parser, PARTS)
     parser.add_argument("--threads", type=int, default=1, help="of torch; numpy.take has one")
     chosen = parser.parse_args()
     torch.set_num_threads(chosen.threads)
     results = Results("replay", TARGETS)
     results.fact("quick", chosen.quick)
-    for part in chosen.only:
+    for part in chosen.only or PARTS:
         results.fact(f"load_before_{part}", os.getloadavg()[0])
         with tempfile.TemporaryDirectory(dir=".") as folder:
             PARTS[part](results, QUICK if chosen.quick else FULL, Path(folder))

@@ -1,18 +1,18 @@
 """Steps a second with a store larger than its memory, against a store that memory holds.
 
-    python -m benchmarks.replay_disk [--quick] [--rows N] [--memory N] [--hidden N] [--device cpu]
-                                     [--json FILE] [--save]
+    python -m benchmarks.replay_disk [--quick] [--json FILE] [--save] [--only PART ...] [--rows N]
+                                     [--memory N] [--hidden N] [--device cpu]
 
 Four learners train on the same new events, 64 a step and as many replayed ones of 3 KB each, in turns of some dozen
-steps, so that all meet the same machine:
+steps, so that the load of the machine affects all of them alike:
 
     small   a store of `--memory` events, all in memory: the baseline
-    large   a store of `--rows` events, all in memory: what the size of the index alone costs
+    large   a store of `--rows` events, all in memory: the cost of the size of the index alone
     disk    a store of `--rows` events on disk, `--memory` of them cached in memory
-    cold    the same, and the page cache gives up the file before each turn
+    cold    the same, with an empty page cache before each turn
 
-The figure is the steps a second of each over those of the baseline in the same round, and the time that steps waited
-for rows over the time that they took.
+The figure is the steps a second of each over those of the baseline in the same round. `stall_fraction` is the time
+that steps waited for rows over the time that they took.
 """
 
 import argparse
@@ -39,9 +39,11 @@ from replay.fake import add_now, plan_ahead
 from replay.store import Store
 
 BATCH = 64
+ARMS = ("large", "disk", "cold")
+"""Those that are compared with `small`."""
 EVENTS = Events(784)
-_OFFERED = 5
-"""The stream so far is so many times as long as the large store: one new event in so many is kept."""
+_STREAM_FACTOR = 5
+"""The length of the stream so far, in capacities of the large store: one new event in this many is kept."""
 
 
 class Arm:
@@ -60,7 +62,7 @@ class Arm:
         self._next = 10**9
 
     def turn(self, steps: int) -> tuple[float, float]:
-        """Train, and return steps a second and the share of the time that was spent waiting for rows."""
+        """Train, and return steps a second and the fraction of the time spent waiting for rows."""
         if self._cold is not None:
             self.store.tiers.sync()
             drop_page_cache(self._cold)
@@ -69,8 +71,8 @@ class Arm:
         begin = time.perf_counter()
         for _ in range(steps):
             new = EVENTS.columns(self._next, BATCH)
-            draw = self.store.sample(self._step, BATCH)
-            self._trainer.step(self._trainer.examples(new), examples_of(draw, (len(draw),)))
+            sample = self.store.sample(self._step, BATCH)
+            self._trainer.step(self._trainer.examples(new), examples_of(sample, (len(sample),)))
             self._step += 1
             self._next += BATCH
             add_now(self.store, new, PARTITIONS)
@@ -81,7 +83,7 @@ class Arm:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options(parser)
+    options(parser, ARMS)
     parser.add_argument("--rows", type=int, help="events of the large store")
     parser.add_argument("--memory", type=int, help="events that memory holds")
     parser.add_argument("--hidden", type=int, default=512, help="width of the model: how long a step takes")
@@ -95,14 +97,15 @@ def main() -> None:
     results = Results("replay_disk", {})
     with contextlib.ExitStack() as stack:
         arms = []
-        for name, capacity in {"small": memory, "large": rows, "disk": rows, "cold": rows}.items():
+        for name in ["small", *(chosen.only or ARMS)]:
+            capacity = memory if name == "small" else rows
             folder = None
             if name in ("disk", "cold"):
                 folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=".")))
             hot = memory / rows if folder else 1.0
             store = stack.enter_context(open_store(EVENTS, capacity, hot=hot, folder=folder, device=device))
             arms.append(Arm(name, store, device, chosen.hidden, folder if name == "cold" else None))
-            fill(store, EVENTS, _OFFERED * rows)
+            fill(store, EVENTS, _STREAM_FACTOR * rows)
             arms[-1].turn(steps)
         held = ", ".join(f"{arm.name} {len(arm.store)}" for arm in arms)
         results.title(f"{rounds} rounds of {steps} steps, {BATCH} + {BATCH} events of 3 KB; held: {held}")
@@ -112,11 +115,12 @@ def main() -> None:
             arms.append(arms.pop(0))
             for arm in arms:
                 figures[arm.name].append(arm.turn(steps))
-    rates = {name: [rate for rate, _ in found] for name, found in figures.items()}
-    for name, found in figures.items():
+    rates = {name: [rate for rate, _ in arm_turns] for name, arm_turns in figures.items()}
+    for name, arm_turns in figures.items():
         results.add(f"steps_per_second_{name}", Spread.of(rates[name]))
-        results.add(f"steps_over_small_{name}", ratio(rates[name], rates["small"]))
-        results.add(f"stall_fraction_{name}", Spread.of([share for _, share in found]), "of the time")
+        if name != "small":
+            results.add(f"steps_over_small_{name}", ratio(rates[name], rates["small"]))
+        results.add(f"stall_fraction_{name}", Spread.of([share for _, share in arm_turns]), "of the time")
     results.write(chosen)
 
 

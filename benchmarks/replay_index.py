@@ -1,9 +1,10 @@
-"""Neighbours of a batch in a store of embeddings: how many of the true ones are found, and what it costs the step.
+"""Neighbours of a batch in a store of embeddings: the fraction of the true ones that is found, and the cost of a step.
 
-    python -m benchmarks.replay_index [--quick] [--rows N] [--dim N] [--seconds S] [--json FILE] [--save]
+    python -m benchmarks.replay_index [--quick] [--json FILE] [--save] [--only PART ...] [--rows N] [--dim N]
+                                      [--seconds S]
 
-The index is filled; then steps of 20 ms of arithmetic on one core each offer 64 new events, remove as many, bring the
-embeddings of 64 others up to date, and ask for the 10 nearest of a batch of 64. The figures:
+The index is filled. Then steps of 20 ms of arithmetic on one core each add 64 new events, remove as many, update the
+embeddings of 64 others, and request the 10 nearest neighbours of a batch of 64. The figures:
 
     similar_recall_at_10     found by the index / found by numpy among all, for queries of the same distribution
     similar_stall_fraction   time spent in the index's methods / time of the steps; they wait for nothing. On a machine
@@ -11,8 +12,10 @@ embeddings of 64 others up to date, and ask for the 10 nearest of a batch of 64.
     index_cpu_fraction       CPU time of the process / time of the steps: from 1 on it cannot keep pace
     faiss_bytes_per_event    memory that the index says it takes; and by how much its process has grown
 
-Embeddings are by turns a mixture of 1000 Gaussians, and rectified sums of 16 factors of falling weight, which lie as a
-network's do.
+The parts are two kinds of embeddings:
+
+    clustered   a mixture of 1000 Gaussians
+    factors     rectified sums of 16 factors of falling weight, distributed as those of a network
 """
 
 import argparse
@@ -33,7 +36,7 @@ TARGETS = {
 BATCH, K, STEP_SECONDS = 64, 10, 0.02
 _PART = 512
 _FAR = 1e4
-"""Where events are that are not there: nobody's neighbours."""
+"""The coordinates of events that were removed, far from all others."""
 
 
 def clustered(n: int, dim: int, rng: np.random.Generator) -> np.ndarray:
@@ -54,7 +57,7 @@ KINDS: dict[str, Callable[[int, int, np.random.Generator], np.ndarray]] = {"clus
 
 
 def measure(rows: int, dim: int, seconds: float, kind: str = "factors") -> dict[str, float]:
-    """Fill an index, take steps for so long beside it, and return the figures."""
+    """Fill an index, take steps for `seconds` while it runs, and return the figures."""
     rng = np.random.default_rng(0)
     embedding = KINDS[kind](rows, dim, rng)
     index = NeighbourClient(dim, rows + rows // 32, batch=_PART)
@@ -156,16 +159,16 @@ def _steps(
 
 def _recall(index: NeighbourClient, embedding: np.ndarray, queries: np.ndarray) -> float:
     index.query(-1, queries, K)
-    found: list[np.ndarray] = []
-    while not found:
+    answers: list[np.ndarray] = []
+    while not answers:
         time.sleep(0.001)
-        found = [answer.ids for answer in index.answers() if answer.step == -1]
+        answers = [answer.ids for answer in index.answers() if answer.step == -1]
     distance = np.empty((len(queries), len(embedding)), np.float32)
     for begin in range(0, len(embedding), 65536):
         part = embedding[begin : begin + 65536]
         distance[:, begin : begin + len(part)] = (part**2).sum(axis=1) - 2 * queries @ part.T
     exact = np.argpartition(distance, K, axis=1)[:, :K]
-    return float(np.mean([np.isin(right, mine).mean() for right, mine in zip(exact, found[0], strict=True)]))
+    return float(np.mean([np.isin(right, ids).mean() for right, ids in zip(exact, answers[0], strict=True)]))
 
 
 def _cpu_seconds(index: NeighbourClient) -> float:
@@ -185,7 +188,7 @@ def _resident_bytes(index: NeighbourClient) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options(parser)
+    options(parser, KINDS)
     parser.add_argument("--rows", type=int)
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--seconds", type=float)
@@ -193,7 +196,7 @@ def main() -> None:
     rows = chosen.rows or (50_000 if chosen.quick else 1_000_000)
     seconds = chosen.seconds or (5 if chosen.quick else 60)
     results = Results("replay_index", TARGETS)
-    for kind in KINDS:
+    for kind in chosen.only or KINDS:
         results.title(f"{kind}: {rows} events of {chosen.dim} numbers, {seconds:g} s of steps")
         for name, value in measure(rows, chosen.dim, seconds, kind).items():
             results.add(f"{kind}_{name}", value)

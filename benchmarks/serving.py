@@ -1,16 +1,17 @@
-"""What serving costs and keeps, over HTTP: one module of the harness for each section.
+"""Serving over HTTP: throughput, latency, swaps and device sharing. Each section is a module of the harness.
 
-    python -m benchmarks.serving [--quick] [--json FILE] [--save] [--only SECTION ...]
+    python -m benchmarks.serving [--quick] [--json FILE] [--save] [--only PART ...]
 
-    alone      what a server answers, and how soon, while nothing else goes on; left out of the quick form, as is `peer`
+    alone      throughput and latency of a server without other load; left out of the quick form, as is `peer`
     swaps      a thousand swaps under load: requests that fail, how much later the others are answered, memory
     workers    throughput with two processes behind the port, over that with one; left out of the quick form too
     peer       single rows a second over those of LitServe and Ray Serve, with the same model and batching
-    freshness  from an event's append to a prediction by a version that has learned from it
-    share      one core for learner and serving: how much later requests are answered while the learner trains, and how
+    freshness  from an event's append to a prediction by a version trained on it
+    device_sharing
+               one core for learner and serving: how much later requests are answered while the learner trains, and how
                much training is kept
 
-How each is measured stands at the head of its module, `harness/serving_<section>.py`. Latency is that of open-loop
+The docstring of each module, `harness/serving_<section>.py`, says how it measures. Latency is that of open-loop
 load: arrival times are fixed in advance, and a request's time begins at its arrival whether or not it could be sent
 then, so that queueing is not hidden.
 """
@@ -21,9 +22,9 @@ from types import ModuleType
 
 from benchmarks.harness import (
     serving_alone,
+    serving_device_sharing,
     serving_freshness,
     serving_peer,
-    serving_share,
     serving_swaps,
     serving_workers,
 )
@@ -36,16 +37,15 @@ SECTIONS: dict[str, ModuleType] = {
     "workers": serving_workers,
     "peer": serving_peer,
     "freshness": serving_freshness,
-    "share": serving_share,
+    "device_sharing": serving_device_sharing,
 }
 """Each has `TARGETS`, and `measure(results, quick, bootstrap)`."""
-_QUICK = ["swaps", "freshness", "share"]
+_QUICK = ["swaps", "freshness", "device_sharing"]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options(parser)
-    parser.add_argument("--only", nargs="+", choices=SECTIONS, metavar="SECTION")
+    options(parser, SECTIONS)
     parser.add_argument(
         "--bootstrap", metavar="HOST:PORT", help="a broker, where topics are left, instead of an embedded one"
     )

@@ -1,11 +1,11 @@
-"""Pythons that have torch and our packages imported already: a test that starts ten does not pay ten times for that.
+"""Python processes with torch and our packages already imported, which saves a test the seconds of each import.
 
-`start` is `subprocess.Popen` of this Python, less the seconds of imports: a server, one for each worker of the tests,
-has them loaded, and forks. What it forks has arguments, environment, folder, descriptors and random seeds of its own,
-and runs its module as `__main__`; ranks, ingest and workers of serving, which it starts in its turn, are forked too.
+`start` works as `subprocess.Popen` of this Python. A server, one for each worker of the tests, has the packages loaded,
+and forks. A forked process has its own arguments, environment, folder, descriptors and random seeds, and runs its
+module as `__main__`. The ranks, ingest processes and serving workers that it starts are forked too.
 
-Where forking is not safe (macOS, CUDA), where another number of threads is asked for, and under ANABRANCH_TEST_SPAWN=1,
-it is `subprocess.Popen` indeed. CI runs the tests marked `kafka` that way, so that they start what users start.
+Where forking is not safe (macOS, CUDA), with another number of threads, and under ANABRANCH_TEST_SPAWN=1, `start` uses
+`subprocess.Popen`. CI runs the tests marked `kafka` that way, so that they start processes as users do.
 """
 
 import atexit
@@ -41,7 +41,7 @@ _LENGTH = struct.Struct("!Q")
 _NUMBER = struct.Struct("!i")
 _THREADS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 _MODULES = {"ingest", "learner", "serving"}
-"""What a forked process starts as a process of its own and is forked as well."""
+"""Modules that a forked process starts as separate processes, which are forked as well."""
 _LOADED = (
     "torch.distributed.elastic.agent.server.local_elastic_agent",
     "torch.distributed.optim",
@@ -57,11 +57,11 @@ _LOADED = (
 )
 _MOST_DESCRIPTORS = 32
 _SPARE = 300
-"""From this number on descriptors wait until those that they replace are closed."""
+"""The first number of descriptors that are kept until those that they replace are closed."""
 
 _Popen = subprocess.Popen
 _address: str | None = None
-"""Where the server listens, in what it has forked."""
+"""The address of the server, in forked processes."""
 
 
 def start(
@@ -92,7 +92,7 @@ def start(
         )
     sys.audit("subprocess.Popen", sys.executable, [sys.executable, *arguments], cwd, environment)
     request = {
-        "arguments": [os.fspath(each) for each in arguments],
+        "arguments": [os.fspath(argument) for argument in arguments],
         "environment": environment,
         "folder": str(Path.cwd() if cwd is None else cwd),
         "leads": start_new_session,
@@ -105,7 +105,7 @@ def start(
 def run(
     arguments: Sequence[str], *, env: Mapping[str, str] | None = None, timeout: float = 100
 ) -> "subprocess.CompletedProcess[str]":
-    """Run it to its end, and return its exit code and what it said."""
+    """Run a process to its end, and return its exit code and its output."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         process = start(arguments, env=env, stdout=out, stderr=err)
         try:
@@ -118,7 +118,7 @@ def run(
 
 
 class Child(NamedTuple):
-    """A process that another one has started, and as what."""
+    """A process that another one has started, with its arguments and environment."""
 
     process: psutil.Process
     arguments: list[str]
@@ -126,30 +126,30 @@ class Child(NamedTuple):
 
 
 def children(process: Any) -> list[Child]:
-    """Return the living children of a process: those that were forked for it, and its own."""
-    found = []
-    for each in psutil.Process(process.pid).children():
+    """Return the running children of a process, forked for it or started by it."""
+    running = []
+    for child in psutil.Process(process.pid).children():
         with contextlib.suppress(psutil.NoSuchProcess):
-            found.append(Child(each, each.cmdline(), each.environ()))
+            running.append(Child(child, child.cmdline(), child.environ()))
     if _forks() and _server.cache_info().currsize:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect(_server())
             connection.sendall(_LENGTH.pack(0) + _NUMBER.pack(process.pid))
-            told = json.loads(_exactly(connection, _LENGTH.unpack(_exactly(connection, _LENGTH.size))[0]))
-        for pid, request in told:
+            requests = json.loads(_exactly(connection, _LENGTH.unpack(_exactly(connection, _LENGTH.size))[0]))
+        for pid, request in requests:
             with contextlib.suppress(psutil.NoSuchProcess):
-                found.append(Child(psutil.Process(pid), request["arguments"], request["environment"]))
-    return found
+                running.append(Child(psutil.Process(pid), request["arguments"], request["environment"]))
+    return running
 
 
 def descendants(process: Any) -> list[psutil.Process]:
-    """Return its children, theirs, and so on."""
-    found = [child.process for child in children(process)]
-    return [*found, *(each for child in found for each in descendants(child))]
+    """Return all descendants of a process."""
+    direct = [child.process for child in children(process)]
+    return [*direct, *(grandchild for child in direct for grandchild in descendants(child))]
 
 
 class Forked:
-    """A child of the server, to be treated as a `subprocess.Popen`."""
+    """A child of the server, with the interface of `subprocess.Popen`."""
 
     def __init__(self, request: dict[str, Any], streams: Iterable[Stream], text: bool) -> None:
         self.args = [sys.executable, *request["arguments"]]
@@ -163,7 +163,7 @@ class Forked:
                     reading, writing = os.pipe()
                     ours, its = (reading, writing) if number else (writing, reading)
                     stack.callback(os.close, its)
-                    # As Popen has them: what is written waits for nothing, or for the end of a line of text.
+                    # As those of Popen: unbuffered, or buffered by line for text.
                     kind = ("r" if number else "w") + ("" if text else "b")
                     pipes[number] = os.fdopen(ours, kind, -1 if number else int(text))
                 elif stream == subprocess.DEVNULL:
@@ -193,13 +193,13 @@ class Forked:
         self._connection.close()
 
     def poll(self) -> int | None:
-        """Return the exit code, or minus the signal, once it has ended."""
+        """Return the exit code, or minus the signal; None while it runs."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.wait(0)
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait until it ends, and return as `poll` does."""
+        """Wait until it ends, and return the result of `poll`."""
         if self.returncode is None:
             ready = select.poll()
             ready.register(self._connection, select.POLLIN)
@@ -211,7 +211,7 @@ class Forked:
         return self.returncode
 
     def communicate(self, input: Any = None, timeout: float | None = None) -> tuple[Any, Any]:  # noqa: A002 as Popen
-        """Write to it, read what it says until it ends, and return that."""
+        """Write to its stdin, read its output until it ends, and return the output."""
         said: dict[int, Any] = {}
 
         def read(number: int, pipe: IO[Any]) -> None:
@@ -236,17 +236,17 @@ class Forked:
         return said.get(1), said.get(2)
 
     def send_signal(self, number: int) -> None:
-        """Send it a signal, unless it has ended."""
+        """Send a signal, unless it has ended."""
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Send SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
     def terminate(self) -> None:
-        """SIGTERM."""
+        """Send SIGTERM."""
         self.send_signal(signal.SIGTERM)
 
     def _close_pipes(self) -> None:
@@ -257,7 +257,7 @@ class Forked:
 
 
 class ForkingPopen(subprocess.Popen):  # type: ignore[type-arg]
-    """`subprocess.Popen` in what the server forks, and where a test puts it: our own modules are forked as well."""
+    """`subprocess.Popen` in forked processes, and in tests that patch it: our own modules are forked as well."""
 
     def __new__(cls, args: Any, **options: Any) -> Any:
         if isinstance(args, list | tuple) and args[0] == sys.executable:
@@ -278,7 +278,7 @@ def _forks() -> bool:
 
 @functools.cache
 def _server() -> str:
-    """Start the server of this process, which ends with it, and return where it listens."""
+    """Start the server of this process, which ends with it, and return its address."""
     folder = tempfile.mkdtemp(prefix="anabranch-fork-")
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(f"{folder}/socket")
@@ -303,16 +303,16 @@ def _server() -> str:
 
 
 def _exactly(connection: socket.socket, size: int) -> bytes:
-    found = b""
-    while len(found) < size and (part := connection.recv(size - len(found))):
-        found += part
-    if len(found) < size:
-        raise ConnectionError("the server of forked processes, or who asked it, is gone")
-    return found
+    content = b""
+    while len(content) < size and (part := connection.recv(size - len(content))):
+        content += part
+    if len(content) < size:
+        raise ConnectionError("the server of forked processes, or its client, has ended")
+    return content
 
 
 def _load() -> None:
-    """Import what the processes of tests need, and what torch leaves for the first optimizer and the first ranks."""
+    """Import the packages of the tests, and those that torch imports with the first optimizer and the first ranks."""
     subprocess.Popen = ForkingPopen  # type: ignore[misc]
     import torch
 
@@ -330,7 +330,7 @@ class _Served(NamedTuple):
 
 
 def _serve(listener: socket.socket) -> None:
-    """Fork for each request until the tests end; a forked process returns, to run what it is there for."""
+    """Fork for each request until the tests end; in a forked process this function returns, and `_run` follows."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     woken, wakes = os.pipe()
     for end in (woken, wakes):
@@ -354,7 +354,7 @@ def _serve(listener: socket.socket) -> None:
                     with contextlib.suppress(ConnectionError):
                         length, fds, _, _ = socket.recv_fds(connection, _LENGTH.size, _MOST_DESCRIPTORS)
                         if not fds:
-                            _tell_children(connection, children)
+                            _send_children(connection, children)
                             continue
                         request = json.loads(_exactly(connection, _LENGTH.unpack(length)[0]))
                         pid = os.fork()
@@ -373,10 +373,10 @@ def _serve(listener: socket.socket) -> None:
                             os.close(fd)
 
 
-def _tell_children(connection: socket.socket, children: Mapping[int, _Served]) -> None:
+def _send_children(connection: socket.socket, children: Mapping[int, _Served]) -> None:
     parent = _NUMBER.unpack(_exactly(connection, _NUMBER.size))[0]
-    found = [(pid, served.request) for pid, served in children.items() if served.request["parent"] == parent]
-    body = json.dumps(found).encode()
+    matching = [(pid, served.request) for pid, served in children.items() if served.request["parent"] == parent]
+    body = json.dumps(matching).encode()
     with connection:
         connection.sendall(_LENGTH.pack(len(body)) + body)
 
@@ -391,7 +391,7 @@ def _reap(woken: int, children: dict[int, _Served]) -> None:
 
 
 def _become(request: dict[str, Any], given: Sequence[int]) -> None:
-    """Be the process that was asked for."""
+    """Set up the forked process as requested."""
     import numpy as np
 
     signal.set_wakeup_fd(-1)
@@ -403,10 +403,10 @@ def _become(request: dict[str, Any], given: Sequence[int]) -> None:
     for fd, number in zip(waiting, (0, 1, 2, *request["passed"]), strict=True):
         os.dup2(fd, number)
         os.close(fd)
-    tempfile.tempdir = None  # what TMPDIR says is asked for again
+    tempfile.tempdir = None  # TMPDIR is read again
     os.environ.clear()
     os.environ.update(request["environment"])
-    os.getppid = lambda: request["parent"]  # who asked for it
+    os.getppid = lambda: request["parent"]  # the process that requested it
     time.tzset()
     os.chdir(request["folder"])
     random.seed()
@@ -415,7 +415,7 @@ def _become(request: dict[str, Any], given: Sequence[int]) -> None:
 
 
 def _run() -> None:
-    """Run what the arguments name."""
+    """Run the module, code or file of the arguments."""
     arguments = sys.argv[1:]
     safe = arguments[0] == "-P"
     if safe:

@@ -1,5 +1,4 @@
-"""A storage of checkpoints and versions in memory: what an object store has to do, and what tests of long times write
-to."""
+"""Checkpoints and versions in memory: an object store for tests of the storage contract and of long runs."""
 
 import contextlib
 import itertools
@@ -9,11 +8,11 @@ from pathlib import Path
 from learner.state_dir.folders import MANIFEST, Folder
 
 Objects = dict[str, tuple[int, bytes]]
-"""Contents by name, each with what tells it from what was there before."""
+"""Contents by name, each with a stamp that changes with the contents."""
 
 
 class MemoryFolder:
-    """Objects of one prefix; what is read in parts is copied to a file first."""
+    """Objects of one prefix; an object that is read in parts is copied to a file first."""
 
     def __init__(self, objects: Objects, stamps: Iterator[int], fetched: Path) -> None:
         self._objects, self._stamps, self._fetched = objects, stamps, fetched
@@ -50,7 +49,7 @@ class MemoryFolder:
 
 
 class MemoryStorage:
-    """An object store in miniature: it has neither renames nor links, and a folder is there once its manifest is."""
+    """A minimal object store: it has neither renames nor links, and a folder exists once its manifest exists."""
 
     def __init__(self, fetched: Path) -> None:
         fetched.mkdir()
@@ -76,6 +75,12 @@ class MemoryStorage:
 
     def delete(self, number: int) -> None:
         self._folders.pop(number, None)
+
+    def set_aside(self, number: int) -> None:
+        self.delete(number)
+
+    def delete_set_aside(self) -> None:
+        pass
 
     def clean(self) -> None:
         for number in {*self._folders} - {*self.numbers()}:

@@ -1,4 +1,4 @@
-"""What tests of whole processes share: a small pipeline on three numbers and three classes, and a process of it."""
+"""A small pipeline with three numbers and three classes, and its processes, for tests of whole processes."""
 
 import json
 import os
@@ -42,7 +42,7 @@ from torch import nn
 
 class Narrow(nn.Linear):
     def forward(self, x):
-        if self.training and len(x) > 6:  # three new and three old ones are never parted
+        if self.training and len(x) > 6:  # three new and three old ones are never split
             raise torch.OutOfMemoryError("out of memory")
         return super().forward(x)
 
@@ -58,8 +58,8 @@ def write_pipeline(
 ) -> Path:
     """Write `pipeline.toml` and the module of its model, and return the path of the former.
 
-    `rest` goes on from the first line of `[learner]`, `stream` from the first lines of `[stream]`; `width` is how many
-    numbers an event has.
+    `rest` follows the first line of `[learner]`, and `stream` the first lines of `[stream]`; `width` is the number of
+    values of an event.
     """
     path = folder / "pipeline.toml"
     path.write_text(CONFIG.format(bootstrap=bootstrap, topic=topic, stream=stream, width=width, status=status) + rest)
@@ -68,27 +68,27 @@ def write_pipeline(
 
 
 class Part:
-    """`learner` or `serving` as a process of a pipeline; it ends also when the tests are killed."""
+    """`learner` or `serving` as a process of a pipeline; it ends with the tests, also if they are killed."""
 
     def __init__(self, name: str, config: Path, **environment: str) -> None:
         self.state_dir = config.parent / "var"
         self.log = config.parent / f"{name}.log"
-        with self.log.open("ab") as said:
+        with self.log.open("ab") as output:
             self.process = forkserver.start(
                 ["-m", name, "-c", str(config), "--supervised"],
                 stdin=subprocess.PIPE,
-                stderr=said,
+                stderr=output,
                 env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
             )
 
-    def until(self, look: Callable[[], T | None], patience: float = PATIENCE_SECONDS) -> T:
-        """Return the first true value of `look`; fail when the process ends before, or after so many seconds."""
+    def until(self, poll: Callable[[], T | None], patience: float = PATIENCE_SECONDS) -> T:
+        """Return the first true value of `poll`; fail if the process ends first, or after `patience` seconds."""
         deadline = time.monotonic() + patience
-        while not (found := look()):
+        while not (value := poll()):
             assert self.process.poll() is None, self.log.read_text()
             assert time.monotonic() < deadline, self.log.read_text()
             threading.Event().wait(0.02)
-        return found
+        return value
 
     def kill(self) -> None:
         """SIGKILL, and wait."""
@@ -101,14 +101,14 @@ class Part:
         return self.process.wait(patience)
 
     def close(self) -> None:
-        """Leave nothing of it."""
+        """Kill it, and close its stdin."""
         self.kill()
         assert self.process.stdin is not None
         self.process.stdin.close()
 
 
 class Learner(Part):
-    """A learner, of one process or of ranks, and what it says of itself."""
+    """A learner, of one process or of ranks, and its reports."""
 
     def __init__(self, config: Path, **environment: str) -> None:
         super().__init__("learner", config, **environment)
@@ -116,39 +116,39 @@ class Learner(Part):
 
     @property
     def report(self) -> LearnerReport | None:
-        """Its newest report, not that of another process before it."""
+        """Its newest report; not that of an earlier process."""
         report = read_report(self.state_dir)
         return report if report is not None and self.process.pid in (report.pid, report.launcher) else None
 
     def wait_for(
         self, condition: Callable[[LearnerReport], Any], patience: float = PATIENCE_SECONDS, no_more: int = 0
     ) -> LearnerReport:
-        """Wait until its report, not that of the rank of pid `no_more`, says so."""
+        """Return the first report that satisfies a condition, not of the rank of pid `no_more`."""
 
-        def look() -> LearnerReport | None:
+        def poll() -> LearnerReport | None:
             report = self.report
             return report if report is not None and report.pid != no_more and condition(report) else None
 
         try:
-            return self.until(look, patience)
+            return self.until(poll, patience)
         except AssertionError as exc:
             exc.add_note(str(self.report))
             raise
 
     def get(self, path: str) -> str:
-        """Return what it answers at its status address."""
+        """Return the answer of its status address."""
         with urllib.request.urlopen(f"http://{self.status}{path}", timeout=10) as reply:
             return str(reply.read().decode())
 
     def metric(self, name: str) -> float:
-        """Return a metric that has no labels."""
-        found = re.search(rf"^anabranch_{name} (\S+)$", self.get("/metrics"), re.MULTILINE)
-        assert found, name
-        return float(found[1])
+        """Return a metric without labels."""
+        match = re.search(rf"^anabranch_{name} (\S+)$", self.get("/metrics"), re.MULTILINE)
+        assert match, name
+        return float(match[1])
 
 
 def events(count: int) -> list[dict[str, Any]]:
-    """Return events that a linear model learns."""
+    """Return events that a linear model can learn."""
     return [{"x": [float(i % 3 == k) for k in range(3)], "y": i % 3} for i in range(count)]
 
 
@@ -158,12 +158,12 @@ def encoded(values: Iterable[Any]) -> list[bytes]:
 
 
 def total(report: LearnerReport) -> int:
-    """Return how many events have an outcome."""
+    """Return the number of events with an outcome."""
     return sum(report.outcomes.values())
 
 
 def adds_up(report: LearnerReport) -> bool:
-    """Whether the offsets of every partition add up, and each event that is finished has one outcome."""
+    """Return whether the offsets of every partition add up, and each finished event has one outcome."""
     offsets = all(
         part.end - part.start == part.finished + part.passed + part.gaps + part.removed + part.pending
         for part in report.partitions.values()

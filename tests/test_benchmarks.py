@@ -1,4 +1,4 @@
-"""Benchmarks can be started, and measure what they say."""
+"""Benchmarks start, and measure what their keys say."""
 
 import argparse
 import contextlib
@@ -27,7 +27,7 @@ def load() -> Load:
     return lambda name: importlib.import_module(f"benchmarks.harness.{name}")
 
 
-SCRIPTS = sorted(path.stem for path in BENCHMARKS.glob("*.py"))
+SCRIPTS = sorted(path.stem for path in BENCHMARKS.glob("[!_]*.py"))
 EACH_IN_A_FORK = """
 import os, runpy, sys
 import kafka, prometheus_client, pydantic, torch
@@ -44,9 +44,9 @@ for script in sys.argv[1:]:
 
 @pytest.fixture(scope="module")
 def helped() -> dict[str, tuple[str, str]]:
-    """What each benchmark says to `--help`, and its exit code.
+    """The output of each benchmark's `--help`, and its exit code.
 
-    Each has a process of its own, in which third parties are there already: torch takes longer than all the rest.
+    Each runs in a forked process with the third parties already imported, of which torch takes the longest.
     """
     command = [sys.executable, "-c", EACH_IN_A_FORK, *SCRIPTS]
     output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -60,15 +60,14 @@ def helped() -> dict[str, tuple[str, str]]:
 
 @pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.process
-def test_a_benchmark_starts_and_takes_what_all_of_them_take(helped: dict[str, tuple[str, str]], script: str) -> None:
+def test_a_benchmark_starts_and_has_the_common_options(helped: dict[str, tuple[str, str]], script: str) -> None:
     said, code = helped[script]
     assert code == "0", said
-    assert "--quick" in said
-    assert "--json" in said
-    assert "--save" in said
+    for option in ("--quick", "--only", "--json", "--save"):
+        assert option in said
 
 
-def test_events_know_themselves_again(load: Load) -> None:
+def test_stored_events_are_verified(load: Load) -> None:
     events = load("events").Events(16)
     columns = events.columns(100_000_000, 300)
     x, label = columns["feature.x"], columns["label"]
@@ -81,16 +80,16 @@ def test_events_know_themselves_again(load: Load) -> None:
         events.verify(x, label, below=100_000_299)
 
 
-def test_every_arm_has_each_place_of_a_round(load: Load) -> None:
+def test_every_arm_has_each_position_in_a_round(load: Load) -> None:
     called: list[str] = []
     arms = {name: lambda name=name: float(len(called.append(name) or called)) for name in "abc"}
     found = load("interleave").interleave(arms, rounds=3)
-    assert sorted(place for rounds in found.values() for place in rounds) == list(range(4, 13))
+    assert sorted(position for rounds in found.values() for position in rounds) == list(range(4, 13))
     for figures in found.values():
-        assert sorted((int(place) - 1) % 3 for place in figures) == [0, 1, 2]
+        assert sorted((int(position) - 1) % 3 for position in figures) == [0, 1, 2]
 
 
-def test_results_say_of_each_target_whether_it_is_met(
+def test_each_target_is_printed_as_met_or_missed(
     load: Load, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     module, spread = load("results"), load("interleave").Spread
@@ -109,12 +108,12 @@ def test_results_say_of_each_target_whether_it_is_met(
     assert not [value for value in found.values() if isinstance(value, dict | list)]
 
 
-def test_saved_results_name_the_machine_and_the_revision_and_replace_none(load: Load, tmp_path: Path) -> None:
+def test_saved_results_have_the_machine_and_the_revision_and_replace_no_file(load: Load, tmp_path: Path) -> None:
     module, spread = load("results"), load("interleave").Spread
     for quick in (True, True, False):
-        results = module.Results("toy", {"draw_seconds": module.Target(0.5)})
+        results = module.Results("toy", {"mean_seconds": module.Target(0.5)})
         results.fact("quick", quick)
-        results.add("draw_seconds", spread.of([0.1, 0.2, 0.7]))
+        results.add("mean_seconds", spread.of([0.1, 0.2, 0.7]))
         results.add("rate", float("nan"), unit="1/s")
         results.write(argparse.Namespace(json=None, save=tmp_path, quick=quick, only=["part"], data=tmp_path))
         results.write(argparse.Namespace(json=None, save=tmp_path, quick=quick, only=["part"], data=tmp_path))
@@ -126,25 +125,43 @@ def test_saved_results_name_the_machine_and_the_revision_and_replace_none(load: 
     assert (machine["torch"], found["revision"]) == (torch.__version__, module.revision())
     assert found["parameters"] == {"form": found["parameters"]["form"], "only": ["part"], "data": str(tmp_path)}
     assert found["figures"] == [
-        {"key": "draw_seconds", "value": 0.2, "unit": "s", "least": 0.1, "most": 0.7, "target": "<= 0.5", "met": True},
-        {"key": "rate", "value": None, "unit": "1/s", "least": None, "most": None, "target": None, "met": None},
+        {
+            "key": "mean_seconds",
+            "value": 0.2,
+            "unit": "s",
+            "least": 0.1,
+            "most": 0.7,
+            "target": "<= 0.5",
+            "met": True,
+            "remark": "",
+        },
+        {
+            "key": "rate",
+            "value": None,
+            "unit": "1/s",
+            "least": None,
+            "most": None,
+            "target": None,
+            "met": None,
+            "remark": "",
+        },
     ]
 
 
 @pytest.mark.parametrize(
     ("key", "unit"),
     [
-        ("draw_hot_seconds_1e6", "s"),
-        ("mlp_steps_per_second_bare", "1/s"),
-        ("mlp_over_bare", "ratio"),
-        ("draw_growth", "ratio"),
+        ("sample_hot_seconds_1e6", "s"),
+        ("mlp_steps_per_second_baseline", "1/s"),
+        ("mlp_over_baseline", "ratio"),
+        ("sample_growth", "ratio"),
         ("index_bytes_per_event", "bytes per event"),
         ("swap_disk_bytes", "bytes"),
         ("stall_fraction_cold", "fraction"),
         ("swap_failed", ""),
     ],
 )
-def test_the_unit_is_that_of_the_key(load: Load, key: str, unit: str) -> None:
+def test_the_unit_follows_from_the_key(load: Load, key: str, unit: str) -> None:
     assert load("results").unit_of(key) == unit
 
 
@@ -153,7 +170,7 @@ def forgetting() -> ModuleType:
     return importlib.import_module("benchmarks.forgetting")
 
 
-def test_a_data_set_is_read_only_if_it_is_arrays(load: Load) -> None:
+def test_a_data_set_may_contain_arrays_only(load: Load) -> None:
     data = load("data")
     arrays = [np.arange(6, dtype=np.float32).reshape(2, 3), np.arange(2)]
     (x, y) = data.unpickled(pickle.dumps(arrays, protocol=3))
@@ -165,7 +182,7 @@ def test_a_data_set_is_read_only_if_it_is_arrays(load: Load) -> None:
         data.unpickled(b"cnumpy\nload\n(S'x'\ntR.")
 
 
-def test_a_data_set_that_is_not_in_the_folder_is_named(load: Load, tmp_path: Path) -> None:
+def test_a_missing_data_set_is_named(load: Load, tmp_path: Path) -> None:
     np.savez(tmp_path / "elec.npz", x=np.zeros((2, 6), np.float32))
     assert load("data").load("elec", tmp_path)["x"].shape == (2, 6)
     with pytest.raises(SystemExit, match=r"mnist\.npz does not exist"):
@@ -192,12 +209,12 @@ def test_flights_are_in_scheduled_order_with_the_weather_of_their_hour(load: Loa
     assert late[7:].tolist() == [40, 30, 60, 10, 0, -1, 9]
 
 
-def test_a_pipeline_file_says_what_was_meant(load: Load) -> None:
+def test_a_pipeline_file_is_valid_toml(load: Load) -> None:
     document = {"a": {"b c": [1, 2.5, True]}, "d": float("inf"), "e": 'say "x"\n', "f": {"g": {"h": {}}}}
     assert tomllib.loads(load("pipeline").toml(document)) == document
 
 
-def test_the_images_come_task_by_task_and_in_another_order_for_each_seed(forgetting: ModuleType) -> None:
+def test_the_images_are_ordered_by_task_and_shuffled_by_seed(forgetting: ModuleType) -> None:
     label = np.arange(1000) % 10
     first, second = (forgetting.in_task_order(label, seed) for seed in (0, 1))
     assert sorted(first.tolist()) == list(range(1000))
@@ -206,7 +223,7 @@ def test_the_images_come_task_by_task_and_in_another_order_for_each_seed(forgett
     assert np.array_equal(label[first] // 2, label[second] // 2)
 
 
-def test_the_accuracy_is_the_mean_over_the_tasks_whatever_their_sizes(forgetting: ModuleType) -> None:
+def test_the_accuracy_is_the_mean_over_tasks_of_any_size(forgetting: ModuleType) -> None:
     def always_zero(x: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.one_hot(torch.zeros(len(x), dtype=torch.int64), 10).float()
 
@@ -243,20 +260,20 @@ while True:
         begin = begin or time.monotonic()
     except BlockingIOError:
         pass
-    for each in connections:
+    for connection in connections:
         try:
-            data = each.recv(65536)
+            data = connection.recv(65536)
         except BlockingIOError:
             continue
         if data:
             time.sleep(max(0.0, begin + 0.5 - time.monotonic()))
-            each.sendall(b"HTTP/1.1 200 OK\\r\\ncontent-length: 2\\r\\n\\r\\nok")
+            connection.sendall(b"HTTP/1.1 200 OK\\r\\ncontent-length: 2\\r\\n\\r\\nok")
 """
 
 
 @contextlib.contextmanager
 def listening(program: str) -> Iterator[tuple[str, IO[bytes]]]:
-    """A server that tells its port first; its URL, and what else it tells."""
+    """A server that prints its port first; yields its URL, and the rest of its output."""
     server = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
     try:
         assert server.stdout is not None
@@ -267,8 +284,8 @@ def listening(program: str) -> Iterator[tuple[str, IO[bytes]]]:
 
 
 @pytest.mark.process
-def test_requests_arrive_when_they_are_to_whatever_the_server_does(load: Load) -> None:
-    """A server that stands still for half a second: each request that comes meanwhile has waited for the rest of it."""
+def test_requests_arrive_on_time_while_the_server_stalls(load: Load) -> None:
+    """The server stalls for half a second: each request that arrives in that time waits for the rest of it."""
     with listening(STALLING) as (url, _), load("load").Load(url, b"{}", {}) as requests:
         first, second = requests.turn(100, 1.0), requests.turn(100, 0.2)
     assert (len(first.seconds), first.failed, len(second.seconds)) == (100, 0, 20)
@@ -291,7 +308,7 @@ with socket.create_server(("127.0.0.1", 0)) as server:
 
 
 @pytest.mark.process
-def test_a_connection_that_the_server_gave_up_is_not_asked_again(load: Load) -> None:
+def test_a_connection_that_the_server_closed_is_not_used_again(load: Load) -> None:
     with listening(HASTY) as (url, said), load("load").Load(url, b"{}", {}) as requests:
         first, _, second = requests.turn(10, 0.1), said.readline(), requests.turn(10, 0.1)
     assert (len(first.seconds), len(second.seconds), second.failed) == (1, 1, 0)
@@ -311,7 +328,7 @@ with socket.create_server(("127.0.0.1", 0)) as server:
 
 
 @pytest.mark.process
-def test_an_answer_in_chunks_ends_with_the_last_of_them(load: Load) -> None:
+def test_a_chunked_answer_ends_with_its_last_chunk(load: Load) -> None:
     with listening(CHUNKED) as (url, _), load("load").Load(url, b"{}", {}) as requests:
         answers = requests.flood(1, 0.1)
     assert len(answers.seconds) > 1

@@ -1,4 +1,4 @@
-"""Dockerfile, compose.yaml and what it mounts, as far as that can be told without Docker."""
+"""Dockerfile, compose.yaml and its mounts, as far as they can be checked without Docker."""
 
 import json
 import os
@@ -21,6 +21,7 @@ from prometheus_client import CollectorRegistry
 from anabranch.config.loader import load_config
 from anabranch.core.durations import parse_duration
 from learner.runtime.status_server import serve_status
+from tests.support import kafka
 from tools import reference
 
 ROOT = Path(__file__).parent.parent
@@ -64,7 +65,7 @@ def expressions() -> Iterator[str]:
 
 
 class TestImage:
-    def test_it_is_run_by_a_user_with_a_fixed_number_that_is_not_root(self):
+    def test_its_user_has_a_fixed_id_and_is_not_root(self):
         assert re.findall(r"^USER (.*)$", DOCKERFILE, re.MULTILINE) == ["10001:10001"]
 
     def test_its_versions_are_those_of_the_constraints(self):
@@ -76,7 +77,7 @@ class TestImage:
     @pytest.mark.parametrize(
         ("extras", "more"), [("", []), ("fast,redis", ["confluent-kafka", "redis"]), ("codecs", [])]
     )
-    def test_it_can_read_every_compression_that_a_producer_may_choose(self, extras, more, tmp_path):
+    def test_it_can_read_every_compression_of_a_producer(self, extras, more, tmp_path):
         shutil.copy(ROOT / "pyproject.toml", tmp_path)
         code = re.search(r"python -c '(import sys, tomllib[^']*)'", DOCKERFILE)[1].replace("\\\n", "\n")
         code = code.replace("/tmp/pyproject.toml", str(tmp_path / "pyproject.toml"))
@@ -86,12 +87,12 @@ class TestImage:
         assert {"torch", "lz4", "python-snappy", "zstandard", *more} <= set(names)
         assert names.count("lz4") == 1
 
-    def test_its_python_is_one_that_the_project_supports(self):
+    def test_its_python_is_supported(self):
         project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
         tag = re.search(r"^ARG PYTHON_TAG=([\d.]+)-slim", DOCKERFILE, re.MULTILINE)[1]
         assert tag in SpecifierSet(project["requires-python"])
 
-    def test_everything_that_it_copies_is_there_and_not_ignored(self):
+    def test_every_file_that_it_copies_exists_and_is_not_ignored(self):
         kept = set((ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines())
         copied = [name for line in re.findall(r"^COPY (.*) \S+$", DOCKERFILE, re.MULTILINE) for name in line.split()]
         copied += re.findall(r"type=bind,source=([^,]+)", DOCKERFILE)
@@ -103,7 +104,7 @@ class TestImage:
             assert f"COPY {package} {package}\n" in DOCKERFILE
 
     @pytest.mark.process
-    def test_as_the_first_process_of_a_container_it_ends_on_a_signal_that_comes_while_it_loads(self):
+    def test_as_pid_1_it_ends_on_a_signal_while_it_loads(self):
         namespace = ["unshare", "--user", "--map-root-user", "--pid", "--fork"]
         if shutil.which("unshare") is None or subprocess.run([*namespace, "true"], capture_output=True).returncode:
             pytest.skip("there are no pid namespaces for users here")
@@ -115,7 +116,7 @@ class TestImage:
 
 
 class TestCompose:
-    def test_all_but_the_tokens_has_a_default(self):
+    def test_every_variable_except_the_tokens_has_a_default(self):
         required = {match[1]: match[3] for match in in_compose_files() if match[2] != ":-"}
         assert set(required) == set(REQUIRED)
         assert all(sentence == "write both tokens to .env, as .env.example says" for sentence in required.values())
@@ -124,7 +125,7 @@ class TestCompose:
         named = dict(re.findall(r"^(?:# )?([A-Z_]+)=(.*?)(?: {2,}.*)?$", ENV_EXAMPLE, re.MULTILINE))
         assert named == {match[1]: match[3] if match[2] == ":-" else "" for match in in_compose_files()}
 
-    def test_the_line_that_makes_the_tokens_makes_what_is_required(self, tmp_path):
+    def test_the_documented_command_creates_the_required_tokens(self, tmp_path):
         line = next(line for line in ENV_EXAMPLE.splitlines() if "openssl" in line).removeprefix("#")
         if shutil.which("openssl") is None:
             pytest.skip("there is no openssl")
@@ -136,9 +137,9 @@ class TestCompose:
     def test_every_image_is_pinned(self):
         for service in SERVICES.values():
             assert re.fullmatch(r"anabranch:cpu|\S+:v?\d+\.\d+\.\d+(-\w+)?", service["image"])
-        assert f'IMAGE = "{SERVICES["kafka"]["image"]}"\n' in (ROOT / "tests/conftest.py").read_text(encoding="utf-8")
+        assert SERVICES["kafka"]["image"] == kafka.IMAGE
 
-    def test_nothing_is_reached_from_elsewhere_unless_asked_for(self):
+    def test_ports_are_on_loopback_by_default(self):
         ports = [port for service in SERVICES.values() for port in service.get("ports", [])]
         assert all(port.startswith("127.0.0.1:") for port in ports)
         # Those without a token stay there.
@@ -149,7 +150,7 @@ class TestCompose:
         }
 
     @pytest.mark.parametrize("name", OURS)
-    def test_its_environment_makes_valid_settings(self, name):
+    def test_its_environment_is_a_valid_config(self, name):
         baked = dict(re.findall(r"^ENV (ANABRANCH__\w+)=(\S+)$", DOCKERFILE, re.MULTILINE))
         config = load_config(ROOT / "anabranch/commands/template/pipeline.toml", baked | SERVICES[name]["environment"])
         assert config.pipeline.stream.bootstrap_servers == "kafka:19092"
@@ -157,29 +158,29 @@ class TestCompose:
         assert f":{config.pipeline.serving.port}" in SERVICES["serving"]["ports"][0]
         assert f":{config.pipeline.learner.status.rpartition(':')[2]}" in SERVICES["learner"]["ports"][0]
 
-    def test_each_part_is_given_the_tokens_that_it_needs_and_no_other(self):
+    def test_each_part_has_the_tokens_that_it_needs_and_no_other(self):
         given = {
             name: {key for key, token in REQUIRED.items() if token in service.get("environment", {}).values()}
             for name, service in SERVICES.items()
         }
         assert given == {name: set() for name in SERVICES} | {"learner": {"READ_TOKEN"}, "serving": set(REQUIRED)}
 
-    def test_time_to_stop_is_longer_than_what_stopping_may_take(self):
+    def test_the_stop_grace_period_is_longer_than_the_stop_timeout(self):
         pipeline = load_config(ROOT / "anabranch/commands/template/pipeline.toml", {}).pipeline
         for name, longest in (("learner", pipeline.learner.stop_timeout), ("serving", pipeline.serving.timeout)):
             assert parse_duration(SERVICES[name]["stop_grace_period"]) >= longest + timedelta(seconds=5)
 
-    def test_its_commands_are_ours(self):
+    def test_its_commands_exist(self):
         for name in OURS:
             assert SERVICES[name]["command"][0] in reference.commands()
 
-    def test_a_container_of_ours_can_write_to_nothing_but_the_state(self):
+    def test_our_containers_can_write_to_the_state_alone(self):
         for name in OURS:
             assert SERVICES[name]["read_only"] is True
             assert [v for v in SERVICES[name]["volumes"] if not v.endswith(":ro")] == ["state:/var/lib/anabranch"]
 
     @pytest.mark.parametrize("name", SERVICES)
-    def test_a_container_gains_no_privileges_and_cannot_take_the_whole_host(self, name):
+    def test_a_container_gains_no_privileges_and_has_resource_limits(self, name):
         service = SERVICES[name]
         assert service["cap_drop"] == ["ALL"]
         assert service["security_opt"] == ["no-new-privileges:true"]
@@ -187,7 +188,7 @@ class TestCompose:
         assert re.fullmatch(r"[1-9]\d*[mg]", service["mem_limit"])
         assert all(":size=" in mount for mount in service.get("tmpfs", []))
 
-    def test_a_limit_of_memory_is_above_what_the_program_in_it_is_told_to_take(self):
+    def test_a_memory_limit_is_above_the_limit_of_the_program(self):
         megabytes = {"m": 1, "g": 1024}
         limits = {name: int(it["mem_limit"][:-1]) * megabytes[it["mem_limit"][-1]] for name, it in SERVICES.items()}
         heap = re.search(r"-Xmx(\d)g", SERVICES["kafka"]["environment"]["KAFKA_HEAP_OPTS"])[1]
@@ -195,7 +196,7 @@ class TestCompose:
         assert limits["kafka"] >= 2 * int(heap) * megabytes["g"]
         assert limits["redis"] >= 2 * int(redis.removesuffix("mb"))
 
-    def test_of_what_asks_for_no_password_each_is_reached_by_those_alone_that_need_it(self):
+    def test_services_without_a_password_are_reachable_from_their_clients_alone(self):
         networks = {name: set(service["networks"]) for name, service in SERVICES.items()}
         assert set.union(*networks.values()) == set(compose()["networks"])
         reached = {
@@ -208,14 +209,14 @@ class TestCompose:
         for name, service in SERVICES.items():
             assert reached[name] >= set(service.get("depends_on", ()))
 
-    def test_everything_that_is_mounted_is_there(self):
+    def test_every_mounted_file_exists(self):
         named = set(compose()["volumes"])
         for service in SERVICES.values():
             for volume in service.get("volumes", []):
                 source = volume.partition(":")[0]
                 assert source in named or (ROOT / source).is_dir(), volume
 
-    def test_the_override_for_the_gpu_changes_services_that_are_there(self):
+    def test_the_gpu_override_changes_existing_services(self):
         override = compose("compose.gpu.yaml")["services"]
         assert set(override) == set(OURS)
         assert {(it["image"], it["build"]["args"]["TORCH"]) for it in override.values()} == {("anabranch:cuda", "cuda")}
@@ -223,7 +224,7 @@ class TestCompose:
 
 @pytest.mark.parametrize(("problems", "code"), [([], 0), (["the broker is gone"], 1)])
 @pytest.mark.process
-def test_the_probe_tells_health_and_says_what_is_unhealthy(problems, code):
+def test_the_probe_returns_health_and_prints_problems(problems, code):
     *command, path = SERVICES["learner"]["healthcheck"]["test"]
     with serve_status("127.0.0.1:0", "token", CollectorRegistry(), lambda: problems) as port:
         command = [sys.executable, *command[2:-1], str(port), path]
@@ -233,10 +234,10 @@ def test_the_probe_tells_health_and_says_what_is_unhealthy(problems, code):
 
 
 class TestMonitoring:
-    def test_every_metric_that_is_asked_for_exists(self):
+    def test_every_queried_metric_exists(self):
         known = set(ELSEWHERE)
-        for name, collector in reference.metrics().items():
-            histogram = collector._type == "histogram"
+        for name, metric in reference.metrics().items():
+            histogram = metric.kind == "histogram"
             known |= {f"{name}_{part}" for part in ("bucket", "count", "sum")} if histogram else {name}
         for expression in expressions():
             asked = set(re.findall(r"\b(?:anabranch|node)_\w+|\bup\b|\bALERTS\b", expression))
@@ -247,7 +248,7 @@ class TestMonitoring:
         shown = " ".join(target["expr"] for panel in DASHBOARD["panels"] for target in panel.get("targets", []))
         assert [name for name in reference.metrics() if name not in shown] == []
 
-    def test_prometheus_looks_where_the_services_are_and_has_the_token(self):
+    def test_prometheus_scrapes_the_services_with_the_token(self):
         config = yaml.safe_load((ROOT / "deploy/prometheus/prometheus.yml").read_text(encoding="utf-8"))
         for job in config["scrape_configs"]:
             for target in job["static_configs"][0]["targets"]:
@@ -259,7 +260,7 @@ class TestMonitoring:
         assert compose()["secrets"][secret]["environment"] == "READ_TOKEN"
         assert config["rule_files"] == ["alerts.yml"]
 
-    def test_alerts_say_what_is_wrong_and_what_to_do(self):
+    def test_alerts_have_a_summary_and_a_way_out(self):
         assert len({rule["alert"] for rule in RULES}) == len(RULES)
         for rule in RULES:
             assert rule["labels"]["severity"] in ("critical", "warning")
@@ -277,15 +278,15 @@ class TestMonitoring:
         cases = (ROOT / "tests/alerts.yml").read_text(encoding="utf-8")
         assert [rule["alert"] for rule in RULES if rule["alert"] not in cases] == []
 
-    def test_panels_have_ids_of_their_own_and_do_not_overlap(self):
+    def test_panels_have_unique_ids_and_do_not_overlap(self):
         panels = DASHBOARD["panels"]
         assert len({panel["id"] for panel in panels}) == len(panels)
-        places = [panel["gridPos"] for panel in panels]
-        assert all(at["x"] + at["w"] <= 24 and at["w"] > 0 and at["h"] > 0 for at in places)
-        for one, other in combinations(places, 2):
-            beside = one["x"] + one["w"] <= other["x"] or other["x"] + other["w"] <= one["x"]
+        positions = [panel["gridPos"] for panel in panels]
+        assert all(at["x"] + at["w"] <= 24 and at["w"] > 0 and at["h"] > 0 for at in positions)
+        for one, other in combinations(positions, 2):
+            side_by_side = one["x"] + one["w"] <= other["x"] or other["x"] + other["w"] <= one["x"]
             below = one["y"] + one["h"] <= other["y"] or other["y"] + other["h"] <= one["y"]
-            assert beside or below, (one, other)
+            assert side_by_side or below, (one, other)
 
     def test_grafana_finds_its_dashboard_and_its_source(self):
         provisioning = ROOT / "deploy/grafana/provisioning"
@@ -294,6 +295,6 @@ class TestMonitoring:
         uids = {panel["datasource"]["uid"] for panel in DASHBOARD["panels"] if panel["type"] != "row"}
         assert uids == {source["uid"]}
         assert source["url"] == "http://prometheus:9090"
-        home = SERVICES["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
-        assert home == f"{provider['options']['path']}/anabranch.json"
+        path = SERVICES["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
+        assert path == f"{provider['options']['path']}/anabranch.json"
         assert f"./deploy/grafana/dashboards:{provider['options']['path']}:ro" in SERVICES["grafana"]["volumes"]

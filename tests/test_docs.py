@@ -2,10 +2,15 @@
 
 import importlib
 import itertools
+import json
+import os
 import re
+import signal
 import subprocess
 import sys
+import time
 import tomllib
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from anabranch.commands.event_files import open_source
+from anabranch.commands.event_files.files import open_source
 from anabranch.config.loader import load_config
 from anabranch.config.model import Pipeline
 from ingest.events.schema import Schema
@@ -25,6 +30,7 @@ from learner.model.device import Precision
 from learner.model.factory import build_model, check_model, make_task
 from learner.strategies.er import NoReplay
 from learner.training.trainer import Trainer
+from serving.reporting.report import read_report
 from tools import reference
 
 ROOT = Path(__file__).parent.parent
@@ -256,11 +262,11 @@ def test_python_runs(block, tmp_path):
 
 def test_what_strategies_are_worth_is_what_was_measured():
     """The guide gives the newest figures of the page of benchmarks, and no older ones."""
-    rows = dict(re.findall(r"\| `split_mnist_(\w+)` \| ([\d.]+) \|", (DOCS / "benchmarks.md").read_text()))
+    rows = dict(re.findall(r"\| \[`split_mnist_(\w+)`\]\(\S+\) \| ([\d.]+) \|", (DOCS / "benchmarks.md").read_text()))
     page = (DOCS / "guides" / "strategies.md").read_text()
     guide = re.search(r"five seeds, through\s+Kafka;.*?Where nothing", page, re.DOTALL)
     names = ("none", "er_500", "derpp_500", "best_500", "er_200", "derpp_200")
-    assert re.findall(r" (\d\d\.\d)\b", guide[0]) == [rows[name] for name in names]
+    assert re.findall(r" (\d\d\.\d)\b", guide[0]) == [f"{float(rows[name]):.1f}" for name in names]
 
 
 @pytest.mark.process
@@ -282,6 +288,54 @@ def test_the_worked_example_learns(tmp_path, monkeypatch):
         for begin in range(0, len(decoded.message), 64)
     ]
     assert np.mean([step.score / 64 for step in right[-50:]]) > 0.85
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_quickstart_ends_with_predictions(kafka, tmp_path):
+    command = tmp_path / "bin" / "anabranch"
+    command.parent.mkdir()
+    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m anabranch "$@"\n')
+    command.chmod(0o755)
+    environment = os.environ | {
+        "PATH": f"{command.parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "ANABRANCH__STREAM__BOOTSTRAP_SERVERS": kafka.bootstrap,
+        "ANABRANCH__STREAM__TOPICS": json.dumps([f"quickstart-{uuid.uuid4().hex}"]),
+        "ANABRANCH__LEARNER__STATUS": "127.0.0.1:0",
+        "ANABRANCH__SERVING__PORT": "0",
+    }
+
+    def shell(script: str, folder: Path) -> str:
+        done = subprocess.run(
+            ["sh", "-ec", script], cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    page = [block for block in BLOCKS if block.page == "docs/get-started/quickstart.md"]
+    create, backtest, produce, ask = (block.text for block in page if block.mark("run") == "quickstart")
+    (up,) = (block.text for block in page if block.mark("run") == "quickstart up")
+    shell(create, tmp_path)
+    folder = tmp_path / "digits"
+    assert "4,000" in shell(backtest, folder)
+    assert shell(produce, folder).count("=1999") == 2
+    with subprocess.Popen(up.split(), cwd=folder, env=environment, stderr=subprocess.DEVNULL) as pipeline:
+        try:
+            deadline = time.monotonic() + 120
+            while not _is_served(folder) and time.monotonic() < deadline:
+                time.sleep(0.2)
+            answers = shell(ask, folder).splitlines()
+        finally:
+            pipeline.send_signal(signal.SIGINT)
+    assert all(json.loads(answer).keys() == {"version", "prediction", "probabilities"} for answer in answers[:3])
+    assert any(line.startswith("outcomes ") for line in answers)
+
+
+def _is_served(folder: Path) -> bool:
+    report = read_report(folder / "var")
+    return report is not None and report.ready
 
 
 class TestMessages:
@@ -328,6 +382,7 @@ class TestMessages:
 
     def test_the_columns_of_the_csv_are_fields(self, tmp_path):
         write_files("docs/guides/messages.md", tmp_path)
+        write_files("docs/guides/send-a-file.md", tmp_path)
         schema = Schema(load_config(tmp_path / "pipeline.toml", {}).pipeline.events)
         with open_source(tmp_path / "events.csv", None, None, schema, checked=True) as source:
             assert ([record.fault for record in source], source.left_out) == (["", "", ""], [])

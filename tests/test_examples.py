@@ -42,7 +42,7 @@ class Example(NamedTuple):
     events: list[dict[str, Any]]
 
     def train(self, rows: np.ndarray, **changes: Any) -> tuple[Trainer, np.ndarray]:
-        """Train on events in order, with `[learner]` as it is but for `changes`; return the score of each step."""
+        """Train on events in order, with `[learner]` except for `changes`; return the score of each step."""
         pipeline, random = self.config.pipeline, np.random.default_rng(0)
         settings = pipeline.learner.model_validate({**pipeline.learner.model_dump(), **changes})
         task = make_task(pipeline.model.task)
@@ -72,7 +72,7 @@ class Example(NamedTuple):
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """For models as small as these more threads only wait for each other."""
+    """More threads only wait for each other with models of this size."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -81,7 +81,7 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def copied(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A copy of the example that the test names, with its events. All examples have a module `my_model`."""
+    """A copy of the example that the test names, with its events. All examples have a module named `my_model`."""
     folder = tmp_path / request.param
     shutil.copytree(FOLDER / request.param, folder, ignore=shutil.ignore_patterns("var", "events.jsonl", "__pycache__"))
     monkeypatch.chdir(folder)
@@ -103,7 +103,7 @@ def example(copied: Path) -> Example:
 
 
 def trivial_score(task: Task, label: np.ndarray) -> float:
-    """Return the best score of a model that gives every event the same answer."""
+    """Return the best score of a constant answer."""
     if label.ndim == 1:
         return float(np.bincount(label).max() / len(label))
     answers = itertools.product((0, 1), repeat=label.shape[1])
@@ -120,14 +120,14 @@ def test_the_model_fits_the_schema(example: Example) -> None:
 
 
 @pytest.mark.parametrize("copied", NAMES, indirect=True)
-def test_make_events_writes_the_same_events_again(copied: Path) -> None:
+def test_make_events_is_deterministic(copied: Path) -> None:
     before = Path("events.jsonl").read_bytes()
     runpy.run_path("make_events.py", run_name="__main__")
     assert Path("events.jsonl").read_bytes() == before
 
 
 @pytest.mark.parametrize(("copied", "margin"), [("tabular", 0.15), ("text", 0.4)], indirect=["copied"])
-def test_it_learns_more_than_the_trivial_answer(example: Example, margin: float) -> None:
+def test_it_is_better_than_the_constant_answer(example: Example, margin: float) -> None:
     trainer, scores = example.train(np.arange(len(example.events)))
     last = len(example.events) // 10
     trivial = trivial_score(trainer.task, example.columns["label"][-last:])
@@ -144,7 +144,7 @@ def test_the_orders_drift_in_the_middle_and_the_model_recovers(example: Example)
 
 
 @pytest.mark.parametrize("copied", ["images"], indirect=True)
-def test_replay_keeps_the_digits_that_have_passed(example: Example) -> None:
+def test_replay_keeps_the_accuracy_on_earlier_digits(example: Example) -> None:
     image = np.array([event["image"] for event in example.events])
     held_out, trained = np.flatnonzero(image % 10 == 0), np.flatnonzero(image % 10 != 0)
     with_replay, _ = example.train(trained)
@@ -176,7 +176,7 @@ def test_an_example_runs_from_end_to_end(copied: Path, kafka, make_topic, free_p
 
 
 def predicted(port: int, text: str, offsets: str) -> Any:
-    """Return the reply of a version that has learned up to these offsets; None while there is none."""
+    """Return the reply of a version trained through these offsets; None while there is none."""
     features = runpy.run_path("make_events.py")["features"](text)
     words = {"name": "words", "shape": [1, len(features["words"])], "datatype": "BYTES", "data": features["words"]}
     length = {"name": "length", "shape": [1], "datatype": "INT64", "data": [features["length"]]}

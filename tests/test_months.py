@@ -1,15 +1,15 @@
-"""What a pipeline holds after a year: no more than after half of it.
+"""The memory and the files of a pipeline do not grow in the second half of a simulated year.
 
-A year is some hundred ticks on a simulated clock. In each, all that could leave something behind happens: events are
-learned and held out, versions published, judged, withdrawn, refused and served, keys erased, reports written. Each
-part that lives as long as its process is asked for the most that it held, in the first half and in the second.
+A year is some hundred ticks on a simulated clock. Each tick has every action that could leave something behind: events
+are trained and held out, versions published, judged, withdrawn, refused and served, keys erased, reports written. For
+each part that lives as long as its process the largest size of the first half is compared with that of the second.
 """
 
 import math
 import sys
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from datetime import timedelta
@@ -45,12 +45,13 @@ from learner.publishing.gatekeeper import QualityGate
 from learner.publishing.publisher import Publisher, Snapshot
 from learner.reporter import Reporter
 from learner.state_dir.checkpoint import Checkpoint, Checkpoints
+from learner.state_dir.report import LearnerReport
 from learner.state_dir.trained_through import NewlyTrained, PartitionProgress
 from learner.state_dir.version import Manifest, ModelReference, Verdict, Versions, reference_to
 from learner.stream.batches import Batches
 from learner.stream.lag import LagPolicy
 from learner.stream.ledger import Ledger
-from learner.stream.outcome_counters import LetterCounters, OutcomeCounters
+from learner.stream.outcome_counters import OutcomeCounters
 from learner.stream.record_times import RecordTimes
 from replay.erasure.erasure_log import ErasureLog
 from replay.erasure.log_file import Applied
@@ -65,7 +66,7 @@ YEAR = 365 * 86_400.0
 SAMPLES = 25
 """Of the size, in each half of the year."""
 LEAK = 4
-"""Bytes a tick that are no leak: less than one reference, and what grows with the logarithm of the time."""
+"""Bytes per tick that are not a leak: less than one reference, and growth with the logarithm of the time."""
 BLOCK = 600
 """Of a deque, which takes and frees memory in blocks."""
 EVENTS = TopicPartition("events", 0)
@@ -73,7 +74,7 @@ MODEL = ModelSettings(factory="m:build", task="regression")
 
 
 def size_of(thing: object, seen: set[int]) -> int:
-    """Return the bytes of an object and of all that it holds, but for functions and classes."""
+    """Return the bytes of an object and of everything that it references, except functions and classes."""
     if id(thing) in seen or isinstance(thing, type) or (callable(thing) and not hasattr(thing, "__dict__")):
         return 0
     seen.add(id(thing))
@@ -94,7 +95,7 @@ def size_of(thing: object, seen: set[int]) -> int:
 
 @dataclass
 class Year:
-    """What the parts are made from."""
+    """The objects from which the parts are made."""
 
     folder: Path
     schema: Schema
@@ -107,7 +108,7 @@ class Year:
 
 @dataclass
 class Driven:
-    """Parts, and what a tick does to them."""
+    """Parts, and the function of a tick."""
 
     held: object
     tick: Callable[[int], object]
@@ -145,14 +146,14 @@ def measured_ratio(year: Year) -> Driven:
 
 
 def ledger_and_lag(year: Year) -> Driven:
-    """The learner is behind all the time, and publishes nothing: what it has learned waits."""
+    """The learner always has a lag, and publishes nothing: the events that it trained wait."""
     ledger, counted = Ledger(), IngestMetrics(CollectorRegistry())
-    ledger.take_up(EVENTS, 0)
-    counters, letters = OutcomeCounters(counted.rows), LetterCounters(counted.letters_dropped)
-    counters.meet(ledger.partitions)
+    ledger.add_partition(EVENTS, 0)
+    counters = OutcomeCounters(counted.rows)
+    counters.register_partitions(ledger.partitions)
     blocks: list[Block] = []
     source = SimpleNamespace(poll=lambda _timeout: blocks.pop() if blocks else None, release=lambda _block: None)
-    stream = SimpleNamespace(told=0.0, partitions=[Partition(EVENTS, 0, None)], pass_over=lambda: None)
+    stream = SimpleNamespace(ends_time=0.0, partitions=[Partition(EVENTS, 0, None)], pass_over=lambda: None)
     policy = LagPolicy(LagPolicySettings(action="sample"), 0, stream, clock=lambda: year.now, wall=lambda: year.now)
     batches = Batches(source, 16, timedelta(0), policy.settle)
 
@@ -167,21 +168,20 @@ def ledger_and_lag(year: Year) -> Driven:
                 ledger.advance(span, Outcome.TRAINED)
         if ledger.full:
             ledger.count()
-        ledger.partitions[0].meet(100 * tick + 1000, "topic-id")
-        stream.told = year.now
-        policy.look(ledger.partitions, ledger.take_moved())
-        counters.move(ledger.partitions)
-        letters.move(Counter(loop=tick, refused=2 * tick))
+        ledger.partitions[0].update_end(100 * tick + 1000, "topic-id")
+        stream.ends_time = year.now
+        policy.update(ledger.partitions, ledger.take_moved())
+        counters.update(ledger.partitions)
         ledger.state(), policy.state()
 
-    return Driven((ledger, policy, batches, counters, letters, counted), learn)
+    return Driven((ledger, policy, batches, counters, counted), learn)
 
 
 def raised_and_stalled(year: Year) -> Driven:
     raised, stalls = Raised(lambda: year.now), StallDetector()
     silence = HangDetector(lambda: year.now)
 
-    def look(tick: int) -> None:
+    def check(tick: int) -> None:
         raised.add(5 * tick, 2, f"ValueError: {tick}")
         for _ in range(3):
             raised.log("which are skipped", [f"events[0]@{tick}"], f"ValueError: {tick}")
@@ -190,11 +190,11 @@ def raised_and_stalled(year: Year) -> Driven:
         stalls.check({topic: Position(tick // 50)}, {topic: 10**6}, 2.0)
         silence.check()
 
-    return Driven((raised, stalls, silence), look)
+    return Driven((raised, stalls, silence), check)
 
 
 class RandomScorer:
-    """Scores held-out events at random, as well as the weights say; raises on one event now and then."""
+    """Scores held-out events at random, with the accuracy that the weights contain; sometimes raises on an event."""
 
     bounded = True
 
@@ -213,7 +213,7 @@ class RandomScorer:
 
 
 def publisher(year: Year, *, holds_out: bool) -> Driven:
-    """The holdout set, the publisher and its gate; one version of ten is bad. Serving is away."""
+    """The holdout set, the publisher and its gate; one version of ten is bad. Serving does not run."""
     versions, scorer = Versions(year.folder, year.storage("versions")), RandomScorer(year.schema, year.dice)
     reference, gate = reference_to(MODEL), GateSettings(holdout_rows=80, min_rows=40)
     quality_gate = QualityGate(versions, gate, scorer, reference)  # type: ignore[arg-type]
@@ -248,29 +248,27 @@ def checkpoints(year: Year) -> Driven:
 
 
 def reporter(year: Year) -> Driven:
-    loop = SimpleNamespace(steps=0, rows_new=0, rows_replay=0)
-    collectors = SimpleNamespace(
-        ingest=IngestMetrics(CollectorRegistry()), learner=LearnerMetrics(CollectorRegistry()), replay=None
-    )
-    unused: Any = SimpleNamespace()
-    parts: Any = (loop, unused, None, unused, unused, unused, unused, unused, collectors)
-    reports = Reporter(year.folder, 1, *parts, strategy="none", classification=True)
+    loop: Any = SimpleNamespace(steps=0, rows_new=0, rows_replay=0)
+    parts: Any = SimpleNamespace(source=None, publisher=SimpleNamespace(gate=None), checkpointer=None, erasure=None)
+    collectors = LearnerMetrics(CollectorRegistry())
+    reports = Reporter(
+        year.folder, 1, loop, parts, SimpleNamespace(learner=collectors), strategy="none", classification=True
+    )  # type: ignore[arg-type]
 
     def report(tick: int) -> None:
         loop.steps, loop.rows_new = tick, 64 * tick
-        reports._rates()
-        told: Any = SimpleNamespace(
-            accuracy={}, error={}, loss={"now": 0.1}, window_rows=tick, device_sharing=None, replay_ratio=0.5,
-            forgetting=0.1, classes={"a": 0.5},
-            groups={f"{key:016x}": 0.5 for key in year.dice.integers(0, 2**60, 8).tolist()},
+        groups = {f"{key:016x}": 0.5 for key in year.dice.integers(0, 2**60, 8).tolist()}
+        newest = LearnerReport(
+            pid=1, generation=1, started=0.0, time=year.now, steps=tick, rates=reports._rates(), accuracy={"now": 0.5},
+            letters_dropped={"loop": tick, "refused": 2 * tick}, classes={"a": 0.5}, groups=groups,
         )  # fmt: skip
-        reports._set_measures(told)
+        collectors.report.update(newest)
 
     return Driven((reports, collectors), report)
 
 
 def erasure(year: Year) -> Driven:
-    """The same 40 keys are erased over and over, each by a tombstone of the stream."""
+    """The same 40 keys are erased repeatedly, each by a tombstone of the stream."""
     log, tombstones = ErasureLog(year.folder / "erasures.log"), Tombstones()
     tombstones.meet([EVENTS])
 
@@ -325,7 +323,7 @@ def serving(year: Year) -> Driven:
         history.add(year.now, {"a": float(tick), "b": None})
         counted.request((200, 404, 429, 503)[tick % 4], 0.01)
         counted.request(200, 0.01)
-        counted.learned(10, np.array([0.1, 0.2]))
+        counted.observe_freshness(10, np.array([0.1, 0.2]))
         counted.requests_per_second()
         limit.filter(RECORD)
 
@@ -349,7 +347,7 @@ PARTS: dict[str, Callable[[Year], Driven]] = {
 
 @pytest.fixture
 def year(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Year]:
-    """A year whose clock is that of all modules, and in which bounds of thousands are of tens."""
+    """A year whose clock all modules use, with bounds of tens instead of thousands."""
     settings = {"features": {"x": {"dtype": "float32", "shape": [3]}}, "label": {"name": "y", "classes": 3}}
     made = Year(tmp_path, Schema(SchemaSettings.model_validate(settings)), np.random.default_rng(0))
     for name, bound in (
@@ -372,14 +370,14 @@ def year(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Year]:
 
 
 class Loaded:
-    """A version that answers nothing."""
+    """A version without answers."""
 
     def __init__(self, manifest: Manifest) -> None:
         self.manifest, self.number, self.trained_through = manifest, manifest.number, ""
 
 
 @pytest.mark.parametrize("make", PARTS.values(), ids=PARTS)
-def test_a_part_holds_no_more_after_a_year_than_after_half_of_it(make: Callable[[Year], Driven], year: Year) -> None:
+def test_a_part_is_not_larger_after_a_year_than_after_half_of_it(make: Callable[[Year], Driven], year: Year) -> None:
     driven = make(year)
     sizes: list[int] = []
     for tick in range(2 * driven.half):
@@ -391,7 +389,7 @@ def test_a_part_holds_no_more_after_a_year_than_after_half_of_it(make: Callable[
     assert whole - half <= LEAK * driven.half + BLOCK, f"{half} bytes after half a year, {whole} after a year"
 
 
-def test_what_grows_by_a_reference_a_tick_is_found() -> None:
+def test_growth_by_a_reference_per_tick_is_found() -> None:
     leak: list[object] = []
     before = size_of(leak, set())
     leak += [math.pi] * 500

@@ -1,4 +1,4 @@
-"""The brokers that conftest.py starts do what the other tests take for granted."""
+"""The brokers of tests/support/kafka.py behave as the other tests assume."""
 
 import contextlib
 import time
@@ -8,7 +8,7 @@ from kafka import KafkaConsumer
 from kafka.errors import KafkaError
 
 
-def test_a_topic_gives_back_what_was_written_in_order(kafka, make_topic, produce, consume_all):
+def test_messages_of_a_topic_are_read_in_order(kafka, make_topic, produce, consume_all):
     topic = make_topic(partitions=2)
     minute_ago = int(time.time() * 1000) - 60_000  # an older one could fall to the broker's retention while this runs
     assert produce(kafka.bootstrap, topic, [b"a", None, {"x": 1}], partition=1, key=b"k") == [0, 1, 2]
@@ -24,7 +24,7 @@ def test_a_topic_gives_back_what_was_written_in_order(kafka, make_topic, produce
     assert (records[0].timestamp, records[1].key) == (minute_ago, b"k")
 
 
-def test_each_topic_is_new_and_has_a_place_for_dead_letters(kafka, make_topic, consume_all):
+def test_each_topic_is_new_and_has_a_dead_letter_topic(kafka, make_topic, consume_all):
     topics = [make_topic(), make_topic()]
     assert topics[0] != topics[1]
     for topic in topics:
@@ -32,7 +32,7 @@ def test_each_topic_is_new_and_has_a_place_for_dead_letters(kafka, make_topic, c
         assert consume_all(kafka.bootstrap, f"{topic}.dead") == []
 
 
-def test_a_sasl_listener_knows_a_right_password_from_a_wrong_one(sasl_kafka, create_topic, produce):
+def test_a_sasl_listener_refuses_a_wrong_password(sasl_kafka, create_topic, produce):
     def topics(password):
         options = {
             "security_protocol": "SASL_PLAINTEXT",

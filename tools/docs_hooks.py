@@ -1,6 +1,7 @@
 """Hooks of MkDocs: a page may link to files outside docs/, as it does on GitHub.
 
 The pages of `PAGES` become pages of the site. Any other file that a page links to is copied to `files/`, as text.
+`BOOST` weights pages in the search.
 """
 
 import posixpath
@@ -16,6 +17,19 @@ PAGES = {"README.md": "overview.md", "CONTRIBUTING.md": "contributing.md", "CHAN
 """Pages at the root of the repository, and where the site has them: nav of mkdocs.yml names the latter."""
 SOURCES = {uri: name for name, uri in PAGES.items()}
 
+BOOST = {
+    "operate/troubleshoot.md": 2.0,
+    "faq.md": 1.5,
+    "operate/": 1.5,
+    "adr/": 0.3,
+    "benchmarks.md": 0.3,
+    "reference/python-api.md": 0.3,
+    "changelog.md": 0.3,
+    "contributing.md": 0.3,
+}
+"""The weight of pages in the search, by the beginning of their path; the first that fits counts, else 1. Long pages
+repeat the words of an error more often than the page with its fix."""
+
 TARGET = re.compile(r'(\]\(|\b(?:href|src|srcset)=")([^)\s"#]+)')
 
 
@@ -29,6 +43,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Return a page's text with its links to other files of the repository as links within the site."""
     uri = page.file.src_uri
+    page.meta["search"] = {"boost": next((boost for path, boost in BOOST.items() if uri.startswith(path)), 1.0)}
     source = SOURCES.get(uri, f"docs/{uri}")
 
     def within_site(found: re.Match[str]) -> str:

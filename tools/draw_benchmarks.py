@@ -1,12 +1,13 @@
-"""Draw the saved results of benchmarks: tables into docs/benchmarks.md, and pictures of figures over time.
+"""Write the saved results of benchmarks as tables into docs/benchmarks.md, and plot each figure over time.
 
-    python tools/draw_benchmarks.py            write what has changed, and print its paths
-    python tools/draw_benchmarks.py --check    write nothing; exit code 1 where something would change
+    python tools/draw_benchmarks.py            write the files that change, and print their paths
+    python tools/draw_benchmarks.py --check    write nothing; exit code 1 if a file would change
 
 It reads `benchmarks/results/<benchmark>/*.json`, which `python -m benchmarks.<benchmark> --save` adds;
-benchmarks/harness/results.py says what is in them. Shown are the figures that have a target, and those that are ratios
-of a benchmark that has no targets. For each machine the tables give the newest result of the long form, or of the quick
-form where there is no other. The same results give the same text and pictures, byte for byte.
+benchmarks/harness/results.py describes the files. The tables of a benchmark are between two comments of the page, one
+for each machine. They have the figures with a target, the ratios, the percentages and the keys in ALSO_SHOWN. Of each
+key they have the newest figure of the long form, or of the quick form if there is no other. The output depends on
+nothing but the files.
 """
 
 import argparse
@@ -22,7 +23,26 @@ from itertools import groupby
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-BEGIN, END = "<!-- results: written by tools/draw_benchmarks.py -->\n", "<!-- end of results -->\n"
+BEGIN, END = "<!-- results of {}: written by tools/draw_benchmarks.py -->\n", "<!-- end of results -->\n"
+BLOCK = re.compile(BEGIN.replace("{}", r"(\w+)") + "(?s:.*?)" + END)
+ALSO_SHOWN = {
+    "replay": (
+        *("sample_hot_seconds", "store_fraction_cold", "memmap_seconds_cold", "disk_seconds_cold"),
+        *("add_processor_seconds", "index_bytes_per_event_memory", "faiss_bytes_per_event"),
+    ),
+    "replay_disk": tuple(
+        f"{key}_{store}"
+        for store in ("small", "large", "disk", "cold")
+        for key in ("steps_per_second", "stall_fraction")
+    ),
+    "forgetting": ("elec2_none", "elec2_no_change", "flights_none", "flights_no_change"),
+    "learner": tuple(
+        f"{model}_steps_per_second_{arm}" for model in ("mlp", "convnet") for arm in ("learner", "baseline")
+    ),
+    "faults": ("recovery_seconds_p95_alone",),
+    "serving": ("swap_disk_bytes", "freshness_p50_seconds"),
+}
+"""Keys without a target that are no ratios."""
 
 WIDTH, PLOT_H, LINE_H = 720, 200, 19
 LEFT, RIGHT, TOP, BOTTOM = 74, 24, 46, 34
@@ -56,6 +76,7 @@ class Figure:
     most: float | None
     target: str | None
     met: bool | None
+    remark: str = ""
 
     @property
     def bound(self) -> float | None:
@@ -86,21 +107,22 @@ class Result:
 
 @dataclass(frozen=True)
 class Point:
-    """A figure in a picture."""
+    """A figure of a plot."""
 
     result: Result
     figure: Figure
 
     @property
     def values(self) -> list[float]:
-        """All numbers that have to be seen."""
-        return [each for each in (self.figure.value, self.figure.least, self.figure.most) if each is not None]
+        """The figure, and the ends of its spread."""
+        figure = self.figure
+        return [number for number in (figure.value, figure.least, figure.most) if number is not None]
 
 
 def read(folder: Path) -> list[Result]:
     """Return all results, benchmark by benchmark, the oldest first."""
     results = [_result(path) for path in sorted(folder.glob("*/*.json"))]
-    return sorted(results, key=lambda each: (each.benchmark, each.time, each.machine, each.form))
+    return sorted(results, key=lambda result: (result.benchmark, result.time, result.machine, result.form))
 
 
 def _result(path: Path) -> Result:
@@ -115,41 +137,41 @@ def _result(path: Path) -> Result:
         machine=machine["name"],
         description=f"{machine['cpu']}, {machine['cores']} cores, {machine['gpu'] or 'no GPU'}",
         versions=f"Python {machine['python']}, torch {machine['torch']}",
-        figures=[Figure(**each) for each in document["figures"] if each["value"] is not None],
+        figures=[Figure(**figure) for figure in document["figures"] if figure["value"] is not None],
     )
 
 
 def key_figures(results: Sequence[Result]) -> list[str]:
-    """Return the keys of one benchmark that are shown, in the order of its newest result."""
+    """Return the keys of one benchmark that are shown: those with a target first."""
     figures = [figure for result in reversed(results) for figure in result.figures]
+    also = ALSO_SHOWN.get(results[0].benchmark, ())
     targets = [figure.key for figure in figures if figure.target is not None]
-    return list(dict.fromkeys(targets or [figure.key for figure in figures if figure.unit == "ratio"]))
+    others = [figure.key for figure in figures if figure.unit in ("ratio", "%") or figure.key in also]
+    return list(dict.fromkeys(targets + others))
 
 
 def tables(results: Sequence[Result], images: str) -> Iterator[str]:
-    """Yield the lines of the tables of all benchmarks; keys link to the pictures in a folder."""
-    for benchmark, of_benchmark in _by_benchmark(results):
-        yield from ("", f"### `{benchmark}`")
-        keys = key_figures(of_benchmark)
-        for machine in sorted({each.machine for each in of_benchmark}):
-            rows = [(key, point) for key in keys if (point := _newest(of_benchmark, machine, key)) is not None]
-            if not rows:
-                continue
-            newest = max((point.result for _, point in rows), key=lambda each: each.time)
-            yield from ("", f"{newest.description}; {newest.versions}:", "")
-            yield "| key | figure | unit | of one round | target | form | measured |"
-            yield "| --- | --- | --- | --- | --- | --- | --- |"
-            for key, point in rows:
-                yield _row(point, f"{images}/{file_name(benchmark, key)}")
+    """Yield the lines of the tables of one benchmark, one for each machine; keys link to the plots in a folder."""
+    keys = key_figures(results)
+    for machine in sorted({result.machine for result in results}):
+        rows = [(key, point) for key in keys if (point := _newest(results, machine, key)) is not None]
+        if not rows:
+            continue
+        newest = max((point.result for _, point in rows), key=lambda result: result.time)
+        yield from ("", f"{newest.description}; {newest.versions}:", "")
+        yield "| key | figure | unit | of one round | target | remark | form | measured |"
+        yield "| --- | --- | --- | --- | --- | --- | --- | --- |"
+        for key, point in rows:
+            yield _row(point, f"{images}/{file_name(results[0].benchmark, key)}")
 
 
 def _row(point: Point, image: str) -> str:
     figure, result = point.figure, point.result
     spread = "" if figure.least is None or figure.most is None else f"{short(figure.least)} to {short(figure.most)}"
-    words = (figure.target or "").replace(">=", "at least").replace("<=", "at most")
+    words = re.sub("^=", "exactly", (figure.target or "").replace(">=", "at least").replace("<=", "at most"))
     target = words and f"{words}: {'met' if figure.met else 'missed'}"
     cells = [f"[`{figure.key}`]({image})", short(figure.value), figure.unit, spread, target]
-    cells += [result.form, f"{result.date}, {result.revision}"]
+    cells += [figure.remark.replace("|", ","), result.form, f"{result.date}, {result.revision}"]
     return f"| {' | '.join(cells)} |".replace("|  |", "| |").replace("|  |", "| |")
 
 
@@ -164,15 +186,15 @@ def _points(results: Sequence[Result], key: str) -> list[Point]:
 
 
 def _by_benchmark(results: Sequence[Result]) -> list[tuple[str, list[Result]]]:
-    return [(name, list(each)) for name, each in groupby(results, key=lambda result: result.benchmark)]
+    return [(name, list(group)) for name, group in groupby(results, key=lambda result: result.benchmark)]
 
 
 def file_name(benchmark: str, key: str) -> str:
-    """Return the name of a figure's picture."""
+    """Return the file name of a figure's plot."""
     return f"{benchmark}-{re.sub(r'[^A-Za-z0-9_.-]+', '-', key)}.svg"
 
 
-def picture(benchmark: str, points: Sequence[Point]) -> Iterator[str]:
+def plot(benchmark: str, points: Sequence[Point]) -> Iterator[str]:
     """Yield the lines of an SVG: a figure over time, a line for each machine and form, with its spread and target."""
     newest = points[-1].figure
     series = sorted({(point.result.machine, point.result.form) for point in points})
@@ -207,10 +229,10 @@ def picture(benchmark: str, points: Sequence[Point]) -> Iterator[str]:
 
 
 def _series(points: Sequence[Point], colour: int, scale: "Scale", dates: "Dates") -> Iterator[str]:
-    places = [(dates.x(point.result.time), scale.y(point.figure.value)) for point in points]
-    if len(places) > 1:
-        yield f'<path class="series s{colour}" d="M{" ".join(f"{x:.1f} {y:.1f}" for x, y in places)}"/>'
-    for (x, y), point in zip(places, points, strict=True):
+    positions = [(dates.x(point.result.time), scale.y(point.figure.value)) for point in points]
+    if len(positions) > 1:
+        yield f'<path class="series s{colour}" d="M{" ".join(f"{x:.1f} {y:.1f}" for x, y in positions)}"/>'
+    for (x, y), point in zip(positions, points, strict=True):
         least, most = point.figure.least, point.figure.most
         if least is not None and most is not None:
             yield f'<path class="s{colour}" d="M{x:.1f} {scale.y(least):.1f}V{scale.y(most):.1f}"/>'
@@ -235,7 +257,7 @@ class Scale:
 
     @classmethod
     def over(cls, values: Sequence[float]) -> "Scale":
-        """Return one with about five ticks at round numbers, that has room for all values."""
+        """Return a scale for all values, with about five ticks at round numbers."""
         low, high = min(values), max(values)
         if low == high:
             low, high = (low - abs(low) / 2, high + abs(high) / 2) if low else (-1.0, 1.0)
@@ -246,7 +268,7 @@ class Scale:
         return cls([round(step * n, 12) for n in range(first, last + 1)])
 
     def y(self, value: float) -> float:
-        """Return where a value is."""
+        """Return the vertical position of a value."""
         return TOP + PLOT_H * (1 - (value - self.ticks[0]) / (self.ticks[-1] - self.ticks[0]))
 
 
@@ -258,16 +280,16 @@ class Dates:
     def __init__(self, times: Sequence[datetime]) -> None:
         self._first, self._last = min(times), max(times)
         self.labels: list[tuple[float, str]] = []
-        """Places and days, of which those that have no room beside the one before are left out."""
+        """Positions and days; a day that would overlap the one before is left out."""
         for time in sorted(times):
             x, date = self.x(time), time.strftime("%Y-%m-%d")
             if not self.labels or (date != self.labels[-1][1] and x - self.labels[-1][0] >= self._ROOM):
                 self.labels.append((x, date))
 
     def x(self, time: datetime) -> float:
-        """Return where a time is; all are in the middle when there is only one."""
-        whole = (self._last - self._first).total_seconds()
-        part = (time - self._first).total_seconds() / whole if whole else 0.5
+        """Return the horizontal position of a time; a single one is in the middle."""
+        span = (self._last - self._first).total_seconds()
+        part = (time - self._first).total_seconds() / span if span else 0.5
         return LEFT + 30 + part * (WIDTH - LEFT - RIGHT - 60)
 
 
@@ -277,33 +299,36 @@ def short(value: float) -> str:
 
 
 def outputs(root: Path) -> dict[Path, str | None]:
-    """Return the text of all files that are written; None for a picture whose figure is not shown any more.
+    """Return the text of each file to write; None for the plot of a figure that is not shown any more.
 
     Raises:
-        ValueError: the page lacks the comments between which its tables are.
+        ValueError: the page lacks the comments for the tables of a benchmark.
     """
     page, folder = root / "docs" / "benchmarks.md", root / "docs" / "images" / "benchmarks"
-    results = read(root / "benchmarks" / "results")
-    before, begin, rest = page.read_text(encoding="utf-8").partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise ValueError(
-            f"{page} lacks the lines {BEGIN.strip()} and {END.strip()}: add them where the tables are to be"
-        )
-    lines = "".join(f"{line}\n" for line in tables(results, "images/benchmarks"))
+    results = dict(_by_benchmark(read(root / "benchmarks" / "results")))
+    text = page.read_text(encoding="utf-8")
+    missing = set(results) - set(BLOCK.findall(text))
+    if missing:
+        lines = BEGIN.format(min(missing)) + END
+        raise ValueError(f"{page} lacks these lines, between which the tables of {min(missing)} are written:\n{lines}")
     written: dict[Path, str | None] = dict.fromkeys(sorted(folder.glob("*.svg")))
-    written[page] = f"{before}{begin}{lines}\n{end}{after}"
-    for benchmark, of_benchmark in _by_benchmark(results):
+    written[page] = BLOCK.sub(lambda block: _block(block[1], results.get(block[1], [])), text)
+    for benchmark, of_benchmark in results.items():
         for key in key_figures(of_benchmark):
-            drawn = "\n".join(picture(benchmark, _points(of_benchmark, key))) + "\n"
-            written[folder / file_name(benchmark, key)] = drawn
+            lines = "\n".join(plot(benchmark, _points(of_benchmark, key))) + "\n"
+            written[folder / file_name(benchmark, key)] = lines
     return written
+
+
+def _block(benchmark: str, results: Sequence[Result]) -> str:
+    lines = tables(results, "images/benchmarks") if results else ("", "There are no saved results.")
+    return "\n".join([BEGIN.format(benchmark).rstrip(), *lines, "", END])
 
 
 def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
     """Run the command line; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 where something would change")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a file would change")
     options = parser.parse_args(arguments)
     changed = 0
     for path, text in outputs(root).items():

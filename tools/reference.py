@@ -6,10 +6,9 @@ from datetime import timedelta
 from enum import Enum
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.metrics import MetricWrapperBase
 from pydantic import BaseModel, ByteSize, SecretStr
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
@@ -22,7 +21,7 @@ from ingest.kafka_properties import PROPERTIES, REFUSED
 from ingest.metrics import IngestMetrics
 from learner.metrics import LearnerMetrics
 from replay.metrics import ReplayMetrics
-from serving.metrics import ServingMetrics as ServingMetrics
+from serving.metrics import ServingMetrics
 
 _HEAD = """\
 # Reference
@@ -68,6 +67,8 @@ same log options. `anabranch --install-completion` installs completion for your 
 | 1 | a bug |
 | 2 | the settings or the input are wrong |
 | 3 | something outside, such as the broker, cannot be reached |
+| 4 | `status --exit-code`: learner or serving reports a problem, or has stopped reporting |
+| 5 | `status --exit-code`: learner or serving is not running |
 """
 
 _METRICS = """\
@@ -94,7 +95,7 @@ _TAIL = """\
 | `replay/rank-0/<number>.rows` | the disk tier: the events that checkpoints name |
 | `replay/rank-0/<number>.rows.before` | the same, put aside at a start where those checkpoints were not there |
 | `erasures.log` | what was erased, up to which offsets, and what that removed; packed when it is long |
-| `erasures.key` | the secret under which hashes of keys lie in `erasures.log` |
+| `erasures.key` | the secret for the hashes of keys in `erasures.log` |
 | `learner.json` | the learner's report, about once a second; replaced atomically |
 | `serving.json` | serving's report, about once a second; replaced atomically |
 | `learner.lock` | held by the one learner |
@@ -130,10 +131,10 @@ def reference() -> str:
     )
 
 
-def settings(place: str = "", model: type[BaseModel] = Pipeline) -> Iterator[tuple[str, FieldInfo]]:
+def settings(prefix: str = "", model: type[BaseModel] = Pipeline) -> Iterator[tuple[str, FieldInfo]]:
     """Yield the dotted name of every key that has a value, with its field; `*` stands for a name of the user's."""
     for name, field in model.model_fields.items():
-        key = f"{place}{field.alias or name}"
+        key = f"{prefix}{field.alias or name}"
         inner, many = _inner(field.annotation)
         if not inner:
             yield key, field
@@ -141,19 +142,26 @@ def settings(place: str = "", model: type[BaseModel] = Pipeline) -> Iterator[tup
             yield from settings(f"{key}.*." if many else f"{key}.", section)
 
 
-def metrics() -> dict[str, MetricWrapperBase]:
-    """Return every collector by its name in the exposition."""
+class DeclaredMetric(NamedTuple):
+    """A metric as its collector declares it."""
+
+    kind: str
+    labels: Sequence[str]
+    description: str
+
+
+def metrics() -> dict[str, DeclaredMetric]:
+    """Return every metric by its name in the exposition."""
     registry = CollectorRegistry()
-    replay = ReplayMetrics(registry)
-    owners = [
-        IngestMetrics(registry),
-        LearnerMetrics(registry),
-        replay,
-        replay.index,
-        ServingMetrics(registry),
-    ]
-    collectors = [item for owner in owners for item in vars(owner).values() if isinstance(item, MetricWrapperBase)]
-    return {_name(collector): collector for collector in collectors}
+    for owner in (IngestMetrics, LearnerMetrics, ReplayMetrics, ServingMetrics):
+        owner(registry)
+    found = {}
+    for collector in registry._collector_to_names:
+        for metric in collector.describe():  # type: ignore[attr-defined]
+            name = f"{metric.name}_total" if metric.type == "counter" else metric.name
+            declared: Any = metric if hasattr(metric, "_labelnames") else collector
+            found[name] = DeclaredMetric(metric.type, declared._labelnames, metric.documentation)
+    return found
 
 
 def commands() -> Mapping[str, Any]:
@@ -171,9 +179,9 @@ def shown(text: str | None) -> str:
     return _line(text).replace("\\[", "[")
 
 
-def _sections(place: str, model: type[BaseModel], meaning: str | None = None) -> Iterator[str]:
-    if place:
-        yield f"\n### [{place}]\n\n{_line(meaning or model.__doc__)}\n"
+def _sections(path: str, model: type[BaseModel], meaning: str | None = None) -> Iterator[str]:
+    if path:
+        yield f"\n### [{path}]\n\n{_line(meaning or model.__doc__)}\n"
     inside: list[tuple[str, type[BaseModel], str | None]] = []
     rows = []
     for name, field in model.model_fields.items():
@@ -185,7 +193,7 @@ def _sections(place: str, model: type[BaseModel], meaning: str | None = None) ->
             )
         # What several fields share says nothing of each.
         meaning = field.description if inner == [FieldSettings] else None
-        inside += [(f"{place}.{key}{'.NAME' if many else ''}".lstrip("."), section, meaning) for section in inner]
+        inside += [(f"{path}.{key}{'.NAME' if many else ''}".lstrip("."), section, meaning) for section in inner]
     if rows:
         yield from _table(("key", "value", "default", "meaning"), rows)
     for where, section, meaning in inside:
@@ -194,8 +202,8 @@ def _sections(place: str, model: type[BaseModel], meaning: str | None = None) ->
 
 def _properties() -> Iterator[str]:
     rows = [
-        (f"`{name}`", wanted.kind, f"`{wanted.kafka_python}`" if wanted.kafka_python else "not with this client")
-        for name, wanted in PROPERTIES.items()
+        (f"`{name}`", known.kind, f"`{known.kafka_python}`" if known.kafka_python else "not with this client")
+        for name, known in PROPERTIES.items()
     ]
     yield from _table(("name", "value", "kafka-python's option for it"), rows)
     yield from _table(("refused", "because"), [(f"`{name}`", reason) for name, reason in REFUSED.items()])
@@ -214,7 +222,7 @@ def _kind(kind: Any, bounds: Sequence[Any] = ()) -> str:
         inner, *bounds = get_args(kind)
         return _kind(inner, bounds)
     if get_origin(kind) in (Union, UnionType):
-        # Each member of the union itself, since its own bounds stand beside it.
+        # Each member of the union itself, since its bounds are next to it.
         members = [member for member in get_args(kind) if member is not type(None)]
         return " or ".join(dict.fromkeys(_kind(member, bounds if len(members) == 1 else ()) for member in members))
     words: dict[Any, str] = {
@@ -292,15 +300,11 @@ def _usage(parameter: Any) -> str:
 
 
 def _metrics() -> Iterator[str]:
-    rows = []
-    for name, collector in sorted(metrics().items()):
-        labels = ", ".join(f"`{label}`" for label in collector._labelnames)
-        rows.append((f"`{name}`", str(collector._type), labels, collector._documentation.rstrip(".")))
+    rows = [
+        (f"`{name}`", metric.kind, ", ".join(f"`{label}`" for label in metric.labels), metric.description.rstrip("."))
+        for name, metric in sorted(metrics().items())
+    ]
     yield from _table(("name", "kind", "labels", "meaning"), rows)
-
-
-def _name(collector: MetricWrapperBase) -> str:
-    return f"{collector._name}_total" if collector._type == "counter" else collector._name
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:

@@ -55,24 +55,24 @@ class ErasureResult:
 
     def sentences(self) -> list[str]:
         """Return it as sentences for a person."""
-        noted = f"record {self.records[-1]}" if len(self.records) == 1 else f"records up to {self.records[-1]}"
+        which = f"record {self.records[-1]}" if len(self.records) == 1 else f"records up to {self.records[-1]}"
         sentences = [] if self.missing is None else [self.missing]
         if self.applied or self.store or self.holdout:
             sentences.insert(0, f"erased {self.store:,} events of the store and {self.holdout:,} of the holdout set")
         if self.up_to:
             ends = ", ".join(f"{name}@{end}" for name, end in self.up_to.items())
             sentences.append(f"later events of the key are new: those from {ends} on")
-        return [*sentences, f"written down as {noted} in {self.log}; weights that have learned from it are not changed"]
+        return [*sentences, f"recorded as {which} in {self.log}; weights that have learned from it are not changed"]
 
 
 def erase_events(config: Config, keys: Sequence[str], ranges: Sequence[str], patience: timedelta) -> ErasureResult:
     """Erase the events of some keys and of some ranges of offsets.
 
-    1. Append to the log: from here on it is erased, whatever crashes.
-    2. A learner at work applies it, which this waits for. Without one, checkpoints and disk tier are rewritten here.
+    1. Append to the log: from here on it is erased, also after a crash.
+    2. A running learner applies it, and this waits for it. Without one, this rewrites checkpoints and the disk tier.
 
     Raises:
-        SettingsError: a range or a key cannot be meant, or something cannot be written.
+        SettingsError: a range or a key is not valid, or something cannot be written.
     """
     records = plan_erasure(config, keys, ranges)
     log = ErasureLog(config.state_dir / NAME)
@@ -123,7 +123,9 @@ def _missing(config: Config, log: ErasureLog, through: int, patience: timedelta)
             except (SecondLearnerError, StateBusyError):  # it was there before this
                 pass
         if time.monotonic() > deadline:
-            return "the learner has not said in time that nothing is left; it lets none of it in from now on"
+            return (
+                "the learner has not reported in time that nothing is left; it admits none of these events from now on"
+            )
         time.sleep(_PAUSE_SECONDS)
         log.refresh()
     return None

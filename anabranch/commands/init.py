@@ -1,4 +1,4 @@
-"""`anabranch init`: the example pipeline, to begin one's own from."""
+"""`anabranch init`: writes the example pipeline, to begin with."""
 
 import importlib.resources
 from pathlib import Path

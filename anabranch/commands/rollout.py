@@ -52,7 +52,7 @@ class RolloutResult:
 
 
 def apply_command(config: Config, action: str, which: Which | None) -> RolloutResult:
-    """Have serving do something about a version.
+    """Apply a rollout command to a version.
 
     Args:
         config: the pipeline.
@@ -189,7 +189,7 @@ def _refusal(body: bytes) -> str | None:
 
 
 def _connection(config: Config, address: str) -> http.client.HTTPConnection:
-    """Connect without a proxy; a certificate is trusted under whatever name if it is that of the config."""
+    """Connect without a proxy; the certificate of the config is trusted under any name."""
     parts, cert = urlsplit(address), config.pipeline.serving.tls.cert
     host = parts.hostname or ""
     if parts.scheme != "https" or cert is None:

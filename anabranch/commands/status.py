@@ -1,4 +1,4 @@
-"""`anabranch status`: one screen of what learner and serving say of themselves."""
+"""`anabranch status`: one screen of the reports of learner and serving."""
 
 import os
 import time
@@ -13,7 +13,7 @@ from rich.text import Text
 
 from anabranch.config.loader import Config
 from anabranch.runtime.console import PlainConsole
-from anabranch.runtime.lifecycle import stop_on_signals
+from anabranch.runtime.lifecycle import Exit, stop_on_signals
 from learner.state_dir.report import LAG_STALE, DeviceSharingReport, LearnerReport
 from learner.state_dir.report import read_report as read_learner
 from serving.reporting.health import SILENT
@@ -23,7 +23,7 @@ from serving.reporting.report import read_report as read_serving
 
 @dataclass(frozen=True)
 class Status:
-    """What is known of a pipeline's parts at one moment; None where a part has never run in this state directory."""
+    """The reports of a pipeline's parts at one time; None where a part has never run in this state directory."""
 
     name: str
     state_dir: str
@@ -36,6 +36,15 @@ class Status:
         if report is None or not _lives(report.pid):
             return "not running"
         return "running" if self.now - report.time < SILENT.total_seconds() else "silent"
+
+    def exit_code(self) -> Exit:
+        """Return DONE when both parts run without a problem, else NOT_RUNNING or UNHEALTHY."""
+        reports = (self.learner, self.serving)
+        conditions = {self.condition(report) for report in reports}
+        if "not running" in conditions:
+            return Exit.NOT_RUNNING
+        healthy = conditions == {"running"} and not any(report and report.problems for report in reports)
+        return Exit.DONE if healthy else Exit.UNHEALTHY
 
     def to_json(self) -> bytes:
         """Return both reports, and whether they are of living processes, as one indented JSON object."""
@@ -56,7 +65,7 @@ class Status:
 
 
 def read_status(config: Config) -> Status:
-    """Read what the parts of a pipeline have last said."""
+    """Read the newest reports of a pipeline's parts."""
     state_dir = config.state_dir
     return Status(config.pipeline.name, str(state_dir), time.time(), read_learner(state_dir), read_serving(state_dir))
 

@@ -30,7 +30,7 @@ class Pipeline(Section):
     state_dir: Path = Path("var")
     """Versions, checkpoints, the disk tier and reports are below it; relative to the config's folder."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    """Seed of initial weights, and of which events are held out, kept and sampled."""
+    """Seed of the initial weights, and of the choice of events that are held out, kept and sampled."""
     stream: StreamSettings
     """Where events come from."""
     events: Annotated[SchemaSettings, Field(alias="schema")]

@@ -26,7 +26,7 @@ POISONED_FROM = 30_000
 SWAPPED_LABELS = (4, 9)
 """The digits of a poisoned phase, each labelled as the other."""
 POISONED_EVERY = 90_000
-"""Events from the beginning of one poisoned phase to that of the next."""
+"""Events between the beginnings of two poisoned phases."""
 _HELD_OUT_FRACTION = 0.2
 _NOISE = 0.06
 
@@ -73,7 +73,7 @@ def load_digits(seed: int) -> Digits:
 
 
 def messages(digits: Digits, seed: int, events: int | None) -> Iterator[Message]:
-    """Yield the stream: with `events` it has so many messages and ten phases of one class, else it goes round for ever.
+    """Yield the stream: `events` messages in ten phases of one class; without `events` it repeats and has no end.
 
     One message in a thousand is malformed, in ways that take turns. A stream without end has poisoned phases, in which
     two digits have each other's label: the gate has to refuse what is trained on them. The same seed gives the same

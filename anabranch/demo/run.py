@@ -28,7 +28,7 @@ from ingest.config import StreamSettings
 from ingest.kafka.producer import create_topics, delete_topics
 
 DEFAULT_PORT = 8000
-_LOOK_SECONDS = 0.25
+_POLL_SECONDS = 0.25
 _START_SECONDS = 120.0
 _TAIL_LINES = 8
 
@@ -51,10 +51,10 @@ class Options:
 
 
 def run_demo(options: Options) -> Exit:
-    """Run the demo until its events are dealt with or a signal comes; nothing of it is left afterwards.
+    """Run the demo until its events have their outcomes or a signal comes; leave no file or process.
 
     Returns:
-        DONE; BUG when events do not get their outcome; the exit code of a part that cannot go on.
+        DONE; BUG when events do not get their outcome; the exit code of a part that a restart cannot fix.
     """
     begin = time.monotonic()
     logging.getLogger().setLevel(logging.WARNING)
@@ -129,7 +129,7 @@ class _Demo:
             ended = self._await_parts(stop)
             if ended is not None or stop.is_set():
                 return ended or Exit.DONE
-            _say(f"the stream begins; look at it on {self._pipeline.url}/")
+            _say(f"the stream begins; the dashboard is at {self._pipeline.url}/")
             stack.callback(self._prober.stop)
             self._prober.start()
             self._feed.go()
@@ -139,7 +139,7 @@ class _Demo:
         return ended
 
     def _await_parts(self, stop: threading.Event) -> Exit | None:
-        """Wait until every learner has reported and serving answers, so that freshness is not that of a start."""
+        """Wait until every learner has reported and serving answers, so that freshness does not include the start."""
         deadline = time.monotonic() + _START_SECONDS
         port = self._pipeline.config.pipeline.serving.port
         reports = [part.report for part in self._pipeline.parts if part.report and part.name != "serving"]
@@ -147,7 +147,7 @@ class _Demo:
             ended = self._check()
             if ended is not None:
                 return ended
-            if stop.wait(_LOOK_SECONDS):
+            if stop.wait(_POLL_SECONDS):
                 return None
             if time.monotonic() > deadline:
                 _say(f"learner and serving are not up after {_START_SECONDS:.0f} s")
@@ -156,7 +156,7 @@ class _Demo:
         return None
 
     def _watch(self, display: Display, stop: threading.Event) -> Exit:
-        while not stop.wait(_LOOK_SECONDS):
+        while not stop.wait(_POLL_SECONDS):
             ended = self._check()
             if ended is not None:
                 return ended
@@ -213,10 +213,10 @@ def _topics(pipeline: DemoPipeline, *, keep: bool) -> Iterator[None]:
                 _say(f"{exc}; the topics are left behind: {', '.join(pipeline.topics)}")
 
 
-def _port(wanted: int | None) -> int:
-    port = free_port(wanted or DEFAULT_PORT)
-    if wanted and port != wanted:
-        raise SettingsError(f"--port {wanted} is taken")
+def _port(asked: int | None) -> int:
+    port = free_port(asked or DEFAULT_PORT)
+    if asked and port != asked:
+        raise SettingsError(f"--port {asked} is taken")
     return port
 
 

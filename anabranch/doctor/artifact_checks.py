@@ -28,18 +28,18 @@ class _VersionManifest(msgspec.Struct):
     model: ModelReference
 
 
-def check_checkpoints(patient: CheckContext) -> Iterator[Finding]:
+def check_checkpoints(context: CheckContext) -> Iterator[Finding]:
     """Whether the newest checkpoint can be resumed from."""
-    yield from _check_newest(patient, "checkpoint", "made")
+    yield from _check_newest(context, "checkpoint", "made")
 
 
-def check_versions(patient: CheckContext) -> Iterator[Finding]:
+def check_versions(context: CheckContext) -> Iterator[Finding]:
     """Whether the newest version can be served."""
-    yield from _check_newest(patient, "version", "learned")
+    yield from _check_newest(context, "version", "learned")
 
 
-def _check_newest(patient: CheckContext, what: str, made: str) -> Iterator[Finding]:
-    folder = patient.config.state_dir / f"{what}s"
+def _check_newest(context: CheckContext, what: str, made: str) -> Iterator[Finding]:
+    folder = context.config.state_dir / f"{what}s"
     named = [number_of(path.parent.name) for path in folder.glob(f"*/{_MANIFEST}")]
     numbers = [number for number in named if number is not None]
     if not numbers:
@@ -53,22 +53,22 @@ def _check_newest(patient: CheckContext, what: str, made: str) -> Iterator[Findi
         yield found(
             f"{what}.damaged", f"The newest {what}, {number}, is damaged: {damage}.", path=folder, number=number
         )
-    elif schema is not None and schema != Schema(patient.config.pipeline.events).digest:
+    elif schema is not None and schema != Schema(context.config.pipeline.events).digest:
         message = f"The newest {what}, {number}, was {made} under another [schema]."
         yield found(f"{what}.schema", message, path=folder, number=number)
-    elif what == "version" and (other := _other_model(patient, folder / str(number))) is not None:
+    elif what == "version" and (other := _other_model(context, folder / str(number))) is not None:
         yield found("version.model", f"Serving does not take the newest version, {number}: {other}.")
     else:
         yield ok(f"The newest {what}, {number}, is whole and of this schema.")
 
 
-def _other_model(patient: CheckContext, version: Path) -> str | None:
+def _other_model(context: CheckContext, version: Path) -> str | None:
     """Say how a version's model differs from `[model]`, as serving does; None when it does not."""
     try:
         manifest = decoded(read_file(version / _MANIFEST, MOST_BYTES), _VersionManifest)
     except (OSError, DamagedError) as exc:
         return f"{version / _MANIFEST} cannot be read: {exc}"
-    return other_model(manifest.model, reference_to(patient.config.pipeline.model))
+    return other_model(manifest.model, reference_to(context.config.pipeline.model))
 
 
 def _damage(directory: Path, below: str) -> tuple[str | None, str | None]:

@@ -10,31 +10,31 @@ from anabranch.doctor.findings import CheckContext, Finding, found, ok
 _EXTRAS = {("client", "confluent"): ("confluent_kafka", "fast"), ("format", "arrow"): ("pyarrow", "arrow")}
 """By key of `[stream]` and its value: the module that it needs, and the extra that brings it."""
 _FILES = 1024
-"""Descriptors that serving needs for some hundred connections, beside those of the parts."""
+"""File descriptors: what the parts need, and some hundred connections of serving."""
 
 
-def check_install(patient: CheckContext) -> Iterator[Finding]:
+def check_install(context: CheckContext) -> Iterator[Finding]:
     """Check that what the config needs can be imported; torch is checked with the model, in a separate process."""
     faults = []
     if not _imports("crc32c"):
         faults.append(found("install.crc32c", "crc32c cannot be imported: without it Kafka is read 9 times slower."))
-    stream = patient.pipeline.pipeline.stream if patient.pipeline else None
+    stream = context.pipeline.pipeline.stream if context.pipeline else None
     for (key, value), (module, extra) in _EXTRAS.items():
         if stream is not None and getattr(stream, key) == value and not _imports(module):
             message = f'stream.{key} = "{value}" needs {module}, which cannot be imported.'
             faults.append(found("install.extra", message, extra=extra))
-    if patient.pipeline is not None and patient.pipeline.pipeline.replay.redis is not None and not _imports("redis"):
+    if context.pipeline is not None and context.pipeline.pipeline.replay.redis is not None and not _imports("redis"):
         faults.append(found("install.extra", "replay.redis needs redis, which cannot be imported.", extra="redis"))
     yield from faults or [ok(f"Python {platform.python_version()} has what the config needs.")]
 
 
-def check_limits(patient: CheckContext) -> Iterator[Finding]:
+def check_limits(context: CheckContext) -> Iterator[Finding]:
     """Whether enough files may be open."""
-    del patient
+    del context
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit != resource.RLIM_INFINITY and limit < _FILES:
         message = f"Only {limit} files may be open, so that serving refuses connections beyond about {limit // 2}."
-        yield found("limit.files", message, wanted=4 * _FILES)
+        yield found("limit.files", message, needed=4 * _FILES)
     else:
         yield ok("Enough files may be open.")
 

@@ -12,7 +12,7 @@ Level = Literal["ok", "info", "warning", "problem"]
 
 
 class FindingType(NamedTuple):
-    """What all findings of a kind share; `fix` is filled in with the finding's own values."""
+    """What all findings of a kind have in common; `fix` is a format string for values of the finding."""
 
     level: Level
     fix: str
@@ -43,7 +43,7 @@ FINDINGS: dict[str, FindingType] = {
     "install.crc32c": FindingType("warning", "Install it: pip install crc32c."),
     "install.extra": FindingType("problem", "Install it: pip install 'anabranch[{extra}]'."),
     "limit.files": FindingType(
-        "warning", 'Raise it before the start: "ulimit -n {wanted}", or LimitNOFILE in a unit file.'
+        "warning", 'Raise it before the start: "ulimit -n {needed}", or LimitNOFILE in a unit file.'
     ),
     "device.missing": FindingType("problem", 'Set {key} = "auto", or install a torch that has the device.'),
     "device.precision": FindingType("problem", 'Set learner.precision = "auto".'),
@@ -94,17 +94,17 @@ FINDINGS: dict[str, FindingType] = {
     "message.codec": FindingType(
         "problem", "Install it: pip install 'anabranch[codecs]'; or set stream.client = \"confluent\"."
     ),
-    "message.unusable": FindingType("problem", "Fix whoever writes to the topic, or [schema] and stream.format."),
+    "message.unusable": FindingType("problem", "Fix the producer of the topic, or [schema] and stream.format."),
     "message.unlabelled": FindingType("warning", 'Send labels, or set stream.unlabelled = "store".'),
     "message.unknown": FindingType("info", "Nothing, if they are not meant to be features."),
     "redis.connect": FindingType("problem", "Start it, or fix replay.redis.url.", unreachable=True),
     "redis.away": FindingType("warning", "Start it, or fix replay.redis.url; the store does without it meanwhile."),
     "redis.refused": FindingType("problem", "Fix replay.redis.url, or the rights of its user on anabranch:*."),
-    "redis.memory": FindingType("warning", 'Raise it: "CONFIG SET maxmemory {wanted}"; or lower replay.redis.bytes.'),
+    "redis.memory": FindingType("warning", 'Raise it: "CONFIG SET maxmemory {needed}"; or lower replay.redis.bytes.'),
     "redis.policy": FindingType(
         "warning", 'Set it to noeviction, or add replay.disk: "CONFIG SET maxmemory-policy noeviction".'
     ),
-    "redis.unseen": FindingType("info", "Let the user of replay.redis.url say INFO, or nothing."),
+    "redis.unseen": FindingType("info", "Allow INFO to the user of replay.redis.url, or nothing."),
     "state.unwritable": FindingType("problem", "Fix the rights of the directory, or set state_dir."),
     "state.full": FindingType(
         "problem", "Make room, set state_dir elsewhere, or lower replay.device_bytes or replay.disk."
@@ -123,11 +123,11 @@ FINDINGS: dict[str, FindingType] = {
     ),
     "state.held": FindingType("info", "Nothing; stop that learner before another is started."),
     "checkpoint.damaged": FindingType(
-        "warning", "Nothing, when an older checkpoint is whole; else move {path} away to begin anew."
+        "warning", "Nothing, when an older checkpoint is whole; else move {path} away to start again."
     ),
-    "checkpoint.schema": FindingType("problem", "Put [schema] back, or begin anew by moving {path} away."),
+    "checkpoint.schema": FindingType("problem", "Put [schema] back, or move {path} away to start again."),
     "checkpoint.misfit": FindingType(
-        "problem", "Put the settings of the checkpoint back, or begin anew by moving the checkpoints away."
+        "problem", "Put the settings of the checkpoint back, or move the checkpoints away to start again."
     ),
     "version.damaged": FindingType(
         "warning", 'Nothing, serving takes none such; see "anabranch versions show {number}".'
@@ -143,7 +143,7 @@ FINDINGS: dict[str, FindingType] = {
     "tls.mismatch": FindingType("problem", "Set serving.tls.key to the key that the certificate was made for."),
     "tls.expired": FindingType("problem", "Renew the certificate."),
     "tls.expiring": FindingType("warning", "Renew the certificate."),
-    "clock.ahead": FindingType("warning", "Set this machine's clock, or that of whoever writes to the topic (ntp)."),
+    "clock.ahead": FindingType("warning", "Set this machine's clock, or the producer's (ntp)."),
     "clock.files": FindingType(
         "warning", "Set the clock of the file server and of this machine by the same source (ntp)."
     ),

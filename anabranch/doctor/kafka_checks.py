@@ -26,9 +26,9 @@ _CONNECT_SECONDS = 3.0
 _AHEAD_SECONDS = 5.0
 
 
-def check_broker(patient: CheckContext) -> Iterator[Finding]:
+def check_broker(context: CheckContext) -> Iterator[Finding]:
     """Connect to the broker step by step, then check each topic and its newest message."""
-    stream = patient.config.pipeline.stream
+    stream = context.config.pipeline.stream
     servers = [server.strip() for server in stream.bootstrap_servers.split(",")]
     faults = {server: _reach(server, stream) for server in servers}
     wrong = [fault for fault in faults.values() if fault is not None]
@@ -41,7 +41,7 @@ def check_broker(patient: CheckContext) -> Iterator[Finding]:
         with Inspector(stream) as inspector:
             yield ok(f"The broker at {stream.bootstrap_servers} answers.")
             for name in stream.topics:
-                yield from _check_topic(patient, inspector, name)
+                yield from _check_topic(context, inspector, name)
             yield from _check_dead_letters(inspector, stream)
     except CredentialsError as exc:
         yield found("broker.credentials", f"{exc}.")
@@ -95,8 +95,8 @@ def _context(values: dict[str, str]) -> ssl.SSLContext:
     return context
 
 
-def _check_topic(patient: CheckContext, inspector: Inspector, name: str) -> Iterator[Finding]:
-    stream = patient.config.pipeline.stream
+def _check_topic(context: CheckContext, inspector: Inspector, name: str) -> Iterator[Finding]:
+    stream = context.config.pipeline.stream
     topic = inspector.topic(name)
     if topic is None:
         yield _missing(name, stream, "topics")
@@ -113,7 +113,7 @@ def _check_topic(patient: CheckContext, inspector: Inspector, name: str) -> Iter
     if newest is None:
         yield found("message.none", f"The topic {name} holds no message.")
     else:
-        yield from _check_message(patient, newest)
+        yield from _check_message(context, newest)
 
 
 def _check_dead_letters(inspector: Inspector, stream: StreamSettings) -> Iterator[Finding]:
@@ -138,12 +138,12 @@ def _denied(name: str, topic: Topic, right: str) -> Finding | None:
     return found("topic.denied", f"The user of [stream.properties] may not {verb} the topic {name}.", right=verb)
 
 
-def _check_message(patient: CheckContext, newest: Messages) -> Iterator[Finding]:
-    pipeline = patient.config.pipeline
-    place = f"{newest.partition.topic}[{newest.partition.partition}]@{newest.offsets[0]}"
+def _check_message(context: CheckContext, newest: Messages) -> Iterator[Finding]:
+    pipeline = context.config.pipeline
+    source = f"{newest.partition.topic}[{newest.partition.partition}]@{newest.offsets[0]}"
     ahead = newest.times_ms[0] / 1000 - time.time()
     if ahead > _AHEAD_SECONDS:
-        message = f"The newest message, {place}, is {ahead:,.0f} s ahead of this machine's clock."
+        message = f"The newest message, {source}, is {ahead:,.0f} s ahead of this machine's clock."
         yield found("clock.ahead", message)
     try:
         schema = Schema(pipeline.events)
@@ -154,16 +154,16 @@ def _check_message(patient: CheckContext, newest: Messages) -> Iterator[Finding]
     if assembled.letters:
         reasons = _reasons(newest, pipeline.events, pipeline.stream)
         reasons = reasons or [dict(assembled.letters[0].added)["anabranch-error"].decode()]
-        yield found("message.unusable", f"The newest message, {place}, cannot be used: {'; '.join(reasons)}.")
+        yield found("message.unusable", f"The newest message, {source}, cannot be used: {'; '.join(reasons)}.")
         return
     unlabelled = int((assembled.columns["labelled"] == 0).sum())
     if unlabelled:
         skipped = int((assembled.columns["outcome"] == Outcome.SKIPPED).sum())
         fate = "and is skipped" if skipped else "and is stored without training"
-        message = f"The newest message, {place}, has no label ({schema.label.name}) {fate}."
+        message = f"The newest message, {source}, has no label ({schema.label.name}) {fate}."
         yield found("message.unlabelled", message) if skipped else ok(message)
     else:
-        yield ok(f"The newest message, {place}, can be used.")
+        yield ok(f"The newest message, {source}, can be used.")
     if assembled.unknown_fields and (value := newest.values[0]) is not None:
         message = "The newest message has fields that [schema] does not know"
         if pipeline.stream.format == "json":

@@ -33,21 +33,21 @@ from replay.row_layout import Fields
 
 _FULL = Precision("fp32", None)
 _NOWHERE = StreamSettings(bootstrap_servers="localhost:9092", topics=("none",))
-"""A stream that nothing is read of."""
+"""A placeholder: nothing is read from it."""
 
 
-def try_device(learner: LearnerSettings, say: Callable[[ProbeFinding], None]) -> torch.device:
-    """Say what is wrong with the device, replicas and hosts, and return what the model is to be tried on."""
+def try_device(learner: LearnerSettings, send: Callable[[ProbeFinding], None]) -> torch.device:
+    """Send what is wrong with the device, replicas and hosts; return the device to try the model on."""
     device, ranks = torch.device("cpu"), learner.replicas * learner.hosts
     try:
         device = choose_device(learner.device)
     except SettingsError as exc:
-        say(ProbeFinding("device.missing", f"{exc}.", "learner.device"))
+        send(ProbeFinding("device.missing", f"{exc}.", "learner.device"))
         return device
     kind = "device.precision"
     try:
         precision = choose_precision(learner.precision, device)
-        say(ProbeFinding("", f"The learner computes on {device} in {precision.name}."))
+        send(ProbeFinding("", f"The learner computes on {device} in {precision.name}."))
         kind = "learner.replicas"
         if ranks > 1:
             check_scaling(precision, learner.sharding, learner.sync_every)
@@ -56,33 +56,33 @@ def try_device(learner: LearnerSettings, say: Callable[[ProbeFinding], None]) ->
         if learner.hosts > 1:
             _check_interface(learner)
     except SettingsError as exc:
-        say(ProbeFinding(kind, f"{exc}."))
+        send(ProbeFinding(kind, f"{exc}."))
     return device
 
 
 def _check_interface(learner: LearnerSettings) -> None:
-    """Look for the interface as one of the other hosts does, which listens on nothing."""
+    """Find the interface as host 1 does, which opens no listener."""
     other = learner.model_copy(update={"host_rank": 1})
     with connect_hosts(other, _NOWHERE, {}):
         pass
 
 
-def try_model(asked: Asked, device: torch.device, say: Callable[[Step | ProbeFinding | Size], None]) -> Fields:
-    """Build the model and all that learns with it, up to going on from the newest checkpoint.
+def try_model(asked: Asked, device: torch.device, send: Callable[[Step | ProbeFinding | Size], None]) -> Fields:
+    """Build the model and the parts that train it, and restore the newest checkpoint.
 
     Returns:
-        What the store keeps of an event.
+        The fields that the store keeps of an event.
     """
     schema = Schema(SchemaSettings.model_validate_json(asked.events))
     settings = ModelSettings.model_validate_json(asked.model)
     learner = LearnerSettings.model_validate_json(asked.learner)
     replay = ReplaySettings.model_validate_json(asked.replay)
     columns, folder, kind = schema.payload(), Path(asked.folder), "model.factory"
-    say(Step(f"building {settings.factory}"))
+    send(Step(f"building {settings.factory}"))
     try:
         model = build_model(settings.factory, settings.args, folder).to(device)
-        say(Size(sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())))
-        say(Step("running the model on three events of zeros"))
+        send(Size(sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())))
+        send(Step("running the model on three events of zeros"))
         kind = "model.output"
         task = make_task(settings.task, folder)
         kind = "model.embedding"
@@ -108,19 +108,19 @@ def try_model(asked: Asked, device: torch.device, say: Callable[[Step | ProbeFin
         kind = "model.checkpointing"
         checkpoint_activations(model, learner.activation_checkpointing)
         kind = "model.strategy"
-        # From here on beside the device, whose memory a learner at work may have taken.
+        # From here on not on the device, whose memory a running learner may use.
         plain = learner.model_copy(update={"compile": False, "activation_checkpointing": False})
         trainer = Trainer(model.cpu(), task, strategy, schema, plain, torch.device("cpu"), _FULL, embedding)
-        say(Step("going on from the newest checkpoint"))
+        send(Step("restoring the newest checkpoint"))
         kind = "checkpoint.misfit"
         checkpoints = Checkpoints(Path(asked.state_dir) / "checkpoints", schema.digest, 0)
-        _go_on(
+        _try_restore(
             checkpoints, schema.digest, trainer, list(shape) if strategy.keeps_output else None, learner.strategy.name
         )
     except SettingsError as exc:
-        say(ProbeFinding(kind, f"{exc}."))
+        send(ProbeFinding(kind, f"{exc}."))
     else:
-        say(
+        send(
             ProbeFinding(
                 "",
                 f"{settings.factory} has {_parameters(model):,} parameters, and its output fits the {settings.task}.",
@@ -129,7 +129,9 @@ def try_model(asked: Asked, device: torch.device, say: Callable[[Step | ProbeFin
     return columns
 
 
-def _go_on(checkpoints: Checkpoints, digest: str, trainer: Trainer, output: list[int] | None, strategy: str) -> None:
+def _try_restore(
+    checkpoints: Checkpoints, digest: str, trainer: Trainer, output: list[int] | None, strategy: str
+) -> None:
     """Raise SettingsError where the newest checkpoint is not of this model, optimizer or strategy, or of another
     release.
 

@@ -1,4 +1,4 @@
-"""The model factory and the device, tried in a process of its own: user code may crash or hang."""
+"""The model factory and the device, tried in a separate process: user code may crash or hang."""
 
 import os
 import subprocess
@@ -13,12 +13,12 @@ from learner.config import LearnerSettings
 from replay.config import ReplaySettings
 
 _SHARE = 0.9
-"""Of a check's time: the rest is for reporting that it is over."""
+"""Fraction of a check's time for the probe; the rest is for its report."""
 _LAST_WORDS = 300
 
 
 class Step(msgspec.Struct, tag=True):
-    """What the probe does now, for when it never says anything again."""
+    """What the probe does next: named in the finding if the process hangs or crashes there."""
 
     doing: str
 
@@ -51,16 +51,16 @@ class Asked(msgspec.Struct):
 
 
 def _without_secret(replay: ReplaySettings) -> str:
-    """Return `[replay]` as JSON, with a URL that says nothing but can be read back."""
+    """Return `[replay]` as JSON, with a placeholder for the URL."""
     section = replay.model_dump(mode="json")
     if replay.redis is not None:
         section["redis"]["url"] = "redis://hidden"
     return msgspec.json.encode(section).decode()
 
 
-def check_alone(patient: CheckContext) -> Iterator[Finding]:
-    """Whether a learner of one process is told what only several do."""
-    learner = patient.config.pipeline.learner
+def check_alone(context: CheckContext) -> Iterator[Finding]:
+    """Whether a learner of one process has settings that only several processes use."""
+    learner = context.config.pipeline.learner
     if learner.replicas == learner.hosts == 1:
         values = {key: getattr(learner, key) for key in ("sharding", "sync_every", "comm_hook")}
         for key, value in values.items():
@@ -70,24 +70,24 @@ def check_alone(patient: CheckContext) -> Iterator[Finding]:
 
 
 class ProbeResult(NamedTuple):
-    """What came of a probe."""
+    """The result of a probe."""
 
     messages: Sequence[Step | ProbeFinding | Size]
     code: int | None
-    """The exit code of its process; None when it was still at work at the end of its time."""
+    """The exit code of its process; None when it was killed because its time was over."""
     words: str
     """What it wrote to stderr."""
 
 
 Launcher: TypeAlias = Callable[[Asked, float], ProbeResult]
-"""Has a probe look for so many seconds at most."""
+"""Runs a probe, with a time limit in seconds."""
 
 
 def in_a_process(asked: Asked, seconds: float) -> ProbeResult:
-    """Start `anabranch.doctor.probe`: what crashes or hangs there does so alone."""
+    """Run `anabranch.doctor.probe` as a process, so that a crash or a hang there is a finding."""
     code, words = None, b""
     reading, writing = os.pipe()
-    with os.fdopen(reading, "rb") as said:
+    with os.fdopen(reading, "rb") as output:
         command = [sys.executable, "-P", "-m", "anabranch.doctor.probe", str(writing)]
         try:
             child = subprocess.Popen(
@@ -106,15 +106,15 @@ def in_a_process(asked: Asked, seconds: float) -> ProbeResult:
             except subprocess.TimeoutExpired:
                 child.kill()
                 child.wait()
-        os.set_blocking(said.fileno(), False)  # a grandchild may hold the other end
-        lines = (said.read() or b"").splitlines()
+        os.set_blocking(output.fileno(), False)  # a grandchild may hold the other end
+        lines = (output.read() or b"").splitlines()
     messages = [msgspec.json.decode(line, type=Step | ProbeFinding | Size) for line in lines]
     return ProbeResult(messages, code, words.decode(errors="replace"))
 
 
-def check_model(patient: CheckContext, launch: Launcher = in_a_process) -> Iterator[Finding]:
-    """Import torch, find the device, build the model and what learns with it, and go on from the newest checkpoint."""
-    pipeline, seconds = patient.config.pipeline, patient.timeout * _SHARE
+def check_model(context: CheckContext, launch: Launcher = in_a_process) -> Iterator[Finding]:
+    """Import torch, choose the device, build the model and what trains it, and restore the newest checkpoint."""
+    pipeline, seconds = context.config.pipeline, context.timeout * _SHARE
     asked = Asked(
         pipeline.events.model_dump_json(),
         pipeline.model.model_dump_json(),
@@ -122,8 +122,8 @@ def check_model(patient: CheckContext, launch: Launcher = in_a_process) -> Itera
         _without_secret(pipeline.replay),
         pipeline.serving.device,
         pipeline.device_sharing.model_dump_json(),
-        str(patient.config.folder),
-        str(patient.config.state_dir),
+        str(context.config.folder),
+        str(context.config.state_dir),
     )
     result, doing = launch(asked, seconds), "starting Python"
     for sent in result.messages:
@@ -131,7 +131,7 @@ def check_model(patient: CheckContext, launch: Launcher = in_a_process) -> Itera
             case Step(doing):
                 pass
             case Size(size):
-                patient.model_bytes = size
+                context.model_bytes = size
             case ProbeFinding(kind, message, key):
                 yield found(kind, message, key=key) if kind else Finding("ok", message)
     module = pipeline.model.factory.partition(":")[0]

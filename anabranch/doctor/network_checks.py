@@ -16,9 +16,9 @@ _EXPIRED = (9, 10)
 """OpenSSL's codes of a certificate that is not valid yet, and of one that is no longer."""
 
 
-def check_ports(patient: CheckContext) -> Iterator[Finding]:
+def check_ports(context: CheckContext) -> Iterator[Finding]:
     """Whether each address is free, or held by this pipeline's own process."""
-    pipeline, parts = patient.config.pipeline, read_status(patient.config)
+    pipeline, parts = context.config.pipeline, read_status(context.config)
     serving = (pipeline.serving.host.strip("[]"), pipeline.serving.port)
     host, _, port = pipeline.learner.status.rpartition(":")
     status = (host.strip("[]"), int(port))
@@ -40,12 +40,12 @@ def check_ports(patient: CheckContext) -> Iterator[Finding]:
             yield found("port.address", message, key=key if fault.errno == errno.EACCES else _host_key(key))
 
 
-def check_tls(patient: CheckContext) -> Iterator[Finding]:
+def check_tls(context: CheckContext) -> Iterator[Finding]:
     """Whether certificate and key can be read, belong together, and are valid today."""
-    tls = patient.config.pipeline.serving.tls
+    tls = context.config.pipeline.serving.tls
     if tls.cert is None or tls.key is None:
         return
-    cert, key = patient.config.folder / tls.cert, patient.config.folder / tls.key
+    cert, key = context.config.folder / tls.cert, context.config.folder / tls.key
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         server.load_cert_chain(cert, key, password="")
@@ -75,7 +75,7 @@ def check_tls(patient: CheckContext) -> Iterator[Finding]:
 
 
 def _taken(host: str, port: int) -> OSError | None:
-    """Return why an address cannot be listened on; bound and let go, as servers bind it."""
+    """Return why an address cannot be listened on; bound as servers bind it, and closed."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:

@@ -18,56 +18,56 @@ if TYPE_CHECKING:
 
     from replay.row_layout import Fields
 
-_LONGEST_MATTER = 2_000
+_MAX_CHARACTERS = 2_000
 _OVERHEAD = 1.1
-"""Of the slots that replay keeps beside those for events."""
+"""Slots of replay by slots for events: some are kept free."""
 
 
 def main() -> int:
-    """Read what is asked from stdin, and write what is found as lines of JSON."""
+    """Read an `Asked` from stdin, and write messages as lines of JSON into the descriptor given."""
     descriptor = int(sys.argv[1])
 
-    def say(message: Step | ProbeFinding | Size) -> None:
+    def send(message: Step | ProbeFinding | Size) -> None:
         if isinstance(message, ProbeFinding):
-            message.message = message.message[:_LONGEST_MATTER]  # a pipe takes so much without a reader
+            message.message = message.message[:_MAX_CHARACTERS]  # a pipe buffers this much without a reader
         os.write(descriptor, msgspec.json.encode(message) + b"\n")
 
-    run_probe(msgspec.json.decode(sys.stdin.buffer.read(), type=Asked), say)
+    run_probe(msgspec.json.decode(sys.stdin.buffer.read(), type=Asked), send)
     return 0
 
 
-def run_probe(asked: Asked, say: Callable[[Step | ProbeFinding | Size], None]) -> None:
-    """Try torch, the device and the model, and say what is found, and before each step what it is."""
-    say(Step("importing torch"))
+def run_probe(asked: Asked, send: Callable[[Step | ProbeFinding | Size], None]) -> None:
+    """Try torch, the device and the model; send each step before it begins, and each finding."""
+    send(Step("importing torch"))
     try:
         import torch
     except (ImportError, OSError) as exc:
-        say(ProbeFinding("install.torch", f"torch cannot be imported: {exc}."))
+        send(ProbeFinding("install.torch", f"torch cannot be imported: {exc}."))
         return
-    say(ProbeFinding("", f"torch {torch.__version__} can be imported."))
+    send(ProbeFinding("", f"torch {torch.__version__} can be imported."))
     from anabranch.doctor.model_checks import try_device, try_model
     from serving.model.deployment import pick_device
 
     learner = LearnerSettings.model_validate_json(asked.learner)
-    say(Step("looking for the device"))
-    device = try_device(learner, say)
+    send(Step("choosing the device"))
+    device = try_device(learner, send)
     try:
         pick_device(asked.serving_device)
     except SettingsError as exc:
-        say(ProbeFinding("device.missing", f"{exc}.", "serving.device"))
-    for said in _share(DeviceSharingSettings.model_validate_json(asked.device_sharing), device):
-        say(said)
+        send(ProbeFinding("device.missing", f"{exc}.", "serving.device"))
+    for finding in _share(DeviceSharingSettings.model_validate_json(asked.device_sharing), device):
+        send(finding)
     replay = ReplaySettings.model_validate_json(asked.replay)
     near = torch.device("cpu") if replay.device_memory == "host" else device
     free = _free(near)
-    wanted = _wanted(replay, try_model(asked, device, say))
-    if learner.strategy.replays and wanted > free:
-        message = f"replay.device_bytes needs {wanted / 1e6:,.0f} MB, but {near} has {free / 1e6:,.0f} MB free."
-        say(ProbeFinding("device.memory", message))
+    needed = _needed_bytes(replay, try_model(asked, device, send))
+    if learner.strategy.replays and needed > free:
+        message = f"replay.device_bytes needs {needed / 1e6:,.0f} MB, but {near} has {free / 1e6:,.0f} MB free."
+        send(ProbeFinding("device.memory", message))
 
 
 def _share(sharing: DeviceSharingSettings, device: "torch.device") -> Iterator[ProbeFinding]:
-    """Say how the device is shared, and which refinements it lacks."""
+    """Yield how the device is shared, and which refinements it lacks."""
     from learner.device_sharing.cuda_limits import lacks_green_contexts, lacks_mps
 
     also = ["; its threads run at a lower priority"] if device.type == "cpu" and sharing.policy != "exclusive" else []
@@ -93,7 +93,7 @@ def _share(sharing: DeviceSharingSettings, device: "torch.device") -> Iterator[P
     yield ProbeFinding("", f"{how}{''.join(also)}.")
 
 
-def _wanted(replay: ReplaySettings, columns: "Fields") -> int:
+def _needed_bytes(replay: ReplaySettings, columns: "Fields") -> int:
     from replay.row_layout import RowLayout
 
     most = int(replay.capacity * _OVERHEAD) * RowLayout(columns).row_bytes

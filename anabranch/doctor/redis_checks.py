@@ -10,9 +10,9 @@ _OTHERS = 1.1
 """Of `replay.redis.bytes`, what the server needs at least, for itself too."""
 
 
-def check_redis(patient: CheckContext) -> Iterator[Finding]:
+def check_redis(context: CheckContext) -> Iterator[Finding]:
     """Reach it as the learner would; a key is written that goes away by itself."""
-    replay = patient.config.pipeline.replay
+    replay = context.config.pipeline.replay
     if replay.redis is None:
         return
     try:
@@ -20,7 +20,7 @@ def check_redis(patient: CheckContext) -> Iterator[Finding]:
     except ImportError:  # a finding of the installation's check
         return
     try:
-        server = RedisServer(replay.redis.url.get_secret_value(), f"anabranch:{patient.config.pipeline.name}:doctor:")
+        server = RedisServer(replay.redis.url.get_secret_value(), f"anabranch:{context.config.pipeline.name}:doctor:")
         with server:
             server.open(needed=True)
             yield ok(f"Redis at {server.address} answers, and can be written.")
@@ -35,10 +35,10 @@ def check_redis(patient: CheckContext) -> Iterator[Finding]:
 
 def _check_memory(memory: tuple[int, str], address: str, replay: ReplaySettings) -> Iterator[Finding]:
     assert replay.redis is not None
-    (most, policy), wanted = memory, int(replay.redis.bytes)
-    if most and most < wanted * _OTHERS:
-        message = f"Redis at {address} has {_megabytes(most)}, and replay.redis.bytes is {_megabytes(wanted)}."
-        yield found("redis.memory", message, wanted=f"{wanted * 1.25 / 1e6:.0f}mb")
+    (most, policy), needed = memory, int(replay.redis.bytes)
+    if most and most < needed * _OTHERS:
+        message = f"Redis at {address} has {_megabytes(most)}, and replay.redis.bytes is {_megabytes(needed)}."
+        yield found("redis.memory", message, needed=f"{needed * 1.25 / 1e6:.0f}mb")
     if most and policy != "noeviction" and replay.disk is None:
         message = f"Redis at {address} has maxmemory-policy {policy}, and holds what no other tier has."
         yield found("redis.policy", message)

@@ -95,17 +95,17 @@ def examine(
 
     Raises what a check raised that is a bug of ours, once the others are done.
     """
-    patient = CheckContext(path, timeout)
+    context = CheckContext(path, timeout)
     faulty: set[str] = set()
-    for finding in _check_config(patient, faulty):
-        yield CheckResult("config", _scrubbed(finding, patient))
+    for finding in _check_config(context, faulty):
+        yield CheckResult("config", _scrubbed(finding, context))
     bugs: list[Exception] = []
     for check in checks:
-        if check.needs and (patient.pipeline is None or faulty & set(check.needs)):
+        if check.needs and (context.pipeline is None or faulty & set(check.needs)):
             continue
         with busy(check.name):
-            for finding in _within(check, patient, bugs):
-                yield CheckResult(check.name, _scrubbed(finding, patient))
+            for finding in _within(check, context, bugs):
+                yield CheckResult(check.name, _scrubbed(finding, context))
     if bugs:
         raise bugs[0]
 
@@ -141,13 +141,13 @@ def to_json(diagnoses: Sequence[CheckResult]) -> str:
     return msgspec.json.format(msgspec.json.encode(items), indent=2).decode() + "\n"
 
 
-def _check_config(patient: CheckContext, faulty: set[str]) -> Iterator[Finding]:
+def _check_config(context: CheckContext, faulty: set[str]) -> Iterator[Finding]:
     try:
-        pipeline, faults, patient.secrets = examine_config(patient.path)
+        pipeline, faults, context.secrets = examine_config(context.path)
     except SettingsError as exc:
         yield found("config.unreadable", f"{exc}.")
         return
-    patient.pipeline = pipeline
+    context.pipeline = pipeline
     if pipeline is not None:
         settings = pipeline.pipeline
         hidden = [
@@ -156,24 +156,24 @@ def _check_config(patient: CheckContext, faulty: set[str]) -> Iterator[Finding]:
             if any(word in name for word in ("password", "secret", "token", "key.pem"))
         ]
         hidden += [settings.serving.tokens.read, settings.serving.tokens.admin]
-        patient.secrets |= {value.get_secret_value() for value in hidden}
+        context.secrets |= {value.get_secret_value() for value in hidden}
         if settings.replay.redis is not None:
             url = settings.replay.redis.url.get_secret_value()
-            patient.secrets |= {url, urlsplit(url).password or url}
-    for place, sentence in faults:
-        faulty.add(place[0])
+            context.secrets |= {url, urlsplit(url).password or url}
+    for location, sentence in faults:
+        faulty.add(location[0])
         yield found("config.invalid", f"{sentence}.")
     if not faults:
-        yield ok(f"{patient.path} is valid.")
+        yield ok(f"{context.path} is valid.")
 
 
-def _within(check: Check, patient: CheckContext, bugs: list[Exception]) -> Iterator[Finding]:
-    """Run a check in a thread of its own, which is left alone when it takes too long."""
+def _within(check: Check, context: CheckContext, bugs: list[Exception]) -> Iterator[Finding]:
+    """Run a check in its own thread, which is not waited for when it takes too long."""
     results: queue.SimpleQueue[Finding | Exception | None] = queue.SimpleQueue()
 
     def run() -> None:
         try:
-            for finding in check.run(patient):
+            for finding in check.run(context):
                 results.put(finding)
         except Exception as exc:  # noqa: BLE001 the top of a thread: it is raised once the other checks are done
             results.put(exc)
@@ -181,12 +181,12 @@ def _within(check: Check, patient: CheckContext, bugs: list[Exception]) -> Itera
             results.put(None)
 
     threading.Thread(target=run, name=f"doctor-{check.name}", daemon=True).start()
-    deadline = Deadline(timedelta(seconds=patient.timeout))
+    deadline = Deadline(timedelta(seconds=context.timeout))
     while True:
         try:
             result = results.get(timeout=deadline.left)
         except queue.Empty:
-            yield found("check.slow", f"It has not ended within {patient.timeout:g} s.")
+            yield found("check.slow", f"It has not ended within {context.timeout:g} s.")
             return
         if result is None:
             return
@@ -196,10 +196,10 @@ def _within(check: Check, patient: CheckContext, bugs: list[Exception]) -> Itera
         yield result
 
 
-def _scrubbed(finding: Finding, patient: CheckContext) -> Finding:
-    """Return it without the values of secrets, whoever has put them into a sentence."""
+def _scrubbed(finding: Finding, context: CheckContext) -> Finding:
+    """Return the text without the values of secrets, wherever in it they are."""
     message = finding.message
-    for secret in sorted(patient.secrets, key=len, reverse=True):
+    for secret in sorted(context.secrets, key=len, reverse=True):
         if len(secret) >= _SHORTEST_SECRET:
             message = message.replace(secret, "(hidden)")
     return msgspec.structs.replace(finding, message=message)

@@ -8,14 +8,14 @@ from ingest.events.schema import Schema
 from ingest.formats.registry import FORMATS
 
 
-def check_schema(patient: CheckContext) -> Iterator[Finding]:
+def check_schema(context: CheckContext) -> Iterator[Finding]:
     """Whether defaults fit their features, and the format takes the fields."""
-    pipeline = patient.config.pipeline
+    pipeline = context.config.pipeline
     try:
         schema = Schema(pipeline.events)
         FORMATS[pipeline.stream.format](schema)
     except SettingsError as exc:
-        yield found("schema.invalid", f"{exc}.", path=patient.path)
+        yield found("schema.invalid", f"{exc}.", path=context.path)
     else:
         yield ok(
             f"Features {', '.join(f.name for f in schema.features)} and label {schema.label.name} go as "

@@ -22,12 +22,12 @@ _OPTIMIZER_TENSORS = 3
 _OUTPUT_BYTES = 4
 """Weights and two moments: what a checkpoint holds of a model with AdamW."""
 _ROW_BYTES = 56
-"""What a checkpoint holds of each event beside its fields."""
+"""What a checkpoint holds of each event in addition to its fields."""
 
 
-def check_state(patient: CheckContext) -> Iterator[Finding]:
+def check_state(context: CheckContext) -> Iterator[Finding]:
     """Try everything on a file without a name, so that nothing is left behind."""
-    state_dir = patient.config.state_dir
+    state_dir = context.config.state_dir
     folder = state_dir
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
@@ -38,12 +38,12 @@ def check_state(patient: CheckContext) -> Iterator[Finding]:
         yield found("state.unwritable", f"state_dir = {state_dir} cannot be written: {exc.strerror}.")
         return
     yield from _check_kind(folder)
-    yield from _check_space(patient, folder)
-    if is_exposed(patient.config) and not is_own(patient.config):
+    yield from _check_space(context, folder)
+    if is_exposed(context.config) and not is_own(context.config):
         message = f"{state_dir} will hold events in clear text, and users other than its owner may read it."
         yield found("state.exposed", message, path=state_dir)
     if is_held(state_dir):
-        yield found("state.held", f"A learner is at work in {state_dir}.")
+        yield found("state.held", f"A learner is running in {state_dir}.")
 
 
 def _check_file(file: IO[bytes], folder: Path) -> Iterator[Finding]:
@@ -81,16 +81,16 @@ def _file_system(folder: Path) -> str | None:
         lines = [line.split() for line in MOUNTS.read_text().splitlines()]
     except OSError:
         return None
-    # A later mount hides an earlier one on the same place.
-    places = [(Path(fields[1].replace("\\040", " ")), fields[2]) for fields in lines]
+    # A later mount hides an earlier one on the same path.
+    mounts = [(Path(fields[1].replace("\\040", " ")), fields[2]) for fields in lines]
     return max(
-        ((len(place.parts), index), kind) for index, (place, kind) in enumerate(places) if folder.is_relative_to(place)
+        ((len(path.parts), index), kind) for index, (path, kind) in enumerate(mounts) if folder.is_relative_to(path)
     )[1]
 
 
-def _check_space(patient: CheckContext, folder: Path) -> Iterator[Finding]:
+def _check_space(context: CheckContext, folder: Path) -> Iterator[Finding]:
     """Compare what is free with what one more checkpoint and version need, and with all that are to be kept."""
-    pipeline, state_dir = patient.config.pipeline, patient.config.state_dir
+    pipeline, state_dir = context.config.pipeline, context.config.state_dir
     schema = Schema(pipeline.events)
     row = sum(dtype.itemsize * _product(shape) for dtype, shape in schema.payload().values())
     capacity, disk, file = pipeline.replay.capacity, pipeline.replay.disk, 0
@@ -105,7 +105,7 @@ def _check_space(patient: CheckContext, folder: Path) -> Iterator[Finding]:
         replay = min(capacity, int(disk.bytes) // row) * _ROW_BYTES
     else:
         replay = min(int(pipeline.replay.device_bytes), capacity * (row + _ROW_BYTES))
-    version, checkpoint = patient.model_bytes, replay + _OPTIMIZER_TENSORS * patient.model_bytes
+    version, checkpoint = context.model_bytes, replay + _OPTIMIZER_TENSORS * context.model_bytes
     kept = pipeline.versions.keep + pipeline.versions.keep_hourly + 2
     everything = file + (pipeline.checkpoints.keep + 1) * checkpoint + kept * version
     used = sum(_used(state_dir / name) for name in ("checkpoints", "versions"))

@@ -12,7 +12,7 @@ _UNWRAPPED_COLUMNS = 10_000
 
 
 class PlainConsole(Console):
-    """Prints text as it is: no markup in it, and no control characters. Rich's own colours and cursor moves stay."""
+    """Prints text without markup or control characters in it. Rich's own colours and cursor moves stay."""
 
     def __init__(self, **options: Any) -> None:
         """Take the options of a console; without a terminal lines are not wrapped, so that programs can read them."""

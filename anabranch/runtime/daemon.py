@@ -34,7 +34,7 @@ def enter(
         description: one line for `--help`.
         work: takes the settings and the event that stops it; it imports what takes seconds, since by then a signal is
             noticed.
-        arguments: of the command line; None takes those of the process.
+        arguments: of the command line; by default `sys.argv[1:]`.
         prepare: does what `work` needs whatever the settings are. With it there is `--standby`, which prepares and then
             waits for a line on stdin before it reads the settings; the end of stdin or a signal ends it until then.
 
@@ -71,7 +71,7 @@ def enter(
         with stop_on_signals() as stop:
             if prepare is not None and options.standby:
                 prepare()
-                log.info("%s is ready and stands by", name)
+                log.info("%s is ready as standby", name)
                 if not wait_for_parent(stop):
                     return
             config = load_config(options.config)
@@ -83,7 +83,7 @@ def enter(
     return run(work_until_stopped)
 
 
-def leave(code: int) -> NoReturn:
-    """End the process with `code`, and without a last search for garbage: with torch it takes 0.3 s of CPU."""
+def exit_at_once(code: int) -> NoReturn:
+    """End the process with `code`, and without a last garbage collection: with torch it takes 0.3 s of CPU."""
     gc.freeze()
     sys.exit(code)

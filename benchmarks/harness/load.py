@@ -1,4 +1,4 @@
-"""Requests whose times of arrival are fixed in advance, from a process of their own."""
+"""Requests whose times of arrival are fixed in advance, sent by a separate process."""
 
 import multiprocessing
 import os
@@ -22,14 +22,13 @@ _LEAD_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class Answers:
-    """What became of a turn's requests.
+    """The results of a turn's requests.
 
     Attributes:
-        seconds: from each one's arrival to the end of its answer, float64, in the order of the answers; those that
-            were answered 200.
+        seconds: from arrival to the end of the answer, float64, in the order of the answers with status 200.
         refused: the others, by status; 0: the connection broke, or no answer came in time.
-        late_p99: how much later than it should a request was sent at the 99th percentile, in seconds: the generator's
-            own part of `seconds`.
+        late_p99: 99th percentile of the delay between arrival and sending, in seconds: the part of the generator in
+            `seconds`.
     """
 
     seconds: NDArray[np.float64]
@@ -38,7 +37,7 @@ class Answers:
 
     @property
     def failed(self) -> int:
-        """Requests without the answer that they asked for."""
+        """Number of requests without a prediction."""
         return self.refused.total()
 
     def percentile(self, q: float) -> float:
@@ -47,19 +46,19 @@ class Answers:
 
 
 class Load:
-    """Sends one request again and again when told to; ends with the context.
+    """Sends one request repeatedly on command; ends with the context.
 
-    Connections are kept alive, and as many as it takes, so that no request waits for another one's answer.
+    Connections are kept alive. There are enough of them that no request waits for the answer to another.
     """
 
     def __init__(self, url: str, body: bytes, headers: dict[str, str], cores: set[int] | None = None) -> None:
         context = multiprocessing.get_context("spawn")
         self._ours, theirs = context.Pipe()
-        place = urlsplit(url)
-        head = {"Host": place.netloc, "Content-Length": str(len(body)), **headers}
-        lines = [f"POST {place.path} HTTP/1.1", *(f"{name}: {value}" for name, value in head.items()), "", ""]
+        parts = urlsplit(url)
+        head = {"Host": parts.netloc, "Content-Length": str(len(body)), **headers}
+        lines = [f"POST {parts.path} HTTP/1.1", *(f"{name}: {value}" for name, value in head.items()), "", ""]
         message = "\r\n".join(lines).encode() + body
-        address = (place.hostname, place.port)
+        address = (parts.hostname, parts.port)
         self._process = context.Process(target=_serve, args=(theirs, address, message, cores), daemon=True)
         self._process.start()
         theirs.close()
@@ -75,13 +74,13 @@ class Load:
         self._process.join()
 
     def flood(self, clients: int, seconds: float) -> Answers:
-        """Send for so long from so many connections, each of which sends again when it is answered."""
+        """Send for `seconds` from `clients` connections, each of which sends again after its answer."""
         self._ours.send((clients, seconds))
         return self.end()
 
     def begin(self, rate: float, seconds: float) -> None:
-        """Begin to send so many requests a second, at random times that are others in each turn and the same ones in
-        each run."""
+        """Start sending `rate` requests a second for `seconds`, at random times: each turn has others, each run the
+        same."""
         self._turns += 1
         generator = np.random.default_rng(self._turns)
         self._ours.send(np.sort(generator.random(round(rate * seconds)) * seconds))
@@ -136,23 +135,23 @@ class _Client:
             readable, _, _ = select.select(list(busy), [], [], max(0.0, due - now))
             if not readable and sent == len(arrivals):
                 refused[0] += len(busy)
-                for each in busy:
-                    each.close()
+                for connection in busy:
+                    connection.close()
                 break
-            for each in readable:
-                since, held = busy[each]
-                status = _received(each, held)
+            for connection in readable:
+                since, held = busy[connection]
+                status = _received(connection, held)
                 if status is None:
                     continue
-                del busy[each]
+                del busy[connection]
                 if status == 200:
                     seconds.append(time.perf_counter() - since)
                 else:
                     refused[status] += 1
                 if status:
-                    self._free.append(each)
+                    self._free.append(connection)
                 else:
-                    each.close()
+                    connection.close()
         return Answers(np.array(seconds), refused, float(np.percentile(late, 99)) if late else 0.0)
 
     def flood(self, clients: int, seconds: float) -> Answers:
@@ -173,24 +172,24 @@ class _Client:
             readable, _, _ = select.select(list(busy), [], [], _PATIENCE_SECONDS)
             if not readable:
                 refused[0] += len(busy)
-                for each in busy:
-                    each.close()
+                for connection in busy:
+                    connection.close()
                 break
-            for each in readable:
-                since, held = busy[each]
-                status = _received(each, held)
+            for connection in readable:
+                since, held = busy[connection]
+                status = _received(connection, held)
                 if status is None:
                     continue
-                del busy[each]
+                del busy[connection]
                 now = time.perf_counter()
                 if status == 200 and now <= end:
                     taken.append(now - since)
                 if status != 200:
                     refused[status] += 1
                 if status:
-                    self._free.append(each)
+                    self._free.append(connection)
                 else:
-                    each.close()
+                    connection.close()
                 if now < end:
                     ask(now)
         return Answers(np.array(taken), refused, 0.0)
@@ -202,7 +201,7 @@ class _Client:
         return connection
 
     def _kept(self) -> socket.socket | None:
-        """Return a connection that the server has not given up meanwhile: those at the bottom may rest for minutes."""
+        """Return an open connection: the server may have closed connections that were not used for minutes."""
         while self._free:
             connection = self._free.pop()
             if not select.select([connection], [], [], 0)[0]:
@@ -225,5 +224,5 @@ def _received(connection: socket.socket, held: bytearray) -> int | None:
         return None
     lines = head.lower().split(b"\r\n")
     length = next((int(line.partition(b":")[2]) for line in lines if line.startswith(b"content-length:")), 0)
-    whole = body.endswith(b"0\r\n\r\n") if b"transfer-encoding: chunked" in lines else len(body) >= length
-    return int(lines[0].split()[1]) if whole else None
+    complete = body.endswith(b"0\r\n\r\n") if b"transfer-encoding: chunked" in lines else len(body) >= length
+    return int(lines[0].split()[1]) if complete else None

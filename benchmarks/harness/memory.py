@@ -1,4 +1,4 @@
-"""What a store takes beside its payload, by what the system says that a process of its own takes: nothing is missed."""
+"""The memory of a store without its payload: the growth of a separate process, as the system reports it."""
 
 import contextlib
 import ctypes
@@ -13,24 +13,24 @@ from benchmarks.harness.stores import fill, open_store
 from replay.fake import plan_ahead
 
 _FLOATS = 2
-"""Events are small, so that spare slots and what an allocator rounds up are small beside the index."""
+"""Events are small, so that spare slots and the allocator's rounding are small compared with the index."""
 
 
 def beyond_payload(rows: int, folder: Path | None, admission: str) -> tuple[float, float]:
-    """Return the bytes an event beside those of the rows in memory, and what the allocator keeps beside them for later.
+    """Return two numbers of bytes per event: used without the rows in memory, and kept by the allocator for later.
 
     Args:
-        rows: events of the store; twice as many are offered.
-        folder: of a disk tier, a tenth of which memory has room for; None: there is none.
-        admission: who is kept.
+        rows: events of the store; twice as many are added.
+        folder: of a disk tier, of which a tenth fits in memory; None: there is no disk tier.
+        admission: the policy.
     """
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(max_workers=1, mp_context=context) as child:
         return child.submit(_measure, rows, folder, admission).result()
 
 
-def no_room(needed_bytes: float) -> str | None:
-    """Return why so much memory cannot be had here; None: it can."""
+def memory_shortage(needed_bytes: float) -> str | None:
+    """Return why `needed_bytes` of memory are not available; None: they are."""
     import psutil
 
     free = psutil.virtual_memory().available

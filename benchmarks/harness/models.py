@@ -1,4 +1,4 @@
-"""Models that the benchmarks train, as a pipeline file names them: this file is copied beside it.
+"""Models that the benchmarks train, as a pipeline file names them: this file is copied into its folder.
 
 Legend: B events, F numbers of an event, C columns of categories, D dimensions of an embedding.
 """
@@ -80,10 +80,10 @@ def tabular(middle: Sequence[float], scale: Sequence[float], categories: Sequenc
 
 
 class Averaged(nn.Module):
-    """A model that carries an average of its own weights, and predicts with that: what is learned is less hasty.
+    """A model that keeps an average of its weights and predicts with it.
 
-    Each forward pass in training takes the weights as they are into the average, with a share that falls from all to
-    `1 - decay`: an average over about the last ninth of the steps, until that reaches `1 / (1 - decay)` steps. The idea
+    Each forward pass in training adds the weights to the average, with a factor that falls from 1 to `1 - decay`: an
+    average over about the last ninth of the steps, until that reaches `1 / (1 - decay)` steps. The idea
     is the slow model of CLS-ER (Arani et al. 2022) without its part in the loss, older as Polyak's averaging.
     """
 
@@ -95,14 +95,14 @@ class Averaged(nn.Module):
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what the weights say in training, and what their average says else."""
+        """Return the logits of the weights in training, and of their average otherwise."""
         if not self.training:
             averaged: Tensor = self.average(x)
             return averaged
         with torch.no_grad():
-            share = (9 / (9 + self.steps)).clamp_min(self.least)
+            factor = (9 / (9 + self.steps)).clamp_min(self.least)
             for mean, weight in zip(self.average.parameters(), self.body.parameters(), strict=True):
-                mean.lerp_(weight, share.to(mean.dtype))
+                mean.lerp_(weight, factor.to(mean.dtype))
             self.steps += 1
         logits: Tensor = self.body(x)
         return logits

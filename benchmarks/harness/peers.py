@@ -1,4 +1,4 @@
-"""Other stores, used as their documentation advises, and the bare copy that every store is measured against."""
+"""Other stores, used as their documentation advises, and the copy by numpy that every store is compared with."""
 
 import gc
 import importlib.util
@@ -34,7 +34,7 @@ class Gather:
         return np.take(self._x, numbers, axis=0)
 
     def take_out(self, numbers: NDArray[np.int64]) -> object:
-        """Gather events into memory that is there already."""
+        """Gather events into existing memory."""
         return np.take(self._x, numbers, axis=0, out=self._out, mode="clip")
 
 
@@ -66,7 +66,7 @@ def cpprb(events: Events, rows: int, batch: int) -> Iterator[Sample]:
 
 @contextmanager
 def peer(name: str, events: Events, rows: int, batch: int, folder: Path) -> Iterator[Sample]:
-    """Fill the peer of that name, and let go of its memory and files, which lie in `folder`, at the end."""
+    """Fill the peer of that name, and release its memory and its files in `folder` at the end."""
     with tempfile.TemporaryDirectory(dir=folder) as own:
         if name == "cpprb":
             opened = cpprb(events, rows, batch)
@@ -88,7 +88,7 @@ def missing(name: str) -> bool:
 
 
 def _payload(events: Events, rows: int) -> Iterator[dict[str, Array]]:
-    """Yield what a store keeps of events `[0, rows)`, chunk by chunk: a peer holds and draws the same columns."""
+    """Yield what a store keeps of events `[0, rows)`, chunk by chunk: a peer stores and samples the same columns."""
     for begin in range(0, rows, _CHUNK):
         columns = events.columns(begin, min(_CHUNK, rows - begin))
         yield {name: columns[name] for name in events.schema.payload()}

@@ -1,4 +1,4 @@
-"""The product itself, from Kafka to a published version: rows into a topic, and a learner process that reads them."""
+"""The whole path from Kafka to a published version: rows in a topic, and a learner process that reads them."""
 
 import contextlib
 import json
@@ -31,12 +31,12 @@ from learner.state_dir.version import Versions
 
 _MESSAGE_BYTES = 200_000
 _PATIENCE_SECONDS = 1800.0
-_LOOK_SECONDS = 0.1
+_POLL_SECONDS = 0.1
 _CODE = "benchmark_models"
 
 
 class BrokenRunError(Exception):
-    """A learner ended by itself, or did not get on: what it said is told."""
+    """A learner ended unexpectedly, or made no progress; the message has the end of its log."""
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,12 @@ class Stream:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run through the whole path came to.
+    """The result of a run through the whole path.
 
     Attributes:
-        report: the learner's own, when all events had their outcome.
-        model: what its last version holds, for evaluation.
-        seconds: from the first step seen to the last; the start of the process is left out.
+        report: the learner's report with an outcome for each event.
+        model: of the last version, for evaluation.
+        seconds: from the first reported step to the last, without the start of the process.
     """
 
     report: LearnerReport
@@ -66,7 +66,7 @@ class Outcome:
 
 @contextlib.contextmanager
 def broker(bootstrap: str | None) -> Iterator[str]:
-    """The address of a broker: the one that is named, else an embedded one that is gone at the end."""
+    """The address of a broker: `bootstrap`, or else an embedded one that stops with the context."""
     if bootstrap is not None:
         yield bootstrap
         return
@@ -83,7 +83,7 @@ def schema_of(columns: Mapping[str, Array], classes: int) -> dict[str, Any]:
 def produce(bootstrap: str, name: str, columns: Mapping[str, Array], label: Array, classes: int) -> Stream:
     """Make a topic of one partition and send the events to it in order, as packed rows, many a message.
 
-    Its name begins with `name` and is no other's, also where the broker is one's own and has topics of earlier runs.
+    Its name begins with `name` and is unique, also on a broker with topics of earlier runs.
     """
     described = schema_of(columns, classes)
     rows = packed(described, columns, label)
@@ -141,12 +141,12 @@ class LearnerProcess:
         path.write_text(toml(document))
         self.state_dir = folder / "var"
         self._log = folder / "learner.log"
-        with self._log.open("wb") as said:
+        with self._log.open("wb") as output:
             self.process = subprocess.Popen(
                 [sys.executable, *program, "-c", str(path), "--supervised"],
                 stdin=subprocess.PIPE,
-                stdout=said,
-                stderr=said,
+                stdout=output,
+                stderr=output,
                 cwd=folder,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
             )
@@ -159,7 +159,7 @@ class LearnerProcess:
     def __exit__(self, *_: object) -> None:
         with contextlib.suppress(psutil.Error):
             for child in self._children():
-                child.kill()  # it may be stopped, and would stay so
+                child.kill()  # it may be suspended
         self.process.kill()
         self.process.wait()
         assert self.process.stdin is not None
@@ -168,40 +168,40 @@ class LearnerProcess:
     def report(self) -> LearnerReport | None:
         """Return its newest report, if there is one; raises BrokenRunError when the process is gone."""
         if self.process.poll() is not None:
-            raise BrokenRunError(f"a learner ended with {self.process.returncode}; it said: {self.said()}")
+            raise BrokenRunError(f"a learner ended with {self.process.returncode}; its log ends with: {self.said()}")
         report = read_report(self.state_dir)
         return report if report is not None and report.pid == self.process.pid else None
 
     def wait_for(self, condition: Callable[[LearnerReport], bool]) -> LearnerReport:
-        """Wait until its report says so."""
+        """Return the first report that satisfies a condition."""
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while (report := self.report()) is None or not condition(report):
             if time.monotonic() > deadline:
-                raise BrokenRunError(f"a learner is at {report}; it said: {self.said()}")
-            time.sleep(_LOOK_SECONDS)
+                raise BrokenRunError(f"a learner is at {report}; its log ends with: {self.said()}")
+            time.sleep(_POLL_SECONDS)
         return report
 
     def stop(self) -> None:
-        """Have it publish and end; raises BrokenRunError when that does not go well."""
+        """Stop it after a last version; raises BrokenRunError if its exit code is not 0."""
         self.process.terminate()
         if self.process.wait(60) != 0:
-            raise BrokenRunError(f"a learner ended with {self.process.returncode}; it said: {self.said()}")
+            raise BrokenRunError(f"a learner ended with {self.process.returncode}; its log ends with: {self.said()}")
 
     def pause(self) -> None:
-        """Stop it and its children where they are, by a signal."""
+        """Suspend it and its children by a signal."""
         self._signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
-        """Go on after a pause."""
+        """Continue after a pause."""
         self._signal(signal.SIGCONT)
 
     def busy_seconds(self) -> float:
-        """Return the processor's time that it took so far, without its children."""
+        """Return its CPU time so far, without its children."""
         times = psutil.Process(self.process.pid).cpu_times()
         return float(times.user + times.system)
 
     def spare(self, cores: set[int] | None, *, threads: bool = False) -> None:
-        """Move its children, which read the stream, to these cores; `threads`: and all its threads but the loop's."""
+        """Move its children, which read the stream, to other cores; with `threads` also all threads but the loop's."""
         if cores is None:
             return
         pids = [thread.id for child in self._children() for thread in child.threads()]
@@ -224,10 +224,10 @@ class LearnerProcess:
 
 
 def run_through(stream: Stream, folder: Path, document: Mapping[str, Any]) -> Outcome:
-    """Have a learner learn all of a stream, and return what its last version is.
+    """Train a learner on a whole stream, and return its last version.
 
     Raises:
-        BrokenRunError: it did not end well, or not every event was trained on or held out.
+        BrokenRunError: the learner failed, or an event was neither trained nor held out.
     """
     with LearnerProcess(folder, document) as learner:
         first = learner.wait_for(lambda report: report.steps > 0)
@@ -235,14 +235,14 @@ def run_through(stream: Stream, folder: Path, document: Mapping[str, Any]) -> Ou
         learner.stop()
     last = read_report(learner.state_dir)
     if last is None or last.outcomes["trained"] + last.outcomes["held_out"] != stream.rows:
-        raise BrokenRunError(f"of {stream.rows} events not all were learned: {last and last.outcomes}")
+        raise BrokenRunError(f"not all of {stream.rows} events were trained: {last and last.outcomes}")
     return Outcome(last, _published(learner.state_dir, document["model"], folder), report.time - first.time)
 
 
 def pipeline(stream: Stream, model: Mapping[str, Any], seed: int, sections: Mapping[str, Any]) -> dict[str, Any]:
     """Return a pipeline file that reads the stream: no event is held out, and it publishes and checkpoints rarely.
 
-    `sections` are laid over these settings.
+    `sections` override these settings.
     """
     document: dict[str, Any] = {
         "name": stream.topic,

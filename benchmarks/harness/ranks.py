@@ -1,4 +1,4 @@
-"""Two ranks on the CPU, fed by partitions that hold as much as each other, or nine times as much, and one."""
+"""Two ranks on the CPU, with equal partitions and with uneven ones, and one rank."""
 
 import contextlib
 import os
@@ -21,7 +21,7 @@ from ingest.kafka.producer import EventProducer, create_topics
 from learner.state_dir.report import LearnerReport, read_report
 
 EVEN, UNEVEN = (50,) * 8, (90,) * 4 + (10,) * 4
-"""Events of each partition's messages: eight partitions, of which in the second case half hold nine times as much."""
+"""Events of each partition's messages: eight equal partitions, and eight of which half have nine times as many."""
 _FLOATS = 784
 _SCHEMA = {
     "features": {"x": {"dtype": "float32", "shape": [_FLOATS]}},
@@ -55,15 +55,15 @@ status = "127.0.0.1:{port}"
 capacity = 20_000
 """
 _PATIENCE_SECONDS = 600.0
-_LOOK_SECONDS = 0.1
+_POLL_SECONDS = 0.1
 
 
 def rates(rows: int, rounds: int, bootstrap: str | None = None) -> Mapping[str, Sequence[float]]:
     """Return new events a second, one figure a round: of two ranks with `uneven` and with `even` partitions, and of one
     rank `alone` with even ones.
 
-    Each run begins anew, on a topic that holds `rows` events beforehand: the stream is not the limit. What is counted
-    begins with the first report in which steps were made.
+    Each run starts from the beginning of a topic that already holds `rows` events, so that the stream is not the limit.
+    Counting starts with the first report that has steps.
     """
     with contextlib.ExitStack() as stack:
         address = bootstrap or stack.enter_context(EmbeddedBroker()).bootstrap
@@ -102,18 +102,18 @@ def _rate(bootstrap: str, topic: str, rows: int, ranks: int) -> float:
         with _learner(config) as process:
             first = _wait(process, folder, 1)
             last = _wait(process, folder, int(0.95 * rows))
-    return (_learned(last) - _learned(first)) / (last.time - first.time)
+    return (_finished(last) - _finished(first)) / (last.time - first.time)
 
 
 @contextlib.contextmanager
 def _learner(config: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A learner that ends with the benchmark: it stops when its stdin does."""
-    with (config.parent / "learner.log").open("wb") as said:
+    """A learner that ends with the benchmark: it stops when its stdin is closed."""
+    with (config.parent / "learner.log").open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "learner", "-c", str(config), "--supervised"],
             stdin=subprocess.PIPE,
-            stdout=said,
-            stderr=said,
+            stdout=output,
+            stderr=output,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
     try:
@@ -127,12 +127,12 @@ def _learner(config: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 def _wait(process: "subprocess.Popen[bytes]", folder: Path, rows: int) -> LearnerReport:
     deadline = time.monotonic() + _PATIENCE_SECONDS
-    while (report := read_report(folder / "var")) is None or _learned(report) < rows:
+    while (report := read_report(folder / "var")) is None or _finished(report) < rows:
         if process.poll() is not None or time.monotonic() > deadline:
-            raise SystemExit(f"a learner did not get on: {(folder / 'learner.log').read_text()[-2000:]}")
-        time.sleep(_LOOK_SECONDS)
+            raise SystemExit(f"a learner made no progress: {(folder / 'learner.log').read_text()[-2000:]}")
+        time.sleep(_POLL_SECONDS)
     return report
 
 
-def _learned(report: LearnerReport) -> int:
+def _finished(report: LearnerReport) -> int:
     return sum(report.outcomes.values())

@@ -43,7 +43,7 @@ def model_of(factory: str, args: str, max_batch: int, max_delay: float) -> serve
 def main(port: int, factory: str, args: str, max_batch: int, max_delay: float) -> None:
     with tempfile.TemporaryDirectory(prefix="ray-") as folder:
         ray.init(
-            num_cpus=4,  # places for its own actors, not cores
+            num_cpus=4,  # slots for its own actors, not cores
             include_dashboard=False,
             log_to_driver=False,
             _node_ip_address="127.0.0.1",

@@ -1,17 +1,17 @@
 """The figures of a benchmark: a line for each on the terminal, and JSON files.
 
-`--json FILE` writes flat keys. `--save` adds a file to `benchmarks/results/`, which `tools/draw_benchmarks.py` reads:
-`<benchmark>/<date>-<machine>.json`, with `-quick` before the suffix for the quick form, and a number where there is
-such a file already. It has these keys:
+Each benchmark takes `--quick`, `--only PART ...`, `--json FILE` and `--save [DIR]`. `--json` writes flat keys. `--save`
+adds a file to `benchmarks/results/`, or DIR: `<benchmark>/<date>-<machine>.json`, with `-quick` before the suffix for
+the quick form, and a number if such a file exists. `tools/draw_benchmarks.py` reads them. A file has these keys:
 
     benchmark   the script's name
     time        UTC, ISO 8601
     revision    of git, with a `+` where files differ from it; null outside a checkout
     parameters  `form` (`quick` or `long`), and the options of the command line
     machine     `name`, as in the file's name, `cpu`, `cores`, `gpu` (null: none), `system`, `python`, `torch`, `kafka`
-    facts       what is not a figure, such as the load before a part
-    figures     a list of `key`, `value`, `unit`, `least` and `most` of one round, `target` and `met`; the last four are
-                null where there are none
+    facts       values that are not figures, such as the load before a part
+    figures     a list of `key`, `value`, `unit`, `least` and `most` of one round, `target`, `met` and `remark`;
+                null for those that a figure does not have
 """
 
 import argparse
@@ -22,6 +22,7 @@ import os
 import platform
 import re
 import subprocess
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -32,49 +33,52 @@ from benchmarks.harness.interleave import Spread
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "benchmarks" / "results"
 UNITS = {
-    "ratio": "_over_|_growth",
+    "ratio": "_over_|_growth|_ratio",
     "bytes per event": "bytes_per_event",
     "bytes": "bytes",
     "1/s": "_per_second",
     "s": "seconds",
     "fraction": "fraction|recall|_used_by_",
 }
-"""The unit by what a key contains; the first that fits."""
+"""The unit, and the pattern of the keys that have it; the first match counts."""
 _CLIENTS = ("kafka-python", "confluent-kafka", "noida-db")
 
 
 @dataclass(frozen=True)
 class Target:
-    """A bound that a figure is to keep; printed, never enforced."""
+    """A bound of a figure: an upper one, a lower one with `least`, or the value itself with `exact`."""
 
     bound: float
     least: bool = False
-    """Whether the figure is to be at least the bound, not at most."""
+    exact: bool = False
 
     def __str__(self) -> str:
-        return f"{'>=' if self.least else '<='} {self.bound:g}"
+        return f"{'=' if self.exact else '>=' if self.least else '<='} {self.bound:g}"
 
     def met(self, value: float) -> bool:
-        """Return whether a value keeps the bound."""
+        """Return whether a value satisfies the bound."""
+        if self.exact:
+            return value == self.bound
         return value >= self.bound if self.least else value <= self.bound
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure as it is saved."""
+    """A saved figure."""
 
     key: str
     value: float | None
-    """None where it is not a number."""
+    """None for NaN and infinity."""
     unit: str
     least: float | None
     most: float | None
     target: str | None
     met: bool | None
+    remark: str
 
 
 class Results:
-    """Prints figures as they are found, and keeps them for `write`."""
+    """Prints figures as they are measured, and writes them to files."""
 
     def __init__(self, benchmark: str, targets: dict[str, Target]) -> None:
         self._benchmark, self._targets = benchmark, targets
@@ -87,11 +91,11 @@ class Results:
         self._saved: Path | None = None
 
     def title(self, text: str) -> None:
-        """Begin a part."""
+        """Print the title of a part."""
         print(f"\n{text}", flush=True)
 
     def remark(self, text: str) -> None:
-        """Print a sentence about the figures beside it, or why there is none."""
+        """Print a sentence about the figures of this part, or why there are none."""
         print(f"  {text}", flush=True)
 
     def add(self, key: str, value: float | Spread, remark: str = "", unit: str | None = None) -> None:
@@ -110,15 +114,20 @@ class Results:
         verdict = "" if target is None else f"{target!s:8} {'met' if met else 'MISSED'}"
         described = None if target is None else str(target)
         unit = unit_of(key) if unit is None else unit
-        self._figures.append(Figure(key, finite(value), unit, finite(least), finite(most), described, met))
+        self._figures.append(Figure(key, finite(value), unit, finite(least), finite(most), described, met, remark))
         print(f"  {key:38} {short(value):>9} {spread:22} {verdict:16} {remark}".rstrip(), flush=True)
 
+    @property
+    def missed(self) -> list[str]:
+        """Keys whose target was missed."""
+        return [figure.key for figure in self._figures if figure.met is False]
+
     def fact(self, key: str, value: float | bool | str | None) -> None:
-        """Keep what is not a figure, unprinted."""
+        """Save a value that is not a figure; it is not printed."""
         self._flat[key] = self._facts[key] = value
 
     def write(self, options: argparse.Namespace) -> None:
-        """Write the files that the command line asks for; called again, write them again."""
+        """Write the files of the command line; another call replaces them."""
         if options.json is not None:
             described = {"python": platform.python_version(), "machine": platform.platform()}
             options.json.write_text(json.dumps(described | self._flat, indent=2) + "\n")
@@ -146,9 +155,12 @@ class Results:
         }
 
 
-def options(parser: argparse.ArgumentParser, quick: str = "smaller sizes and fewer rounds, less than a minute") -> None:
-    """Add what every benchmark takes; `quick` says what its quick form leaves out."""
+def options(
+    parser: argparse.ArgumentParser, parts: Iterable[str], quick: str = "smaller sizes and fewer rounds"
+) -> None:
+    """Add the options of every benchmark; `quick` is the help of `--quick`."""
     parser.add_argument("--quick", action="store_true", help=quick)
+    parser.add_argument("--only", nargs="+", choices=list(parts), metavar="PART", help=", ".join(parts))
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, one flat object")
     parser.add_argument(
         "--save",
@@ -170,7 +182,7 @@ def free_path(folder: Path, document: dict[str, Any]) -> Path:
 
 
 def machine() -> dict[str, Any]:
-    """Describe this machine, and the versions of what is measured on it."""
+    """Describe this machine, and the versions of Python, torch and the Kafka clients."""
     import torch
 
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
@@ -191,8 +203,8 @@ def machine() -> dict[str, Any]:
 def _cpu() -> str:
     """Return the model of the processor, without trademarks."""
     path = Path("/proc/cpuinfo")
-    found = re.search(r"^model name\s*: (.+)$", path.read_text(), re.MULTILINE) if path.exists() else None
-    name = found[1] if found else platform.processor() or platform.machine()
+    match = re.search(r"^model name\s*: (.+)$", path.read_text(), re.MULTILINE) if path.exists() else None
+    name = match[1] if match else platform.processor() or platform.machine()
     return re.sub(r"\s+", " ", re.sub(r"\((R|TM|tm)\)|\bCPU\b|\bProcessor\b|@.*", "", name)).strip()
 
 
@@ -217,15 +229,17 @@ def _git(*arguments: str) -> str:
 
 
 def unit_of(key: str) -> str:
-    """Return the unit that a key's name contains; empty for a number of something."""
+    """Return the unit of a figure from its key; empty for a count."""
     return next((unit for unit, pattern in UNITS.items() if re.search(pattern, key)), "")
 
 
 def finite(value: float | None) -> float | None:
-    """Return a number as JSON can hold it."""
+    """Return a number, or None for NaN and infinity, which JSON does not have."""
     return value if value is not None and math.isfinite(value) else None
 
 
 def short(value: float) -> str:
-    """Return a number with three digits."""
+    """Return a number with three digits, or `true` or `false`."""
+    if isinstance(value, bool):
+        return str(value).lower()
     return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"

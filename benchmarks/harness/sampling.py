@@ -1,4 +1,4 @@
-"""A learner's use of a store: draws alone, and draws and new events in steps of 20 ms."""
+"""A learner's use of a store: samples alone, and samples and new events in steps of 20 ms."""
 
 import statistics
 import time
@@ -21,25 +21,25 @@ _STEPS = 30
 
 @dataclass
 class Sampling:
-    """Draws from a store step by step, and remembers which events they were."""
+    """Samples from a store step by step, and records which events they were."""
 
     store: Store
     events: Events
     step: int = 0
-    drawn: list[NDArray[np.int64]] = field(default_factory=list)
+    sampled: list[NDArray[np.int64]] = field(default_factory=list)
 
-    def turn(self, draws: int = 20) -> float:
-        """Return the mean of some draws, as many of which are planned meanwhile: a block of them at once."""
-        self.drawn = []
-        return statistics.fmean(self._draw() for _ in range(draws))
+    def turn(self, samples: int = 20) -> float:
+        """Return the mean time of some samples; as many are planned meanwhile, a block of them at once."""
+        self.sampled = []
+        return statistics.fmean(self._sample() for _ in range(samples))
 
-    def turn_at_once(self, draws: int = 20) -> float:
-        """Return the mean of some draws that are planned and fetched at once."""
-        self.drawn = []
-        return statistics.fmean(self._draw_at_once() for _ in range(draws))
+    def turn_at_once(self, samples: int = 20) -> float:
+        """Return the mean time of some samples that are planned and fetched at once."""
+        self.sampled = []
+        return statistics.fmean(self._sample_at_once() for _ in range(samples))
 
     def verify(self, below: int) -> int:
-        """Check a draw against what was stored, events with numbers less than `below`, and return the next step."""
+        """Check a sample against what was stored, events with numbers less than `below`, and return the next step."""
         plan_ahead(self.store, self.step, BATCH)
         columns = self.store.sample(self.step, BATCH).columns
         self.step += 1
@@ -48,29 +48,29 @@ class Sampling:
         plan_ahead(self.store, self.step, BATCH)
         return self.step
 
-    def _draw(self) -> float:
+    def _sample(self) -> float:
         begin = time.perf_counter()
-        draw = self.store.sample(self.step, BATCH)
+        sample = self.store.sample(self.step, BATCH)
         plan_ahead(self.store, self.step + 1, BATCH)
         taken = time.perf_counter() - begin
         self.step += 1
-        self.drawn.append(self.events.numbers(draw.columns["feature.x"].numpy()))
+        self.sampled.append(self.events.numbers(sample.columns["feature.x"].numpy()))
         return taken
 
-    def _draw_at_once(self) -> float:
+    def _sample_at_once(self) -> float:
         begin = time.perf_counter()
-        draw = self.store.fetch(self.store.plan(self.step, BATCH))
+        sample = self.store.fetch(self.store.plan(self.step, BATCH))
         taken = time.perf_counter() - begin
         self.step += 1
-        self.drawn.append(self.events.numbers(draw.columns["feature.x"].numpy()))
+        self.sampled.append(self.events.numbers(sample.columns["feature.x"].numpy()))
         return taken
 
 
 class Steps:
-    """Steps of 20 ms that draw 256 old events and add as many new ones."""
+    """Steps of 20 ms that sample 256 old events and add as many new ones."""
 
     def __init__(self, background_store: BackgroundStore, events: Events, step: int, begin: int) -> None:
-        """Go on from a step, with the event of the number `begin`."""
+        """Continue at `step`, with the event of the number `begin`."""
         self._background_store, self._events, self._step, self._next = background_store, events, step, begin
         self._matrix = torch.randn(192, 192)
 
@@ -81,11 +81,11 @@ class Steps:
             self._matrix @ self._matrix
 
     def sleep(self) -> None:
-        """Leave the processor alone for the time of a step, as one does whose device computes."""
+        """Leave the CPU idle for the time of a step, as a learner does whose device computes."""
         time.sleep(_STEP_SECONDS)
 
     def turn(self, work: Callable[[], None], before: Callable[[], None] | None = None) -> tuple[float, float]:
-        """Take steps, and return what share of their time went by waiting, and in all calls of the store."""
+        """Take steps, and return two fractions of their time: waiting, and in all calls of the store."""
         background_store = self._background_store
         if before is not None:
             before()
@@ -96,11 +96,11 @@ class Steps:
             self._next += BATCH
             work()
             start = time.perf_counter()
-            draw = background_store.sample(self._step, BATCH)
+            sample = background_store.sample(self._step, BATCH)
             background_store.add(new, PARTITIONS)
             self._step += 1
             background_store.plan_ahead(self._step, BATCH)
             calls += time.perf_counter() - start
-            assert len(draw) == BATCH
-        whole = time.perf_counter() - begin
-        return (background_store.flush().tiers.stats.stall_seconds - waited) / whole, calls / whole
+            assert len(sample) == BATCH
+        total = time.perf_counter() - begin
+        return (background_store.flush().tiers.stats.stall_seconds - waited) / total, calls / total

@@ -1,4 +1,4 @@
-"""How soon a process gets a core when it wakes: what others on the core take to yield."""
+"""The time from the wake-up of a process until it has a core: how fast others on the core yield."""
 
 import multiprocessing
 import os
@@ -13,7 +13,7 @@ _SHORTEST, _LONGEST = 0.001, 0.005
 
 
 class SchedulingLatency:
-    """A process that sleeps for random times and notes how late it wakes; it ends with the context."""
+    """A process that sleeps for random times and records how late it wakes; it ends with the context."""
 
     def __init__(self, cores: set[int] | None) -> None:
         context = multiprocessing.get_context("spawn")
@@ -32,7 +32,7 @@ class SchedulingLatency:
         self._process.join()
 
     def turn(self, seconds: float) -> NDArray[np.float64]:
-        """Sleep and wake for so long, and return how late it was each time, in seconds, float64."""
+        """Sleep and wake for `seconds`; return how late each wake-up was, in seconds, float64."""
         self._ours.send(seconds)
         late: NDArray[np.float64] = self._ours.recv()
         return late

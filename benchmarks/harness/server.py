@@ -1,4 +1,4 @@
-"""`python -m serving` on the pipeline file of a learner that runs."""
+"""`python -m serving` on the pipeline file of a running learner."""
 
 import json
 import os
@@ -15,21 +15,21 @@ from benchmarks.harness.pipeline import BrokenRunError
 from serving.reporting.report import ServingReport, read_report
 
 _PATIENCE_SECONDS = 60.0
-_LOOK_SECONDS = 0.05
+_POLL_SECONDS = 0.05
 
 
 class ServingProcess:
-    """Serves what is published below `folder/var`; killed when the context ends. torch has one thread."""
+    """Serves the versions below `folder/var`, with one thread of torch; killed when the context ends."""
 
     def __init__(self, folder: Path, cores: set[int] | None = None) -> None:
         self._state_dir = folder / "var"
         self._log = folder / "serving.log"
-        with self._log.open("wb") as said:
+        with self._log.open("wb") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "serving", "-c", str(folder / "pipeline.toml"), "--supervised"],
                 stdin=subprocess.PIPE,
-                stdout=said,
-                stderr=said,
+                stdout=output,
+                stderr=output,
                 cwd=folder,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
             )
@@ -48,24 +48,26 @@ class ServingProcess:
         self.process.stdin.close()
 
     def wait(self) -> ServingReport:
-        """Wait until a version is served; raises BrokenRunError when that does not come."""
+        """Wait until a version is served; raises BrokenRunError after a minute, or if the process ends."""
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while True:
             report = read_report(self._state_dir)
             if report is not None and report.pid == self.process.pid and report.ready:
                 return report
             if self.process.poll() is not None or time.monotonic() > deadline:
-                raise BrokenRunError(f"serving is not ready; it said: {self._log.read_text(errors='replace')[-2000:]}")
-            time.sleep(_LOOK_SECONDS)
+                raise BrokenRunError(
+                    f"serving is not ready; its log ends with: {self._log.read_text(errors='replace')[-2000:]}"
+                )
+            time.sleep(_POLL_SECONDS)
 
     def busy_seconds(self) -> float:
-        """Return the processor's time that it took so far."""
+        """Return its CPU time so far."""
         times = psutil.Process(self.process.pid).cpu_times()
         return float(times.user + times.system)
 
 
 def binary_request(rows: int, features: int) -> tuple[bytes, dict[str, str]]:
-    """Return body and headers of a request for so many rows of the feature `x`, as binary data both ways."""
+    """Return body and headers of a request for `rows` rows of the feature `x`, as binary data both ways."""
     numbers = np.random.default_rng(0).random((rows, features), np.float32).tobytes()
     tensor = {"name": "x", "datatype": "FP32", "shape": [rows, features]}
     document = {

@@ -1,7 +1,7 @@
-"""Alone: what a server answers, and how soon, while nothing else goes on.
+"""Alone: throughput and latency of a server without other load.
 
-Latency is that of single rows at rates that are parts of what the server can answer at most, open-loop. Throughput is
-that of 64 clients, each of which asks again when it is answered. The server is on one core, its clients on the others.
+Latency is of single rows at fractions of the throughput, open-loop. Throughput is of 64 clients, each of which sends
+the next request after its answer. The server is on one core, its clients on the others.
 """
 
 import tempfile
@@ -30,9 +30,9 @@ def measure(results: Results, quick: bool, bootstrap: str) -> None:  # noqa: ARG
     for name, model in MODELS.items():
         results.title(f"alone: {name}, single rows as binary data, max_batch 64, max_delay 1 ms")
         with tempfile.TemporaryDirectory(dir=".", prefix="alone-") as folder:
-            place = Path(folder).resolve()
-            VersionPublisher(place, model, 784, {"max_delay": "1ms"}).publish()
-            with ServingProcess(place, core) as server:
+            root = Path(folder).resolve()
+            VersionPublisher(root, model, 784, {"max_delay": "1ms"}).publish()
+            with ServingProcess(root, core) as server:
                 url = f"{server.wait().address}/v2/models/{NAME}/infer"
                 with Load(url, *binary_request(1, 784), others) as load:
                     load.flood(_CLIENTS, seconds)
@@ -41,8 +41,8 @@ def measure(results: Results, quick: bool, bootstrap: str) -> None:  # noqa: ARG
                     results.add(f"{name}_requests_per_second", Spread.of(rates), f"{_CLIENTS} clients")
                     for part in _PARTS:
                         turns = [load.turn(part * min(rates), seconds) for _ in range(rounds)]
-                        key, note = f"{name}_at_{part * 100:.0f}", f"at {part * min(rates):.0f} requests a second"
+                        key, remark = f"{name}_at_{part * 100:.0f}", f"at {part * min(rates):.0f} requests a second"
                         for q in (50, 99):
-                            results.add(f"{key}_p{q}_seconds", Spread.of([a.percentile(q) for a in turns]), note)
+                            results.add(f"{key}_p{q}_seconds", Spread.of([a.percentile(q) for a in turns]), remark)
                         results.fact(f"{key}_failed", sum(a.failed for a in turns))
                     results.add(f"{name}_failed", float(sum(a.failed for a in floods)))

@@ -1,7 +1,7 @@
-"""Freshness: from an event's append on the broker to a prediction by a version that has learned from it.
+"""Freshness: from an event's append on the broker to a prediction by a version trained on it.
 
 A producer sends 500 events a second, one a message, and the learner publishes every 250 ms. For one event in 25 a
-request goes out with its send, which asks for a version that has been trained through that event
+request is sent with it, for a version that has been trained through that event
 (`min_trained_through`); `freshness_p99_seconds` is the 99th percentile of the time from before the send to the end of
 the answer. The broker, the learner, the server and the clients have all cores together, as on one host.
 """
@@ -28,7 +28,7 @@ TARGETS = {"freshness_p99_seconds": Target(1.0)}
 MLP = {"factory": "mlp", "args": {"widths": [784, 900, 320, 10]}}
 _RATE = 500
 _EACH = 25
-"""Every so many events one is asked for."""
+"""A request is sent for one event in this many."""
 _POOL = 2_000
 _WARM_UP = 2.0
 _PATIENCE = 30.0
@@ -36,7 +36,7 @@ _MOST_WAITING = 128
 
 
 class _Stream:
-    """Sends events at fixed times in a thread, and asks for some of them while it is told to."""
+    """Sends events at fixed times in a thread, and requests predictions for some of them during `ask`."""
 
     def __init__(self, producer: EventProducer, messages: list[bytes], topic: str) -> None:
         self._producer, self._messages, self._topic = producer, messages, topic
@@ -106,8 +106,8 @@ def measure(results: Results, quick: bool, bootstrap: str) -> None:
     described = schema_of(columns, 10)
     rows = packed(described, columns, generator.integers(0, 10, _POOL))
     with tempfile.TemporaryDirectory(dir=".", prefix="fresh-") as folder:
-        place = Path(folder).resolve()
-        stream = Stream(bootstrap, f"fresh-{place.name}", described, 0)
+        root = Path(folder).resolve()
+        stream = Stream(bootstrap, f"fresh-{root.name}", described, 0)
         producer = EventProducer(make_topic(stream), stream.topic)
         producer.open()
         sections = {
@@ -118,8 +118,8 @@ def measure(results: Results, quick: bool, bootstrap: str) -> None:
         }
         document = pipeline(stream, MLP, 0, sections) | {"serving": {"port": 0, "device": "cpu"}}
         with (
-            LearnerProcess(place, document) as learner,
-            ServingProcess(place) as server,
+            LearnerProcess(root, document) as learner,
+            ServingProcess(root) as server,
             _Stream(producer, [row.tobytes() for row in rows], stream.topic) as events,
         ):
             learner.wait_for(lambda report: report.version is not None)
@@ -127,8 +127,8 @@ def measure(results: Results, quick: bool, bootstrap: str) -> None:
             time.sleep(_WARM_UP)
             taken, failed = events.ask(address, seconds)
         producer.close()
-    found = np.array(taken)
-    results.add("freshness_p99_seconds", float(np.percentile(found, 99)), f"of {len(found)} requests")
-    results.add("freshness_p50_seconds", float(np.percentile(found, 50)))
-    results.add("freshness_most_seconds", float(found.max()))
+    delays = np.array(taken)
+    results.add("freshness_p99_seconds", float(np.percentile(delays, 99)), f"of {len(delays)} requests")
+    results.add("freshness_p50_seconds", float(np.percentile(delays, 50)))
+    results.add("freshness_most_seconds", float(delays.max()))
     results.add("freshness_failed", float(failed))

@@ -1,7 +1,7 @@
 """Peer: requests of single rows as JSON that are answered in a second, by us, by LitServe and by Ray Serve.
 
-The same model, the same batching, one worker each, and as many clients, each of which asks again when it is answered.
-Each server is on one core, with all its processes, while the others are stopped; the clients are on the others.
+The same model, the same batching, one worker each, and as many clients, each of which sends the next request after its
+answer. Each server is on one core, with all its processes, while the others are stopped; the clients are on the others.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ from benchmarks.harness.version_publisher import NAME, VersionPublisher
 TARGETS = {"throughput_over_litserve": Target(1.5, least=True)}
 MLP = {"factory": "mlp", "args": {"widths": [784, 900, 320, 10]}}
 PEERS = {"litserve": "litserve", "ray": "ray[serve]"}
-"""The servers by the package that has to be there, each of which a program of that name starts, and how to get it."""
+"""The servers by their package, and how to install it; the program of that name starts each of them."""
 _CLIENTS = 64
 _MAX_BATCH, _MAX_DELAY = 64, 0.002
 _PATIENCE = 60.0
@@ -51,10 +51,10 @@ def measure(results: Results, quick: bool, bootstrap: str) -> None:  # noqa: ARG
     if not there:
         return
     with tempfile.TemporaryDirectory(dir=".", prefix="peer-") as folder, contextlib.ExitStack() as stack:
-        place = Path(folder).resolve()
+        root = Path(folder).resolve()
         batching = {"max_batch": _MAX_BATCH, "max_delay": f"{_MAX_DELAY * 1000:g}ms"}
-        VersionPublisher(place, MLP, 784, batching).publish()
-        server = stack.enter_context(ServingProcess(place, core))
+        VersionPublisher(root, MLP, 784, batching).publish()
+        server = stack.enter_context(ServingProcess(root, core))
         url = f"{server.wait().address}/v2/models/{NAME}/infer"
         row = np.random.default_rng(0).random(784, np.float32).round(4).tolist()
         asked, head = json.dumps({"x": row}).encode(), {"Content-Type": "application/json"}
@@ -63,7 +63,7 @@ def measure(results: Results, quick: bool, bootstrap: str) -> None:  # noqa: ARG
             "ours_binary": (server.process.pid, stack.enter_context(Load(url, *binary_request(1, 784), others))),
         }
         for name in there:
-            peer = stack.enter_context(_peer(name, place, core, asked))
+            peer = stack.enter_context(_peer(name, root, core, asked))
             loads[name] = (peer.pid, stack.enter_context(Load(peer.url, asked, head, others)))
         failed = dict.fromkeys(loads, 0)
 
@@ -77,8 +77,8 @@ def measure(results: Results, quick: bool, bootstrap: str) -> None:  # noqa: ARG
         rates = interleave({name: lambda name=name: arm(name) for name in loads}, rounds)  # type: ignore[misc]
     for name in there:
         results.add(f"throughput_over_{name}", ratio(rates["ours"], rates[name]), "requests a second, JSON both")
-    for name, found in rates.items():
-        results.add(f"requests_per_second_{name}", Spread.of(found), f"{failed[name]} failed" if failed[name] else "")
+    for name, figures in rates.items():
+        results.add(f"requests_per_second_{name}", Spread.of(figures), f"{failed[name]} failed" if failed[name] else "")
 
 
 class _Peer(psutil.Process):
@@ -89,16 +89,16 @@ class _Peer(psutil.Process):
 
 @contextlib.contextmanager
 def _peer(name: str, folder: Path, cores: set[int] | None, asked: bytes) -> Iterator[_Peer]:
-    """A server in processes of its own, which answers."""
+    """A peer that runs in separate processes and answers."""
     port = free_port()
     script = Path(__file__).with_name(f"{name}_peer.py")
     arguments = [str(port), MLP["factory"], json.dumps(MLP["args"]), str(_MAX_BATCH), str(_MAX_DELAY)]
     log = folder / f"{name}.log"
-    with log.open("wb") as said:
+    with log.open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, str(script), *map(str, arguments)],
-            stdout=said,
-            stderr=said,
+            stdout=output,
+            stderr=output,
             cwd=folder,
             env={
                 **os.environ,
@@ -114,13 +114,13 @@ def _peer(name: str, folder: Path, cores: set[int] | None, asked: bytes) -> Iter
         deadline = time.monotonic() + _PATIENCE
         while not _answers(port, asked):
             if process.poll() is not None or time.monotonic() > deadline:
-                raise BrokenRunError(f"{name} is not ready; it said: {log.read_text(errors='replace')[-2000:]}")
+                raise BrokenRunError(f"{name} is not ready; log: {log.read_text(errors='replace')[-2000:]}")
             time.sleep(0.1)
         yield peer
     finally:
-        for each in _family(process.pid):
+        for child in _family(process.pid):
             with contextlib.suppress(psutil.NoSuchProcess):
-                each.kill()
+                child.kill()
         process.wait()
 
 
@@ -137,15 +137,15 @@ def _answers(port: int, asked: bytes) -> bool:
 
 @contextlib.contextmanager
 def _only(pid: int, of: list[int]) -> Iterator[None]:
-    """Stop the other servers where they are, by a signal."""
-    stopped = [each for other in of if other != pid for each in _family(other)]
-    for each in stopped:
-        each.send_signal(signal.SIGSTOP)
+    """Suspend the other servers by a signal."""
+    stopped = [process for other in of if other != pid for process in _family(other)]
+    for process in stopped:
+        process.send_signal(signal.SIGSTOP)
     try:
         yield
     finally:
-        for each in stopped:
-            each.send_signal(signal.SIGCONT)
+        for process in stopped:
+            process.send_signal(signal.SIGCONT)
 
 
 def _family(pid: int) -> list[psutil.Process]:

@@ -5,8 +5,8 @@ them and what sends requests are on the others.
 
 `swap_added_p99_seconds` is the 99th percentile of a turn with swaps less that of the turn without before it,
 `swap_memory_growth` the server's resident memory at the end over that after the first tenth of the swaps.
-`swap_disk_bytes` is what the server took from the disk while it swapped: weights that were just written lie in memory,
-which both processes share, and come from there.
+`swap_disk_bytes` are the bytes that the server read from the disk while it swapped: weights that were just written are
+in the page cache, which both processes share, and are read from there.
 """
 
 import multiprocessing
@@ -39,15 +39,15 @@ MLP = {"factory": "mlp", "args": {"widths": [784, 900, 320, 10]}}
 _EVERY = 0.1
 _RATE = 200.0
 _PATIENCE = 30.0
-_LOOK = 0.005
+_POLL = 0.005
 
 
 @dataclass(frozen=True)
 class Swaps:
-    """What became of some swaps.
+    """The results of some swaps.
 
     Attributes:
-        late: from the end of each publish to its swap, as `state.json` tells of it, in seconds.
+        late: from the end of each publish to its swap, as `state.json` shows it, in seconds.
         resident: the server's memory after each, in bytes.
     """
 
@@ -56,7 +56,7 @@ class Swaps:
 
 
 class Publisher:
-    """Publishes from a process of its own, which yields to the one that sends requests."""
+    """Publishes from a separate process, which yields to the one that sends requests."""
 
     def __init__(self, published: VersionPublisher, server: int, cores: set[int] | None) -> None:
         context = multiprocessing.get_context("spawn")
@@ -76,7 +76,7 @@ class Publisher:
         self._process.join()
 
     def begin(self, swaps: int) -> None:
-        """Begin to publish so many versions, each when the last one is served and its time has come."""
+        """Start publishing `swaps` versions, each when it is due and the last one is served."""
         self._ours.send(swaps)
 
     def end(self) -> Swaps:
@@ -97,7 +97,7 @@ def _publish(connection: Connection, published: VersionPublisher, server: int, c
             swaps = connection.recv()
         except EOFError:
             return
-        found = Swaps([], [])
+        done = Swaps([], [])
         due = time.monotonic()
         for _ in range(swaps):
             time.sleep(max(0.0, due - time.monotonic()))
@@ -107,10 +107,10 @@ def _publish(connection: Connection, published: VersionPublisher, server: int, c
             while published.served() != number:
                 if time.monotonic() > begin + _PATIENCE:
                     raise TimeoutError(f"version {number} is not served")
-                time.sleep(_LOOK)
-            found.late.append(time.monotonic() - begin)
-            found.resident.append(memory().rss)
-        connection.send(found)
+                time.sleep(_POLL)
+            done.late.append(time.monotonic() - begin)
+            done.resident.append(memory().rss)
+        connection.send(done)
 
 
 def measure(results: Results, quick: bool, bootstrap: str) -> None:  # noqa: ARG001 - every section takes the same
@@ -121,10 +121,10 @@ def measure(results: Results, quick: bool, bootstrap: str) -> None:  # noqa: ARG
         f"swaps: {swaps * rounds} of an MLP of a million parameters, ten a second, {_RATE:.0f} requests a second"
     )
     with tempfile.TemporaryDirectory(dir=".", prefix="swaps-") as folder:
-        place = Path(folder).resolve()
-        published = VersionPublisher(place, MLP, 784, {"max_delay": "1ms"})
+        root = Path(folder).resolve()
+        published = VersionPublisher(root, MLP, 784, {"max_delay": "1ms"})
         published.publish()
-        with ServingProcess(place, core) as server:
+        with ServingProcess(root, core) as server:
             url = f"{server.wait().address}/v2/models/{NAME}/infer"
             with (
                 Load(url, *binary_request(1, 784), others) as load,
@@ -133,26 +133,26 @@ def measure(results: Results, quick: bool, bootstrap: str) -> None:  # noqa: ARG
                 load.turn(_RATE, 1.0)
                 read = _disk_bytes(server.process.pid)
                 pairs: list[tuple[Answers, Answers]] = []
-                found = Swaps([], [])
+                done = Swaps([], [])
                 for _ in range(rounds):
                     quiet = load.turn(_RATE, _EVERY * swaps)
                     publisher.begin(swaps)
                     pairs.append((quiet, load.turn(_RATE, _EVERY * swaps)))
                     of_turn = publisher.end()
-                    found.late.extend(of_turn.late)
-                    found.resident.extend(of_turn.resident)
+                    done.late.extend(of_turn.late)
+                    done.resident.extend(of_turn.resident)
                 read = None if read is None else (_disk_bytes(server.process.pid) or 0) - read
-    tenth = max(5, len(found.resident) // 10)
-    first, last = (statistics.median(part) for part in (found.resident[tenth : 2 * tenth], found.resident[-tenth:]))
+    tenth = max(5, len(done.resident) // 10)
+    first, last = (statistics.median(part) for part in (done.resident[tenth : 2 * tenth], done.resident[-tenth:]))
     refused = sum((swapping.refused for _, swapping in pairs), Counter())
     results.add("swap_failed", float(refused.total()), ", ".join(f"{n} with {code}" for code, n in refused.items()))
     results.add("swap_added_p99_seconds", Spread.of([s.percentile(99) - q.percentile(99) for q, s in pairs]))
     results.add("swap_memory_growth", last / first, f"of {first / 1e6:.0f} MB")
     if read is not None:
-        results.add("swap_disk_bytes", float(read), f"of {len(found.late)} versions of 4 MB")
+        results.add("swap_disk_bytes", float(read), f"of {len(done.late)} versions of 4 MB")
     results.add("swap_p99_seconds", Spread.of([swapping.percentile(99) for _, swapping in pairs]))
     results.add("swap_quiet_p99_seconds", Spread.of([quiet.percentile(99) for quiet, _ in pairs]))
-    results.add("swap_noticed_seconds", Spread.of(found.late), "from the publish to the swap")
+    results.add("swap_noticed_seconds", Spread.of(done.late), "from the publish to the swap")
     results.add("swap_load_late_p99_seconds", max(s.late_p99 for _, s in pairs), "of the generator, part of the above")
 
 

@@ -1,8 +1,8 @@
 """Workers: single rows a second with two processes behind the port, over those with one.
 
-64 clients, each of which asks again when it is answered. All that runs may take all cores, and the one that sends takes
-one of them itself: on two cores there is none left for a second worker. Both servers run all the time, and answer in
-turns.
+64 clients, each of which sends the next request after its answer. All processes may use all cores, and the load
+generator takes one of them: on two cores there is none for a second worker. Both servers run all the time, and answer
+in turns.
 """
 
 import os
@@ -20,7 +20,7 @@ from benchmarks.harness.version_publisher import NAME, VersionPublisher
 
 TARGETS: dict[str, Target] = {}
 _CLIENTS = 64
-_LOOK_SECONDS = 0.05
+_POLL_SECONDS = 0.05
 
 
 def measure(results: Results, quick: bool, bootstrap: str) -> None:  # noqa: ARG001 - every section takes the same
@@ -35,18 +35,18 @@ def measure(results: Results, quick: bool, bootstrap: str) -> None:  # noqa: ARG
         turns = [[load.flood(_CLIENTS, seconds) for load in loads] for _ in range(rounds)]
     for workers in (1, 2):
         answers = [turn[workers - 1] for turn in turns]
-        rates = [len(each.seconds) / seconds for each in answers]
+        rates = [len(turn.seconds) / seconds for turn in answers]
         results.add(f"workers_{workers}_requests_per_second", Spread.of(rates), f"{_CLIENTS} clients")
-        results.add(f"workers_{workers}_p99_seconds", Spread.of([each.percentile(99) for each in answers]))
-        results.fact(f"workers_{workers}_failed", sum(each.failed for each in answers))
+        results.add(f"workers_{workers}_p99_seconds", Spread.of([turn.percentile(99) for turn in answers]))
+        results.fact(f"workers_{workers}_failed", sum(turn.failed for turn in answers))
     gains = [len(two.seconds) / len(one.seconds) for one, two in turns]
     results.add("workers_2_over_1", Spread.of(gains), "throughput")
 
 
 def _load(stack: ExitStack, workers: int) -> Load:
-    place = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=".", prefix="workers-"))).resolve()
-    VersionPublisher(place, MODELS["mlp"], 784, {"max_delay": "1ms", "workers": workers}).publish()
-    server = stack.enter_context(ServingProcess(place))
+    root = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=".", prefix="workers-"))).resolve()
+    VersionPublisher(root, MODELS["mlp"], 784, {"max_delay": "1ms", "workers": workers}).publish()
+    server = stack.enter_context(ServingProcess(root))
     while (report := server.wait()).workers < workers:
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_POLL_SECONDS)
     return Load(f"{report.address}/v2/models/{NAME}/infer", *binary_request(1, 784))

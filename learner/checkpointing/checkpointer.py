@@ -69,7 +69,7 @@ class Checkpointer:
         self._oldest = min(numbers, default=None)
         """The oldest checkpoint that may be there: an older one does not come back, and one that cannot be listed may
         stay."""
-        self.number = self._highest = max(numbers, default=0)
+        self.number, self._highest = max(numbers, default=0), checkpoints.highest()
         """The newest checkpoint; numbers only grow."""
         self.time = _time_of(checkpoints, self.number)
         """When it was made, in seconds since 1970; None when there is none, or it does not say."""

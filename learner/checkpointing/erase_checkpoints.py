@@ -55,6 +55,7 @@ class Eraser:
             OSError: something cannot be read or written, or all checkpoints are damaged: one of them may be put back by
                 a person, and without any the next start would begin anew.
         """
+        self._checkpoints.delete_set_aside()
         done, damaged, whole = Erased(), dict[int, Exception](), 0
         for number in self._checkpoints.numbers():
             try:

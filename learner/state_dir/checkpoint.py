@@ -4,6 +4,7 @@
                                                          segment-...
     var/checkpoints/<number>/rank-0/state.json           all values that are no tensors
     var/checkpoints/<number>/manifest.json               number, generation, step, schema, and the SHA-256 of every file
+    var/checkpoints/<number>.set-aside/                  a checkpoint that `checkpoints restore` went back beyond
 
 In `rng` the generators of another rank are one tensor of bytes, `rank-<r>`, packed by that rank.
 
@@ -278,6 +279,23 @@ class Checkpoints:
     def delete(self, number: int) -> None:
         """Delete a checkpoint."""
         self._storage.delete(number)
+
+    def highest(self) -> int:
+        """Return the highest number of any checkpoint, also of one set aside; 0 when there is none."""
+        return self._storage.highest()
+
+    def newer_than(self, number: int) -> list[int]:
+        """Return the checkpoints that a restart prefers to this one, the newest first."""
+        by_age = self._by_age()
+        return by_age[: by_age.index(number) : -1]
+
+    def set_aside(self, number: int) -> None:
+        """Rename a checkpoint, atomically, so that no restart resumes from it; raises OSError."""
+        self._storage.set_aside(number)
+
+    def delete_set_aside(self) -> None:
+        """Delete all checkpoints that were set aside; raises OSError."""
+        self._storage.delete_set_aside()
 
     def name(self, number: int, part: str) -> str:
         """Return the name of a part's file in a checkpoint; raises CheckpointError when there is none."""

@@ -19,6 +19,8 @@ from anabranch.core.files import number_of, read_file, sync_directory
 
 MANIFEST = "manifest.json"
 """The file without which a folder does not exist."""
+SET_ASIDE = ".set-aside"
+"""Suffix of directories that were set aside."""
 
 
 class Folder(Protocol):
@@ -86,6 +88,14 @@ class Storage(Protocol):
 
     def delete(self, number: int) -> None:
         """Remove a folder, if it is there, atomically; `clean` removes what a crash leaves of it."""
+        ...
+
+    def set_aside(self, number: int) -> None:
+        """Make a folder not exist, atomically, and keep its files until `delete_set_aside`."""
+        ...
+
+    def delete_set_aside(self) -> None:
+        """Remove all folders that were set aside."""
         ...
 
     def clean(self) -> None:
@@ -173,8 +183,9 @@ class LocalStorage:
         return sorted(number for number in self._directories() if self._exists(number))
 
     def highest(self) -> int:
-        """Return the highest number of any directory."""
-        return max(self._directories(), default=0)
+        """Return the highest number of any directory, also of those set aside."""
+        aside = (number_of(path.name.removesuffix(SET_ASIDE)) or 0 for path in self.path.glob(f"*{SET_ASIDE}"))
+        return max([*self._directories(), *aside], default=0)
 
     def folder(self, number: int) -> LocalFolder:
         """Return a directory."""
@@ -208,6 +219,16 @@ class LocalStorage:
                 discarded.unlink()
             else:
                 shutil.rmtree(discarded)
+
+    def set_aside(self, number: int) -> None:
+        """Rename a directory from `<number>` to `<number>.set-aside`."""
+        (self.path / str(number)).rename(self.path / f"{number}{SET_ASIDE}")
+        sync_directory(self.path)
+
+    def delete_set_aside(self) -> None:
+        """Remove all directories `<number>.set-aside`."""
+        for path in self.path.glob(f"*{SET_ASIDE}"):
+            shutil.rmtree(path)
 
     def clean(self) -> None:
         """Remove temporary directories, and those without a manifest."""

@@ -1,4 +1,4 @@
-"""`anabranch doctor`: every finding with its fault really present, and nothing changed by looking.
+"""`anabranch doctor`: every finding with its fault really present, and nothing changed by the checks.
 
 `finds` names the kinds that a test makes real; `diagnose` sees to it that they were found.
 """
@@ -18,6 +18,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,7 +36,7 @@ from anabranch.cli import app as cli
 from anabranch.config.loader import load_config
 from anabranch.doctor import runner as examination
 from anabranch.doctor.environment_checks import check_install
-from anabranch.doctor.findings import FINDINGS, CheckContext, found, ok
+from anabranch.doctor.findings import FINDINGS, CheckContext, Finding, found, ok
 from anabranch.doctor.model_process import Asked, ProbeResult, check_model
 from anabranch.doctor.probe import _share, run_probe
 from anabranch.doctor.runner import CHECKS, examine, exit_code, summary
@@ -57,7 +58,7 @@ EVENT = {"x": [0.5] * 64, "y": 7}
 
 @pytest.fixture
 def in_this_process(monkeypatch):
-    """Has the probe look at the model in the tests' own process, which has torch: a launcher of `check_model`."""
+    """Has the probe check the model in the tests' own process, which has torch: a launcher of `check_model`."""
     monkeypatch.setattr(sys, "path", sys.path[:])
 
     def launch(asked, _seconds):
@@ -84,7 +85,7 @@ def checks(in_this_process):
 def diagnose(example, request, checks):
     """Runs one check on the example and returns its findings: `diagnose("ports", timeout=20)`.
 
-    The model is looked at in this process, unless it is to be `alone`.
+    The model is checked in this process, unless it is to be `alone`.
     """
     seen = set()
 
@@ -155,7 +156,7 @@ def only(findings, kind):
     return one
 
 
-def test_every_finding_has_a_test_that_makes_it_real():
+def test_every_finding_has_a_test_that_makes_it_real() -> None:
     named = {
         kind
         for marker in re.findall(r"^ *@pytest\.mark\.finds\((.*?)\)", Path(__file__).read_text(), re.M | re.S)
@@ -164,7 +165,7 @@ def test_every_finding_has_a_test_that_makes_it_real():
     assert named == set(FINDINGS)
 
 
-def test_every_finding_is_used_and_says_how_to_fix_it():
+def test_every_finding_is_used_and_says_how_to_fix_it() -> None:
     sources = "".join(path.read_text() for path in Path(examination.__file__).parent.glob("*.py"))
     for kind, (level, fix, _) in FINDINGS.items():
         name = re.sub(r"^(checkpoint|version)\.", "{what}.", kind)
@@ -182,7 +183,13 @@ class TestConfig:
         assert diagnose("schema") == []
 
     @pytest.mark.finds("config.invalid")
-    def test_all_errors_are_told_at_once_and_what_can_run_still_runs(self, diagnose, example, edit, setting):
+    def test_all_errors_are_reported_at_once_and_what_can_run_still_runs(
+        self,
+        diagnose: Callable[..., list[Finding]],
+        example: Path,
+        edit: Callable[..., None],
+        setting: Callable[..., None],
+    ) -> None:
         edit("batch_size = 32", 'batchsize = 32\nprecision = "fp99"')
         edit("port = 8000", "port = 99999")
         edit('topics = ["events"]', 'topics = ["events"]\nproperties = {"sasl.password" = {env = "DOCTOR_NOT_SET"}}')
@@ -193,10 +200,10 @@ class TestConfig:
             )
         )
         diagnose.seen.update(finding.kind for _, finding in diagnoses)
-        told = [finding.message for check, finding in diagnoses if check == "config"]
+        messages = [finding.message for check, finding in diagnoses if check == "config"]
         for part in ("batchsize", "precision = 'fp99'", "serving.port = 99999", "DOCTOR_NOT_SET", "LEARNER__NOPE"):
-            assert sum(part in message for message in told) == 1, part
-        assert len(told) == 5
+            assert sum(part in message for message in messages) == 1, part
+        assert len(messages) == 5
         # The ports' and the state's settings are at fault; the checkpoints' are not.
         assert {check for check, _ in diagnoses} == {"config", "checkpoints"}
 
@@ -208,7 +215,9 @@ class TestConfig:
             ('format = "json"', 'format = "rows"', 'stream.format = "rows" cannot hold schema.features.s'),
         ],
     )
-    def test_a_schema_that_cannot_be(self, diagnose, edit, old, new, sentence):
+    def test_a_schema_that_cannot_be(
+        self, diagnose: Callable[..., list[Finding]], edit: Callable[..., None], old: str, new: str, sentence: str
+    ) -> None:
         edit(old, new)
         edit(None, '[schema.features.s]\ndtype = "string"\nencode = {hash = 9}')
         assert sentence in only(diagnose("schema"), "schema.invalid").message
@@ -217,7 +226,9 @@ class TestConfig:
 class TestInstallation:
     @pytest.mark.finds("install.torch")
     @pytest.mark.process
-    def test_a_torch_that_is_broken(self, diagnose, tmp_path, monkeypatch):
+    def test_a_torch_that_is_broken(
+        self, diagnose: Callable[..., list[Finding]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         (tmp_path / "torch").mkdir()
         (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('libtorch.so: cannot open')")
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -225,14 +236,18 @@ class TestInstallation:
         assert finding.message == "torch cannot be imported: libtorch.so: cannot open."
 
     @pytest.mark.finds("install.crc32c")
-    def test_a_crc32c_that_is_broken(self, diagnose, tmp_path, monkeypatch):
+    def test_a_crc32c_that_is_broken(
+        self, diagnose: Callable[..., list[Finding]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         (tmp_path / "crc32c.py").write_text("raise ImportError('built for another Python')")
         monkeypatch.delitem(sys.modules, "crc32c", raising=False)
         monkeypatch.syspath_prepend(tmp_path)
         assert kinds(diagnose("install")) == ["install.crc32c"]
 
     @pytest.mark.finds("install.extra")
-    def test_an_extra_that_is_missing(self, diagnose, example, monkeypatch):
+    def test_an_extra_that_is_missing(
+        self, diagnose: Callable[..., list[Finding]], example: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setitem(sys.modules, "pyarrow", None)
         config = load_config(example / "pipeline.toml")
         stream = config.pipeline.stream.model_copy(update={"format": "arrow"})
@@ -242,7 +257,7 @@ class TestInstallation:
         assert finding.fix == "Install it: pip install 'anabranch[arrow]'."
 
     @pytest.mark.finds("limit.files")
-    def test_a_low_limit_of_open_files(self, diagnose):
+    def test_a_low_limit_of_open_files(self, diagnose: Callable[..., list[Finding]]) -> None:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
         try:
@@ -250,38 +265,46 @@ class TestInstallation:
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
-    def test_a_sound_one_has_no_finding(self, diagnose):
+    def test_a_sound_one_has_no_finding(self, diagnose: Callable[..., list[Finding]]) -> None:
         assert kinds(diagnose("install") + diagnose("limits") + diagnose("schema")) == []
 
 
 class TestModel:
-    def test_a_sound_one_has_no_finding(self, diagnose):
+    def test_a_sound_one_has_no_finding(self, diagnose: Callable[..., list[Finding]]) -> None:
         findings = diagnose("model")
         assert kinds(findings) == []
         assert "26,122 parameters" in findings[-1].message
 
     @pytest.mark.finds("device.missing")
-    def test_a_device_that_is_not_there(self, diagnose, setting):
+    def test_a_device_that_is_not_there(
+        self, diagnose: Callable[..., list[Finding]], setting: Callable[..., None]
+    ) -> None:
         setting("learner.device", "cuda:77")
         setting("serving.device", "cuda:77")
-        told = [finding for finding in diagnose("model") if finding.kind]
-        assert [finding.fix.partition(" =")[0] for finding in told] == ["Set learner.device", "Set serving.device"]
+        findings = [finding for finding in diagnose("model") if finding.kind]
+        assert [finding.fix.partition(" =")[0] for finding in findings] == ["Set learner.device", "Set serving.device"]
 
     @pytest.mark.finds("device.precision", "model.optimizer")
-    def test_a_precision_and_an_optimizer_that_cannot_be(self, diagnose, setting, edit):
+    def test_a_precision_and_an_optimizer_that_cannot_be(
+        self, diagnose: Callable[..., list[Finding]], setting: Callable[..., None], edit: Callable[..., None]
+    ) -> None:
         setting("learner.device", "cpu")
         setting("learner.precision", "fp16")
         edit('name = "adamw"', 'name = "adamw", momentum = 0.9')
         assert "has no 'momentum'" in only(diagnose("model"), "model.optimizer").message
 
     @pytest.mark.finds("model.strategy")
-    def test_an_argument_of_the_strategy(self, diagnose, setting):
+    def test_an_argument_of_the_strategy(
+        self, diagnose: Callable[..., list[Finding]], setting: Callable[..., None]
+    ) -> None:
         setting("learner.strategy", "der++")
         setting("learner.strategy.gamma", "0.9")
         assert "has no 'gamma'" in only(diagnose("model"), "model.strategy").message
 
     @pytest.mark.finds("model.embedding", "model.checkpointing")
-    def test_modules_that_the_model_does_not_have(self, diagnose, setting):
+    def test_modules_that_the_model_does_not_have(
+        self, diagnose: Callable[..., list[Finding]], setting: Callable[..., None]
+    ) -> None:
         setting("learner.activation_checkpointing", ["nope"])
         message = only(diagnose("model"), "model.checkpointing").message
         assert message.startswith('learner.activation_checkpointing: the model has no module "nope", but 0, 1')
@@ -289,7 +312,13 @@ class TestModel:
         assert 'model.embedding = "body": the model has no such' in only(diagnose("model"), "model.embedding").message
 
     @pytest.mark.finds("replay.policy")
-    def test_policies_that_compare_what_there_is_not(self, diagnose, example, edit, setting):
+    def test_policies_that_compare_what_there_is_not(
+        self,
+        diagnose: Callable[..., list[Finding]],
+        example: Path,
+        edit: Callable[..., None],
+        setting: Callable[..., None],
+    ) -> None:
         setting("replay.sampling", "similar")
         message = (
             'replay.sampling = "similar" needs model.embedding: the module whose output is compared, such as "body".'
@@ -308,7 +337,9 @@ class TestModel:
             assert message.startswith(f'replay.{key} = "class-balanced" needs schema.label.classes')
 
     @pytest.mark.finds("learner.alone")
-    def test_what_only_several_replicas_do(self, diagnose, setting):
+    def test_what_only_several_replicas_do(
+        self, diagnose: Callable[..., list[Finding]], setting: Callable[..., None]
+    ) -> None:
         assert diagnose("replicas") == []
         setting("learner.sync_every", 2)
         (finding,) = diagnose("replicas")
@@ -321,7 +352,9 @@ class TestModel:
         assert diagnose("replicas") == []
 
     @pytest.mark.finds("learner.replicas", "learner.hosts")
-    def test_ranks_that_cannot_meet(self, diagnose, setting):
+    def test_ranks_that_cannot_connect(
+        self, diagnose: Callable[..., list[Finding]], setting: Callable[..., None]
+    ) -> None:
         setting("learner.device", "cpu")
         setting("learner.replicas", 2)
         setting("learner.hosts", 2)
@@ -333,20 +366,23 @@ class TestModel:
         assert only(diagnose("model"), "learner.replicas").message == message
 
     @pytest.mark.finds("device_sharing.refinement", "device_sharing.mps")
-    def test_refinements_of_device_sharing_that_the_device_lacks(self, diagnose, setting):
+    def test_refinements_of_device_sharing_that_the_device_lacks(
+        self, diagnose: Callable[..., list[Finding]], setting: Callable[..., None]
+    ) -> None:
         setting("learner.device", "cpu")
         setting("device_sharing.sms", 16)
         setting("device_sharing.mps_percentage", 50)
-        told = {finding.kind: finding.message for finding in diagnose("model")}
+        messages = {finding.kind: finding.message for finding in diagnose("model")}
         assert (
-            told["device_sharing.refinement"] == "device_sharing.sms = 16 needs a CUDA device, but the device is cpu."
+            messages["device_sharing.refinement"]
+            == "device_sharing.sms = 16 needs a CUDA device, but the device is cpu."
         )
         assert (
-            told["device_sharing.mps"]
+            messages["device_sharing.mps"]
             == "device_sharing.mps_percentage = 50 needs a CUDA device, but the device is cpu."
         )
 
-    def test_refinements_that_are_there_are_told(self, monkeypatch, tmp_path):
+    def test_refinements_that_are_there_are_reported(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
         (said,) = _share(DeviceSharingSettings(mps_percentage=30), torch.device("cuda"))
         assert said.message == (
@@ -354,14 +390,18 @@ class TestModel:
             "training takes at most 30 % of the device's threads."
         )
 
-    def test_it_says_how_the_device_is_shared(self, diagnose, setting):
+    def test_it_says_how_the_device_is_shared(
+        self, diagnose: Callable[..., list[Finding]], setting: Callable[..., None]
+    ) -> None:
         setting("learner.device", "cpu")
         setting("device_sharing.policy", "fraction")
         sentence = "Training yields to requests on cpu, and gets at least 50% of it; its threads run at a lower"
         assert any(finding.message.startswith(sentence) for finding in diagnose("model"))
 
     @pytest.mark.finds("device.memory")
-    def test_more_replay_than_there_is_memory(self, diagnose, setting):
+    def test_more_replay_than_there_is_memory(
+        self, diagnose: Callable[..., list[Finding]], setting: Callable[..., None]
+    ) -> None:
         setting("learner.device", "cpu")
         total = psutil.virtual_memory().total
         setting("replay.capacity", 2_000_000_000)
@@ -378,18 +418,22 @@ class TestModel:
             ("hidden = 128", "wide = 128", "unexpected keyword argument 'wide'"),
         ],
     )
-    def test_a_factory_that_fails(self, diagnose, edit, old, new, sentence):
+    def test_a_factory_that_fails(
+        self, diagnose: Callable[..., list[Finding]], edit: Callable[..., None], old: str, new: str, sentence: str
+    ) -> None:
         edit(old, new)
         assert sentence in only(diagnose("model"), "model.factory").message
 
     @pytest.mark.finds("model.output")
-    def test_an_output_that_does_not_fit(self, diagnose, edit):
+    def test_an_output_that_does_not_fit(
+        self, diagnose: Callable[..., list[Finding]], edit: Callable[..., None]
+    ) -> None:
         edit("classes = 10", "classes = 7")
         assert "[3, 10]" in only(diagnose("model"), "model.output").message
 
     @pytest.mark.finds("model.crash")
     @pytest.mark.process
-    def test_a_factory_that_crashes(self, diagnose, example):
+    def test_a_factory_that_crashes(self, diagnose: Callable[..., list[Finding]], example: Path) -> None:
         (example / "my_model.py").write_text(
             "import os, sys\nsys.stderr.write('oh no\\n')\nsys.stderr.flush()\nos.abort()\n"
         )
@@ -398,12 +442,14 @@ class TestModel:
 
     @pytest.mark.slow
     @pytest.mark.finds("model.hang")
-    def test_a_factory_that_hangs(self, diagnose, example):
+    def test_a_factory_that_hangs(self, diagnose: Callable[..., list[Finding]], example: Path) -> None:
         (example / "my_model.py").write_text("import threading\nthreading.Event().wait()\n")
         assert "still building my_model:build" in only(diagnose("model", timeout=20, alone=True), "model.hang").message
 
     @pytest.mark.process
-    def test_what_a_model_prints_in_a_process_of_its_own_is_no_finding(self, diagnose, example):
+    def test_what_a_model_prints_in_a_process_of_its_own_is_no_finding(
+        self, diagnose: Callable[..., list[Finding]], example: Path
+    ) -> None:
         path = example / "my_model.py"
         path.write_text(path.read_text() + "\nprint('x' * 100_000)\n")
         assert kinds(diagnose("model", alone=True)) == []
@@ -435,13 +481,15 @@ def server():
 
 class TestReachingTheBroker:
     @pytest.mark.finds("broker.name")
-    def test_a_name_that_is_none(self, diagnose, setting):
+    def test_a_name_that_is_none(self, diagnose: Callable[..., list[Finding]], setting: Callable[..., None]) -> None:
         setting("stream.bootstrap_servers", "a..b:9092")
         (finding,) = diagnose("broker")
         assert finding.unreachable
 
     @pytest.mark.finds("broker.connect")
-    def test_a_port_on_which_nothing_listens(self, diagnose, setting, free_port):
+    def test_a_port_on_which_nothing_listens(
+        self, diagnose: Callable[..., list[Finding]], setting: Callable[..., None], free_port: Callable[[], int]
+    ) -> None:
         setting("stream.bootstrap_servers", f"127.0.0.1:{free_port()}")
         (finding,) = diagnose("broker")
         assert finding.message.endswith("Connection refused.")
@@ -506,8 +554,8 @@ class TestReachingTheBroker:
         create_topic(sasl_kafka.plain, "guarded.dead")
         setting("stream.topics", ["guarded"])
         self.as_user(setting, edit, sasl_kafka, sasl_kafka.stranger, sasl_kafka.password)
-        told = [finding.message for finding in diagnose("broker") if finding.kind]
-        assert told == [
+        messages = [finding.message for finding in diagnose("broker") if finding.kind]
+        assert messages == [
             "The user of [stream.properties] may not read the topic guarded.",
             "The user of [stream.properties] may not write the topic guarded.dead.",
         ]
@@ -569,13 +617,13 @@ class TestTopics:
         assert "anabranch[codecs]" in finding.fix
 
     @pytest.mark.finds("message.unusable")
-    def test_a_message_that_cannot_be_used_is_told_field_by_field(self, diagnose, topic, send, edit):
+    def test_a_message_that_cannot_be_used_is_explained_field_by_field(self, diagnose, topic, send, edit):
         edit(None, '[schema.features.amount]\ndtype = "float32"\n[schema.features.country]\ndtype = "int8"')
         send({"x": [0.5] * 63, "amount": "12", "country": 3, "y": 99})
         message = only(diagnose("broker"), "message.unusable").message
         assert message.startswith(f"The newest message, {topic}[0]@0, cannot be used: Expected `array` of length")
-        for place in ("`$.x`", "`$.amount`", "`$.y`"):
-            assert message.count(place) == 1
+        for field in ("`$.x`", "`$.amount`", "`$.y`"):
+            assert message.count(field) == 1
         assert "country" not in message
 
     @pytest.mark.finds("message.unusable")
@@ -622,7 +670,7 @@ class TestTopics:
         send(EVENT, timestamp_ms=int(time.time() * 1000) + 600_000)
         assert kinds(diagnose("broker")) == ["clock.ahead"]
 
-    def test_nothing_is_changed_by_looking(self, example, kafka, topic, send, consume_all, setting):
+    def test_nothing_is_changed_by_the_checks(self, example, kafka, topic, send, consume_all, setting):
         send(EVENT)
         setting("serving.port", 0)
         setting("learner.status", "127.0.0.1:0")
@@ -652,10 +700,10 @@ class TestRedis:
 
         return add
 
-    def test_without_the_tier_there_is_nothing_to_say(self, diagnose):
+    def test_without_the_tier_there_is_nothing_to_say(self, diagnose: Callable[..., list[Finding]]) -> None:
         assert diagnose("redis") == []
 
-    def test_one_that_is_well_keeps_nothing_of_the_look(self, diagnose, redis, mortal_redis):
+    def test_one_that_is_well_keeps_nothing_of_the_check(self, diagnose, redis, mortal_redis):
         redis()
         (finding,) = diagnose("redis")
         assert finding.level == "ok"
@@ -679,7 +727,9 @@ class TestRedis:
         assert "sesame" not in finding.message
 
     @pytest.mark.finds("redis.refused")
-    def test_an_authority_that_is_not_there(self, diagnose, edit, tmp_path):
+    def test_an_authority_that_is_not_there(
+        self, diagnose: Callable[..., list[Finding]], edit: Callable[..., None], tmp_path: Path
+    ) -> None:
         url = f"rediss://localhost/0?ssl_ca_certs={tmp_path}/ca.pem"
         edit("[replay]\n", f'[replay]\nredis = {{url = "{url}", bytes = "50MB"}}\n')
         assert f"ssl_ca_certs={tmp_path}/ca.pem" in only(diagnose("redis"), "redis.refused").message
@@ -694,19 +744,21 @@ class TestRedis:
         assert "maxmemory 62mb" in only(diagnose("redis"), "redis.memory").fix
 
     @pytest.mark.finds("redis.unseen")
-    def test_a_user_that_may_not_look_at_the_memory(self, diagnose, redis, mortal_redis):
+    def test_a_user_that_may_not_read_the_memory(self, diagnose, redis, mortal_redis):
         mortal_redis.say("ACL SETUSER default -info")
         redis()
         assert "no permissions" in only(diagnose("redis"), "redis.unseen").message
 
-    def test_the_model_is_looked_at_without_the_password(self, diagnose, redis):
+    def test_the_model_is_checked_without_the_password(self, diagnose, redis):
         redis(password="sesame")
         assert all(finding.level == "ok" for finding in diagnose("model"))
 
 
 class TestStateDirectory:
     @pytest.mark.finds("state.unwritable")
-    def test_a_file_in_the_way(self, diagnose, setting, tmp_path):
+    def test_a_file_in_the_way(
+        self, diagnose: Callable[..., list[Finding]], setting: Callable[..., None], tmp_path: Path
+    ) -> None:
         (tmp_path / "file").write_text("")
         setting("state_dir", str(tmp_path / "file" / "var"))
         assert kinds(diagnose("state")) == ["state.unwritable"]
@@ -729,7 +781,7 @@ class TestStateDirectory:
         assert "state.filling" in kinds(diagnose("state"))
 
     @pytest.mark.finds("state.memory")
-    def test_one_that_lies_in_memory(self, diagnose, setting):
+    def test_one_that_is_in_memory(self, diagnose: Callable[..., list[Finding]], setting: Callable[..., None]) -> None:
         shared = Path("/dev/shm")
         if not shared.is_dir():
             pytest.skip("this system has no /dev/shm")
@@ -738,14 +790,18 @@ class TestStateDirectory:
             assert kinds(diagnose("state")) == ["state.memory"]
 
     @pytest.mark.finds("state.network")
-    def test_one_that_lies_on_a_network(self, diagnose, example, monkeypatch, tmp_path):
+    def test_one_that_is_on_a_network(
+        self, diagnose: Callable[..., list[Finding]], example: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
         mounts = f"/dev/vda / ext4 rw 0 0\nfiler:/home {example} nfs4 rw 0 0\n"
         (tmp_path / "mounts").write_text(mounts)
         monkeypatch.setattr(anabranch.doctor.state_dir_checks, "MOUNTS", tmp_path / "mounts")
         assert kinds(diagnose("state")) == ["state.network"]
 
     @pytest.mark.finds("state.sync", "state.lock")
-    def test_one_without_fsync_and_locks(self, diagnose, monkeypatch):
+    def test_one_without_fsync_and_locks(
+        self, diagnose: Callable[..., list[Finding]], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         def refuse(*_):
             raise OSError(22, "Invalid argument")
 
@@ -754,12 +810,16 @@ class TestStateDirectory:
         assert kinds(diagnose("state")) == ["state.sync", "state.lock"]
 
     @pytest.mark.finds("clock.files")
-    def test_one_whose_clock_is_off(self, diagnose, monkeypatch):
+    def test_one_whose_clock_is_off(
+        self, diagnose: Callable[..., list[Finding]], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(anabranch.doctor.state_dir_checks, "time", SimpleNamespace(time=lambda: time.time() - 60))
         assert "+60 s" in only(diagnose("state"), "clock.files").message
 
     @pytest.mark.finds("state.exposed")
-    def test_one_into_which_others_may_look_and_that_no_start_closes(self, diagnose, example, edit):
+    def test_one_that_others_may_read_and_that_no_start_closes(
+        self, diagnose: Callable[..., list[Finding]], example: Path, edit: Callable[..., None]
+    ) -> None:
         example.chmod(0o755)
         edit('state_dir = "var"', 'state_dir = "."')
         assert kinds(diagnose("state")) == ["state.exposed"]
@@ -767,13 +827,13 @@ class TestStateDirectory:
         assert kinds(diagnose("state")) == []
 
     @pytest.mark.finds("state.held")
-    def test_one_that_a_learner_holds(self, diagnose, example):
+    def test_one_that_a_learner_holds(self, diagnose: Callable[..., list[Finding]], example: Path) -> None:
         with hold_state_directory(example / "var"):
             findings = diagnose("state")
         assert kinds(findings) == ["state.held"]
         assert exit_code([("state", finding) for finding in findings]) is Exit.DONE
 
-    def test_one_that_is_not_there_is_not_made(self, diagnose, example):
+    def test_one_that_is_not_there_is_not_made(self, diagnose: Callable[..., list[Finding]], example: Path) -> None:
         assert kinds(diagnose("state")) == []
         assert not (example / "var").exists()
 
@@ -809,14 +869,20 @@ class TestWhatIsSaved:
 
     def test_sound_ones_have_no_finding(self, diagnose, save):
         save()
-        told = [finding.message for finding in diagnose("checkpoints") + diagnose("versions")]
-        assert told == [
+        messages = [finding.message for finding in diagnose("checkpoints") + diagnose("versions")]
+        assert messages == [
             "The newest checkpoint, 3, is whole and of this schema.",
             "The newest version, 4, is whole and of this schema.",
         ]
 
     @pytest.mark.finds("checkpoint.misfit")
-    def test_a_checkpoint_of_another_strategy_model_or_optimizer(self, diagnose, example, edit, setting):
+    def test_a_checkpoint_of_another_strategy_model_or_optimizer(
+        self,
+        diagnose: Callable[..., list[Finding]],
+        example: Path,
+        edit: Callable[..., None],
+        setting: Callable[..., None],
+    ) -> None:
         setting("learner.device", "cpu")
         config = load_config(example / "pipeline.toml")
         layers = [torch.nn.Linear(*sizes) for sizes in ((64, 128), (128, 128), (128, 10))]
@@ -832,7 +898,7 @@ class TestWhatIsSaved:
         assert kinds(diagnose("model") + diagnose("checkpoints")) == []
         setting("learner.strategy", "der")
         message = only(diagnose("model"), "checkpoint.misfit").message
-        assert message.startswith('learner.strategy = "der" wants an output of shape [10] kept with each stored event')
+        assert message.startswith('learner.strategy = "der" requires an output of shape [10] with each stored event')
         setting("learner.strategy", "er")
         setting("learner.optimizer.name", "sgd")
         assert "is of adamw, and learner.optimizer is sgd" in only(diagnose("model"), "checkpoint.misfit").message
@@ -898,7 +964,7 @@ class TestPorts:
             setting("learner.status", f"127.0.0.1:{ports[1]}")
             yield ports
 
-    def test_free_ones_have_no_finding(self, diagnose):
+    def test_free_ones_have_no_finding(self, diagnose: Callable[..., list[Finding]]) -> None:
         assert kinds(diagnose("ports")) == []
 
     @pytest.mark.finds("port.taken")
@@ -914,14 +980,18 @@ class TestPorts:
         assert kinds(diagnose("ports")) == ["port.taken"]  # serving's, of which there is no report
 
     @pytest.mark.finds("port.address")
-    def test_an_address_of_another_machine(self, diagnose, setting):
+    def test_an_address_of_another_machine(
+        self, diagnose: Callable[..., list[Finding]], setting: Callable[..., None]
+    ) -> None:
         setting("serving.host", "192.0.2.1")
         for token in ("read", "admin"):
             setting(f"serving.tokens.{token}", "secret")
         assert only(diagnose("ports"), "port.address").fix.startswith("Set serving.host")
 
     @pytest.mark.finds("port.clash")
-    def test_both_on_one_port(self, diagnose, setting, free_port):
+    def test_both_on_one_port(
+        self, diagnose: Callable[..., list[Finding]], setting: Callable[..., None], free_port: Callable[[], int]
+    ) -> None:
         port = free_port()
         setting("serving.port", port)
         setting("learner.status", f"127.0.0.1:{port}")
@@ -942,7 +1012,7 @@ class TestTls:
         (finding,) = diagnose("tls")
         assert f"valid until {datetime.now(UTC) + timedelta(days=100):%Y-%m-%d}" in finding.message
 
-    def test_without_one_nothing_is_said(self, diagnose):
+    def test_without_one_nothing_is_said(self, diagnose: Callable[..., list[Finding]]) -> None:
         assert diagnose("tls") == []
 
     @pytest.mark.finds("tls.expired")
@@ -974,7 +1044,7 @@ class TestTls:
 class TestCommand:
     @pytest.fixture
     def doctor(self, example, capsys, setting, free_port, monkeypatch, checks):
-        """Runs the command, which looks at the model in this process, and returns exit code and stdout."""
+        """Runs the command, which checks the model in this process, and returns exit code and stdout."""
         monkeypatch.setattr(examination, "CHECKS", checks)
         setting("stream.bootstrap_servers", f"127.0.0.1:{free_port()}")
         setting("serving.port", 0)
@@ -1000,7 +1070,7 @@ class TestCommand:
         code, out = doctor()
         assert code == 2
         assert "learner.batch_size = 0" in out
-        assert "127.0.0.1" in out, "the broker is looked at all the same"
+        assert "127.0.0.1" in out, "the broker is checked all the same"
 
     def test_as_json_it_is_a_list(self, doctor):
         code, out = doctor("--json")
@@ -1020,7 +1090,7 @@ class TestCommand:
         assert 'model.embedding = "(hidden)"' in out
         assert "hunter" not in out
 
-    def test_a_bug_in_one_check_hides_no_other(self, example):
+    def test_a_bug_in_one_check_hides_no_other(self, example: Path) -> None:
         def broken(patient):
             raise RuntimeError("bug")
 
@@ -1031,11 +1101,11 @@ class TestCommand:
         iterator = examine(example / "pipeline.toml", 5, checks=checks)
         assert [next(iterator).check, next(iterator).check] == ["config", "fine"]
 
-    def test_exit_codes_and_the_summary(self):
+    def test_exit_codes_and_the_summary(self) -> None:
         away, wrong = ("x", found("broker.connect", "")), ("x", found("model.output", ""))
         warned = ("x", found("state.memory", ""))
         assert [exit_code(some) for some in ([warned], [away, warned], [away, wrong])] == [0, 3, 2]
         assert summary([away, wrong, warned]) == "2 problems and 1 warning"
 
-    def test_findings_are_plain_data(self):
+    def test_findings_are_plain_data(self) -> None:
         assert msgspec.to_builtins(found("model.crash", "It broke.", module="m"))["unreachable"] is False

@@ -109,7 +109,7 @@ def test_without_a_baseline_none_is_waited_for(figures):
     assert Completion(baseline=False).missing(figures(baseline=None)) is None
 
 
-def test_a_minute_without_progress_is_overdue_and_progress_begins_it_anew(figures):
+def test_a_minute_without_progress_is_overdue_and_progress_starts_it_again(figures):
     now = [0.0]
     completion = Completion(baseline=False, clock=lambda: now[0])
     assert not completion.is_overdue(figures(sent=1))
@@ -184,10 +184,10 @@ def test_the_panel_shows_every_figure(figures, tmp_path, width):
         assert part in text
 
 
-def test_a_sparkline_goes_from_empty_to_full():
+def test_a_sparkline_goes_from_empty_to_full() -> None:
     assert sparkline([0.0, 0.5, 1.0, 2.0]) == " ▄██"
 
 
-def test_figures_are_written_for_people():
+def test_figures_are_written_for_people() -> None:
     assert (percent(None), percent(0.876), seconds(None)) == ("-", "88%", "-")
     assert (seconds(0.0123), seconds(1.234)) == ("12.3 ms", "1.23 s")

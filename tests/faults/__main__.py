@@ -1,7 +1,9 @@
-"""`python -m tests.faults [--quick] [--minutes M] [--json FILE] [--only PART ...]`: what faults cost, in figures.
+"""The cost of faults: kills, malformed messages, overload and attacks.
 
-It takes the broker that ANABRANCH_TEST_KAFKA_START starts, else the embedded one. A part that fails is reported, and
-the others run. The exit code is 1 when a part failed or a target is missed.
+    python -m tests.faults [--quick] [--json FILE] [--save] [--only PART ...] [--minutes M]
+
+It uses the broker that ANABRANCH_TEST_KAFKA_START starts, or else the embedded one. A part that fails is reported, and
+the others run. The exit code is 1 if a part failed or a target was missed.
 """
 
 import argparse
@@ -11,6 +13,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from benchmarks.harness.results import options
 from tests.faults import baselines, cost, fuzz, kills, overload, poison, recovery, serving_kills, siege
 from tests.faults.figures import Figures
 from tests.faults.pipeline import broker
@@ -31,12 +34,10 @@ log = logging.getLogger(__name__)
 
 
 def main() -> int:
-    """Run the parts that were asked for, one after the other."""
+    """Run the parts of the command line, one after the other."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer kills and shorter streams, within five minutes")
-    parser.add_argument("--minutes", type=float, default=10.0, help="how long a stream is that has no other length")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, one flat object")
-    parser.add_argument("--only", nargs="+", choices=PARTS, metavar="PART", help=", ".join(PARTS))
+    options(parser, PARTS, "fewer kills and shorter streams")
+    parser.add_argument("--minutes", type=float, default=10.0, help="duration of the streams of `cost` and `overload`")
     chosen = parser.parse_args()
     logging.basicConfig(level=logging.ERROR, format="%(message)s")
     logging.getLogger("kafka").setLevel(logging.CRITICAL)
@@ -47,14 +48,15 @@ def main() -> int:
         except Exception as exc:
             log.exception("part %s failed", name)
             figures.fail(name, exc)
-    figures.write(chosen.json)
-    if figures.missed:
-        print(f"missed: {', '.join(figures.missed)}")
-    return 1 if figures.missed else 0
+    missed = figures.finish()
+    figures.write(chosen)
+    if missed:
+        print(f"missed: {', '.join(missed)}")
+    return 1 if missed else 0
 
 
 def _run(name: str, figures: Figures, *, quick: bool, minutes: float) -> None:
-    """Run a part with a folder and a broker of its own."""
+    """Run a part with a new folder and a new broker."""
     with tempfile.TemporaryDirectory(prefix="faults-", ignore_cleanup_errors=True) as folder:
         with broker(Path(folder) / "kafka") as bootstrap:
             PARTS[name](Path(folder) / name, bootstrap, figures, quick=quick, minutes=minutes)

@@ -1,4 +1,4 @@
-"""The same stream with and without kills leads to the same weights, bit for bit, with replay from a file on disk."""
+"""The same stream with and without kills: the weights are the same bit for bit, with replay from a file on disk."""
 
 import itertools
 import random
@@ -64,8 +64,8 @@ class Baselines:
     Attributes:
         equal: whether weights and optimizer of both are the same, bit for bit.
         tensors: how many tensors were compared.
-        kills: of the second run; fewer than were asked for where it was over before.
-        stored_bytes: what is stored, of which MEMORY_BYTES may lie in memory.
+        kills: of the second run; fewer than requested if the stream ended before.
+        stored_bytes: size of the store, of which at most MEMORY_BYTES are in memory.
     """
 
     equal: bool
@@ -75,7 +75,7 @@ class Baselines:
 
 
 def with_and_without_kills(folder: Path, bootstrap: str, events: int, kills: int, seed: int) -> Baselines:
-    """Learn one stream twice, the second time while the learner is killed at random moments between its checkpoints."""
+    """Train on one stream twice, the second time while the learner is killed at random times."""
     topic = make_topic(bootstrap, "baselines", len(_ROWS_A_MESSAGE))
     send(bootstrap, topic, _messages(events, seed))
     text = TEXT.format(batch=BATCH, capacity=events // 2, memory_bytes=MEMORY_BYTES, disk_bytes=events * 150)
@@ -100,16 +100,22 @@ def with_and_without_kills(folder: Path, bootstrap: str, events: int, kills: int
 
 
 def run(folder: Path, bootstrap: str, figures: Figures, *, quick: bool, minutes: float) -> None:
-    """Say whether they are the same."""
+    """Measure the part `baselines`."""
     events, kills = (16_000, 4) if quick else (160_000, 20)
-    figures.title("baselines", f"{events} events learned with and without {kills} SIGKILLs, deterministic, with replay")
-    found = with_and_without_kills(folder, bootstrap, events, kills, seed=int(time.time()))
-    figures.say("weights_equal", found.equal, f"{found.tensors} tensors of weights and optimizer, {found.kills} kills")
-    figures.say("stored_over_memory", found.stored_bytes / MEMORY_BYTES, "bytes stored on disk over those in memory")
+    figures.part("baselines", f"{events} events learned with and without {kills} SIGKILLs, deterministic, with replay")
+    comparison = with_and_without_kills(folder, bootstrap, events, kills, seed=int(time.time()))
+    figures.add(
+        "weights_equal",
+        comparison.equal,
+        f"{comparison.tensors} tensors of weights and optimizer, {comparison.kills} kills",
+    )
+    figures.add(
+        "stored_over_memory", comparison.stored_bytes / MEMORY_BYTES, "bytes stored on disk over those in memory"
+    )
 
 
 def _is_under_way(events: int) -> Callable[[LearnerReport], bool]:
-    """Whether a life has made some steps and there is a checkpoint of what was learned, or the stream is over."""
+    """Return whether the learner has made some steps since its start and a checkpoint, or the stream is over."""
     return lambda report: (
         report.steps == events // BATCH or (report.steps_since_start > 5 and (report.checkpoint or 0) > 1)
     )
@@ -123,7 +129,7 @@ def _last_checkpoint(pipeline: Pipeline) -> dict[str, torch.Tensor]:
 
 
 def _messages(events: int, seed: int) -> Iterator[bytes]:
-    """Yield events for each partition in turn: with more of them in a message, so that some partitions end early."""
+    """Yield messages for each partition in turn, of different sizes, so that some partitions end early."""
     generator = np.random.default_rng(seed)
     rows = np.zeros(events, [("x", "<f4", (32,)), ("y", "<i8")])
     rows["x"] = generator.standard_normal((events, 32), np.float32)

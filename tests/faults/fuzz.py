@@ -1,6 +1,6 @@
-"""Malformed messages: none ends anything, and each is dead-lettered.
+"""Malformed messages: none ends a process, and each is dead-lettered.
 
-A case is a message that cannot be used as it is, by construction: what was done to a good one is known to spoil it.
+A case is a message that is malformed by construction: a good one, changed in a way that makes it unusable.
 """
 
 import json
@@ -20,10 +20,10 @@ from ingest.events.schema import Schema
 from ingest.formats.arrow_writer import pack_batch
 from ingest.formats.registry import FORMATS
 from ingest.formats.rows import pack_rows, row_dtype
-from tests.conftest import _consume_all
 from tests.faults.figures import Figures
 from tests.faults.pipeline import Pipeline, Supervised, make_topic, send
 from tests.pipelines import adds_up
+from tests.support.topics import TopicReader
 
 FEATURES = {"x": {"dtype": "float32", "shape": [3]}, "n": {"dtype": "int8"}, "d": {"dtype": "float64", "shape": [2, 2]}}
 SETTINGS: dict[str, Any] = {
@@ -68,12 +68,12 @@ Spoil = Callable[[random.Random], bytes]
 
 @dataclass
 class Fuzzed:
-    """What has become of malformed messages.
+    """Outcomes of malformed messages.
 
     Attributes:
-        cases: how many there were.
-        crashes: what was raised, or how a process ended.
-        passed: malformed messages that were not rejected, or of which other events were left than the good ones.
+        cases: number of messages.
+        crashes: exceptions, and processes that ended.
+        passed: malformed messages that were not rejected, and good ones that were.
     """
 
     cases: int = 0
@@ -81,7 +81,7 @@ class Fuzzed:
     passed: list[bytes] = field(default_factory=list)
 
     def add(self, other: "Fuzzed") -> None:
-        """Take in what another has found."""
+        """Add the counts of another."""
         self.cases += other.cases
         self.crashes += other.crashes
         self.passed += other.passed
@@ -107,12 +107,12 @@ def packed(form: str, some: dict[str, Any]) -> bytes:
 
 
 def case(form: str, dice: random.Random) -> bytes:
-    """Return a message without any event that could be used."""
+    """Return a malformed message."""
     return dice.choice(_SPOILS[form])(dice)
 
 
 def _unfit(dice: random.Random) -> dict[str, Any]:
-    """Return an event of which one field does not fit, in a way that JSON can say."""
+    """Return an event with one field that does not fit the schema."""
     some = event(dice)
     name = dice.choice([name for name in some if name != "y"])
     how = dice.randrange(4)
@@ -150,9 +150,9 @@ def _torn_json(dice: random.Random) -> bytes:
 
 
 def _written_wrongly(dice: random.Random) -> bytes:
-    """Return JSON that is none: words that it has not, something after its end, or bytes that are no text."""
+    """Return invalid JSON: unknown literals, trailing data, or bytes that are not text."""
     content = packed("json", event(dice))
-    place = dice.randrange(1, len(content))
+    index = dice.randrange(1, len(content))
     return dice.choice(
         [
             content.replace(b'"x": [', b'"x": [NaN, ', 1),
@@ -161,7 +161,7 @@ def _written_wrongly(dice: random.Random) -> bytes:
             content + dice.choice([b"}", b"]", b"\x00", b",", b"x"]),
             content[:1] + b'"\xff\xfe": 1, ' + content[1:],
             content[:1] + b'"bell": "\x07", ' + content[1:],
-            content[:place] + b"\x00" + content[place:],
+            content[:index] + b"\x00" + content[index:],
             b"\xef\xbb\xbf" + content,
             content.decode().encode("utf-16"),
             content.replace(b'"', b"'"),
@@ -185,7 +185,7 @@ def _odd_rows(dice: random.Random) -> bytes:
 
 
 def _bad_rows(dice: random.Random) -> bytes:
-    """Return whole rows of which each has a number that cannot be used."""
+    """Return whole rows, each with a number that is not allowed."""
     rows = np.frombuffer(
         b"".join(packed("rows", event(dice)) for _ in range(dice.randrange(1, 4))), row_dtype(SCHEMA)
     ).copy()
@@ -259,29 +259,29 @@ _SPOILS: dict[str, list[Spoil]] = {
 
 
 def decoded(form: str, cases: int, seed: int) -> Fuzzed:
-    """Have the decoder of a format decode so many malformed messages among good ones, many at once."""
-    dice, decoder, found = random.Random(seed), FORMATS[form](SCHEMA), Fuzzed()
-    while found.cases < cases:
+    """Decode `cases` malformed messages among good ones, in batches."""
+    dice, decoder, fuzzed = random.Random(seed), FORMATS[form](SCHEMA), Fuzzed()
+    while fuzzed.cases < cases:
         values, bad = _mixed(form, dice)
-        found.cases += len(bad)
+        fuzzed.cases += len(bad)
         try:
             events = decoder.decode(values)
-        except Exception as exc:  # noqa: BLE001 whatever it is, it would end the stream
-            found.crashes.append(f"{form}: {type(exc).__name__}: {exc}")
+        except Exception as exc:  # noqa: BLE001 any exception would end the stream
+            fuzzed.crashes.append(f"{form}: {type(exc).__name__}: {exc}")
             continue
         rejected = {reject.message for reject in events.rejects}
         used = set(events.message.tolist())
-        found.passed += [values[place] for place in bad if place not in rejected or place in used]
-        found.passed += [value for place, value in enumerate(values) if place not in bad and place not in used]
-    return found
+        fuzzed.passed += [values[index] for index in bad if index not in rejected or index in used]
+        fuzzed.passed += [value for index, value in enumerate(values) if index not in bad and index not in used]
+    return fuzzed
 
 
 def dead_lettered(folder: Path, bootstrap: str, form: str, cases: int, seed: int) -> Fuzzed:
-    """Send malformed messages among good ones to a learner, and compare what it dead-letters with what was sent."""
-    dice, found, values, bad = random.Random(seed), Fuzzed(), [], set()
+    """Send malformed messages among good ones to a learner, and compare its dead letters with them."""
+    dice, fuzzed, values, bad = random.Random(seed), Fuzzed(), [], set()
     while len(bad) < cases:
-        some, places = _mixed(form, dice)
-        bad |= {len(values) + place for place in places}
+        some, indices = _mixed(form, dice)
+        bad |= {len(values) + index for index in indices}
         values += some
     topic = make_topic(bootstrap, f"fuzz-{form}")
     pipeline = Pipeline(folder / form, bootstrap, topic, CODE, TEXT.format(form=form))
@@ -292,39 +292,39 @@ def dead_lettered(folder: Path, bootstrap: str, form: str, cases: int, seed: int
         )
         restarts = learner.supervisor.restarts["learner"]
         if restarts:
-            found.crashes.append(f"{form}: the learner was started again {restarts} times: {learner.said()}")
-    letters = _consume_all(bootstrap, f"{topic}.dead", len(bad))
+            fuzzed.crashes.append(f"{form}: the learner was started again {restarts} times: {learner.log_tail()}")
+    letters = TopicReader()(bootstrap, f"{topic}.dead", len(bad))
     sources = [dict(letter.headers)["anabranch-source"].decode() for letter in letters]
-    wanted = {f"{topic}[0]@{place}" for place in bad}
-    found.cases = len(bad)
-    found.passed = [source.encode() for source in wanted.symmetric_difference(sources)]
+    expected = {f"{topic}[0]@{index}" for index in bad}
+    fuzzed.cases = len(bad)
+    fuzzed.passed = [source.encode() for source in expected.symmetric_difference(sources)]
     good = len(values) - len(bad)
     if report.outcomes.get("trained") != good or len(sources) != len(bad) or not adds_up(report):
-        found.crashes.append(f"{form}: {report.outcomes} of {good} good events, {len(sources)} dead letters")
-    return found
+        fuzzed.crashes.append(f"{form}: {report.outcomes} of {good} good events, {len(sources)} dead letters")
+    return fuzzed
 
 
 def _mixed(form: str, dice: random.Random) -> tuple[list[bytes], set[int]]:
-    """Return messages as one fetch may bring them, and which of them are malformed."""
+    """Return the messages of one fetch, and the indices of the malformed ones."""
     values, bad = [], set()
-    for place in range(_BATCH):
+    for index in range(_BATCH):
         if dice.randrange(_GOOD_EVERY) == 0:
             values.append(packed(form, event(dice)))
         else:
             values.append(case(form, dice))
-            bad.add(place)
+            bad.add(index)
     return values, bad
 
 
 def run(folder: Path, bootstrap: str, figures: Figures, *, quick: bool, minutes: float) -> None:
-    """Say how many ended something, and how many were taken for good."""
+    """Measure the part `fuzz`."""
     alone, through = (3_000, 700) if quick else (30_000, 4_000)
     title = f"{alone} malformed messages for the decoder of each format, {through} more through Kafka"
-    figures.title("fuzz", title)
-    found, seed = Fuzzed(), int(time.time())
+    figures.part("fuzz", title)
+    fuzzed, seed = Fuzzed(), int(time.time())
     for form in FORMATS:
-        found.add(decoded(form, alone, seed))
-        found.add(dead_lettered(folder, bootstrap, form, through, seed + 1))
-    figures.say("fuzzed", found.cases, f"seed {seed}")
-    figures.say("crashes", len(found.crashes), " ".join(found.crashes[:2]))
-    figures.say("not_dead_lettered", len(found.passed), " ".join(map(repr, found.passed[:2]))[:300])
+        fuzzed.add(decoded(form, alone, seed))
+        fuzzed.add(dead_lettered(folder, bootstrap, form, through, seed + 1))
+    figures.add("fuzzed", fuzzed.cases, f"seed {seed}")
+    figures.add("crashes", len(fuzzed.crashes), " ".join(fuzzed.crashes[:2]))
+    figures.add("not_dead_lettered", len(fuzzed.passed), " ".join(map(repr, fuzzed.passed[:2]))[:300])

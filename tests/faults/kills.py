@@ -1,9 +1,9 @@
-"""Random SIGKILLs of the learner during one stream, counted by the weights themselves.
+"""Random SIGKILLs of the learner during one stream, counted by the weights of the model.
 
-The accounting model is one weight an event, its loss minus that weight, its optimizer SGD with rate 1; nothing is
-replayed or held out. A step divides by how many events it has, which the model undoes: so that each event that is
-learned from adds exactly 1 to its own weight, and at the end each weight has to be 1. A lost event has left a 0, one
-that was learned twice a 2.
+The accounting model has one weight for each event. The loss is minus that weight, the optimizer SGD with learning rate
+1; there is neither replay nor a holdout set. The model undoes the mean over the events of a step, so that each trained
+event adds exactly 1 to its weight. At the end each weight must be 1: the weight of a lost event is 0, that of an event
+trained twice is 2.
 """
 
 import random
@@ -78,23 +78,23 @@ PARTITIONS = 4
 ROW = np.dtype([("id", "<i8"), ("y", "<f4")])
 _BAD, _MOST_ROWS = 0.05, 30
 _STEP_SECONDS, _LIFE_SECONDS = 0.0008, 0.8
-"""About what a step takes, and for how long a learner gets on between two kills."""
+"""Approximate duration of a step, and of the training between two kills."""
 _LEAST_A_SECOND = 200
-"""Events that are learned after the last kill, on a slow machine."""
+"""Events a second after the last kill, on a slow machine."""
 
 
 @dataclass(frozen=True)
 class Account:
-    """What has become of a stream.
+    """The outcome of a stream.
 
     Attributes:
-        kills: how often the learner was killed.
-        early: kills of these before a first step of that life.
-        again: steps that were done and had to be done again.
-        lost: events without a trace in the weights.
-        twice: events that were learned from more than once.
+        kills: number of kills.
+        early: kills before the first step since the start.
+        again: steps that had to be repeated.
+        lost: events with weight 0.
+        twice: events that were trained more than once.
         other: weights that are neither 0, 1 nor a whole number.
-        exact: whether the ledger agrees: each outcome counted exactly, offsets that add up.
+        exact: whether the ledger counts each outcome exactly, and its offsets add up.
     """
 
     kills: int
@@ -110,10 +110,10 @@ class Account:
 def killed_again_and_again(
     folder: Path, bootstrap: str, events: int, kills: int, checkpoint_every: str, seed: int
 ) -> Account:
-    """Learn a stream of so many events while the learner is killed, and return how it ends.
+    """Train on a stream of `events` events while the learner is killed `kills` times.
 
-    Each life gets a part of the stream of its own, in steps so small that it lasts for a while. Two kills of three come
-    at a random moment in the first seconds after the first step of a life, the others at any moment of the start.
+    Between two kills a separate part of the stream is sent. Steps are small, so that training takes a while. Two kills
+    of three are at a random time in the first seconds after the first step since a start, the others during the start.
     """
     dice = random.Random(seed)
     batch = max(2, round(events * _STEP_SECONDS / (kills * _LIFE_SECONDS)))
@@ -166,27 +166,27 @@ def accounts(pipeline: Pipeline) -> NDArray[np.float32]:
 
 
 def run(folder: Path, bootstrap: str, figures: Figures, *, quick: bool, minutes: float) -> None:
-    """Say what became of 200,000 events; fewer kills in the quick form."""
+    """Measure the part `kills`."""
     kills = 8 if quick else 100
-    figures.title("kills", f"{kills} SIGKILLs of the learner in a stream of 200,000 events, a checkpoint every second")
-    found = killed_again_and_again(folder, bootstrap, 200_000, kills, "1s", seed=int(time.time()))
-    figures.say("kills", found.kills, f"{found.early} of them before a first step; {found.seconds:.0f} s")
-    figures.say("lost", found.lost)
-    figures.say("twice", found.twice)
-    figures.say("ledger_exact", found.exact and found.other == 0)
-    figures.say("steps_done_again", found.again, "steps that were in no checkpoint when a kill came")
+    figures.part("kills", f"{kills} SIGKILLs of the learner in a stream of 200,000 events, a checkpoint every second")
+    account = killed_again_and_again(folder, bootstrap, 200_000, kills, "1s", seed=int(time.time()))
+    figures.add("kills", account.kills, f"{account.early} of them before a first step; {account.seconds:.0f} s")
+    figures.add("lost", account.lost)
+    figures.add("twice", account.twice)
+    figures.add("ledger_exact", account.exact and account.other == 0)
+    figures.add("steps_done_again", account.again, "steps that were in no checkpoint when a kill came")
 
 
 def _exact(report: LearnerReport, events: int, bad: int) -> bool:
-    wanted = {"trained": events, "dead_lettered": bad}
+    expected = {"trained": events, "dead_lettered": bad}
     counted = {name: count for name, count in report.outcomes.items() if count}
     parts = report.partitions.values()
     through = all(part.pending == 0 and part.finished == part.end - part.start for part in parts)
-    return counted == wanted and adds_up(report) and through
+    return counted == expected and adds_up(report) and through
 
 
 def _messages(events: int, dice: random.Random) -> Iterator[bytes]:
-    """Yield messages of one row or many, and now and then one of which a byte is missing."""
+    """Yield messages of one or more rows, and some that lack a byte."""
     rows = np.zeros(events, ROW)
     rows["id"] = np.arange(events)
     begin = 0

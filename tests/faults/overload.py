@@ -1,8 +1,8 @@
-"""A stream ten times faster than training: the memory of the learner and of all its children stays as it is.
+"""A stream ten times faster than training: the memory of the learner and its children does not grow.
 
-The embedded broker answers a fetch with all that it has, which ingest has to take in at once, whatever the client does.
-On it the stream therefore keeps its newest events alone, as one with a short retention does: what is left to read stays
-as large as it is, and what was removed unread is counted.
+The embedded broker answers a fetch with all messages that it has, and ingest must hold them at once. On it the stream
+therefore keeps its newest events alone, as with a short retention: the backlog keeps its size, and events that were
+removed unread are counted.
 """
 
 import contextlib
@@ -17,10 +17,10 @@ import numpy as np
 import psutil
 from kafka import KafkaAdminClient, TopicPartition
 
-from tests.conftest import START
 from tests.faults.figures import Figures
-from tests.faults.pipeline import LOOK_SECONDS, Pipeline, Supervised, make_topic, producer
+from tests.faults.pipeline import POLL_SECONDS, Pipeline, Supervised, make_topic, producer
 from tests.pipelines import adds_up, total
+from tests.support.kafka import START
 
 CODE = """
 import time
@@ -64,22 +64,22 @@ holdout_rows = 100
 """
 TOO_FAST = 10
 _AHEAD = 5_000
-"""Events that are sent before anything is known of how fast training is."""
+"""Events that are sent before the speed of training is known."""
 KEPT, _BURST = 5_000, 1_000
 """Events that the embedded broker keeps, and those that are sent before the others are removed."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What overload has cost.
+    """The cost of overload.
 
     Attributes:
         growth: memory at the end over that after the first tenth.
         curve: bytes of all processes in each tenth of the samples, the mean.
         sent: events on the stream at the end.
-        learned: those with an outcome.
-        removed: those that were gone before they were read.
-        exact: whether what is counted adds up.
+        learned: events with an outcome.
+        removed: events that were removed before they were read.
+        exact: whether the counts add up.
     """
 
     growth: float
@@ -91,7 +91,7 @@ class Memory:
 
 
 class Flood(threading.Thread):
-    """Sends ten events for each that has an outcome, for as long as it is let; the broker keeps about `kept`."""
+    """Sends ten events for each that has an outcome, until `done` is set; the broker keeps about `kept`."""
 
     def __init__(self, pipeline: Pipeline, kept: int | None) -> None:
         super().__init__()
@@ -103,15 +103,15 @@ class Flood(threading.Thread):
         """Send until it is done."""
         generator = np.random.default_rng(0)
         x = generator.random((500, 64)).round(4).tolist()
-        messages = [json.dumps({"x": each, "y": place % 10}).encode() for place, each in enumerate(x)]
+        messages = [json.dumps({"x": row, "y": index % 10}).encode() for index, row in enumerate(x)]
         with (
             producer(self._pipeline.bootstrap, self._pipeline.topic) as sender,
             contextlib.closing(KafkaAdminClient(bootstrap_servers=self._pipeline.bootstrap)) as admin,
         ):
-            while not self.done.wait(LOOK_SECONDS):
+            while not self.done.wait(POLL_SECONDS):
                 report = self._pipeline.report()
-                wanted = max(_AHEAD, TOO_FAST * total(report) if report is not None else 0)
-                for _ in range(min(_BURST, wanted - self.sent)):
+                target = max(_AHEAD, TOO_FAST * total(report) if report is not None else 0)
+                for _ in range(min(_BURST, target - self.sent)):
                     sender.send(messages[self.sent % len(messages)])
                     self.sent += 1
                 if self._kept is not None and self.sent > self._kept:
@@ -120,7 +120,7 @@ class Flood(threading.Thread):
 
 
 def flooded(folder: Path, bootstrap: str, seconds: float, pause: float, kept: int | None) -> Memory:
-    """Flood a learner, whose steps take `pause` seconds at least, for so long, and measure its memory."""
+    """Flood a learner, whose steps take at least `pause` seconds, for `seconds`, and measure its memory."""
     pipeline = Pipeline(folder, bootstrap, make_topic(bootstrap, "flood"), CODE.format(pause=pause), TEXT)
     flood = Flood(pipeline, kept)
     with Supervised(pipeline) as learner:
@@ -133,7 +133,7 @@ def flooded(folder: Path, bootstrap: str, seconds: float, pause: float, kept: in
                 time.sleep(max(0.1, seconds / 500))
             report = learner.wait_for(lambda _: True, "a report")
             if learner.pid() != pid:
-                raise AssertionError(f"the learner was started again: {learner.said()}")
+                raise AssertionError(f"the learner was started again: {learner.log_tail()}")
         finally:
             flood.done.set()
             flood.join()
@@ -143,22 +143,21 @@ def flooded(folder: Path, bootstrap: str, seconds: float, pause: float, kept: in
 
 
 def run(folder: Path, bootstrap: str, figures: Figures, *, quick: bool, minutes: float) -> None:
-    """Say how much more memory there is in the end."""
+    """Measure the part `overload`."""
     seconds = 40.0 if quick else minutes * 60
-    figures.title("overload", f"ten events are sent for each that is learned, for {seconds:.0f} s")
-    found = flooded(folder, bootstrap, seconds, pause=0.1, kept=None if os.environ.get(START) else KEPT)
-    told = " ".join(f"{each / 1e6:.0f}" for each in found.curve)
-    figures.say("memory_growth", found.growth, f"MB of learner and ingest by tenths of the time: {told}")
-    unread = f"{found.sent} events sent, {found.removed} gone unread"
-    figures.say("sent_over_learned", found.sent / max(1, found.learned), unread)
-    figures.say("overload_adds_up", found.exact)
+    figures.part("overload", f"ten events are sent for each that is trained, for {seconds:.0f} s")
+    memory = flooded(folder, bootstrap, seconds, pause=0.1, kept=None if os.environ.get(START) else KEPT)
+    megabytes = " ".join(f"{mean / 1e6:.0f}" for mean in memory.curve)
+    figures.add("memory_growth", memory.growth, f"MB of learner and ingest by tenths of the time: {megabytes}")
+    unread = f"{memory.sent} events sent, {memory.removed} removed unread"
+    figures.add("sent_over_learned", memory.sent / max(1, memory.learned), unread)
+    figures.add("overload_adds_up", memory.exact)
 
 
 def _bytes(process: psutil.Process) -> int:
-    """Return the memory of a process that cannot be had back from files, where the system tells, else all of it.
+    """Return the memory of a process that is not backed by files, or all of it where the system does not report that.
 
-    Pages of programs and libraries count for the more processes the less, and go when memory is short: they tell of
-    others on the machine. What is shared counts in part.
+    Pages of programs and libraries depend on the other processes of the machine. Shared memory counts in part.
     """
     try:
         lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()
@@ -166,8 +165,8 @@ def _bytes(process: psutil.Process) -> int:
         return _resident(process)
     except ProcessLookupError:
         return 0
-    found = {line.partition(":")[0]: int(line.split()[1]) for line in lines[1:]}
-    return 1024 * (found["Pss_Anon"] + found["Pss_Shmem"])
+    kilobytes = {line.partition(":")[0]: int(line.split()[1]) for line in lines[1:]}
+    return 1024 * (kilobytes["Pss_Anon"] + kilobytes["Pss_Shmem"])
 
 
 def _resident(process: psutil.Process) -> int:

@@ -1,4 +1,4 @@
-"""A pipeline to be hurt: its files, its stream, and its parts under the supervisor of `anabranch up`."""
+"""A pipeline for fault injection: its files, its stream, and its parts under the supervisor of `anabranch up`."""
 
 import contextlib
 import os
@@ -23,27 +23,27 @@ from anabranch.runtime.supervisor import RestartPolicy, Supervisor, pipeline_par
 from ingest.config import StreamSettings
 from ingest.kafka.producer import EventProducer, create_topics
 from learner.state_dir.report import LearnerReport, read_report
-from tests.conftest import START, MortalBroker
+from tests.support.kafka import START, RestartableBroker
 
 T = TypeVar("T")
 
-LOOK_SECONDS = 0.02
+POLL_SECONDS = 0.02
 PATIENCE_SECONDS = 120.0
 
 
 class StuckError(Exception):
-    """What was waited for did not come; the end of what the parts said is told."""
+    """A wait timed out; the message has the end of the log."""
 
 
 @contextlib.contextmanager
 def broker(folder: Path) -> Iterator[str]:
-    """The address of a broker of the harness's own: the one that START starts, else the embedded one."""
+    """The address of a new broker: the one that START starts, or else the embedded one."""
     if not os.environ.get(START):
         with EmbeddedBroker() as embedded:
             yield embedded.bootstrap
         return
     folder.mkdir(parents=True)
-    started = MortalBroker(folder)
+    started = RestartableBroker(folder)
     started.start()
     try:
         yield started.bootstrap
@@ -52,7 +52,7 @@ def broker(folder: Path) -> Iterator[str]:
 
 
 def make_topic(bootstrap: str, name: str, partitions: int = 1) -> str:
-    """Make a topic that no other has, and that of its dead letters, and return its name."""
+    """Create a topic with a unique name and its dead-letter topic, and return its name."""
     topic = f"{name}-{uuid.uuid4().hex[:8]}"
     settings = StreamSettings(bootstrap_servers=bootstrap, topics=(topic,))
     create_topics(settings, {topic: partitions, f"{topic}.dead": 1})
@@ -80,7 +80,7 @@ def send(bootstrap: str, topic: str, messages: Iterable[bytes]) -> None:
 
 
 class Pipeline:
-    """A folder with `pipeline.toml` and the code of a model, and what its learner says of itself."""
+    """A folder with `pipeline.toml` and the code of a model, and the reports of its learner."""
 
     def __init__(self, folder: Path, bootstrap: str, topic: str, code: str, text: str) -> None:
         """Write them; `text` is the config without name, stream's address and status address.
@@ -105,14 +105,14 @@ class Pipeline:
         """Return the steps of the learner's process by its own metrics; None while it does not answer."""
         try:
             with urllib.request.urlopen(f"http://{self.status}/metrics", timeout=1) as reply:
-                found = re.search(rb"^anabranch_learner_steps_total (\S+)$", reply.read(), re.MULTILINE)
+                match = re.search(rb"^anabranch_learner_steps_total (\S+)$", reply.read(), re.MULTILINE)
         except OSError:
             return None
-        return int(float(found[1])) if found else None
+        return int(float(match[1])) if match else None
 
 
 class Supervised:
-    """The learner of a pipeline (or `parts` of it), kept alive as `anabranch up` does; gone when the context ends."""
+    """The learner of a pipeline, or other `parts`, restarted as by `anabranch up`; stopped when the context ends."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class Supervised:
         descriptors: int | None = None,
         **environment: str,
     ) -> None:
-        """`descriptors` is how many files and connections each process may have open; None for as many as we may."""
+        """`descriptors` is the limit of open files and sockets of each process; None for the limit of this process."""
         self.pipeline = pipeline
         self.log = pipeline.folder / "parts.log"
         self._stop = threading.Event()
@@ -132,11 +132,11 @@ class Supervised:
             for part in pipeline_parts(config)
             if part.name in parts
         ]
-        # Whoever kills it again and again means it: it is started at once each time.
+        # It is killed repeatedly on purpose, so it is restarted without a back-off.
         self.supervisor = Supervisor(chosen, RestartPolicy(lasting=timedelta(0)))
         self._thread = threading.Thread(target=self._run)
         self.exit: object = None
-        """What the supervisor ended with."""
+        """The result of the supervisor."""
 
     def _run(self) -> None:
         self.exit = self.supervisor.run(self._stop)
@@ -149,12 +149,12 @@ class Supervised:
         self.stop()
 
     def stop(self) -> None:
-        """Have the parts stop, as after SIGTERM."""
+        """Stop the parts, as after SIGTERM."""
         self._stop.set()
         self._thread.join()
 
     def pid(self, part: str = "learner") -> int:
-        """Return the pid of a part, as soon as it runs."""
+        """Return the pid of a part; wait until it runs."""
         return self.until(lambda: self.supervisor.pids().get(part), f"a {part} that runs")
 
     def kill(self, part: str = "learner") -> int:
@@ -171,44 +171,46 @@ class Supervised:
         no_more: int = 0,
         patience: float = PATIENCE_SECONDS,
     ) -> LearnerReport:
-        """Wait until the report of a learner that runs, or of its ranks, not of pid `no_more`, says so."""
+        """Return the first report with a true `condition`, of a running learner or its ranks, not of pid `no_more`."""
 
-        def look() -> LearnerReport | None:
+        def poll() -> LearnerReport | None:
             report = self.pipeline.report()
             if report is None or report.pid == no_more:
                 return None
-            mine = {report.pid, report.launcher} & set(self.supervisor.pids().values())
-            return report if mine and condition(report) else None
+            own_pids = {report.pid, report.launcher} & set(self.supervisor.pids().values())
+            return report if own_pids and condition(report) else None
 
-        return self.until(look, what, patience)
+        return self.until(poll, what, patience)
 
-    def until(self, look: Callable[[], T | None], what: str, patience: float = PATIENCE_SECONDS) -> T:
-        """Return the first true value of `look`."""
+    def until(self, poll: Callable[[], T | None], what: str, patience: float = PATIENCE_SECONDS) -> T:
+        """Return the first true value of `poll`; raises StuckError after `patience` seconds."""
         deadline = time.monotonic() + patience
-        while not (found := look()):
+        while not (value := poll()):
             if self._thread.ident is not None and not self._thread.is_alive():
-                raise StuckError(f"the supervisor ended with {self.exit} before {what}; the parts said: {self.said()}")
+                raise StuckError(
+                    f"the supervisor ended with {self.exit} before {what}; their log ends with: {self.log_tail()}"
+                )
             if time.monotonic() > deadline:
-                raise StuckError(f"no {what} after {patience:.0f} s: {self.pipeline.report()}; {self.said()}")
-            time.sleep(LOOK_SECONDS)
-        return found
+                raise StuckError(f"no {what} after {patience:.0f} s: {self.pipeline.report()}; {self.log_tail()}")
+            time.sleep(POLL_SECONDS)
+        return value
 
-    def said(self, most: int = 3000) -> str:
-        """Return the end of what the parts said."""
+    def log_tail(self, most: int = 3000) -> str:
+        """Return the end of the parts' log."""
         return self.log.read_text(errors="replace")[-most:] if self.log.exists() else ""
 
     def family(self) -> list[psutil.Process]:
         """Return the processes of all parts and their children."""
-        found = []
+        processes = []
         for pid in self.supervisor.pids().values():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process = psutil.Process(pid)
-                found += [process, *process.children(recursive=True)]
-        return found
+                processes += [process, *process.children(recursive=True)]
+        return processes
 
 
 def _limited(command: tuple[str, ...], descriptors: int | None) -> tuple[str, ...]:
-    """Return a command that may open no more than so many descriptors."""
+    """Return a command with a limit of open descriptors."""
     if descriptors is None:
         return command
     return ("sh", "-c", f'ulimit -n {descriptors}; exec "$@"', "sh", *command)

@@ -1,6 +1,6 @@
-"""Events that fit the schema or nearly do, and no pipeline wants: each has an outcome, and nothing is ended by one.
+"""Poisonous events that fit the schema or nearly do: each has an outcome, and none ends a process.
 
-A kind is what one producer may do to a good event. Its fate is the outcome that it has to have.
+A kind is one way to spoil a good event. Its fate is the outcome that it must have.
 """
 
 import json
@@ -61,13 +61,13 @@ _SECONDS_FOR_1000 = 10.0
 
 @dataclass(frozen=True)
 class Message:
-    """A record as it is sent. `apart`: in a batch of its own, since what is wrong is so of the whole batch."""
+    """A record as it is sent; with `alone` in a separate batch, since the fault affects the whole batch."""
 
     value: bytes | None
     key: bytes | None = None
     headers: Sequence[tuple[str, bytes]] = ()
     time_ms: int | None = None
-    apart: bool = False
+    alone: bool = False
     inflated: bool = False
 
 
@@ -90,12 +90,12 @@ class _NotText(str):
     __slots__ = ()
 
     def encode(self, *_: object) -> bytes:
-        """Return what no decoder takes."""
+        """Return bytes that no decoder accepts."""
         return b"\xff\xfe"
 
 
 def good(dice: random.Random) -> dict[str, Any]:
-    """Return an event that can be learned."""
+    """Return a good event."""
     return {"x": [dice.uniform(-1, 1) for _ in range(3)], "n": dice.randrange(10), "y": dice.randrange(3)}
 
 
@@ -160,26 +160,25 @@ KINDS = (
         "header nearly as large as may be", "dead", lambda _: Message(b"x", headers=[("anabranch-x", b"v" * 900_000)])
     ),
     Kind("spoofed headers", "dead", lambda _: Message(b"x", headers=[("anabranch-source", b"other[0]@1")])),
-    Kind("name of a header not UTF-8", "dead", _around(headers=[(_NotText("k"), b"v")], apart=True)),
-    Kind("a batch that inflates", "dead", lambda _: Message(b" " * _INFLATED, apart=True, inflated=True)),
+    Kind("name of a header not UTF-8", "dead", _around(headers=[(_NotText("k"), b"v")], alone=True)),
+    Kind("a batch that inflates", "dead", lambda _: Message(b" " * _INFLATED, alone=True, inflated=True)),
     Kind("thousand headers", "used", _around(headers=[(f"h{number}", b"v") for number in range(1000)])),
     Kind("timestamp zero", "used", _around(time_ms=0)),
     Kind("timestamp of 2001", "used", _around(time_ms=10**12)),
     Kind("key of no bytes", "used", _around(key=b"")),
     Kind("key of binary", "used", _around(key=b"\xff\x00" * 1000)),
 )
-"""Forty and some more."""
 
 
 @dataclass
 class Found:
-    """What became of a stream with poison.
+    """The outcome of a stream with poison.
 
     Attributes:
-        sent: messages, good ones among them.
-        report: the last word of the learner.
+        sent: all messages.
+        report: the last report of the learner.
         restarts: of the learner and of its ingest process.
-        wrong: events whose outcome is not the one that their kind has to have, at least.
+        wrong: a lower bound of the events with another outcome than their fate.
         said: the end of the log.
     """
 
@@ -191,37 +190,37 @@ class Found:
 
     @property
     def without_outcome(self) -> int:
-        """Events that have none."""
+        """Events without an outcome."""
         return self.sent - sum(self.report.outcomes.values())
 
 
 def mixed(dice: random.Random, count: int, poison: int) -> Iterator[tuple[Kind | None, Message]]:
-    """Yield so many good events, and so many poisonous ones of all kinds among them, the last of all being good."""
+    """Yield `count` good events with `poison` poisonous ones of all kinds among them; the last one is good."""
     bad = [KINDS[number % len(KINDS)] for number in range(poison)]
     dice.shuffle(bad)
-    places = sorted(dice.randrange(count) for _ in bad)
+    positions = sorted(dice.randrange(count) for _ in bad)
     for number in range(count):
-        while places and places[0] == number:
-            places.pop(0)
+        while positions and positions[0] == number:
+            positions.pop(0)
             kind = bad.pop()
             yield kind, kind.make(good(dice))
         yield None, Message(json.dumps(good(dice)).encode())
 
 
 def send(bootstrap: str, topic: str, messages: Iterator[tuple[Kind | None, Message]]) -> dict[str, int]:
-    """Write them, and return how many there were by fate; good ones are used."""
+    """Write them, and return their number by fate; good ones are `used`."""
     fates: dict[str, int] = {}
     options = {"bootstrap_servers": bootstrap, "acks": "all", "max_request_size": 2 * _INFLATED}
     plain, zipped = KafkaProducer(**options, linger_ms=20), KafkaProducer(**options, compression_type="gzip")
     try:
-        for kind, each in messages:
+        for kind, message in messages:
             fate = "used" if kind is None else kind.fate
             fates[fate] = fates.get(fate, 0) + 1
-            if each.apart:
+            if message.alone:
                 plain.flush()
-            sender = zipped if each.inflated else plain
-            sent = sender.send(topic, each.value, each.key, list(each.headers), timestamp_ms=each.time_ms)
-            if each.apart:
+            sender = zipped if message.inflated else plain
+            sent = sender.send(topic, message.value, message.key, list(message.headers), timestamp_ms=message.time_ms)
+            if message.alone:
                 sent.get(30)
         plain.flush()
     finally:
@@ -230,8 +229,10 @@ def send(bootstrap: str, topic: str, messages: Iterator[tuple[Kind | None, Messa
     return fates
 
 
-def learned(folder: Path, bootstrap: str, client: str, count: int, poison: int, seed: int, replicas: int = 1) -> Found:
-    """Have a learner read so many good events with so many poisonous ones."""
+def train_with_poison(
+    folder: Path, bootstrap: str, client: str, count: int, poison: int, seed: int, replicas: int = 1
+) -> Found:
+    """Run a learner on a stream with poison."""
     name = f"{client}-{replicas}"
     topic = make_topic(bootstrap, f"poison-{name}")
     pipeline = Pipeline(folder / name, bootstrap, topic, CODE, TEXT.format(client=client, replicas=replicas))
@@ -250,7 +251,7 @@ def learned(folder: Path, bootstrap: str, client: str, count: int, poison: int, 
 
 
 def _wrong(report: LearnerReport, fates: dict[str, int]) -> int:
-    """Return how many events at least have another outcome than they should: those that raise may be held out too."""
+    """Return a lower bound of the events with a wrong outcome: events that raise may be held out too."""
     outcomes, skipped = report.outcomes, report.skipped
     raised = skipped.get("model", 0)
     held = fates.get("raises", 0) - raised
@@ -260,17 +261,17 @@ def _wrong(report: LearnerReport, fates: dict[str, int]) -> int:
 
 
 def run(folder: Path, bootstrap: str, figures: Figures, *, quick: bool, minutes: float) -> None:
-    """Say how many events have no outcome or a wrong one, and how often something was started again."""
+    """Measure the part `poison`."""
     count, poison = (5_000, 200) if quick else (100_000, 1_000)
     ways = "with either client, and with two replicas"
-    figures.title("poison", f"{poison} events of {len(KINDS)} kinds among {count} good ones, {ways}")
-    clients = [
-        learned(folder, bootstrap, client, count, poison, seed=1, replicas=replicas)
+    figures.part("poison", f"{poison} events of {len(KINDS)} kinds among {count} good ones, {ways}")
+    results = [
+        train_with_poison(folder, bootstrap, client, count, poison, seed=1, replicas=replicas)
         for client, replicas in (("kafka-python", 1), ("confluent", 1), ("kafka-python", 2))
     ]
-    told = " ".join(f"{each.report.outcomes} {each.report.skipped}" for each in clients)
-    figures.say("poison_events", sum(each.sent for each in clients), told)
-    figures.say("poison_without_outcome", sum(each.without_outcome for each in clients))
-    figures.say("poison_wrong_outcome", sum(each.wrong for each in clients))
-    restarts = sum(each.restarts for each in clients)
-    figures.say("poison_restarts", restarts, " ".join(each.said[-300:] for each in clients) if restarts else "")
+    outcomes = " ".join(f"{result.report.outcomes} {result.report.skipped}" for result in results)
+    figures.add("poison_events", sum(result.sent for result in results), outcomes)
+    figures.add("poison_without_outcome", sum(result.without_outcome for result in results))
+    figures.add("poison_wrong_outcome", sum(result.wrong for result in results))
+    restarts = sum(result.restarts for result in results)
+    figures.add("poison_restarts", restarts, " ".join(result.said[-300:] for result in results) if restarts else "")

@@ -1,7 +1,7 @@
-"""A TCP proxy that closes, stalls, delays, throttles and corrupts, as told at any moment.
+"""A TCP proxy that closes, stalls, delays, throttles and corrupts connections on command.
 
-A Kafka broker says in its metadata where it is to be reached, so that clients would go round the proxy: what it says
-is replaced on the way. Both addresses have the same length in Kafka's protocol, where a port is an int32.
+A Kafka broker advertises its address in its metadata, so that clients would bypass the proxy; the proxy replaces that
+address. Both have the same length in Kafka's protocol, where a port is an int32.
 """
 
 import contextlib
@@ -13,21 +13,21 @@ import time
 from dataclasses import dataclass
 
 _CHUNK = 16_384
-_LOOK_SECONDS = 0.02
+_POLL_SECONDS = 0.02
 _LARGE = 1_000
-"""Chunks of so many bytes and more are corrupted: in them it is contents that are hit, not the length of a reply."""
+"""Smallest chunk that is corrupted, in bytes: the flipped bit is in the contents, not in the length of a reply."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What is done to the bytes of every connection.
+    """A fault of every connection.
 
     Attributes:
         closed: connections are closed, and new ones refused.
-        stalled: nothing goes on, and connections stay open.
-        delay_seconds: that each chunk is late.
+        stalled: no bytes pass, and connections stay open.
+        delay_seconds: delay of each chunk.
         bytes_per_second: of each connection and direction.
-        corrupted: chance of a large chunk that one of its bits is flipped on the way to the client.
+        corrupted: probability that a bit of a large chunk to the client is flipped.
     """
 
     closed: bool = False
@@ -38,7 +38,7 @@ class Fault:
 
 
 class Proxy:
-    """Stands before a server from `start` till its context ends; `address` is what clients are to be given."""
+    """Forwards to a server until its context ends; clients connect to `address`."""
 
     def __init__(self, target: str, seed: int = 0) -> None:
         host, _, port = target.rpartition(":")
@@ -54,9 +54,9 @@ class Proxy:
         self._open: set[socket.socket] = set()
         self._closed = threading.Event()
         self.corruptions = 0
-        """Bits that were flipped."""
+        """Number of flipped bits."""
         self.connections = 0
-        """Connections that were made so far."""
+        """Number of connections so far."""
 
     def __enter__(self) -> "Proxy":
         threading.Thread(target=self._accept, daemon=True).start()
@@ -68,13 +68,13 @@ class Proxy:
         self._hang_up()
 
     def suffer(self, fault: Fault) -> None:
-        """Do this to all bytes from now on, instead of what was done before."""
+        """Apply a fault from now on, instead of the previous one."""
         self._fault = fault
         if fault.closed:
             self._hang_up()
 
     def heal(self) -> None:
-        """Let everything through again."""
+        """Pass all bytes again."""
         self._fault = Fault()
 
     def _accept(self) -> None:
@@ -105,13 +105,13 @@ class Proxy:
                 if to_client:
                     chunk = self._spoiled(chunk.replace(self._advertised, self._replaced))
                 sink.sendall(chunk)
-        for each in (source, sink):
+        for connection in (source, sink):
             with self._lock:
-                self._open.discard(each)
-            _close(each)
+                self._open.discard(connection)
+            _close(connection)
 
     def _wait(self, size: int) -> None:
-        while self._fault.stalled and not self._closed.wait(_LOOK_SECONDS):
+        while self._fault.stalled and not self._closed.wait(_POLL_SECONDS):
             pass
         wait = self._fault.delay_seconds + size / self._fault.bytes_per_second
         if wait:
@@ -121,14 +121,14 @@ class Proxy:
         if len(chunk) < _LARGE or self._dice.random() >= self._fault.corrupted:
             return chunk
         self.corruptions += 1
-        place = self._dice.randrange(len(chunk) // 2, len(chunk))
-        return chunk[:place] + bytes([chunk[place] ^ 1 << self._dice.randrange(8)]) + chunk[place + 1 :]
+        index = self._dice.randrange(len(chunk) // 2, len(chunk))
+        return chunk[:index] + bytes([chunk[index] ^ 1 << self._dice.randrange(8)]) + chunk[index + 1 :]
 
     def _hang_up(self) -> None:
         with self._lock:
             hung, self._open = self._open, set()
-        for each in hung:
-            _close(each)
+        for connection in hung:
+            _close(connection)
 
 
 def _close(connection: socket.socket) -> None:

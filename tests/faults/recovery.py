@@ -1,6 +1,6 @@
-"""From a SIGKILL of the learner to its next training step, with a store of 1 GB, under the supervisor.
+"""The time from a SIGKILL of the learner to its next training step, with a store of 1 GB, under the supervisor.
 
-Half of the kills are of a learner that has another one ready, half of one that is alone.
+Half of the kills are with a standby that is ready, half without a standby.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ import numpy as np
 from ingest.kafka.producer import EventProducer
 from replay.tiers.disk import DiskTier
 from tests.faults.figures import Figures
-from tests.faults.pipeline import LOOK_SECONDS, Pipeline, Supervised, make_topic, producer
+from tests.faults.pipeline import POLL_SECONDS, Pipeline, Supervised, make_topic, producer
 from tests.pipelines import total
 
 CODE = "from torch import nn\ndef build():\n    return nn.Linear(784, 10)\n"
@@ -48,24 +48,24 @@ keep_hourly = 0
 ROW_BYTES = 784 * 4 + 8
 _ROWS_A_MESSAGE = 50
 _AHEAD = 10_000
-_READY = "learner is ready and stands by"
+_READY = "learner is ready as standby"
 _ALONE = {"ANABRANCH__LEARNER__STANDBY": "false"}
-_PLACES = 1.12
-"""Records of the file for each event: places that were left wait for checkpoints before they are written again."""
+_SLOTS = 1.12
+"""Slots of the file for each event: a freed slot is written again only after a checkpoint."""
 
 
 def disk_bytes(rows: int) -> int:
-    """Return the bytes of a file that holds so many events."""
-    return int(rows * _PLACES) * DiskTier.bytes_of(ROW_BYTES)
+    """Return the size of a file for `rows` events."""
+    return int(rows * _SLOTS) * DiskTier.bytes_of(ROW_BYTES)
 
 
 def seconds_to_next_step(
     folder: Path, bootstrap: str, stored_bytes: int, kills: int, seed: int
 ) -> tuple[list[float], list[float]]:
-    """Fill a store, kill the learner so many times when another one is ready, then so many times without another.
+    """Fill a store, kill the learner `kills` times with a standby that is ready, then as often without one.
 
     Returns:
-        How long each kill took, of either half.
+        The recovery times of both halves, in seconds.
     """
     rows = stored_bytes // ROW_BYTES
     topic = make_topic(bootstrap, "recovery")
@@ -83,48 +83,48 @@ def seconds_to_next_step(
             learner.wait_for(lambda report: report.replay_rows.get("disk", 0) >= rows * 0.98, "a store that is full")
             filled = time.time()
             learner.wait_for(lambda report: (report.checkpoint_time or 0) > filled, "a checkpoint of the full store")
-            found = _killed(pipeline, learner, kills, dice, standby=True)
+            with_standby = _killed(pipeline, learner, kills, dice, standby=True)
         with Supervised(pipeline, **_ALONE) as learner:
-            return found, _killed(pipeline, learner, kills, dice, standby=False)
+            return with_standby, _killed(pipeline, learner, kills, dice, standby=False)
 
 
 def _killed(pipeline: Pipeline, learner: Supervised, kills: int, dice: random.Random, *, standby: bool) -> list[float]:
-    """Kill it so many times, each at a random moment after its first step, and return how long each took.
+    """Kill the learner `kills` times, each at a random time after its first step; return the recovery times in seconds.
 
-    With `standby` the moment is after another one is ready, which is some seconds after that step.
+    With `standby` that is after a standby is ready, some seconds after that step.
     """
-    found: list[float] = []
+    recovered: list[float] = []
     for kill in range(kills):
         learner.wait_for(lambda report: report.steps_since_start > 0, "a step")
         if standby:
-            learner.until(lambda kill=kill: learner.log.read_text().count(_READY) > kill, "one that stands by")
+            learner.until(lambda kill=kill: learner.log.read_text().count(_READY) > kill, "a standby")
         time.sleep(dice.uniform(0.0, 3.0))
         learner.kill()
         begin = time.monotonic()
-        learner.until(lambda: pipeline.steps() is None, "the end of what was killed")
+        learner.until(lambda: pipeline.steps() is None, "the end of the killed learner")
         learner.until(lambda: (pipeline.steps() or 0) > 0, "the next step")
-        found.append(time.monotonic() - begin)
-    return found
+        recovered.append(time.monotonic() - begin)
+    return recovered
 
 
 def run(folder: Path, bootstrap: str, figures: Figures, *, quick: bool, minutes: float) -> None:
-    """Say how long it takes."""
+    """Measure the part `recovery`."""
     kills = 3 if quick else 20
-    what = f"{kills} SIGKILLs of a learner with 1 GB stored on disk and another that is ready, {kills} of one alone"
-    figures.title("recovery", f"{what}, till its next step")
-    for found, alone in zip(
+    what = f"{kills} SIGKILLs of a learner with 1 GB stored on disk and a standby, {kills} without a standby"
+    figures.part("recovery", f"{what}, until its next step")
+    for seconds, alone in zip(
         seconds_to_next_step(folder, bootstrap, 1_000_000_000, kills, int(time.time())), ("", "_alone"), strict=True
     ):
-        figures.say(f"recovery_seconds_p95{alone}", float(np.quantile(found, 0.95, method="higher")))
-        figures.say(f"recovery_seconds_median{alone}", statistics.median(found))
+        figures.add(f"recovery_seconds_p95{alone}", float(np.quantile(seconds, 0.95, method="higher")))
+        figures.add(f"recovery_seconds_median{alone}", statistics.median(seconds))
 
 
 def _fill(pipeline: Pipeline, sender: EventProducer, rows: int, seed: int) -> None:
-    """Send so many events, not far ahead of the learner: the broker shares the disk with it."""
+    """Send `rows` events, not far ahead of the learner, since the broker is on the same disk."""
     generator = np.random.default_rng(seed)
     for sent in range(0, rows, _ROWS_A_MESSAGE):
         while sent > _AHEAD + (total(report) if (report := pipeline.report()) is not None else 0):
-            time.sleep(LOOK_SECONDS)
+            time.sleep(POLL_SECONDS)
         sender.send(_message(generator))
     sender.flush()
 
@@ -137,7 +137,7 @@ def _message(generator: np.random.Generator) -> bytes:
 
 
 def _trickle(sender: EventProducer, done: threading.Event) -> None:
-    """Go on with the stream, a hundred events a second: there is always something to learn from."""
+    """Send a hundred events a second, so that there is always something to train on."""
     generator = np.random.default_rng(0)
     while not done.wait(0.5):
         sender.send(_message(generator))

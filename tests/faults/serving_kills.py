@@ -1,4 +1,4 @@
-"""Real HTTP clients ask for predictions, all the time, while parts of the pipeline are killed again and again."""
+"""HTTP clients request predictions continuously while parts of the pipeline are killed repeatedly."""
 
 import http.client
 import json
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from anabranch.runtime.embedded_broker import free_port
 from tests.faults.figures import Figures
-from tests.faults.pipeline import LOOK_SECONDS, Pipeline, Supervised, make_topic, producer
+from tests.faults.pipeline import POLL_SECONDS, Pipeline, Supervised, make_topic, producer
 from tests.pipelines import LINEAR
 
 TEXT = """
@@ -40,14 +40,14 @@ _TIMEOUT_SECONDS = 10.0
 
 @dataclass
 class Asked:
-    """What the clients saw.
+    """The results of the clients.
 
     Attributes:
-        requests: all of them.
-        failures: those that were not answered with a prediction, with what went wrong.
-        versions: which have answered.
+        requests: number of requests.
+        failures: errors of the requests without a prediction.
+        versions: those that answered.
         longest: the slowest reply, in seconds.
-        kills: of the learner.
+        kills: number of kills of the learner.
     """
 
     requests: int = 0
@@ -58,14 +58,14 @@ class Asked:
 
 
 class Clients:
-    """Threads that ask without a pause, half of them over a connection that is kept alive."""
+    """Threads that send requests without a pause, half of them over a kept-alive connection."""
 
     def __init__(self, port: int) -> None:
         self._port = port
         self._done = threading.Event()
         self._lock = threading.Lock()
         self.asked = Asked()
-        self._threads = [threading.Thread(target=self._run, args=(place % 2 == 0,)) for place in range(_CLIENTS)]
+        self._threads = [threading.Thread(target=self._run, args=(client % 2 == 0,)) for client in range(_CLIENTS)]
 
     def __enter__(self) -> "Clients":
         for thread in self._threads:
@@ -79,7 +79,7 @@ class Clients:
 
     def _run(self, kept_alive: bool) -> None:
         connection = self._connect()
-        while not self._done.wait(LOOK_SECONDS):
+        while not self._done.wait(POLL_SECONDS):
             begin = time.monotonic()
             failure = version = None
             try:
@@ -103,7 +103,7 @@ class Clients:
 
 
 def predict(connection: http.client.HTTPConnection) -> int:
-    """Ask for one prediction, and return the version that answered; raises ValueError for any other reply."""
+    """Request one prediction, and return the version that answered; raises ValueError for any other reply."""
     connection.request("POST", "/v2/models/faults/infer", BODY, {"Content-Type": "application/json"})
     response = connection.getresponse()
     content = response.read()
@@ -113,7 +113,7 @@ def predict(connection: http.client.HTTPConnection) -> int:
 
 
 def ready(port: int) -> bool:
-    """Whether serving answers with a prediction."""
+    """Return whether serving answers with a prediction."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_TIMEOUT_SECONDS)
     try:
         predict(connection)
@@ -125,7 +125,7 @@ def ready(port: int) -> bool:
 
 
 def asked_while_the_learner_is_killed(folder: Path, bootstrap: str, kills: int, seed: int) -> Asked:
-    """Kill the learner so many times, each a random while after its first step, and return what clients saw."""
+    """Kill the learner `kills` times, each at a random time after its first step; return the results of clients."""
     port = free_port()
     topic = make_topic(bootstrap, "asked")
     pipeline = Pipeline(folder, bootstrap, topic, LINEAR, TEXT.format(port=port))
@@ -142,7 +142,7 @@ def asked_while_the_learner_is_killed(folder: Path, bootstrap: str, kills: int, 
 
 
 class Trickle:
-    """Goes on with the stream, some hundred events a second, until the context ends."""
+    """Sends a few hundred events a second until the context ends."""
 
     def __init__(self, bootstrap: str, topic: str) -> None:
         self._address = bootstrap, topic
@@ -158,20 +158,20 @@ class Trickle:
 
     def _run(self) -> None:
         with producer(*self._address) as sender:
-            place = 0
-            while not self._done.wait(LOOK_SECONDS):
+            number = 0
+            while not self._done.wait(POLL_SECONDS):
                 for _ in range(8):
-                    x = [float(place % 3 == each) for each in range(3)]
-                    sender.send(json.dumps({"x": x, "y": place % 3}).encode())
-                    place += 1
+                    x = [float(number % 3 == column) for column in range(3)]
+                    sender.send(json.dumps({"x": x, "y": number % 3}).encode())
+                    number += 1
 
 
 def run(folder: Path, bootstrap: str, figures: Figures, *, quick: bool, minutes: float) -> None:
-    """Say how many requests failed."""
+    """Measure the part `serving`."""
     kills = 4 if quick else 40
-    figures.title("serving", f"{_CLIENTS} HTTP clients while the learner is killed {kills} times")
-    found = asked_while_the_learner_is_killed(folder, bootstrap, kills, seed=int(time.time()))
-    note = f"of {found.requests}, by {len(found.versions)} versions"
-    figures.say("failed_requests", len(found.failures), " ".join([note, *found.failures[:1]]))
-    figures.say("requests", found.requests)
-    figures.say("slowest_request_seconds", found.longest)
+    figures.part("serving", f"{_CLIENTS} HTTP clients while the learner is killed {kills} times")
+    asked = asked_while_the_learner_is_killed(folder, bootstrap, kills, seed=int(time.time()))
+    remark = f"of {asked.requests}, by {len(asked.versions)} versions"
+    figures.add("failed_requests", len(asked.failures), " ".join([remark, *asked.failures[:1]]))
+    figures.add("requests", asked.requests)
+    figures.add("slowest_request_seconds", asked.longest)

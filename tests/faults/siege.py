@@ -1,7 +1,7 @@
-"""Clients that mean harm, all at once, beside one that asks twenty times a second and should not notice them.
+"""Malicious clients, all at once, while a polite client sends twenty requests a second that must not be affected.
 
-What they send needs no token where none is set, and is bounded in rate: no flood of packets is tried, but what a few
-connections cost. Memory is compared with that after a request of the largest size that serving takes.
+They send no token, and keep to a rate: this measures the cost of a few connections, not of a flood of packets. Memory
+is compared with that after a request of the largest size that serving accepts.
 """
 
 import contextlib
@@ -28,22 +28,22 @@ from tests.pipelines import LINEAR
 PARTS = ("learner", "serving")
 _EVERY_SECONDS = 0.05
 _LARGE_ROWS, _LONG_DIGITS = 4000, 1300
-"""Of a request of 15.6 MB: 12,000 numbers with so many digits."""
+"""Rows of 3 numbers, and digits of each number, in a request of 15.6 MB."""
 _SAMPLE_SECONDS = 0.25
 _DESCRIPTORS = 512
-"""That each part may have open: fewer than the connections that are held against it."""
+"""Limit of open files of each part: fewer than the connections of the attacks."""
 
 
 @dataclass(frozen=True)
 class Besieged:
-    """What the polite client and the machine saw.
+    """The results of the polite client, and of the parts.
 
     Attributes:
-        quiet_p99: seconds, of the polite client's answers before the attack; `p99`: during it.
+        quiet_p99: 99th percentile of the polite client's answers before the attack, in seconds; `p99`: during it.
         failures: its requests that were not answered with a prediction.
-        memory: bytes that the parts had more than before, at most.
-        ended: parts that were started again, or are gone.
-        log_bytes: written by the parts during the attack.
+        memory: largest growth of the parts' memory, in bytes.
+        ended: parts that ended or were restarted.
+        log_bytes: bytes that the parts logged during the attack.
     """
 
     quiet_p99: float
@@ -56,7 +56,7 @@ class Besieged:
 
 
 class Polite(threading.Thread):
-    """One client with one connection, and a request each 50 ms."""
+    """A client with one connection, and a request every 50 ms."""
 
     def __init__(self, port: int) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Polite(threading.Thread):
         self.failures: list[str] = []
 
     def run(self) -> None:
-        """Ask until it is done."""
+        """Send requests until `done` is set."""
         with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self._port, timeout=30)) as connection:
             while not self.done.wait(_EVERY_SECONDS):
                 begin = time.perf_counter()
@@ -82,7 +82,7 @@ class Polite(threading.Thread):
 
 
 def ask(connection: http.client.HTTPConnection, body: str) -> tuple[int, bytes]:
-    """Ask for a prediction."""
+    """Request a prediction."""
     connection.request("POST", "/v2/models/faults/infer", body)
     reply = connection.getresponse()
     return reply.status, reply.read()
@@ -90,7 +90,7 @@ def ask(connection: http.client.HTTPConnection, body: str) -> tuple[int, bytes]:
 
 @contextmanager
 def asking(port: int) -> Iterator[Polite]:
-    """A polite client that asks for as long as the context lasts."""
+    """A polite client that sends requests until the context ends."""
     polite = Polite(port)
     polite.start()
     try:
@@ -101,7 +101,7 @@ def asking(port: int) -> Iterator[Polite]:
 
 
 def besiege(folder: Path, bootstrap: str, quiet_seconds: float, seconds: float) -> Besieged:
-    """Attack serving and the learner for so long, after a quiet time."""
+    """Attack serving and the learner for `seconds`, after `quiet_seconds` without an attack."""
     port = free_port()
     pipeline = Pipeline(folder, bootstrap, make_topic(bootstrap, "siege"), LINEAR, TEXT.format(port=port))
     send(bootstrap, pipeline.topic, (json.dumps({"x": [1.0, 0.0, 0.0], "y": 0}).encode() for _ in range(64)))
@@ -115,13 +115,13 @@ def besiege(folder: Path, bootstrap: str, quiet_seconds: float, seconds: float) 
         with asking(port) as quiet:
             time.sleep(quiet_seconds)
         before, said = _memory(pids), parts.log.stat().st_size
-        most = before
+        largest = before
         with asking(port) as polite:
             address = [str(port), pipeline.status.rpartition(":")[2]]
             attack = subprocess.Popen([sys.executable, "-m", "tests.faults.siege_program", *address, str(seconds)])
             with attack:
                 while attack.poll() is None:
-                    most = max(most, _memory(pids))
+                    largest = max(largest, _memory(pids))
                     time.sleep(_SAMPLE_SECONDS)
         if attack.returncode:
             raise AssertionError(f"the attack ended with {attack.returncode}")
@@ -133,27 +133,29 @@ def besiege(folder: Path, bootstrap: str, quiet_seconds: float, seconds: float) 
         p99=float(np.percentile(polite.seconds, 99)),
         requests=len(polite.seconds),
         failures=failures,
-        memory=most - before,
+        memory=largest - before,
         ended=ended,
         log_bytes=log_bytes,
     )
 
 
 def run(folder: Path, bootstrap: str, figures: Figures, *, quick: bool, minutes: float) -> None:
-    """Say how much later the polite client is answered, what memory it cost, and what ended."""
+    """Measure the part `siege`."""
     seconds = 20.0 if quick else 60.0
-    figures.title("siege", f"six attacks at once on serving and learner, for {seconds:.0f} s")
-    found = besiege(folder, bootstrap, seconds / 2, seconds)
-    told = f"{found.p99 * 1e3:.1f} ms, and {found.quiet_p99 * 1e3:.1f} ms before, of {found.requests} requests"
-    figures.say("siege_p99_ratio", found.p99 / found.quiet_p99, told)
-    figures.say("siege_failed", len(found.failures), "; ".join(found.failures[:3]))
-    figures.say("siege_memory_bytes", found.memory, "of serving and learner, more than before, at most")
-    figures.say("siege_ended", len(found.ended), ", ".join(found.ended))
-    figures.say("siege_log_bytes", found.log_bytes, "written by both")
+    figures.part("siege", f"six attacks at once on serving and learner, for {seconds:.0f} s")
+    besieged = besiege(folder, bootstrap, seconds / 2, seconds)
+    remark = (
+        f"{besieged.p99 * 1e3:.1f} ms, and {besieged.quiet_p99 * 1e3:.1f} ms before, of {besieged.requests} requests"
+    )
+    figures.add("siege_p99_ratio", besieged.p99 / besieged.quiet_p99, remark)
+    figures.add("siege_failed", len(besieged.failures), "; ".join(besieged.failures[:3]))
+    figures.add("siege_memory_bytes", besieged.memory, "largest growth of serving and learner")
+    figures.add("siege_ended", len(besieged.ended), ", ".join(besieged.ended))
+    figures.add("siege_log_bytes", besieged.log_bytes, "logged by both")
 
 
 def _answers(port: int, body: str) -> bool:
-    """Whether serving answers with a prediction."""
+    """Return whether serving answers with a prediction."""
     with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=30)) as connection:
         try:
             return ask(connection, body)[0] == 200
@@ -162,9 +164,9 @@ def _answers(port: int, body: str) -> bool:
 
 
 def _memory(pids: dict[str, int]) -> int:
-    """Return the resident memory of the parts; of those that are gone, none."""
-    found = 0
+    """Return the resident memory of the parts that still run."""
+    total = 0
     for pid in pids.values():
         with contextlib.suppress(psutil.NoSuchProcess):
-            found += psutil.Process(pid).memory_info().rss
-    return found
+            total += psutil.Process(pid).memory_info().rss
+    return total

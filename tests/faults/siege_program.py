@@ -1,7 +1,7 @@
 """`python -m tests.faults.siege_program PORT STATUS_PORT SECONDS`: all attacks on a pipeline's HTTP addresses at once.
 
-A process of its own, at nice 10, that connects to this machine alone. Each attack has a thread and a rate that it keeps
-to, so that what the others feel is what the server makes of it and not what the machine has no time for.
+A separate process at nice 10, which connects to this machine alone. Each attack has a thread and keeps to a rate, so
+that other clients are affected by the server and not by a lack of CPU time.
 """
 
 import contextlib
@@ -19,25 +19,25 @@ X = b'{"name":"x","shape":[1,3],"datatype":"FP32","data":[1,0,0]}'
 LARGE = 15_900_000
 """Bytes of the largest requests, a little less than `serving.max_body_bytes`."""
 SILENT, SILENT_STATUS, UNREAD = 1200, 200, 40
-"""Connections that are held at a time."""
+"""Connections that are open at a time."""
 
 
 def paced(until: float, seconds: float) -> Iterator[None]:
-    """Yield every so many seconds until the end."""
+    """Yield every `seconds` until the time `until`."""
     while (now := time.monotonic()) < until:
         yield
         time.sleep(max(0.0, min(now + seconds, until) - time.monotonic()))
 
 
 class Held:
-    """Connections that are kept, the oldest closed for a new one when there are `most`."""
+    """At most `most` open connections; a new one closes the oldest."""
 
     def __init__(self, port: int, most: int) -> None:
         self._port, self._most = port, most
         self.open: list[socket.socket] = []
 
     def add(self, first: bytes = b"") -> socket.socket:
-        """Open one more, and send what is first."""
+        """Open one more, and send `first`."""
         if len(self.open) >= self._most:
             self.open.pop(0).close()
         client = socket.socket()
@@ -57,8 +57,8 @@ def silent(port: int, status: int, until: float) -> None:
         attempt(lambda: [serving.add() for _ in range(2)])
         attempt(learner.add)
         if turn % 10 == 0:
-            attempt(lambda: [each.add(b"GET / HTTP/1.1\r\nX: ") for each in dripping])
-            for client in [client for each in dripping for client in each.open]:
+            attempt(lambda: [held.add(b"GET / HTTP/1.1\r\nX: ") for held in dripping])
+            for client in [client for held in dripping for client in held.open]:
                 attempt(lambda client=client: client.sendall(b"a"))  # type: ignore[misc]
 
 
@@ -112,11 +112,11 @@ def unread(port: int, _status: int, until: float) -> None:
 
 
 def log_lines(port: int, status: int, until: float) -> None:
-    """What is no HTTP, and upgrades to what is not offered, a hundred times a second."""
+    """Bytes that are not HTTP, and upgrades that are not supported, a hundred times a second."""
     upgrade = b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n"
     for _ in paced(until, 0.02):
-        for place, first in ((port, b"\0\r\n\r\n"), (port, upgrade), (status, b"\0\r\n\r\n")):
-            attempt(lambda place=place, first=first: Held(place, 1).add(first).close())  # type: ignore[misc]
+        for address, first in ((port, b"\0\r\n\r\n"), (port, upgrade), (status, b"\0\r\n\r\n")):
+            attempt(lambda address=address, first=first: Held(address, 1).add(first).close())  # type: ignore[misc]
 
 
 ATTACKS: tuple[Callable[[int, int, float], None], ...] = (
@@ -130,13 +130,13 @@ ATTACKS: tuple[Callable[[int, int, float], None], ...] = (
 
 
 def attempt(act: Callable[[], object]) -> None:
-    """Do what the server may answer by closing the connection."""
+    """Call `act`; the server may close the connection."""
     with contextlib.suppress(OSError, IndexError):
         act()
 
 
 def main() -> None:
-    """Attack for as long as it was told."""
+    """Run all attacks for the seconds of the command line."""
     port, status, seconds = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
     os.nice(10)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

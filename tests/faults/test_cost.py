@@ -1,26 +1,26 @@
-"""What a write costs is found among steps that are slow for other reasons."""
+"""The cost of a write is found among steps that are slow for other reasons."""
 
 import numpy as np
 import pytest
 
 from tests.faults.cost import lost
-from tests.faults.cost_program import NOTE
+from tests.faults.cost_program import RECORD
 
 STEP, SLOW, WAITED = 0.010, 0.004, 0.003
 
 
-def test_the_cost_of_a_write_is_told_from_the_noise_of_the_machine() -> None:
-    """Each write has the loop wait 3 ms and slows three steps by 4 ms; one step in ten is ten times as long anyway."""
+def test_the_cost_of_a_write_is_distinguished_from_the_noise_of_the_machine() -> None:
+    """Each write blocks the loop for 3 ms and slows three steps by 4 ms; one step in ten takes ten times as long."""
     dice = np.random.default_rng(0)
-    notes = np.zeros(40_000, NOTE)
-    took = dice.normal(STEP, 0.001, len(notes)) + np.where(dice.random(len(notes)) < 0.1, 9 * STEP, 0)
-    for number, place in enumerate(range(50, len(notes) - 50, 40), start=1):
-        notes["version"][place : place + 3] = number  # the step after the third is beside it for a part
-        notes["blocked"][place] = WAITED
-        took[place] += WAITED
-        took[place : place + 3] += SLOW
-    notes["end"] = np.cumsum(took)
-    found = lost(notes, "version")
-    assert found.mean() == pytest.approx(WAITED + 3 * SLOW, abs=0.006)
-    assert found.waited.mean() == pytest.approx(WAITED)
-    assert found.shams.mean() > 0.02, "the noise of the machine is not looked at"
+    records = np.zeros(40_000, RECORD)
+    took = dice.normal(STEP, 0.001, len(records)) + np.where(dice.random(len(records)) < 0.1, 9 * STEP, 0)
+    for number, step in enumerate(range(50, len(records) - 50, 40), start=1):
+        records["version"][step : step + 3] = number  # the step after the third overlaps with it
+        records["blocked"][step] = WAITED
+        took[step] += WAITED
+        took[step : step + 3] += SLOW
+    records["end"] = np.cumsum(took)
+    costs = lost(records, "version")
+    assert costs.mean() == pytest.approx(WAITED + 3 * SLOW, abs=0.006)
+    assert costs.waited.mean() == pytest.approx(WAITED)
+    assert costs.shams.mean() > 0.02, "the noise of the machine is not measured"

@@ -1,4 +1,4 @@
-"""A disk that takes no more: the last good checkpoints stay, it is said, and training goes on."""
+"""A full disk: the last good checkpoints stay, the problem is reported, and training continues."""
 
 import contextlib
 import os
@@ -38,13 +38,13 @@ publish_every = "200ms"
 every = "200ms"
 """
 SMALL = 200_000
-"""Bytes that a file may have: reports and manifests do, weights do not."""
+"""Size limit of a file in bytes: enough for reports and manifests, not for weights."""
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of another process can be set on Linux alone")
-def test_training_goes_on_while_no_checkpoint_can_be_written_and_a_crash_then_costs_what_no_checkpoint_has(
+def test_training_continues_while_checkpoints_cannot_be_written_and_a_crash_repeats_what_no_checkpoint_has(
     kafka: Any, tmp_path: Path
 ) -> None:
     topic = make_topic(kafka.bootstrap, "disk")
@@ -67,17 +67,17 @@ def test_training_goes_on_while_no_checkpoint_can_be_written_and_a_crash_then_co
         psutil.Process(pid).rlimit(resource.RLIMIT_FSIZE, (SMALL, hard))
         learn()
         report = learner.wait_for(
-            lambda report: total(report) == sent and len(report.problems) > 1, "a word on the disk"
+            lambda report: total(report) == sent and len(report.problems) > 1, "a problem of the disk"
         )
         assert any(
-            f"could not be written to {pipeline.state_dir}/checkpoints: File too large" in each
-            for each in report.problems
+            f"could not be written to {pipeline.state_dir}/checkpoints: File too large" in problem
+            for problem in report.problems
         )
         good = Checkpoints(pipeline.state_dir / "checkpoints", "", 0).numbers()
         assert max(good) >= covered
         assert learner.kill() == pid
         report = learner.wait_for(lambda report: total(report) == sent and not report.problems, "health", no_more=pid)
-        assert "going on from checkpoint" in learner.said(20_000)
+        assert "going on from checkpoint" in learner.log_tail(20_000)
         learner.wait_for(lambda report: (report.checkpoint or 0) > max(good), "a new checkpoint")
     assert adds_up(report)
     assert report.outcomes["trained"] + report.outcomes["held_out"] == sent
@@ -85,7 +85,7 @@ def test_training_goes_on_while_no_checkpoint_can_be_written_and_a_crash_then_co
 
 
 def health(pipeline: Pipeline) -> str:
-    """Return what the learner's own address says of its health."""
+    """Return the learner's answer on /healthz."""
     try:
         with urllib.request.urlopen(f"http://{pipeline.status}/healthz", timeout=5) as reply:
             return str(reply.read().decode())
@@ -95,7 +95,7 @@ def health(pipeline: Pipeline) -> str:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 40 MB, where one may be mounted."""
+    """A file system of 40 MB; without the permission to mount one the test is skipped."""
     folder = tmp_path / "var"
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=40m", "tmpfs", str(folder)]
@@ -111,9 +111,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.skipif(sys.platform != "linux", reason="it is mounted as Linux does")
-def test_training_goes_on_while_the_disk_is_full_to_the_last_byte(kafka: Any, tmp_path: Path, small_disk: Path) -> None:
-    """Not even a report can be written; the disk tier has its places from the start."""
+@pytest.mark.skipif(sys.platform != "linux", reason="tmpfs is mounted on Linux alone")
+def test_training_continues_while_the_disk_is_completely_full(kafka: Any, tmp_path: Path, small_disk: Path) -> None:
+    """Not even a report can be written; the disk tier allocated its slots at the start."""
     topic = make_topic(kafka.bootstrap, "full")
     text = TEXT.replace("[checkpoints]", "keep = 2\nkeep_hourly = 0\n[checkpoints]")
     text += '[replay]\ncapacity = 1000\ndevice_bytes = 0\ndisk = {bytes = "2MB"}\n'
@@ -128,10 +128,9 @@ def test_training_goes_on_while_the_disk_is_full_to_the_last_byte(kafka: Any, tm
         with filling.open("wb") as file:
 
             def full() -> bool:
-                """Take what is left, also what a failed checkpoint has given back; there was something unless it is
-                True."""
+                """Fill the rest of the disk, also what a failed checkpoint freed; return whether it was full."""
                 left = os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_bsize
-                with contextlib.suppress(OSError):  # others take of it too
+                with contextlib.suppress(OSError):  # others write to it too
                     os.posix_fallocate(file.fileno(), file.seek(0, os.SEEK_END), left)
                 return not left
 
@@ -143,7 +142,7 @@ def test_training_goes_on_while_the_disk_is_full_to_the_last_byte(kafka: Any, tm
                 lambda: full() and "var cannot be written to: No space" in health(pipeline), "a missing report"
             )
             learner.until(
-                lambda: "could not be written to" in learner.said(20_000), "a word on checkpoints or versions"
+                lambda: "could not be written to" in learner.log_tail(20_000), "a failed checkpoint or version"
             )
         filling.unlink()
         report = learner.wait_for(lambda report: total(report) == 2 * len(messages) and not report.problems, "health")

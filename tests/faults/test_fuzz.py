@@ -1,4 +1,4 @@
-"""A malformed message is rejected whole, whatever is wrong with it, and takes none of its neighbours with it."""
+"""A malformed message is rejected as a whole, and its neighbours are not."""
 
 import random
 from pathlib import Path
@@ -17,20 +17,20 @@ from tests.faults.fuzz import SCHEMA, case, dead_lettered, decoded, event, packe
 @given(dice=st.randoms(use_true_random=False))
 def test_a_malformed_message_is_rejected_and_its_neighbours_are_not(form: str, dice: random.Random) -> None:
     good = packed(form, event(random.Random(0)))
-    found = FORMATS[form](SCHEMA).decode([good, case(form, dice), good])
-    assert found.message.tolist() == [0, 2]
-    assert {reject.message for reject in found.rejects} == {1}
+    events = FORMATS[form](SCHEMA).decode([good, case(form, dice), good])
+    assert events.message.tolist() == [0, 2]
+    assert {reject.message for reject in events.rejects} == {1}
 
 
 @pytest.mark.parametrize("form", sorted(FORMATS))
 def test_many_malformed_messages_at_once_are_rejected(form: str) -> None:
-    found = decoded(form, 1000, seed=0)
-    assert (found.crashes, found.passed) == ([], [])
-    assert found.cases >= 1000
+    fuzzed = decoded(form, 1000, seed=0)
+    assert (fuzzed.crashes, fuzzed.passed) == ([], [])
+    assert fuzzed.cases >= 1000
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_each_malformed_message_is_dead_lettered_once(kafka: Any, tmp_path: Path) -> None:
-    found = dead_lettered(tmp_path, kafka.bootstrap, "json", 300, seed=1)
-    assert (found.crashes, found.passed) == ([], [])
+    fuzzed = dead_lettered(tmp_path, kafka.bootstrap, "json", 300, seed=1)
+    assert (fuzzed.crashes, fuzzed.passed) == ([], [])

@@ -1,4 +1,4 @@
-"""Nothing is lost and nothing is learned twice: counted by weights, of which each event has its own."""
+"""No event is lost or trained twice: each event has its own weight, which counts."""
 
 from pathlib import Path
 from typing import Any
@@ -10,8 +10,10 @@ from tests.faults.kills import killed_again_and_again
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_each_event_is_learned_from_once_whenever_the_learner_is_killed(kafka: Any, tmp_path: Path) -> None:
-    found = killed_again_and_again(tmp_path, kafka.bootstrap, events=12_000, kills=2, checkpoint_every="300ms", seed=2)
-    assert (found.kills, found.lost, found.twice, found.other) == (2, 0, 0, 0)
-    assert found.exact
-    assert found.early < 2, "no kill came after a step"
+def test_each_event_is_trained_once_whenever_the_learner_is_killed(kafka: Any, tmp_path: Path) -> None:
+    account = killed_again_and_again(
+        tmp_path, kafka.bootstrap, events=12_000, kills=2, checkpoint_every="300ms", seed=2
+    )
+    assert (account.kills, account.lost, account.twice, account.other) == (2, 0, 0, 0)
+    assert account.exact
+    assert account.early < 2, "no kill came after a step"

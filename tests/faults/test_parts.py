@@ -1,4 +1,4 @@
-"""`anabranch up` when its parts and it itself are killed: all comes back by itself, and nothing is left running."""
+"""`anabranch up` when its parts or the supervisor are killed: parts are restarted, and no process is left over."""
 
 import contextlib
 import json
@@ -16,7 +16,7 @@ import pytest
 
 from anabranch.runtime.embedded_broker import free_port
 from learner.state_dir.version import Versions
-from tests.faults.pipeline import LOOK_SECONDS, Pipeline, make_topic, send
+from tests.faults.pipeline import POLL_SECONDS, Pipeline, make_topic, send
 from tests.faults.serving_kills import TEXT, Clients, ready
 from tests.pipelines import LINEAR, adds_up, encoded, events, total
 
@@ -24,34 +24,34 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 class Started:
-    """A command of a pipeline that runs in a session of its own."""
+    """A command of a pipeline that runs in a new session."""
 
     def __init__(self, pipeline: Pipeline, *command: str) -> None:
         self._log = pipeline.folder / "commands.log"
-        with self._log.open("ab") as said:
+        with self._log.open("ab") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "anabranch", *command, "-c", str(pipeline.path)],
-                stdout=said,
-                stderr=said,
+                stdout=output,
+                stderr=output,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
                 start_new_session=True,
             )
 
     def family(self) -> list[psutil.Process]:
-        """Return it and all that it has started, directly or not."""
+        """Return its process and all descendants."""
         this = psutil.Process(self.process.pid)
         return [this, *this.children(recursive=True)]
 
-    def until(self, look: Callable[[], Any], what: str, patience: float = 100.0) -> Any:
-        """Return the first true value of `look`; fail when the command ends before."""
+    def until(self, poll: Callable[[], Any], what: str, patience: float = 100.0) -> Any:
+        """Return the first true value of `poll`; fail if the command ends first."""
         deadline = time.monotonic() + patience
-        while not (found := look()):
-            assert self.process.poll() is None, f"it ended with {self.process.returncode}: {self.said()}"
-            assert time.monotonic() < deadline, f"no {what}: {self.said()}"
-            time.sleep(LOOK_SECONDS)
-        return found
+        while not (value := poll()):
+            assert self.process.poll() is None, f"it ended with {self.process.returncode}: {self.log_tail()}"
+            assert time.monotonic() < deadline, f"no {what}: {self.log_tail()}"
+            time.sleep(POLL_SECONDS)
+        return value
 
-    def said(self) -> str:
+    def log_tail(self) -> str:
         """Return the end of what commands of the pipeline said."""
         return self._log.read_text()[-4000:]
 
@@ -63,7 +63,7 @@ class Started:
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., Started]]:
-    """Starts a command of a pipeline: `start(pipeline, "up")`; nothing of it is left at the end."""
+    """Starts a command of a pipeline: `start(pipeline, "up")`; its processes are killed at the end."""
     started: list[Started] = []
 
     def begin(pipeline: Pipeline, *command: str) -> Started:
@@ -71,11 +71,11 @@ def start() -> Iterator[Callable[..., Started]]:
         return started[-1]
 
     yield begin
-    for each in started:
+    for running in started:
         with contextlib.suppress(psutil.NoSuchProcess):
-            for process in each.family():
+            for process in running.family():
                 process.kill()
-        each.process.wait()
+        running.process.wait()
 
 
 def pid_of(pipeline: Pipeline, part: str) -> int | None:
@@ -85,7 +85,7 @@ def pid_of(pipeline: Pipeline, part: str) -> int | None:
         return None
 
 
-def test_a_killed_supervisor_leaves_nothing_and_the_next_one_goes_on(
+def test_a_killed_supervisor_leaves_no_process_and_the_next_one_continues(
     kafka: Any, tmp_path: Path, start: Callable[..., Started]
 ) -> None:
     port, topic = free_port(), make_topic(kafka.bootstrap, "parts")
@@ -93,22 +93,22 @@ def test_a_killed_supervisor_leaves_nothing_and_the_next_one_goes_on(
     first = start(pipeline, "up")
     send(kafka.bootstrap, topic, encoded(events(300)))
     first.until(
-        lambda: ready(port) and (told := pipeline.report()) is not None and total(told) == 300,
+        lambda: ready(port) and (report := pipeline.report()) is not None and total(report) == 300,
         "an outcome for each event",
     )
     family = first.family()
-    assert len(family) >= 4, "it is not all parts that are looked at"
+    assert len(family) >= 4, "these are not all parts"
 
     first.process.kill()
     second = start(pipeline, "up")
     assert psutil.wait_procs(family, 40)[1] == []
     send(kafka.bootstrap, topic, encoded(events(300)))
 
-    def learned() -> bool:
+    def trained() -> bool:
         report = pipeline.report()
-        return report.pid in {each.pid for each in second.family()} and total(report) == 600
+        return report.pid in {process.pid for process in second.family()} and total(report) == 600
 
-    second.until(learned, "an outcome for each event once more")
+    second.until(trained, "an outcome for each event once more")
     assert adds_up(pipeline.report())
     second.until(lambda: ready(port), "a prediction")
 
@@ -117,7 +117,7 @@ def test_a_killed_supervisor_leaves_nothing_and_the_next_one_goes_on(
     second.until(lambda: pid_of(pipeline, "serving") not in (serving, None) and ready(port), "a prediction again")
     assert pid_of(pipeline, "learner") == learner
     family = second.family()
-    assert second.stop() == 0, second.said()
+    assert second.stop() == 0, second.log_tail()
     assert psutil.wait_procs(family, 10)[1] == []
 
     alone = start(pipeline, "serve")
@@ -128,7 +128,7 @@ def test_a_killed_supervisor_leaves_nothing_and_the_next_one_goes_on(
     assert clients.asked.versions == {Versions(pipeline.state_dir / "versions").numbers()[-1]}
 
 
-def test_what_stands_by_goes_on_when_the_learner_is_killed(
+def test_a_standby_continues_when_the_learner_is_killed(
     kafka: Any, tmp_path: Path, start: Callable[..., Started]
 ) -> None:
     topic = make_topic(kafka.bootstrap, "standby")
@@ -136,26 +136,26 @@ def test_what_stands_by_goes_on_when_the_learner_is_killed(
     pipeline = Pipeline(tmp_path, kafka.bootstrap, topic, LINEAR, text)
     parts = start(pipeline, "up")
 
-    def learned(rows: int) -> bool:
-        told = pipeline.report()
-        return told is not None and total(told) == rows
+    def trained(rows: int) -> bool:
+        report = pipeline.report()
+        return report is not None and total(report) == rows
 
     def standby() -> list[int]:
-        found = []
-        for each in parts.family():
+        pids = []
+        for process in parts.family():
             with contextlib.suppress(psutil.NoSuchProcess):
-                found += [each.pid] if "--standby" in each.cmdline() else []
-        return found
+                pids += [process.pid] if "--standby" in process.cmdline() else []
+        return pids
 
     send(kafka.bootstrap, topic, encoded(events(300)))
-    parts.until(lambda: learned(300), "an outcome for each event")
-    (expected,) = parts.until(standby, "one that stands by")
+    parts.until(lambda: trained(300), "an outcome for each event")
+    (expected,) = parts.until(standby, "a standby")
     os.kill(pid_of(pipeline, "learner"), signal.SIGKILL)
     send(kafka.bootstrap, topic, encoded(events(300)))
-    parts.until(lambda: learned(600), "an outcome for each event once more")
+    parts.until(lambda: trained(600), "an outcome for each event once more")
     assert adds_up(pipeline.report())
     assert pid_of(pipeline, "learner") == expected
-    parts.until(lambda: len(standby()) == 2, "another one that stands by")
+    parts.until(lambda: len(standby()) == 2, "another standby")
     family = parts.family()
-    assert parts.stop() == 0, parts.said()
+    assert parts.stop() == 0, parts.log_tail()
     assert psutil.wait_procs(family, 10)[1] == []

@@ -1,4 +1,4 @@
-"""Whatever becomes of the way to the broker or to Redis: training goes on, and what is counted adds up."""
+"""Faults of the network to the broker or to Redis: training continues, and the counts add up."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -56,39 +56,39 @@ def build():
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_each_event_is_learned_from_once_whatever_becomes_of_the_way_to_the_broker(kafka: Any, tmp_path: Path) -> None:
+def test_each_event_is_trained_once_through_faults_of_the_network_to_the_broker(kafka: Any, tmp_path: Path) -> None:
     topic = make_topic(kafka.bootstrap, "proxy")
     text = TEXT.format(events=EVENTS * (len(FAULTS) + 1), batch=16, checkpoint_every="200ms")
     with Proxy(kafka.bootstrap) as proxy:
         pipeline = Pipeline(tmp_path, proxy.address, topic, CODE, text)
         with Supervised(pipeline) as learner:
-            for place, fault in enumerate([Fault(), *FAULTS.values()]):
-                # A learner that is quick takes the events in fetches too small to be corrupted, unless they wait for it.
+            for index, fault in enumerate([Fault(), *FAULTS.values()]):
+                # A fast learner fetches too few events at once to be corrupted, unless they wait for it.
                 proxy.suffer(Fault(stalled=True) if fault.corrupted else fault)
                 rows = np.zeros(EVENTS, ROW)
-                rows["id"] = np.arange(EVENTS) + place * EVENTS
+                rows["id"] = np.arange(EVENTS) + index * EVENTS
                 send(kafka.bootstrap, topic, (row.tobytes() for row in rows))
                 proxy.suffer(fault)
                 if fault.closed or fault.stalled:
-                    learner.until(lambda: pipeline.report().problems, "a word on the broker")
+                    learner.until(lambda: pipeline.report().problems, "a problem of the broker")
                     proxy.heal()
                 if fault.corrupted:
                     learner.until(lambda: proxy.corruptions, "a bit that is flipped")
                     proxy.heal()
-                wanted = (place + 1) * EVENTS
-                report = learner.wait_for(lambda report, n=wanted: total(report) == n, f"all events of {fault}")
+                expected = (index + 1) * EVENTS
+                report = learner.wait_for(lambda report, n=expected: total(report) == n, f"all events of {fault}")
                 proxy.heal()
             report = learner.wait_for(lambda report: not report.problems, "health")
             assert proxy.connections > 3
     assert report.steps == report.steps_since_start, "it was started again"
     assert adds_up(report)
-    assert report.outcomes["trained"] == wanted
+    assert report.outcomes["trained"] == expected
     assert (accounts(pipeline) == 1).all()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_events_are_replayed_from_the_disk_whatever_becomes_of_the_way_to_redis(
+def test_events_are_replayed_from_the_disk_through_faults_of_the_network_to_redis(
     kafka: Any, mortal_redis: Any, tmp_path: Path
 ) -> None:
     topic, sent = make_topic(kafka.bootstrap, "redis"), 0
@@ -103,7 +103,7 @@ def test_events_are_replayed_from_the_disk_whatever_becomes_of_the_way_to_redis(
                 sent += len(messages)
                 learner.wait_for(lambda report, n=sent: total(report) == n, f"all events, with Redis {name}")
                 if fault.closed or fault.stalled:
-                    learner.wait_for(lambda report: any("redis" in each for each in report.problems), "a word on Redis")
+                    learner.wait_for(lambda report: "redis" in " ".join(report.problems), "a problem of Redis")
                 if fault.corrupted:
                     assert proxy.corruptions, "no bit was flipped"
                 proxy.heal()
@@ -116,7 +116,7 @@ def test_events_are_replayed_from_the_disk_whatever_becomes_of_the_way_to_redis(
     assert report.replay_lost == 0
 
 
-def test_an_event_whose_acknowledgement_is_lost_is_sent_again_and_is_there_once(
+def test_an_event_whose_acknowledgement_is_lost_is_sent_again_and_stored_once(
     kafka: Any, consume_all: Callable[..., list[Any]]
 ) -> None:
     topic = make_topic(kafka.bootstrap, "acknowledged")

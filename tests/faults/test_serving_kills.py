@@ -1,4 +1,4 @@
-"""Clients of serving notice nothing of a learner that is killed."""
+"""Kills of the learner do not affect clients of serving."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.any_broker
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_no_request_fails_while_the_learner_is_killed(kafka: Any, tmp_path: Path) -> None:
-    found = asked_while_the_learner_is_killed(tmp_path, kafka.bootstrap, kills=2, seed=0)
-    assert found.kills == 2
-    assert found.failures == []
-    assert found.requests > 0
+    asked = asked_while_the_learner_is_killed(tmp_path, kafka.bootstrap, kills=2, seed=0)
+    assert asked.kills == 2
+    assert asked.failures == []
+    assert asked.requests > 0

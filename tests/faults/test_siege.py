@@ -1,4 +1,4 @@
-"""Clients that mean harm end neither serving nor the learner, and a polite one is answered all the while."""
+"""Attacks end neither serving nor the learner, and a polite client is always answered."""
 
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,10 @@ pytestmark = pytest.mark.any_broker
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_attacks_on_http_end_nothing_and_fail_no_request(kafka: Any, tmp_path: Path) -> None:
-    found = besiege(tmp_path, kafka.bootstrap, quiet_seconds=1.0, seconds=8.0)
-    assert found.ended == ()
-    assert found.failures == ()
-    assert found.requests > 0
-    assert found.memory < 100_000_000
-    assert found.log_bytes < 500_000
+def test_attacks_on_http_end_no_part_and_fail_no_request(kafka: Any, tmp_path: Path) -> None:
+    besieged = besiege(tmp_path, kafka.bootstrap, quiet_seconds=1.0, seconds=8.0)
+    assert besieged.ended == ()
+    assert besieged.failures == ()
+    assert besieged.requests > 0
+    assert besieged.memory < 100_000_000
+    assert besieged.log_bytes < 500_000

@@ -1,4 +1,4 @@
-"""A learner that is stopped where it stands, and one whose broker is killed: they go on, and nothing comes twice."""
+"""A suspended learner, and one whose broker is killed: they continue, and no event is trained twice."""
 
 import os
 import signal
@@ -32,13 +32,13 @@ def pipeline_on(bootstrap: str, folder: Path) -> Pipeline:
     return Pipeline(folder, bootstrap, make_topic(bootstrap, "suspended"), CODE, text)
 
 
-def all_learned(report: LearnerReport) -> bool:
+def all_trained(report: LearnerReport) -> bool:
     return total(report) == EVENTS and not report.problems
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="there is no signal that stops a process")
-def test_a_learner_that_is_suspended_keeps_its_lock_and_goes_on_where_it_was(kafka: Any, tmp_path: Path) -> None:
+def test_a_suspended_learner_keeps_its_lock_and_continues(kafka: Any, tmp_path: Path) -> None:
     pipeline, (first, second) = pipeline_on(kafka.bootstrap, tmp_path), halves()
     command = [sys.executable, "-m", "learner", "-c", str(pipeline.path)]
     with Supervised(pipeline) as learner:
@@ -48,7 +48,7 @@ def test_a_learner_that_is_suspended_keeps_its_lock_and_goes_on_where_it_was(kaf
         for process in family:
             process.send_signal(signal.SIGSTOP)
         try:
-            assert pipeline.steps() is None, "a learner that is stopped seems to be well"
+            assert pipeline.steps() is None, "a suspended learner answers"
             send(kafka.bootstrap, pipeline.topic, second)
             environment = {**os.environ, "ANABRANCH__LEARNER__STOP_TIMEOUT": "1s"}
             second = subprocess.run(command, capture_output=True, text=True, timeout=90, env=environment)
@@ -57,7 +57,7 @@ def test_a_learner_that_is_suspended_keeps_its_lock_and_goes_on_where_it_was(kaf
                 process.send_signal(signal.SIGCONT)
         assert second.returncode == 2
         assert "another learner is at work" in second.stderr
-        report = learner.wait_for(all_learned, "all events")
+        report = learner.wait_for(all_trained, "all events")
         assert learner.pid() == pid
     assert adds_up(report)
     assert (accounts(pipeline) == 1).all()
@@ -65,17 +65,17 @@ def test_a_learner_that_is_suspended_keeps_its_lock_and_goes_on_where_it_was(kaf
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_learner_whose_broker_is_killed_waits_for_it_and_says_so(mortal_kafka: Any, tmp_path: Path) -> None:
+def test_a_learner_whose_broker_is_killed_waits_and_reports_a_problem(mortal_kafka: Any, tmp_path: Path) -> None:
     pipeline, (first, second) = pipeline_on(mortal_kafka.bootstrap, tmp_path), halves()
     with Supervised(pipeline) as learner:
         send(mortal_kafka.bootstrap, pipeline.topic, first)
         learner.wait_for(lambda report: total(report) == HALF, "half of the events")
         pid = learner.pid()
         mortal_kafka.kill()
-        learner.wait_for(lambda report: bool(report.problems), "a word on the broker")
+        learner.wait_for(lambda report: bool(report.problems), "a problem of the broker")
         mortal_kafka.start()
         send(mortal_kafka.bootstrap, pipeline.topic, second)
-        report = learner.wait_for(all_learned, "all events")
+        report = learner.wait_for(all_trained, "all events")
         assert learner.pid() == pid
     assert adds_up(report)
     assert (accounts(pipeline) == 1).all()

@@ -39,7 +39,7 @@ def test_the_page_is_one_file_under_a_policy_that_lets_in_nothing_else(numbers: 
             (text,) = re.findall(f"<{tag}>(.*?)</{tag}>", page.text, re.DOTALL)
             digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
             assert policy[directive] == f"'sha256-{digest}'"
-        assert re.findall(r"(?:src|href)=\"(?!#|data:|api/|metrics)", page.text) == []
+        assert re.findall(r"(?:src|href)=\"(?!#|data:|api/|metrics|openapi.json)", page.text) == []
         assert " style=" not in page.text
         again = httpx.get(server.url + "/", headers={"If-None-Match": page.headers["etag"]})
         assert (again.status_code, again.content) == (304, b"")
@@ -185,14 +185,14 @@ def test_in_a_browser_the_token_is_asked_for_and_kept_for_the_tab_alone(
     with served(numbers, tokens=TOKENS) as server:
         page = browser.new_page()
         page.goto(server.url)
-        page.wait_for_selector("#door:visible")
+        page.wait_for_selector("#token-form:visible")
         page.keyboard.type("falsch")  # the field has the focus
         page.keyboard.press("Enter")
         page.wait_for_function("() => document.getElementById('refusal').textContent.includes('does not know')")
         page.fill("#token", "lesen")
         page.keyboard.press("Enter")
         await_sentence(page, "All is well.")
-        assert not page.is_visible("#door")
+        assert not page.is_visible("#token-form")
         assert page.evaluate("[sessionStorage.token, localStorage.length, document.cookie]") == ["lesen", 0, ""]
         page.reload()
         await_sentence(page, "All is well.")
@@ -399,22 +399,22 @@ def test_in_a_browser_versions_are_promoted_pinned_and_rejected(browser: Any, nu
         page.goto(server.url)
         await_fate(page, 2, "served")
         act(page, 3, "promote")
-        assert page.text_content("#order-title") == "Promote version 3?"
-        page.click("#order-cancel")
-        assert not page.is_visible("#order")
+        assert page.text_content("#command-title") == "Promote version 3?"
+        page.click("#command-cancel")
+        assert not page.is_visible("#command")
         act(page, 3, "promote")
-        page.click("#order-go")
+        page.click("#command-go")
         await_fate(page, 3, "served")
         act(page, 3, "reject")
-        page.click("#order-go")
+        page.click("#command-go")
         await_fate(page, 3, "rejected")
         act(page, 2, "pin")  # asks nothing: it can be undone
         await_fate(page, 2, "pinned")
         act(page, 1, "promote")
-        page.click("#order-go")
-        page.wait_for_function("() => document.getElementById('order-error').textContent")
-        assert page.text_content("#order-error") == "Version 2 is pinned, and nothing else is served; unpin it first."
-        page.click("#order-cancel")
+        page.click("#command-go")
+        page.wait_for_function("() => document.getElementById('command-error').textContent")
+        assert page.text_content("#command-error") == "Version 2 is pinned, and nothing else is served; unpin it first."
+        page.click("#command-cancel")
         act(page, 2, "unpin")
         await_fate(page, 2, "served")
         page.close()
@@ -437,20 +437,20 @@ def test_in_a_browser_the_admin_token_is_asked_for_once_and_stored_nowhere(
     with served(numbers, tokens=TOKENS) as server:
         page = browser.new_page()
         page.goto(server.url)
-        page.wait_for_selector("#door:visible")
+        page.wait_for_selector("#token-form:visible")
         page.fill("#token", "lesen")
         page.keyboard.press("Enter")
         await_fate(page, 2, "served")
         act(page, 2, "pin")
         page.wait_for_selector("#admin-token:visible")
-        assert page.text_content("#order-error") == ""
+        assert page.text_content("#command-error") == ""
         page.keyboard.type("falsch")  # the field has the focus
         page.keyboard.press("Enter")
-        page.wait_for_function("() => document.getElementById('order-error').textContent")
+        page.wait_for_function("() => document.getElementById('command-error').textContent")
         page.fill("#admin-token", "verwalten")
         page.keyboard.press("Enter")
         await_fate(page, 2, "pinned")
-        assert not page.is_visible("#order")
+        assert not page.is_visible("#command")
         act(page, 2, "unpin")
         await_fate(page, 2, "served")
         everything = "JSON.stringify([{...sessionStorage}, {...localStorage}, document.cookie, location.href])"
@@ -521,4 +521,22 @@ def test_in_a_browser_events_are_marks_on_the_time_axis_and_the_axis_can_be_zoom
         page.reload()
         await_sentence(page, "All is well.")
         assert page.is_checked("#zoom")
+        page.close()
+
+
+def test_in_a_browser_series_of_different_meaning_have_their_own_scale_with_its_limits(
+    browser: Any, numbers: Any, served: Served
+) -> None:
+    numbers.publish(1)
+    write_report(numbers.deployment.state_dir, learner_report(rates={"rows_new": 600.0, "rows_replay": 3.0}))
+    with served(numbers) as server:
+        page = browser.new_page()
+        page.goto(server.url)
+        await_sentence(page, "All is well.")
+        page.wait_for_selector("[data-spark^=rows_new] path", state="attached")
+        svg = page.locator("[data-spark^=rows_new] svg")
+        assert svg.get_attribute("aria-label") == "max 600, min 600, max 3, min 3"
+        assert svg.locator("text").all_text_contents() == ["max 600", "min 600", "max 3", "min 3"]
+        assert page.locator("header a").all_text_contents() == ["HTTP API", "Metrics", "See outcomes"]
+        assert httpx.get(f"{server.url}/{page.get_attribute('header a', 'href')}").status_code == 200
         page.close()

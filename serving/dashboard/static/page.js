@@ -2,7 +2,7 @@
 const $ = (id) => document.getElementById(id);
 const figure = (name, text) => { document.querySelector(`[data-figure="${name}"]`).textContent = text; };
 
-/* the rollout commands, by the names that the server knows: POST api/versions/N:ACTION */
+/* the rollout commands, by the server's names: POST api/versions/N:ACTION */
 const ACTIONS = { promote: "promote", pin: "pin", unpin: "unpin", reject: "reject" };
 
 /* explanations, shown on hover and on keyboard focus */
@@ -85,9 +85,9 @@ function resolution() {
 }
 
 async function askHistory() {
-  const [wanted, many] = resolution(), began = status.history.since;
-  const from = (time) => ask(`api/history?step=${wanted}&since=${time}`);
-  const since = (points?.step === wanted && points.began === began && points.time.at(-1)) || 0;
+  const [step, many] = resolution(), began = status.history.since;
+  const from = (time) => ask(`api/history?step=${step}&since=${time}`);
+  const since = (points?.step === step && points.began === began && points.time.at(-1)) || 0;
   const fresh = await from(since), turned = since && !fresh.time.length; /* the server's clock was set back */
   if (!since || turned) {
     points = { ...(turned ? await from(0) : fresh), began };
@@ -113,7 +113,7 @@ async function refresh() {
     await askHistory();
     failures = 0;
     received = performance.now();
-    $("door").hidden = true;
+    $("token-form").hidden = true;
     render();
   } catch (error) {
     if (error.status === 401) return lock();
@@ -131,7 +131,7 @@ function lock() {
   document.body.dataset.state = "locked";
   $("sentence").textContent = "This server requires a token.";
   $("refusal").textContent = stored(sessionStorage, "token") ? "The server does not know this token." : "";
-  $("door").hidden = false;
+  $("token-form").hidden = false;
   $("token").focus();
 }
 
@@ -174,7 +174,7 @@ function render() {
     `serving for ${age(serving.time - serving.started)}`,
   ];
   $("meta").replaceChildren(...facts.map((text) => element("span", {}, text)));
-  figure("served", known(serving.version) ? `serves version ${serving.version}` : "");
+  figure("served", known(serving.version) ? `Serves version ${serving.version}` : "");
   const rejected = learner?.outcomes.dead_lettered ?? 0;
   $("rejected").hidden = !rejected;
   $("rejected").firstElementChild.textContent = `${count(rejected)} ${rejected === 1 ? "message was" : "messages were"} rejected and sent to the dead-letter topic, each with its reason.`;
@@ -263,7 +263,7 @@ function renderTiles() {
   const { learner, serving, health } = status, rates = health.silent ? {} : learner?.rates ?? {};
   figure("freshness_p50", duration(serving.freshness_p50_seconds));
   figure("freshness_p99", duration(serving.freshness_p99_seconds));
-  figure("freshness_note", serving.freshness_p50_seconds > 60 ? "old events are being trained on" : "events of the last minute");
+  figure("freshness_remark", serving.freshness_p50_seconds > 60 ? "old events are being trained on" : "events of the last minute");
   figure("rows_new", rate(rates.rows_new));
   figure("rows_replay", rate(rates.rows_replay));
   figure("steps_rate", rate(rates.steps));
@@ -287,9 +287,14 @@ function renderTiles() {
   figure("lag_seconds", learner && !health.silent && !stale ? `oldest waits ${duration(learner.lag_seconds)}${learner.behind ? ", lag policy holds" : ""}` : "age not known");
   figure("partitions", `${partitions.length} ${partitions.length === 1 ? "partition" : "partitions"}`);
   for (const host of document.querySelectorAll("[data-spark]")) {
-    const { times, values, gap } = shown(host.dataset.spark.split(" "));
-    const { from, to } = bounds();
-    spark(host, times, values, from, to, gap);
+    /* Series of one unit and meaning share a band; "|" begins another. */
+    const bands = host.dataset.spark.split(" | ").map((names) => names.split(" ")), names = bands.flat();
+    const { times, values, gap } = shown(names), { from, to } = bounds();
+    const groups = bands.map((band) => ({
+      kinds: band.map((name) => "ab"[names.indexOf(name)]),
+      series: band.map((name) => values[names.indexOf(name)]),
+    }));
+    spark(host, groups, times, from, to, gap, names[0].endsWith("_seconds") ? duration : rate);
   }
 }
 
@@ -302,8 +307,8 @@ function compared(version) {
   return rows ? `${count(Number(rows[1]))} of ${count(Number(rows[2]))} holdout events` : "";
 }
 
-/* What a person may order about a version. */
-function orders(version) {
+/* The rollout commands that apply to a version. */
+function actionsOf(version) {
   const { fate, removed } = version;
   if (removed) return [];
   if (fate === "pinned") return ["unpin"];
@@ -321,7 +326,7 @@ function versionRows(version) {
     element("td", { class: version.verdict ?? "" }, element("span", { class: "glyph", "aria-hidden": "true" }, VERDICTS[version.verdict] ?? ""),
       element("span", version.verdict ? why : {}, version.verdict ?? NONE), ...(version.verdict === "inconclusive" && compared(version) ? [":", element("span", { class: "compared" }, ` ${compared(version)}`)] : [])),
     element("td", { class: version.fate === "rolled back" ? "refused" : version.fate }, shown),
-    element("td", { class: "actions" }, ...orders(version).map((action) =>
+    element("td", { class: "actions" }, ...actionsOf(version).map((action) =>
       element("button", { type: "button", "data-key": action, "data-action": action, "aria-label": `${TITLES[action]} version ${version.number}` }, TITLES[action]))));
   const explains = ["refused", "rolled back"].includes(version.fate) && version.reason;
   return explains ? [row, element("tr", { class: "reason", "data-key": `${version.number} reason` }, element("td", { colspan: "7" }, version.reason))] : [row];
@@ -419,11 +424,11 @@ function renderFacts() {
 
 /* explanations */
 for (const [key, text] of Object.entries(HELP)) $("helps").append(element("span", { id: `help-${key}` }, text));
-for (const term of document.querySelectorAll("[data-help]")) dress(term, explained({ "data-help": term.dataset.help }), []);
+for (const term of document.querySelectorAll("[data-help]")) decorate(term, explained({ "data-help": term.dataset.help }), []);
 
 let hinted = null;
 const EXPLAINED = "[data-help], [data-hint]";
-function placeHint() {
+function positionHint() {
   const at = hinted.getBoundingClientRect(), box = $("hint").getBoundingClientRect();
   const above = at.bottom + box.height + 8 > innerHeight;
   $("hint").style.left = `${Math.max(8, Math.min(at.left, document.documentElement.clientWidth - box.width - 8))}px`;
@@ -436,7 +441,7 @@ function hint(event) {
   $("hint").hidden = !hinted;
   if (!hinted) return;
   $("hint").textContent = hinted.dataset.hint ?? HELP[hinted.dataset.help];
-  placeHint();
+  positionHint();
 }
 function noHint() {
   hinted = null;
@@ -445,10 +450,10 @@ function noHint() {
 document.addEventListener("pointerover", hint);
 document.addEventListener("focusin", hint);
 document.addEventListener("focusout", noHint);
-document.addEventListener("scroll", () => { if (hinted) placeHint(); }, { capture: true, passive: true });
+document.addEventListener("scroll", () => { if (hinted) positionHint(); }, { capture: true, passive: true });
 document.addEventListener("keydown", (event) => { if (event.key === "Escape") noHint(); });
 
-/* orders about versions */
+/* rollout commands */
 const TITLES = { promote: "Promote", pin: "Pin", unpin: "Unpin", reject: "Reject" };
 const CONFIRMED = {
   promote: (number) => `Version ${number} is served whatever its verdict, and versions newer than it that are there now are not. The next version that passes the gate replaces it.`,
@@ -470,46 +475,46 @@ async function post(action, number) {
 }
 const sentenceOf = (text) => `${text.replace(/^./, (first) => first.toUpperCase()).replace(/[.]$/, "")}.`;
 
-function openOrder(action, number, text, error = "", door = false) {
+function openCommand(action, number, text, error = "", asksToken = false) {
   Object.assign(pending, { action, number });
-  $("order-title").textContent = `${TITLES[action]} version ${number}?`;
-  $("order-text").textContent = text;
-  $("order-error").textContent = error;
-  $("order-go").textContent = TITLES[action];
-  $("order-go").disabled = false;
-  $("order-door").hidden = !door;
-  if (!$("order").open) $("order").showModal();
-  (door ? $("admin-token") : $("order-cancel")).focus();
+  $("command-title").textContent = `${TITLES[action]} version ${number}?`;
+  $("command-text").textContent = text;
+  $("command-error").textContent = error;
+  $("command-go").textContent = TITLES[action];
+  $("command-go").disabled = false;
+  $("command-token").hidden = !asksToken;
+  if (!$("command").open) $("command").showModal();
+  (asksToken ? $("admin-token") : $("command-cancel")).focus();
 }
 
-async function sendOrder(action, number) {
+async function sendCommand(action, number) {
   const text = CONFIRMED[action]?.(number) ?? "";
-  $("order-go").disabled = true;
+  $("command-go").disabled = true;
   const { status: code, error } = await post(action, number);
   if (!error) {
-    $("order").close();
+    $("command").close();
     refresh();
     return;
   }
   const refused = code === 401 || code === 403, wrong = refused && adminToken;
   if (refused) adminToken = "";
-  openOrder(action, number, text, refused && !wrong ? "" : error, refused);
+  openCommand(action, number, text, refused && !wrong ? "" : error, refused);
 }
 
 $("versions").addEventListener("click", (event) => {
   const action = event.target.dataset.action, number = Number(event.target.closest("tr")?.dataset.version);
   if (!action) return;
-  if (action in CONFIRMED) openOrder(action, number, CONFIRMED[action](number));
-  else sendOrder(action, number);
+  if (action in CONFIRMED) openCommand(action, number, CONFIRMED[action](number));
+  else sendCommand(action, number);
 });
-$("order-form").addEventListener("submit", (event) => {
+$("command-form").addEventListener("submit", (event) => {
   event.preventDefault();
   adminToken = $("admin-token").value.trim() || adminToken;
   $("admin-token").value = "";
-  sendOrder(pending.action, pending.number);
+  sendCommand(pending.action, pending.number);
 });
-$("order-cancel").addEventListener("click", () => $("order").close());
-$("order").addEventListener("close", () => { $("admin-token").value = ""; });
+$("command-cancel").addEventListener("click", () => $("command").close());
+$("command").addEventListener("close", () => { $("admin-token").value = ""; });
 
 /* choices of the reader */
 for (const [seconds, name] of RANGES) {
@@ -520,20 +525,20 @@ for (const [seconds, name] of RANGES) {
 }
 
 const THEMES = ["auto", "light", "dark"];
-function dressUp(theme) {
+function applyTheme(theme) {
   if (theme === "auto") delete document.documentElement.dataset.theme;
   else document.documentElement.dataset.theme = theme;
   $("theme").textContent = `Theme: ${theme}`;
   $("theme").setAttribute("aria-label", `Colour theme: ${theme}`);
 }
 let theme = THEMES.includes(stored(localStorage, "theme")) ? stored(localStorage, "theme") : "auto";
-dressUp(theme);
+applyTheme(theme);
 $("theme").addEventListener("click", () => {
   theme = THEMES[(THEMES.indexOf(theme) + 1) % THEMES.length];
   stored(localStorage, "theme", theme);
-  dressUp(theme);
+  applyTheme(theme);
 });
-$("door").addEventListener("submit", (event) => {
+$("token-form").addEventListener("submit", (event) => {
   event.preventDefault();
   stored(sessionStorage, "token", $("token").value.trim());
   $("token").value = "";

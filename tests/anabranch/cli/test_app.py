@@ -6,6 +6,7 @@ import logging
 import subprocess
 import sys
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 
@@ -41,10 +42,10 @@ def test_every_command_has_help_with_an_example(anabranch, command):
 def test_help_shows_all_of_its_texts(anabranch, command, monkeypatch):
     monkeypatch.setenv("COLUMNS", "1000")
     _, out, _ = anabranch(*command.split(), "--help")
-    told = " ".join(out.split())
+    text_out = " ".join(out.split())
     parameters = [each for each in commands()[command].params if each.name != "help"]
     for text in [commands()[command].help, *(getattr(each, "help", "") for each in parameters)]:
-        assert shown(text) in told
+        assert shown(text) in text_out
 
 
 @pytest.mark.parametrize("command", ["", "versions", *COMMANDS])
@@ -52,7 +53,7 @@ def test_help_names_no_value_for_a_flag(anabranch, command):
     assert "<bool>" not in anabranch(*command.split(), "--help")[1]
 
 
-def test_the_shell_completes_commands(monkeypatch, capsys):
+def test_the_shell_completes_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("_ANABRANCH_COMPLETE", "complete_bash")
     monkeypatch.setenv("COMP_WORDS", "anabranch ver")
     monkeypatch.setenv("COMP_CWORD", "1")
@@ -174,7 +175,7 @@ def test_an_unreachable_broker_is_one_sentence_and_exit_code_3(example, free_por
 
 
 @pytest.mark.process
-def test_a_bug_is_exit_code_1_with_a_traceback_that_shows_no_values(tmp_path):
+def test_a_bug_is_exit_code_1_with_a_traceback_that_shows_no_values(tmp_path: Path) -> None:
     code = (
         "import anabranch.commands.init\n"
         "def broken(folder, *, force):\n    secret = 'hunter' + '2'\n    raise RuntimeError('bug')\n"
@@ -188,7 +189,7 @@ def test_a_bug_is_exit_code_1_with_a_traceback_that_shows_no_values(tmp_path):
 
 
 @pytest.mark.process
-def test_the_command_line_loads_nothing_heavy():
+def test_the_command_line_loads_nothing_heavy() -> None:
     heavy = ("torch", "kafka", "sklearn", "fastapi", "numpy", "anabranch.config.loader", "learner", "serving", "replay")
     code = f"import sys, anabranch.cli.app; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -2,6 +2,9 @@
 
 import json
 import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +18,7 @@ from learner.strategies.examples import Examples
 
 @pytest.fixture(autouse=True)
 def _own_factory(monkeypatch):
-    """Lets each test import the factory of its own folder."""
+    """Lets each test import the factory in its folder."""
     monkeypatch.setattr(sys, "path", sys.path[:])
     sys.modules.pop("my_model", None)
     yield
@@ -78,21 +81,21 @@ def test_every_kind_of_strategy_runs(example, file, strategy):
     assert backtest(config, file).points[-1].recent > 0.3
 
 
-def test_a_file_without_labels_is_one_sentence(run, example):
+def test_a_file_without_labels_is_one_sentence(run: Callable[..., Any], example: Path) -> None:
     (example / "none.jsonl").write_text(json.dumps({"x": [0.0] * 64}) + "\n")
     code, out, err = run(example / "none.jsonl")
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert "has no event with a label" in err
 
 
-def test_the_reservoir_is_a_uniform_sample_of_all_events():
+def test_the_reservoir_is_a_uniform_sample_of_all_events() -> None:
     reservoir = _Reservoir(seed=0, capacity=100)
     for begin in range(0, 1000, 7):
         values = torch.arange(begin, min(begin + 7, 1000)).float()
         reservoir.add(Examples({"x": values}, values.long(), torch.ones(len(values))))
-    first, second = reservoir.draw((50, 50))
-    drawn = torch.cat([first.label_B, second.label_B])
-    assert len(drawn.unique()) == 100
+    first, second = reservoir.sample((50, 50))
+    sampled = torch.cat([first.label_B, second.label_B])
+    assert len(sampled.unique()) == 100
     assert torch.equal(first.features["x"].long(), first.label_B)
-    assert 400 < drawn.float().mean() < 600
-    assert _Reservoir(seed=0).draw((5,)) == []
+    assert 400 < sampled.float().mean() < 600
+    assert _Reservoir(seed=0).sample((5,)) == []

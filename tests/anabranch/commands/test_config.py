@@ -2,6 +2,9 @@
 
 import json
 import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,12 +25,12 @@ def run(example, capsys, monkeypatch):
     return call
 
 
-def test_a_valid_file_is_said_to_be(run, example):
+def test_a_valid_file_is_said_to_be(run: Callable[..., Any], example: Path) -> None:
     assert run("check") == (0, f"{example}/pipeline.toml is valid\n", "")
     assert json.loads(run("check", "--json")[1])["valid"] is True
 
 
-def test_check_prints_every_fault_and_exits_with_2(run, monkeypatch):
+def test_check_prints_every_fault_and_exits_with_2(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ANABRANCH__LEARNER__BATCH_SIZE", "none")
     monkeypatch.setenv("ANABRANCH__SERVING__PORT", "-1")
     code, out, _ = run("check")
@@ -36,7 +39,9 @@ def test_check_prints_every_fault_and_exits_with_2(run, monkeypatch):
     assert {fault["key"] for fault in document["faults"]} == {"learner.batch_size", "serving.port"}
 
 
-def test_what_show_prints_is_a_config_with_the_same_values(run, example, monkeypatch):
+def test_what_show_prints_is_a_config_with_the_same_values(
+    run: Callable[..., Any], example: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("ANABRANCH__LEARNER__BATCH_SIZE", "17")
     code, out, err = run("show")
     assert (code, err) == (0, "")
@@ -50,11 +55,11 @@ def test_what_show_prints_is_a_config_with_the_same_values(run, example, monkeyp
 
 @pytest.mark.parametrize("options", [[], ["--json"]])
 def test_show_hides_secrets_wherever_they_come_from(run, example, monkeypatch, options):
-    monkeypatch.setenv("PLACE", "broker-nobody-knows:9092")
-    monkeypatch.setenv("ANABRANCH__STREAM__BOOTSTRAP_SERVERS", '{env = "PLACE"}')
+    monkeypatch.setenv("BROKER", "secret-broker:9092")
+    monkeypatch.setenv("ANABRANCH__STREAM__BOOTSTRAP_SERVERS", '{env = "BROKER"}')
     monkeypatch.setenv("ANABRANCH__SERVING__TOKENS__ADMIN", "hunter2")
     monkeypatch.setenv("ANABRANCH__SERVING__TOKENS__READ", "hunter3")
     code, out, _ = run("show", *options)
     assert code == 0
-    assert not any(secret in out for secret in ("hunter2", "hunter3", "nobody-knows"))
+    assert not any(secret in out for secret in ("hunter2", "hunter3", "secret-broker"))
     assert out.count("(hidden)") == 3

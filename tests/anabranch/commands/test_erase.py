@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import anabranch.commands.erase
 from anabranch.cli import app as cli
 from anabranch.commands.erase import erase_events
 from anabranch.config.loader import Config, load_config
+from ingest.events.schema import Schema
+from learner.state_dir.checkpoint import Checkpoint, Checkpoints
 from learner.state_dir.lock import LOCK, hold_state_directory
 
 
@@ -78,9 +81,19 @@ def test_what_takes_seconds_to_import_is_there_before_the_lock_is_taken(
     assert erase_events(config, [], ["events[0]@1..2"], timedelta(0)).applied
 
 
-def test_beside_a_learner_it_waits_for_its_word_and_leaves_its_files_alone(config: Config) -> None:
+def test_while_a_learner_runs_it_waits_for_its_report_and_does_not_touch_its_files(config: Config) -> None:
     with hold_state_directory(config.state_dir):
         answer = erase_events(config, [], ["events[0]@1..2"], timedelta(0))
         assert not answer.applied
-        assert "the learner has not said in time" in str(answer.missing)
+        assert "the learner has not reported in time" in str(answer.missing)
     assert (config.state_dir / LOCK).read_bytes() == b""
+
+
+def test_checkpoints_that_were_set_aside_are_deleted_by_an_erasure(config: Config) -> None:
+    checkpoints = Checkpoints(config.state_dir / "checkpoints", Schema(config.pipeline.events).digest, 1)
+    for number in (1, 2):
+        checkpoints.write(number, Checkpoint(number, {"model": {"w": torch.zeros(3)}}, {"ledger": []}), 0.0)
+    checkpoints.set_aside(2)
+    assert (checkpoints.numbers(), checkpoints.highest()) == ([1], 2)
+    assert erase_events(config, [], ["events[0]@1..2"], timedelta(0)).applied
+    assert [path.name for path in checkpoints.path.iterdir()] == ["1"]

@@ -6,6 +6,7 @@ import io
 import json
 import math
 import sys
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -14,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anabranch.commands.event_files import STDIN, open_source
+from anabranch.commands.event_files.files import STDIN, open_source
 from anabranch.commands.produce import produce
 from anabranch.config.loader import load_config
 from anabranch.core.errors import SettingsError
@@ -73,12 +74,12 @@ def cells(row):
 
 
 class TestCsv:
-    def test_a_row_becomes_an_event_by_the_types_of_the_schema(self, tmp_path, schema):
+    def test_a_row_becomes_an_event_by_the_types_of_the_schema(self, tmp_path: Path, schema: Schema) -> None:
         (record,) = read(table(tmp_path / "a.csv", list(ROW), cells(ROW)), schema)
-        assert (record.place, record.content, record.fault) == ("line 2", ROW, "")
+        assert (record.location, record.content, record.fault) == ("line 2", ROW, "")
 
     @pytest.mark.parametrize("name", ["history.{}.{}", "history[{}][{}]"])
-    def test_a_shape_may_be_spread_over_columns_in_any_order(self, tmp_path, schema, name):
+    def test_a_shape_may_be_spread_over_columns_in_any_order(self, tmp_path: Path, schema: Schema, name: str) -> None:
         flat = {name.format(i, j): ROW["history"][i][j] for i in (1, 0) for j in (0, 1)}
         row = {**flat, **{field: value for field, value in ROW.items() if field != "history"}}
         (record,) = read(table(tmp_path / "a.csv", list(row), list(row.values())), schema)
@@ -93,12 +94,12 @@ class TestCsv:
         (event,) = read(tmp_path / "events.csv", several)
         assert event.content.get("y") == label
 
-    def test_an_empty_cell_is_a_missing_field(self, tmp_path, schema):
+    def test_an_empty_cell_is_a_missing_field(self, tmp_path: Path, schema: Schema) -> None:
         row = ROW | {"history": "", "y": ""}
         (record,) = read(table(tmp_path / "a.csv", list(row), cells(row)), schema)
         assert record.content == {field: value for field, value in ROW.items() if field not in ("history", "y")}
 
-    def test_a_shape_that_is_half_empty_is_a_fault(self, tmp_path, schema):
+    def test_a_shape_that_is_half_empty_is_a_fault(self, tmp_path: Path, schema: Schema) -> None:
         header = [
             *(field for field in ROW if field != "history"),
             *(f"history.{i}.{j}" for i in (0, 1) for j in (0, 1)),
@@ -116,22 +117,24 @@ class TestCsv:
             ("history", "[1", "history = '[1' Input data was truncated"),
         ],
     )
-    def test_a_cell_of_another_type_is_named_with_its_line(self, tmp_path, schema, field, cell, fault):
+    def test_a_cell_of_another_type_is_named_with_its_line(
+        self, tmp_path: Path, schema: Schema, field: str, cell: str, fault: str
+    ) -> None:
         path = table(tmp_path / "a.csv", list(ROW), cells(ROW), cells(ROW | {field: cell}))
         good, bad = read(path, schema)
         # The row before has a line feed in a cell.
-        assert (good.fault, bad.place, bad.fault) == ("", "line 4", fault)
+        assert (good.fault, bad.location, bad.fault) == ("", "line 4", fault)
         assert read(path, schema, checked=False)[1].content[field] == cell
 
-    def test_whole_numbers_may_have_been_floats(self, tmp_path, schema):
+    def test_whole_numbers_may_have_been_floats(self, tmp_path: Path, schema: Schema) -> None:
         (record,) = read(table(tmp_path / "a.csv", list(ROW), cells(ROW | {"small": "3.0"})), schema)
         assert record.content["small"] == 3
 
-    def test_a_row_of_another_length_is_a_fault(self, tmp_path, schema):
+    def test_a_row_of_another_length_is_a_fault(self, tmp_path: Path, schema: Schema) -> None:
         (record,) = read(table(tmp_path / "a.csv", list(ROW), ["1"]), schema)
         assert record.fault == "it has 1 cells, but the header has 9"
 
-    def test_delimiter_byte_order_mark_and_gzip(self, tmp_path, schema):
+    def test_delimiter_byte_order_mark_and_gzip(self, tmp_path: Path, schema: Schema) -> None:
         plain = table(tmp_path / "a.tsv", list(ROW), cells(ROW), delimiter="\t", encoding="utf-8-sig")
         packed = tmp_path / "a.tsv.gz"
         packed.write_bytes(gzip.compress(plain.read_bytes()))
@@ -139,7 +142,7 @@ class TestCsv:
         for records in (read(plain, schema), read(packed, schema), read(semicolons, schema, delimiter=";")):
             assert [record.content for record in records] == [ROW]
 
-    def test_columns_that_the_schema_does_not_know_are_left_out_and_told(self, tmp_path, schema):
+    def test_columns_that_are_not_in_the_schema_are_left_out_and_reported(self, tmp_path: Path, schema: Schema) -> None:
         path = table(tmp_path / "a.csv", ["extra", *ROW], ["?", *cells(ROW)])
         with open_source(path, None, None, schema, checked=True) as source:
             assert source.left_out == ["extra"]
@@ -175,7 +178,7 @@ class TestCsv:
         with pytest.raises(SettingsError, match=sentence):
             read(tmp_path / name, schema, checked=False)
 
-    def test_a_quote_that_is_out_of_place_is_a_fault(self, tmp_path, schema):
+    def test_a_misplaced_quote_is_a_fault(self, tmp_path: Path, schema: Schema) -> None:
         path = table(tmp_path / "a.csv", list(ROW), cells(ROW))
         path.write_bytes(path.read_bytes() + b'"a"b\n')
         assert "expected after" in read(path, schema)[1].fault
@@ -191,13 +194,13 @@ class TestParquet:
         found = pa.Table.from_pylist([{k: v for k, v in row.items() if k not in types} for row in rows]).schema
         return pa.schema([pa.field(name, types.get(name) or found.field(name).type) for name in rows[0]])
 
-    def test_rows_are_events(self, tmp_path, schema):
+    def test_rows_are_events(self, tmp_path: Path, schema: Schema) -> None:
         path = self.write(tmp_path / "a.parquet", [ROW, ROW | {"history": None, "y": None}])
         first, second = read(path, schema)
-        assert (first.place, first.content) == ("row 1", ROW)
+        assert (first.location, first.content) == ("row 1", ROW)
         assert second.content == {field: value for field, value in ROW.items() if field not in ("history", "y")}
 
-    def test_row_groups_are_read_one_by_one(self, tmp_path, schema):
+    def test_row_groups_are_read_one_by_one(self, tmp_path: Path, schema: Schema) -> None:
         rows = [ROW | {"large": number} for number in range(5000)]
         path = self.write(tmp_path / "a.parquet", rows, row_group_size=700)
         with open_source(path, None, None, schema, checked=True) as source:
@@ -206,16 +209,18 @@ class TestParquet:
             assert (source.done(), source.total) == (1, 5000)
             assert [record.content["large"] for record in records] == list(range(1, 5000))
 
-    def test_columns_that_are_not_needed_are_not_read(self, tmp_path, schema):
+    def test_columns_that_are_not_needed_are_not_read(self, tmp_path: Path, schema: Schema) -> None:
         path = self.write(tmp_path / "a.parquet", [{"extra": "x"} | ROW])
         with open_source(path, None, None, schema, checked=True) as source:
             assert (source.left_out, [record.content for record in source]) == (["extra"], [ROW])
 
-    def test_stdin_is_refused(self, schema):
+    def test_stdin_is_refused(self, schema: Schema) -> None:
         with pytest.raises(SettingsError, match="cannot be read from stdin"):
             read(STDIN, schema, "parquet")
 
-    def test_without_pyarrow_the_way_out_is_named(self, tmp_path, schema, monkeypatch):
+    def test_without_pyarrow_the_way_out_is_named(
+        self, tmp_path: Path, schema: Schema, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setitem(sys.modules, "pyarrow", None)
         with pytest.raises(SettingsError, match=r"pip install 'anabranch\[arrow\]'"):
             read(tmp_path / "a.parquet", schema)
@@ -313,9 +318,9 @@ def test_what_ingest_decodes_is_what_the_file_held(kind, pipeline, schema, kafka
     records = consume_all(kafka.bootstrap, produced.topic, 600)
     records.sort(key=lambda record: json.loads(record.value)["large"])
     assert_decoded(schema, [record.value for record in records], rows)
-    homes = {(record.key, record.partition) for record in records}
-    assert len(homes) == 7, "the events of a key are in one partition"
-    assert {key for key, _ in homes} == {b"k%d" % number for number in range(7)}
+    pairs = {(record.key, record.partition) for record in records}
+    assert len(pairs) == 7, "the events of a key are in one partition"
+    assert {key for key, _ in pairs} == {b"k%d" % number for number in range(7)}
 
 
 @pytest.mark.services

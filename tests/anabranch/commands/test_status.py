@@ -13,9 +13,10 @@ from rich.console import Console
 
 import learner.state_dir.report
 import serving.reporting.report
+from anabranch.cli import app as cli
 from anabranch.cli.common import show
 from anabranch.commands.status import read_status, render
-from anabranch.config.loader import load_config
+from anabranch.config.loader import Config, load_config
 from learner.state_dir.report import DeviceSharingReport, LearnerReport, PartitionReport
 from serving.reporting.report import ServingReport
 
@@ -92,7 +93,7 @@ def screen(config):
     return " ".join(console.file.getvalue().split())
 
 
-def test_device_sharing_is_on_the_screen(config):
+def test_device_sharing_is_on_the_screen(config: Config) -> None:
     share = DeviceSharingReport(
         policy="fraction",
         servers=1,
@@ -106,7 +107,7 @@ def test_device_sharing_is_on_the_screen(config):
     assert "device sharing fraction: 75% training, 1 server, p99 3.4 ms to yield, micro-batches of 32" in screen(config)
 
 
-def test_what_a_report_says_gives_no_orders_to_the_terminal(config, capsys):
+def test_what_a_report_says_gives_no_orders_to_the_terminal(config: Config, capsys: pytest.CaptureFixture[str]) -> None:
     problem = ["\x1b]0;owned\x07 a title", "\x1b[2J a clear screen", "\x9b2J", "[/red] :smile:", "plain"]
     learner.state_dir.report.write_report(config.state_dir, learner_report(problems=problem))
     show(None, lambda: render(read_status(config)))
@@ -121,7 +122,7 @@ def test_what_a_report_says_gives_no_orders_to_the_terminal(config, capsys):
         assert sentence in shown
 
 
-def test_nothing_that_runs_is_said_so(config):
+def test_nothing_that_runs_is_said_so(config: Config) -> None:
     assert "learner not running serving not running" in screen(config)
     document = json.loads(read_status(config).to_json())
     assert document["learner"] == {"condition": "not running", "age_seconds": None, "report": None}
@@ -136,13 +137,13 @@ def test_nothing_that_runs_is_said_so(config):
         (0.1, None, "lag not known yet"),
     ],
 )
-def test_lag_is_told_with_its_age_and_old_lag_is_not_told_as_that_of_now(config, written, asked, shown):
+def test_lag_is_shown_with_its_age_and_old_lag_is_not_shown_as_current(config, written, asked, shown):
     report = learner_report(time=time.time() - written, lag_seconds=1.5, lag_age_seconds=asked)
     learner.state_dir.report.write_report(config.state_dir, report)
     assert shown in screen(config)
 
 
-def test_the_screen_has_every_figure(config):
+def test_the_screen_has_every_figure(config: Config) -> None:
     learner.state_dir.report.write_report(config.state_dir, learner_report())
     serving.reporting.report.write_report(config.state_dir, serving_report())
     text = screen(config)
@@ -172,7 +173,7 @@ def test_the_screen_has_every_figure(config):
         assert figure in text
 
 
-def test_old_events_caches_and_lost_events_are_told_as_what_they_are(config):
+def test_old_events_caches_and_lost_events_have_their_names(config: Config) -> None:
     rows = {"device": 50, "disk": 700}
     report = learner_report(replay_rows=rows, replay_bytes={"device": 50_000, "disk": 700_000}, replay_lost=3)
     learner.state_dir.report.write_report(config.state_dir, report)
@@ -182,7 +183,7 @@ def test_old_events_caches_and_lost_events_are_told_as_what_they_are(config):
     assert "freshness p50 0.31 s, p99 7 days, 0:00:00 from append" in text
 
 
-def test_a_hold_and_a_pin_are_told(config):
+def test_a_hold_and_a_pin_are_shown(config: Config) -> None:
     now = time.time()
     report = learner_report(
         time=now, held_since=now - 75, held_reasons=["worse on old", "worse on new"], verdict="fail"
@@ -202,12 +203,12 @@ def test_the_last_words_of_a_dead_part_are_shown_as_such(config, dead_pid):
     assert f"learner not running pid {dead_pid}, last report 1:00:00 ago" in screen(config)
 
 
-def test_a_living_part_that_says_nothing_is_silent(config):
+def test_a_living_part_that_says_nothing_is_silent(config: Config) -> None:
     serving.reporting.report.write_report(config.state_dir, serving_report(time=time.time() - 25))
     assert "serving silent" in screen(config)
 
 
-def test_json_holds_both_reports_whole(config):
+def test_json_holds_both_reports_whole(config: Config) -> None:
     report = learner_report()
     learner.state_dir.report.write_report(config.state_dir, report)
     document = json.loads(read_status(config).to_json())
@@ -216,7 +217,7 @@ def test_json_holds_both_reports_whole(config):
     assert document["serving"]["report"] is None
 
 
-def test_a_report_that_has_only_begun_says_what_is_not_known_yet(config):
+def test_a_report_that_has_only_begun_says_what_is_not_known_yet(config: Config) -> None:
     now = time.time()
     learner.state_dir.report.write_report(
         config.state_dir, LearnerReport(pid=os.getpid(), generation=1, started=now, time=now, steps=0)
@@ -224,3 +225,21 @@ def test_a_report_that_has_only_begun_says_what_is_not_known_yet(config):
     text = screen(config)
     for figure in ("accuracy not known yet", "outcomes none", "replay empty", "version none yet"):
         assert figure in text
+
+
+def test_the_exit_code_says_whether_the_pipeline_is_healthy(config, dead_pid, capsys):
+    def code(*options: str) -> int:
+        return cli.main(["status", "--exit-code", *options, "-c", str(config.path)])
+
+    assert code() == 5, "neither part has run"
+    learner.state_dir.report.write_report(config.state_dir, learner_report(problems=[]))
+    assert code("--json") == 5, "serving has not run"
+    serving.reporting.report.write_report(config.state_dir, serving_report(problems=[]))
+    assert code() == 0
+    learner.state_dir.report.write_report(config.state_dir, learner_report())
+    assert code() == 4, "the learner reports a problem"
+    assert cli.main(["status", "-c", str(config.path)]) == 0
+    learner.state_dir.report.write_report(config.state_dir, learner_report(problems=[], time=time.time() - 100))
+    assert code() == 4, "the learner is silent"
+    learner.state_dir.report.write_report(config.state_dir, learner_report(problems=[], pid=dead_pid))
+    assert code() == 5

@@ -4,6 +4,9 @@ import io
 import json
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +15,7 @@ from rich.console import Console
 from anabranch.cli import app as cli
 from anabranch.cli.common import say, show
 from anabranch.commands.versions import list_versions, render_list, render_one, show_version
-from anabranch.config.loader import load_config
+from anabranch.config.loader import Config, load_config
 from anabranch.core.errors import SettingsError
 from ingest.events.schema import Schema
 from learner.state_dir.trained_through import PartitionProgress
@@ -29,7 +32,7 @@ def publish(config):
     """Publishes a version: `publish(7, verdict="fail", schema="other")`."""
     versions = Versions(config.state_dir / "versions")
 
-    def write(number, verdict="pass", reasons=(), schema=None, args=None):
+    def write(number, verdict="pass", reasons=(), schema=None, args=None, weights=None):
         manifest = Manifest(
             number=number,
             generation=2,
@@ -43,7 +46,9 @@ def publish(config):
             model=ModelReference("my_model:build", {"hidden": 128} if args is None else args, "classification"),
             files={},
         )
-        versions.write({"w": torch.zeros(100_000)}, manifest, Verdict(verdict, list(reasons), {"drop_new": 0.25}))
+        versions.write(
+            weights or {"w": torch.zeros(100_000)}, manifest, Verdict(verdict, list(reasons), {"drop_new": 0.25})
+        )
         return versions
 
     return write
@@ -55,7 +60,9 @@ def screen(renderable):
     return console.file.getvalue()
 
 
-def test_what_a_verdict_and_a_manifest_say_gives_no_orders_to_the_terminal(config, publish, capsys):
+def test_what_a_verdict_and_a_manifest_say_gives_no_orders_to_the_terminal(
+    config: Config, publish: Callable[..., Versions], capsys: pytest.CaptureFixture[str]
+) -> None:
     publish(1, "fail", ["\x1b]0;owned\x07 a title", "\x1b[2J a clear screen"], args={"\x1b[2J": "[/red]"})
     show(None, lambda: render_one(show_version(config, 1)))
     show(None, lambda: render_list(list_versions(config, None)))
@@ -67,7 +74,7 @@ def test_what_a_verdict_and_a_manifest_say_gives_no_orders_to_the_terminal(confi
 
 
 class TestLs:
-    def test_the_newest_comes_first_with_its_facts(self, config, publish):
+    def test_the_newest_comes_first_with_its_facts(self, config: Config, publish: Callable[..., Versions]) -> None:
         publish(9)
         publish(10, "fail", ["worse on old events"])
         newest, older = list_versions(config, None)
@@ -78,7 +85,7 @@ class TestLs:
         for fact in ("9", "2023-11-14 22:13:29Z", "900", "pass", "8", "events:0=90", "0.4 MB", "now 0.875"):
             assert fact in line
 
-    def test_at_80_columns_no_word_is_broken(self, config, publish):
+    def test_at_80_columns_no_word_is_broken(self, config: Config, publish: Callable[..., Versions]) -> None:
         for number in range(4711, 4714):
             publish(number, "inconclusive")
         console = Console(file=io.StringIO(), width=80)
@@ -88,7 +95,9 @@ class TestLs:
         for fact in ("4713", "2023-11-14 23:31:53Z", "471,300", "inconclusive", "now 0.875"):
             assert fact in lines[1]
 
-    def test_piped_each_version_is_one_line(self, config, publish, capsys):
+    def test_piped_each_version_is_one_line(
+        self, config: Config, publish: Callable[..., Versions], capsys: pytest.CaptureFixture[str]
+    ) -> None:
         for number in range(1, 4):
             publish(number)
         assert cli.main(["versions", "ls", "--limit", "2", "-c", str(config.path)]) == 0
@@ -96,12 +105,12 @@ class TestLs:
         assert [line.split()[0] for line in lines] == ["version", "3", "2"]
         assert "events:0=30" in lines[1]
 
-    def test_a_limit_leaves_the_newest(self, config, publish):
+    def test_a_limit_leaves_the_newest(self, config: Config, publish: Callable[..., Versions]) -> None:
         for number in range(1, 6):
             publish(number)
         assert [one.number for one in list_versions(config, 2)] == [5, 4]
 
-    def test_what_was_made_of_them_is_marked(self, config, publish):
+    def test_what_was_made_of_them_is_marked(self, config: Config, publish: Callable[..., Versions]) -> None:
         for number in range(1, 5):
             versions = publish(number)
         versions.write_state(RegistryState(serving=4, previous=3, pinned=4, rolled_back=[2]))
@@ -112,7 +121,7 @@ class TestLs:
             [],
         ]
 
-    def test_a_torn_one_does_not_hide_the_others(self, config, publish):
+    def test_a_torn_one_does_not_hide_the_others(self, config: Config, publish: Callable[..., Versions]) -> None:
         versions = publish(1)
         publish(2)
         (versions.directory(2) / "manifest.json").write_text("{")
@@ -121,12 +130,12 @@ class TestLs:
         assert whole.refused is None
         assert "refused" in screen(render_list([torn]))
 
-    def test_without_any_that_is_said(self, config):
+    def test_without_any_that_is_said(self, config: Config) -> None:
         assert screen(render_list(list_versions(config, None))) == "there is no version yet\n"
 
 
 class TestShow:
-    def test_a_whole_one_says_so(self, config, publish):
+    def test_a_whole_one_says_so(self, config: Config, publish: Callable[..., Versions]) -> None:
         versions = publish(1)
         versions.write_state(RegistryState(serving=1))
         for which in (1, "latest", "served"):
@@ -135,14 +144,16 @@ class TestShow:
         for fact in ("1, served", "generation 2", "my_model:build", "drop_new 0.25", "whole; serving may take it"):
             assert fact in said
 
-    def test_one_that_was_learned_with_other_arguments_of_the_factory_is_refused(self, config, publish):
+    def test_one_that_was_learned_with_other_arguments_of_the_factory_is_refused(
+        self, config: Config, publish: Callable[..., Versions]
+    ) -> None:
         publish(1, args={"hidden": 128, "pretrained": "evil.pt"})
         assert show_version(config, 1).refused == (
             "it was learned with other model.args (pretrained) than [model] has now; set them back to serve it, or "
             "wait for a version that is learned with the new ones"
         )
 
-    def test_a_flipped_bit_is_found(self, config, publish):
+    def test_a_flipped_bit_is_found(self, config: Config, publish: Callable[..., Versions]) -> None:
         versions = publish(1)
         path = versions.directory(1) / "model.safetensors"
         content = bytearray(path.read_bytes())
@@ -164,7 +175,7 @@ class TestShow:
         publish(1, **published)
         assert show_version(config, 1).refused == why
 
-    def test_what_was_ordered_goes_before_the_verdict(self, config, publish):
+    def test_what_was_ordered_goes_before_the_verdict(self, config: Config, publish: Callable[..., Versions]) -> None:
         versions = publish(1, "fail", ["worse"])
         for state, refused in (
             (RegistryState(promoted=1), None),
@@ -174,7 +185,7 @@ class TestShow:
             versions.write_state(state)
             assert show_version(config, 1).refused == refused
 
-    def test_without_a_verdict_it_is_refused(self, config, publish):
+    def test_without_a_verdict_it_is_refused(self, config: Config, publish: Callable[..., Versions]) -> None:
         (publish(1).directory(1) / "verdict.json").unlink()
         assert show_version(config, 1).refused == "it has no verdict yet"
 
@@ -192,7 +203,7 @@ class TestShow:
             show_version(config, which)
 
 
-def test_as_json(config, publish, capsys):
+def test_as_json(config: Config, publish: Callable[..., Versions], capsys: pytest.CaptureFixture[str]) -> None:
     publish(1)
     arguments = ["-c", str(config.path), "--json"]
     assert cli.main(["versions", "ls", *arguments]) == 0
@@ -202,13 +213,13 @@ def test_as_json(config, publish, capsys):
     assert json.loads(capsys.readouterr().out) == listed
 
 
-def test_a_word_that_is_no_version_is_one_sentence(config, capsys):
+def test_a_word_that_is_no_version_is_one_sentence(config: Config, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["versions", "show", "newest", "-c", str(config.path)]) == 2
     assert capsys.readouterr().err == 'anabranch: "newest" is no version: write a number, latest or served\n'
 
 
 @pytest.mark.process
-def test_torch_is_not_loaded(config, publish):
+def test_torch_is_not_loaded(config: Config, publish: Callable[..., Versions]) -> None:
     publish(1)
     code = (
         "import sys; from anabranch.cli.app import main\n"
@@ -216,3 +227,57 @@ def test_torch_is_not_loaded(config, publish):
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+@pytest.fixture
+def run(config, capsys):
+    def call(*arguments):
+        code = cli.main(["versions", *map(str, arguments), "-c", str(config.path)])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+def test_a_diff_says_how_far_each_tensor_and_each_figure_has_changed(
+    run: Callable[..., Any], publish: Callable[..., Versions]
+) -> None:
+    publish(3, weights={"same": torch.ones(3), "half": torch.ones(2, 2), "gone": torch.ones(1), "zero": torch.zeros(2)})
+    publish(
+        5, weights={"same": torch.ones(3), "half": 1.5 * torch.ones(2, 2), "new": torch.ones(()), "zero": torch.ones(2)}
+    )
+    code, out, err = run("diff", 3, "latest")
+    rows = {line[:12].split("  ")[0]: line.split() for line in out.splitlines() if line.strip()}
+    assert (code, err) == (0, "")
+    assert max(map(len, out.splitlines())) <= 80
+    assert rows["step"][1:] == ["300", "500", "+200"]
+    assert rows["events:0"][1:] == ["30", "50", "+20"]
+    assert rows["half"][1:] == ["2", "x", "2", "50.000%"]
+    assert rows["same"][-1] == "0.000%"
+    assert rows["zero"][-2:] == ["was", "zero"]
+    assert (rows["gone"][1:], rows["new"][1:]) == (["removed"], ["scalar", "added"])
+    document = json.loads(run("diff", 3, 5, "--json")[1])
+    assert (document["before"]["step"], document["after"]["trained_through"]) == (300, {"events:0": 50})
+    together, half = document["weights"][:2]
+    assert together["name"] is None
+    assert together["relative_change"] == pytest.approx((3.0 / 7.0) ** 0.5)
+    assert (half["name"], half["relative_change"]) == ("half", 0.5)
+
+
+def test_an_export_is_a_copy_of_weights_and_manifest_or_nothing(
+    run: Callable[..., Any], config: Config, publish: Callable[..., Versions], tmp_path: Path
+) -> None:
+    versions, folder = publish(3), tmp_path / "new" / "weights"
+    assert run("export", "latest", folder) == (0, f"exported version 3 to {folder}\n", "")
+    assert sorted(path.name for path in folder.parent.rglob("*")) == ["manifest.json", "model.safetensors", "weights"]
+    for name in ("manifest.json", "model.safetensors"):
+        assert (folder / name).read_bytes() == (versions.directory(3) / name).read_bytes()
+    code, _, err = run("export", 3, folder)
+    assert (code, err) == (2, f"anabranch: {folder} exists and is not an empty folder; name another one\n")
+    other = tmp_path / "other"
+    other.mkdir()
+    assert json.loads(run("export", 3, other, "--json")[1])["version"] == 3
+    (versions.directory(3) / "model.safetensors").write_bytes(b"damaged")
+    code, _, err = run("export", 3, tmp_path / "none")
+    assert (code, "does not have its digest" in err) == (2, True)
+    assert not (tmp_path / "none").exists()

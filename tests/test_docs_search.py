@@ -1,0 +1,74 @@
+"""The search of the docs site, in a browser: what somebody types leads to the page that answers it."""
+
+import functools
+import http.server
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+BOX = ".md-search__input"
+RESULTS = ".md-search-result__link"
+
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+class _Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *arguments: object) -> None:
+        """Requests are not reported."""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of the site, built as `make docs` builds it."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    handler = functools.partial(_Quiet, directory=str(folder))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.fixture(scope="module")
+def tab(browser: Any) -> Iterator[Any]:
+    tab = browser.new_page()
+    yield tab
+    tab.close()
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        ("the Kafka broker at localhost:9092 does not answer", "the Kafka broker at ... does not answer"),
+        ("another learner is at work in /home/you/parcels/var", "another learner is at work in ..."),
+        ("no version can be served yet", "Why is the newest version not served?"),
+        ("checkpoint 12 was made under another [schema]", "checkpoint ... was made under another [schema]"),
+        ("no module named my_model", "no module named ..."),
+        ("the model has no parameters that require a gradient", "the model has no parameters that require a gradient"),
+        ("restore a checkpoint", "How do I restore a checkpoint?"),
+        ("GDPR delete customer", "How do I erase a person's data (GDPR)?"),
+        ("log level json", "How do I raise the log level, or get JSON logs?"),
+    ],
+)
+def test_what_is_typed_leads_to_its_answer(tab: Any, site: str, typed: str, expected: str) -> None:
+    tab.goto(f"{site}/index.html")
+    tab.evaluate("document.querySelector('#__search').click()")
+    tab.fill(BOX, typed)
+    tab.press(BOX, "End")  # the page listens to keys
+    tab.wait_for_selector(RESULTS, state="attached", timeout=60_000)
+    titles = "links => links.slice(0, 5).map(link => link.querySelector('h1, h2')?.textContent ?? '')"
+    assert expected in tab.eval_on_selector_all(RESULTS, titles)
