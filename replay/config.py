@@ -23,14 +23,14 @@ _TierBytes = Annotated[ByteSize, Field(ge=4096)]
 
 
 class TierSettings(Section):
-    """A slower tier: one below the memory tier."""
+    """A tier below the memory tier."""
 
     bytes: _TierBytes
     """Bytes that the events may take there."""
 
 
 class RedisSettings(TierSettings):
-    """The tier in Redis or Valkey: below the memory tier, a cache of the disk tier or, without one, what holds all."""
+    """The tier in Redis or Valkey: a cache of the disk tier or, without that, the primary tier."""
 
     url: Annotated[SecretStr, AfterValidator(_url)]
     """`redis://[USER:PASSWORD@]HOST:PORT/DB`, `rediss://...?ssl_ca_certs=/path/ca.pem` for TLS, or `unix://PATH`; never
@@ -40,36 +40,37 @@ class RedisSettings(TierSettings):
 
 
 class DiskSettings(TierSettings):
-    """The disk tier: a file below `state_dir` that holds everything stored, with the other tiers as its caches."""
+    """The disk tier: a file below `state_dir` with all stored events; the other tiers are its caches."""
 
     bytes: _TierBytes
-    """Size of the file; its space is taken at the start."""
+    """Size of the file; its space is allocated at the start."""
 
 
 class ReplaySettings(Section):
-    """What is kept for rehearsal, and how it is sampled."""
+    """Which events are kept for replay, and how they are sampled."""
 
     admission: Literal["reservoir", "class-balanced", "recent", "diverse"] = "reservoir"
-    """Who is kept: `reservoir` is a uniform sample of everything seen, weighted by `[schema.weight]` where declared;
-    `class-balanced` has as many of each class, `recent` more of what is young, `diverse` as many of each cluster of
+    """Which events are kept: `reservoir` is a uniform sample of all events, weighted by `[schema.weight]` if declared;
+    `class-balanced` keeps as many of each class, `recent` more of the newer events, `diverse` as many of each cluster
+    of
     `model.embedding`."""
     sampling: Literal["uniform", "class-balanced", "recent", "loss", "similar", "diverse"] = "uniform"
-    """Who is sampled of what is held: `uniform`, as many of each class or of each cluster (`diverse`), more of what is
-    young (`recent`), more of what had a large loss (`loss`), what is nearest to new events in `model.embedding`
-    (`similar`)."""
+    """Which kept events are sampled: `uniform`, as many of each class (`class-balanced`) or cluster (`diverse`), more
+    of the newer events (`recent`), more of those with a large loss (`loss`), those nearest to new events in
+    `model.embedding` (`similar`)."""
     half_life: PositiveDuration = timedelta(days=1)
-    """For `recent`: an event that is so much older is half as likely."""
+    """For `recent`: the difference in age that halves the probability of an event."""
     capacity: Annotated[int, Field(ge=1, le=2**31 - 1)] = 1_000_000
-    """Events to keep, and up to 1/32 more between two clearings."""
+    """Events to keep, and up to 1/32 more between two evictions."""
     device_bytes: Annotated[ByteSize, Field(ge=0)] = ByteSize(256_000_000)
-    """Bound of the memory tier, on the learner's device, 0 for none; without Redis and disk it bounds what is kept."""
+    """Bytes of the memory tier, 0 for none; without Redis and disk they bound the number of kept events."""
     device_memory: Literal["device", "host"] = "device"
-    """Where the rows of the memory tier lie: on the learner's `device`, or in pinned memory of the `host`, for a GPU
-    whose memory the model needs; on a CPU both are the same."""
+    """Where the memory tier stores rows: on the learner's `device`, or in pinned memory of the `host`, for a GPU whose
+    memory the model needs. On a CPU both are the same."""
     redis: RedisSettings | None = None
     """The tier in Redis."""
     disk: DiskSettings | None = None
-    """The disk tier; without it and Redis, what is kept lies in memory and in checkpoints."""
+    """The disk tier; without it and Redis, events are stored in memory and in checkpoints."""
 
     @property
     def slower(self) -> dict[str, TierSettings]:

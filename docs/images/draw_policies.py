@@ -110,7 +110,7 @@ class Map:
         """Return the cluster of each event held; 0 is that of those whose cluster is not known."""
         return self.cluster_of(self._held[slots]) + np.int16(1)
 
-    def placed(self, slots: NDArray[np.int32]) -> NDArray[np.bool_]:
+    def indexed(self, slots: NDArray[np.int32]) -> NDArray[np.bool_]:
         """All are found."""
         return np.ones(len(slots), np.bool_)
 

@@ -48,7 +48,7 @@ class Probe:
             return None
         held: Mapping[str, Array] = {}
         if (older := self._holdout.older) >= ENOUGH:
-            held = self._holdout.take(self._chance.of(step).integers(older, size=self._rows))
+            held = self._holdout.take(self._chance.for_step(step).integers(older, size=self._rows))
             examples = self._trainer.examples(held)
         elif sample is not None and len(sample):
             examples = examples_of(sample.first(self._rows), (self._rows,))[0]

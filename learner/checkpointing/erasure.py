@@ -142,7 +142,7 @@ class Erasure:
         said = [
             record
             for record in self._tombstones.records(batch.spans, positions)
-            if record.by not in self._said_by and not self._log.knows(record)
+            if record.by not in self._said_by and not self._log.contains(record)
         ]
         if said:
             self._uncovered.add(said)

@@ -1,1 +1,1 @@
-"""Nearest neighbours of held events, in a process of its own that uses FAISS."""
+"""Nearest neighbours of held events, in a separate process that uses FAISS."""

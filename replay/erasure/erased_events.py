@@ -1,4 +1,4 @@
-"""Which events are erased: what the records of `erasures.log` say.
+"""The erased events, in the form of the records of `erasures.log` that erase them.
 
 Legend: n events of a call, P partitions, R rows of ends.
 """
@@ -15,33 +15,32 @@ from ingest.events.encoders import hash_texts
 from ingest.events.identity import base_of
 
 _NONE = 2**32 - 1
-"""The place of a partition where there is none."""
+"""Stands for no column."""
 _GROWTH = 4
-"""A run of keys is merged with the one before it while that is not so many times as long."""
+"""A run of keys is merged with the previous one while that is less than _GROWTH times as long."""
 _AT_ONCE = 65536
-"""Records whose rows are compared at once."""
+"""How many records are compared at once."""
 _REST = np.dtype([("end", np.int64), ("row", np.uint32), ("part", np.uint32)])
 
 
 class ByKey(msgspec.Struct, frozen=True, kw_only=True, tag="key", tag_field="what"):
-    """All events of a key so far are erased; those that come later are not."""
+    """Erases all events of a key so far; later ones are not erased."""
 
     number: int = 0
-    """Counts the records from 1; given by the log."""
+    """The number of the record, from 1; assigned by the log."""
     time: float
     by: str
-    """`command`, or the place of the tombstone as `topic#incarnation[partition]@offset`."""
+    """`command`, or the position of the tombstone as `topic#incarnation[partition]@offset`."""
     key_hash: str
-    """16 hexadecimal digits; keys themselves are not written down."""
+    """16 hexadecimal digits; keys themselves are not stored."""
     up_to: dict[str, int]
-    """For each partition, as `topic#incarnation[partition]`, the first offset that is not erased. Records may share
-    it."""
+    """By partition, as `topic#incarnation[partition]`, the first offset that is not erased. Records may share it."""
     beyond: dict[str, int] = {}
-    """The same where that is more, for the partitions in which events of the key came since `up_to` was taken."""
+    """Higher ends, for the partitions in which events of the key arrived since `up_to` was determined."""
 
 
 class ByRange(msgspec.Struct, frozen=True, kw_only=True, tag="range", tag_field="what"):
-    """All events of a range of offsets are erased."""
+    """Erases all events of a range of offsets."""
 
     number: int = 0
     time: float
@@ -57,75 +56,75 @@ Record = ByKey | ByRange
 
 
 def hash_of_key(key: bytes) -> str:
-    """Return what a record has of a key, given as the bytes of its text."""
+    """Return the hash of a key, given as the bytes of its text, as records contain it."""
     return f"{int(hash_texts([key])[0]):016x}"
 
 
 @dataclass(frozen=True)
 class _Run:
-    """Keys in rising order, with what is erased of each; of one key, later records come later."""
+    """Keys in ascending order, with their records; the records of one key are in the order of their numbers."""
 
     keys: NDArray[np.uint64]
     rest: NDArray[np.void]
-    """Of each key the row of ends, and one partition in which more is erased, with its end."""
+    """For each key the row of its ends, and one partition with a higher end, _REST."""
 
     def __len__(self) -> int:
         return len(self.keys)
 
 
 class Packed(msgspec.Struct, frozen=True, kw_only=True):
-    """All that some records cover, as it lies in a file; numbers are little-endian."""
+    """The events that a set of records covers, as stored in a file; numbers are little-endian."""
 
     bases: list[int]
-    """Of the partitions, uint64 `[P]`."""
+    """Partition bases, uint64 `[P]`."""
     rows: bytes
-    """The first offset of each that is not erased, int64 `[R, P]`."""
+    """Rows of ends: the first offset of each partition that is not erased, int64 `[R, P]`."""
     numbers: bytes
     """The number of the last record that refers to each row, int64 `[R]`."""
     keys: bytes
-    """Hashes of keys, rising, uint64."""
+    """Hashes of keys, ascending, uint64."""
     rest: bytes
-    """Of each the end in one partition (int64), its row and the place of that partition (uint32)."""
+    """For each key the end in one partition (int64), its row of ends and the column of that partition (uint32)."""
     ranges: dict[int, tuple[list[int], list[int]]]
-    """By the base of the partition: first and last offsets."""
+    """First and last offsets, by partition base."""
 
 
 class ErasedEvents:
-    """What some records cover. Used by one thread while it grows; a copy stays as it is.
+    """The events that a set of records covers. Used by one thread while it grows; a copy does not change.
 
-    Some 24 bytes a key, and 8 P + 8 for each row of ends, which records share. A record that a later one of the same
-    key covers takes nothing.
+    Takes about 24 bytes a key, and 8 P + 8 for each row of ends, which records share. A record that a later one of the
+    same key covers takes no space.
     """
 
     def __init__(self, records: Sequence[Record] = ()) -> None:
         self._columns: dict[int, int] = {}
-        """The place of each partition, by its base."""
+        """The column of each partition, by its base."""
         self._rows: NDArray[np.int64] = np.zeros((0, 1), np.int64)
         self._numbers: NDArray[np.int64] = np.zeros(0, np.int64)
-        """Of each row, the number of the last record that refers to it."""
+        """The number of the last record that refers to each row."""
         self._used = 0
         self._last: Mapping[str, int] | None = None
-        """What the last row was made from."""
+        """The ends that the last row was built from."""
         self._runs: list[_Run] = []
         self._ranges: dict[int, NDArray[np.int64]] = {}
-        """By partition base: ranges that neither meet nor overlap, rising, `[2, n]`: their first and last offsets."""
+        """Disjoint ranges in ascending order by partition base: first and last offsets, `[2, n]`."""
         self.add(records)
 
     def __bool__(self) -> bool:
         return bool(self._runs or self._ranges)
 
     def __len__(self) -> int:
-        """How many keys and ranges are kept; those of one key that differ count each."""
+        """The number of keys and ranges; different records of one key count each."""
         return sum(len(run) for run in self._runs) + sum(len(ranges[0]) for ranges in self._ranges.values())
 
     @property
     def nbytes(self) -> int:
-        """Memory that it takes."""
+        """The bytes of its arrays."""
         runs = sum(run.keys.nbytes + run.rest.nbytes for run in self._runs)
         return runs + self._rows.nbytes + self._numbers.nbytes + sum(ranges.nbytes for ranges in self._ranges.values())
 
     def copy(self) -> "ErasedEvents":
-        """Return what is covered now, for another thread."""
+        """Return a copy for another thread."""
         copy = ErasedEvents()
         copy._columns, copy._rows, copy._used = dict(self._columns), self._rows[: self._used], self._used
         copy._numbers = self._numbers[: self._used].copy()
@@ -133,7 +132,7 @@ class ErasedEvents:
         return copy
 
     def add(self, records: Sequence[Record]) -> None:
-        """Cover what further records say."""
+        """Cover the events of further records."""
         ranges: dict[int, list[tuple[int, int]]] = {}
         keys: list[int] = []
         rest: list[tuple[int, int, int]] = []
@@ -153,10 +152,10 @@ class ErasedEvents:
             self._ranges[base] = _merged(np.concatenate([before, np.array(new, np.int64).T], axis=1))
 
     def drop(self, ends: Mapping[str, int], through: int) -> int:
-        """Drop what records by key up to number `through` cover, where all of it lies below `ends`.
+        """Drop the records by key up to number `through` that cover only offsets below `ends`.
 
         Args:
-            ends: by name of the partition; nothing lies below those of others.
+            ends: by name of the partition; a partition without an end counts as 0.
             through: a number of a record.
 
         Returns:
@@ -167,26 +166,26 @@ class ErasedEvents:
             if (column := self._columns.get(base_of(name))) is not None:
                 below[column] = end
         numbers = self._numbers[: self._used]
-        goes_R = (self._rows[: self._used] <= below).all(axis=1) & (numbers <= through)
+        may_drop_R = (self._rows[: self._used] <= below).all(axis=1) & (numbers <= through)
         runs, dropped = [], 0
         for run in self._runs:
             row, part = run.rest["row"], run.rest["part"]
-            goes = goes_R[row] & ((part == _NONE) | (run.rest["end"] <= below[np.where(part == _NONE, 0, part)]))
-            dropped = max(dropped, int(numbers[row[goes]].max(initial=0)))
-            runs.append(_Run(run.keys[~goes], run.rest[~goes]) if goes.any() else run)
+            drops = may_drop_R[row] & ((part == _NONE) | (run.rest["end"] <= below[np.where(part == _NONE, 0, part)]))
+            dropped = max(dropped, int(numbers[row[drops]].max(initial=0)))
+            runs.append(_Run(run.keys[~drops], run.rest[~drops]) if drops.any() else run)
         if dropped:
             self._runs = [run for run in runs if len(run)]
             self._merge_all()
         return dropped
 
-    def knows(self, key: int, partition: str, offset: int) -> bool:
-        """Whether a tombstone of a key at an offset of a partition says nothing that is not covered."""
+    def contains_tombstone(self, key: int, partition: str, offset: int) -> bool:
+        """Return whether the records already cover the tombstone of a key at an offset of a partition."""
         column = self._columns.get(base_of(partition))
         for run in self._runs if column is not None else ():
             first = np.searchsorted(run.keys, np.uint64(key))
             last = np.searchsorted(run.keys, np.uint64(key), side="right")
-            found = run.rest[first:last]
-            if ((found["part"] == column) & (found["end"] >= offset)).any():
+            rest = run.rest[first:last]
+            if ((rest["part"] == column) & (rest["end"] >= offset)).any():
                 return True
         return False
 
@@ -195,22 +194,22 @@ class ErasedEvents:
 
         Args:
             bases: `partition_base` of each partition by its index, uint64 `[P]`.
-            columns: `partition` (that index), `offset` and `key_hash`, each `[n]`. An offset below 0 is no event's.
+            columns: `partition` (that index), `offset` and `key_hash`, each `[n]`. An offset below 0 is no event.
         """
         partition, offset = columns["partition"], columns["offset"]
-        found = np.zeros(len(offset), np.bool_)
+        erased = np.zeros(len(offset), np.bool_)
         for base, (firsts, lasts) in self._ranges.items():
             for index in np.flatnonzero(bases == np.uint64(base)).tolist():
-                mine = np.flatnonzero(np.equal(partition, index))
-                offsets = offset[mine]
+                members = np.flatnonzero(np.equal(partition, index))
+                offsets = offset[members]
                 before = np.searchsorted(firsts, offsets, side="right") - 1
-                found[mine] |= (before >= 0) & (offsets <= lasts[before])
+                erased[members] |= (before >= 0) & (offsets <= lasts[before])
         if self._runs and len(offset):
-            self._cover_keys(bases, columns, found)
-        return found
+            self._cover_keys(bases, columns, erased)
+        return erased
 
     def packed(self) -> Packed:
-        """Return all that is covered, in one piece."""
+        """Return the covered events in the form of a file."""
         self._merge_all()
         runs = self._runs or [_Run(np.empty(0, np.uint64), np.empty(0, _REST))]
         return Packed(
@@ -219,43 +218,43 @@ class ErasedEvents:
             numbers=self._numbers[: self._used].astype("<i8").tobytes(),
             keys=runs[0].keys.astype("<u8").tobytes(),
             rest=runs[0].rest.tobytes(),
-            ranges={base: (each[0].tolist(), each[1].tolist()) for base, each in self._ranges.items()},
+            ranges={base: (firsts.tolist(), lasts.tolist()) for base, (firsts, lasts) in self._ranges.items()},
         )
 
     @classmethod
     def unpacked(cls, packed: Packed) -> "ErasedEvents":
-        """Return what `packed` was called of."""
+        """Return the events that `packed` was called for."""
         new = cls()
-        new._columns = {base: place for place, base in enumerate(packed.bases)}
+        new._columns = {base: column for column, base in enumerate(packed.bases)}
         new._rows = np.frombuffer(packed.rows, "<i8").astype(np.int64).reshape(-1, max(1, len(packed.bases)))
         new._numbers = np.frombuffer(packed.numbers, "<i8").astype(np.int64)
         new._used = len(new._rows)
         if packed.keys:
             new._runs = [_Run(np.frombuffer(packed.keys, "<u8").astype(np.uint64), np.frombuffer(packed.rest, _REST))]
-        new._ranges = {base: np.array(each, np.int64) for base, each in packed.ranges.items()}
+        new._ranges = {base: np.array(ranges, np.int64) for base, ranges in packed.ranges.items()}
         return new
 
-    def _cover_keys(self, bases: NDArray[np.uint64], columns: Mapping[str, Array], found: NDArray[np.bool_]) -> None:
+    def _cover_keys(self, bases: NDArray[np.uint64], columns: Mapping[str, Array], erased: NDArray[np.bool_]) -> None:
         keys = columns["key_hash"].astype(np.uint64, copy=False)
-        places = np.array([self._columns.get(base, _NONE) for base in bases.tolist()], np.int64)
+        column_of = np.array([self._columns.get(base, _NONE) for base in bases.tolist()], np.int64)
         for run in self._runs:
             at = np.searchsorted(run.keys, keys)
-            # Where no event is, the partition may be none that is known.
-            mine = np.flatnonzero((run.keys.take(at, mode="clip") == keys) & np.greater_equal(columns["offset"], 0))
-            at = at[mine]
-            while len(mine):
-                rest, offset = run.rest[at], columns["offset"][mine].astype(np.int64)
-                column = places[columns["partition"][mine]]
+            # A row without an event may have an unknown partition.
+            members = np.flatnonzero((run.keys.take(at, mode="clip") == keys) & np.greater_equal(columns["offset"], 0))
+            at = at[members]
+            while len(members):
+                rest, offset = run.rest[at], columns["offset"][members].astype(np.int64)
+                column = column_of[columns["partition"][members]]
                 known = column < self._rows.shape[1]
                 ends = np.where(known, self._rows[rest["row"], np.where(known, column, 0)], 0)
                 ends = np.where(rest["part"] == column, np.maximum(ends, rest["end"]), ends)
-                found[mine] |= offset < ends
+                erased[members] |= offset < ends
                 at = at + 1
-                more = (at < len(run)) & (run.keys.take(at, mode="clip") == keys[mine])
-                at, mine = at[more], mine[more]
+                more = (at < len(run)) & (run.keys.take(at, mode="clip") == keys[members])
+                at, members = at[more], members[more]
 
     def _row(self, up_to: Mapping[str, int]) -> int:
-        """Return the row of these ends; those of the record before are not kept twice."""
+        """Return the row of these ends; the previous record's ends are not stored again."""
         if self._last is not None and (up_to is self._last or up_to == self._last):
             return self._used - 1
         columns = np.array([self._column(base_of(name)) for name in up_to], np.int64)
@@ -268,12 +267,12 @@ class ErasedEvents:
         return self._used - 1
 
     def _column(self, base: int) -> int:
-        """Return the place of a partition, which later ones do not change."""
-        place = self._columns.setdefault(base, len(self._columns))
-        if place >= self._rows.shape[1]:
-            more = np.zeros((len(self._rows), place + 1 - self._rows.shape[1]), np.int64)
+        """Return the column of a partition, which never changes."""
+        column = self._columns.setdefault(base, len(self._columns))
+        if column >= self._rows.shape[1]:
+            more = np.zeros((len(self._rows), column + 1 - self._rows.shape[1]), np.int64)
             self._rows = np.concatenate([self._rows, more], axis=1)
-        return place
+        return column
 
     def _add_run(self, keys: NDArray[np.uint64], rest: NDArray[np.void]) -> None:
         order = np.argsort(keys, kind="stable")
@@ -285,37 +284,37 @@ class ErasedEvents:
         while len(self._runs) > 1:
             self._merge_last()
         if self._runs:
-            self._runs = [self._without_covered(*self._joined(self._runs[-1:]))]
+            self._runs = [self._without_covered(*self._concatenated(self._runs[-1:]))]
         self._drop_rows()
 
     def _merge_last(self) -> None:
-        """Merge the last two runs; what was said of a key later comes later."""
-        self._runs[-2:] = [self._without_covered(*self._joined(self._runs[-2:]))]
+        """Merge the last two runs; later records of a key stay behind earlier ones."""
+        self._runs[-2:] = [self._without_covered(*self._concatenated(self._runs[-2:]))]
         if len(self._runs) == 1:
             self._drop_rows()
 
     @staticmethod
-    def _joined(runs: Sequence[_Run]) -> tuple[NDArray[np.uint64], NDArray[np.void]]:
+    def _concatenated(runs: Sequence[_Run]) -> tuple[NDArray[np.uint64], NDArray[np.void]]:
         keys, rest = np.concatenate([run.keys for run in runs]), np.concatenate([run.rest for run in runs])
-        order = np.argsort(keys, kind="stable")  # which takes runs that are sorted as they are
+        order = np.argsort(keys, kind="stable")  # fast for runs that are sorted
         return keys[order], rest[order]
 
     def _without_covered(self, keys: NDArray[np.uint64], rest: NDArray[np.void]) -> _Run:
-        """Leave out what the next record of the same key covers as well."""
+        """Leave out records that the next record of the same key covers as well."""
         first = np.flatnonzero(keys[:-1] == keys[1:])
         stays = np.ones(len(keys), np.bool_)
         for begin in range(0, len(first), _AT_ONCE):
-            places = first[begin : begin + _AT_ONCE]
-            one, next_ = rest[places], rest[places + 1]
+            positions = first[begin : begin + _AT_ONCE]
+            one, next_ = rest[positions], rest[positions + 1]
             covered = (self._rows[one["row"]] <= self._rows[next_["row"]]).all(axis=1)
             part = np.where(one["part"] == _NONE, 0, one["part"])
             end = np.where(one["part"] == next_["part"], next_["end"], 0)
             end = np.maximum(end, self._rows[next_["row"], part])
-            stays[places] = ~(covered & ((one["part"] == _NONE) | (one["end"] <= end)))
+            stays[positions] = ~(covered & ((one["part"] == _NONE) | (one["end"] <= end)))
         return _Run(keys[stays], rest[stays])
 
     def _drop_rows(self) -> None:
-        """Let go of rows that no record refers to any more, once they are half of all."""
+        """Drop the rows that no record refers to any more, once they are half of all."""
         run = self._runs[0] if self._runs else _Run(np.empty(0, np.uint64), np.empty(0, _REST))
         used = np.unique(run.rest["row"])
         if self._last is not None:
@@ -328,7 +327,7 @@ class ErasedEvents:
 
 
 def _merged(ranges: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the ranges `[2, n]` that cover the same offsets, without those that meet or overlap, rising."""
+    """Return ascending disjoint ranges `[2, n]` that cover the same offsets; adjacent ones are merged."""
     firsts, lasts = ranges[:, np.argsort(ranges[0], kind="stable")]
     reached = np.maximum.accumulate(lasts)
     begins = np.ones(len(firsts), np.bool_)

@@ -1,27 +1,25 @@
-"""`erasures.log`: what was erased, at whose word, up to where, and what that removed.
+"""`erasures.log`: which events were erased, by which command or tombstone, and how many events that removed.
 
-Records are appended, under a lock on the file, and are on the disk when `append` returns. A line without its end was
-torn by a crash, before anybody was told that it is there: it is cut off. A line that ends and does not have its
-checksum is damage, and is refused: what it said must not come back in silence.
+Records are appended under a lock on the file, and are durable when `append` returns. A line without its end was torn by
+a crash before `append` returned, and is cut off. A complete line with a wrong checksum is damage, and raises an error:
+erased events must not come back silently.
 
-Now and then `compact` writes a new file, in which what all records cover is packed, and puts it in the place of the old
-one. Numbers go on from there, so that a log that lost records is told from one that is whole. Records by key whose
-events cannot be read again, nor come from a checkpoint, are dropped then.
+From time to time `compact` replaces the file by a new one with packed records. Numbers of records go on, so that a log
+that lost records is detected. Compaction drops records by key whose events can neither be read again nor come from a
+checkpoint.
 """
 
-import contextlib
 import copy
-import fcntl
 import os
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
 from anabranch.core.errors import DependencyError, SettingsError
-from anabranch.core.files import sync_directory
+from anabranch.core.files import sync_directory, write_at
 from replay.erasure.erased_events import ByKey, ByRange, ErasedEvents, Record
 from replay.erasure.log_file import (
     SECRET_FILE,
@@ -34,62 +32,63 @@ from replay.erasure.log_file import (
     Secret,
     decode,
     encode,
+    locked,
 )
 
 NAME = "erasures.log"
 COMMAND = "command"
-"""Who said a record that was no tombstone."""
+"""The author of a record that is not from a tombstone."""
 _SMALL_BYTES = 1 << 20
 _AT_ONCE = 4096
 _TEMPORARY = ".compacting"
 
 
 class ErasureLog:
-    """The log as far as it was read. Used by one thread; other processes may append or compact it at any time."""
+    """The part of the log that was read. Used by one thread; other processes may append or compact it at any time."""
 
     def __init__(self, path: Path) -> None:
-        """Take the path of the file, which need not be there; `refresh` reads it."""
+        """Take the path of the file, which may be missing; `refresh` reads it."""
         self.path = path
-        self._begin_anew()
+        self._reset()
 
-    def _begin_anew(self) -> None:
+    def _reset(self) -> None:
         self.erased = ErasedEvents()
-        """All that the records cover."""
+        """The events that the records cover."""
         self.count = 0
-        """The number of the last record; they count from 1."""
+        """The number of the last record, from 1."""
         self.through = 0
-        """The number of the last record that is known to be applied everywhere; 0 when none is."""
+        """The number of the last record that is applied everywhere; 0 without one."""
         self.store = self.holdout = 0
-        """Events of the store and of the holdout set that were removed in all."""
+        """Events that were removed in total, from the store and from the holdout set."""
         self.dropped = 0
-        """The highest number of a record that was dropped: what it erased may be in a checkpoint that is older."""
+        """The highest number of a dropped record: an older checkpoint may have events that it erased."""
         self._log_starts: dict[str, int] = {}
-        self._open: list[Record] = []
-        """Those after `through`, in order."""
+        self._unapplied: list[Record] = []
+        """The records after `through`, in order."""
         self._fresh: list[Record] = []
-        """Those that were read and are not in `erased` yet."""
+        """Records that were read and are not in `erased` yet."""
         self._ends: dict[str, int] = {}
-        """Of the last tombstone that says them."""
+        """Of the last tombstone that has them."""
         self._secret: Secret | None = None
         self._packed: list[PackedLine] = []
         self._bytes = self._packed_bytes = 0
         self._head = b""
-        """The first line, by which one file is told from another that took its place."""
+        """The first line, which differs in a file that has replaced this one."""
         self._seen: object = None
-        """Of the file when it was read last."""
+        """Size, inode and time of the file when it was last read."""
 
     def since(self, number: int) -> list[Record]:
-        """Return the records after that number, which is `through` or more."""
-        assert number >= self.count - len(self._open)
-        return self._open[number - (self.count - len(self._open)) :]
+        """Return the records after `number`, which is `through` or more."""
+        assert number >= self.count - len(self._unapplied)
+        return self._unapplied[number - (self.count - len(self._unapplied)) :]
 
     @property
     def is_long(self) -> bool:
-        """Whether so much of it could be packed that it should be."""
+        """Whether the log has enough unpacked lines to be compacted."""
         return self._bytes - self._packed_bytes > max(_SMALL_BYTES, self._packed_bytes // 2)
 
     def refresh(self) -> bool:
-        """Read what was appended since, and return whether there was anything.
+        """Read the lines that were appended since the last call, and return whether there were any.
 
         Raises:
             SettingsError: the file is damaged.
@@ -97,57 +96,57 @@ class ErasureLog:
         """
         if not self.is_behind():
             return False
-        known = self.count, self._bytes
+        before = self.count, self._bytes
         try:
             with self.path.open("rb") as file:
                 seen = _seen(os.fstat(file.fileno()))
                 if (head := file.readline()) != self._head:
-                    self._meet(head)
+                    self._load_head(head)
                 elif os.fstat(file.fileno()).st_size < self._bytes:
                     raise SettingsError(self._damaged("lost lines that were there"))
                 file.seek(self._bytes)
                 for line in file:
                     if line.endswith(b"\n"):
-                        self._take(line)
+                        self._read_line(line)
             self._cover()
             self._seen = seen
         except FileNotFoundError:
             return False
         except OSError as exc:
-            raise DependencyError(f"{self.path} cannot be read: {exc.strerror}; what it says has to be known") from exc
-        if self.count < known[0]:
+            raise DependencyError(f"{self.path} cannot be read: {exc.strerror}; its records are needed") from exc
+        if self.count < before[0]:
             raise SettingsError(self._damaged("lost records that were there"))
-        return (self.count, self._bytes) != known
+        return (self.count, self._bytes) != before
 
-    def knows(self, tombstone: ByKey) -> bool:
-        """Whether what a tombstone erases is written down; `by` is its place."""
+    def contains(self, tombstone: ByKey) -> bool:
+        """Return whether a tombstone is recorded; its `by` is its position."""
         partition, _, offset = tombstone.by.rpartition("@")
-        return self.erased.knows(int(tombstone.key_hash, 16), partition, int(offset))
+        return self.erased.contains_tombstone(int(tombstone.key_hash, 16), partition, int(offset))
 
     def is_behind(self) -> bool:
-        """Whether something may have been appended that is not read yet; costs next to nothing."""
+        """Return whether lines may have been appended that are not read yet; takes one system call."""
         try:
             return _seen(self.path.stat()) != self._seen
         except OSError:
             return False
 
-    def append(self, said: Sequence[Record] | Applied) -> list[Record]:
-        """Write records, numbered, or what was done; it is durable when this returns.
+    def append(self, entry: Sequence[Record] | Applied) -> list[Record]:
+        """Append records, with numbers, or an `Applied`; durable when this returns. Returns the numbered records.
 
         Raises:
-            OSError: it cannot be written; nothing is there then that a reader would see after a crash.
-            SettingsError: what is there is damaged.
+            OSError: the log cannot be written; readers see nothing of the entry, also after a crash.
+            SettingsError: the log is damaged.
         """
-        with _locked(self.path) as descriptor:
+        with locked(self.path) as descriptor:
             new = os.fstat(descriptor).st_size == 0
             self.refresh()
             secret = self._secret or Secret.read(self.path) or Secret.make(self.path)
-            records = [] if isinstance(said, Applied) else self._numbered(said)
-            lines = [said] if isinstance(said, Applied) else self._lines(records, secret)
+            records = [] if isinstance(entry, Applied) else self._numbered(entry)
+            lines = [entry] if isinstance(entry, Applied) else self._lines(records, secret)
             content = b"".join([b"" if self._bytes else _first(secret), *map(encode, lines)])
             os.ftruncate(descriptor, self._bytes)
             try:
-                _write(descriptor, content, self._bytes)
+                write_at(descriptor, content, self._bytes)
                 os.fsync(descriptor)
             except OSError:
                 os.ftruncate(descriptor, self._bytes)
@@ -158,50 +157,50 @@ class ErasureLog:
         return records
 
     def copy(self) -> "ErasureLog":
-        """Return the log as far as it was read, for another thread."""
+        """Return a copy of the part that was read, for another thread."""
         new = copy.copy(self)
-        new.erased, new._open, new._fresh, new._packed = self.erased.copy(), list(self._open), [], []
+        new.erased, new._unapplied, new._fresh, new._packed = self.erased.copy(), list(self._unapplied), [], []
         return new
 
     def compact(self, log_starts: Mapping[str, int] | None = None, through: int = 0) -> None:
-        """Write the log anew, with what all records cover packed, and put it in the place of the old one.
+        """Replace the log by one with packed records.
+
+        Readers see the old file or the new one. Others may append most of the time; their lines are copied under the
+        lock before the new file replaces the old one. A crash leaves a temporary file, which the next call overwrites.
 
         Args:
-            log_starts: by name of the partition the first offset that may still be read.
-            through: the number of the last record of which no checkpoint has events. With all its events below
-                `log_starts`, a record up to it, and of which is known that it is applied, is dropped.
-
-        Whoever reads sees the old file or the new one. Most of it is done while others may append; what they did is
-        taken over, under the lock, before the new one takes its place. A crash leaves a file that is written over.
+            log_starts: by name of the partition the first offset that may still be read. through: the number of the
+            last record whose events are in no checkpoint. Applied records up to it are dropped
+                if all their events are below `log_starts`.
 
         Raises:
-            OSError: it cannot be written; the old one is as it was.
-            SettingsError: what is there is damaged.
+            OSError: the new file cannot be written; the old one is unchanged.
+            SettingsError: the log is damaged.
         """
-        whole = self.copy()
-        whole.refresh()
-        if whole._secret is None:
+        compacted = self.copy()
+        compacted.refresh()
+        if compacted._secret is None:
             return
-        if dropped := whole.erased.drop(log_starts or {}, min(through, whole.through)):
-            whole.dropped, whole._log_starts = max(dropped, whole.dropped), dict(log_starts or {})
+        if dropped := compacted.erased.drop(log_starts or {}, min(through, compacted.through)):
+            compacted.dropped, compacted._log_starts = max(dropped, compacted.dropped), dict(log_starts or {})
         temporary = self.path.with_name(f"{NAME}{_TEMPORARY}")
-        with _locked(temporary) as descriptor:
+        with locked(temporary) as descriptor:
             os.ftruncate(descriptor, 0)
-            _write(descriptor, whole._compacted(whole._secret), 0)
+            write_at(descriptor, compacted._compacted(compacted._secret), 0)
             os.fsync(descriptor)
-            with _locked(self.path) as old:
-                if os.pread(old, len(whole._head), 0) != whole._head:
-                    return  # another one was quicker
-                since = os.pread(old, os.fstat(old).st_size - whole._bytes, whole._bytes)
-                _write(descriptor, since[: since.rfind(b"\n") + 1], os.fstat(descriptor).st_size)
+            with locked(self.path) as old:
+                if os.pread(old, len(compacted._head), 0) != compacted._head:
+                    return  # another process has replaced it
+                since = os.pread(old, os.fstat(old).st_size - compacted._bytes, compacted._bytes)
+                write_at(descriptor, since[: since.rfind(b"\n") + 1], os.fstat(descriptor).st_size)
                 os.fsync(descriptor)
                 temporary.replace(self.path)
                 sync_directory(self.path.parent)
 
     def _compacted(self, secret: Secret) -> bytes:
-        """Return a log that says the same: records that are not applied have lines of their own beside the pack."""
+        """Return an equivalent log: packed records, and separate lines for those that are not applied yet."""
         packed = [encode(line) for line in secret.pack(self.erased.packed())]
-        first = self.count - len(self._open)
+        first = self.count - len(self._unapplied)
         head = Head(
             file=secrets.token_hex(8),
             secret=secret.check,
@@ -215,7 +214,7 @@ class ErasureLog:
         )
         begin = len(encode(head)) + sum(map(len, packed))
         head = msgspec.structs.replace(head, tail=f"{begin:020d}")
-        return b"".join([encode(head), *packed, *map(encode, self._lines(self._open, secret))])
+        return b"".join([encode(head), *packed, *map(encode, self._lines(self._unapplied, secret))])
 
     def _lines(self, records: Sequence[Record], secret: Secret) -> list[Line]:
         lines: list[Line] = []
@@ -227,11 +226,10 @@ class ErasureLog:
         return lines
 
     def _numbered(self, records: Sequence[Record]) -> list[Record]:
-        first = self.count + 1
-        return [msgspec.structs.replace(record, number=first + place) for place, record in enumerate(records)]
+        return [msgspec.structs.replace(record, number=number) for number, record in enumerate(records, self.count + 1)]
 
-    def _meet(self, line: bytes) -> None:
-        """Take up a file that was not seen before, by its first line: what is known of it already is not read again."""
+    def _load_head(self, line: bytes) -> None:
+        """Load the head of a new file; packed records that were read before are not read again."""
         if not line.endswith(b"\n"):
             if self._head:
                 raise SettingsError(self._damaged("lost lines that were there"))
@@ -250,7 +248,7 @@ class ErasureLog:
             self.dropped, self._log_starts = head.dropped, head.log_starts
             return
         secret = self._secret
-        self._begin_anew()
+        self._reset()
         self._head, self._secret, self._bytes = line, secret, len(line)
         self.count, self.through, self._ends = head.records, head.through, head.ends
         self.store, self.holdout, self._packed_bytes = head.store, head.holdout, int(head.tail)
@@ -265,36 +263,36 @@ class ErasureLog:
             )
         return secret
 
-    def _take(self, line: bytes) -> None:
-        said = self._decoded(line)
-        if isinstance(said, Applied):
-            self._take_applied(said)
-        elif isinstance(said, PackedLine):
-            self._packed.append(said)
-        elif isinstance(said, Head):
+    def _read_line(self, line: bytes) -> None:
+        entry = self._decoded(line)
+        if isinstance(entry, Applied):
+            self._set_applied(entry)
+        elif isinstance(entry, PackedLine):
+            self._packed.append(entry)
+        elif isinstance(entry, Head):
             raise SettingsError(self._damaged("a second head"))
         else:
-            self._take_record(said)
+            self._add_record(entry)
         self._bytes += len(line)
         if self._packed and self._bytes == self._packed_bytes and self._secret is not None:
             self.erased, self._packed = self._secret.unpack(self._packed, self.count), []
 
-    def _take_applied(self, said: Applied) -> None:
-        self._open = self._open[max(0, said.through - (self.count - len(self._open))) :]
-        self.through = max(self.through, said.through)
-        self.store, self.holdout = self.store + said.store, self.holdout + said.holdout
+    def _set_applied(self, entry: Applied) -> None:
+        self._unapplied = self._unapplied[max(0, entry.through - (self.count - len(self._unapplied))) :]
+        self.through = max(self.through, entry.through)
+        self.store, self.holdout = self.store + entry.store, self.holdout + entry.holdout
 
-    def _take_record(self, said: KeyLine | ByRange) -> None:
+    def _add_record(self, entry: KeyLine | ByRange) -> None:
         assert self._secret is not None
-        record = self._secret.record_of(said, self._ends) if isinstance(said, KeyLine) else said
-        if isinstance(said, KeyLine) and said.by != COMMAND and said.up_to is not None:
-            self._ends = said.up_to
-        if record.number <= self.count:  # known from the file before
+        record = self._secret.record_of(entry, self._ends) if isinstance(entry, KeyLine) else entry
+        if isinstance(entry, KeyLine) and entry.by != COMMAND and entry.up_to is not None:
+            self._ends = entry.up_to
+        if record.number <= self.count:  # read from the previous file
             return
         if record.number != self.count + 1:
             raise SettingsError(self._damaged(f"record {record.number} where {self.count + 1} should be"))
         self.count += 1
-        self._open.append(record)
+        self._unapplied.append(record)
         self._fresh.append(record)
         if len(self._fresh) == _AT_ONCE:
             self._cover()
@@ -322,38 +320,11 @@ def _first(secret: Secret) -> bytes:
     return encode(msgspec.structs.replace(head, tail=f"{len(encode(head)):020d}"))
 
 
-def _seen(found: os.stat_result) -> object:
-    """Return what changes with each change of a file."""
-    return found.st_size, found.st_ino, found.st_mtime_ns
+def _seen(status: os.stat_result) -> object:
+    """Return values that change with each change of a file."""
+    return status.st_size, status.st_ino, status.st_mtime_ns
 
 
 def now() -> float:
     """Return the time that records carry, seconds since 1970."""
     return round(time.time(), 3)
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[int]:
-    """Hold the lock of the file that is in that place, and yield its descriptor; it is made where there is none."""
-    while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            if _is_at(descriptor, path):  # else another one was put there meanwhile
-                yield descriptor
-                return
-        finally:
-            os.close(descriptor)
-
-
-def _is_at(descriptor: int, path: Path) -> bool:
-    try:
-        return os.fstat(descriptor).st_ino == path.stat().st_ino
-    except FileNotFoundError:
-        return False
-
-
-def _write(descriptor: int, content: bytes, offset: int) -> None:
-    while content:
-        written = os.pwrite(descriptor, content, offset)
-        content, offset = content[written:], offset + written

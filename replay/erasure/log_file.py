@@ -1,12 +1,14 @@
-"""How `erasures.log` lies on the disk: lines with a checksum, and hashes of keys that tell nobody who they are.
+"""The format of `erasures.log`: lines with a checksum, and hashes of keys that are masked by a secret.
 
-A line is the CRC-32C of a JSON object, a blank, and the object. The first one is the head; after it may come lines that
-have all of many records packed, and then one line for each record, in order.
+A line is the CRC-32C of a JSON object, a space, and the object. The first line is the head. Lines with many packed
+records may follow, and then one line for each further record, in order.
 
-Who can guess a key could look for its hash: so hashes lie there under a secret of 32 bytes, in a file beside the log
-that its owner alone may read.
+A reader who can guess a key could search for its hash. So hashes are masked by a secret of 32 bytes, in a file next to
+the log that only its owner may read.
 """
 
+import contextlib
+import fcntl
 import hashlib
 import os
 import secrets
@@ -23,7 +25,7 @@ from replay.erasure.erased_events import ByKey, ByRange, ErasedEvents, Packed, R
 
 FORMAT = 3
 SECRET_FILE = "erasures.key"  # noqa: S105 its name
-"""The name of the file beside the log that has the secret."""
+"""The name of the file with the secret, next to the log."""
 _SECRET_BYTES = 32
 _CHECK_BYTES = 8
 _AT_ONCE = 1 << 20
@@ -32,42 +34,41 @@ _REST_BYTES = 16
 
 
 class Head(msgspec.Struct, frozen=True, kw_only=True, tag="head", tag_field="what"):
-    """The first line: what the packed records were, and what they removed."""
+    """The first line: totals of the packed records and of the events that they removed."""
 
     format: int = FORMAT
     file: str
-    """Of this file alone: an inode is soon that of another one."""
+    """A random id of this file: an inode may soon be reused."""
     secret: str
-    """By which the secret is known again."""
+    """A digest that identifies the secret."""
     tail: str = "0" * 20
-    """Where the lines for single records begin, in bytes; as many digits whatever it is."""
+    """The byte at which the lines for single records begin, in a fixed number of digits."""
     records: int = 0
     """The number of the last record that is packed."""
     through: int = 0
     store: int = 0
     holdout: int = 0
     ends: dict[str, int] = {}
-    """Those of the last tombstone, to which lines that have none refer."""
+    """The ends of the last tombstone, to which lines without `up_to` refer."""
     dropped: int = 0
-    """The highest number of a record that was dropped: a checkpoint that is older may have what it erased."""
+    """The highest number of a dropped record: an older checkpoint may have events that it erased."""
     log_starts: dict[str, int] = {}
-    """Below which all lay that was dropped last: who has read the records drops the same."""
+    """The ends below which records were last dropped: other readers drop the same records."""
 
 
 class Applied(msgspec.Struct, frozen=True, kw_only=True, tag="applied", tag_field="what"):
-    """Everything that the records up to number `through` cover is gone from store, holdout set, tiers and
-    checkpoints."""
+    """The events of the records up to number `through` are gone from store, holdout set, tiers and checkpoints."""
 
     time: float
     through: int
     store: int
-    """Events that were in the store."""
+    """Events that were removed from the store."""
     holdout: int
-    """Held-out events that were in the holdout set."""
+    """Events that were removed from the holdout set."""
 
 
 class PackedLine(msgspec.Struct, frozen=True, kw_only=True, tag="packed", tag_field="what"):
-    """Many records, or a part of those: `keys` under the secret and `nonce`."""
+    """All or a part of many records; `keys` are masked by the secret and `nonce`."""
 
     nonce: str
     bases: list[int] = []
@@ -79,13 +80,13 @@ class PackedLine(msgspec.Struct, frozen=True, kw_only=True, tag="packed", tag_fi
 
 
 class KeyLine(msgspec.Struct, frozen=True, kw_only=True, tag="key", tag_field="what", omit_defaults=True):
-    """A record by key. Without `up_to` that is the one of the last tombstone before it that has one."""
+    """A record by key. Without `up_to` it has the ends of the last tombstone before it with `up_to`."""
 
     number: int
     time: float
     by: str
     key: str
-    """16 hexadecimal digits, under the secret."""
+    """16 hexadecimal digits, masked by the secret."""
     up_to: dict[str, int] | None = None
     beyond: dict[str, int] = {}
 
@@ -95,17 +96,17 @@ _decoder: msgspec.json.Decoder[Line] = msgspec.json.Decoder(Line)
 
 
 class DamagedLineError(ValueError):
-    """A line that ends and is not one of ours; says what it is."""
+    """A complete line that is not one of ours; its message is a description."""
 
 
 def encode(line: Line) -> bytes:
-    """Return a line as it is written."""
+    """Return the bytes of a line."""
     text = msgspec.json.encode(line)
     return b"%08x %s\n" % (crc32c.crc32c(text), text)
 
 
 def decode(line: bytes) -> Line:
-    """Return what a line says; raises DamagedLineError."""
+    """Return the object of a line; raises DamagedLineError."""
     checksum, _, text = line[:-1].partition(b" ")
     if checksum != b"%08x" % crc32c.crc32c(text):
         raise DamagedLineError("a line that does not have its checksum")
@@ -116,16 +117,16 @@ def decode(line: bytes) -> Line:
 
 
 class Secret:
-    """What hashes of keys are hidden by in the log."""
+    """The secret that masks the hashes of keys in the log."""
 
     def __init__(self, value: bytes) -> None:
         self._value = value
         self.check = hashlib.blake2b(b"check", key=value, digest_size=_CHECK_BYTES).hexdigest()
-        """By which the secret is known again, and which says nothing else of it."""
+        """A digest that identifies the secret without revealing it."""
 
     @classmethod
     def read(cls, path: Path) -> "Secret | None":
-        """Read the secret beside a log; None when it is not there, or was torn by a crash before it was used.
+        """Read the secret next to a log; None if it is missing, or was torn by a crash before it was used.
 
         Raises:
             DependencyError: it cannot be read.
@@ -142,7 +143,7 @@ class Secret:
 
     @classmethod
     def make(cls, path: Path) -> "Secret":
-        """Make a secret for the log at a path, on the disk when this returns. Raises OSError."""
+        """Create a secret for the log at a path; it is durable when this returns. Raises OSError."""
         value = secrets.token_bytes(_SECRET_BYTES)
         descriptor = os.open(path.with_name(SECRET_FILE), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
@@ -154,17 +155,17 @@ class Secret:
         return cls(value)
 
     def line_of(self, record: Record, ends: dict[str, int] | None) -> KeyLine | ByRange:
-        """Return the line of a record, where `ends` are those of the last tombstone."""
+        """Return the line of a record; `ends`: of the last tombstone."""
         if isinstance(record, ByRange):
             return record
-        hidden = f"{int(record.key_hash, 16) ^ self._mask(record):016x}"
+        masked = f"{int(record.key_hash, 16) ^ self._mask(record):016x}"
         up_to = None if record.up_to == ends else record.up_to
         return KeyLine(
-            number=record.number, time=record.time, by=record.by, key=hidden, up_to=up_to, beyond=record.beyond
+            number=record.number, time=record.time, by=record.by, key=masked, up_to=up_to, beyond=record.beyond
         )
 
     def record_of(self, line: KeyLine, ends: dict[str, int]) -> ByKey:
-        """Return the record of a line, where `ends` are those of the last tombstone."""
+        """Return the record of a line; `ends`: of the last tombstone."""
         up_to = ends if line.up_to is None else line.up_to
         return ByKey(
             number=line.number,
@@ -176,7 +177,7 @@ class Secret:
         )
 
     def pack(self, packed: Packed) -> Iterator[PackedLine]:
-        """Return the lines of what many records cover."""
+        """Yield the lines of packed records."""
         first = True
         for begin in range(0, max(1, len(packed.keys)), 8 * _AT_ONCE):
             nonce = secrets.token_hex(16)
@@ -185,17 +186,17 @@ class Secret:
                 bases=packed.bases if first else [],
                 rows=packed.rows if first else b"",
                 numbers=packed.numbers if first else b"",
-                keys=self._hidden(packed.keys[begin : begin + 8 * _AT_ONCE], nonce),
+                keys=self._masked(packed.keys[begin : begin + 8 * _AT_ONCE], nonce),
                 rest=packed.rest[begin // 8 * _REST_BYTES : (begin // 8 + _AT_ONCE) * _REST_BYTES],
                 ranges=packed.ranges if first else {},
             )
             first = False
 
     def unpack(self, lines: Sequence[PackedLine], last: int) -> ErasedEvents:
-        """Return what they cover; the records of a log that does not say their numbers count as the `last` one."""
+        """Return the events that packed lines cover; records without numbers get the number `last`."""
         if not lines:
             return ErasedEvents()
-        keys = b"".join(self._hidden(line.keys, line.nonce) for line in lines)
+        keys = b"".join(self._masked(line.keys, line.nonce) for line in lines)
         rest = b"".join(line.rest for line in lines)
         first = lines[0]
         rows = len(first.rows) // (8 * max(1, len(first.bases)))
@@ -204,11 +205,32 @@ class Secret:
         return ErasedEvents.unpacked(packed)
 
     def _mask(self, record: ByKey | KeyLine) -> int:
-        """Return 64 bits that no other record has: who knows a hash, and one line of it, knows no other."""
-        place = f"{record.number} {float(record.time)!r} {record.by}".encode()
-        return int.from_bytes(hashlib.blake2b(place, key=self._value, digest_size=8).digest(), "little")
+        """Return 64 bits for this record alone: a known hash and its line do not reveal other hashes."""
+        name = f"{record.number} {float(record.time)!r} {record.by}".encode()
+        return int.from_bytes(hashlib.blake2b(name, key=self._value, digest_size=8).digest(), "little")
 
-    def _hidden(self, keys: bytes, nonce: str) -> bytes:
-        """Return hashes under a stream of bytes of their own, or those under it as they were."""
+    def _masked(self, keys: bytes, nonce: str) -> bytes:
+        """Return hashes xor the byte stream of a nonce; a second call returns the hashes again."""
         stream = hashlib.shake_256(self._value + bytes.fromhex(nonce)).digest(len(keys))
         return (int.from_bytes(keys, "little") ^ int.from_bytes(stream, "little")).to_bytes(len(keys), "little")
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[int]:
+    """Lock the file at a path, which is created if it is missing, and yield its descriptor."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if _is_at(descriptor, path):  # else the file was replaced meanwhile
+                yield descriptor
+                return
+        finally:
+            os.close(descriptor)
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    try:
+        return os.fstat(descriptor).st_ino == path.stat().st_ino
+    except FileNotFoundError:
+        return False

@@ -1,4 +1,4 @@
-"""The background_store: what a store does beside the steps is what it would have done between them."""
+"""The background store: updates in the background have the same results as updates between the steps."""
 
 import contextlib
 import tempfile
@@ -21,8 +21,9 @@ from replay.background_store import BackgroundStore, StoreFailedError
 from replay.build import build_store
 from replay.config import ReplaySettings
 from replay.erasure.erased_events import ByRange, ErasedEvents
+from replay.fake import plan_ahead
 from replay.plan import Sample
-from replay.reservoir.pending_events import MOST_PENDING
+from replay.reservoir.pending_events import MAX_PENDING
 from replay.store import Store
 
 PARTITIONS = [TopicPartition("events", 0)]
@@ -54,12 +55,18 @@ def open_background_store(schema: Schema, tmp_path: Path) -> Iterator[Callable[.
 
 
 class Life:
-    """What a learner does with a store or with its background_store, which is told by digests of what it sees."""
+    """What a learner does with a store or with a background store; its samples are compared."""
 
     def __init__(self, keeper: Store | BackgroundStore, schema: Schema) -> None:
         self._keeper, self._schema = keeper, schema
         self._step = self._added = 0
-        keeper.plan_ahead(0, SAMPLED)
+        self._plan_ahead(0)
+
+    def _plan_ahead(self, step: int) -> None:
+        if isinstance(self._keeper, BackgroundStore):
+            self._keeper.plan_ahead(step, SAMPLED)
+        else:
+            plan_ahead(self._keeper, step, SAMPLED)
 
     @property
     def store(self) -> Store:
@@ -89,7 +96,7 @@ class Life:
                 self._keeper.update_priorities(sample, (sample.records["offset"] % 17).astype(np.float32))
         self.add(n)
         self._step += 1
-        self._keeper.plan_ahead(self._step, SAMPLED)
+        self._plan_ahead(self._step)
         return sampled
 
     @property
@@ -116,7 +123,9 @@ acts = st.lists(
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=40)
 @given(acts)
-def test_no_timing_decides_what_is_held_or_sampled(schema: Schema, kind: str, asked: list[tuple[str, int]]) -> None:
+def test_timing_does_not_influence_what_is_held_or_sampled(
+    schema: Schema, kind: str, asked: list[tuple[str, int]]
+) -> None:
     """Whatever is asked for between the steps, and however far the thread has come by then."""
     with contextlib.ExitStack() as stack:
         plain, kept = (
@@ -185,19 +194,19 @@ def test_a_step_goes_on_while_the_store_takes_in_and_the_next_one_waits(
     opened.set()
     thread.join(30)
     assert len(sampled[0]) == SAMPLED
-    assert background_store.flush().tiers.stats.stall_seconds > stalled, "what a step waited for is told"
+    assert background_store.flush().tiers.stats.stall_seconds > stalled, "the wait of a step is counted"
 
 
 def test_events_are_added_where_no_step_samples(
     open_background_store: Callable[..., BackgroundStore], schema: Schema
 ) -> None:
     background_store, most = open_background_store(capacity=100_000), 0
-    for begin in range(0, 20 * MOST_PENDING, 128):
+    for begin in range(0, 20 * MAX_PENDING, 128):
         background_store.add(fake_columns(schema, range(begin, begin + 128)), PARTITIONS)
         most = max(most, background_store._added)
-    assert most <= MOST_PENDING + 128
-    assert len(background_store._at_rest()) >= 20 * MOST_PENDING - 2 * (MOST_PENDING + 128)
-    assert background_store.flush().flush_pending() + len(background_store.flush()) >= 20 * MOST_PENDING
+    assert most <= MAX_PENDING + 128
+    assert len(background_store._at_rest()) >= 20 * MAX_PENDING - 2 * (MAX_PENDING + 128)
+    assert background_store.flush().flush_pending() + len(background_store.flush()) >= 20 * MAX_PENDING
 
 
 class Panic(BaseException):
@@ -206,7 +215,7 @@ class Panic(BaseException):
 
 @pytest.mark.parametrize("kind", [ZeroDivisionError, torch.OutOfMemoryError, Panic])
 @pytest.mark.parametrize("inline", [False, True])
-def test_what_fails_beside_a_step_is_told_by_each_later_call_and_is_no_want_of_memory_of_the_model(
+def test_a_failure_in_the_background_is_raised_by_each_later_call_and_is_no_out_of_memory_error_of_the_model(
     open_background_store: Callable[..., BackgroundStore],
     schema: Schema,
     monkeypatch: pytest.MonkeyPatch,
@@ -233,9 +242,11 @@ def test_what_fails_beside_a_step_is_told_by_each_later_call_and_is_no_want_of_m
         background_store.has_room,
         background_store.flush,
     ):
-        with pytest.raises(StoreFailedError, match=f"the replay store failed beside a step: {kind.__name__}: no more"):
+        with pytest.raises(
+            StoreFailedError, match=f"the replay store failed in the background of a step: {kind.__name__}: no more"
+        ):
             call()
-    assert not issubclass(StoreFailedError, RuntimeError), "by which a device without memory is told"
+    assert not issubclass(StoreFailedError, RuntimeError), "out-of-memory errors of the device are RuntimeErrors"
 
 
 def test_lost_events_leave_and_are_counted_where_no_step_comes(
@@ -248,11 +259,11 @@ def test_lost_events_leave_and_are_counted_where_no_step_comes(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(background_store.flush().tiers.slow[0], "write", full)
-    for begin in range(0, 10 * MOST_PENDING, MOST_PENDING):
-        background_store.add(fake_columns(schema, range(begin, begin + MOST_PENDING)), PARTITIONS)
+    for begin in range(0, 10 * MAX_PENDING, MAX_PENDING):
+        background_store.add(fake_columns(schema, range(begin, begin + MAX_PENDING)), PARTITIONS)
         background_store.plan_ahead(0, SAMPLED)
-        background_store._store.tiers._io_worker.flush()
-    assert background_store.flush().lost >= 7 * MOST_PENDING
+        background_store._store.tiers._io_thread.wait()
+    assert background_store.flush().lost >= 7 * MAX_PENDING
     assert len(background_store.flush().tiers._lost) < 4
 
 
@@ -261,8 +272,8 @@ def test_nothing_is_held_on_to_that_is_done(
 ) -> None:
     background_store = open_background_store()
     added = []
-    for begin in range(0, 4 * MOST_PENDING, MOST_PENDING):
-        columns = fake_columns(schema, range(begin, begin + MOST_PENDING))
+    for begin in range(0, 4 * MAX_PENDING, MAX_PENDING):
+        columns = fake_columns(schema, range(begin, begin + MAX_PENDING))
         added.append(weakref.ref(columns["feature.x"]))
         background_store.add(columns, PARTITIONS)
         del columns
@@ -270,7 +281,7 @@ def test_nothing_is_held_on_to_that_is_done(
     assert [each() is None for each in added] == [True] * 4
 
 
-def test_what_is_looked_for_comes_in_its_order(
+def test_neighbours_arrive_in_order(
     open_background_store: Callable[..., BackgroundStore], schema: Schema, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     background_store, order = open_background_store(), list[str]()
@@ -290,7 +301,7 @@ def test_what_is_looked_for_comes_in_its_order(
 def test_steps_have_waited_for_what_they_waited_for_and_no_more(
     open_background_store: Callable[..., BackgroundStore], schema: Schema, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the thread waits for beside them is no wait of theirs."""
+    """The waits of the background thread are not counted as waits of steps."""
     background_store = open_background_store()
     stats = background_store.flush().tiers.stats
 
@@ -310,7 +321,7 @@ def test_steps_have_waited_for_what_they_waited_for_and_no_more(
 
 def test_without_a_thread_what_is_due_is_done_by_who_has_sampled(schema: Schema) -> None:
     before = threading.active_count()
-    background_store = BackgroundStore(open_store(schema), beside=False)
+    background_store = BackgroundStore(open_store(schema), in_background=False)
     assert threading.active_count() == before
     life = Life(background_store, schema)
     for n in range(1, 40):

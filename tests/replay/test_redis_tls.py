@@ -1,4 +1,4 @@
-"""Redis behind TLS and with a user of its own: a real server, with a front that speaks TLS for it where it cannot."""
+"""Redis with TLS and with a separate user: a real server, with a TLS proxy if it does not support TLS."""
 
 import asyncio
 import contextlib
@@ -50,7 +50,7 @@ def _speaking_tls(context: ssl.SSLContext, behind: int) -> Iterator[int]:
         finally:
             target.transport.abort()
 
-    async def meet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         there, back = await asyncio.open_connection("127.0.0.1", behind)
         await asyncio.gather(copy(reader, back), copy(there, writer), return_exceptions=True)
         for each in (back, writer):
@@ -58,7 +58,7 @@ def _speaking_tls(context: ssl.SSLContext, behind: int) -> Iterator[int]:
                 await each.wait_closed()
 
     async def serve() -> None:
-        server = await asyncio.start_server(meet, "127.0.0.1", 0, ssl=context)
+        server = await asyncio.start_server(relay, "127.0.0.1", 0, ssl=context)
         ports.append(server.sockets[0].getsockname()[1])
         started.set()
         await end.wait()

@@ -14,9 +14,9 @@ def schema(*features: str) -> Schema:
     return Schema(SchemaSettings.model_validate(settings))
 
 
-def test_rows_can_be_read_after_the_features_have_changed_places_in_the_file():
+def test_rows_can_be_read_after_the_order_of_features_has_changed():
     before, after = schema("a", "b"), schema("b", "a")
-    assert before.digest == after.digest  # so that a checkpoint is taken up
+    assert before.digest == after.digest  # so that a checkpoint can be restored
     columns = {name: np.zeros(1, dtype) for name, (dtype, _) in before.payload().items()}
     columns["feature.a"], columns["feature.b"] = np.float32([1]), np.float32([2])
     rows = torch.from_numpy(RowLayout(before.payload()).pack(columns, np.arange(1)))
@@ -25,7 +25,7 @@ def test_rows_can_be_read_after_the_features_have_changed_places_in_the_file():
 
 
 @pytest.mark.parametrize("which", [[0, 1, 2, 3], [3, 2, 1, 0], [2], [1, 1, 0, 3], [0, 1, 2]])
-def test_rows_are_of_the_events_that_are_wanted_in_their_order(which: list[int]) -> None:
+def test_rows_are_of_the_requested_events_in_their_order(which: list[int]) -> None:
     fields = schema("a", "b").payload()
     rng = np.random.default_rng(0)
     columns = {name: rng.integers(0, 100, (4, *shape)).astype(dtype) for name, (dtype, shape) in fields.items()}

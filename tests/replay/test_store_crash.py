@@ -1,7 +1,7 @@
 """Kill -9: the store that is opened again has every event of the last checkpoint, whole, and goes on as if nothing had
 been.
 
-With the checkpointer of the learner, in a thread of its own, over a file in which slots are soon written again.
+With the checkpointer of the learner, in a background thread, over a file in which slots are soon written again.
 """
 
 import hashlib
@@ -35,6 +35,7 @@ from learner.state_dir.checkpoint import Checkpoints
 from replay.background_store import BackgroundStore
 from replay.build import build_store
 from replay.config import ReplaySettings
+from replay.fake import plan_ahead
 from replay.plan import Sample
 from replay.planner import AHEAD
 from replay.store import Store
@@ -80,7 +81,13 @@ class Rehearsal:
     def __init__(self, keeper: Store | BackgroundStore, schema: Schema, step: int) -> None:
         self._keeper, self.schema, self.step = keeper, schema, step
         if not step:
-            keeper.plan_ahead(0, PLANNED)
+            self._plan_ahead(0)
+
+    def _plan_ahead(self, step: int) -> None:
+        if isinstance(self._keeper, BackgroundStore):
+            self._keeper.plan_ahead(step, PLANNED)
+        else:
+            plan_ahead(self._keeper, step, PLANNED)
 
     @property
     def store(self) -> Store:
@@ -95,7 +102,7 @@ class Rehearsal:
             begin = self.step * NEW // 2
             self._keeper.add(columns_of(self.schema, partition, np.arange(begin, begin + NEW // 2)), PARTITIONS)
         self.step += 1
-        self._keeper.plan_ahead(self.step, PLANNED)
+        self._plan_ahead(self.step)
         return digest_of(sample)
 
     def state(self) -> str:
@@ -115,7 +122,7 @@ class Life(Rehearsal):
     files."""
 
     def __init__(self, path: Path, schema: Schema, settings: str, tiers: str, redis: str = "") -> None:
-        """`redis` is the address of a server, where the tiers want one."""
+        """`redis` is the address of a server, if the tiers need one."""
         checkpoints = Checkpoints(path / "checkpoints", schema.digest, 1)
         checkpoints.clean()
         found = checkpoints.newest()
@@ -267,8 +274,7 @@ def test_a_store_is_whole_after_kills_at_random_moments(
 
 
 def _with_the_oldest_alone(path: Path, numbers: list[int]) -> list[Path]:
-    """Return a place, if there is more than one checkpoint, where only the oldest is left, as if the others were
-    damaged."""
+    """Return a folder with only the oldest checkpoint, as if the others were damaged, if there is more than one."""
     if len(numbers) < 2:
         return []
     oldest = path / "oldest"
@@ -288,12 +294,12 @@ class _Nursery:
 
     def begin(self, *how: str) -> int:
         """Start a life with these arguments, and return its pid."""
-        return int(self._tell(json.dumps(how)))
+        return int(self._send(json.dumps(how)))
 
     def await_end(self) -> None:
-        assert int(self._tell()) == -signal.SIGKILL, "it ended by itself"
+        assert int(self._send()) == -signal.SIGKILL, "it ended by itself"
 
-    def _tell(self, line: str = "") -> str:
+    def _send(self, line: str = "") -> str:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(f"{line}\n")

@@ -34,7 +34,7 @@ from replay.build import build_store
 from replay.checkpoint.capture import CapturedStore
 from replay.config import ReplaySettings
 from replay.erasure.erased_events import ByKey, ByRange, ErasedEvents, Record
-from replay.fake import FakeCheckpoints
+from replay.fake import FakeCheckpoints, plan_ahead
 from replay.plan import Sample
 from replay.planner import AHEAD
 from replay.sampling.base import BY_POSITION
@@ -94,14 +94,14 @@ def kept(schema: Schema, admission: str, added: set[Event], k: int) -> set[Event
     bases = np.array([partition_base(name) for name in PARTITIONS], np.uint64)[columns["partition"]]
     identity = identity_hash(bases, columns["offset"], columns["row"], 0).tolist()
     groups: dict[int, list[tuple[float, Event]]] = {}
-    for place, event in enumerate(events):
-        weight = float(columns["weight"][place])
+    for index, event in enumerate(events):
+        weight = float(columns["weight"][index])
         if not weight:
             continue
-        priority = -math.log((identity[place] + 0.5) / 2**64) / weight
+        priority = -math.log((identity[index] + 0.5) / 2**64) / weight
         if admission == "recent":
-            priority = math.log(priority) - math.log(2) / HALF_LIFE * (int(columns["time_ms"][place]) // 1000)
-        group = int(columns["label"][place]) if admission == "class-balanced" else 0
+            priority = math.log(priority) - math.log(2) / HALF_LIFE * (int(columns["time_ms"][index]) // 1000)
+        group = int(columns["label"][index]) if admission == "class-balanced" else 0
         groups.setdefault(group, []).append((priority, event))
     sizes = [len(members) for members in groups.values()]
     most = max(q for q in range(k + 1) if sum(min(size, q) for size in sizes) <= k) if sum(sizes) > k else k
@@ -147,11 +147,11 @@ def remembered(contents: StoreSnapshot, records: list[Record]) -> StoreSnapshot:
     event."""
     erases = lambda events: any(is_erased(record, event) for record in records for event in events)  # noqa: E731
     stays = np.array([not erases([event]) for event in names_of(contents.index)], np.bool_)
-    plans = list(itertools.takewhile(lambda plan: not erases(names_of(plan.events)), contents.standing.plans))
-    sampler = dict(contents.standing.sampler)
+    plans = list(itertools.takewhile(lambda plan: not erases(names_of(plan.events)), contents.state.plans))
+    sampler = dict(contents.state.sampler)
     sampler |= {name: sampler[name][stays] for name in BY_POSITION & sampler.keys()}
     return StoreSnapshot(
-        replace(contents.standing, plans=plans, sampler=sampler),
+        replace(contents.state, plans=plans, sampler=sampler),
         contents.index[stays],
         None if contents.payload is None else contents.payload[torch.from_numpy(stays)],
     )
@@ -240,7 +240,7 @@ class StoreMachine(RuleBasedStateMachine):
         elif order == "twice":
             events += events[: count // 2]
         elif order == "rows":
-            events = [(partition, begin + place // 3, place % 3) for place in range(count)]
+            events = [(partition, begin + index // 3, index % 3) for index in range(count)]
         events = [event for event in events if not self.is_erased(event)]
         if not events:
             return
@@ -258,7 +258,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(n=st.integers(0, 30))
     def plan(self, n: int) -> None:
-        self.store.plan_ahead(self.model.step, n)
+        plan_ahead(self.store, self.model.step, n)
         before = held(self.store)
         assert [plan.step for plan in self.store.planner.plans][:AHEAD] == [
             *range(self.model.step, self.model.step + AHEAD)
@@ -271,20 +271,20 @@ class StoreMachine(RuleBasedStateMachine):
                 self.model.plans[plan.step] = events
 
     @precondition(lambda self: self.model.step in self.model.plans)
-    @rule(n=st.integers(0, 30), hears=st.booleans())
-    def sample(self, n: int, hears: bool) -> None:
+    @rule(n=st.integers(0, 30), updates=st.booleans())
+    def sample(self, n: int, updates: bool) -> None:
         expected = self.model.plans.pop(self.model.step)[:n]
         sample = self.store.sample(self.model.step, n)
         self.model.step += 1
         assert names_of(sample.records) == expected
         expect_payload(self.schema, sample)
         assert bool((sample.importance > 0).all())
-        if hears:
+        if updates:
             self.store.update_priorities(sample, self.dice.exponential(size=len(sample)).astype(np.float32))
 
     @rule(partition=st.integers(0, 2), first=st.integers(0, 450), length=st.integers(0, 20), by_key=st.booleans())
     def erase(self, partition: int, first: int, length: int, by_key: bool) -> None:
-        """While no checkpoint is made, which the learner waits for too; what is planned of them is planned anew."""
+        """While no checkpoint is written, as in the learner; steps whose plans have erased events are planned again."""
         self._finish(written=True, keep=2)
         record: Record = ByRange(time=0, by="command", partition=NAMES[partition], first=first, last=first + length)
         if by_key:
@@ -339,7 +339,7 @@ class StoreMachine(RuleBasedStateMachine):
         contents = remembered(moment.contents, self.erased)
         self.store = self.open(arrangement, contents, **self.options)
         self.fakes = FakeCheckpoints(self.store, contents)
-        plans = {plan.step: moment.plans[plan.step] for plan in contents.standing.plans}
+        plans = {plan.step: moment.plans[plan.step] for plan in contents.state.plans}
         self.model = Model(set(moment.added), plans, moment.step)
         expected = [event for event in moment.held if not self.is_erased(event)]
         assert held(self.store) == expected, "others are held after a restart, or in another order"

@@ -21,7 +21,7 @@ REDIS = pytest.param("redis", marks=pytest.mark.services)
 
 
 def opened(kind: str, path: Path, request: pytest.FixtureRequest) -> Iterator[Open]:
-    """`open(row_bytes=ROW_BYTES, slots=SLOTS)`: a tier; the second time the same one anew."""
+    """`open(row_bytes=ROW_BYTES, slots=SLOTS)`: a tier; the second call opens the same tier again."""
     tiers: list[Tier] = []
 
     def make(row_bytes: int = ROW_BYTES, slots: int = SLOTS) -> Tier:
@@ -125,15 +125,15 @@ def test_another_events_row_and_one_that_was_never_written_are_not_whole(open_sl
     assert whole.tolist() == [False] * 10 + [True] * 30 + [False] * 20
 
 
-def test_rows_are_read_into_their_places_and_no_others(open_slow: Callable[..., SlowTier]) -> None:
+def test_rows_are_read_into_their_positions_and_no_others(open_slow: Callable[..., SlowTier]) -> None:
     tier = open_slow()
     slots, identity, written = some(30), names(30), rows(30)
     tier.write(slots, identity, written)
     into = torch.full((100, ROW_BYTES), 7, dtype=torch.uint8)
-    places = np.random.default_rng(3).choice(100, 30, replace=False)
-    assert tier.read_into(into, places, slots, identity).all()
-    assert np.array_equal(into.numpy()[places], written)
-    assert (np.delete(into.numpy(), places, axis=0) == 7).all()
+    positions = np.random.default_rng(3).choice(100, 30, replace=False)
+    assert tier.read_into(into, positions, slots, identity).all()
+    assert np.array_equal(into.numpy()[positions], written)
+    assert (np.delete(into.numpy(), positions, axis=0) == 7).all()
 
 
 def test_a_primary_tier_that_is_opened_again_has_its_rows(open_primary: Callable[..., SlowTier]) -> None:
@@ -170,7 +170,7 @@ def test_memory_gives_back_rows_of_any_length(row_bytes: int) -> None:
     for found in (tier.gather(slots[asked]), tier.read(slots[asked], names(4))[0], tier.stage(slots[asked]).rows()):
         assert np.array_equal(np.asarray(found), written[asked])
     staged = tier.stage(slots[:2])
-    staged.settle()
+    staged.materialize()
     tier.erase(slots[:2])
     assert np.array_equal(np.asarray(staged.rows(1)), written[:1]), "what was settled keeps its rows"
     staged.clear()
@@ -179,7 +179,7 @@ def test_memory_gives_back_rows_of_any_length(row_bytes: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("on_host", [False, True])
-def test_memory_brings_rows_to_the_gpu_wherever_they_lie(on_host: bool) -> None:
+def test_memory_copies_rows_to_the_gpu_from_any_device(on_host: bool) -> None:
     gpu = torch.device("cuda")
     tier = MemoryTier(ROW_BYTES, SLOTS, gpu, on_host=on_host)
     slots, identity, written = some(700), names(700), rows(700)
@@ -199,9 +199,9 @@ def test_memory_brings_rows_to_the_gpu_wherever_they_lie(on_host: bool) -> None:
     tier.close()
 
 
-def test_the_memory_tier_has_zeros_in_place_of_what_is_erased() -> None:
+def test_the_memory_tier_has_zeros_in_erased_slots() -> None:
     tier = MemoryTier(ROW_BYTES, 10, torch.device("cpu"))
     tier.write(np.arange(10), names(10), rows(10))
     tier.erase(np.array([3, 7]))
     read, _ = tier.read(np.arange(10), names(10))
-    assert read.any(dim=1).tolist() == [place not in (3, 7) for place in range(10)]
+    assert read.any(dim=1).tolist() == [index not in (3, 7) for index in range(10)]

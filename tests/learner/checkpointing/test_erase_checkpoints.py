@@ -21,6 +21,7 @@ from replay.build import build_store
 from replay.checkpoint.segments import Segment
 from replay.config import ReplaySettings
 from replay.erasure.erased_events import ByKey, ErasedEvents
+from replay.fake import add_now, plan_ahead
 from replay.snapshot import StoreSnapshot
 from replay.store import Store
 from replay.tiers.disk import DiskTier
@@ -50,8 +51,8 @@ class Pipeline:
         columns["key_hash"][:] = np.where(columns["offset"] % 10 == 0, 9, 1)
         out = columns["offset"] % 7 == 0
         self.holdout.add({name: column[out] for name, column in columns.items()}, NAMES)
-        self.store.add_now({name: column[~out] for name, column in columns.items()}, NAMES)
-        self.store.plan_ahead(0, 20)
+        add_now(self.store, {name: column[~out] for name, column in columns.items()}, NAMES)
+        plan_ahead(self.store, 0, 20)
 
     def checkpoint(self, number: int) -> None:
         standing, change = self.store.contents(self.store.begin_snapshot(number))
@@ -94,7 +95,7 @@ def test_all_checkpoints_lose_what_is_erased_and_stay_whole(pipeline: Pipeline) 
     assert pipeline.erase() == 3
     after = pipeline.newest()
     assert after.index.tobytes() == kept.tobytes()
-    assert len(after.standing.sampler["positions"]) == len(after.standing.sampler["weights"]) == len(kept)
+    assert len(after.state.sampler["positions"]) == len(after.state.sampler["weights"]) == len(kept)
     if before.payload is not None and after.payload is not None:
         assert torch.equal(after.payload, before.payload[torch.from_numpy(before.index["key_hash"] != 9)])
     for number in pipeline.checkpoints.numbers():
@@ -118,11 +119,11 @@ def test_what_is_loaded_is_what_is_rewritten(pipeline: Pipeline) -> None:
     assert loaded is not None
     assert store == len(pipeline.newest().index) - len(loaded[0].index) > 0
     assert holdout == len(range(0, 350, 70))
-    assert loaded[0].standing.plans == [], "a plan names erased events"
+    assert loaded[0].state.plans == [], "a plan names erased events"
     pipeline.erase()
     rewritten = pipeline.newest()
     assert loaded[0].index.tobytes() == rewritten.index.tobytes()
-    assert set(loaded[0].standing.sampler) == set(rewritten.standing.sampler)
+    assert set(loaded[0].state.sampler) == set(rewritten.state.sampler)
 
 
 def test_a_learner_that_goes_on_writes_whole_checkpoints_after_its_checkpoints_were_rewritten(

@@ -68,13 +68,13 @@ class SegmentsMachine(RuleBasedStateMachine):
         self.came = self.left = self.peak = 0
 
     @rule(n=st.integers(0, 300))
-    def come(self, n: int) -> None:
+    def add(self, n: int) -> None:
         self.held += range(self.next, self.next + n)
         self.next, self.came = self.next + n, self.came + n
         self.peak = max(self.peak, len(self.held))
 
     @rule(seed=st.integers(0, 2**32), share=st.sampled_from([0.01, 0.1, 0.5, 0.97, 1.0]), old=st.booleans())
-    def leave(self, seed: int, share: float, old: bool) -> None:
+    def remove(self, seed: int, share: float, old: bool) -> None:
         stays = np.random.default_rng(seed).random(len(self.held)) >= share
         stays[len(stays) // 2 if old else len(stays) :] = True
         self.changes.keep(stays)
@@ -83,13 +83,13 @@ class SegmentsMachine(RuleBasedStateMachine):
 
     @rule(fails=st.sampled_from([False, False, False, True]), more=st.integers(0, 3))
     def checkpoint(self, fails: bool, more: int) -> None:
-        """Tell what changed; events may come while the checkpoint is written."""
+        """Return the changes; events may be added while the checkpoint is written."""
         self.number += 1
         new = self.held[self.changes.old :]
         change = StoreDelta(self.changes.base, self.changes.alive, index_of(new), rows_of(new))
         self.changes.begin(self.number, len(self.held))
         now = list(self.held)
-        self.come(more)
+        self.add(more)
         full = change.base is None
         written = self.log.written
         self.log.checkpoint(self.number, change, fails=fails)

@@ -40,7 +40,7 @@ def until(condition: Callable[[], Any], what: str) -> Any:
 
 @pytest.fixture
 def make_index(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., NeighbourClient]]:
-    """`make_index(dim=DIM, capacity=100_000, **options)`, open, and telling how it stands without a pause."""
+    """`make_index(dim=DIM, capacity=100_000, **options)`, open, and reporting without a pause."""
     monkeypatch.setattr(neighbours, "_REPORT_SECONDS", 0.0)
     monkeypatch.setattr(neighbours, "_STALE_SECONDS", 0.0)
     made: list[NeighbourClient] = []
@@ -61,7 +61,7 @@ def index(make_index: Callable[..., NeighbourClient]) -> NeighbourClient:
 
 
 def settled(index: NeighbourClient) -> IndexStats:
-    """What it tells once it has done all that it was told so far."""
+    """Return the statistics once all requests so far are done."""
     seen = index.reports
     # The first report may have been asked for before; one after the other is made after all else that is said.
     until(lambda: index.stats() and index.reports >= seen + 2, "two reports")
@@ -75,7 +75,7 @@ def add(index: NeighbourClient, ids: np.ndarray, x: np.ndarray, step: int = 0) -
 
 
 def ask(index: NeighbourClient, queries: np.ndarray, k: int, step: int = 0) -> np.ndarray:
-    until(lambda: index.ask(step, queries, k), "a question to be taken")
+    until(lambda: index.query(step, queries, k), "a question to be taken")
     (answer,) = until(index.answers, "an answer")
     assert answer.step == step
     return answer.ids
@@ -95,7 +95,7 @@ def exact(queries: np.ndarray, x: np.ndarray, k: int) -> np.ndarray:
     return np.argsort(((queries[:, None] - x[None]) ** 2).sum(axis=2), axis=1, kind="stable")[:, :k]
 
 
-def test_the_nearest_come_first_and_nothing_stands_where_there_are_no_more(index):
+def test_the_nearest_come_first_and_missing_ones_have_no_id(index):
     ids = np.array([7, -3, 2**62])
     add(index, ids, np.array([[0, 0, 0, 3], [0, 0, 0, 1], [0, 0, 0, 2]], np.float32))
     settled(index)
@@ -143,7 +143,7 @@ def test_a_small_index_is_exact_whatever_was_added_replaced_and_removed(index):
     holds()
 
 
-def test_many_events_lie_in_lists_and_are_found_still(make_index):
+def test_many_events_are_stored_in_lists_and_still_found(make_index):
     index, dim, n = make_index(dim=16, clusters=32), 16, 30_000
     x, queries = clustered(n, dim, 1), clustered(64, dim, 2)
     add(index, np.arange(n), x)
@@ -151,8 +151,8 @@ def test_many_events_lie_in_lists_and_are_found_still(make_index):
     assert stats.process.rows == n
     assert stats.process.trained_rows >= 20_000
     assert stats.process.bytes / n < 2 * dim + 8 + 120
-    found, wanted = ask(index, queries, 10), exact(queries, x, 10)
-    assert np.mean([np.isin(w, f).mean() for w, f in zip(wanted, found, strict=True)]) >= 0.9
+    found, expected = ask(index, queries, 10), exact(queries, x, 10)
+    assert np.mean([np.isin(w, f).mean() for w, f in zip(expected, found, strict=True)]) >= 0.9
     # One query of a request is judged, and one alone may find eight of ten.
     later = itertools.cycle(queries[:, None])
     until(lambda: ask(index, next(later), 10).size and index.stats().process.recall >= 0.9, "a recall of many queries")
@@ -175,7 +175,7 @@ def test_lists_erase_what_was_removed_and_know_what_was_replaced(make_index):
     assert found[32:, 0].tolist() == list(range(1, 65, 2))
 
 
-def test_clusters_are_told_once_enough_is_known_and_again_when_all_has_changed(make_index):
+def test_clusters_are_sent_once_there_are_enough_events_and_again_when_all_have_changed(make_index):
     index = make_index(clusters=8, capacity=10_000)
     assert index.clusters() is None
     x = random(400)
@@ -219,9 +219,9 @@ def test_embeddings_of_another_model_are_refused(index):
     with pytest.raises(ValueError, match=r"embeddings are \[3, 5\], not \[3, 4\]"):
         index.add(np.arange(3), random(3, 5), 0)
     with pytest.raises(ValueError, match=r"queries are \[3, 5\], not \[3, 4\]"):
-        index.ask(0, random(3, 5), 2)
+        index.query(0, random(3, 5), 2)
     with pytest.raises(ValueError, match="do not fit into a batch of 512"):
-        index.ask(0, random(513), 2)
+        index.query(0, random(513), 2)
 
 
 def test_there_are_never_more_events_than_the_capacity(make_index):
@@ -235,7 +235,7 @@ def test_there_are_never_more_events_than_the_capacity(make_index):
     assert settled(index).process.rows == 50
 
 
-def test_the_oldest_embeddings_are_named_once_until_they_are_made_anew(make_index):
+def test_the_oldest_embeddings_are_returned_once_until_they_are_updated(make_index):
     index = make_index(stale_after=10)
     add(index, np.array([1, 2]), random(2), step=5)
     add(index, np.array([3]), random(1), step=0)
@@ -253,13 +253,13 @@ def test_the_oldest_embeddings_are_named_once_until_they_are_made_anew(make_inde
     assert set(again) == {1, 2}
 
 
-def test_an_index_that_stands_still_declines_what_is_too_much(index):
+def test_an_index_that_hangs_declines_excess_requests(index):
     until(lambda: index.stats() and index.reports, "its start")
     os.kill(index.pid, signal.SIGSTOP)
     x, asked = random(512), 0
     taken = sum(index.add(np.arange(i, i + 512), x, 0) for i in range(0, 200 * 512, 512))
     for step in range(10):
-        asked += index.ask(step, x[:8], 3)
+        asked += index.query(step, x[:8], 3)
     for i in range(200):
         index.remove(np.arange(1000 * i, 1000 * i + 1000))
     stats = index.stats()
@@ -276,7 +276,7 @@ def test_an_index_that_stands_still_declines_what_is_too_much(index):
     assert index.stats().restarts == 0
 
 
-def test_an_index_that_dies_is_started_again_and_fed_anew(index):
+def test_an_index_that_dies_is_restarted_and_filled_again(index):
     x = random(20)
     x[3, 0] = np.nan
     add(index, np.arange(20), x)
@@ -298,7 +298,7 @@ def test_an_index_that_hangs_is_taken_for_dead(index, monkeypatch):
     settled(index)
     first = index.pid
     os.kill(first, signal.SIGSTOP)
-    until(lambda: index.stats() and index._report_asked, "a question that has no answer")
+    until(lambda: index.stats() and index._report_requested, "a question that has no answer")
     assert index.stats().restarts == 0
     monkeypatch.setattr(neighbours, "_SILENT_SECONDS", 0.0)
     until(lambda: index.stats().restarts == 1, "its silence to be noticed")
@@ -311,10 +311,10 @@ def test_an_index_that_hangs_is_taken_for_dead(index, monkeypatch):
 def test_an_index_that_answers_other_things_first_does_not_hang(index, monkeypatch):
     settled(index)
     os.kill(index.pid, signal.SIGSTOP)
-    until(lambda: index.stats() and index._report_asked, "a question that has no answer")
+    until(lambda: index.stats() and index._report_requested, "a question that has no answer")
     with monkeypatch.context() as patch:
         patch.setattr(neighbours, "_SILENT_SECONDS", 0.01)
-        patch.setattr(index._link, "hear", lambda: [IndexMessage(MessageType.REMOVE, index._link.slot(), 0, 0, 0)])
+        patch.setattr(index._link, "receive", lambda: [IndexMessage(MessageType.REMOVE, index._link.slot(), 0, 0, 0)])
         until(lambda: index.stats() and time.monotonic() - index._report_at > 0.1, "a long wait")
     assert index.stats().restarts == 0
     os.kill(index.pid, signal.SIGCONT)
@@ -351,7 +351,7 @@ def test_nothing_is_left_behind_by_close_nor_by_deaths(make_index):
     index.close()
     index.close()
     assert index.add(np.arange(2), random(2), 0) == 0
-    assert not index.ask(0, random(2), 1)
+    assert not index.query(0, random(2), 1)
     assert index.answers() == []
     assert (me.num_fds(), me.children()) == (descriptors, children)
 
@@ -370,7 +370,7 @@ def test_the_process_ends_when_the_learner_is_killed():
     until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE, "its end")
 
 
-def test_metrics_tell_how_it_stands_and_count_across_deaths(index):
+def test_metrics_report_the_index_and_count_across_restarts(index):
     registry = CollectorRegistry()
     metrics = StateCollector(registry, INDEX_METRICS)
     add(index, np.arange(3), np.array([[1, 1, 1, 1], [2, 2, 2, 2], [np.nan] * 4], np.float32), step=4)

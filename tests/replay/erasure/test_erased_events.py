@@ -29,7 +29,7 @@ from replay.config import ReplaySettings
 from replay.erasure.erased_events import ByKey, ByRange, ErasedEvents, Packed, Record, hash_of_key
 from replay.erasure.erasure_log import ErasureLog
 from replay.erasure.log_file import Applied
-from replay.fake import FakeCheckpoints
+from replay.fake import FakeCheckpoints, add_now, plan_ahead
 from replay.store import Store
 from replay.tiers.disk import DiskTier
 from replay.tiers.memory import MemoryTier
@@ -42,7 +42,7 @@ NAMES = [partition_name(name) for name in PARTITIONS]
 BASES = np.array([partition_base(name) for name in PARTITIONS], np.uint64)
 MakeStore = Callable[..., Store]
 
-places = st.tuples(st.integers(0, 2), st.integers(-1, 40), st.integers(1, 5))
+positions = st.tuples(st.integers(0, 2), st.integers(-1, 40), st.integers(1, 5))
 ends_of_some = st.lists(st.integers(0, 45), max_size=3).map(lambda ends: dict(zip(NAMES, ends, strict=False)))
 by_keys = st.builds(
     lambda key, up_to, beyond: ByKey(time=0, by="command", key_hash=f"{key:016x}", up_to=up_to, beyond=beyond),
@@ -67,7 +67,7 @@ def is_covered(record: Record, partition: int, offset: int, key: int) -> bool:
 
 
 @settings(max_examples=60)
-@given(st.lists(by_keys | by_ranges, max_size=8), st.lists(places, max_size=30), st.booleans())
+@given(st.lists(by_keys | by_ranges, max_size=8), st.lists(positions, max_size=30), st.booleans())
 def test_an_event_is_covered_when_any_record_says_so(
     records: list[Record], events: list[tuple[int, int, int]], many: bool
 ) -> None:
@@ -128,7 +128,7 @@ def test_readers_see_what_others_append_and_a_log_that_shrinks_is_refused(tmp_pa
     (first,) = theirs.append([record])
     assert ours.is_behind()
     (second,) = ours.append([record])
-    assert (first.number, second.number, ours.knows(record)) == (1, 2, True)
+    assert (first.number, second.number, ours.contains(record)) == (1, 2, True)
     ours.append(Applied(time=0, through=2, store=3, holdout=4))
     theirs.refresh()
     assert (theirs.through, theirs.store, theirs.holdout) == (2, 3, 4)
@@ -144,8 +144,8 @@ def tombstone(key: int, offset: int, up_to: dict[str, int]) -> ByKey:
 
 def covered(log: ErasureLog) -> list[list[bool]]:
     """Whether events of keys 1 to 6 are erased, by offset, in the first two partitions."""
-    keys, places, offsets = (each.ravel() for each in np.meshgrid(range(1, 7), range(2), range(45), indexing="ij"))
-    columns = {"partition": places.astype(np.int32), "offset": offsets, "key_hash": keys.astype(np.uint64)}
+    keys, positions, offsets = (each.ravel() for each in np.meshgrid(range(1, 7), range(2), range(45), indexing="ij"))
+    columns = {"partition": positions.astype(np.int32), "offset": offsets, "key_hash": keys.astype(np.uint64)}
     found: list[list[bool]] = log.erased.covers(BASES, columns).reshape(6, -1).tolist()
     return found
 
@@ -163,20 +163,20 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 def test_a_log_that_was_compacted_says_the_same_to_whoever_reads_it_and_whenever(
     batches: list[list[Record]], applied: int, compacts: list[bool]
 ) -> None:
-    """With a reader that knows all, one that has missed some, and one that comes afterwards."""
+    """With a reader that has read all, one that has missed some, and one that begins afterwards."""
     with tempfile.TemporaryDirectory() as folder, mock.patch("os.fsync"):
         log, plain = (ErasureLog(Path(folder) / name / "erasures.log") for name in ("a", "b"))
         for each in (log, plain):
             each.path.parent.mkdir()
         late = ErasureLog(log.path)
-        for place, (records, compact) in enumerate(zip(batches, compacts, strict=False)):
+        for index, (records, compact) in enumerate(zip(batches, compacts, strict=False)):
             for each in (log, plain):
                 each.append(records)
-                if place % 2:
+                if index % 2:
                     each.append(Applied(time=0, through=min(applied, each.count), store=2, holdout=1))
             if compact:
                 ErasureLog(log.path).compact()
-            if place == 2:
+            if index == 2:
                 late.refresh()
         for reader in (log, late, ErasureLog(log.path)):
             reader.refresh()
@@ -204,7 +204,7 @@ def test_a_dropped_record_is_of_no_event_that_may_still_come_from_kafka_or_a_che
         applied = min(applied, log.count)
         log.append(Applied(time=0, through=applied, store=0, holdout=0))
         before, late = covered(log), ErasureLog(log.path)
-        needed = ErasedEvents([each for each in log.copy()._open if each.number > min(applied, clean)])
+        needed = ErasedEvents([each for each in log.copy()._unapplied if each.number > min(applied, clean)])
         ErasureLog(log.path).compact(log_starts, clean)
         log.refresh()
         late.refresh()
@@ -240,7 +240,7 @@ def test_a_record_stays_until_it_is_applied_everywhere_and_no_log_and_no_checkpo
     assert left(gone, 4) == 4, "not applied"
     log.append(Applied(time=0, through=4, store=0, holdout=0))
     assert left(gone, 0) == 4, "a checkpoint is older"
-    assert left({}, 4) == 3, "the broker has not told anything, and one record is of no event"
+    assert left({}, 4) == 3, "the broker has returned no offsets, and one record has no event"
     assert left({NAMES[0]: 30}, 4) == 3, "a partition is away"
     assert left({**gone, NAMES[1]: 8}, 4) == 3, "a partition goes back to what it says"
     assert log.dropped == 3
@@ -284,7 +284,7 @@ def test_a_packed_log_without_the_numbers_of_its_records_drops_them_once_the_las
 
 def test_records_share_the_ends_of_partitions_over_a_compaction_too(tmp_path: Path) -> None:
     log = ErasureLog(tmp_path / "erasures.log")
-    one, two = ({f"events#0[{place}]": 10**6 + ends for place in range(64)} for ends in (0, 1))
+    one, two = ({f"events#0[{index}]": 10**6 + ends for index in range(64)} for ends in (0, 1))
     log.append([tombstone(1, 10, one)])
     first = log.path.stat().st_size
     log.append([tombstone(2, 11, dict(one))])
@@ -297,9 +297,9 @@ def test_records_share_the_ends_of_partitions_over_a_compaction_too(tmp_path: Pa
     reader.refresh()
     records = [each for each in reader.since(0) if isinstance(each, ByKey)]
     assert [each.up_to == one for each in records] == [True, True, False, True, False]
-    assert all(reader.knows(each) for each in records if each.by != "command")
-    assert not reader.knows(tombstone(5, 14, one))
-    assert not reader.knows(tombstone(6, 13, one))
+    assert all(reader.contains(each) for each in records if each.by != "command")
+    assert not reader.contains(tombstone(5, 14, one))
+    assert not reader.contains(tombstone(6, 13, one))
 
 
 @pytest.mark.parametrize("dies_at", ["write", "fsync", "replace", "directory"])
@@ -314,14 +314,14 @@ def test_a_compaction_that_dies_anywhere_loses_nothing(
     def die(*_arguments: object) -> None:
         raise OSError("the end")
 
-    place = {
-        "write": "replay.erasure.erasure_log._write",
+    index = {
+        "write": "replay.erasure.erasure_log.write_at",
         "fsync": "replay.erasure.erasure_log.os.fsync",
         "replace": "pathlib.Path.replace",
         "directory": "replay.erasure.erasure_log.sync_directory",
     }[dies_at]
     with monkeypatch.context() as context:
-        context.setattr(place, die)
+        context.setattr(index, die)
         with pytest.raises(OSError, match="the end"):
             ErasureLog(log.path).compact()
     reader = ErasureLog(log.path)
@@ -362,12 +362,12 @@ def test_a_record_is_on_the_disk_before_append_returns(tmp_path: Path, monkeypat
     synced: dict[int, int] = {}
     fsync, path = os.fsync, tmp_path / "erasures.log"
 
-    def note(descriptor: int) -> None:
+    def record_call(descriptor: int) -> None:
         fsync(descriptor)
         found = os.fstat(descriptor)
         synced[found.st_ino] = found.st_size
 
-    monkeypatch.setattr(os, "fsync", note)
+    monkeypatch.setattr(os, "fsync", record_call)
     log = ErasureLog(path)
     for turn in range(3):
         log.append([tombstone(turn + 1, 20, {})])
@@ -397,7 +397,7 @@ def test_nothing_of_a_torn_record_stays_under_one_that_is_shorter(tmp_path: Path
     assert b"torn" not in log.path.read_bytes()
 
 
-def test_a_record_tells_nobody_who_it_is_about_who_does_not_have_the_secret(tmp_path: Path) -> None:
+def test_a_record_does_not_reveal_its_key_without_the_secret(tmp_path: Path) -> None:
     log = ErasureLog(tmp_path / "erasures.log")
     hashes = [int(hash_of_key(str(name).encode()), 16) for name in range(200)]
     log.append([tombstone(key, 20, {NAMES[0]: 3}) for key in hashes])
@@ -415,7 +415,7 @@ def test_a_record_tells_nobody_who_it_is_about_who_does_not_have_the_secret(tmp_
     assert [stat.S_IMODE(each.stat().st_mode) for each in (secret, log.path)] == [0o600, 0o600]
     reader = ErasureLog(log.path)
     reader.refresh()
-    assert all(reader.knows(tombstone(key, 20, {})) for key in hashes)
+    assert all(reader.contains(tombstone(key, 20, {})) for key in hashes)
     for lost in (secret.unlink, lambda: secret.write_bytes(bytes(32))):
         lost()
         with pytest.raises(SettingsError, match=r"erasures.key is missing, or not the secret of .*; put it back"):
@@ -448,7 +448,7 @@ def written_slots(tier: DiskTier) -> list[int]:
 def add(store: Store, schema: Schema, offsets: range, key: int = 1) -> None:
     columns = fake_columns(schema, offsets)
     columns["key_hash"][:] = key
-    store.add_now(columns, PARTITIONS)
+    add_now(store, columns, PARTITIONS)
 
 
 def offsets_held(store: Store) -> list[int]:
@@ -463,7 +463,7 @@ def test_erased_events_leave_the_store_and_its_plans(schema: Schema, make_store:
     store = make_store(100)
     add(store, schema, range(60))
     add(store, schema, range(60, 80), key=2)
-    store.plan_ahead(0, 80)
+    plan_ahead(store, 0, 80)
     assert store.erase(key_record(2, 70)) == 10
     assert offsets_held(store) == [*range(60), *range(70, 80)]
     for step in range(3):
@@ -494,7 +494,7 @@ def test_what_had_left_the_store_before_is_overwritten_in_every_tier(schema: Sch
     checkpoints = FakeCheckpoints(store)
     secret = fake_columns(schema, range(400))
     secret["key_hash"][:], secret["feature.x"][:] = 2, 12345.678
-    store.add_now(secret, PARTITIONS)
+    add_now(store, secret, PARTITIONS)
     add(store, schema, range(400, 1200))
     checkpoints.checkpoint(1)
     store.tiers.sync()
@@ -518,7 +518,7 @@ def test_what_is_on_its_way_into_memory_when_it_is_erased_is_overwritten_there(
         add(store, schema, range(400, 420))
         secret = fake_columns(schema, range(20))
         secret["key_hash"][:], secret["feature.x"][:] = 2, 12345.678
-        store.add_now(secret, PARTITIONS)
+        add_now(store, secret, PARTITIONS)
         store.tiers.sync()
         (memory,) = (tier for tier in store.tiers.all if isinstance(tier, MemoryTier))
         assert 0 < len(store.tiers._cache or ()) == memory.slots < 20
@@ -526,12 +526,12 @@ def test_what_is_on_its_way_into_memory_when_it_is_erased_is_overwritten_there(
         read, wait = disk.read_into, StagedRows.wait
         monkeypatch.setattr(disk, "read_into", lambda *args: asked.wait() and read(*args))
         monkeypatch.setattr(StagedRows, "wait", lambda staged: asked.set() or wait(staged))
-        late = store.plan(0, 20).rows.late
-        coming = 0 if late is None else len(late.reserved)
+        missing = store.plan(0, 20).rows.missing
+        reserved = 0 if missing is None else len(missing.reserved)
         store.erase(key_record(2, 400))
         asked.set()
         store.tiers.sync()
-        assert coming, "what is in memory makes way for what is sampled"
+        assert reserved, "sampled rows replace others in the memory tier"
         assert secret["feature.x"][0].tobytes() not in bytes_of(memory)
 
 
@@ -560,14 +560,14 @@ SECRET = 12345.678
 
 
 def add_secrets(store: Store, schema: Schema, offsets: range) -> None:
-    """Add events of key 2 that are told in any tier by what is in them."""
+    """Add events of key 2 whose content can be found in any tier."""
     columns = fake_columns(schema, offsets)
     columns["key_hash"][:], columns["feature.x"][:] = 2, SECRET
-    store.add_now(columns, PARTITIONS)
+    add_now(store, columns, PARTITIONS)
     store.tiers.sync()
 
 
-def tells(tier: Tier) -> bool:
+def has_secret(tier: Tier) -> bool:
     """Whether a tier has anything of a secret event."""
     return np.float32(SECRET).tobytes() in bytes_of(tier)
 
@@ -593,24 +593,24 @@ def failing(monkeypatch: pytest.MonkeyPatch, tiers: Sequence[Tier], what: str) -
 
 
 @pytest.mark.parametrize("also_primary", [False, True])
-def test_what_lies_under_events_that_could_not_be_written_is_erased_with_what_is_erased(
+def test_rows_under_events_that_could_not_be_written_are_erased_too(
     schema: Schema, make_store: MakeStore, monkeypatch: pytest.MonkeyPatch, *, also_primary: bool
 ) -> None:
     store = make_store(50)
     tiers = store.tiers.slow if also_primary else store.tiers.slow[:-1]
     add_secrets(store, schema, range(400))
-    assert all(map(tells, tiers))
+    assert all(map(has_secret, tiers))
     with failing(monkeypatch, tiers, "write"):
         add(store, schema, range(400, 3000))
         store.tiers.sync()
-    store.plan_ahead(0, 1)  # those that were lost leave
+    plan_ahead(store, 0, 1)  # those that were lost leave
     store.erase(key_record(2, 400))
     erase_stale(store)
     assert not store.tiers.unerased
-    assert not any(map(tells, store.tiers.all))
+    assert not any(map(has_secret, store.tiers.all))
 
 
-def test_a_place_that_could_not_be_erased_is_left_alone_once_an_event_of_a_checkpoint_is_in_it(
+def test_a_slot_that_could_not_be_erased_is_not_erased_once_an_event_of_a_checkpoint_is_in_it(
     schema: Schema, make_store: MakeStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = make_store(50)
@@ -630,7 +630,7 @@ def test_a_place_that_could_not_be_erased_is_left_alone_once_an_event_of_a_check
     _, whole = store.tiers.read(index["slot"].astype(np.int64), identity)
     assert len(index) == 50
     assert whole.all()
-    assert not any(map(tells, store.tiers.all))
+    assert not any(map(has_secret, store.tiers.all))
 
 
 def test_what_an_earlier_process_could_not_overwrite_in_a_cache_is_erased_if_there_was_something_to_erase(
@@ -644,11 +644,11 @@ def test_what_an_earlier_process_could_not_overwrite_in_a_cache_is_erased_if_the
     store = make_store(50, contents=contents)
     store.erase(key_record(2, 400))
     erase_stale(store)
-    assert not any(map(tells, store.tiers.slow[:-1]))
+    assert not any(map(has_secret, store.tiers.slow[:-1]))
     assert sorted(store.fetch(store.plan(0, 50)).records["offset"].tolist()) == offsets_held(store)
 
 
-def test_places_of_which_nothing_is_known_are_erased_but_for_those_that_a_checkpoint_names(
+def test_slots_of_unknown_contents_are_erased_except_those_that_a_checkpoint_names(
     schema: Schema, make_store: MakeStore
 ) -> None:
     first = make_store(50)

@@ -14,8 +14,8 @@ CPU = torch.device("cpu")
 class Model:
     """A cache whose rows hold the number of their event, and a plain account of which slot has which event."""
 
-    def __init__(self, slots: int, places: int, *, promote: bool) -> None:
-        self.memory = MemoryTier(ROW, places, CPU)
+    def __init__(self, slots: int, positions: int, *, promote: bool) -> None:
+        self.memory = MemoryTier(ROW, positions, CPU)
         self.cache = ClockCache(self.memory, slots, Budget(10**12) if promote else None)
         self.events = np.zeros(slots, np.int64)
         self.next = 1
@@ -31,17 +31,17 @@ class Model:
 
     def found(self, slots: np.ndarray) -> np.ndarray:
         """Return which slots are there; what is there is what was put."""
-        places = self.cache.find(slots)
-        there = places >= 0
-        rows = self.memory.gather(places[there]).view(torch.int64).reshape(-1).numpy()
+        positions = self.cache.find(slots)
+        there = positions >= 0
+        rows = self.memory.gather(positions[there]).view(torch.int64).reshape(-1).numpy()
         assert rows.tolist() == self.events[slots[there]].tolist()
         return there
 
 
 @pytest.mark.parametrize("promote", [False, True])
-@pytest.mark.parametrize("places", [0, 1, 7, 50])
-def test_a_row_that_is_found_is_the_row_of_its_slot(places: int, promote: bool) -> None:
-    model, rng = Model(60, places, promote=promote), np.random.default_rng(0)
+@pytest.mark.parametrize("positions", [0, 1, 7, 50])
+def test_a_row_that_is_found_is_the_row_of_its_slot(positions: int, promote: bool) -> None:
+    model, rng = Model(60, positions, promote=promote), np.random.default_rng(0)
     held = np.zeros(60, np.bool_)
     for _ in range(500):
         some = rng.choice(60, rng.integers(1, 20), replace=False)
@@ -54,11 +54,11 @@ def test_a_row_that_is_found_is_the_row_of_its_slot(places: int, promote: bool) 
             held[new] = True
             missing = old[~model.found(old)]
             model.keep(missing)
-        assert len(model.cache) <= places
+        assert len(model.cache) <= positions
         there = model.found(np.flatnonzero(held))
         assert there.sum() == len(model.cache)
         assert not model.found(np.flatnonzero(~held)).any()
-    if places == 50 and promote:
+    if positions == 50 and promote:
         assert model.cache.demoted > 0
 
 
@@ -92,7 +92,7 @@ def test_a_row_on_its_way_is_found_once_it_came_and_only_if_its_event_is_the_sam
         assert len(cache.reserve(8)) == 0
         cache.free(np.arange(8))
     generation, first, second = cache.generation(slots), cache.reserve(4), cache.reserve(8)
-    assert sorted([*first, *second]) == list(range(8)), "no place is reserved twice"
+    assert sorted([*first, *second]) == list(range(8)), "no position is reserved twice"
     assert len(cache.reserve(8)) == 0
     model.put(slots[2:])
     assert not model.found(np.arange(40)).any(), "what is reserved is nobody's"

@@ -90,11 +90,11 @@ class Kept:
         priorities = self.policy.priorities(candidates)
         groups = self.policy.group(np.array([event.label for event in events]), np.zeros(len(events), np.int16))
         admitted = self.quotas.admits(priorities, groups)
-        for place in np.flatnonzero(admitted).tolist():
-            if events[place].name not in self.names:
-                self.names = np.append(self.names, events[place].name)
-                self.priorities = np.append(self.priorities, priorities[place])
-                self.groups = np.append(self.groups, groups[place])
+        for index in np.flatnonzero(admitted).tolist():
+            if events[index].name not in self.names:
+                self.names = np.append(self.names, events[index].name)
+                self.priorities = np.append(self.priorities, priorities[index])
+                self.groups = np.append(self.groups, groups[index])
         if len(self.names) > self.quotas.limit:
             self._keep(self.quotas.lower(self.priorities, self.groups))
 
@@ -121,7 +121,7 @@ batches = st.lists(st.lists(st.sampled_from(EVENTS), min_size=1, max_size=60), m
 def test_those_of_the_definition_are_held_after_every_addition(
     policy: str, additions: list[list[Event]], k: int
 ) -> None:
-    """In any order, with any repetition; beyond them only what lies below the thresholds, all of which have fallen."""
+    """In any order, with any repetition; the other events are below the thresholds, all of which have fallen."""
     store, added = Kept(policy, k), set[Event]()
     for addition in additions:
         before = store.quotas.thresholds.copy()
@@ -181,12 +181,12 @@ def test_recent_keeps_half_as_many_for_each_half_life_that_they_are_older() -> N
         counts += np.bincount(time_s[stays] // 3600, minlength=hours)
     expected = 2.0 ** np.arange(hours)
     expected *= counts.sum() / expected.sum()
-    newest = slice(hours - 5, None)  # of older ones there are too few to tell
+    newest = slice(hours - 5, None)  # there are too few older ones to measure
     assert (abs(counts[newest] / expected[newest] - 1) < [0.2, 0.14, 0.1, 0.08, 0.06]).all()
 
 
 @pytest.mark.parametrize("policy", ["reservoir", "recent"])
-def test_rates_tell_with_what_probability_an_event_is_held(policy: str) -> None:
+def test_rates_give_the_probability_with_which_an_event_is_held(policy: str) -> None:
     """1 - exp(-weight * rate), over 20,000 identities for each weight; the error is that of a mean of so many."""
     context = POLICIES[policy]()
     threshold = {"reservoir": 0.7, "recent": -3.0}[policy]
@@ -199,7 +199,7 @@ def test_rates_tell_with_what_probability_an_event_is_held(policy: str) -> None:
 
 
 def test_priorities_are_the_definition() -> None:
-    """To the last bits, also where u is almost 1: there the smallest lie."""
+    """To the last bits, also where u is almost 1, which gives the smallest."""
     identity = np.array([0, 1, 2**63, 2**64 - 1, 2**64 - 2**20], np.uint64)
     found = exponentials(identity)
     for value, name in zip(found.tolist(), identity.tolist(), strict=True):
@@ -218,7 +218,7 @@ def test_the_level_is_the_largest_number_that_fits(counts: list[int], k: int) ->
 
 
 def shaped(kind: str, size: int, dice: np.random.Generator) -> np.ndarray:
-    """Priorities in an order, or of a distribution, by which a sample of them may be misled."""
+    """Priorities whose order or distribution may make a sample of them misleading."""
     values = dice.exponential(size=size)
     if kind in ("rising", "falling"):
         return np.sort(values)[:: 1 if kind == "rising" else -1].copy()
@@ -271,8 +271,8 @@ def test_a_policy_that_lacks_what_it_needs_is_refused(policy: str, context: Admi
         ADMISSIONS[policy](context)
 
 
-def test_the_name_of_a_policy_tells_what_decides() -> None:
-    """By it a checkpoint's priorities are told from those of other settings."""
+def test_the_name_of_a_policy_differs_with_each_setting() -> None:
+    """It distinguishes a checkpoint's priorities from those of other settings."""
     policies = [
         *(ADMISSIONS[name](AdmissionContext(4, HOUR, 8)) for name in ADMISSIONS),
         *(ADMISSIONS[name](AdmissionContext(5, 2 * HOUR, 9)) for name in ("class-balanced", "recent", "diverse")),

@@ -19,7 +19,7 @@ def columns(events: list[Event]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def beyond(marks: Watermarks, events: list[Event]) -> list[bool]:
-    found = marks.pass_by(*columns(events))
+    found = marks.advance(*columns(events))
     return [True] * len(events) if found is None else found.tolist()
 
 
@@ -28,23 +28,23 @@ def test_an_event_is_beyond_all_of_its_partition_that_came_before_it(added: list
     marks, highest = Watermarks(), dict[int, tuple[int, int]]()
     for events in added:
         expected = []
-        for partition, *place in events:
-            expected.append(tuple(place) > highest.get(partition, (-1, -1)))
-            highest[partition] = max(highest.get(partition, (-1, -1)), (place[0], place[1]))
+        for partition, *index in events:
+            expected.append(tuple(index) > highest.get(partition, (-1, -1)))
+            highest[partition] = max(highest.get(partition, (-1, -1)), (index[0], index[1]))
         assert beyond(marks, events) == expected
         assert marks.highest == highest
 
 
 @given(calls)
-def test_how_many_are_told_of_at_once_decides_nothing(added: list[list[Event]]) -> None:
+def test_the_number_of_events_of_a_call_does_not_matter(added: list[list[Event]]) -> None:
     one, other = Watermarks(), Watermarks()
-    apart = [each for events in added for each in beyond(one, events)]
-    assert apart == beyond(other, [event for events in added for event in events])
+    separate = [each for events in added for each in beyond(one, events)]
+    assert separate == beyond(other, [event for events in added for event in events])
     assert one.highest == other.highest
 
 
-def test_what_rises_as_streams_do_needs_no_look_at_each() -> None:
+def test_ascending_events_are_not_examined_one_by_one() -> None:
     marks = Watermarks()
-    assert marks.pass_by(*columns([(0, 1, 0), (1, 5, 0), (0, 1, 1), (0, 2, 0), (1, 6, 0)])) is None
-    assert marks.pass_by(*columns([(0, 3, 0)])) is None
-    assert marks.pass_by(*columns([(0, 3, 0)])) is not None
+    assert marks.advance(*columns([(0, 1, 0), (1, 5, 0), (0, 1, 1), (0, 2, 0), (1, 6, 0)])) is None
+    assert marks.advance(*columns([(0, 3, 0)])) is None
+    assert marks.advance(*columns([(0, 3, 0)])) is not None

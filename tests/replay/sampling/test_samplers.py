@@ -23,7 +23,7 @@ each_sampler = pytest.mark.parametrize("name", PLAIN)
 
 
 class Bench:
-    """An index and a sampler over it. Which slots events get is a matter of chance, told by `luck`."""
+    """An index and a sampler over it. Which slots events get is random, seeded by `luck`."""
 
     def __init__(self, name: str, luck: int = 0) -> None:
         self.name = name
@@ -58,10 +58,10 @@ class Bench:
         return self.sampler.sample(n, np.random.default_rng(step))
 
     def offsets(self, slots: np.ndarray) -> np.ndarray:
-        return self.event_table.of("offset", slots)
+        return self.event_table.column("offset", slots)
 
-    def places(self, n: int, samples: int) -> np.ndarray:
-        """By place in a sample, how often each event came there."""
+    def positions(self, n: int, samples: int) -> np.ndarray:
+        """By position in a sample, how often each event was there."""
         counts = np.zeros((n, self._next), np.int64)
         for step in range(samples):
             counts[np.arange(n), self.offsets(self.sample(n, step).slots)] += 1
@@ -101,18 +101,18 @@ def test_no_event_comes_twice_or_after_it_has_left_and_a_restart_changes_no_samp
         held -= set(gone.tolist())
         losses = dice.exponential(size=LIMIT).astype(np.float32)
         losses[dice.random(LIMIT) < 0.1] = dice.choice([0.0, math.nan, math.inf, -1.0])
-        wanted = int(dice.integers(0, len(held) + 20))
+        requested = int(dice.integers(0, len(held) + 20))
         offsets, corrections = [], []
         for bench in (one, two):
             bench.add(n, labels, np.minimum(hours, 10**6))
             bench.drop(gone)
-            choice = bench.sample(wanted, turn)
+            choice = bench.sample(requested, turn)
             offsets.append(bench.offsets(choice.slots).tolist())
             corrections.append(None if choice.correction is None else choice.correction.tolist())
             bench.sampler.update_priorities(choice.slots, losses[: len(choice.slots)])
         assert offsets[0] == offsets[1]
         assert corrections[0] == corrections[1]
-        assert len(offsets[0]) == len(set(offsets[0])) == min(wanted, len(held))
+        assert len(offsets[0]) == len(set(offsets[0])) == min(requested, len(held))
         assert set(offsets[0]) <= held
         if corrections[0]:
             assert all(0 < each <= 1 for each in corrections[0])
@@ -121,22 +121,22 @@ def test_no_event_comes_twice_or_after_it_has_left_and_a_restart_changes_no_samp
 
 
 class TestOrder:
-    """The first few of a sample are a sample of their own: a step may take fewer than were planned."""
+    """A prefix of a sample is a fair sample: a step may use fewer events than were planned."""
 
     @pytest.mark.parametrize("name", PLAIN)
-    def test_alike_events_come_alike_at_every_place(self, name: str) -> None:
+    def test_equal_events_are_equally_frequent_at_every_position(self, name: str) -> None:
         """Four standard deviations are exceeded once in some ten thousand fair trials."""
         bench = Bench(name)
         bench.add(60, label=[0, 1, 2])
-        places = bench.places(9, 3000)
-        for place in (0, 1, 4, 8):
-            assert abs(chi_square(places[place], np.ones(60))) < 4.5, f"place {place}"
+        positions = bench.positions(9, 3000)
+        for index in (0, 1, 4, 8):
+            assert abs(chi_square(positions[index], np.ones(60))) < 4.5, f"position {index}"
 
-    def test_every_class_comes_alike_at_every_place(self) -> None:
+    def test_every_class_is_equally_frequent_at_every_position(self) -> None:
         bench = Bench("class-balanced")
         bench.add(300, label=[0] * 26 + [1] * 3 + [-1])
-        for place in bench.places(12, 2000)[[0, 1, 11]]:
-            counts = np.bincount(bench.event_table.of("label", bench.event_table.slots) + 1, place, 3)
+        for index in bench.positions(12, 2000)[[0, 1, 11]]:
+            counts = np.bincount(bench.event_table.column("label", bench.event_table.slots) + 1, index, 3)
             assert abs(chi_square(counts, np.ones(3))) < 4.5
 
 
@@ -149,25 +149,25 @@ class TestEven:
         bench.add(4, label=[1])
         for step in range(20):
             slots = bench.sample(64, step).slots
-            counts = np.bincount(bench.event_table.of("label", slots) + 1, minlength=5)
+            counts = np.bincount(bench.event_table.column("label", slots) + 1, minlength=5)
             assert counts.tolist() == [20, 20, 4, 0, 20]
-        counts = np.bincount(bench.event_table.of("label", bench.sample(66, 0).slots) + 1, minlength=5)
+        counts = np.bincount(bench.event_table.column("label", bench.sample(66, 0).slots) + 1, minlength=5)
         assert sorted(counts.tolist()) == [0, 4, 20, 21, 21]
 
     def test_within_a_class_events_come_alike(self) -> None:
         bench = Bench("class-balanced")
         bench.add(40, label=[0, 0, 0, 1])
-        counts = bench.places(8, 4000).sum(axis=0)
+        counts = bench.positions(8, 4000).sum(axis=0)
         assert chi_square(counts[[offset for offset in range(40) if offset % 4 < 3]], np.ones(30)) < 4.5
         assert chi_square(counts[3::4], np.ones(10)) < 4.5
 
 
 class TestRecent:
     def test_one_half_as_likely_for_each_half_life_that_it_is_older(self) -> None:
-        """Samples enough to tell a factor of 1.8 or 2.2 from 2 in all of 4,000 trials."""
+        """Enough samples to distinguish a factor of 1.8 or 2.2 from 2 in all of 4,000 trials."""
         bench = Bench("recent")
         bench.add(300, hours=np.repeat(np.arange(6), 50))
-        counts = bench.places(1, 5000)[0].reshape(6, 50).sum(axis=1)
+        counts = bench.positions(1, 5000)[0].reshape(6, 50).sum(axis=1)
         assert chi_square(counts, 2.0 ** np.arange(6)) < 4.5
 
     def test_no_span_of_time_is_too_long_or_too_far_back(self) -> None:
@@ -179,7 +179,7 @@ class TestRecent:
             offsets = bench.offsets(bench.sample(6, step).slots)
             assert set(offsets.tolist()) <= {*range(30, 40), *range(50, 60)}
         assert len(bench.sample(60, 1).slots) == 60
-        counts = bench.places(1, 3000)[0]
+        counts = bench.positions(1, 3000)[0]
         assert chi_square(np.array([counts[30:40].sum(), counts[50:60].sum()]), np.array([2.0, 1.0])) < 4.5
 
     def test_a_time_of_the_far_future_is_erased_with_its_event(self) -> None:
@@ -190,32 +190,32 @@ class TestRecent:
         bench = Bench("recent")
         bench.add(100, hours=np.repeat([0, 1], 50))
         bench.sampler.restore({"positions": np.empty(0), "generation": poisoned})
-        counts = bench.places(1, 6000)[0].reshape(2, 50).sum(axis=1)
+        counts = bench.positions(1, 6000)[0].reshape(2, 50).sum(axis=1)
         assert chi_square(counts, np.array([1.0, 2.0])) < 4.5
 
 
 @pytest.mark.slow
 class TestLoss:
     def test_probability_and_correction_are_those_of_the_paper(self) -> None:
-        """Samples enough to tell an exponent of 0.5 or 0.7 from 0.6, in 998 of 1,000 trials."""
+        """Enough samples to distinguish an exponent of 0.5 or 0.7 from 0.6, in 998 of 1,000 trials."""
         bench = Bench("loss")
         losses = np.geomspace(0.01, 50, 100).astype(np.float32)
         bench.sampler.update_priorities(bench.add(100), losses)
         weights = losses.astype(np.float64) ** 0.6
-        assert chi_square(bench.places(1, 8000)[0], weights) < 4.5
+        assert chi_square(bench.positions(1, 8000)[0], weights) < 4.5
         choice = bench.sample(30)
         chosen = bench.offsets(choice.slots)
         expected = (100 * weights[chosen] / weights.sum()) ** -0.4
         assert choice.correction == pytest.approx(expected / expected.max(), rel=1e-6)
 
-    def test_an_event_without_a_loss_has_a_high_one_of_those_heard_last(self) -> None:
-        """Samples enough to tell 32 ** 0.6 from the 1 of the others and from the 32 itself in all of 4,000 trials."""
+    def test_an_event_without_a_loss_gets_a_high_quantile_of_the_newest_losses(self) -> None:
+        """Enough samples to distinguish 32 ** 0.6 from 1 and from 32 in all of 4,000 trials."""
         bench = Bench("loss")
         bench.sampler.update_priorities(bench.add(50), np.full(50, 32.0, np.float32))
         bench.sampler.update_priorities(bench.event_table.slots[10:50], np.full(40, 1.0, np.float32))
         bench.add(50)
         expected = np.array([*[8.0] * 10, *[1.0] * 40, *[8.0] * 50])
-        assert chi_square(bench.places(1, 5000)[0], expected) < 4.5
+        assert chi_square(bench.positions(1, 5000)[0], expected) < 4.5
 
     @pytest.mark.parametrize("known", [2, 900])
     def test_one_outlier_says_nothing_of_events_that_come_after_it(self, known: int) -> None:
@@ -228,15 +228,15 @@ class TestLoss:
             slots[:1], np.array([1.0], np.float32)
         )  # it is learned, and its loss is small again
         bench.add(known)
-        counts = bench.places(1, 3000)[0]
+        counts = bench.positions(1, 3000)[0]
         assert 1300 < counts[known:].sum() < 2100, "new events are sampled as others are, or a little sooner"
 
-    def test_beside_an_event_of_nearly_all_the_weight_others_are_sampled_in_proportion(self) -> None:
+    def test_next_to_an_event_of_nearly_all_the_weight_others_are_sampled_in_proportion(self) -> None:
         bench = Bench("loss")
         losses = np.array([1e20, *[1.0] * 50, *[32.0] * 50], np.float32)
         bench.sampler.update_priorities(bench.add(101), losses)
         before = bench.sampler.state()
-        first, second = bench.places(2, 2000)
+        first, second = bench.positions(2, 2000)
         assert first[0] == 2000
         assert chi_square(second[1:], np.array([1.0] * 50 + [8.0] * 50)) < 4.5
         after = bench.sampler.state()
@@ -251,7 +251,7 @@ class TestLoss:
         other = bench.restarted(3)
         for each in (bench, other):
             each.add(1000)
-        counts = other.places(1, 1000)[0]
+        counts = other.positions(1, 1000)[0]
         assert abs(int(counts[1000:].sum()) - 500) < 80, "large losses of long ago decide no more"
         assert bench.offsets(bench.sample(50).slots).tolist() == other.offsets(other.sample(50).slots).tolist()
 
@@ -269,7 +269,7 @@ class TestLoss:
     def test_an_event_without_any_loss_may_still_be_sampled(self, loss: float) -> None:
         bench = Bench("loss")
         bench.sampler.update_priorities(bench.add(20), np.full(20, loss, np.float32))
-        assert chi_square(bench.places(1, 2000)[0], np.ones(20)) < 4.5
+        assert chi_square(bench.positions(1, 2000)[0], np.ones(20)) < 4.5
 
     def test_one_huge_loss_leaves_room_for_the_others_in_a_sample(self) -> None:
         bench = Bench("loss")

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anabranch.core.errors import SettingsError
-from replay.payload.io_worker import IOWorker
 from replay.tiers.disk import DiskTier
 
 R = 24
@@ -61,7 +60,7 @@ def test_a_slot_holds_what_was_written_last(
 
 
 @pytest.mark.parametrize(("number", "sick"), [(errno.EIO, 9), (errno.ESTALE, 3), (errno.EIO, 3)])
-def test_a_disk_out_of_reach_tells_nothing_of_its_rows_and_a_bad_place_is_lost(
+def test_an_unreachable_disk_loses_no_row_and_a_bad_sector_loses_its_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, sick: int
 ) -> None:
     tier = DiskTier.create(tmp_path / "1.rows", R, 9)
@@ -122,13 +121,13 @@ def test_writes_ask_for_the_pages_that_they_change_in_part_once_reads_have_waite
     where, identity, written = np.array([9, 2, 30]), np.arange(3, dtype=np.uint64), np.ones((3, row_bytes), np.uint8)
     tier.write(where, identity, written)
     assert not asked, "nothing was read yet"
-    places = [4096 + slot * tier.slot_bytes for slot in (2, 9, 30)]
+    offsets = [4096 + slot * tier.slot_bytes for slot in (2, 9, 30)]
     for seconds, waited in ((0.0, True), (60.0, False)):
         monkeypatch.setattr("replay.tiers.disk._COLD_SECONDS", seconds)
         tier.read(where, identity)
         asked.clear()
         tier.write(where, identity, written)
-        assert asked == (places if waited and asks else [])
+        assert asked == (offsets if waited and asks else [])
     tier.close()
 
 
@@ -166,7 +165,7 @@ def test_space_is_taken_at_once_and_given_back_when_it_cannot_be_had(tmp_path: P
     assert [path.name for path in tmp_path.iterdir()] == ["1.rows"]
 
 
-def test_slots_in_tells_how_many_fit(tmp_path: Path) -> None:
+def test_slots_in_returns_how_many_fit(tmp_path: Path) -> None:
     for size in (4096, 5000, 100_000):
         slots = DiskTier.slots_in(size, R)
         if slots:
@@ -196,46 +195,11 @@ def test_a_file_that_cannot_be_used_is_refused_in_a_sentence(
     assert open_files() == before
 
 
-class TestIOWorker:
-    @pytest.fixture
-    def io_worker(self) -> Iterator[IOWorker]:
-        io_worker = IOWorker("test")
-        yield io_worker
-        io_worker.close()
-
-    def test_jobs_are_done_in_order(self, io_worker: IOWorker) -> None:
-        done: list[int] = []
-        for number in range(200):
-            io_worker.submit(lambda number=number: done.append(number), 1)
-        io_worker.flush()
-        assert done == list(range(200))
-
-    def test_who_sends_more_than_can_wait_waits(self, io_worker: IOWorker) -> None:
-        gate, second = threading.Event(), threading.Event()
-        io_worker.submit(gate.wait, 60_000_000)
-        sender = threading.Thread(target=lambda: (io_worker.submit(lambda: None, 10_000_000), second.set()))
-        sender.start()
-        assert not second.wait(0.05), "more waits than is allowed"
-        gate.set()
-        sender.join()
-        assert second.is_set()
-
-    def test_a_job_larger_than_all_that_may_wait_is_taken_alone(self, io_worker: IOWorker) -> None:
-        assert io_worker.submit(lambda: None, 10**9) == 0.0
-        io_worker.flush()
-
-    def test_a_bug_comes_up_at_the_next_job(self, io_worker: IOWorker) -> None:
-        io_worker.submit(lambda: 1 // 0, 1)
-        io_worker.flush()
-        with pytest.raises(ZeroDivisionError):
-            io_worker.submit(lambda: None, 1)
-
-
 def _fail(_file: int) -> None:
     raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
-def test_a_disk_that_does_not_flush_is_told_by_its_path(tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_does_not_flush_is_reported_with_its_path(tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr("replay.tiers.disk.os.fsync", _fail)
         with pytest.raises(OSError, match=os.strerror(errno.EIO)):
@@ -247,7 +211,7 @@ def test_a_disk_that_does_not_flush_is_told_by_its_path(tier: DiskTier, monkeypa
 
 
 class PageCache:
-    """Stands between the disk tier and its file: what is written is in the file, and on the disk after an fsync.
+    """Replaces the system calls of the disk tier: what is written is in the file, and on the disk after an fsync.
 
     Of one that fails the pages count as written, as with Linux: only what is written again comes to the disk.
     """
@@ -267,12 +231,12 @@ class PageCache:
         patch.setattr("replay.tiers.disk.os.fsync", self.fsync)
 
     def pwrite(self, file: int, content: bytes, offset: int) -> int:
-        return self._noted(self._pwrite(file, content, offset), offset)
+        return self._recorded(self._pwrite(file, content, offset), offset)
 
     def pwritev(self, file: int, parts: list[memoryview], offset: int) -> int:
-        return self._noted(self._pwritev(file, parts, offset), offset)
+        return self._recorded(self._pwritev(file, parts, offset), offset)
 
-    def _noted(self, size: int, offset: int) -> int:
+    def _recorded(self, size: int, offset: int) -> int:
         self.dirty |= set(range(offset, offset + size))
         return size
 
@@ -293,14 +257,14 @@ def test_what_did_not_come_to_the_disk_is_written_again(tmp_path: Path, monkeypa
     tier.sync()
     where, identity = written(tier, [200, 5, 201])
     cache.fails = 2
-    beside: list[tuple[np.ndarray, np.ndarray]] = []
+    concurrent: list[tuple[np.ndarray, np.ndarray]] = []
     others = [70, 499]
 
-    def write_beside() -> None:
-        if not beside:
-            beside.append(written(tier, others, 900))
+    def write_concurrently() -> None:
+        if not concurrent:
+            concurrent.append(written(tier, others, 900))
 
-    cache.during = write_beside
+    cache.during = write_concurrently
     for _ in range(2):
         with pytest.raises(OSError, match=os.strerror(errno.EIO)):
             tier.sync()
@@ -309,7 +273,7 @@ def test_what_did_not_come_to_the_disk_is_written_again(tmp_path: Path, monkeypa
     tier.sync()
     assert not cache.lost
     assert not cache.dirty, "what was written while it failed is on the disk too"
-    for slots, names in ((where, identity), beside[0]):
+    for slots, names in ((where, identity), concurrent[0]):
         assert tier.read(slots, names)[1].all()
     sizes: list[int] = []
     cache.during = lambda: sizes.append(len(cache.dirty_before))

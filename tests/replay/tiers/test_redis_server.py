@@ -1,4 +1,4 @@
-"""What becomes of a store when its Redis stops, restarts empty, hangs, is full, or forgets."""
+"""A store whose Redis stops, restarts empty, hangs, is full, or evicts keys."""
 
 import logging
 import threading
@@ -18,7 +18,7 @@ from ingest.events.schema import Schema
 from ingest.kafka.fake import fake_columns
 from replay.build import build_store
 from replay.config import ReplaySettings
-from replay.fake import FakeCheckpoints
+from replay.fake import FakeCheckpoints, add_now
 from replay.snapshot import StoreSnapshot
 from replay.store import Store
 from replay.tiers.redis_server import RedisServer
@@ -61,7 +61,7 @@ def unanswered(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     found: list[object] = []
     execute = redis.Redis.execute_command
 
-    def execute_and_note(client: redis.Redis, *arguments: object, **options: object) -> object:
+    def execute_and_record(client: redis.Redis, *arguments: object, **options: object) -> object:
         try:
             return execute(client, *arguments, **options)
         except (redis.ConnectionError, redis.TimeoutError):
@@ -69,13 +69,13 @@ def unanswered(monkeypatch: pytest.MonkeyPatch) -> list[object]:
                 found.append(arguments[0])
             raise
 
-    monkeypatch.setattr(redis.Redis, "execute_command", execute_and_note)
+    monkeypatch.setattr(redis.Redis, "execute_command", execute_and_record)
     return found
 
 
 def fill(store: Store, schema: Schema, begin: int, end: int) -> None:
     for offset in range(begin, end, 100):
-        store.add_now(fake_columns(schema, range(offset, offset + 100)), PARTITIONS)
+        add_now(store, fake_columns(schema, range(offset, offset + 100)), PARTITIONS)
         store._held.remove_lost()
     store.tiers.sync()
 
@@ -134,14 +134,14 @@ def test_above_a_disk_nothing_is_lost_when_it_stops_and_all_is_put_back_when_it_
     assert missed(store) == 0
     assert sampled(store) == len(store)
     store.tiers.sync()
-    assert missed(store) == len(store) == mortal_redis.keys() - 1  # beside the probe
+    assert missed(store) == len(store) == mortal_redis.keys() - 1  # all but the probe
     read = store.tiers.stats.read["redis"]
     assert sampled(store) == len(store)
     assert store.tiers.stats.read["redis"] - read == len(store)
     assert store.lost == 0
 
 
-def test_a_server_that_became_a_replica_is_looked_for_anew_with_each_write(mortal_redis: Any) -> None:
+def test_the_name_of_a_server_that_became_a_replica_is_resolved_again_with_each_write(mortal_redis: Any) -> None:
     """Its name may lead to the one that took over, and no connection of before does."""
     client = redis.Redis.from_url(mortal_redis.url)
     with RedisServer(mortal_redis.url, "test:") as server:
@@ -403,7 +403,7 @@ class TestStart:
         until(lambda: store.tiers.problem is None)
         assert sampled(store) == 500
 
-    def test_a_password_is_wanted_and_never_shown(self, build: Build, mortal_redis: Any) -> None:
+    def test_a_password_is_required_and_never_shown(self, build: Build, mortal_redis: Any) -> None:
         mortal_redis.stop()
         mortal_redis.start("--requirepass", "opensesame")
         right = mortal_redis.url.replace("redis://", "redis://:opensesame@")
@@ -419,7 +419,10 @@ class TestStart:
         [
             ("redis://localhost:port/0", "replay.redis.url cannot be used"),
             ("redis://127.0.0.1:{port}/99", "cannot be used: DB index is out of range"),
-            ("redis://127.0.0.1:{port}/0?colour=red", "replay.redis.url has an option that the client does not know"),
+            (
+                "redis://127.0.0.1:{port}/0?colour=red",
+                "replay.redis.url has an option that the client does not support",
+            ),
         ],
     )
     def test_a_url_that_cannot_work_is_refused(self, build: Build, mortal_redis: Any, url: str, said: str) -> None:
