@@ -139,7 +139,7 @@ def measured_ratio(year: Year) -> Driven:
         for step in range(20 * tick, 20 * tick + 20):
             erased = 0.3 if ratio.now > 0.5 else 0.9
             old = ScoreSum(64, 64 * (1 - erased) + float(year.dice.random())) if ratio.probes(step) else None
-            ratio.learned(ScoreSum(64, 60.0), old)
+            ratio.observe(ScoreSum(64, 60.0), old)
 
     return Driven(ratio, learn)
 
