@@ -147,7 +147,7 @@ class TrainingLoop:
         Spoiled weights are not saved: the next start goes on from before, and learns the events since
         again.
         """
-        self._parts.erasure.look()
+        self._parts.erasure.poll()
         if self._parts.erasure.settled and not self.spoiled and not self.raised.is_all:
             self._parts.checkpointer.checkpoint_last(self._moment, deadline, self._standing)
         else:
@@ -172,7 +172,7 @@ class TrainingLoop:
         6. Settle outcomes and positions: from here on a version says that it is trained on them.
         """
         names = [account.name for account in self.ledger.partitions]
-        batch = self._parts.erasure.filter(batch, lambda: self.ledger.positions)
+        batch = self._parts.erasure.exclude(batch)
         replay, result = self._step(batch) if batch.new else (NOTHING, None)
         self._replay.add(self.steps, batch, replay, result, names)
         self._replay.prefetch(self.steps, self.replay_ratio)
@@ -304,7 +304,7 @@ class TrainingLoop:
         partitions = self._parts.source.partitions
         if partitions is not self._met:
             self._met = partitions
-            self._parts.erasure.meet(partitions, lambda: self.ledger.positions)
+            self._parts.erasure.register_partitions(partitions, lambda: self.ledger.positions)
             for index, partition in enumerate(partitions):
                 if index == len(self.ledger.partitions):
                     self.ledger.take_up(partition.name, partition.start)
@@ -385,7 +385,7 @@ class TrainingLoop:
         parts = self._parts
         tensors = parts.trainer.tensors() | {"holdout": parts.holdout.tensors()}
         tensors["rng"], rng = parts.trainer.generators()
-        facts = {OUTPUT: self._replay.output_shape, ERASED: parts.erasure.looked}
+        facts = {OUTPUT: self._replay.output_shape, ERASED: parts.erasure.excluded_through}
         state = {"trainer": parts.trainer.state(), "rng": rng, **states_of(self._stateful), **facts}
         return CapturedState(self.steps, tensors, state, self._replay.begin_snapshot(number))
 

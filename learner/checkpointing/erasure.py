@@ -76,7 +76,7 @@ class Erasure:
         self._background_store = background_store
         self._holdout = holdout
         self._checkpointer = checkpointer
-        self._looked = written.count
+        self._excluded = written.count
         self._erased = written.through
         self._count = _Count()
         self._names: Sequence[TopicPartition] = ()
@@ -101,9 +101,9 @@ class Erasure:
         return self._erased
 
     @property
-    def looked(self) -> int:
-        """The number of the last record that is applied to store and holdout set."""
-        return self._looked
+    def excluded_through(self) -> int:
+        """The number of the last record that is applied to the store and the holdout set."""
+        return self._excluded
 
     @property
     def records(self) -> int:
@@ -115,33 +115,31 @@ class Erasure:
         """Whether all tombstones are written down, without which no checkpoint may say that they were read."""
         return not self._unwritten
 
-    def take_note(self, store: int, holdout: int) -> None:
-        """Hear how many erased events the checkpoint had that the learner goes on from: checkpoints and tiers may
-        have more."""
+    def record_erased(self, store: int, holdout: int) -> None:
+        """Count the erased events that were removed from the checkpoint at start; checkpoints and tiers may have
+        more."""
         self._count = _Count(self._count.store + store, self._count.holdout + holdout)
         if store or holdout:
             self._erased = 0
-        if self._erased < self._looked and self._background_store is not None:
+        if self._erased < self._excluded and self._background_store is not None:
             self._background_store.flush().tiers.mark_stale()
 
-    def meet(self, partitions: Sequence[Partition], positions: Positions) -> None:
-        """Learn of partitions by their index; `positions` returns how far they are learned."""
+    def register_partitions(self, partitions: Sequence[Partition], positions: Positions) -> None:
+        """Set the partitions, by their index; `positions` returns the first event of each without an outcome."""
         self._partitions, self._positions = partitions, positions
         if len(partitions) > len(self._names):
             self._names = [partition.name for partition in partitions]
             self._bases = np.array([partition_base(name) for name in self._names], np.uint64)
             self._tombstones.meet(self._names)
 
-    def filter(self, batch: Batch, positions: Positions) -> Batch:
-        """Write down what the tombstones of a batch erase, and return the batch without what is erased.
+    def exclude(self, batch: Batch) -> Batch:
+        """Write the erasures that the tombstones of a batch ask for, and return the batch without erased events.
 
-        Args:
-            batch: not settled yet.
-            positions: returns those before the batch.
+        The batch must not be settled yet.
         """
         said = [
             record
-            for record in self._tombstones.records(batch.spans, positions)
+            for record in self._tombstones.records(batch.spans, self._positions)
             if record.by not in self._said_by and not self._log.knows(record)
         ]
         if said:
@@ -156,16 +154,18 @@ class Erasure:
         new, stored_only, held_out = (self._rest(rows) for rows in (batch.new, batch.stored_only, batch.held_out))
         return Batch(new, stored_only, held_out, batch.spans)
 
-    def look_if_due(self) -> None:
+    def poll_if_due(self) -> None:
         """Apply what was appended to the log, at most a few times a second; go on with what takes longer."""
         if time.monotonic() >= self._due:
             begin = time.monotonic()
-            self.look()
+            self.poll()
             self._due = time.monotonic() + max(_EVERY_SECONDS, _SHARE * (time.monotonic() - begin))
         self._go_on()
 
-    def look(self) -> None:
-        """Let everything leave that the log covers: after this, neither samples nor checkpoints have it.
+    def poll(self) -> None:
+        """Read new records of the log, and remove the events that they erase from the store and the holdout set.
+
+        From then on neither samples nor new checkpoints have these events.
 
         Raises:
             SettingsError: the log is damaged.
@@ -174,28 +174,28 @@ class Erasure:
             self._write_down()
         if self._log.is_behind():
             self._log.refresh()
-        new = self._log.since(self._looked)
+        new = self._log.since(self._excluded)
         if not new:
             return
         erased = ErasedEvents(new)
-        self._looked = self._log.count
+        self._excluded = self._log.count
         store = self._background_store.flush().erase(erased) if self._background_store is not None else 0
         holdout = self._holdout.erase(erased, self._bases)
         self._count = _Count(self._count.store + store, self._count.holdout + holdout)
-        log.info("erasing %d events of the store and %d of the holdout set (record %d)", store, holdout, self._looked)
+        log.info("erasing %d events of the store and %d of the holdout set (record %d)", store, holdout, self._excluded)
 
     def finish(self, deadline: Deadline) -> None:
         """Do all that is left to do, before the deadline; the next start does the rest."""
-        while self._erased < self._looked and deadline.left > 0 and self._retry_at is None:
+        while self._erased < self._excluded and deadline.left > 0 and self._retry_at is None:
             self._go_on()
             self._checkpointer.wait(deadline)
 
     def _go_on(self) -> None:
         """Erase in checkpoints and tiers, in pieces between steps."""
-        if self._work is None and self._erased < self._looked:
+        if self._work is None and self._erased < self._excluded:
             if self._checkpointer.busy or (self._retry_at is not None and time.monotonic() < self._retry_at):
                 return
-            self._work = self._erase(self._looked)
+            self._work = self._erase(self._excluded)
         if self._work is None and self._log.is_long and (self._retry_at is None or time.monotonic() >= self._retry_at):
             self._work = self._compact()
         if self._work is not None:

@@ -51,10 +51,10 @@ def test_a_learner_at_work_compacts_a_long_log_and_tries_again_when_it_cannot_be
     with monkeypatch.context() as patch:
         patch.setattr(ErasureLog, "compact", away)
         for _ in range(5):
-            erasure.look_if_due()
+            erasure.poll_if_due()
     assert written.path.stat().st_size == before
     for _ in range(5):
-        erasure.look_if_due()
+        erasure.poll_if_due()
     assert written.path.stat().st_size < before / 2
     assert not written.is_long
     fresh = ErasureLog(written.path)
@@ -79,9 +79,9 @@ def test_what_is_dropped_is_below_what_kafka_has_and_below_what_is_learned(
     starts = [None, 40, 50, None]
     positions = dict(zip(names, map(Position, [5, 30, 70, 9]), strict=True))
     found = [Partition(name, 0, 99, None, start) for name, start in zip(names, starts, strict=True)]
-    erasure.meet(found, lambda: positions)
+    erasure.register_partitions(found, lambda: positions)
     for _ in range(5):
-        erasure.look_if_due()
+        erasure.poll_if_due()
 
     def is_left(number: int, name: str) -> bool:
         event = {"partition": np.zeros(1, np.int32), "offset": np.zeros(1, np.int64)}

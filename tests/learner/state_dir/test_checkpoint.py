@@ -749,7 +749,7 @@ def test_a_learner_that_rests_makes_no_checkpoint_until_something_has_changed(ma
     bench.loop.ledger.partitions[0].passed += 1
     assert checkpoint_if_due() == [1, 2, 3]
     bench.log.append([ByKey(time=0.0, by="command", key_hash="0" * 16, up_to={})])
-    bench.loop._parts.erasure.look()
+    bench.loop._parts.erasure.poll()
     assert checkpoint_if_due() == [2, 3, 4]
     assert checkpoint_if_due() == [2, 3, 4]
 
@@ -765,9 +765,9 @@ def test_a_start_with_something_left_to_erase_doubts_what_its_caches_have(
     if not waits:
         bench.log.append(Applied(time=0.0, through=1, store=0, holdout=0))
     folder = bench.checkpoints.path.parent / "replay" / RANK
-    Erasure(bench.log, bench.checkpoints, folder, bench.background_store, bench.holdout, bench.checkpointer).take_note(
-        0, 0
-    )
+    Erasure(
+        bench.log, bench.checkpoints, folder, bench.background_store, bench.holdout, bench.checkpointer
+    ).record_erased(0, 0)
     assert doubted == [True] * waits
 
 
