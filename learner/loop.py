@@ -149,7 +149,7 @@ class TrainingLoop:
         """
         self._parts.erasure.poll()
         if self._parts.erasure.settled and not self.spoiled and not self.raised.is_all:
-            self._parts.checkpointer.checkpoint_last(self._moment, deadline, self._standing)
+            self._parts.checkpointer.checkpoint_last(self._capture, deadline, self._fingerprint)
         else:
             self._parts.checkpointer.wait(deadline)
         self._parts.publisher.publish_last(self._progress(), self._snapshot, deadline)
@@ -270,7 +270,7 @@ class TrainingLoop:
         if adjustments.drifted:
             self._metrics.learner.drifts.inc()
             if adjustments.checkpoint_first:
-                self._parts.checkpointer.ask()
+                self._parts.checkpointer.request()
             else:
                 self._respond()
 
@@ -380,8 +380,8 @@ class TrainingLoop:
     def _restore_rows(self, rows: Sequence[int]) -> None:
         self.rows_new, self.rows_replay = rows
 
-    def _moment(self, number: int) -> CapturedState:
-        """Copy all that checkpoint `number` is made from; called between steps."""
+    def _capture(self, number: int) -> CapturedState:
+        """Return a copy of the state for checkpoint `number`; called between steps."""
         parts = self._parts
         tensors = parts.trainer.tensors() | {"holdout": parts.holdout.tensors()}
         tensors["rng"], rng = parts.trainer.generators()
@@ -389,8 +389,8 @@ class TrainingLoop:
         state = {"trainer": parts.trainer.state(), "rng": rng, **states_of(self._stateful), **facts}
         return CapturedState(self.steps, tensors, state, self._replay.begin_snapshot(number))
 
-    def _standing(self) -> object:
-        """What tells one checkpoint from the next: a change of anything else comes with a change of these."""
+    def _fingerprint(self) -> object:
+        """Return a value that changes with the state of a checkpoint: all other state changes only with these."""
         parts = self._parts
         return (
             self.steps,
@@ -429,10 +429,10 @@ class TrainingLoop:
         Nor while the model raises on everything: when it was corrected, the events since are learned after all.
         """
         if self._parts.erasure.settled and not self.non_finite_in_a_row and not self.raised.is_all:
-            self._parts.checkpointer.checkpoint_if_due(self._moment, self._standing)
+            self._parts.checkpointer.checkpoint_if_due(self._capture, self._fingerprint)
         else:
-            self._parts.checkpointer.end_if_written()
-        if self.monitor.drift.pending and not self._parts.checkpointer.asked:
+            self._parts.checkpointer.end_snapshot_if_written()
+        if self.monitor.drift.pending and not self._parts.checkpointer.requested:
             self._respond()
 
     def commit_if_due(self) -> None:

@@ -272,7 +272,7 @@ def reporter(year: Year) -> Driven:
 def erasure(year: Year) -> Driven:
     """The same 40 keys are erased over and over, each by a tombstone of the stream."""
     log, tombstones = ErasureLog(year.folder / "erasures.log"), Tombstones()
-    tombstones.meet([EVENTS])
+    tombstones.register_partitions([EVENTS])
 
     def erase(tick: int) -> None:
         columns = fake_columns(year.schema, range(10 * tick, 10 * tick + 10))

@@ -130,7 +130,7 @@ class Erasure:
         if len(partitions) > len(self._names):
             self._names = [partition.name for partition in partitions]
             self._bases = np.array([partition_base(name) for name in self._names], np.uint64)
-            self._tombstones.meet(self._names)
+            self._tombstones.register_partitions(self._names)
 
     def exclude(self, batch: Batch) -> Batch:
         """Write the erasures that the tombstones of a batch ask for, and return the batch without erased events.

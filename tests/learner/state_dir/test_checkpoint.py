@@ -373,7 +373,7 @@ def test_what_a_checkpoint_has_learned_is_published_after_a_crash_before_its_ver
     soon = Deadline(timedelta(seconds=20))
     bench = make_bench(25)
     bench.run()
-    bench.checkpointer.checkpoint_last(bench.loop._moment, soon)
+    bench.checkpointer.checkpoint_last(bench.loop._capture, soon)
     bench.publisher._background.wait(soon)
     assert bench.versions.manifest(1).step < 25
     bench.close()
@@ -397,7 +397,7 @@ def _ask_while_spoiled(bench: Bench) -> None:
     def at_boundary() -> None:
         if bench.loop.spoiled:
             assert not bench.checkpointer.busy
-            bench.checkpointer.ask()
+            bench.checkpointer.request()
 
     bench.stop.clear()
     bench.run(at_boundary)
@@ -438,7 +438,7 @@ def test_the_first_steps_that_are_not_finite_are_not_checkpointed_either(make_be
     bench = _blown_up(make_bench(20))
     bench.stream.blocks = 25
     bench.stop.clear()
-    bench.run(lambda: bench.checkpointer.ask() if bench.loop.non_finite_in_a_row else None)
+    bench.run(lambda: bench.checkpointer.request() if bench.loop.non_finite_in_a_row else None)
     bench.checkpointer.wait(Deadline(timedelta(seconds=30)))
     assert 0 < bench.loop.non_finite_in_a_row < 10
     assert bench.checkpoints.numbers() == [1]
@@ -673,7 +673,7 @@ def test_a_learner_whose_place_was_taken_writes_no_more_checkpoints(
     bench.finish()
     (tmp_path / GENERATION).write_text("2")
     with pytest.raises(SecondLearnerError):
-        bench.checkpointer.checkpoint_last(bench.loop._moment, Deadline(timedelta(seconds=20)))
+        bench.checkpointer.checkpoint_last(bench.loop._capture, Deadline(timedelta(seconds=20)))
     assert bench.checkpoints.numbers() == [1]
 
 
@@ -697,11 +697,11 @@ def test_a_full_disk_costs_the_checkpoint_and_neither_the_training_nor_the_check
     bench.finish()
     with monkeypatch.context() as patch:
         patch.setattr("anabranch.core.atomic_files.os.fsync", _no_space)
-        bench.checkpointer.checkpoint_last(bench.loop._moment, Deadline(timedelta(seconds=20)))
+        bench.checkpointer.checkpoint_last(bench.loop._capture, Deadline(timedelta(seconds=20)))
     assert bench.checkpointer.problem is not None
     assert "No space left" in bench.checkpointer.problem
     assert bench.checkpoints.numbers() == [1]
-    bench.checkpointer.checkpoint_last(bench.loop._moment, Deadline(timedelta(seconds=20)))
+    bench.checkpointer.checkpoint_last(bench.loop._capture, Deadline(timedelta(seconds=20)))
     assert bench.checkpointer.problem is None
     assert bench.checkpoints.numbers() == [1, 3], "the number of a checkpoint that failed is given again"
     (histogram,) = bench.metrics.learner.checkpoint.collect()
@@ -717,7 +717,7 @@ def test_a_checkpoint_that_a_hung_disk_holds_up_is_told_of_until_it_goes_on(
     with monkeypatch.context() as patch:
         patch.setattr("learner.runtime.background_worker.time", SimpleNamespace(monotonic=lambda: now[0]))
         patch.setattr("anabranch.core.atomic_files.os.fsync", lambda descriptor: (go.wait(20), sync(descriptor))[1])
-        bench.checkpointer.ask()
+        bench.checkpointer.request()
         bench.loop.checkpoint_if_due()
         now[0] += 90
         assert bench.checkpointer.problem is None
@@ -735,7 +735,7 @@ def test_a_learner_that_rests_makes_no_checkpoint_until_something_has_changed(ma
     bench = make_bench(4)
 
     def checkpoint_if_due() -> list[int]:
-        bench.checkpointer.ask()
+        bench.checkpointer.request()
         bench.loop.checkpoint_if_due()
         bench.checkpointer.wait(Deadline(timedelta(seconds=20)))
         return bench.checkpoints.numbers()
@@ -810,7 +810,7 @@ def test_old_checkpoints_that_cannot_be_deleted_keep_no_new_one_from_being_writt
     bench.run()
     monkeypatch.setattr(Checkpoints, "prune", lambda *_: _no_space(0))
     for _ in range(2):
-        bench.checkpointer.checkpoint_last(bench.loop._moment, Deadline(timedelta(seconds=20)))
+        bench.checkpointer.checkpoint_last(bench.loop._capture, Deadline(timedelta(seconds=20)))
     assert bench.checkpoints.numbers() == [1, 2]
     assert bench.checkpointer.problem is not None
     assert "old checkpoints cannot be deleted" in bench.checkpointer.problem
