@@ -178,7 +178,7 @@ def test_checkpoints_of_which_all_are_damaged_are_not_taken_for_none_and_stay(
     with pytest.raises(CheckpointError, match=sentence):
         ResumePoint.newest(checkpoints, ErasureLog(tmp_path / "erasures.log"))
     nest(path_of(checkpoints, 1, "manifest.json"))
-    with pytest.raises(OSError, match="all checkpoints are damaged, and are deleted once there is a whole one"):
+    with pytest.raises(OSError, match="all checkpoints are damaged, and are deleted once there is an intact one"):
         Eraser(checkpoints, tmp_path / "replay", erased()).run()
     assert checkpoints.numbers() == [1, 2, 3]
     checkpoints.write(4, checkpoint_of(4), 0.0)

@@ -141,9 +141,7 @@ def test_the_first_checkpoint_has_the_start_positions_and_is_written_only_once(t
     assert (found[0], found[1].begins) == (2, False)
 
 
-def test_a_first_checkpoint_that_cannot_be_written_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_first_checkpoint_that_cannot_be_written_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpointer, checkpoints = make(tmp_path)
 
     def full(_: int) -> None:
