@@ -138,8 +138,8 @@ class TestShow:
     def test_one_that_was_learned_with_other_arguments_of_the_factory_is_refused(self, config, publish):
         publish(1, args={"hidden": 128, "pretrained": "evil.pt"})
         assert show_version(config, 1).refused == (
-            "it was learned with other model.args (pretrained) than [model] has now; set them back to serve it, or "
-            "wait for a version that is learned with the new ones"
+            "it was trained with other model.args (pretrained) than [model] has now; set them back to serve it, or "
+            "wait for a version that is trained with the new ones"
         )
 
     def test_a_flipped_bit_is_found(self, config, publish):
