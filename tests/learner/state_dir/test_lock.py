@@ -113,9 +113,7 @@ def test_the_mark_of_a_stopped_holder_does_not_apply_to_the_next(tmp_path: Path)
             pass
 
 
-def test_a_learner_with_short_patience_waits_for_a_command(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_learner_with_short_patience_waits_for_a_command(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "learner.state_dir.lock")
 
     def hold() -> int:
@@ -156,9 +154,7 @@ def test_a_learner_without_patience_does_not_wait_for_a_command(tmp_path: Path) 
             pass
 
 
-def test_a_learner_waits_for_a_command_that_has_no_mark_yet(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_learner_waits_for_a_command_that_has_no_mark_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(learner.state_dir.lock, "_UNTIL_MARKED", timedelta(minutes=1))
 
     def hold() -> int:
