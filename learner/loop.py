@@ -190,7 +190,7 @@ class TrainingLoop:
     def count(self) -> None:
         """Let ledger and counters follow what was settled, which they do for several steps at once."""
         self.ledger.count()
-        self._counters.move(self.ledger.partitions)
+        self._counters.update(self.ledger.partitions)
 
     def _step(self, batch: Batch) -> tuple[Replay, StepResult | None]:
         """Sample, test, train and measure; return the old events, and the result: None if the model raised on all new
@@ -227,13 +227,13 @@ class TrainingLoop:
                 error = exc
             count = len(batch)
             raised = np.zeros(count + sum(map(len, replay.examples)), np.bool_)
-            raised[error.places] = True
+            raised[error.indices] = True
             if raised[count:].any():
                 replay, records = self._replay.remove(replay, raised[count:])
                 self._metrics.learner.raised.labels("replay").inc(len(records))
-                self.raised.log("which are replayed no more", self._names(records), error.said)
+                self.raised.log("which are replayed no more", self._names(records), error.message)
             if raised[:count].any():
-                self._skip(batch, raised[:count], error.said)
+                self._skip(batch, raised[:count], error.message)
         return replay, None
 
     def _skip(self, batch: Batch, raised: NDArray[np.bool_], said: str) -> None:
@@ -307,10 +307,10 @@ class TrainingLoop:
             self._parts.erasure.register_partitions(partitions, lambda: self.ledger.positions)
             for index, partition in enumerate(partitions):
                 if index == len(self.ledger.partitions):
-                    self.ledger.take_up(partition.name, partition.start)
-                self.ledger.partitions[index].meet(partition.end, partition.topic_id)
-            self._counters.meet(self.ledger.partitions)
-        self._parts.lag.look(self.ledger.partitions, self.ledger.take_moved())
+                    self.ledger.add_partition(partition.name, partition.start)
+                self.ledger.partitions[index].update_end(partition.end, partition.topic_id)
+            self._counters.register_partitions(self.ledger.partitions)
+        self._parts.lag.update(self.ledger.partitions, self.ledger.take_moved())
 
     @property
     def micro_batch_size(self) -> int | None:
@@ -328,9 +328,14 @@ class TrainingLoop:
         return self.non_finite_in_a_row >= _MANY_NON_FINITE
 
     @property
-    def too_many_raised(self) -> str | None:
-        """One sentence when the model raises on too many of the new events. Any thread may ask."""
-        return self.raised.problem(self.rows_new + self.raised.new)
+    def problem(self) -> str | None:
+        """One sentence when steps are not finite, or the model raises on too many new events. Any thread may ask."""
+        if not self.spoiled:
+            return self.raised.problem(self.rows_new + self.raised.new)
+        return (
+            f"the last {self.non_finite_in_a_row} steps were skipped because loss or gradient was not finite: "
+            "are the weights? No checkpoint is made until a step is finite, so that a restart goes on from before"
+        )
 
     @property
     def warning(self) -> str | None:
@@ -411,7 +416,7 @@ class TrainingLoop:
             trained_through=self.ledger.trained_through,
             holdout=self._parts.holdout.held,
             accuracy_now=self.monitor.prequential.mean,
-            learned=self.ledger.take_learned(),
+            learned=self.ledger.take_newly_trained(),
         )
 
     def publish_if_due(self) -> None:

@@ -60,6 +60,6 @@ class Probe:
             rows, score = self._trainer.probe(examples)
         except RaisingEventsError as exc:
             if held_out:
-                self.raised.append((held_out["hash"].astype(np.uint64)[exc.places], exc.said))
+                self.raised.append((held_out["hash"].astype(np.uint64)[exc.indices], exc.message))
             return None
         return ScoreSum(rows, score) if math.isfinite(score) else None

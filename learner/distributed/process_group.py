@@ -48,6 +48,14 @@ class RankAssignment:
     rows: int | None = None
     """Largest micro-batch in events, after a device of this host ran out of memory; None when none did."""
 
+    @property
+    def problem(self) -> str | None:
+        """One sentence when hosts do not take part."""
+        if not self.absent:
+            return None
+        hosts = ", ".join(f"host {host}" for host in self.absent)
+        return f"learner.hosts: {hosts} did not come; learning goes on without it"
+
 
 @contextlib.contextmanager
 def join_group(assignment: RankAssignment, settings: LearnerSettings) -> Iterator[torch.device]:
@@ -99,5 +107,5 @@ def device_of(assignment: RankAssignment, settings: LearnerSettings) -> torch.de
     if ":" in settings.device:
         raise SettingsError(f'{what} needs a device for each, but learner.device = "{settings.device}"; write "cuda"')
     if torch.cuda.device_count() < settings.replicas:
-        raise SettingsError(f"{what} needs so many CUDA devices, but there are {torch.cuda.device_count()}")
+        raise SettingsError(f"{what} needs as many CUDA devices, but there are {torch.cuda.device_count()}")
     return torch.device("cuda", assignment.rank - assignment.first)

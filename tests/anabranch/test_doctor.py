@@ -832,7 +832,7 @@ class TestWhatIsSaved:
         assert kinds(diagnose("model") + diagnose("checkpoints")) == []
         setting("learner.strategy", "der")
         message = only(diagnose("model"), "checkpoint.misfit").message
-        assert message.startswith('learner.strategy = "der" wants an output of shape [10] kept with each stored event')
+        assert message.startswith('learner.strategy = "der" requires an output of shape [10] with each stored event')
         setting("learner.strategy", "er")
         setting("learner.optimizer.name", "sgd")
         assert "is of adamw, and learner.optimizer is sgd" in only(diagnose("model"), "checkpoint.misfit").message

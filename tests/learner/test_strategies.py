@@ -87,7 +87,7 @@ def cross_entropy(model: nn.Module, examples: Examples) -> Tensor:
 
 
 class Stream:
-    """Three classes in turn, well apart, with all that was learned of them to rehearse."""
+    """Three well separated classes in turn, with all that was learned of them to rehearse."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
@@ -110,8 +110,8 @@ class Stream:
 
     def _sampled(self, rows: int, generator: torch.Generator) -> list[Examples]:
         samples = self.trainer.strategy.samples(rows) if self.learned else ()
-        places = [torch.randint(len(self.learned), (n,), generator=generator).tolist() for n in samples]
-        return [_stacked([self.learned[index][index % rows : index % rows + 1] for index in each]) for each in places]
+        chosen = [torch.randint(len(self.learned), (n,), generator=generator).tolist() for n in samples]
+        return [_stacked([self.learned[index][index % rows : index % rows + 1] for index in each]) for each in chosen]
 
 
 def on(device: torch.device, examples: Examples) -> Examples:
@@ -388,7 +388,7 @@ class TestEwc:
         assert all(each.isfinite().all() for each in strategy.tensors().values())
         assert trainer.step(events(5, 2)).finite
 
-    def test_an_event_that_stands_in_counts_for_nothing(self, schema: Schema) -> None:
+    def test_a_placeholder_event_has_no_weight(self, schema: Schema) -> None:
         strategy = ElasticWeights()
         make_trainer(schema, small(), strategy)
         strategy.after_step(replace(events(1, 1), weight_B=torch.zeros(1)), torch.empty(0))
@@ -402,7 +402,7 @@ class TestEwc:
         trainer.on_drift()
         assert torch.equal(strategy.tensors()["anchor.0"], trainer.snapshot()["0.weight"])
 
-    def test_it_forgets_less_than_plain_training(self, schema: Schema) -> None:
+    def test_it_has_less_forgetting_than_plain_training(self, schema: Schema) -> None:
         kept = []
         for strategy in (ElasticWeights(strength=100, every=100), NoReplay()):
             trainer = make_trainer(schema, small(), strategy, optimizer={"name": "sgd", "lr": 0.05})

@@ -30,7 +30,7 @@ BAD = 900.0
 
 
 class Refusing(nn.Sequential):
-    """Raises where an event begins with 900, at a place of choice; samples random numbers and keeps statistics."""
+    """Raises where an event begins with 900, at an index of choice; samples random numbers and keeps statistics."""
 
     def __init__(self, where: str = "forward") -> None:
         torch.manual_seed(0)
@@ -129,7 +129,7 @@ def test_what_is_no_events_fault_is_raised_as_it_is(error: Exception) -> None:
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("strategy", [*STRATEGIES])
-def test_a_step_without_the_events_that_raise_is_as_if_they_had_not_come(
+def test_a_step_without_the_events_that_raise_is_the_same_as_without_them(
     schema: Schema, strategy: str, where: str
 ) -> None:
     if where == "backward" and not STRATEGIES[strategy].learns_gradient:
@@ -144,9 +144,9 @@ def test_a_step_without_the_events_that_raise_is_as_if_they_had_not_come(
     given = replayed(strategy, trainer, old)
     with pytest.raises(RaisingEventsError) as caught:
         trainer.step(new, given)
-    expected = [*bad, *(16 * (sample + 1) + place for sample in range(len(given)) for place in bad_old)]
-    assert list(caught.value.places) == expected
-    assert "index out of range" in caught.value.said or "no gradient of this" in caught.value.said
+    expected = [*bad, *(16 * (sample + 1) + index for sample in range(len(given)) for index in bad_old)]
+    assert list(caught.value.indices) == expected
+    assert "index out of range" in caught.value.message or "no gradient of this" in caught.value.message
     result = trainer.step(without(new, bad), replayed(strategy, trainer, without(old, bad_old)))
     torch.manual_seed(2)
     plain = other.step(without(new, bad), replayed(strategy, other, without(old, bad_old)))
@@ -162,7 +162,7 @@ def test_a_step_of_which_every_event_raises_names_them_all(schema: Schema, count
     before = trainer.snapshot()
     with pytest.raises(RaisingEventsError) as caught:
         trainer.step(some(schema, trainer, range(count), tuple(range(count))))
-    assert list(caught.value.places) == list(range(count))
+    assert list(caught.value.indices) == list(range(count))
     assert all(torch.equal(value, before[name]) for name, value in trainer.snapshot().items())
 
 
@@ -199,7 +199,7 @@ def test_a_task_that_raises_on_a_label_is_like_a_model_that_raises(schema: Schem
     trainer = make(schema, Refusing(), task=Choosy())
     with pytest.raises(RaisingEventsError, match="no twos") as caught:
         trainer.step(some(schema, trainer, range(9)))
-    assert list(caught.value.places) == [2, 5, 8]
+    assert list(caught.value.indices) == [2, 5, 8]
 
 
 def test_passes_that_find_events_are_few(schema: Schema) -> None:
@@ -217,7 +217,7 @@ def test_a_probe_names_the_events_that_raise_and_leaves_the_model_as_it_was(sche
     before = trainer.snapshot()
     with pytest.raises(RaisingEventsError) as caught:
         trainer.probe(some(schema, trainer, range(16), (3, 4)))
-    assert list(caught.value.places) == [3, 4]
+    assert list(caught.value.indices) == [3, 4]
     assert trainer.model.training
     assert all(torch.equal(value, before[name]) for name, value in trainer.snapshot().items())
 
@@ -226,7 +226,7 @@ def test_the_log_names_events_at_most_every_ten_seconds(caplog: pytest.LogCaptur
     now = [0.0]
     raised = Raised(lambda: now[0])
     with caplog.at_level(logging.WARNING):
-        raised.log("which are skipped", [f"t[0]@{place}" for place in range(7)], "IndexError: bad")
+        raised.log("which are skipped", [f"t[0]@{offset}" for offset in range(7)], "IndexError: bad")
         raised.log("which are skipped", ["t[0]@8", "t[0]@9"], "IndexError: bad")
         now[0] = 11.0
         raised.log("which are skipped", ["t[0]@10"], "IndexError: bad")
@@ -299,7 +299,7 @@ def test_new_events_that_raise_are_skipped_and_nothing_else_is(
     assert len(bench.store) == 6 * (ROWS - 1) - 3
     assert loop.ledger.partitions[0].position.offset == 6 * ROWS
     assert "the model raises on events[0]@40, events[0]@41, which are skipped: IndexError: index out" in caplog.text
-    assert loop.too_many_raised is None
+    assert loop.problem is None
 
 
 @pytest.mark.parametrize("replay", [{}, {"disk": {"bytes": "1MB"}, "device_bytes": "1kB"}], ids=["device", "disk"])
@@ -346,7 +346,7 @@ def test_a_stream_of_which_half_raises_is_learned_and_is_unhealthy(make_bench: C
     bench.run()
     assert bench.loop.ledger.outcomes["trained"] + bench.loop.ledger.outcomes["skipped"] == 20 * (ROWS - 1)
     assert bench.loop.ledger.outcomes["skipped"] == 20 * ROWS // 2
-    problem = bench.loop.too_many_raised
+    problem = bench.loop.problem
     assert problem is not None
     assert "the model raised on 320 of the last 620 new events" in problem
 
@@ -356,7 +356,7 @@ def test_while_the_model_takes_nothing_no_checkpoint_passes_by_the_events(make_b
     bench.run()
     bench.finish()
     assert bench.loop.ledger.skipped == {"model": 25 * (ROWS - 1)}
-    problem = bench.loop.too_many_raised
+    problem = bench.loop.problem
     assert problem is not None
     assert "no checkpoint is made" in problem
     newest = bench.checkpoints.newest()

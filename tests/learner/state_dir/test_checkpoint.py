@@ -58,7 +58,7 @@ from learner.model.task import Classification
 from learner.publishing.gatekeeper import QualityGate
 from learner.publishing.publisher import Publisher
 from learner.replay_feed import make_feed
-from learner.resume import ResumePoint, most_offered
+from learner.resume import ResumePoint, most_added
 from learner.run import between_steps, learn
 from learner.runtime.shutdown import Deadline
 from learner.state_dir.checkpoint import RANK, Checkpoints
@@ -103,7 +103,7 @@ class Stream:
         """Makes other events of those of a block."""
         self.unknown_fields = 0
         self.letters_dropped: Counter[str] = Counter()
-        self.told: float | None = None
+        self.ends_time: float | None = None
         self.partitions = [Partition(NAME, 0, blocks * ROWS)]
 
     def poll(self, timeout: timedelta) -> Block | None:
@@ -167,7 +167,7 @@ class Bench:
         contents, segments = (unpack(self.found[1]) if self.found else None) or (None, ())
         options = ReplaySettings.model_validate({"capacity": 300, **(replay or {})})
         columns = output_field((3,)) if strategy.keeps_output else None
-        step = most_offered(settings, StreamSettings(topics=("events",)), 1)
+        step = most_added(settings, StreamSettings(topics=("events",)), 1)
         self.background_store = BackgroundStore(
             build_store(options, schema, CPU, 0, path / "replay" / RANK, contents, columns, step=step)
         )
@@ -894,9 +894,7 @@ def test_a_checkpoint_of_a_strategy_with_other_columns_is_refused_before_the_fir
     bench.close()
     (tmp_path / "refused_model.py").write_text("from torch import nn\n\n\ndef build():\n    return nn.Linear(3, 3)\n")
     deployment = _deployment(tmp_path, schema, strategy="der")
-    sentence = (
-        r'"der" wants an output of shape \[3\] kept with each stored event, and checkpoint 1 has no output of the'
-    )
+    sentence = r'"der" requires an output of shape \[3\] with each stored event, and checkpoint 1 has no output of the'
     with pytest.raises(SettingsError, match=sentence):
         learn(deployment, threading.Event())
 
