@@ -201,7 +201,8 @@ class Learner:
             resumed = ResumePoint.newest(checkpoints, written)
         store = resumed.store(deployment, self._bench, self._ranks)
         # Metal does not bear that two threads give it work at once.
-        background = BackgroundStore(store, beside=self._bench.device.type != "mps") if store is not None else None
+        in_background = self._bench.device.type != "mps"
+        background = BackgroundStore(store, in_background=in_background) if store is not None else None
         if background is not None:
             self._stack.callback(background.close)
         if isinstance(self._trainer, Leader):

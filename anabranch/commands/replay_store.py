@@ -97,7 +97,7 @@ def read_stats(config: Config) -> Stats:
         step=stored.checkpoint.step,
         events=len(index),
         capacity=report.replay_capacity if report is not None else None,
-        offered=int(stored.contents.standing.added.sum()),
+        offered=int(stored.contents.state.added.sum()),
         admission=config.pipeline.replay.admission,
         sampling=config.pipeline.replay.sampling,
         tiers={
@@ -200,8 +200,8 @@ def _rows(
         rows_nR, whole = contents.payload[places.tolist()], np.ones(len(places), np.bool_)
     else:
         events = contents.index[places]
-        bases = np.array(contents.standing.bases, np.uint64)[events["partition"]]
-        seed = config.pipeline.seed if contents.standing.seed is None else contents.standing.seed
+        bases = np.array(contents.state.bases, np.uint64)[events["partition"]]
+        seed = config.pipeline.seed if contents.state.seed is None else contents.state.seed
         identity = identity_hash(bases, events["offset"], events["row"], seed)
         with _home(config, contents, layout.row_bytes) as tier:
             try:

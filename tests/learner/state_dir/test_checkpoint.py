@@ -77,6 +77,7 @@ from replay.config import ReplaySettings
 from replay.erasure.erased_events import ByKey
 from replay.erasure.erasure_log import ErasureLog
 from replay.erasure.log_file import Applied
+from replay.fake import add_now
 from replay.metrics import ReplayMetrics
 from replay.store import Store
 
@@ -569,7 +570,7 @@ def test_a_restart_that_finds_few_slots_to_fill_makes_checkpoints_before_its_fir
     bench.finish()
     far = 10**6
     while bench.store.slots.free >= 5:
-        bench.store.add_now(fake_columns(schema, range(far, far + 5)), [NAME])
+        add_now(bench.store, fake_columns(schema, range(far, far + 5)), [NAME])
         far += 5
     bench.finish()
     bench.close()
