@@ -54,6 +54,7 @@ class Eraser:
             OSError: a file cannot be read or written; or all checkpoints are damaged, and none is deleted, so that one
                 can be restored.
         """
+        self._checkpoints.delete_set_aside()
         done, damaged, intact = Erased(), dict[int, Exception](), 0
         for number in self._checkpoints.numbers():
             try:

@@ -4,6 +4,7 @@
                                                          segment-...
     var/checkpoints/<number>/rank-0/state.json           all other values
     var/checkpoints/<number>/manifest.json               number, generation, step, schema, and the SHA-256 of every file
+    var/checkpoints/<number>.set-aside/                  a checkpoint newer than one restored by command
 
 In `rng`, the generators of another rank are one tensor of bytes, `rank-<r>`, packed by that rank.
 
@@ -219,6 +220,19 @@ class Checkpoints(ManifestDirectory[CheckpointManifest]):
                     raise
         with _damage_of(manifest):
             return parts, decoded(folder.read(f"{RANK}/{STATE}", MOST_BYTES), dict[str, Any])
+
+    def newer_than(self, number: int) -> list[int]:
+        """Return the checkpoints that a restart prefers to this one, the newest first."""
+        by_age = self._by_age()
+        return by_age[: by_age.index(number) : -1]
+
+    def set_aside(self, number: int) -> None:
+        """Rename a checkpoint, atomically, so that no restart resumes from it; raises OSError."""
+        self._storage.set_aside(number)
+
+    def delete_set_aside(self) -> None:
+        """Delete all checkpoints that were set aside; raises OSError."""
+        self._storage.delete_set_aside()
 
     def name(self, number: int, part: str) -> str:
         """Return the name of a part's file in a checkpoint; raises CheckpointError when it has none."""

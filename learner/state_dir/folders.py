@@ -21,6 +21,8 @@ from anabranch.core.files import number_of, read_file, sync_directory
 
 MANIFEST = "manifest.json"
 """Name of the file without which a folder does not exist."""
+SET_ASIDE = ".set-aside"
+"""Suffix of directories that were set aside."""
 
 
 class Folder(Protocol):
@@ -88,6 +90,14 @@ class Storage(Protocol):
 
     def delete(self, number: int) -> None:
         """Remove a folder atomically, if it exists; `clean` removes what a crash leaves of it."""
+        ...
+
+    def set_aside(self, number: int) -> None:
+        """Make a folder not exist, atomically, and keep its files until `delete_set_aside`."""
+        ...
+
+    def delete_set_aside(self) -> None:
+        """Remove all folders that were set aside."""
         ...
 
     def clean(self) -> None:
@@ -176,7 +186,8 @@ class LocalStorage(Storage):
 
     @override
     def highest(self) -> int:
-        return max(self._directories(), default=0)
+        aside = (number_of(path.name.removesuffix(SET_ASIDE)) or 0 for path in self.path.glob(f"*{SET_ASIDE}"))
+        return max([*self._directories(), *aside], default=0)
 
     @override
     def folder(self, number: int) -> LocalFolder:
@@ -210,6 +221,16 @@ class LocalStorage(Storage):
                 discarded.unlink()
             else:
                 shutil.rmtree(discarded)
+
+    @override
+    def set_aside(self, number: int) -> None:
+        (self.path / str(number)).rename(self.path / f"{number}{SET_ASIDE}")
+        sync_directory(self.path)
+
+    @override
+    def delete_set_aside(self) -> None:
+        for path in self.path.glob(f"*{SET_ASIDE}"):
+            shutil.rmtree(path)
 
     @override
     def clean(self) -> None:

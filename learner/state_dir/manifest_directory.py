@@ -64,6 +64,10 @@ class ManifestDirectory(Generic[_M]):
         """Return the numbers of all folders, ascending."""
         return self._storage.numbers()
 
+    def highest(self) -> int:
+        """Return the highest number of any folder, including incomplete ones and those set aside; 0 without one."""
+        return self._storage.highest()
+
     def generation(self) -> int:
         """Return the latest generation of a learner that wrote a folder; 0 when there is none."""
         return max((self.generation_of(number) or 0 for number in self.numbers()), default=0)

@@ -123,10 +123,6 @@ class Versions(ManifestDirectory[Manifest]):
         super().__init__(path, storage)
         self._generations: dict[int, int | None] = {}
 
-    def highest(self) -> int:
-        """Return the highest number of any directory, complete or not; 0 when there is none."""
-        return self._storage.highest()
-
     def stale(self, numbers: Sequence[int]) -> set[int]:
         """Return the versions of learners that had lost their lock: those with an older generation than a lower number.
 

@@ -41,7 +41,7 @@ def standby(tmp_path: Path) -> Iterator[Callable[[], "subprocess.Popen[str]"]]:
             )
             stack.callback(process.kill)
             assert process.stderr is not None
-            assert "learner is ready and stands by" in process.stderr.readline()
+            assert "learner is ready as standby" in process.stderr.readline()
             return process
 
         yield begin
