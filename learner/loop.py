@@ -372,7 +372,7 @@ class TrainingLoop:
             "replay_feed": self._replay,
             "batches": self._batches,
             "lag": self._parts.lag,
-            "gate": publisher.gate,
+            "gate": publisher.gate.hold,
         }
 
     def _measured_rates(self) -> dict[str, Any]:

@@ -294,7 +294,7 @@ def test_the_commands_print_their_results_as_text_and_as_json(
 
     stats = json.loads(command(config, "stats", "--json").stdout)
     assert (stats["events"], stats["by_label"]) == (80, {"0": 27, "1": 27, "2": 26})
-    assert re.search(r"^events +80 of [\d,]+, of 80 that were offered$", command(config, "stats").stdout, re.MULTILINE)
+    assert re.search(r"^events +80 of [\d,]+, of 80 that were added$", command(config, "stats").stdout, re.MULTILINE)
     some = command(config, "sample", "3", "--where", "key=anna", "--where", "label=1", "--seed", "5")
     assert [json.loads(line)["label"] for line in some.stdout.splitlines()] == [1, 1, 1]
     assert (
@@ -355,7 +355,7 @@ def test_the_store_can_be_read_while_a_learner_runs(
     learner.wait_for(lambda each: (each.checkpoint or 0) > 0)
     learner.wait_for(lambda _: read_stats(settings(config)).events == 100)
     stats = read_stats(settings(config))
-    assert (stats.events, stats.offered, stats.by_label) == (100, 100, {"0": 34, "1": 33, "2": 33})
+    assert (stats.events, stats.added, stats.by_label) == (100, 100, {"0": 34, "1": 33, "2": 33})
     assert datetime.fromisoformat(stats.record_times["median"]).timestamp() == begin
     json.dumps(stats.document())
     sample = list(read_sample(settings(config), 1000, ["key=anna", "label=1", "partition=0"], 3))

@@ -91,6 +91,11 @@ class Bench:
         return "; ".join(verdict.reasons)
 
 
+def set_clock(monkeypatch: pytest.MonkeyPatch, clock: SimpleNamespace) -> None:
+    for module in ("gatekeeper", "hold"):
+        monkeypatch.setattr(f"learner.publishing.{module}.time", clock)
+
+
 @pytest.fixture
 def make_bench(tmp_path: Path, schema: Schema) -> Callable[..., Bench]:
     return lambda **gate: Bench(tmp_path / "versions", schema, **gate)
@@ -110,9 +115,9 @@ def test_a_worse_version_fails_and_the_next_good_one_passes(bench: Bench, caplog
     with caplog.at_level(logging.INFO):
         assert bench.publish(WORSE) == "fail"
         assert bench.publish(BAD) == "fail"
-        assert bench.gate.held_since is not None
+        assert bench.gate.hold.since is not None
         assert bench.publish(GOOD) == "pass"
-    assert bench.gate.held_since is None
+    assert bench.gate.hold.since is None
     assert "on old events" in bench.reasons(3)
     verdict = bench.versions.verdict(3)
     assert verdict is not None
@@ -139,23 +144,21 @@ def test_a_hold_longer_than_max_hold_is_a_problem(make_bench: Callable[..., Benc
     bench = make_bench(max_hold="1ms")
     bench.hold_out(200)
     bench.publish(GOOD)
-    assert bench.gate.problem is None
+    assert bench.gate.hold.problem is None
     for _ in range(3):
         assert bench.publish(BAD) == "fail"
-    assert bench.gate.problem is not None
-    assert "no version has passed the gate since" in bench.gate.problem
-    assert "worse than the served version" in bench.gate.problem
+    assert bench.gate.hold.problem is not None
+    assert "no version has passed the gate since" in bench.gate.hold.problem
+    assert "worse than the served version" in bench.gate.hold.problem
     bench.publish(GOOD)
-    assert bench.gate.problem is None
+    assert bench.gate.hold.problem is None
 
 
 def test_a_hold_ends_after_max_hold_if_on_hold_is_serve(
     make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [1e9]
-    monkeypatch.setattr(
-        "learner.publishing.gatekeeper.time", SimpleNamespace(time=lambda: 1e9, monotonic=lambda: now[0])
-    )
+    set_clock(monkeypatch, SimpleNamespace(time=lambda: 1e9, monotonic=lambda: now[0]))
     bench = make_bench(max_hold="10m", on_hold="serve")
     bench.hold_out(200)
     bench.publish(GOOD)
@@ -178,18 +181,16 @@ def test_a_hold_does_not_depend_on_the_wall_clock(
     make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, jump: float
 ) -> None:
     now, wall = [1000.0], [1e9]
-    monkeypatch.setattr(
-        "learner.publishing.gatekeeper.time", SimpleNamespace(time=lambda: wall[0], monotonic=lambda: now[0])
-    )
+    set_clock(monkeypatch, SimpleNamespace(time=lambda: wall[0], monotonic=lambda: now[0]))
     bench = make_bench(max_hold="10m", on_hold="serve")
     bench.hold_out(200)
     bench.publish(GOOD)
     assert bench.publish(BAD) == "fail"
     now[0], wall[0] = now[0] + 599, wall[0] + jump
-    assert (bench.publish(BAD), bench.gate.problem) == ("fail", None)
+    assert (bench.publish(BAD), bench.gate.hold.problem) == ("fail", None)
     now[0] += 1
-    assert bench.gate.problem is not None
-    assert "since 2001-09-09 01:46:40Z" in bench.gate.problem
+    assert bench.gate.hold.problem is not None
+    assert "since 2001-09-09 01:46:40Z" in bench.gate.hold.problem
     assert bench.publish(BAD) == "inconclusive"
 
 
@@ -197,9 +198,7 @@ def test_a_hold_continues_after_several_restarts(
     make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [1000.0]
-    monkeypatch.setattr(
-        "learner.publishing.gatekeeper.time", SimpleNamespace(time=lambda: 1e9, monotonic=lambda: now[0])
-    )
+    set_clock(monkeypatch, SimpleNamespace(time=lambda: 1e9, monotonic=lambda: now[0]))
     bench = make_bench(max_hold="10m", on_hold="serve")
     bench.hold_out(200)
     bench.publish(GOOD)
@@ -207,10 +206,10 @@ def test_a_hold_continues_after_several_restarts(
     for _ in range(3):
         verdicts.append(bench.publish(BAD))
         now[0] += 240
-        kept, now[0] = msgspec.json.decode(msgspec.json.encode(bench.gate.state())), 5.0
+        kept, now[0] = msgspec.json.decode(msgspec.json.encode(bench.gate.hold.state())), 5.0
         bench = make_bench(max_hold="10m", on_hold="serve")
         bench.hold_out(200)
-        bench.gate.restore(kept)
+        bench.gate.hold.restore(kept)
     assert [*verdicts, bench.publish(BAD)] == ["fail"] * 3 + ["inconclusive"]
 
 
@@ -218,19 +217,17 @@ def test_a_hold_that_ended_after_the_checkpoint_is_not_restored(
     bench: Bench, make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [1000.0]
-    monkeypatch.setattr(
-        "learner.publishing.gatekeeper.time", SimpleNamespace(time=lambda: 1e9, monotonic=lambda: now[0])
-    )
+    set_clock(monkeypatch, SimpleNamespace(time=lambda: 1e9, monotonic=lambda: now[0]))
     bench.publish(BAD)
     now[0] += 1e5
-    kept = bench.gate.state()
+    kept = bench.gate.hold.state()
     assert [bench.publish(GOOD), bench.publish(BAD)] == ["pass", "fail"]
     again = make_bench()
     again.hold_out(200)
-    again.gate.restore(kept)
+    again.gate.hold.restore(kept)
     again.watch()
-    assert again.gate.held_since is not None
-    assert again.gate.problem is None
+    assert again.gate.hold.since is not None
+    assert again.gate.hold.problem is None
 
 
 def test_events_of_a_poisoned_stream_do_not_become_old_ones_during_a_hold(bench: Bench) -> None:
@@ -253,9 +250,7 @@ def test_small_drops_do_not_accumulate_after_a_plateau(
 ) -> None:
     """On a plateau no version is certainly better than the best, which is replaced after `max_hold`."""
     now = [1e9]
-    monkeypatch.setattr(
-        "learner.publishing.gatekeeper.time", SimpleNamespace(time=lambda: 1e9, monotonic=lambda: now[0])
-    )
+    set_clock(monkeypatch, SimpleNamespace(time=lambda: 1e9, monotonic=lambda: now[0]))
     bench = make_bench(max_drop_old=0.4, max_drop_new=1.0, max_hold="10m")
     bench.hold_out(200)
     for _ in range(15):
@@ -392,7 +387,7 @@ def test_the_newest_version_that_has_not_failed_is_the_baseline_after_a_restart(
     again = make_bench(max_hold="1ms")
     again.hold_out(200)
     again.watch()
-    assert again.gate.held_since is not None, "the hold was not restored"
+    assert again.gate.hold.since is not None, "the hold was not restored"
     assert again.publish(WORSE) == "fail"
     assert again.publish(GOOD) == "pass"
 
@@ -412,7 +407,7 @@ def test_a_learner_without_held_out_events_restores_no_hold(bench: Bench, make_b
     bench.publish(WORSE)
     again = make_bench()
     assert again.publish(WORSE) == "inconclusive"
-    assert again.gate.held_since is None
+    assert again.gate.hold.since is None
 
 
 def test_no_version_fails_without_held_out_events(make_bench: Callable[..., Bench]) -> None:
