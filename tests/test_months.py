@@ -249,7 +249,9 @@ def checkpoints(year: Year) -> Driven:
 
 def reporter(year: Year) -> Driven:
     loop: Any = SimpleNamespace(steps=0, rows_new=0, rows_replay=0)
-    parts: Any = SimpleNamespace(source=None, publisher=SimpleNamespace(gate=None), checkpointer=None, erasure=None)
+    parts: Any = SimpleNamespace(
+        source=None, publisher=SimpleNamespace(gate=SimpleNamespace(hold=None)), checkpointer=None, erasure=None
+    )
     collectors = LearnerMetrics(CollectorRegistry())
     reports = Reporter(
         year.folder, 1, loop, parts, SimpleNamespace(learner=collectors), strategy="none", classification=True
