@@ -147,9 +147,9 @@ class TrainingLoop:
         Spoiled weights are not saved: the next start goes on from before, and learns the events since
         again.
         """
-        self._parts.erasure.look()
+        self._parts.erasure.poll()
         if self._parts.erasure.settled and not self.spoiled and not self.raised.is_all:
-            self._parts.checkpointer.checkpoint_last(self._moment, deadline, self._standing)
+            self._parts.checkpointer.checkpoint_last(self._capture, deadline, self._fingerprint)
         else:
             self._parts.checkpointer.wait(deadline)
         self._parts.publisher.publish_last(self._progress(), self._snapshot, deadline)
@@ -172,7 +172,7 @@ class TrainingLoop:
         6. Settle outcomes and positions: from here on a version says that it is trained on them.
         """
         names = [account.name for account in self.ledger.partitions]
-        batch = self._parts.erasure.filter(batch, lambda: self.ledger.positions)
+        batch = self._parts.erasure.exclude(batch)
         replay, result = self._step(batch) if batch.new else (NOTHING, None)
         self._replay.add(self.steps, batch, replay, result, names)
         self._replay.prefetch(self.steps, self.replay_ratio)
@@ -270,7 +270,7 @@ class TrainingLoop:
         if adjustments.drifted:
             self._metrics.learner.drifts.inc()
             if adjustments.checkpoint_first:
-                self._parts.checkpointer.ask()
+                self._parts.checkpointer.request()
             else:
                 self._respond()
 
@@ -304,7 +304,7 @@ class TrainingLoop:
         partitions = self._parts.source.partitions
         if partitions is not self._met:
             self._met = partitions
-            self._parts.erasure.meet(partitions, lambda: self.ledger.positions)
+            self._parts.erasure.register_partitions(partitions, lambda: self.ledger.positions)
             for index, partition in enumerate(partitions):
                 if index == len(self.ledger.partitions):
                     self.ledger.add_partition(partition.name, partition.start)
@@ -353,7 +353,7 @@ class TrainingLoop:
         parts.holdout.restore(checkpoint.tensors["holdout"])
         self.steps = checkpoint.step
         restore_states(self._stateful, state)
-        parts.publisher.go_on_from(self._progress(), self.ledger.trained_through)
+        parts.publisher.skip_published(self._progress(), self.ledger.trained_through)
         parts.trainer.restore_generators(checkpoint.tensors["rng"], state["rng"])
         if self.monitor.drift.pending:
             self._respond()
@@ -372,7 +372,7 @@ class TrainingLoop:
             "replay_feed": self._replay,
             "batches": self._batches,
             "lag": self._parts.lag,
-            "gate": publisher.gate,
+            "gate": publisher.gate.hold,
         }
 
     def _measured_rates(self) -> dict[str, Any]:
@@ -385,17 +385,17 @@ class TrainingLoop:
     def _restore_rows(self, rows: Sequence[int]) -> None:
         self.rows_new, self.rows_replay = rows
 
-    def _moment(self, number: int) -> CapturedState:
-        """Copy all that checkpoint `number` is made from; called between steps."""
+    def _capture(self, number: int) -> CapturedState:
+        """Return a copy of the state for checkpoint `number`; called between steps."""
         parts = self._parts
         tensors = parts.trainer.tensors() | {"holdout": parts.holdout.tensors()}
         tensors["rng"], rng = parts.trainer.generators()
-        facts = {OUTPUT: self._replay.output_shape, ERASED: parts.erasure.looked}
+        facts = {OUTPUT: self._replay.output_shape, ERASED: parts.erasure.excluded_through}
         state = {"trainer": parts.trainer.state(), "rng": rng, **states_of(self._stateful), **facts}
         return CapturedState(self.steps, tensors, state, self._replay.begin_snapshot(number))
 
-    def _standing(self) -> object:
-        """What tells one checkpoint from the next: a change of anything else comes with a change of these."""
+    def _fingerprint(self) -> object:
+        """Return a value that changes with the state of a checkpoint: all other state changes only with these."""
         parts = self._parts
         return (
             self.steps,
@@ -416,7 +416,7 @@ class TrainingLoop:
             trained_through=self.ledger.trained_through,
             holdout=self._parts.holdout.held,
             accuracy_now=self.monitor.prequential.mean,
-            learned=self.ledger.take_newly_trained(),
+            newly_trained=self.ledger.take_newly_trained(),
         )
 
     def publish_if_due(self) -> None:
@@ -434,10 +434,10 @@ class TrainingLoop:
         Nor while the model raises on everything: when it was corrected, the events since are learned after all.
         """
         if self._parts.erasure.settled and not self.non_finite_in_a_row and not self.raised.is_all:
-            self._parts.checkpointer.checkpoint_if_due(self._moment, self._standing)
+            self._parts.checkpointer.checkpoint_if_due(self._capture, self._fingerprint)
         else:
-            self._parts.checkpointer.end_if_written()
-        if self.monitor.drift.pending and not self._parts.checkpointer.asked:
+            self._parts.checkpointer.end_snapshot_if_written()
+        if self.monitor.drift.pending and not self._parts.checkpointer.requested:
             self._respond()
 
     def commit_if_due(self) -> None:

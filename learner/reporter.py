@@ -69,7 +69,16 @@ class Reporter:
         """One sentence when the last report could not be written."""
         publisher, others = parts.publisher, (store, assignment)
         self._monitored: tuple[Monitored, ...] = (
-            *(self._heartbeat, parts.source, publisher, publisher.gate, parts.checkpointer, parts.erasure, self, loop),
+            *(
+                self._heartbeat,
+                parts.source,
+                publisher,
+                publisher.gate.hold,
+                parts.checkpointer,
+                parts.erasure,
+                self,
+                loop,
+            ),
             *(other for other in others if other is not None),
         )
 
@@ -157,8 +166,8 @@ class Reporter:
             erased_through=parts.erasure.through,
             version=publisher.number,
             verdict=publisher.verdict,
-            held_since=publisher.gate.held_since,
-            held_reasons=publisher.gate.reasons,
+            held_since=publisher.gate.hold.since,
+            held_reasons=list(publisher.gate.hold.reasons),
             withdrawn=publisher.gate.withdrawn,
             versions_published=publisher.published,
             publish_skipped=publisher.skipped,

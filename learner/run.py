@@ -85,7 +85,7 @@ def between_steps(loop: TrainingLoop, erasure: Erasure, while_waiting: Sequence[
     `while_waiting` comes after it: work that goes on while the loop waits for the disk as well.
     """
     return (
-        erasure.look_if_due,
+        erasure.poll_if_due,
         loop.publish_if_due,
         loop.watch_if_due,
         loop.drop_raising_holdout,
@@ -226,7 +226,7 @@ class Learner:
                 check=self._alone,
             )
         erasure = Erasure(written, checkpoints, deployment.state_dir / "replay" / RANK, store, holdout, checkpointer)
-        erasure.take_note(*resumed.less)
+        erasure.record_erased(*resumed.less)
         keyed = deployment.events.key is not None
         lag = LagPolicy(deployment.stream.lag_policy, deployment.seed, self._source, reads=keyed)
         monitor = StreamMonitor(settings, bounded=self._bench.schema.label.classes is not None)

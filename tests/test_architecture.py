@@ -68,7 +68,7 @@ WALL_CLOCK = {
     "ingest/kafka/confluent/client.py": "the time of records that cannot be read",
     "ingest/kafka/kafka_python/records.py": "the time of records that cannot be read",
     "learner/checkpointing/checkpointer.py": "a checkpoint's time, for display",
-    "learner/publishing/gatekeeper.py": "since when nothing has passed, for display",
+    "learner/publishing/hold.py": "since when nothing has passed, for display",
     "learner/stream/lag.py": "a checkpoint keeps since when events wait, and they waited while no learner ran",
     "learner/publishing/publisher.py": "a version's time, for display",
     "learner/reporter.py": "a report's time",

@@ -140,7 +140,7 @@ def measured_ratio(year: Year) -> Driven:
         for step in range(20 * tick, 20 * tick + 20):
             erased = 0.3 if ratio.now > 0.5 else 0.9
             old = ScoreSum(64, 64 * (1 - erased) + float(year.dice.random())) if ratio.probes(step) else None
-            ratio.learned(ScoreSum(64, 60.0), old)
+            ratio.observe(ScoreSum(64, 60.0), old)
 
     return Driven(ratio, learn)
 
@@ -249,7 +249,9 @@ def checkpoints(year: Year) -> Driven:
 
 def reporter(year: Year) -> Driven:
     loop: Any = SimpleNamespace(steps=0, rows_new=0, rows_replay=0)
-    parts: Any = SimpleNamespace(source=None, publisher=SimpleNamespace(gate=None), checkpointer=None, erasure=None)
+    parts: Any = SimpleNamespace(
+        source=None, publisher=SimpleNamespace(gate=SimpleNamespace(hold=None)), checkpointer=None, erasure=None
+    )
     collectors = LearnerMetrics(CollectorRegistry())
     reports = Reporter(
         year.folder, 1, loop, parts, SimpleNamespace(learner=collectors), strategy="none", classification=True
@@ -270,7 +272,7 @@ def reporter(year: Year) -> Driven:
 def erasure(year: Year) -> Driven:
     """The same 40 keys are erased repeatedly, each by a tombstone of the stream."""
     log, tombstones = ErasureLog(year.folder / "erasures.log"), Tombstones()
-    tombstones.meet([EVENTS])
+    tombstones.register_partitions([EVENTS])
 
     def erase(tick: int) -> None:
         columns = fake_columns(year.schema, range(10 * tick, 10 * tick + 10))

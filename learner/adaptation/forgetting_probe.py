@@ -1,4 +1,4 @@
-"""How old events do before a step, without learning from them: what `replay_ratio = "auto"` goes by."""
+"""Scores old events before a step, without training on them: the input of `replay_ratio = "auto"`."""
 
 import math
 from collections import deque
@@ -17,39 +17,41 @@ from replay.plan import Sample
 from replay.sampling.step_rng import StepRng
 
 ENOUGH = 100
-"""Held-out events below this are too few to go by."""
+"""Fewest older held-out events that are scored in place of stored ones."""
 _SEED = 0x3C6EF372
 
 
 class Probe:
-    """Scores held-out events, older than the youngest, where there are enough of them; else events of the store.
+    """Scores held-out events, except the youngest, if there are enough of them; else events of the store.
 
-    Those of a small store are soon known by heart: they go on doing well while what they stand for is forgotten.
+    A model memorises the events of a small store: their scores stay high while the model forgets similar events.
     """
 
     def __init__(self, ratio: Ratio, holdout: HoldoutSet, trainer: Trainer, rows: int) -> None:
-        """`ratio` says which steps measure; `rows` events are scored in each."""
+        """Take the ratio, which chooses the steps that probe, and the number of events that each of them scores."""
         self._ratio = ratio
         self._holdout = holdout
         self._trainer = trainer
         self._rows = rows
-        self._chance = StepRng(_SEED)
+        self._rng = StepRng(_SEED)
         self.raised: deque[tuple[NDArray[np.uint64], str]] = deque()
-        """Hashes of held-out events on which the model raised, and what it raised: to take out of the held-out set."""
+        """Hashes of held-out events on which the model raised, and the error; the loop removes them from the set."""
 
     def sampled(self, step: int) -> int:
-        """Return how many events a step has to sample for it: none where held-out ones are scored, or nothing is."""
+        """Return how many events of the store a step has to sample for the probe."""
         return self._rows if self._ratio.probes(step) and self._holdout.older < ENOUGH else 0
 
     def score(self, step: int, sample: Sample | None) -> ScoreSum | None:
-        """Score old events if the step measures; None: there are none, the model raises on one, or the scores
-        are not finite."""
+        """Score old events if the step probes.
+
+        Returns None in other steps, without old events, where the model raises, and for scores that are not finite.
+        """
         if not self._ratio.probes(step):
             return None
-        held: Mapping[str, Array] = {}
+        held_out: Mapping[str, Array] = {}
         if (older := self._holdout.older) >= ENOUGH:
-            held = self._holdout.take(self._chance.for_step(step).integers(older, size=self._rows))
-            examples = self._trainer.examples(held)
+            held_out = self._holdout.take(self._rng.for_step(step).integers(older, size=self._rows))
+            examples = self._trainer.examples(held_out)
         elif sample is not None and len(sample):
             examples = examples_of(sample.first(self._rows), (self._rows,))[0]
         else:
@@ -57,7 +59,7 @@ class Probe:
         try:
             rows, score = self._trainer.probe(examples)
         except RaisingEventsError as exc:
-            if held:
-                self.raised.append((held["hash"].astype(np.uint64)[exc.indices], exc.message))
+            if held_out:
+                self.raised.append((held_out["hash"].astype(np.uint64)[exc.indices], exc.message))
             return None
         return ScoreSum(rows, score) if math.isfinite(score) else None

@@ -1,12 +1,14 @@
 """How many old events a step replays for each new one.
 
-`FixedRatio` is what the config says. `AdaptiveReplayRatio` replays where replay is seen to help, and else not at all.
+`FixedRatio` returns the ratio of the config. `AdaptiveReplayRatio` replays only while measurements show that it helps.
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
+
+from typing_extensions import override
 
 from learner.config import LearnerSettings
 
@@ -15,112 +17,116 @@ Phase = Literal["off", "trial", "on"]
 
 @dataclass(frozen=True)
 class ScoreSum:
-    """Events that were scored, and the sum of their scores: 1 for right and 0 for wrong, or minus the error."""
+    """The number of scored events and the sum of their scores: 1 for right and 0 for wrong, or minus the error."""
 
     rows: int
     score: float
 
 
 class Ratio(Protocol):
-    """Asked before a step and told after it. A function of what it is told: the same again from the same checkpoint."""
+    """The replay ratio of the next step. It depends only on observed scores, so a restored checkpoint repeats it."""
 
-    @property
-    def now(self) -> float:
-        """Old events for each new one in the next step."""
-        ...
+    now: float
+    """Old events per new one in the next step."""
 
     def probes(self, step: int) -> bool:
-        """Whether this step is to score old events, without training on them, before it trains."""
+        """Return whether this step scores old events, without training on them, before it trains."""
         ...
 
-    def learned(self, new: ScoreSum, old: ScoreSum | None) -> None:
-        """Hear of a finished step: scores before training, of its new events and of the old ones that it probed."""
+    def observe(self, new: ScoreSum, old: ScoreSum | None) -> None:
+        """Add the scores of a finished step, taken before training: of new events, and of old ones if it probed."""
         ...
 
     def state(self) -> dict[str, Any]:
-        """Plain values, for a checkpoint."""
+        """Return plain values, for a checkpoint."""
         ...
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take up the state of a checkpoint, unless that was made under another kind of ratio."""
+        """Restore the state of a checkpoint; the state of another kind of ratio is ignored."""
         ...
 
 
 def make_ratio(settings: LearnerSettings, *, bounded: bool) -> Ratio:
-    """Make what the config asks for; `bounded` says that scores are 0 to 1."""
+    """Return the ratio of the config; `bounded`: whether scores are between 0 and 1."""
     if settings.replay_ratio == "auto":
         return AdaptiveReplayRatio(settings.old_weight, bounded=bounded)
     return FixedRatio(settings.replay_ratio)
 
 
-class FixedRatio:
-    """Always the same."""
+class FixedRatio(Ratio):
+    """The same ratio in every step."""
 
     def __init__(self, ratio: float) -> None:
         self.now = ratio
 
-    def probes(self, step: int) -> bool:  # noqa: ARG002
-        """Never: there is nothing to decide."""
+    @override
+    def probes(self, step: int) -> bool:
         return False
 
-    def learned(self, new: ScoreSum, old: ScoreSum | None) -> None:
-        """Change nothing."""
+    @override
+    def observe(self, new: ScoreSum, old: ScoreSum | None) -> None:
+        pass
 
+    @override
     def state(self) -> dict[str, Any]:
-        """Nothing."""
         return {}
 
+    @override
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Change nothing."""
+        pass
 
 
 _COST = 0.2
-"""What replay has to win back, in accuracy on old events at equal weights, to be worth its steps.
+"""Least gain in accuracy on old events, at equal weights, for which replay stays on.
 
-On streams whose old events are merely harder than the newest, replay wins back a few points and costs up to one on new
-events; on streams that lose classes it wins back nearly all.
+On streams whose old events are only harder than the newest, replay gains a few points and costs up to one on new
+events. On streams that lose classes, replay regains nearly all of the loss.
 """
 _PROBE_EVERY = 4
 _FEWEST = 200
-"""Old events that have to be scored before anything is concluded."""
+"""Fewest scored old events from which forgetting is computed."""
 _HALF_LIFE = 50
-"""Steps in which what was measured loses half its weight."""
+"""Steps after which a measurement has half its weight."""
 _TRIAL = 200
-"""Steps of a trial: four half lives, so that what is measured at its end is of the trial."""
+"""Steps of a trial: four half-lives, so that the means at its end come from the trial."""
 _SURE = 50
-"""Steps for which forgetting has to stay above the bar: what has just come over it by chance, or is still rising, does
-not yet tell what a trial could win back."""
+"""Steps for which forgetting must stay above the bar before a trial: a value that exceeds it by chance, or still rises,
+does not show yet how much a trial could gain."""
 _RISE = 50
-"""Steps in which replay that is missed comes back to its full ratio."""
+"""Steps in which the ratio rises from 0 to full while forgetting is too large."""
 _FALL = 8000
-"""Steps in which replay that is not missed halves."""
+"""Steps in which the ratio halves while forgetting stays small."""
 _DOUBT = 5000
-"""Steps in which the doubt that a trial without benefit leaves halves."""
+"""Steps in which the excess of the bar, raised by a trial without benefit, halves."""
 _FULL = 1.0
 _NEARLY_FULL = 0.9
 _LEAST = 0.05
 
 
-class AdaptiveReplayRatio:
-    """Replays as far as forgetting is measured, and replaying is measured to undo it.
+class AdaptiveReplayRatio(Ratio):
+    """Replays while forgetting is measured and replay is measured to reduce it.
 
-    Forgetting is how much worse the model does on a uniform sample of old events than on the newest ones, both scored
-    before training on them. While it is below a bar nothing is replayed. When it stays above the bar replay is tried,
-    in full, for some steps. If forgetting does not fall by `cost` or more, the old events are not forgotten but merely
-    different (natural drift): replay stops, and the bar rises above what was seen, and sinks again slowly. If it falls,
-    replay stays on: the ratio sinks slowly for as long as forgetting stays within half of `cost`, or twice what chance
-    may part it by, of the least that replay has reached, and else rises at once. Where it stays nearly full for as
-    long as it takes to halve, that least is gone by, and what is reached then takes its place: else old events that are
-    merely different by now would keep it on for ever. The weight of the old sets the cost: 0.2 x (1 - old) / old, in
-    accuracy, or for regression as part of the larger error.
+    Forgetting is the mean score of the newest events less that of a uniform sample of old events, both scored before
+    training on them. The ratio has three phases:
+
+    * off: nothing is replayed while forgetting is below a bar. When it stays above the bar, a trial starts.
+    * trial: replay at the full ratio for some steps. If forgetting falls by `cost` or more, the phase is on. Otherwise
+      old events are only harder (natural drift): replay stops, the bar rises above the measured forgetting, and then
+      decays slowly.
+    * on: the ratio decays slowly while forgetting exceeds the lowest value reached with replay by no more than half of
+      `cost`, or twice the sampling error if that is larger; otherwise the ratio rises at once. After `_FALL` steps at a
+      nearly full ratio, the current forgetting replaces the lowest value: otherwise old events that have become only
+      harder would keep replay on permanently.
+
+    `cost` is 0.2 * (1 - old_weight) / old_weight, in accuracy, or for regression as a fraction of the larger error.
     """
 
     def __init__(self, old_weight: float, *, bounded: bool) -> None:
-        """Begin without replay.
+        """Start in the phase off.
 
         Args:
-            old_weight: what old events count, of 1 in all; 0 never replays.
-            bounded: whether scores lie between 0 and 1; else forgetting is relative to the error.
+            old_weight: weight of old events, where old and new sum to 1; with 0 nothing is ever replayed.
+            bounded: whether scores are between 0 and 1; if not, forgetting is relative to the error.
         """
         self._cost = _COST * (1 - old_weight) / old_weight if old_weight else math.inf
         self._bounded = bounded
@@ -128,35 +134,38 @@ class AdaptiveReplayRatio:
         self._phase: Phase = "off"
         self._bar = self._cost
         self._left = 0
-        """Steps of the trial to come."""
+        """Remaining steps of the trial."""
         self._over = 0
-        """Steps for which forgetting has been above the bar."""
+        """Steps in a row in which forgetting was above the bar."""
         self._without, self._with = 0.0, 0.0
         self._full_for = 0
-        """Steps for which the ratio has been nearly full."""
+        """Steps in a row in which the ratio was nearly full."""
         self.now = 0.0
 
     @property
     def forgetting(self) -> float:
-        """How much worse old events do than the newest: in accuracy, or as part of the larger error; 0 at first."""
+        """How much lower old events score than the newest: in accuracy, or as a fraction of the larger error.
+
+        0 until enough old events are scored.
+        """
         if self._old.seen < _FEWEST:
             return 0.0
         return (self._new.mean - self._old.mean) / self._unit
 
     @property
     def _unit(self) -> float:
-        """What forgetting is told in parts of: the larger error, where scores are errors."""
+        """The unit of forgetting: 1 for accuracy, the larger mean error for regression."""
         if self._bounded:
             return 1.0
         larger = max(-self._new.mean, -self._old.mean)
         return larger if larger > 0 else math.inf
 
+    @override
     def probes(self, step: int) -> bool:
-        """In each fourth step, in every phase, so that all that is compared was measured in one way."""
-        return step % _PROBE_EVERY == 0
+        return step % _PROBE_EVERY == 0  # in every phase alike, so that its measurements can be compared
 
-    def learned(self, new: ScoreSum, old: ScoreSum | None) -> None:
-        """Measure, and decide for the next step."""
+    @override
+    def observe(self, new: ScoreSum, old: ScoreSum | None) -> None:
         self._new.add(new, 1)
         if old is not None:
             self._old.add(old, _PROBE_EVERY)
@@ -185,12 +194,12 @@ class AdaptiveReplayRatio:
             self._stop(self._without + self._cost)
 
     def _keep(self) -> None:
-        chance = math.hypot(*(each.chance(bounded=self._bounded) for each in (self._new, self._old))) / self._unit
-        self._with = max(0.0, min(self._with, self.forgetting + chance))
+        error = math.hypot(*(mean.error(bounded=self._bounded) for mean in (self._new, self._old))) / self._unit
+        self._with = max(0.0, min(self._with, self.forgetting + error))
         self._full_for = self._full_for + 1 if self.now > _NEARLY_FULL else 0
         if self._full_for == _FALL:
             self._with, self._full_for = self.forgetting, 0
-        if self.forgetting - self._with > max(self._cost / 2, 2 * chance):
+        if self.forgetting - self._with > max(self._cost / 2, 2 * error):
             self.now = min(_FULL, self.now + _FULL / _RISE)
             return
         self.now *= 0.5 ** (1 / _FALL)
@@ -200,8 +209,8 @@ class AdaptiveReplayRatio:
     def _stop(self, bar: float) -> None:
         self._phase, self._bar, self.now, self._full_for = "off", bar, 0.0, 0
 
+    @override
     def state(self) -> dict[str, Any]:
-        """Plain values, for a checkpoint."""
         return {
             "new": self._new.state(),
             "old": self._old.state(),
@@ -215,9 +224,9 @@ class AdaptiveReplayRatio:
             "now": self.now,
         }
 
+    @override
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take up the state of a checkpoint; one of a fixed ratio says nothing, and measuring begins anew."""
-        if not state:
+        if not state:  # of a fixed ratio
             return
         self._new, self._old = _DecayedMean(*state["new"]), _DecayedMean(*state["old"])
         self._phase, self._left, self.now = state["phase"], state["left"], state["now"]
@@ -234,21 +243,22 @@ class _DecayedMean:
     def __init__(self, weight: float = 0.0, total: float = 0.0, seen: int = 0) -> None:
         self._weight, self._total, self.seen = weight, total, seen
 
-    def add(self, tally: ScoreSum, steps: int) -> None:
-        """Take up what was found so many steps after the last time."""
+    def add(self, scored: ScoreSum, steps: int) -> None:
+        """Add scores, `steps` steps after the last ones."""
         factor = 0.5 ** (steps / _HALF_LIFE)
-        self._weight = self._weight * factor + tally.rows
-        self._total = self._total * factor + tally.score
-        self.seen += tally.rows
+        self._weight = self._weight * factor + scored.rows
+        self._total = self._total * factor + scored.score
+        self.seen += scored.rows
 
     @property
     def mean(self) -> float:
         return self._total / self._weight if self._weight else 0.0
 
-    def chance(self, *, bounded: bool) -> float:
-        """Two standard errors of the difference of two such means, at most for bounded scores, else about.
+    def error(self, *, bounded: bool) -> float:
+        """Return two standard errors of the mean: an upper limit for bounded scores, else an estimate.
 
-        What lies between 0 and 1 varies by `mean * (1 - mean)` at most; the error is taken to vary as it is large.
+        The variance of values between 0 and 1 is at most `mean * (1 - mean)`; the standard deviation of other errors is
+        assumed to equal their mean.
         """
         spread = math.sqrt(max(0.0, self.mean * (1 - self.mean))) if bounded else abs(self.mean)
         return 2 * spread / math.sqrt(self._weight) if self._weight else math.inf

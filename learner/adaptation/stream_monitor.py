@@ -53,7 +53,7 @@ class StreamMonitor:
         """
         self.prequential.add(new)
         if math.isfinite(new.score):
-            self.ratio.learned(ScoreSum(new.rows, new.score), old)
+            self.ratio.observe(ScoreSum(new.rows, new.score), old)
         elif not self._warned:
             self._warned = True
             log.warning(

@@ -1,4 +1,4 @@
-"""Makes checkpoints: a snapshot at a step boundary, everything else in the background."""
+"""Writes checkpoints: state is captured at a step boundary, everything else runs in the background."""
 
 import contextlib
 import logging
@@ -24,25 +24,26 @@ from replay.background_store import BackgroundStore
 from replay.checkpoint.capture import CapturedStore
 from replay.checkpoint.segments import Segment
 
-_FIRST_CHECKPOINT_LOOK = timedelta(milliseconds=100)
+_POLL_INTERVAL = timedelta(milliseconds=100)
+"""Between two calls of `while_waiting` while the first checkpoint is written."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class CapturedState:
-    """All that a checkpoint is made from, copied at one step boundary; `held` is the store's part, read in the
-    background."""
+    """The input of a checkpoint, copied at one step boundary."""
 
     step: int
     tensors: Mapping[str, Mapping[str, Tensor]]
     state: Mapping[str, Any]
-    """Plain values; encoded before the next step, so that nothing of them may change."""
-    held: CapturedStore | None
+    """Plain values, which are encoded before the next step can change them."""
+    store: CapturedStore | None
+    """The store's part, which is read in the background."""
 
 
 class Checkpointer:
-    """Writes checkpoints in a thread of its own, one at a time. Its methods are called by the loop's thread."""
+    """Writes checkpoints in a background thread, one at a time. Its methods are called by the loop's thread."""
 
     def __init__(
         self,
@@ -53,8 +54,7 @@ class Checkpointer:
         segments: Sequence[Segment] = (),
         check: Callable[[], object] = bool,
     ) -> None:
-        """Take the segments of the checkpoint that the store went on from, if it did, and what is called before each
-        checkpoint."""
+        """Take the segments of the restored checkpoint, and `check`, which is called before each checkpoint."""
         self._checkpoints = checkpoints
         self._every = settings.every.total_seconds()
         self._keep = settings.keep
@@ -62,90 +62,95 @@ class Checkpointer:
         self._metrics = metrics
         self._due = time.monotonic() + self._every
         self._background = BackgroundWorker("checkpointer", check)
-        self._holding = False
+        self._in_snapshot = False
         self._segments = self._next_segments = segments
         self._written: object = None
         numbers = checkpoints.numbers()
         self._oldest = min(numbers, default=None)
-        """The oldest checkpoint that may be there: an older one does not come back, and one that cannot be listed may
-        stay."""
+        """The oldest checkpoint that may still exist; not updated while checkpoints cannot be listed."""
         self.number, self._highest = max(numbers, default=0), checkpoints.highest()
         """The newest checkpoint; numbers only grow."""
         self.time = _time_of(checkpoints, self.number)
-        """When it was made, in seconds since 1970; None when there is none, or it does not say."""
-        self.asked = False
-        """Whether a checkpoint that was asked for has not begun yet."""
+        """When it was made, in seconds since 1970; None without a checkpoint, or where its manifest cannot be read."""
+        self.requested = False
+        """Whether a requested checkpoint has not started yet."""
         self._problem: str | None = None
 
     @property
     def problem(self) -> str | None:
-        """One sentence when the last checkpoint could not be written, or this one takes too long. Any thread may
-        ask."""
+        """One sentence when the last checkpoint could not be written, or this one takes too long. Any thread may call
+        this."""
         return self._background.overdue(self._checkpoints.path, self._every) or self._problem
 
-    def ask(self) -> None:
-        """Let the next `checkpoint_if_due` begin a checkpoint, or as soon as the one that is being written is done."""
-        self._due, self.asked = time.monotonic(), True
+    def request(self) -> None:
+        """Make a checkpoint due: the next `checkpoint_if_due` that finds the thread idle starts it."""
+        self._due, self.requested = time.monotonic(), True
 
-    def checkpoint_if_due(self, take: Callable[[int], CapturedState], standing: Callable[[], object] = object) -> None:
-        """Begin a checkpoint when one is due; one that falls due while another is written waits for it.
+    def checkpoint_if_due(
+        self, capture: Callable[[int], CapturedState], fingerprint: Callable[[], object] = object
+    ) -> None:
+        """Start a checkpoint when one is due and none is being written.
 
-        `standing` returns what tells one moment from the next: while it equals that of the last checkpoint that this
-        learner wrote, none is begun.
+        A checkpoint starts early when many slots of the store wait for checkpoints. When the store has no free slot,
+        this waits for checkpoints to be written and counts the time in the metrics; if they cannot be written, the
+        store declines events.
 
-        A store whose slots wait for checkpoints gets one early when many do. When it runs out of slots to fill, this
-        waits for checkpoints, and says so in the metrics, unless they cannot be written: then the store declines
-        events.
+        Args:
+            capture: returns a copy of the state for the checkpoint of this number.
+            fingerprint: returns a value that is equal as long as the state is the same: no checkpoint is started while
+                it equals that of the last checkpoint written.
         """
-        self.end_if_written()
+        self.end_snapshot_if_written()
         if not self._background.busy and (time.monotonic() >= self._due or self._many_slots_wait()):
-            self._due, now = time.monotonic() + self._every, standing()
+            self._due, now = time.monotonic() + self._every, fingerprint()
             if now != self._written or self._many_slots_wait():
-                self._begin(take, now)
+                self._start(capture, now)
         if self._background_store is not None and not self._background_store.has_room():
             begin = time.perf_counter()
-            self._free_slots(self._background_store, take, standing)
+            self._free_slots(self._background_store, capture, fingerprint)
             self._metrics.checkpoint_stall.inc(time.perf_counter() - begin)
 
     def _many_slots_wait(self) -> bool:
-        """Whether it is time for a checkpoint that lets the store write slots again, after `keep` more."""
+        """Return whether a checkpoint should start early, since slots are reused only after `keep` more checkpoints."""
         return (
             self._background_store is not None
             and self._background_store.slots_waiting * (self._keep + 2) > self._background_store.spare
         )
 
     def _free_slots(
-        self, background_store: BackgroundStore, take: Callable[[int], CapturedState], standing: Callable[[], object]
+        self,
+        background_store: BackgroundStore,
+        capture: Callable[[int], CapturedState],
+        fingerprint: Callable[[], object],
     ) -> None:
-        """Write checkpoints until the store has slots to fill; `keep` checkpoints free all that can be freed."""
+        """Write checkpoints until the store has free slots; `keep` checkpoints free all slots that can be freed."""
         for _ in range(self._keep + 1):
             self._background.wait()
-            self.end_if_written()
+            self.end_snapshot_if_written()
             if background_store.has_room() or self._problem is not None:
                 return
-            self._begin(take, standing())
+            self._start(capture, fingerprint())
 
     def checkpoint_first(
         self, state: Mapping[str, Any], stop: threading.Event, while_waiting: Sequence[Callable[[], object]]
     ) -> None:
-        """Write a checkpoint that only says where the stream is begun, where there is no checkpoint, and wait until it
-        is durable.
+        """Write a checkpoint of the start positions of the stream, if there is no checkpoint, and wait for the disk.
 
         Args:
             state: of the checkpoint.
-            stop: ends the waiting.
-            while_waiting: all called again and again while this waits.
+            stop: ends the wait.
+            while_waiting: called repeatedly during the wait.
 
         Raises:
-            DependencyError: it cannot be written. Nothing is lost by that, since nothing is learned yet.
+            DependencyError: it cannot be written. No data is lost, since training has not started.
         """
         if self.number:
             return
         number = self._highest = self._highest + 1
-        moment = _encoded(CapturedState(0, {}, state, None))
-        self._background.start(lambda: self._write(number, moment, None))
+        captured = _encoded(CapturedState(0, {}, state, None))
+        self._background.start(lambda: self._write(number, captured, None))
         while self._background.busy and not stop.is_set():
-            self._background.wait(Deadline(_FIRST_CHECKPOINT_LOOK))
+            self._background.wait(Deadline(_POLL_INTERVAL))
             for call in while_waiting:
                 call()
         self._background.raise_bug()
@@ -153,63 +158,64 @@ class Checkpointer:
             raise DependencyError(f"{self._problem}; nothing is learned before it is, or a crash would lose it")
 
     def checkpoint_last(
-        self, take: Callable[[int], CapturedState], deadline: Deadline, standing: Callable[[], object] = object
+        self, capture: Callable[[int], CapturedState], deadline: Deadline, fingerprint: Callable[[], object] = object
     ) -> None:
-        """Write one more checkpoint, unless nothing has changed, and wait until it is written."""
+        """Write one more checkpoint, unless the state has not changed, and wait until it is written."""
         self._background.wait(deadline)
-        self.end_if_written()
-        if not self._background.busy and (now := standing()) != self._written:
-            self._begin(take, now)
+        self.end_snapshot_if_written()
+        if not self._background.busy and (now := fingerprint()) != self._written:
+            self._start(capture, now)
             self._background.wait(deadline)
-            self.end_if_written()
+            self.end_snapshot_if_written()
 
     def run(self, work: Callable[[], object]) -> bool:
-        """Begin to do something else with the checkpoints, in the thread that writes them; False while it is busy."""
-        self.end_if_written()
+        """Start other work on the checkpoints in the thread that writes them; return False while it is busy."""
+        self.end_snapshot_if_written()
         if self._background.busy:
             return False
         self._background.start(work)
         return True
 
     def wait(self, deadline: Deadline) -> None:
-        """Wait until what was begun is done, or the deadline is over."""
+        """Wait until the thread is idle, or the deadline is over."""
         self._background.wait(deadline)
-        self.end_if_written()
+        self.end_snapshot_if_written()
 
     @property
     def busy(self) -> bool:
-        """Whether a checkpoint is written, or what `run` was given is done."""
+        """Whether a checkpoint is being written, or the work of `run` is not done."""
         return self._background.busy
 
-    def _begin(self, take: Callable[[int], CapturedState], standing: object) -> None:
+    def _start(self, capture: Callable[[int], CapturedState], fingerprint: object) -> None:
         number = self._highest = self._highest + 1  # a number that failed is not used again
-        moment = _encoded(take(number))
-        self.asked = False
-        self._holding = self._background_store is not None
-        self._background.start(lambda: self._write(number, moment, standing))
+        captured = _encoded(capture(number))
+        self.requested = False
+        self._in_snapshot = self._background_store is not None
+        self._background.start(lambda: self._write(number, captured, fingerprint))
 
-    def end_if_written(self) -> None:
-        """Let the store write slots again once the checkpoint is written, or has failed; looks at no file."""
-        if not self._background.busy and self._holding and self._background_store is not None:
-            self._holding = False
+    def end_snapshot_if_written(self) -> None:
+        """End the store's snapshot once the checkpoint is written or has failed, so that slots are reused.
+
+        This reads no file.
+        """
+        if not self._background.busy and self._in_snapshot and self._background_store is not None:
+            self._in_snapshot = False
             self._background_store.flush().end_snapshot(self._oldest, written=self.number == self._highest)
         self._background.raise_bug()
 
-    def _write(self, number: int, moment: CapturedState, standing: object) -> None:
-        """Write and prune. A full or read-only disk costs this checkpoint, never the training nor the checkpoints
-        before."""
+    def _write(self, number: int, captured: CapturedState, fingerprint: object) -> None:
+        """Write a checkpoint and delete old ones. On a full or read-only disk this checkpoint is skipped: training goes
+        on, and earlier checkpoints stay."""
         try:
             begin, now = time.perf_counter(), time.time()
-            self._checkpoints.write(number, self._checkpoint(moment), now)
-            self._metrics.checkpoint.observe(
-                time.perf_counter() - begin
-            )  # not of one that failed: the count is of whole checkpoints
-            self.number, self.time, self._written = number, now, standing
+            self._checkpoints.write(number, self._checkpoint(captured), now)
+            self._metrics.checkpoint.observe(time.perf_counter() - begin)  # not of a failed one: it also counts
+            self.number, self.time, self._written = number, now, fingerprint
             self._segments = self._next_segments
             if self._oldest is None:
                 self._oldest = number
-            if self._background_store is not None and moment.held is not None:
-                with contextlib.suppress(OSError):  # the tier says so, and the next checkpoint tries again
+            if self._background_store is not None and captured.store is not None:
+                with contextlib.suppress(OSError):  # the tier reports it, and the next checkpoint tries again
                     self._background_store.mark_named()
             self._checkpoints.prune(self._keep)
             self._oldest = min(self._checkpoints.numbers(), default=None)
@@ -220,24 +226,24 @@ class Checkpointer:
                 else "old checkpoints cannot be deleted from"
             )
             self._problem = f"{what} {self._checkpoints.path}: {getattr(exc, 'strerror', None) or exc}"
-            log.error("%s", self._problem)  # noqa: TRY400 the sentence says all
+            log.error("%s", self._problem)  # noqa: TRY400 the sentence is complete
         else:
             self._problem = None
 
-    def _checkpoint(self, moment: CapturedState) -> Checkpoint:
-        if self._background_store is None or moment.held is None:
-            return Checkpoint(moment.step, moment.tensors, moment.state)
-        standing, change = self._background_store.contents(moment.held)
-        part = pack(standing, change, self._segments, self._checkpoints.part)
+    def _checkpoint(self, captured: CapturedState) -> Checkpoint:
+        if self._background_store is None or captured.store is None:
+            return Checkpoint(captured.step, captured.tensors, captured.state)
+        store_state, delta = self._background_store.contents(captured.store)
+        part = pack(store_state, delta, self._segments, self._checkpoints.part)
         self._next_segments = part.segments
-        tensors, state = {**moment.tensors, **part.tensors}, {**moment.state, "replay": part.state}
-        return Checkpoint(moment.step, tensors, state, part.carried)
+        tensors, state = {**captured.tensors, **part.tensors}, {**captured.state, "replay": part.state}
+        return Checkpoint(captured.step, tensors, state, part.carried)
 
 
-def _encoded(moment: CapturedState) -> CapturedState:
-    """Return a moment with its state encoded: what it was taken from may change while the tensors are written."""
-    state = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in moment.state.items()}
-    return replace(moment, state=state)
+def _encoded(captured: CapturedState) -> CapturedState:
+    """Return captured state with its values encoded, since their sources change while the tensors are written."""
+    state = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in captured.state.items()}
+    return replace(captured, state=state)
 
 
 def _time_of(checkpoints: Checkpoints, number: int) -> float | None:

@@ -1,4 +1,4 @@
-"""Takes what is erased out of all checkpoints that lie on the disk, and out of the disk tier's files."""
+"""Removes erased events from all checkpoints on the disk, and from the disk tier's files."""
 
 import logging
 from collections.abc import Mapping
@@ -13,6 +13,7 @@ from anabranch.core.failures import DamagedError
 from learner.checkpointing.without_erased import Tensors, erased_parts, named_slots
 from learner.errors import CheckpointError
 from learner.state_dir.checkpoint import FORMAT, SEGMENT, CheckpointManifest, Checkpoints, part_of
+from learner.state_dir.checkpoint_rewriter import CheckpointRewriter
 from replay.erasure.erased_events import ErasedEvents
 from replay.tiers.disk import DiskTier
 from replay.tiers.disk_files import all_files, is_aside
@@ -22,11 +23,11 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Erased:
-    """What was done.
+    """The result of an erasure.
 
     Attributes:
         checkpoints: how many were rewritten.
-        named: the slots that checkpoints name afterwards, by the id of the tier's file.
+        named: the slots that checkpoints refer to afterwards, by the id of the tier's file.
     """
 
     checkpoints: int = 0
@@ -34,41 +35,39 @@ class Erased:
 
 
 class Eraser:
-    """Used while no checkpoint is written or deleted, by whoever holds the state directory."""
+    """Erases events from files. The caller holds the state directory, and writes or deletes no checkpoint meanwhile."""
 
     def __init__(self, checkpoints: Checkpoints, folder: Path, erased: ErasedEvents) -> None:
-        """Take the checkpoints, the folder of the disk tier's files, and what is erased."""
+        """Take the checkpoints, the folder of the disk tier's files, and the erased events."""
         self._checkpoints = checkpoints
         self._folder = folder
         self._erased = erased
-        self._known: dict[str, tuple[int, str, str]] = {}
+        self._rewriter = CheckpointRewriter(checkpoints)
 
     def run(self, current: str | None = None) -> Erased:
-        """Rewrite all checkpoints that have erased events; a checkpoint of which that cannot be told is deleted.
-
-        Done again after a crash it does what is left.
+        """Rewrite all checkpoints that have erased events, and delete damaged ones; can be repeated after a crash.
 
         Args:
-            current: id of the file that a store is at work in, which erases there itself what no checkpoint names.
+            current: id of the tier file that a store uses; the store itself erases its unreferenced slots.
 
         Raises:
-            OSError: something cannot be read or written, or all checkpoints are damaged: one of them may be put back by
-                a person, and without any the next start would begin anew.
+            OSError: a file cannot be read or written; or all checkpoints are damaged, and none is deleted, so that one
+                can be restored.
         """
         self._checkpoints.delete_set_aside()
-        done, damaged, whole = Erased(), dict[int, Exception](), 0
+        done, damaged, intact = Erased(), dict[int, Exception](), 0
         for number in self._checkpoints.numbers():
             try:
                 self._rewrite(self._checkpoints.manifest(number), done)
-                whole += 1
+                intact += 1
             except (CheckpointError, DamagedError) as exc:
                 damaged[number] = exc
-        if damaged and not whole:
+        if damaged and not intact:
             raise OSError(
-                f"all checkpoints are damaged, and are deleted once there is a whole one: {max(damaged.items())[1]}"
+                f"all checkpoints are damaged, and are deleted once there is an intact one: {max(damaged.items())[1]}"
             )
         for number, damage in damaged.items():
-            log.error("%s; it is deleted, since what was erased may be in it", damage)
+            log.error("%s; it is deleted, since it may have erased events", damage)
             self._checkpoints.delete(number)
         for path in all_files(self._folder):
             _erase_unnamed(path, done.named, current)
@@ -76,46 +75,46 @@ class Eraser:
 
     def _rewrite(self, manifest: CheckpointManifest, done: Erased) -> None:
         if manifest.format != FORMAT:
-            log.error(
-                "checkpoint %d is of another release, and what was erased may be in it; delete it", manifest.number
-            )
+            log.error("checkpoint %d is of another release, and may have erased events; delete it", manifest.number)
             return
-        self._checkpoints.sweep(manifest)
+        self._rewriter.sweep(manifest)
         tensors, state = self._checkpoints.open(manifest)
         for name in manifest.files:
             if part_of(name).startswith(SEGMENT) and part_of(name) not in tensors:
-                self._checkpoints.remove(manifest.number, name)
-        changed = erased_parts(tensors, state, self._erased)
-        file = state.get("replay", {}).get("file")
-        if changed:
-            whole = {part: self._whole(manifest, part) for part in changed}
-            lost = {part for part, each in whole.items() if each is None}
-            tensors = {part: each for part, each in tensors.items() if part not in lost}
-            verified = {**tensors, **{part: each for part, each in whole.items() if each is not None}}
-            changed = erased_parts(verified, state, self._erased)
-            self._checkpoints.replace(manifest, changed, self._known)
-            tensors = {**tensors, **changed}
+                self._rewriter.remove(manifest.number, name)
+        if unverified := erased_parts(tensors, state, self._erased):
+            for part in unverified:
+                if (content := self._verified(manifest, part)) is not None:
+                    tensors[part] = content
+                else:
+                    del tensors[part]
+            changed = erased_parts(tensors, state, self._erased)
+            self._rewriter.replace(manifest, changed)
+            tensors |= changed
             done.checkpoints += 1
-        if file is not None:
+        if (file := state.get("replay", {}).get("file")) is not None:
             before = done.named.get(file[1], np.empty(0, np.int64))
             done.named[file[1]] = np.union1d(before, named_slots(tensors, state))
 
-    def _whole(self, manifest: CheckpointManifest, part: str) -> Tensors | None:
-        """Read a part that has its digest; a segment without it is deleted, since a checkpoint can do without: None."""
+    def _verified(self, manifest: CheckpointManifest, part: str) -> Tensors | None:
+        """Read a part and check its digest; delete a damaged segment, without which a checkpoint can be restored.
+
+        Returns None for a damaged segment.
+        """
         try:
             return self._checkpoints.part(manifest.number, part)
         except CheckpointError as exc:
             if not part.startswith(SEGMENT):
                 raise
-            log.error("%s; it is deleted, since what was erased is in it", exc)  # noqa: TRY400
-            self._checkpoints.remove(manifest.number, self._checkpoints.name(manifest.number, part))
+            log.error("%s; it is deleted, since it has erased events", exc)  # noqa: TRY400
+            self._rewriter.remove(manifest.number, self._checkpoints.name(manifest.number, part))
             return None
 
 
 def _erase_unnamed(path: Path, named: Mapping[str, NDArray[np.int64]], current: str | None) -> None:
-    """Overwrite all slots of a disk tier's file that no checkpoint names, but for the file with the id `current`.
+    """Overwrite all slots of a disk tier's file that no checkpoint refers to, unless it is the file `current`.
 
-    What is aside stays as it is, as checkpoints do that were moved away, unless its checkpoints are back.
+    A file that was moved aside is left unchanged, like the checkpoints moved away with it, unless they are back.
     """
     try:
         tier = DiskTier.open(path)

@@ -1,4 +1,4 @@
-"""Erasure while no learner runs: the same on the files, by whoever holds the state directory."""
+"""Erases events while no learner runs: applies the log to checkpoints and disk tier. The caller holds the lock."""
 
 from pathlib import Path
 
@@ -12,21 +12,21 @@ from replay.erasure.erasure_log import ErasureLog, now
 from replay.erasure.log_file import Applied
 
 ERASED = "disk"
-"""The kind of tier whose files are erased; rows in others are left to the next start of a learner."""
+"""The kind of tier whose files are erased; the next start of a learner erases rows in others."""
 
 
 def erase(state_dir: Path, schema: str, written: ErasureLog, *, whole: bool) -> Applied:
-    """Take all records that are not applied yet out of checkpoints and disk tier, and say so in the log.
+    """Erase the events of all pending records from checkpoints and disk tier, and append the result to the log.
 
     Args:
-        state_dir: whose lock the caller holds.
-        schema: the digest of the schema, under which the checkpoints were made.
+        state_dir: the state directory, whose lock the caller holds.
+        schema: the digest of the schema of the checkpoints.
         written: the log.
-        whole: whether there are no rows elsewhere; else the log says what was removed, and not that it is all.
+        whole: whether no rows are stored elsewhere; if not, the records stay pending.
 
     Raises:
         SettingsError: no checkpoint can be used.
-        DependencyError: something cannot be read or written; it is done again by the next start of a learner.
+        DependencyError: a file cannot be read or written; the next start of a learner tries again.
     """
     checkpoints = Checkpoints(state_dir / "checkpoints", schema, 0)
     through = written.count
@@ -38,16 +38,16 @@ def erase(state_dir: Path, schema: str, written: ErasureLog, *, whole: bool) -> 
         written.append(done)
     except OSError as exc:
         raise DependencyError(
-            f"what was erased is written down, and cannot be erased yet: {exc.filename or state_dir}: "
-            f"{exc.strerror or exc}; the next start of the learner does it"
+            f"the erasure is in the log, but its events cannot be removed yet: {exc.filename or state_dir}: "
+            f"{exc.strerror or exc}; the next start of the learner removes them"
         ) from exc
     return done
 
 
 def _counted(checkpoints: Checkpoints, erased: ErasedEvents) -> tuple[int, int]:
-    """Return how many events of store and holdout set the newest checkpoint loses."""
+    """Return how many events of the store and the holdout set are erased from the newest checkpoint."""
     try:
-        found = checkpoints.newest()
+        newest = checkpoints.newest()
     except MisfitError:
-        return 0, 0  # of another schema or release: it is looked through all the same
-    return without_erased(found[1], erased)[1] if found is not None else (0, 0)
+        return 0, 0  # of another schema or release, and erased all the same
+    return without_erased(newest[1], erased)[1] if newest is not None else (0, 0)

@@ -1,25 +1,23 @@
-"""Erasure in a learner at work: what the log says is applied to everything that it holds.
+"""Applies the erasure log in a running learner: to batches, the store, the holdout set, checkpoints and tiers.
 
-Tombstones are written into the log before the batch that has them is learned. From then on nothing that a record covers
-is trained on or stored; between steps, a few times a second, what is held is looked through.
+Tombstones are appended to the log before their batch is trained on. From then on no event that a record covers is
+trained on or stored. New records of the log are applied to the store and the holdout set several times a second.
 """
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from anabranch.core.errors import DependencyError
 from ingest.events.block import Array, Outcome, SkipReason
 from ingest.events.identity import partition_base, partition_name
 from ingest.events.partition import TopicPartition, latest_incarnations
 from ingest.reader.cursors import Partition
+from learner.checkpointing.background_erasure import BackgroundErasure
 from learner.checkpointing.checkpointer import Checkpointer
-from learner.checkpointing.erase_checkpoints import Eraser
 from learner.checkpointing.tombstones import Positions, Tombstones
 from learner.evaluation.holdout import HoldoutSet
 from learner.runtime.shutdown import Deadline
@@ -27,29 +25,19 @@ from learner.state_dir.checkpoint import Checkpoints
 from learner.stream.batches import Batch, Span
 from replay.background_store import BackgroundStore
 from replay.erasure.erased_events import ErasedEvents, Record
-from replay.erasure.erasure_log import ErasureLog, now
-from replay.erasure.log_file import Applied
-from replay.payload.hierarchy import TierHierarchy
+from replay.erasure.erasure_log import ErasureLog
 
 _EVERY_SECONDS = 0.2
 _SHARE = 20
-"""Looking through what is held may take one part in so many of the time, when tombstones come without end."""
-_ERASED_AT_ONCE = 4096
-_RETRY_SECONDS = 10.0
-_WRITE_SECONDS = 1.0
-"""Between two tries to write down what could not be written."""
+"""Polling takes at most 1 / `_SHARE` of the time, however many tombstones there are."""
+_RETRY_SECONDS = 1.0
+"""Between two attempts to append to the log."""
 
 log = logging.getLogger(__name__)
 
 
-@dataclass
-class _Count:
-    store: int = 0
-    holdout: int = 0
-
-
 class Erasure:
-    """What the log covers, kept out of a learner. Used by the loop's thread, between steps."""
+    """Keeps the events that the erasure log covers out of a learner. Used by the loop's thread, between steps."""
 
     def __init__(
         self,
@@ -60,247 +48,165 @@ class Erasure:
         holdout: HoldoutSet,
         checkpointer: Checkpointer,
     ) -> None:
-        """Take a log that was read, and parts that hold nothing of what it covers.
+        """Start with a log that was read.
 
         Args:
             written: the log.
-            checkpoints: of the learner.
-            folder: where the disk tier's files lie.
-            background_store: of the learner's store.
-            holdout: of the learner.
-            checkpointer: whose thread rewrites checkpoints.
+            checkpoints: the learner's checkpoints.
+            folder: the folder of the disk tier's files.
+            background_store: the learner's store, without the events that the log covers.
+            holdout: the learner's holdout set, without these events.
+            checkpointer: its thread rewrites the checkpoints.
         """
         self._log = written
-        self._checkpoints = checkpoints
-        self._folder = folder
         self._background_store = background_store
         self._holdout = holdout
-        self._checkpointer = checkpointer
-        self._looked = written.count
-        self._erased = written.through
-        self._count = _Count()
+        self._background = BackgroundErasure(
+            written, checkpoints, folder, background_store, checkpointer, self._log_starts
+        )
+        self.excluded_through = written.count
+        """The number of the last record that is applied to the store and the holdout set."""
         self._names: Sequence[TopicPartition] = ()
         self._partitions: Sequence[Partition] = ()
         self._positions: Positions = dict
         self._bases: NDArray[np.uint64] = np.empty(0, np.uint64)
         self._tombstones = Tombstones()
         self._unwritten: list[Record] = []
-        self._said_by: set[str] = set()
+        """Records of tombstones that could not be appended to the log yet."""
+        self._unwritten_by: set[str] = set()
         self._uncovered = ErasedEvents()
-        """What the log does not know yet: all that is not written."""
+        """The events that the unwritten records erase."""
         self._write_at = 0.0
-        self._work: Iterator[None] | None = None
-        self._retry_at: float | None = None
         self._due = 0.0
-        self.problem: str | None = None
-        """One sentence when the log cannot be written, or what is erased cannot be erased."""
+        self._problem: str | None = None
+
+    @property
+    def problem(self) -> str | None:
+        """One sentence when the log cannot be written, or erased events cannot be removed everywhere."""
+        return self._problem or self._background.problem
 
     @property
     def through(self) -> int:
         """The number of the last record that is applied everywhere."""
-        return self._erased
-
-    @property
-    def looked(self) -> int:
-        """The number of the last record that is applied to store and holdout set."""
-        return self._looked
+        return self._background.through
 
     @property
     def records(self) -> int:
-        """How many records there are."""
+        """The number of records in the log."""
         return self._log.count
 
     @property
     def settled(self) -> bool:
-        """Whether all tombstones are written down, without which no checkpoint may say that they were read."""
+        """Whether the log has all tombstones that were read; until then no checkpoint may be written."""
         return not self._unwritten
 
-    def take_note(self, store: int, holdout: int) -> None:
-        """Hear how many erased events the checkpoint had that the learner goes on from: checkpoints and tiers may
-        have more."""
-        self._count = _Count(self._count.store + store, self._count.holdout + holdout)
+    def record_erased(self, store: int, holdout: int) -> None:
+        """Count the erased events that were removed from the restored checkpoint; files may have more of them."""
+        self._background.count(store, holdout)
         if store or holdout:
-            self._erased = 0
-        if self._erased < self._looked and self._background_store is not None:
+            self._background.through = 0
+        if self.through < self.excluded_through and self._background_store is not None:
             self._background_store.flush().tiers.mark_stale()
 
-    def meet(self, partitions: Sequence[Partition], positions: Positions) -> None:
-        """Learn of partitions by their index; `positions` returns how far they are learned."""
+    def register_partitions(self, partitions: Sequence[Partition], positions: Positions) -> None:
+        """Set the partitions, by their index; `positions` returns the first event of each without an outcome."""
         self._partitions, self._positions = partitions, positions
         if len(partitions) > len(self._names):
             self._names = [partition.name for partition in partitions]
             self._bases = np.array([partition_base(name) for name in self._names], np.uint64)
-            self._tombstones.meet(self._names)
+            self._tombstones.register_partitions(self._names)
 
-    def filter(self, batch: Batch, positions: Positions) -> Batch:
-        """Write down what the tombstones of a batch erase, and return the batch without what is erased.
+    def exclude(self, batch: Batch) -> Batch:
+        """Write the erasures that the tombstones of a batch ask for, and return the batch without erased events.
 
-        Args:
-            batch: not settled yet.
-            positions: returns those before the batch.
+        The batch must not be settled yet.
         """
-        said = [
+        records = [
             record
-            for record in self._tombstones.records(batch.spans, positions)
-            if record.by not in self._said_by and not self._log.contains(record)
+            for record in self._tombstones.records(batch.spans, self._positions)
+            if record.by not in self._unwritten_by and not self._log.contains(record)
         ]
-        if said:
-            self._uncovered.add(said)
-            self._unwritten += said
-            self._said_by |= {record.by for record in said}
-            self._write_down()
+        if records:
+            self._uncovered.add(records)
+            self._unwritten += records
+            self._unwritten_by |= {record.by for record in records}
+            self._append()
         if not self._log.erased and not self._uncovered:
             return batch
         for span in batch.spans:
             _skip(span, self._covers(span.columns))
-        new, stored_only, held_out = (self._rest(rows) for rows in (batch.new, batch.stored_only, batch.held_out))
+        new, stored_only, held_out = (
+            self._without_erased(rows) for rows in (batch.new, batch.stored_only, batch.held_out)
+        )
         return Batch(new, stored_only, held_out, batch.spans)
 
-    def look_if_due(self) -> None:
-        """Apply what was appended to the log, at most a few times a second; go on with what takes longer."""
+    def poll_if_due(self) -> None:
+        """Poll the log at most a few times a second, and do the next piece of work on checkpoints and tiers."""
         if time.monotonic() >= self._due:
             begin = time.monotonic()
-            self.look()
+            self.poll()
             self._due = time.monotonic() + max(_EVERY_SECONDS, _SHARE * (time.monotonic() - begin))
-        self._go_on()
+        self._background.advance(self.excluded_through)
 
-    def look(self) -> None:
-        """Let everything leave that the log covers: after this, neither samples nor checkpoints have it.
+    def poll(self) -> None:
+        """Read new records of the log, and remove the events that they erase from the store and the holdout set.
+
+        From then on neither samples nor new checkpoints have these events.
 
         Raises:
             SettingsError: the log is damaged.
         """
         if self._unwritten:
-            self._write_down()
+            self._append()
         if self._log.is_behind():
             self._log.refresh()
-        new = self._log.since(self._looked)
+        new = self._log.since(self.excluded_through)
         if not new:
             return
         erased = ErasedEvents(new)
-        self._looked = self._log.count
+        self.excluded_through = through = self._log.count
         store = self._background_store.flush().erase(erased) if self._background_store is not None else 0
         holdout = self._holdout.erase(erased, self._bases)
-        self._count = _Count(self._count.store + store, self._count.holdout + holdout)
-        log.info("erasing %d events of the store and %d of the holdout set (record %d)", store, holdout, self._looked)
+        self._background.count(store, holdout)
+        log.info("erasing %d events of the store and %d of the holdout set (record %d)", store, holdout, through)
 
     def finish(self, deadline: Deadline) -> None:
-        """Do all that is left to do, before the deadline; the next start does the rest."""
-        while self._erased < self._looked and deadline.left > 0 and self._retry_at is None:
-            self._go_on()
-            self._checkpointer.wait(deadline)
-
-    def _go_on(self) -> None:
-        """Erase in checkpoints and tiers, in pieces between steps."""
-        if self._work is None and self._erased < self._looked:
-            if self._checkpointer.busy or (self._retry_at is not None and time.monotonic() < self._retry_at):
-                return
-            self._work = self._erase(self._looked)
-        if self._work is None and self._log.is_long and (self._retry_at is None or time.monotonic() >= self._retry_at):
-            self._work = self._compact()
-        if self._work is not None:
-            try:
-                next(self._work)
-            except StopIteration:
-                self._work = None
-
-    def _erase(self, through: int) -> Iterator[None]:
-        """Take records out of checkpoints and tiers, in an order in which a crash costs nothing; yields between the
-        pieces.
-
-        1. Rewrite checkpoints, in the thread that writes them: no checkpoint that is begun later has what was
-        erased.
-        2. Erase what is left behind where a tier could not be written or erased, and the places of the disk tier that
-           no checkpoint names, and of which is not known who has left them.
-        3. Wait until the disk has it, and write into the log that it is done. A crash before this does all again.
-        """
-        self._retry_at = None
-        count, self._count = self._count, _Count()
-        if self._erased < self._log.through:
-            erased = self._log.erased.copy()
-        else:
-            erased = ErasedEvents(self._log.since(self._erased)[: through - self._erased])
-        current = self._background_store.flush().tiers.file if self._background_store is not None else None
-        eraser = Eraser(self._checkpoints, self._folder, erased)
-        rewriting = _Job(lambda: eraser.run(current.id if current is not None else None).named)
-        yield from self._wait_for(rewriting)
-        if self._background_store is not None and rewriting.error is None:
-            named = np.zeros(self._background_store.flush().tiers.slots, np.bool_)
-            if current is not None:
-                named[rewriting.result.get(current.id, np.empty(0, np.int64))] = True
-            first = 0
-            while self._background_store.flush().tiers.erase_stale(first, _ERASED_AT_ONCE):
-                first += _ERASED_AT_ONCE
-                yield
-            while self._background_store.flush().erase_unknown(named, _ERASED_AT_ONCE):
-                yield
-        tiers = self._background_store.flush().tiers if self._background_store is not None else None
-        syncing = _Job(lambda: _sync(tiers))
-        yield from self._wait_for(syncing)
-        error = rewriting.error or syncing.error
-        if error is None and tiers is not None and tiers.unerased:
-            error = OSError(tiers.problem or "a tier could not be reached")
-        self._end(through, count, error)
-
-    def _compact(self) -> Iterator[None]:
-        """Write the log anew, beside the steps, without what it need not say any more."""
-        self._retry_at = None
-        written, log_starts = self._log.copy(), self._log_starts()
-        compacting = _Job(lambda: _compact(written, log_starts, self._checkpoints))
-        yield from self._wait_for(compacting)
-        if compacting.error is not None:
-            self._retry_at = time.monotonic() + _RETRY_SECONDS
-            log.warning("%s cannot be written anew yet: %s", self._log.path, compacting.error)
-        else:
-            self._log.refresh()
+        """Apply the records to checkpoints and tiers before the deadline; the next start applies the rest."""
+        self._background.finish(self.excluded_through, deadline)
 
     def _log_starts(self) -> Mapping[str, int]:
-        """Return, by name of the partition, the first offset that may still be read: by Kafka, or in the ring.
+        """Return, by name of the partition, the first offset that may be read again, from Kafka or the reader's ring.
 
-        A partition of a topic that was made anew, or whose log lost its end, is as far as the one in its place: after
-        beginning anew what both have is read under the first name.
+        For an earlier incarnation of a partition this is the log start of the latest one: a learner that begins again
+        reads the events of all incarnations under the first name.
         """
-        there, positions = latest_incarnations(partition.name for partition in self._partitions), self._positions()
-        found = {}
-        for place, each in enumerate(self._partitions):
-            last = there[each.name.topic, each.name.partition]
-            first = self._partitions[last].log_start
-            if first is not None and each.name in positions:
-                read = first if last != place else positions[each.name].offset
-                found[partition_name(each.name)] = min(first, read)
-        return found
+        latest, positions = latest_incarnations(partition.name for partition in self._partitions), self._positions()
+        starts = {}
+        for index, partition in enumerate(self._partitions):
+            name = partition.name
+            last = latest[name.topic, name.partition]
+            log_start = self._partitions[last].log_start
+            if log_start is not None and name in positions:
+                read = positions[name].offset if index == last else log_start
+                starts[partition_name(name)] = min(log_start, read)
+        return starts
 
-    def _wait_for(self, job: "_Job") -> Iterator[None]:
-        while not self._checkpointer.run(job.run):
-            yield
-        while not job.done:
-            yield
-
-    def _end(self, through: int, count: _Count, error: OSError | None) -> None:
-        try:
-            if error is not None:
-                raise error
-            self._log.append(Applied(time=now(), through=through, store=count.store, holdout=count.holdout))
-        except OSError as exc:
-            self._count = _Count(self._count.store + count.store, self._count.holdout + count.holdout)
-            self._retry_at = time.monotonic() + _RETRY_SECONDS
-            self._say(f"what was erased cannot be erased everywhere yet: {exc.strerror or exc}")
-            return
-        self._erased, self.problem = through, None
-
-    def _write_down(self) -> None:
+    def _append(self) -> None:
         if time.monotonic() < self._write_at:
             return
         try:
             self._log.append(self._unwritten)
         except OSError as exc:
-            self._write_at = time.monotonic() + _WRITE_SECONDS
-            self._say(f"{self._log.path} cannot be written: {exc.strerror}; no checkpoint is made until it can")
+            self._write_at = time.monotonic() + _RETRY_SECONDS
+            problem = f"{self._log.path} cannot be written: {exc.strerror}; no checkpoint is made until it can"
+            if problem != self._problem:
+                log.error("%s", problem)  # noqa: TRY400 the sentence is complete
+            self._problem = problem
             return
-        self._unwritten, self._said_by, self._uncovered, self.problem = [], set(), ErasedEvents(), None
+        self._unwritten, self._unwritten_by, self._uncovered, self._problem = [], set(), ErasedEvents(), None
 
-    def _rest(self, columns: dict[str, Array]) -> dict[str, Array]:
-        """Return rows without those that are erased; none at all is an empty dict."""
+    def _without_erased(self, columns: dict[str, Array]) -> dict[str, Array]:
+        """Return the rows that are not erased; an empty dict if there are none."""
         if not columns:
             return columns
         covered = self._covers(columns)
@@ -312,48 +218,9 @@ class Erasure:
         covered = self._log.erased.covers(self._bases, columns)
         return covered | self._uncovered.covers(self._bases, columns) if self._uncovered else covered
 
-    def _say(self, sentence: str) -> None:
-        if self.problem != sentence:
-            log.error("%s", sentence)
-        self.problem = sentence
-
-
-@dataclass
-class _Job:
-    """Work in another thread, and what came of it."""
-
-    work: Callable[[], Mapping[str, NDArray[np.int64]]]
-    result: Mapping[str, NDArray[np.int64]] = field(default_factory=dict)
-    error: OSError | None = None
-    done: bool = False
-
-    def run(self) -> None:
-        """Do it; a full or read-only disk is kept for whoever looks."""
-        try:
-            self.result = self.work()
-        except OSError as exc:
-            self.error = exc
-        self.done = True
-
-
-def _compact(
-    written: ErasureLog, log_starts: Mapping[str, int], checkpoints: Checkpoints
-) -> Mapping[str, NDArray[np.int64]]:
-    try:
-        written.compact(log_starts, checkpoints.clean_of(written.through) if log_starts else 0)
-    except DependencyError as exc:  # it cannot be read now, which the next try may
-        raise OSError(str(exc)) from exc
-    return {}
-
-
-def _sync(tiers: TierHierarchy | None) -> Mapping[str, NDArray[np.int64]]:
-    if tiers is not None:
-        tiers.sync()
-    return {}
-
 
 def _skip(span: Span, covered: NDArray[np.bool_]) -> None:
-    """Give the rows of a span that are erased, and were to be used, their outcome."""
+    """Set the outcome of the erased rows of a span that would have been used."""
     used = np.isin(span.columns["outcome"], (Outcome.PENDING, Outcome.HELD_OUT, Outcome.STORED_ONLY)) & covered
     span.columns["outcome"][used] = np.uint8(Outcome.SKIPPED)
     span.columns["reason"][used] = np.uint8(SkipReason.ERASED)

@@ -1,7 +1,7 @@
-"""The store's part of a checkpoint: its contents as tensors and plain values, and back.
+"""The store's part of a checkpoint: converts the store's contents to tensors and plain values, and back.
 
-replay.safetensors        what is no event: retired slots, plans, thresholds, one bit for each event of each segment
-segment-<n>.safetensors   events that came before checkpoint n, in order: what is known of them, and perhaps their rows
+replay.safetensors        all but events: retired slots, plans, thresholds, one bit for each event of each segment
+segment-<n>.safetensors   the events added before checkpoint n, in order: their index entries, and rows if they have any
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,13 +20,13 @@ from replay.snapshot import PLANNED, SavedPlan, StoreDelta, StoreSnapshot, Store
 
 @dataclass(frozen=True)
 class ReplayPart:
-    """What a store adds to a checkpoint.
+    """The store's part of a checkpoint.
 
     Attributes:
-        tensors: by part.
-        carried: parts that lie in an earlier checkpoint already, and its number.
+        tensors: new tensors, by part.
+        carried: the parts that an earlier checkpoint has already, with its number.
         state: plain values.
-        segments: those of this checkpoint.
+        segments: all segments of this checkpoint.
     """
 
     tensors: Mapping[str, Tensors]
@@ -36,37 +36,37 @@ class ReplayPart:
 
 
 def pack(
-    standing: StoreState, change: StoreDelta, before: Sequence[Segment], load: Callable[[int, str], Tensors]
+    store: StoreState, delta: StoreDelta, before: Sequence[Segment], load: Callable[[int, str], Tensors]
 ) -> ReplayPart:
     """Return the store's part of a checkpoint.
 
     Args:
-        standing: of the store.
-        change: of its events since checkpoint `change.base`.
+        store: the store's state.
+        delta: the events added and removed since checkpoint `delta.base`.
         before: the segments of that checkpoint.
-        load: reads a part of a checkpoint by its number and name.
+        load: reads a part of a checkpoint, by the checkpoint's number and the part's name.
     """
-    base = change.base
+    base = delta.base
 
     def read(segment: Segment) -> Tensors:
         assert base is not None
         return load(base, _part(segment))
 
-    written = advance(before, change, standing.checkpoint, read)
-    tensors: dict[str, Tensors] = {"replay": _tensors(standing, written.segments)}
+    written = advance(before, delta, store.checkpoint, read)
+    tensors: dict[str, Tensors] = {"replay": _tensors(store, written.segments)}
     carried = {}
     for segment in written.segments:
-        if segment.number == standing.checkpoint:
+        if segment.number == store.checkpoint:
             assert written.fresh is not None
             tensors[_part(segment)] = written.fresh
         else:
             assert base is not None
             carried[_part(segment)] = base
-    return ReplayPart(tensors, carried, _state(standing, written.segments), written.segments)
+    return ReplayPart(tensors, carried, _state(store, written.segments), written.segments)
 
 
 def unpack(checkpoint: Checkpoint) -> tuple[StoreSnapshot, Sequence[Segment]] | None:
-    """Return the store's contents and its segments; None when the checkpoint was made without a store."""
+    """Return the store's contents and its segments; None when the checkpoint has no store."""
     if "replay" not in checkpoint.tensors:
         return None
     tensors, state = checkpoint.tensors["replay"], checkpoint.state["replay"]
@@ -75,7 +75,7 @@ def unpack(checkpoint: Checkpoint) -> tuple[StoreSnapshot, Sequence[Segment]] | 
         for number, rows in state["segments"]
     ]
     index, payload, lost = assemble(segments, lambda segment: checkpoint.tensors.get(_part(segment)))
-    standing = StoreState(
+    store = StoreState(
         checkpoint=state["checkpoint"],
         policy=state["policy"],
         file=None if state["file"] is None else TierRef(*state["file"]),
@@ -88,43 +88,43 @@ def unpack(checkpoint: Checkpoint) -> tuple[StoreSnapshot, Sequence[Segment]] | 
         plans=[
             SavedPlan(step, tensors[f"plan.{step}"], _array(tensors[f"planned.{step}"], PLANNED))
             for step in state["plans"]
-            if f"plan.{step}" in tensors  # those that named erased events are planned anew
+            if f"plan.{step}" in tensors  # those with erased events are planned again
         ],
         sampler={name: tensors[f"sampler.{name}"].numpy() for name in state["sampler"]},
         stale=state["stale"],
         seed=state["seed"],
     )
-    return StoreSnapshot(standing, index, payload, lost), segments
+    return StoreSnapshot(store, index, payload, lost), segments
 
 
-def _tensors(standing: StoreState, segments: Sequence[Segment]) -> dict[str, Tensor]:
-    found = {
-        "retired": torch.from_numpy(standing.retired),
-        "thresholds": torch.from_numpy(standing.thresholds),
-        "offered": torch.from_numpy(standing.added),
+def _tensors(store: StoreState, segments: Sequence[Segment]) -> dict[str, Tensor]:
+    tensors = {
+        "retired": torch.from_numpy(store.retired),
+        "thresholds": torch.from_numpy(store.thresholds),
+        "offered": torch.from_numpy(store.added),
         **{f"live.{segment.number}": torch.from_numpy(np.packbits(segment.live)) for segment in segments},
-        **{f"sampler.{name}": torch.from_numpy(values) for name, values in standing.sampler.items()},
+        **{f"sampler.{name}": torch.from_numpy(values) for name, values in store.sampler.items()},
     }
-    for plan in standing.plans:
-        found[f"plan.{plan.step}"] = plan.rows
-        found[f"planned.{plan.step}"] = torch.from_numpy(
+    for plan in store.plans:
+        tensors[f"plan.{plan.step}"] = plan.rows
+        tensors[f"planned.{plan.step}"] = torch.from_numpy(
             np.ascontiguousarray(plan.events).view(np.uint8).reshape(len(plan.events), PLANNED.itemsize)
         )
-    return found
+    return tensors
 
 
-def _state(standing: StoreState, segments: Sequence[Segment]) -> dict[str, Any]:
+def _state(store: StoreState, segments: Sequence[Segment]) -> dict[str, Any]:
     return {
-        "checkpoint": standing.checkpoint,
-        "policy": standing.policy,
-        "file": None if standing.file is None else [standing.file.name, standing.file.id],
-        "weight": standing.weight,
-        "bases": list(standing.bases),
-        "watermarks": [[partition, *mark] for partition, mark in standing.watermarks.items()],
-        "plans": [plan.step for plan in standing.plans],
-        "sampler": list(standing.sampler),
-        "stale": list(standing.stale),
-        "seed": standing.seed,
+        "checkpoint": store.checkpoint,
+        "policy": store.policy,
+        "file": None if store.file is None else [store.file.name, store.file.id],
+        "weight": store.weight,
+        "bases": list(store.bases),
+        "watermarks": [[partition, *mark] for partition, mark in store.watermarks.items()],
+        "plans": [plan.step for plan in store.plans],
+        "sampler": list(store.sampler),
+        "stale": list(store.stale),
+        "seed": store.seed,
         "segments": [[segment.number, len(segment.live)] for segment in segments],
     }
 

@@ -1,4 +1,4 @@
-"""The named parts of a learner whose state a checkpoint keeps: one registry, for saving as for restoring."""
+"""A registry of the learner's named parts with state, used both to save and to restore a checkpoint."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ class Stateful(Protocol):
 
     @property
     def state(self) -> Callable[[], Any]:
-        """Return the state as it is between two steps."""
+        """Return the state between two steps."""
         ...
 
     @property
@@ -21,14 +21,14 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True)
 class StatefulPart:
-    """A part that has no object of its own, or whose object takes more than the state."""
+    """A part without an object, or whose object restores more than this state."""
 
     state: Callable[[], Any]
     restore: Callable[[Any], None]
 
 
 def states_of(parts: Mapping[str, Stateful]) -> dict[str, Any]:
-    """Return the state of each part by name."""
+    """Return the state of each part, by name."""
     return {name: part.state() for name, part in parts.items()}
 
 

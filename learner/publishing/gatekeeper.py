@@ -8,9 +8,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from datetime import UTC, datetime
-from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -21,6 +18,7 @@ from learner.evaluation.holdout import YOUNG, HoldoutRows
 from learner.evaluation.scoring import Scorer, Scores, class_marks
 from learner.publishing.baseline import Baseline
 from learner.publishing.gate import GateInput, compare, judge, surpasses
+from learner.publishing.hold import Hold
 from learner.state_dir.version import ModelReference, RegistryState, Verdict, Versions
 
 MONITOR_ROWS = 50
@@ -30,21 +28,6 @@ MONITOR_ENOUGH = 500
 set whose quarter is less than `MONITOR_ROWS` there is no monitoring."""
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class _Held:
-    """A hold: versions have failed in a row.
-
-    Attributes:
-        began: when the first of them failed, by the monotonic clock, which measures durations.
-        since: the same in seconds since 1970, for display alone.
-        served: the version that is served meanwhile.
-    """
-
-    began: float
-    since: float
-    served: int | None
 
 
 class QualityGate:
@@ -68,46 +51,10 @@ class QualityGate:
         """How many events have to come after the probation began before monitoring compares next."""
         self._state: RegistryState | None = None
         self._surpasses = True
-        self._held: _Held | None = None
-        self._held_before: _Held | None = None
-        """The hold of the restored checkpoint; applies while the same version is served."""
-        self.reasons: list[str] = []
-        """Why the last version failed."""
+        self.hold = Hold(settings.max_hold)
+        """The hold while versions fail in a row."""
         self.withdrawn = 0
         """Times that monitoring has withdrawn the served versions."""
-
-    @property
-    def held_since(self) -> float | None:
-        """Since when versions have failed in a row, seconds since 1970; None when the last one did not."""
-        held = self._held
-        return held.since if held is not None else None
-
-    @property
-    def held_seconds(self) -> float:
-        """For how long versions have failed in a row; 0 when the last one did not."""
-        held = self._held
-        return time.monotonic() - held.began if held is not None else 0.0
-
-    @property
-    def problem(self) -> str | None:
-        """One sentence when versions have failed for longer than `gate.max_hold`."""
-        held = self._held
-        if held is None or not self._is_over(held):
-            return None
-        when = datetime.fromtimestamp(held.since, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
-        why = self.reasons[0] if self.reasons else "no reason is known"
-        return f"no version has passed the gate since {when}: {why}; promote one, or check the events since then"
-
-    def state(self) -> dict[str, Any]:
-        """Return the hold for a checkpoint, so that a restart continues it. Any thread may call this."""
-        held = self._held
-        return {} if held is None else {"held_seconds": self.held_seconds, "served": held.served}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore the hold of a checkpoint, before anything is judged; time without a learner does not count."""
-        if "held_seconds" in state:
-            seconds = float(state["held_seconds"])
-            self._held_before = _Held(time.monotonic() - seconds, time.time() - seconds, state["served"])
 
     def judge(self, scores_G: Scores, rows: HoldoutRows) -> Verdict:
         """Judge a candidate by its scores on the held-out events."""
@@ -116,9 +63,14 @@ class QualityGate:
         bounded = self._scorer.bounded
         self._surpasses = surpasses(inputs, bounded=bounded)
         verdict = judge(inputs, self._settings, bounded=bounded)
-        if verdict.verdict == "fail" and self._hold_is_over() and np.isfinite(scores_G).any():
+        if (
+            verdict.verdict == "fail"
+            and self.hold.is_over
+            and self._settings.on_hold == "serve"
+            and np.isfinite(scores_G).any()
+        ):
             self._clear_baselines()
-            reason = 'served all the same: nothing has passed for gate.max_hold, and gate.on_hold is "serve"'
+            reason = 'served although it failed: no version has passed for gate.max_hold, and gate.on_hold is "serve"'
             return Verdict("inconclusive", [reason, *verdict.reasons], verdict.numbers)
         return verdict
 
@@ -129,11 +81,11 @@ class QualityGate:
         if verdict.verdict == "fail":
             self._start_hold(verdict.reasons)
             return
-        if self._held is not None:
+        if self.hold.since is not None:
             log.info("version %d may be served, after none could", number)
         baseline = Baseline(number, weights, rows.hashes)
         if len(rows):
-            baseline.remember(rows.columns["hash"].astype(np.uint64), scores_G)
+            baseline.set_scores(rows.columns["hash"].astype(np.uint64), scores_G)
         if self._last_good is None:
             self._last_good = baseline
         elif self._first_on_probation is None:
@@ -141,7 +93,8 @@ class QualityGate:
             self._first_on_probation = number
         if self._best is None or self._surpasses:
             self._compare_with(baseline)
-        self._served, self._held, self.reasons = baseline, None, []
+        self._served = baseline
+        self.hold.end()
 
     def monitor(self, rows: HoldoutRows) -> None:
         """Compare the served version with the last good one on events held out since; withdraw it if it is worse.
@@ -178,7 +131,7 @@ class QualityGate:
         return {each.number for each in (self._served, self._last_good) if each is not None}
 
     def _gate_input(self, scores_G: Scores, rows: HoldoutRows) -> GateInput:
-        total, held = len(scores_G), self._held is not None
+        total, held = len(scores_G), self.hold.since is not None
         new = np.arange(total) >= total - total // YOUNG
         served, best = self._served, self._best
         if served is None or (total < self._settings.min_rows and not held) or not total:
@@ -201,20 +154,9 @@ class QualityGate:
         self._best, self._best_served = best, time.monotonic()
         return best
 
-    def _hold_is_over(self) -> bool:
-        held = self._held
-        return held is not None and self._is_over(held) and self._settings.on_hold == "serve"
-
-    def _is_over(self, held: _Held) -> bool:
-        return time.monotonic() - held.began >= self._settings.max_hold.total_seconds()
-
     def _start_hold(self, reasons: list[str]) -> None:
         served = self._served.number if self._served is not None else None
-        if self._held is None:
-            self._held = _Held(time.monotonic(), time.time(), served)
-            log.warning("a version failed the gate: %s", "; ".join(reasons))
-        self._held = replace(self._held, served=served)
-        self.reasons = reasons
+        self.hold.start(served, reasons)
 
     def _clear_baselines(self) -> None:
         """Make the next served version the one that all others are compared with."""
@@ -223,7 +165,7 @@ class QualityGate:
     def _withdraw(self, verdict: Verdict, last_good: Baseline, first: int) -> None:
         """Fail all versions on probation that still exist: serving rolls back to the last good one."""
         on_probation = [
-            number for number in self._versions.numbers() if number >= first and not self._has_failed(number)
+            number for number in self._versions.numbers() if number >= first and not _has_failed(self._versions, number)
         ]
         log.warning("versions %s are withdrawn: %s", ", ".join(map(str, on_probation)), verdict.reasons[0])
         for number in on_probation:
@@ -234,13 +176,6 @@ class QualityGate:
             self._compare_with(last_good)
         self._served, self._first_on_probation = last_good, None
         self._start_hold(verdict.reasons)
-
-    def _has_failed(self, number: int) -> bool:
-        try:
-            verdict = self._versions.verdict(number)
-        except VersionError:
-            return False
-        return verdict is not None and verdict.verdict == "fail"
 
     def _refresh(self, rows: HoldoutRows) -> None:
         """Load the baselines after a restart, and apply decisions that a person has made since the last call."""
@@ -253,7 +188,7 @@ class QualityGate:
             self._load_baselines(state, rows)
         elif state.promoted is not None and state.promoted != before.promoted:
             self._start_with(self._read(state.promoted, rows))
-            self._held = None
+            self.hold.end()
         elif self._served is not None and self._served.number in state.rolled_back and state.serving is not None:
             self._start_with(self._read(state.serving, rows))
             self._start_hold(["a person rolled back the version before"])
@@ -274,9 +209,7 @@ class QualityGate:
                 self._start_with(baseline)
                 break
         if failed and self._served is not None and len(rows):
-            before = self._held_before
-            if before is not None and before.served == self._served.number:
-                self._held = before
+            self.hold.resume(self._served.number)
             self._start_hold(["versions failed before the learner was started"])
 
     def _start_with(self, baseline: Baseline | None) -> None:
@@ -294,3 +227,11 @@ class QualityGate:
             log.warning("no version can be compared with version %d: %s", number, exc)
             return None
         return Baseline(number, weights, rows.hashes) if same and self._scorer.fits(weights) else None
+
+
+def _has_failed(versions: Versions, number: int) -> bool:
+    try:
+        verdict = versions.verdict(number)
+    except VersionError:
+        return False
+    return verdict is not None and verdict.verdict == "fail"

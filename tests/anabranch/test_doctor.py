@@ -941,7 +941,7 @@ class TestWhatIsSaved:
         save()
         edit("hidden = 128", "hidden = 64")
         message = only(diagnose("versions"), "version.model").message
-        assert "it was learned with other model.args (hidden) than [model] has now" in message
+        assert "it was trained with other model.args (hidden) than [model] has now" in message
 
     @pytest.mark.finds("version.model")
     def test_another_factory(self, diagnose, save):

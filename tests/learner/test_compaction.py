@@ -1,4 +1,4 @@
-"""A log of erased events that has become long is written anew by the learner at work."""
+"""A running learner compacts a long erasure log."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +19,7 @@ from replay.erasure.log_file import Applied
 
 
 class Checkpoints:
-    """No checkpoints, in a thread that does at once what it is given."""
+    """A fake of checkpoints and checkpointer, which runs work at once."""
 
     busy = False
 
@@ -31,7 +31,7 @@ class Checkpoints:
         return True
 
 
-def test_a_learner_at_work_compacts_a_long_log_and_tries_again_when_it_cannot_be_read(
+def test_a_long_log_is_compacted_and_an_unreadable_one_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written = ErasureLog(tmp_path / "erasures.log")
@@ -43,18 +43,18 @@ def test_a_learner_at_work_compacts_a_long_log_and_tries_again_when_it_cannot_be
     erasure = Erasure(written, checkpoints, tmp_path, None, checkpoints, checkpoints)
     before = written.path.stat().st_size
 
-    def away(*_arguments: object) -> None:
+    def unreachable(*_arguments: object) -> None:
         raise DependencyError("erasures.log cannot be read: Stale file handle")
 
-    monkeypatch.setattr("learner.checkpointing.erasure._RETRY_SECONDS", 0.0)
+    monkeypatch.setattr("learner.checkpointing.background_erasure._RETRY_SECONDS", 0.0)
     monkeypatch.setattr("learner.checkpointing.erasure._EVERY_SECONDS", 0.0)
     with monkeypatch.context() as patch:
-        patch.setattr(ErasureLog, "compact", away)
+        patch.setattr(ErasureLog, "compact", unreachable)
         for _ in range(5):
-            erasure.look_if_due()
+            erasure.poll_if_due()
     assert written.path.stat().st_size == before
     for _ in range(5):
-        erasure.look_if_due()
+        erasure.poll_if_due()
     assert written.path.stat().st_size < before / 2
     assert not written.is_long
     fresh = ErasureLog(written.path)
@@ -62,10 +62,10 @@ def test_a_learner_at_work_compacts_a_long_log_and_tries_again_when_it_cannot_be
     assert (fresh.count, fresh.through) == (written.count, written.through)
 
 
-def test_what_is_dropped_is_below_what_kafka_has_and_below_what_is_learned(
+def test_records_below_the_log_start_and_the_position_of_their_partition_are_dropped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And a partition whose topic was made anew, or has lost its end, is as far as the one in its place."""
+    """An earlier incarnation of a partition counts as read up to the log start of the latest one."""
     monkeypatch.setattr("learner.checkpointing.erasure._EVERY_SECONDS", 0.0)
     monkeypatch.setattr(ErasureLog, "is_long", True)
     names = [TopicPartition("e", 0), TopicPartition("e", 1), TopicPartition("e", 0, 1), TopicPartition("gone", 0)]
@@ -79,9 +79,9 @@ def test_what_is_dropped_is_below_what_kafka_has_and_below_what_is_learned(
     starts = [None, 40, 50, None]
     positions = dict(zip(names, map(Position, [5, 30, 70, 9]), strict=True))
     found = [Partition(name, 0, 99, None, start) for name, start in zip(names, starts, strict=True)]
-    erasure.meet(found, lambda: positions)
+    erasure.register_partitions(found, lambda: positions)
     for _ in range(5):
-        erasure.look_if_due()
+        erasure.poll_if_due()
 
     def is_left(number: int, name: str) -> bool:
         event = {"partition": np.zeros(1, np.int32), "offset": np.zeros(1, np.int64)}

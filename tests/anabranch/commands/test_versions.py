@@ -149,8 +149,8 @@ class TestShow:
     ) -> None:
         publish(1, args={"hidden": 128, "pretrained": "evil.pt"})
         assert show_version(config, 1).refused == (
-            "it was learned with other model.args (pretrained) than [model] has now; set them back to serve it, or "
-            "wait for a version that is learned with the new ones"
+            "it was trained with other model.args (pretrained) than [model] has now; set them back to serve it, or "
+            "wait for a version that is trained with the new ones"
         )
 
     def test_a_flipped_bit_is_found(self, config: Config, publish: Callable[..., Versions]) -> None:

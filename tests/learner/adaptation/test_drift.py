@@ -14,7 +14,7 @@ ROWS = 32
 
 
 def steps(levels: list[float], each: int = 300, seed: int = 0) -> list[Scored]:
-    """So many steps at each accuracy, one after the other."""
+    """Return `each` steps at each accuracy."""
     random = np.random.default_rng(seed)
     return [Scored(ROWS, float(random.binomial(ROWS, level)), ROWS * (1 - level)) for level in np.repeat(levels, each)]
 
@@ -24,7 +24,7 @@ def settings(**changes: object) -> DriftSettings:
 
 
 class TestPrequential:
-    def test_now_follows_a_change_and_overall_is_the_mean_of_all(self) -> None:
+    def test_the_window_follows_a_change_and_overall_is_the_mean_of_all(self) -> None:
         found = Prequential()
         scored = steps([0.9, 0.6])
         for each in scored:
@@ -35,13 +35,13 @@ class TestPrequential:
         assert found.overall == sum(each.score for each in scored) / (ROWS * len(scored))
         assert found.overall_loss == pytest.approx(0.25)
 
-    def test_a_loss_that_is_not_finite_spoils_no_mean(self) -> None:
+    def test_a_non_finite_loss_does_not_change_the_mean(self) -> None:
         found = Prequential()
         for loss in (3.0, math.inf, 3.0, math.nan):
             found.add(Scored(10, 5.0, loss))
         assert found.loss == found.overall_loss == pytest.approx(0.3)
 
-    def test_a_score_that_is_not_finite_spoils_no_mean(self) -> None:
+    def test_a_non_finite_score_does_not_change_the_mean(self) -> None:
         found = Prequential()
         for score in (math.nan, 5.0, -math.inf, 5.0):
             found.add(Scored(10, score, 3.0))
@@ -52,7 +52,7 @@ class TestPrequential:
         resumed.restore(json.loads(json.dumps(found.state(), allow_nan=False)))
         assert resumed.overall == 0.5
 
-    def test_it_goes_on_from_its_state(self) -> None:
+    def test_a_restored_state_continues_as_the_original(self) -> None:
         whole, half, resumed = Prequential(), Prequential(), Prequential()
         scored = steps([0.9, 0.6])
         for each in scored:
@@ -64,23 +64,23 @@ class TestPrequential:
             resumed.add(each)
         assert resumed.state() == whole.state()
 
-    def test_before_the_first_event_nothing_is_told(self) -> None:
+    def test_all_measurements_are_none_before_the_first_event(self) -> None:
         found = Prequential()
         assert (found.mean, found.loss, found.overall, found.overall_loss, found.window) == (None,) * 4 + (0,)
 
 
 class TestDrift:
-    def test_each_fall_of_the_accuracy_is_one_drift_and_no_rise_is(self) -> None:
+    def test_each_fall_of_the_accuracy_is_one_drift_and_a_rise_is_none(self) -> None:
         drift = Drift(settings())
         found = [at for at, each in enumerate(steps([0.5, 0.9, 0.6, 0.95, 0.7])) if drift.add(at, each)]
         assert [at // 300 for at in found] == [2, 4]
         assert (drift.count, drift.step) == (2, found[-1])
 
-    def test_a_steady_stream_does_not_drift(self) -> None:
+    def test_a_stationary_stream_has_no_drift(self) -> None:
         drift = Drift(settings())
         assert not any(drift.add(at, each) for at, each in enumerate(steps([0.8], each=20_000)))
 
-    def test_factors_rise_at_a_drift_and_fall_back_in_a_line(self) -> None:
+    def test_factors_rise_at_a_drift_and_decrease_linearly(self) -> None:
         drift = Drift(settings(actions=["raise-lr", "raise-replay"], lr_factor=3, replay_factor=2, steps=4))
         assert (drift.lr_factor, drift.replay_factor) == (1, 1)
         each = iter(enumerate(steps([0.9, 0.5])))
@@ -94,7 +94,7 @@ class TestDrift:
             factors.append((drift.lr_factor, drift.replay_factor))
         assert factors[:6] == [(3, 2), (2.5, 1.75), (2, 1.5), (1.5, 1.25), (1, 1), (1, 1)]
 
-    def test_a_score_that_is_not_finite_is_no_drift_and_keeps_no_factor_up(self) -> None:
+    def test_a_non_finite_score_is_no_drift_and_does_not_delay_the_decrease_of_factors(self) -> None:
         drift = Drift(settings(actions=["raise-lr"], lr_factor=3, steps=4))
         each = iter(enumerate(steps([0.9, 0.5])))
         next(at for at, scored in each if drift.add(at, scored))
@@ -104,16 +104,16 @@ class TestDrift:
         assert drift.lr_factor == 1
         assert drift.state()["window"] == before
 
-    def test_a_mark_changes_nothing(self) -> None:
+    def test_the_action_mark_changes_no_factor(self) -> None:
         drift = Drift(settings())
         assert any(drift.add(at, each) for at, each in enumerate(steps([0.9, 0.5])))
         assert (drift.lr_factor, drift.replay_factor, drift.checkpoints) == (1, 1, False)
 
-    def test_without_an_action_drift_is_not_looked_for(self) -> None:
+    def test_drift_is_not_detected_without_an_action(self) -> None:
         drift = Drift(settings(actions=[]))
         assert not any(drift.add(at, each) for at, each in enumerate(steps([0.9, 0.1])))
 
-    def test_an_error_without_a_range_drifts_too(self) -> None:
+    def test_drift_is_detected_in_an_unbounded_error(self) -> None:
         random = np.random.default_rng(0)
         drift = Drift(settings(), bounded=False)
         errors = np.abs(random.normal(size=(600, ROWS))).sum(axis=1) * np.repeat([1e4, 3e4], 300)
@@ -121,7 +121,7 @@ class TestDrift:
         assert len(found) == 1
         assert 300 <= found[0] < 400
 
-    def test_it_goes_on_from_its_state(self) -> None:
+    def test_a_restored_state_continues_as_the_original(self) -> None:
         scored = list(enumerate(steps([0.9, 0.6, 0.9, 0.5])))
         options = settings(actions=["raise-lr"], steps=100)
         whole, half, resumed = Drift(options), Drift(options), Drift(options)

@@ -1,4 +1,4 @@
-"""What forgetting is measured on: held-out events where there are enough, else those of the store."""
+"""The probe scores held-out events if there are enough of them, else events of the store."""
 
 from collections.abc import Callable
 
@@ -34,11 +34,11 @@ def trainer(schema: Schema, make_model: Callable[[], nn.Module]) -> Trainer:
 
 
 def predicted(trainer: Trainer, schema: Schema, offsets: range, *, shift: int) -> Columns:
-    """Events whose labels are what the model says, or so many classes beside it."""
+    """Return events whose labels are the predicted classes, plus `shift`."""
     columns = fake_columns(schema, offsets, label=[0, 1, 2])
     trainer.model.eval()
-    said = trainer.model(torch.from_numpy(columns["feature.x"])).argmax(1).numpy()
-    columns["label"] = ((said + shift) % 3).astype(columns["label"].dtype)
+    class_B = trainer.model(torch.from_numpy(columns["feature.x"])).argmax(1).numpy()
+    columns["label"] = ((class_B + shift) % 3).astype(columns["label"].dtype)
     return columns
 
 
@@ -48,21 +48,21 @@ def as_sample(columns: Columns) -> Sample:
     return Sample(tensors, tensors["weight"], np.arange(n, dtype=np.int32), np.zeros(n, RECORD))
 
 
-def test_held_out_events_tell_what_those_that_are_known_by_heart_do_not(schema: Schema, trainer: Trainer) -> None:
+def test_held_out_events_show_forgetting_that_memorised_events_hide(schema: Schema, trainer: Trainer) -> None:
     holdout = HoldoutSet(schema, 1000)
     probe = Probe(AdaptiveReplayRatio(0.5, bounded=True), holdout, trainer, ROWS)
-    by_heart = as_sample(predicted(trainer, schema, range(20), shift=0))
+    memorised = as_sample(predicted(trainer, schema, range(20), shift=0))
     assert probe.score(0, None) is None
     for offset in range(1000, 1000 + 2 * ENOUGH, 10):
         enough = holdout.older >= ENOUGH
         assert [probe.sampled(step) for step in range(5)] == [0 if enough else ROWS, 0, 0, 0, 0 if enough else ROWS]
-        assert probe.score(4, by_heart) == ScoreSum(ROWS, 0.0 if enough else ROWS)
-        assert probe.score(5, by_heart) is None
+        assert probe.score(4, memorised) == ScoreSum(ROWS, 0.0 if enough else ROWS)
+        assert probe.score(5, memorised) is None
         holdout.add(predicted(trainer, schema, range(offset, offset + 10), shift=1), NAMES)
     assert enough
 
 
-def test_the_same_step_scores_the_same_events_also_after_a_restart(schema: Schema, trainer: Trainer) -> None:
+def test_a_step_scores_the_same_events_after_a_restart(schema: Schema, trainer: Trainer) -> None:
     holdout, again = HoldoutSet(schema, 1000), HoldoutSet(schema, 1000)
     for offset in range(0, 400, 4):
         shift = offset // 4 % 2

@@ -1,4 +1,4 @@
-"""Replay that follows what it is measured to win back, on simulated models."""
+"""The adaptive replay ratio, on simulated models."""
 
 import json
 from collections.abc import Callable
@@ -17,7 +17,7 @@ ROWS = 32
 
 @dataclass
 class Model:
-    """What a model would score on old events: it goes to `without` unless they are replayed, and else to `with_`."""
+    """The score of a model on old events: it converges to `with_` where they are replayed, else to `without`."""
 
     new: float
     without: float
@@ -37,7 +37,7 @@ def run(
     change: Callable[[int], None] | None = None,
     rows: int = ROWS,
 ) -> list[float]:
-    """Return the ratio of each step, which has so many new events, and as many old ones that are scored."""
+    """Return the ratio of each step; a step has `rows` new events, and scores as many old ones."""
     random = np.random.default_rng(seed)
     ratios = []
     for step in range(steps):
@@ -46,15 +46,15 @@ def run(
         ratios.append(ratio.now)
         old = ScoreSum(rows, float(random.binomial(rows, model.old))) if ratio.probes(step) else None
         model.step(ratio.now)
-        ratio.learned(ScoreSum(rows, float(random.binomial(rows, model.new))), old)
+        ratio.observe(ScoreSum(rows, float(random.binomial(rows, model.new))), old)
     return ratios
 
 
-def test_nothing_is_replayed_where_nothing_is_forgotten() -> None:
+def test_nothing_is_replayed_without_forgetting() -> None:
     assert not any(run(AdaptiveReplayRatio(0.5, bounded=True), Model(0.8, 0.78, 0.8, old=0.8), 5000))
 
 
-def test_what_replay_keeps_is_replayed_in_full_and_soon() -> None:
+def test_the_full_ratio_is_reached_soon_where_replay_prevents_forgetting() -> None:
     ratios = run(AdaptiveReplayRatio(0.5, bounded=True), Model(0.97, 0.1, 0.95), 1500)
     assert ratios[0] == 0
     assert 1.0 in ratios[:250]
@@ -62,15 +62,15 @@ def test_what_replay_keeps_is_replayed_in_full_and_soon() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_trial_begins_once_it_can_show_what_replay_wins_back(seed: int) -> None:
-    """Begun as soon as forgetting reaches its bar, it would have to win all of that back, to the last point."""
+def test_a_trial_starts_once_it_can_show_a_gain(seed: int) -> None:
+    """A trial that starts as soon as forgetting exceeds the bar would have to undo all of the forgetting."""
     ratios = run(AdaptiveReplayRatio(0.5, bounded=True), Model(0.97, 0.4, 0.93), 1500, seed)
-    begun = next(place for place, now in enumerate(ratios) if now)
+    begun = next(step for step, ratio in enumerate(ratios) if ratio)
     assert min(ratios[begun:]) > 0.5
 
 
-def test_less_forgetting_than_at_the_end_of_its_trial_is_kept_up() -> None:
-    """The model recovers slowly: what replay comes to is known long after."""
+def test_forgetting_that_decreases_after_the_trial_stays_low() -> None:
+    """The model recovers slowly: the gain of replay is known only long after the trial."""
     ratio, model, old = AdaptiveReplayRatio(0.5, bounded=True), Model(0.97, 0.1, 0.95), []
 
     def change(step: int) -> None:
@@ -81,14 +81,14 @@ def test_less_forgetting_than_at_the_end_of_its_trial_is_kept_up() -> None:
     assert min(old[4000:]) > 0.7
 
 
-def test_old_events_that_replay_does_not_help_are_tried_and_let_go() -> None:
-    """They are harder than the newest, not forgotten: a trial is short, and the next comes only when it is worse."""
+def test_a_trial_without_benefit_stops_replay() -> None:
+    """Old events are only harder than the newest: a trial is short, and the next starts only at a larger drop."""
     ratios = run(AdaptiveReplayRatio(0.5, bounded=True), Model(0.9, 0.6, 0.62), 10_000)
     assert 0 < np.count_nonzero(ratios) <= 2 * 200
     assert ratios[-1] == 0
 
 
-def test_replay_falls_where_it_is_needed_no_more_and_rises_when_it_is_missed() -> None:
+def test_the_ratio_decays_while_forgetting_is_low_and_rises_when_it_grows() -> None:
     ratio, model = AdaptiveReplayRatio(0.5, bounded=True), Model(0.97, 0.1, 0.95)
 
     def change(step: int) -> None:
@@ -102,10 +102,8 @@ def test_replay_falls_where_it_is_needed_no_more_and_rises_when_it_is_missed() -
 
 @pytest.mark.parametrize("harder", [0.0, 0.08, 0.12, 0.2])
 @pytest.mark.parametrize(("old_weight", "rows"), [(0.5, 10), (0.5, 64), (0.8, 64)])
-def test_replay_that_came_on_with_reason_is_let_go_where_it_no_longer_helps(
-    old_weight: float, rows: int, harder: float
-) -> None:
-    """The stream drifts: old events are harder than the newest then, by little or much, replayed or not."""
+def test_replay_stops_where_it_no_longer_helps(old_weight: float, rows: int, harder: float) -> None:
+    """The stream drifts: from then on old events are harder than the newest, with or without replay."""
     ratio, model = AdaptiveReplayRatio(old_weight, bounded=True), Model(0.97, 0.1, 0.95)
 
     def change(step: int) -> None:
@@ -117,8 +115,8 @@ def test_replay_that_came_on_with_reason_is_let_go_where_it_no_longer_helps(
     assert np.mean(ratios[-10_000:]) < 0.15
 
 
-def test_replay_that_falls_short_of_what_it_reached_stays_where_it_is_missed() -> None:
-    """More classes have come: full replay reaches less than it did, and is worth as much."""
+def test_replay_stays_on_where_it_helps_less_than_before() -> None:
+    """More classes were added: full replay reaches a lower score than before, but gains as much."""
     ratio, model = AdaptiveReplayRatio(0.5, bounded=True), Model(0.97, 0.1, 0.95)
 
     def change(step: int) -> None:
@@ -130,16 +128,16 @@ def test_replay_that_falls_short_of_what_it_reached_stays_where_it_is_missed() -
     assert model.old > 0.5
 
 
-def test_forgetting_within_half_the_cost_is_put_up_with() -> None:
-    """In the long run old events do worse by half of what is worth a trial, and now and then by a little more."""
+def test_forgetting_within_half_the_cost_does_not_raise_the_ratio() -> None:
+    """Forgetting settles at about half of `cost`, and sometimes slightly above."""
     ratio, model, old = AdaptiveReplayRatio(0.5, bounded=True), Model(0.97, 0.1, 0.95), []
     run(ratio, model, 60_000, change=lambda _: old.append(model.old), rows=256)
     assert min(old[30_000:]) > 0.97 - 0.1 - 0.1
     assert np.mean(old[30_000:]) < 0.95
 
 
-def test_what_chance_shows_of_few_events_does_not_raise_the_ratio() -> None:
-    """Nothing is forgotten any more; at this weight half of the cost is as much as ten events may vary by chance."""
+def test_the_sampling_error_of_few_events_does_not_raise_the_ratio() -> None:
+    """There is no forgetting; at this weight, half of `cost` equals the sampling error of ten events."""
     ratio, model = AdaptiveReplayRatio(0.8, bounded=True), Model(0.9, 0.1, 0.9)
 
     def change(step: int) -> None:
@@ -148,14 +146,14 @@ def test_what_chance_shows_of_few_events_does_not_raise_the_ratio() -> None:
     assert np.mean(run(ratio, model, 60_000, change=change, rows=10)[-10_000:]) < 0.15
 
 
-def test_a_weight_of_nothing_ends_replay_that_a_checkpoint_has() -> None:
+def test_a_weight_of_zero_stops_the_replay_of_a_checkpoint() -> None:
     before, after = AdaptiveReplayRatio(0.5, bounded=True), AdaptiveReplayRatio(0.0, bounded=True)
     assert run(before, Model(0.97, 0.1, 0.95), 1000)[-1] > 0.9
     after.restore(json.loads(json.dumps(before.state())))
     assert not any(run(after, Model(0.97, 0.1, 0.95), 1000))
 
 
-def test_it_goes_on_in_the_middle_of_the_wait_before_a_trial() -> None:
+def test_a_state_from_the_steps_before_a_trial_continues_as_the_original() -> None:
     whole = AdaptiveReplayRatio(0.5, bounded=True)
     begun = run(whole, Model(0.97, 0.1, 0.95), 1000).index(1.0)
     checkpoint, resumed, model = (
@@ -170,24 +168,24 @@ def test_it_goes_on_in_the_middle_of_the_wait_before_a_trial() -> None:
 
 
 @pytest.mark.parametrize(("old_weight", "replays"), [(0.0, False), (0.2, False), (0.5, True), (1.0, True)])
-def test_the_declared_weight_decides(old_weight: float, replays: bool) -> None:
-    """Replay wins back 0.4: enough at equal weights, not where old events count a quarter of the new ones."""
+def test_the_weight_of_old_events_decides_whether_replay_pays(old_weight: float, replays: bool) -> None:
+    """Replay gains 0.4: enough at equal weights, not where old events have a quarter of the weight of new ones."""
     assert any(run(AdaptiveReplayRatio(old_weight, bounded=True), Model(0.9, 0.5, 0.9), 1000)) == replays
 
 
-def test_of_regression_forgetting_is_relative_so_that_units_do_not_matter() -> None:
+def test_forgetting_of_a_regression_is_relative_to_the_error() -> None:
     for unit in (1e-3, 1.0, 1e6):
         ratio = AdaptiveReplayRatio(0.5, bounded=False)
         for step in range(400):
             old = ScoreSum(ROWS, -5 * unit * ROWS) if ratio.probes(step) else None
-            ratio.learned(ScoreSum(ROWS, -1 * unit * ROWS), old)
+            ratio.observe(ScoreSum(ROWS, -1 * unit * ROWS), old)
         assert ratio.forgetting == pytest.approx(0.8)
 
 
-def test_a_perfect_regression_has_forgotten_nothing() -> None:
+def test_forgetting_of_a_perfect_regression_is_zero() -> None:
     ratio = AdaptiveReplayRatio(0.5, bounded=False)
     for _ in range(100):
-        ratio.learned(ScoreSum(ROWS, 0.0), ScoreSum(ROWS, 0.0))
+        ratio.observe(ScoreSum(ROWS, 0.0), ScoreSum(ROWS, 0.0))
     assert (ratio.forgetting, ratio.now) == (0.0, 0.0)
 
 
@@ -197,14 +195,14 @@ def test_a_perfect_regression_has_forgotten_nothing() -> None:
     st.floats(0, 1),
     st.integers(0, 599),
 )
-def test_it_goes_on_from_its_state_and_stays_within_bounds(
+def test_a_restored_state_continues_as_the_original_within_bounds(
     scores: list[tuple[float, float]], weight: float, at: int
 ) -> None:
     whole, half = AdaptiveReplayRatio(weight, bounded=True), AdaptiveReplayRatio(weight, bounded=True)
 
     def learn(ratio: AdaptiveReplayRatio, step: int) -> float:
         new, old = scores[step]
-        ratio.learned(ScoreSum(ROWS, new * ROWS), ScoreSum(ROWS, old * ROWS) if ratio.probes(step) else None)
+        ratio.observe(ScoreSum(ROWS, new * ROWS), ScoreSum(ROWS, old * ROWS) if ratio.probes(step) else None)
         assert 0 <= ratio.now <= 1
         return ratio.now
 
@@ -217,7 +215,7 @@ def test_it_goes_on_from_its_state_and_stays_within_bounds(
     assert resumed.state() == whole.state()
 
 
-def test_the_config_says_which() -> None:
+def test_make_ratio_returns_the_ratio_of_the_config() -> None:
     fixed = make_ratio(LearnerSettings(replay_ratio=1.5), bounded=True)
     assert isinstance(fixed, FixedRatio)
     assert fixed.now == 1.5

@@ -1,4 +1,4 @@
-"""The checkpointer: what it keeps of a moment, and what a disk that fails costs."""
+"""The checkpointer: it writes the captured state, and continues after errors of the disk."""
 
 import errno
 import json
@@ -25,15 +25,15 @@ from replay.background_store import BackgroundStore
 ERRORS = [errno.EIO, errno.EMFILE, errno.ESTALE, errno.EACCES]
 
 
-class Released:
-    """A store and its background thread of which nothing but slots is wanted; notes what is let go."""
+class FakeStore:
+    """A fake background store with free slots, which records the arguments of `end_snapshot`."""
 
     spare, slots_waiting = 100, 0
 
     def __init__(self) -> None:
         self.calls: list[tuple[int | None, bool]] = []
 
-    def flush(self) -> "Released":
+    def flush(self) -> "FakeStore":
         return self
 
     def has_room(self) -> bool:
@@ -43,7 +43,7 @@ class Released:
         self.calls.append((oldest, written))
 
 
-def make(tmp_path: Path, background_store: Released | None = None) -> tuple[Checkpointer, Checkpoints]:
+def make(tmp_path: Path, background_store: FakeStore | None = None) -> tuple[Checkpointer, Checkpoints]:
     checkpoints = Checkpoints(tmp_path / "checkpoints", "schema", 1)
     settings = CheckpointSettings(every=timedelta(hours=1), keep=2)
     return Checkpointer(
@@ -51,17 +51,17 @@ def make(tmp_path: Path, background_store: Released | None = None) -> tuple[Chec
     ), checkpoints
 
 
-def moment_of(state: dict[str, Any]) -> CapturedState:
+def captured(state: dict[str, Any]) -> CapturedState:
     return CapturedState(1, {"model": {"w": torch.zeros(2)}}, state, None)
 
 
 def checkpoint(checkpointer: Checkpointer, state: dict[str, Any] | None = None) -> None:
-    checkpointer.ask()
-    checkpointer.checkpoint_if_due(lambda _: moment_of(state or {}))
+    checkpointer.request()
+    checkpointer.checkpoint_if_due(lambda _: captured(state or {}))
     checkpointer.wait(Deadline(timedelta(seconds=30)))
 
 
-def test_a_checkpoint_has_the_state_of_its_moment_whatever_changes_while_it_is_written(
+def test_a_checkpoint_has_the_captured_state_if_it_changes_while_it_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpointer, checkpoints = make(tmp_path)
@@ -81,14 +81,14 @@ def test_a_checkpoint_has_the_state_of_its_moment_whatever_changes_while_it_is_w
 
 
 @pytest.mark.parametrize("number", ERRORS, ids=errno.errorcode.get)
-def test_a_folder_of_checkpoints_that_cannot_be_listed_ends_no_learner(
+def test_a_checkpoint_folder_that_cannot_be_listed_is_a_problem_and_no_error(
     tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    released = Released()
-    checkpointer, checkpoints = make(tmp_path, released)
+    store = FakeStore()
+    checkpointer, checkpoints = make(tmp_path, store)
     for _ in range(3):
         checkpoint(checkpointer)
-    assert released.calls == [(1, True), (1, True), (2, True)]
+    assert store.calls == [(1, True), (1, True), (2, True)]
 
     def fail(_: LocalStorage) -> list[int]:
         raise OSError(number, os.strerror(number))
@@ -99,38 +99,37 @@ def test_a_folder_of_checkpoints_that_cannot_be_listed_ends_no_learner(
         assert (
             checkpointer.problem == f"old checkpoints cannot be deleted from {checkpoints.path}: {os.strerror(number)}"
         )
-    assert released.calls[-1] == (2, True), "a slot was let go that a checkpoint may name which is there still"
+    assert store.calls[-1] == (2, True), "a slot was released that an existing checkpoint may use"
     checkpoint(checkpointer)
     assert checkpointer.problem is None
-    assert released.calls[-1] == (4, True)
+    assert store.calls[-1] == (4, True)
     assert checkpoints.numbers() == [4, 5]
 
 
-def test_a_first_checkpoint_after_which_nothing_can_be_listed_is_the_oldest(
+def test_the_first_checkpoint_is_the_oldest_if_the_folder_cannot_be_listed_afterwards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    released = Released()
-    checkpointer, _ = make(tmp_path, released)
+    store = FakeStore()
+    checkpointer, _ = make(tmp_path, store)
     monkeypatch.setattr(
         Checkpoints, "prune", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "Input/output error"))
     )
     checkpoint(checkpointer)
-    assert released.calls == [(1, True)]
+    assert store.calls == [(1, True)]
 
 
-def test_the_looks_at_checkpoints_of_a_checkpointer_that_begins_are_those_of_the_disk(tmp_path: Path) -> None:
+def test_a_new_checkpointer_has_number_and_time_of_the_newest_checkpoint(tmp_path: Path) -> None:
     checkpointer, checkpoints = make(tmp_path)
     checkpoint(checkpointer)
     again = Checkpointer(checkpoints, CheckpointSettings(), None, cast("LearnerMetrics", SimpleNamespace()))
     assert (again.number, again.time) == (1, checkpointer.time)
 
 
-def test_where_the_stream_is_begun_is_on_the_disk_before_anything_else_happens(tmp_path: Path) -> None:
-    released = Released()
-    checkpointer, checkpoints = make(tmp_path, released)
-    looks: list[list[int]] = []
-    checkpointer.checkpoint_first({"ledger": [1]}, threading.Event(), [lambda: looks.append(checkpoints.numbers())])
-    assert (checkpointer.number, checkpoints.numbers(), released.calls, checkpointer.problem) == (1, [1], [], None)
+def test_the_first_checkpoint_has_the_start_positions_and_is_written_only_once(tmp_path: Path) -> None:
+    store = FakeStore()
+    checkpointer, checkpoints = make(tmp_path, store)
+    checkpointer.checkpoint_first({"ledger": [1]}, threading.Event(), [])
+    assert (checkpointer.number, checkpoints.numbers(), store.calls, checkpointer.problem) == (1, [1], [], None)
     found = Checkpoints(checkpoints.path, "another schema", 2).newest()
     assert found is not None
     assert (found[1].begins, found[1].step, found[1].state) == (True, 0, {"ledger": [1]})
@@ -142,9 +141,7 @@ def test_where_the_stream_is_begun_is_on_the_disk_before_anything_else_happens(t
     assert (found[0], found[1].begins) == (2, False)
 
 
-def test_a_learner_that_cannot_write_where_it_begins_does_not_begin(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_first_checkpoint_that_cannot_be_written_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpointer, checkpoints = make(tmp_path)
 
     def full(_: int) -> None:
@@ -156,7 +153,7 @@ def test_a_learner_that_cannot_write_where_it_begins_does_not_begin(
     assert checkpoints.numbers() == []
 
 
-def test_a_learner_that_is_stopped_waits_for_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stop_ends_the_wait_for_the_first_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpointer, _ = make(tmp_path)
     stop, go = threading.Event(), threading.Event()
     monkeypatch.setattr("anabranch.core.atomic_files.os.fsync", lambda _: go.wait(30))

@@ -1,4 +1,4 @@
-"""Checkpoints that are rewritten without what is erased: whole at every moment, and shared files only once."""
+"""Erased events are removed from checkpoints, which can be read at all times and still share files."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -45,8 +45,8 @@ class Pipeline:
         self.checkpoints = Checkpoints(path / "checkpoints", schema.digest, 1)
         self.segments: Sequence[Segment] = ()
 
-    def learn(self, offsets: range) -> None:
-        """Every tenth event is of the key to erase; every seventh is held out."""
+    def add(self, offsets: range) -> None:
+        """Add events, of which every tenth has the key to erase and every seventh is held out."""
         columns = fake_columns(self.schema, offsets, label=[0, 1, 2])
         columns["key_hash"][:] = np.where(columns["offset"] % 10 == 0, 9, 1)
         out = columns["offset"] % 7 == 0
@@ -55,8 +55,7 @@ class Pipeline:
         plan_ahead(self.store, 0, 20)
 
     def checkpoint(self, number: int) -> None:
-        standing, change = self.store.contents(self.store.begin_snapshot(number))
-        part = pack(standing, change, self.segments, self.checkpoints.part)
+        part = pack(*self.store.contents(self.store.begin_snapshot(number)), self.segments, self.checkpoints.part)
         state = {"replay": part.state, "ledger": [{"topic": "events", "partition": 0, "incarnation": 0}]}
         tensors = {"holdout": self.holdout.tensors(), **part.tensors}
         self.checkpoints.write(number, Checkpoint(number, tensors, state, part.carried), 0.0)
@@ -78,7 +77,7 @@ class Pipeline:
 def pipeline(tmp_path: Path, schema: Schema, request: Any) -> Iterator[Pipeline]:
     made = Pipeline(tmp_path, schema, request.param)
     for number, (begin, end) in enumerate([(0, 300), (300, 340), (340, 350)], start=1):
-        made.learn(range(begin, end))
+        made.add(range(begin, end))
         made.checkpoint(number)
     yield made
     made.store.close()
@@ -88,7 +87,7 @@ def keys(contents: StoreSnapshot) -> set[int]:
     return set(contents.index["key_hash"].tolist())
 
 
-def test_all_checkpoints_lose_what_is_erased_and_stay_whole(pipeline: Pipeline) -> None:
+def test_erased_events_are_removed_from_all_checkpoints_which_stay_intact(pipeline: Pipeline) -> None:
     before = pipeline.newest()
     kept = before.index[before.index["key_hash"] != 9]
     assert 0 < len(kept) < len(before.index)
@@ -111,7 +110,7 @@ def test_all_checkpoints_lose_what_is_erased_and_stay_whole(pipeline: Pipeline) 
     assert pipeline.erase() == 0
 
 
-def test_what_is_loaded_is_what_is_rewritten(pipeline: Pipeline) -> None:
+def test_a_loaded_checkpoint_equals_the_rewritten_one(pipeline: Pipeline) -> None:
     found = pipeline.checkpoints.newest()
     assert found is not None
     checkpoint, (store, holdout) = without_erased(found[1], ERASED)
@@ -119,14 +118,14 @@ def test_what_is_loaded_is_what_is_rewritten(pipeline: Pipeline) -> None:
     assert loaded is not None
     assert store == len(pipeline.newest().index) - len(loaded[0].index) > 0
     assert holdout == len(range(0, 350, 70))
-    assert loaded[0].state.plans == [], "a plan names erased events"
+    assert loaded[0].state.plans == [], "a plan has erased events"
     pipeline.erase()
     rewritten = pipeline.newest()
     assert loaded[0].index.tobytes() == rewritten.index.tobytes()
     assert set(loaded[0].state.sampler) == set(rewritten.state.sampler)
 
 
-def test_a_learner_that_goes_on_writes_whole_checkpoints_after_its_checkpoints_were_rewritten(
+def test_new_checkpoints_are_intact_after_earlier_ones_were_rewritten(
     pipeline: Pipeline,
 ) -> None:
     pipeline.erase()
@@ -135,7 +134,7 @@ def test_a_learner_that_goes_on_writes_whole_checkpoints_after_its_checkpoints_w
     pipeline.holdout.erase(ERASED, pipeline.store.event_table.bases)
     for number, begin in enumerate(range(350, 550, 50), start=4):
         columns = range(begin + 1, begin + 10)
-        pipeline.learn(columns)
+        pipeline.add(columns)
         pipeline.checkpoint(number)
         contents = pipeline.newest()
         assert len(contents.index) == len(pipeline.store)
@@ -144,7 +143,7 @@ def test_a_learner_that_goes_on_writes_whole_checkpoints_after_its_checkpoints_w
 
 
 @pytest.mark.parametrize("crash", range(6))
-def test_a_crash_at_any_moment_leaves_checkpoints_that_can_be_read(
+def test_checkpoints_can_be_read_after_a_crash_at_any_write(
     pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch, crash: int
 ) -> None:
     before = pipeline.newest()
@@ -174,7 +173,7 @@ def test_a_crash_at_any_moment_leaves_checkpoints_that_can_be_read(
     assert pipeline.erase() == 0
 
 
-def test_a_damaged_checkpoint_that_has_it_is_deleted_and_a_damaged_segment_left_out(pipeline: Pipeline) -> None:
+def test_a_damaged_checkpoint_is_deleted_and_a_damaged_segment_is_removed(pipeline: Pipeline) -> None:
     folder = pipeline.path / "checkpoints"
     flip(folder / "2" / "rank-0" / "holdout.safetensors")
     segment = max((folder / "3" / "rank-0").glob("segment-*"), key=lambda path: path.stat().st_size)
@@ -185,7 +184,7 @@ def test_a_damaged_checkpoint_that_has_it_is_deleted_and_a_damaged_segment_left_
     assert keys(pipeline.newest()) == {1}
 
 
-def test_places_that_no_checkpoint_names_are_erased_in_the_file(pipeline: Pipeline) -> None:
+def test_slots_that_no_checkpoint_refers_to_are_erased_in_the_file(pipeline: Pipeline) -> None:
     file = pipeline.store.tiers.slow[-1] if pipeline.store.tiers.slow else None
     if not isinstance(file, DiskTier):
         pytest.skip("there is no disk tier")
@@ -200,9 +199,9 @@ def test_places_that_no_checkpoint_names_are_erased_in_the_file(pipeline: Pipeli
     assert set(written.tolist()) == set(np.concatenate(named).tolist())
 
 
-def test_what_is_aside_is_left_until_its_checkpoints_are_back(tmp_path: Path, schema: Schema) -> None:
+def test_a_file_that_was_moved_aside_is_erased_once_its_checkpoints_are_back(tmp_path: Path, schema: Schema) -> None:
     made = Pipeline(tmp_path, schema, TIERS["disk"])
-    made.learn(range(300))
+    made.add(range(300))
     made.checkpoint(1)
     made.store.tiers.mark_named()
     made.store.close()
@@ -229,15 +228,15 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-def test_what_is_erased_while_a_checkpoint_is_written_spoils_no_checkpoint_and_is_left_in_none(
+def test_events_that_are_erased_while_a_checkpoint_is_written_are_removed_from_it(
     pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pipeline.learn(range(350, 360))
+    pipeline.add(range(350, 360))
     plan = pipeline.store.planner.plans[0]
     named = np.flatnonzero(plan.records["key_hash"] == 9)
     plan.rows.wait()
-    payload = [torch.as_tensor(plan.rows.rows())[place].numpy().tobytes() for place in named.tolist()]
-    assert payload, "no plan names an event that is erased"
+    payload = [torch.as_tensor(plan.rows.rows())[row].numpy().tobytes() for row in named.tolist()]
+    assert payload, "no plan has an event that is erased"
     write, lost = storage.LocalFolder.write, list[int]()
 
     def write_and_erase(folder: storage.LocalFolder, name: str, *pieces: bytes | memoryview) -> None:

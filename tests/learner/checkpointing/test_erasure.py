@@ -1,4 +1,4 @@
-"""Erasure through the whole learner: nothing comes back from store, holdout set, checkpoints, files or Kafka."""
+"""Erasure in a whole learner: no erased event is left in, or read again from, store, holdout set, files or Kafka."""
 
 import contextlib
 import json
@@ -39,7 +39,7 @@ every = "200ms"
 """
 DISK = '[replay]\ndevice_bytes = "2kB"\ndisk = {bytes = "1MB"}\n'
 SECRET = np.float32(12345.678)
-"""What only the events to erase have."""
+"""A feature that only the events to erase have."""
 
 
 @pytest.fixture(params=["", DISK], ids=["device", "disk"])
@@ -60,14 +60,14 @@ def secret(count: int, key: Any = "anna") -> list[dict[str, Any]]:
 
 
 def files_with_the_secret(state_dir: Path) -> list[str]:
-    """Look into every file, while a learner at work may rename and delete some."""
-    pattern, found = np.array([SECRET, SECRET], np.float32).tobytes(), []
+    """Return the files with the secret; a running learner may rename and delete files meanwhile."""
+    pattern, paths = np.array([SECRET, SECRET], np.float32).tobytes(), []
     for folder, _, names in os.walk(state_dir):  # which passes over a folder that has gone
         for path in (Path(folder) / name for name in names):
             with contextlib.suppress(FileNotFoundError):
                 if pattern in path.read_bytes():
-                    found.append(str(path))
-    return found
+                    paths.append(str(path))
+    return paths
 
 
 def stored(report: LearnerReport) -> int:
@@ -87,7 +87,7 @@ def keys_of(config: Path) -> set[str]:
 
 
 @pytest.mark.any_broker
-def test_what_a_learner_at_work_erases_is_in_no_file_and_does_not_come_back(
+def test_events_erased_by_a_running_learner_are_in_no_file_and_are_not_restored(
     kafka: Any, produce: Callable[..., list[int]], pipeline: tuple[Path, str], start: Callable[[Path], Learner]
 ) -> None:
     config, topic = pipeline
@@ -97,7 +97,7 @@ def test_what_a_learner_at_work_erases_is_in_no_file_and_does_not_come_back(
     before = learner.wait_for(lambda each: total(each) == 480 and (each.checkpoint or 0) > 0)
     answer = erase_now(config, "anna")
     assert answer.applied
-    # Keys are held out as a whole: all of this one or none.
+    # Either all events of a key are held out or none.
     assert sorted((answer.store, answer.holdout)) == [0, 80]
     after = learner.wait_for(lambda each: each.erased_through == 1)
     assert stored(after) + after.holdout_rows == stored(before) + before.holdout_rows - 80
@@ -105,15 +105,15 @@ def test_what_a_learner_at_work_erases_is_in_no_file_and_does_not_come_back(
     learner.kill()
 
     learner = start(config)
-    # What comes later is new, also of that key.
+    # Later events of that key are new.
     produce(kafka.bootstrap, topic, [*plain(50), *secret(5)])
     report = learner.wait_for(lambda each: total(each) == 535)
     assert stored(report) + report.holdout_rows == 480 - 80 + 55
     assert report.replay_lost == 0
-    assert after.outcomes["trained"] + after.outcomes["held_out"] == 480, "an outcome is not taken back"
+    assert after.outcomes["trained"] + after.outcomes["held_out"] == 480, "an outcome was changed"
 
 
-def test_a_erased_event_that_is_read_again_is_skipped(
+def test_an_erased_event_that_is_read_again_is_skipped(
     kafka: Any, produce: Callable[..., list[int]], pipeline: tuple[Path, str], start: Callable[[Path], Learner]
 ) -> None:
     """A learner that never wrote a checkpoint reads all of Kafka again."""
@@ -124,7 +124,7 @@ def test_a_erased_event_that_is_read_again_is_skipped(
     learner.wait_for(lambda each: total(each) == 240)
     learner.kill()
     answer = erase_now(config, "anna", ranges=(f"{topic}[0]@10..19",))
-    assert (answer.applied, answer.store, answer.holdout) == (True, 0, 0), "there is no checkpoint that has it"
+    assert (answer.applied, answer.store, answer.holdout) == (True, 0, 0), "no checkpoint has it"
     assert files_with_the_secret(learner.state_dir) == []
     learner = start(config)
     report = learner.wait_for(lambda each: total(each) == 240)
@@ -161,7 +161,7 @@ def test_without_a_learner_checkpoints_and_tiers_are_rewritten_at_once(
 
 
 @pytest.mark.any_broker
-def test_a_crash_between_the_word_and_the_deed_brings_nothing_back(
+def test_an_erasure_is_applied_after_a_crash_of_the_learner(
     kafka: Any, produce: Callable[..., list[int]], pipeline: tuple[Path, str], start: Callable[[Path], Learner]
 ) -> None:
     config, topic = pipeline
@@ -182,7 +182,7 @@ def test_a_crash_between_the_word_and_the_deed_brings_nothing_back(
     assert b"anna" not in log.path.read_bytes()
 
 
-def test_a_tombstone_erases_what_was_read_before_it_also_after_a_crash(
+def test_a_tombstone_erases_earlier_events_of_its_key_also_after_a_crash(
     kafka: Any, produce: Callable[..., list[int]], pipeline: tuple[Path, str], start: Callable[[Path], Learner]
 ) -> None:
     config, topic = pipeline
@@ -200,7 +200,7 @@ def test_a_tombstone_erases_what_was_read_before_it_also_after_a_crash(
     learner = start(config)
     report = learner.wait_for(lambda each: total(each) == 157 and each.erased_through == 3)
     assert stored(report) + report.holdout_rows == 104
-    assert report.erased == 3, "a tombstone that was read again was written down twice"
+    assert report.erased == 3, "a tombstone that was read again is in the log twice"
     log = ErasureLog(learner.state_dir / "erasures.log")
     log.refresh()
     lines = [json.loads(line[9:]) for line in log.path.read_bytes().splitlines()]
@@ -212,7 +212,7 @@ def test_a_tombstone_erases_what_was_read_before_it_also_after_a_crash(
     assert files_with_the_secret(learner.state_dir) == []
 
 
-def test_a_tombstone_in_the_same_batch_erases_what_stands_before_it(
+def test_a_tombstone_erases_earlier_events_of_its_batch(
     kafka: Any, produce: Callable[..., list[int]], pipeline: tuple[Path, str], start: Callable[[Path], Learner]
 ) -> None:
     config, topic = pipeline
@@ -226,7 +226,7 @@ def test_a_tombstone_in_the_same_batch_erases_what_stands_before_it(
 
 
 @pytest.mark.any_broker
-@pytest.mark.parametrize("below", ["", "disk = {bytes = '1MB'}\n"], ids=["home", "cache"])
+@pytest.mark.parametrize("below", ["", "disk = {bytes = '1MB'}\n"], ids=["primary", "cache"])
 def test_rows_in_redis_are_removed(
     kafka: Any,
     make_topic: Callable[..., str],
@@ -275,7 +275,7 @@ def command(config: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.any_broker
-def test_the_commands_say_what_they_did_on_the_screen_and_as_json(
+def test_the_commands_print_their_results_as_text_and_as_json(
     kafka: Any,
     make_topic: Callable[..., str],
     produce: Callable[..., list[int]],
@@ -292,9 +292,9 @@ def test_the_commands_say_what_they_did_on_the_screen_and_as_json(
     learner.wait_for(lambda each: total(each) == 80)
     learner.stop()
 
-    told = json.loads(command(config, "stats", "--json").stdout)
-    assert (told["events"], told["by_label"]) == (80, {"0": 27, "1": 27, "2": 26})
-    assert re.search(r"^events +80 of [\d,]+, of 80 that were offered$", command(config, "stats").stdout, re.MULTILINE)
+    stats = json.loads(command(config, "stats", "--json").stdout)
+    assert (stats["events"], stats["by_label"]) == (80, {"0": 27, "1": 27, "2": 26})
+    assert re.search(r"^events +80 of [\d,]+, of 80 that were added$", command(config, "stats").stdout, re.MULTILINE)
     some = command(config, "sample", "3", "--where", "key=anna", "--where", "label=1", "--seed", "5")
     assert [json.loads(line)["label"] for line in some.stdout.splitlines()] == [1, 1, 1]
     assert (
@@ -319,7 +319,7 @@ def test_the_commands_say_what_they_did_on_the_screen_and_as_json(
 
 
 @pytest.mark.any_broker
-def test_what_cannot_be_meant_is_one_sentence(
+def test_an_invalid_erasure_is_one_sentence(
     kafka: Any, produce: Callable[..., list[int]], pipeline: tuple[Path, str], start: Callable[[Path], Learner]
 ) -> None:
     config, topic = pipeline
@@ -342,7 +342,7 @@ def test_what_cannot_be_meant_is_one_sentence(
         erase_now(config, "anna")
 
 
-def test_the_store_is_told_beside_a_learner_at_work(
+def test_the_store_can_be_read_while_a_learner_runs(
     kafka: Any, produce: Callable[..., list[int]], pipeline: tuple[Path, str], start: Callable[[Path], Learner]
 ) -> None:
     config, topic = pipeline
@@ -355,7 +355,7 @@ def test_the_store_is_told_beside_a_learner_at_work(
     learner.wait_for(lambda each: (each.checkpoint or 0) > 0)
     learner.wait_for(lambda _: read_stats(settings(config)).events == 100)
     stats = read_stats(settings(config))
-    assert (stats.events, stats.offered, stats.by_label) == (100, 100, {"0": 34, "1": 33, "2": 33})
+    assert (stats.events, stats.added, stats.by_label) == (100, 100, {"0": 34, "1": 33, "2": 33})
     assert datetime.fromisoformat(stats.record_times["median"]).timestamp() == begin
     json.dumps(stats.document())
     sample = list(read_sample(settings(config), 1000, ["key=anna", "label=1", "partition=0"], 3))

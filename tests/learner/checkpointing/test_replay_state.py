@@ -1,4 +1,4 @@
-"""The store's part of a checkpoint: files that checkpoints share, and what a damaged one costs."""
+"""The store's part of a checkpoint: checkpoints share segments, and a damaged segment loses only its events."""
 
 import dataclasses
 import shutil
@@ -23,11 +23,11 @@ from replay.fake import add_now
 from replay.store import Store
 
 PARTITIONS = [TopicPartition("events", 0)]
-each_arrangement = pytest.mark.parametrize("options", [{}, {"disk": {"bytes": "200kB"}}], ids=["device", "disk"])
+each_tier = pytest.mark.parametrize("options", [{}, {"disk": {"bytes": "200kB"}}], ids=["device", "disk"])
 
 
 class Bench:
-    """A store and its checkpoints, with nothing of a learner around them."""
+    """A store and its checkpoints, without a learner."""
 
     def __init__(self, path: Path, schema: Schema, options: dict[str, Any]) -> None:
         self.checkpoints, self.schema, self.path, self.options = (
@@ -41,7 +41,7 @@ class Bench:
         self.resume()
 
     def resume(self) -> int:
-        """Take up the newest checkpoint that there is, and return its number; 0 for none."""
+        """Restore the newest checkpoint, and return its number; 0 without one."""
         self.close()
         found = self.checkpoints.newest()
         contents, segments = (unpack(found[1]) if found else None) or (None, ())
@@ -77,7 +77,7 @@ class Bench:
         return {path.name: path for path in folder.iterdir() if path.name.startswith(SEGMENT)}
 
     def payload(self) -> dict[int, list[float]]:
-        """By offset, what a sample of everything has."""
+        """Return the features of all events, by offset."""
         assert self.store is not None
         plan = self.store.plan(0, len(self.store))
         rows = self.store.fetch(plan).columns["feature.x"].tolist()
@@ -96,8 +96,8 @@ def bench(tmp_path: Path, schema: Schema, options: dict[str, Any]) -> Iterator[B
     bench.close()
 
 
-@each_arrangement
-def test_a_checkpoint_writes_what_changed_and_shares_the_rest(bench: Bench) -> None:
+@each_tier
+def test_a_checkpoint_writes_new_segments_and_links_the_others(bench: Bench) -> None:
     bench.add(900)
     bench.checkpoint()
     bench.add(50)
@@ -111,10 +111,10 @@ def test_a_checkpoint_writes_what_changed_and_shares_the_rest(bench: Bench) -> N
 
 
 @pytest.mark.parametrize("options", [{}])
-def test_a_checkpoint_names_the_caches_that_may_have_something_of_events_that_left(bench: Bench) -> None:
+def test_a_checkpoint_has_the_names_of_stale_caches(bench: Bench) -> None:
     assert bench.store is not None
-    standing, change = bench.store.contents(bench.store.begin_snapshot(1))
-    part = pack(dataclasses.replace(standing, stale=["redis"]), change, (), bench.checkpoints.part)
+    state, delta = bench.store.contents(bench.store.begin_snapshot(1))
+    part = pack(dataclasses.replace(state, stale=["redis"]), delta, (), bench.checkpoints.part)
     bench.checkpoints.write(1, Checkpoint(0, part.tensors, {"replay": part.state}, part.carried), 0.0)
     found = bench.checkpoints.newest()
     assert found is not None
@@ -123,8 +123,8 @@ def test_a_checkpoint_names_the_caches_that_may_have_something_of_events_that_le
     assert read[0].state.stale == ["redis"]
 
 
-@each_arrangement
-def test_every_checkpoint_is_whole_by_itself_whichever_others_are_deleted(bench: Bench) -> None:
+@each_tier
+def test_a_checkpoint_is_complete_after_others_are_deleted(bench: Bench) -> None:
     held = {}
     for number in range(1, 9):
         bench.add(700 if number == 1 else 130)
@@ -139,9 +139,9 @@ def test_every_checkpoint_is_whole_by_itself_whichever_others_are_deleted(bench:
     assert bench.held == held[5]
 
 
-@each_arrangement
-def test_checkpoints_go_on_after_restarts_and_failures(bench: Bench, schema: Schema) -> None:
-    """What each has is what a store that nothing has happened to holds, rows and all."""
+@each_tier
+def test_a_store_is_unchanged_by_restarts_and_failed_checkpoints(bench: Bench, schema: Schema) -> None:
+    """It holds the events and rows of a store without restarts and failures."""
     whole = build_store(ReplaySettings(capacity=1000), schema, torch.device("cpu"), 0)
     for turn in range(25):
         add_now(whole, fake_columns(schema, range(bench.begin, bench.begin + 100)), PARTITIONS)
@@ -160,9 +160,9 @@ def test_checkpoints_go_on_after_restarts_and_failures(bench: Bench, schema: Sch
     assert bench.payload() == expected
 
 
-@each_arrangement
-def test_a_damaged_segment_costs_its_events_alone(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
-    """Where no other checkpoint is whole; the next one tells all again."""
+@each_tier
+def test_a_damaged_segment_loses_only_its_events(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    """No other checkpoint is intact, so it is restored; the next checkpoint is intact again."""
     bench.add(700)
     bench.checkpoint()
     bench.add(100)
@@ -182,8 +182,8 @@ def test_a_damaged_segment_costs_its_events_alone(bench: Bench, caplog: pytest.L
     assert bench.store.lost == 0
 
 
-@each_arrangement
-def test_a_checkpoint_before_it_that_is_whole_is_better_than_a_damaged_one(bench: Bench) -> None:
+@each_tier
+def test_an_intact_older_checkpoint_is_preferred_to_a_damaged_one(bench: Bench) -> None:
     bench.add(700)
     bench.checkpoint()
     held = bench.held
@@ -194,8 +194,8 @@ def test_a_checkpoint_before_it_that_is_whole_is_better_than_a_damaged_one(bench
     assert bench.held == held
 
 
-@each_arrangement
-def test_a_damaged_segment_that_a_checkpoint_wants_to_take_in_fails_that_checkpoint(bench: Bench) -> None:
+@each_tier
+def test_a_checkpoint_that_merges_a_damaged_segment_fails(bench: Bench) -> None:
     bench.add(100)
     bench.checkpoint()
     _flip(bench.files(1)["segment-1.safetensors"])
@@ -210,8 +210,8 @@ def test_a_damaged_segment_that_a_checkpoint_wants_to_take_in_fails_that_checkpo
     assert bench.held == before
 
 
-@each_arrangement
-def test_an_empty_store_and_one_that_has_lost_all_can_be_checkpointed(bench: Bench) -> None:
+@each_tier
+def test_an_empty_store_and_one_that_has_lost_all_events_can_be_checkpointed(bench: Bench) -> None:
     bench.checkpoint()
     assert bench.resume() == 1
     assert bench.held == []

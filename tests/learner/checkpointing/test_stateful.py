@@ -1,4 +1,4 @@
-"""The registry of parts with a state: what is saved is what is restored."""
+"""The registry of stateful parts restores what it saved."""
 
 from typing import Any
 
@@ -27,6 +27,6 @@ def test_all_parts_are_restored_in_the_order_of_the_registry() -> None:
     assert (other, order) == (values, ["ledger", "rates"])
 
 
-def test_a_part_without_state_is_not_passed_over() -> None:
+def test_a_missing_state_is_an_error() -> None:
     with pytest.raises(KeyError, match="rates"):
         restore_states(parts_over({}, []), {"ledger": []})

@@ -1,4 +1,4 @@
-"""What the tombstones of batches erase: what was read before them, and nothing else, however it is written down."""
+"""A tombstone erases the events of its key that were read before it, and no others, however its record is written."""
 
 import time
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from learner.checkpointing.tombstones import Tombstones
 from learner.stream.batches import Span
 from replay.erasure.erased_events import ByKey, ErasedEvents
 
-PARTITIONS = [TopicPartition("events", place) for place in range(3)]
+PARTITIONS = [TopicPartition("events", index) for index in range(3)]
 BASES = np.array([partition_base(name) for name in PARTITIONS], np.uint64)
 KEYS = 8
 
@@ -28,7 +28,7 @@ class Stream:
         self._share = share
         self.next = [0] * len(PARTITIONS)
         self.read: list[tuple[int, int, int]] = []
-        """All events before, as partition, offset and key."""
+        """All earlier events, as partition, offset and key."""
 
     @property
     def positions(self) -> dict[TopicPartition, Position]:
@@ -37,9 +37,9 @@ class Stream:
     def span(self, events: int) -> Span:
         rows = []
         for _ in range(events):
-            place = int(self._dice.integers(len(PARTITIONS)))
-            rows.append((place, self.next[place], int(self._dice.integers(1, KEYS)), self._dice.random() < self._share))
-            self.next[place] += 1 + int(self._dice.integers(2))
+            index = int(self._dice.integers(len(PARTITIONS)))
+            rows.append((index, self.next[index], int(self._dice.integers(1, KEYS)), self._dice.random() < self._share))
+            self.next[index] += 1 + int(self._dice.integers(2))
         partition, offset, key, is_tombstone = (np.array([row[at] for row in rows]) for at in range(4))
         reason = np.where(is_tombstone, SkipReason.TOMBSTONE, SkipReason.NONE).astype(np.uint8)
         columns = {
@@ -49,15 +49,15 @@ class Stream:
             "reason": reason,
             "outcome": np.full(events, Outcome.PENDING, np.uint8),
         }
-        positions = {place: Position(self.next[place]) for place in range(len(PARTITIONS))}
+        positions = {index: Position(self.next[index]) for index in range(len(PARTITIONS))}
         return Span(columns, np.zeros(events, np.bool_), positions, {}, {}, {})
 
     def expected(self, span: Span) -> Iterator[tuple[str, list[tuple[int, int, int]]]]:
-        """The plain definition: of each tombstone its place, and all events of its key that were read before."""
+        """Yield the position of each tombstone, and all events of its key that were read before: a plain reference."""
         columns = span.columns
-        for place in range(len(columns["offset"])):
-            event = tuple(int(columns[name][place]) for name in ("partition", "offset", "key_hash"))
-            if columns["reason"][place] == SkipReason.TOMBSTONE:
+        for index in range(len(columns["offset"])):
+            event = tuple(int(columns[name][index]) for name in ("partition", "offset", "key_hash"))
+            if columns["reason"][index] == SkipReason.TOMBSTONE:
                 by = f"{partition_name(PARTITIONS[event[0]])}@{event[1]}"
                 yield by, [each for each in self.read if each[2] == event[2]]
             self.read.append(event)  # type: ignore[arg-type]
@@ -65,12 +65,12 @@ class Stream:
 
 @pytest.mark.parametrize("many", [1, 10, 40, 1000])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_a_tombstone_erases_all_that_was_read_of_its_key_and_nothing_that_comes_later(
+def test_a_tombstone_erases_all_earlier_events_of_its_key_and_no_later_ones(
     monkeypatch: pytest.MonkeyPatch, seed: int, many: int
 ) -> None:
     monkeypatch.setattr(tombstones, "_MANY", many)
     stream, made = Stream(seed), Tombstones()
-    made.meet(PARTITIONS)
+    made.register_partitions(PARTITIONS)
     found: list[tuple[ByKey, list[tuple[int, int, int]]]] = []
     for size in np.random.default_rng(seed).integers(1, 30, 40).tolist():
         before = stream.positions
@@ -82,14 +82,14 @@ def test_a_tombstone_erases_all_that_was_read_of_its_key_and_nothing_that_comes_
     partition, offset, key = (np.array([each[at] for each in stream.read]) for at in range(3))
     columns = {"partition": partition.astype(np.int32), "offset": offset, "key_hash": key.astype(np.uint64)}
     for record, before in found:
-        places = np.flatnonzero(ErasedEvents([record]).covers(BASES, columns))
-        assert [stream.read[place] for place in places.tolist()] == before
+        covered = np.flatnonzero(ErasedEvents([record]).covers(BASES, columns))
+        assert [stream.read[index] for index in covered.tolist()] == before
 
 
 def test_records_share_their_ends_until_many_events_were_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tombstones, "_MANY", 500)
     stream, made = Stream(0), Tombstones()
-    made.meet(PARTITIONS)
+    made.register_partitions(PARTITIONS)
     records: list[ByKey] = []
     for _ in range(200):
         before = stream.positions
@@ -99,13 +99,13 @@ def test_records_share_their_ends_until_many_events_were_read(monkeypatch: pytes
     assert max(len(record.beyond) for record in records) <= len(PARTITIONS)
 
 
-def test_a_stream_without_tombstones_costs_nothing() -> None:
+def test_a_stream_without_tombstones_reads_no_positions() -> None:
     stream, made = Stream(0, share=0.0), Tombstones()
-    made.meet(PARTITIONS)
+    made.register_partitions(PARTITIONS)
     span = stream.span(200)
 
     def positions() -> dict[TopicPartition, Position]:
-        raise AssertionError("nobody has to know where all partitions are")
+        raise AssertionError("positions are read without a tombstone")
 
     begin = time.perf_counter()
     for _ in range(100):

@@ -23,7 +23,7 @@ from learner.model.task import Classification
 from learner.strategies.examples import Examples
 from learner.strategies.registry import STRATEGIES
 from learner.training.trainer import Trainer
-from tests.learner.state_dir.test_checkpoint import ROWS, Bench
+from tests.learner.learner_bench import ROWS, LearnerBench
 
 CPU = torch.device("cpu")
 BAD = 900.0
@@ -262,12 +262,12 @@ class Stored(nn.Sequential):
 
 
 @pytest.fixture
-def make_bench(tmp_path: Path, schema: Schema) -> Iterator[Callable[..., Bench]]:
-    benches: list[Bench] = []
+def make_bench(tmp_path: Path, schema: Schema) -> Iterator[Callable[..., LearnerBench]]:
+    benches: list[LearnerBench] = []
 
-    def build(blocks: int, bad: Callable[[Columns], NDArray[np.bool_]], **options: Any) -> Bench:
+    def build(blocks: int, bad: Callable[[Columns], NDArray[np.bool_]], **options: Any) -> LearnerBench:
         torch.manual_seed(0)
-        benches.append(Bench(tmp_path, schema, Stored(), blocks, **options))
+        benches.append(LearnerBench(tmp_path, schema, Stored(), blocks, **options))
 
         def change(columns: Columns) -> None:
             columns["feature.x"][bad(columns), 0] = BAD
@@ -281,7 +281,7 @@ def make_bench(tmp_path: Path, schema: Schema) -> Iterator[Callable[..., Bench]]
 
 
 def test_new_events_that_raise_are_skipped_and_nothing_else_is(
-    make_bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture
+    make_bench: Callable[..., LearnerBench], caplog: pytest.LogCaptureFixture
 ) -> None:
     bench = make_bench(6, lambda columns: np.isin(columns["offset"], [40, 41, 100]))
     bench.run()
@@ -303,7 +303,9 @@ def test_new_events_that_raise_are_skipped_and_nothing_else_is(
 
 
 @pytest.mark.parametrize("replay", [{}, {"disk": {"bytes": "1MB"}, "device_bytes": "1kB"}], ids=["device", "disk"])
-def test_an_old_event_that_raises_is_replayed_no_more(make_bench: Callable[..., Bench], replay: dict[str, Any]) -> None:
+def test_an_old_event_that_raises_is_replayed_no_more(
+    make_bench: Callable[..., LearnerBench], replay: dict[str, Any]
+) -> None:
     """It was stored without a label, so that the model has not seen it."""
     bench = make_bench(40, lambda columns: columns["offset"] < ROWS, replay={"capacity": 5000, **replay})
     bench.stream.unlabelled = {0}
@@ -321,7 +323,7 @@ def test_an_old_event_that_raises_is_replayed_no_more(make_bench: Callable[..., 
 
 
 def test_a_held_out_event_that_raises_leaves_the_set_and_spoils_no_verdict(
-    make_bench: Callable[..., Bench],
+    make_bench: Callable[..., LearnerBench],
 ) -> None:
     bench = make_bench(100, lambda columns: np.isin(columns["offset"], [5 + 3 * ROWS, 5 + 60 * ROWS]))
     bench.run()
@@ -331,17 +333,17 @@ def test_a_held_out_event_that_raises_leaves_the_set_and_spoils_no_verdict(
     assert bench.metrics.learner.raised.labels("held_out")._value.get() == 2
     assert bench.publisher.verdict == "inconclusive"
     assert set(bench.publisher.evaluation.windows) >= {"new", "old"}
-    assert bench.publisher.gate.held_since is None
+    assert bench.publisher.gate.hold.since is None
 
 
-def test_a_probe_takes_a_held_out_event_that_raises_out_of_the_set(make_bench: Callable[..., Bench]) -> None:
+def test_a_probe_takes_a_held_out_event_that_raises_out_of_the_set(make_bench: Callable[..., LearnerBench]) -> None:
     bench = make_bench(200, lambda columns: columns["offset"] % (20 * ROWS) == 5, learner={"replay_ratio": "auto"})
     bench.run()
     assert bench.metrics.learner.raised.labels("held_out")._value.get() > 0
     assert bench.loop.steps == 200
 
 
-def test_a_stream_of_which_half_raises_is_learned_and_is_unhealthy(make_bench: Callable[..., Bench]) -> None:
+def test_a_stream_of_which_half_raises_is_learned_and_is_unhealthy(make_bench: Callable[..., LearnerBench]) -> None:
     bench = make_bench(20, lambda columns: columns["offset"] % 2 == 0)
     bench.run()
     assert bench.loop.ledger.outcomes["trained"] + bench.loop.ledger.outcomes["skipped"] == 20 * (ROWS - 1)
@@ -351,7 +353,9 @@ def test_a_stream_of_which_half_raises_is_learned_and_is_unhealthy(make_bench: C
     assert "the model raised on 320 of the last 620 new events" in problem
 
 
-def test_while_the_model_takes_nothing_no_checkpoint_passes_by_the_events(make_bench: Callable[..., Bench]) -> None:
+def test_while_the_model_takes_nothing_no_checkpoint_passes_by_the_events(
+    make_bench: Callable[..., LearnerBench],
+) -> None:
     bench = make_bench(30, lambda columns: columns["offset"] >= 5 * ROWS, every="1ms")
     bench.run()
     bench.finish()
@@ -365,7 +369,7 @@ def test_while_the_model_takes_nothing_no_checkpoint_passes_by_the_events(make_b
 
 
 def test_a_resumed_run_skips_the_same_events_and_ends_with_the_same_weights(
-    make_bench: Callable[..., Bench], tmp_path: Path
+    make_bench: Callable[..., LearnerBench], tmp_path: Path
 ) -> None:
     def bad(columns: Columns) -> NDArray[np.bool_]:
         return columns["offset"] % 50 == 7
