@@ -328,9 +328,14 @@ class TrainingLoop:
         return self.non_finite_in_a_row >= _MANY_NON_FINITE
 
     @property
-    def too_many_raised(self) -> str | None:
-        """One sentence when the model raises on too many of the new events. Any thread may ask."""
-        return self.raised.problem(self.rows_new + self.raised.new)
+    def problem(self) -> str | None:
+        """One sentence when steps are not finite, or the model raises on too many new events. Any thread may ask."""
+        if not self.spoiled:
+            return self.raised.problem(self.rows_new + self.raised.new)
+        return (
+            f"the last {self.non_finite_in_a_row} steps were skipped because loss or gradient was not finite: "
+            "are the weights? No checkpoint is made until a step is finite, so that a restart goes on from before"
+        )
 
     @property
     def warning(self) -> str | None:

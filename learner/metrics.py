@@ -1,12 +1,139 @@
-"""Metrics of the training loop and of what it publishes."""
+"""Metrics of the training loop and of the versions that it publishes."""
+
+from collections.abc import Callable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from anabranch.core.state_metrics import StateCollector, StateCounter, StateGauge
+from learner.state_dir.report import LearnerReport, PartitionReport
+
+
+def _by_partition(read: Callable[[PartitionReport], int]) -> Callable[[LearnerReport], dict[tuple[str, str], float]]:
+    """Return a function that reads a number of each partition, by topic and partition."""
+    return lambda report: {name.rpartition(":")[::2]: read(each) for name, each in report.partitions.items()}
+
+
+REPORT_METRICS: Sequence[StateGauge[LearnerReport]] = (
+    StateGauge("anabranch_ingest_skipped_rows", "Skipped events by reason.", lambda report: report.skipped, "reason"),
+    StateCounter(
+        "anabranch_ingest_letters_dropped",
+        "Dead letters that were not written: refused even without contents, or of a loop of pipelines.",
+        lambda report: report.letters_dropped,
+        "reason",
+    ),
+    StateGauge(
+        "anabranch_ingest_lag_offsets",
+        "Offsets not yet read.",
+        _by_partition(lambda partition: partition.pending),
+        "topic",
+        "partition",
+    ),
+    StateGauge(
+        "anabranch_ingest_lag_seconds",
+        "How long the next event has been there, on the partition that lags most.",
+        lambda report: report.lag_seconds,
+    ),
+    StateGauge(
+        "anabranch_ingest_lag_time_seconds",
+        "When the broker was asked for the ends to which lag is counted, in seconds since 1970; 0 before that.",
+        lambda report: None if report.lag_age_seconds is None else report.time - report.lag_age_seconds,
+    ),
+    StateGauge(
+        "anabranch_ingest_behind",
+        "1 while [stream.lag_policy] holds, since lag is too long.",
+        lambda report: report.behind,
+    ),
+    StateGauge(
+        "anabranch_ingest_passed_offsets",
+        "Offsets sought over unread by skip-to-latest.",
+        _by_partition(lambda partition: partition.passed),
+        "topic",
+        "partition",
+    ),
+    StateGauge(
+        "anabranch_learner_trained_through_offset",
+        "Last offset up to which every event has its outcome.",
+        _by_partition(lambda partition: partition.trained_through),
+        "topic",
+        "partition",
+    ),
+    StateGauge(
+        "anabranch_learner_accuracy_ratio",
+        "Accuracy by window: of new events before training on them, and of held-out ones.",
+        lambda report: report.accuracy,
+        "window",
+    ),
+    StateGauge(
+        "anabranch_learner_absolute_error",
+        "Mean absolute error of regression, over the same windows.",
+        lambda report: report.error,
+        "window",
+    ),
+    StateGauge(
+        "anabranch_learner_loss",
+        "Mean loss of new events before training on them.",
+        lambda report: report.loss,
+        "window",
+    ),
+    StateGauge(
+        "anabranch_learner_window_rows",
+        "Events in the window now: it grows for as long as the accuracy stays the same.",
+        lambda report: report.window_rows,
+    ),
+    StateGauge(
+        "anabranch_learner_class_accuracy_ratio", "Accuracy on held-out events.", lambda report: report.classes, "class"
+    ),
+    StateGauge(
+        "anabranch_learner_group_accuracy_ratio",
+        "Accuracy on held-out events, by the hash of the group.",
+        lambda report: report.groups if report.accuracy else {},  # of regression, errors
+        "group",
+    ),
+    StateGauge(
+        "anabranch_learner_forgetting_ratio",
+        "Best accuracy ever less accuracy now on held-out events, mean over the classes; of regression, error.",
+        lambda report: report.forgetting,
+    ),
+    StateGauge(
+        "anabranch_learner_replay_ratio",
+        "Events to replay for each new one in the next step.",
+        lambda report: report.replay_ratio,
+    ),
+    StateGauge(
+        "anabranch_learner_micro_batch_rows",
+        "Events that go through the model at once at most; 0: all of a step.",
+        lambda report: report.micro_batch_size,
+    ),
+    StateGauge(
+        "anabranch_learner_problems", "Parts that do not work as they should.", lambda report: len(report.problems)
+    ),
+    StateGauge("anabranch_holdout_rows", "Held-out events in the holdout set.", lambda report: report.holdout_rows),
+    StateGauge(
+        "anabranch_checkpoint_number", "The newest checkpoint; 0 without one.", lambda report: report.checkpoint
+    ),
+    StateGauge(
+        "anabranch_checkpoint_time_seconds", "When it was made, since 1970.", lambda report: report.checkpoint_time
+    ),
+    StateGauge("anabranch_learner_version", "Number of the newest version published.", lambda report: report.version),
+    StateGauge(
+        "anabranch_gate_hold_seconds",
+        "Time for which versions have failed in a row; 0 if none.",
+        lambda report: None if report.held_since is None else max(0.0, report.time - report.held_since),
+    ),
+    StateGauge(
+        "anabranch_device_sharing_training_ratio",
+        "Part of the time of steps that was not given to requests.",
+        lambda report: None if report.device_sharing is None else report.device_sharing.training,
+    ),
+)
+"""Metrics that are read off the learner's report."""
 
 
 class LearnerMetrics:
     """Collectors of the learner; one object per process, with its own registry."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
+        self.report = StateCollector(registry, REPORT_METRICS)
         self.steps = Counter("anabranch_learner_steps", "Steps.", registry=registry)
         self.rows = Counter("anabranch_learner_rows_trained", "Events trained on.", ["source"], registry=registry)
         self.step = Histogram(
@@ -15,44 +142,7 @@ class LearnerMetrics:
             buckets=(1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1, 3),
             registry=registry,
         )
-        self.accuracy = Gauge(
-            "anabranch_learner_accuracy_ratio",
-            "Accuracy by window: of new events before training on them, and of held-out ones.",
-            ["window"],
-            registry=registry,
-        )
-        self.error = Gauge(
-            "anabranch_learner_absolute_error",
-            "Mean absolute error of regression, over the same windows.",
-            ["window"],
-            registry=registry,
-        )
-        self.loss = Gauge(
-            "anabranch_learner_loss", "Mean loss of new events before training on them.", ["window"], registry=registry
-        )
-        self.window = Gauge(
-            "anabranch_learner_window_rows",
-            "Events in the window now: it grows for as long as the accuracy stays the same.",
-            registry=registry,
-        )
-        self.class_accuracy = Gauge(
-            "anabranch_learner_class_accuracy_ratio", "Accuracy on held-out events.", ["class"], registry=registry
-        )
-        self.group_accuracy = Gauge(
-            "anabranch_learner_group_accuracy_ratio",
-            "Accuracy on held-out events, by the hash of the group.",
-            ["group"],
-            registry=registry,
-        )
-        self.forgetting = Gauge(
-            "anabranch_learner_forgetting_ratio",
-            "Best accuracy ever less accuracy now on held-out events, mean over the classes; of regression, error.",
-            registry=registry,
-        )
         self.drifts = Counter("anabranch_learner_drifts", "Changes of the stream that were noticed.", registry=registry)
-        self.replay_ratio = Gauge(
-            "anabranch_learner_replay_ratio", "Events to replay for each new one in the next step.", registry=registry
-        )
         self.non_finite = Counter(
             "anabranch_learner_non_finite_steps", "Steps skipped for a loss or gradient not finite.", registry=registry
         )
@@ -60,11 +150,6 @@ class LearnerMetrics:
             "anabranch_learner_raised_rows",
             "Events left out because the model or its task raised on them, by where they came from.",
             ["source"],
-            registry=registry,
-        )
-        self.micro_batch = Gauge(
-            "anabranch_learner_micro_batch_rows",
-            "Events that go through the model at once at most; 0: all of a step.",
             registry=registry,
         )
         self.publish_skipped = Counter(
@@ -81,42 +166,19 @@ class LearnerMetrics:
             "Time that steps waited for a checkpoint to be written.",
             registry=registry,
         )
-        self.checkpoint_number = Gauge(
-            "anabranch_checkpoint_number", "The newest checkpoint; 0 without one.", registry=registry
-        )
-        self.checkpoint_time = Gauge(
-            "anabranch_checkpoint_time_seconds", "When it was made, since 1970.", registry=registry
-        )
-        self.holdout = Gauge("anabranch_holdout_rows", "Held-out events in the holdout set.", registry=registry)
         self.heartbeat = Gauge(
             "anabranch_learner_heartbeat_time_seconds",
             "When the loop last passed a boundary between steps or idle polls, since 1970; 0 while it starts.",
             registry=registry,
         )
-        self.problems = Gauge("anabranch_learner_problems", "Parts that do not work as they should.", registry=registry)
-        self.trained_through = Gauge(
-            "anabranch_learner_trained_through_offset",
-            "Last offset up to which every event has its outcome.",
-            ["topic", "partition"],
-            registry=registry,
-        )
-        self.version = Gauge("anabranch_learner_version", "Number of the newest version published.", registry=registry)
         self.published = Counter("anabranch_versions_published", "Versions published.", registry=registry)
         self.gate_verdicts = Counter("anabranch_gate_verdicts", "Versions by verdict.", ["verdict"], registry=registry)
         self.withdrawn = Counter(
             "anabranch_gate_withdrawn", "Times that monitoring withdrew the served versions.", registry=registry
         )
-        self.hold = Gauge(
-            "anabranch_gate_hold_seconds", "Time for which versions have failed in a row; 0 if none.", registry=registry
-        )
         self.device_sharing_wait = Histogram(
             "anabranch_device_sharing_wait_duration_seconds",
             "Time that training took to yield to a request.",
             buckets=(1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1, 3),
-            registry=registry,
-        )
-        self.device_sharing_training = Gauge(
-            "anabranch_device_sharing_training_ratio",
-            "Part of the time of steps that was not given to requests.",
             registry=registry,
         )

@@ -1,114 +1,87 @@
-"""Tells how the learner does: `learner.json` about once a second, and the gauges of `/metrics`."""
+"""Reports the state of the learner: `learner.json` about twice a second, and the metrics read off the same report."""
 
 import os
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Protocol
 
-from ingest.reader.multi_host import MultiHostReader
-from ingest.reader.reader import BlockReader
-from learner.checkpointing.checkpointer import Checkpointer
-from learner.checkpointing.erasure import Erasure
 from learner.device_sharing.sharing import DeviceSharing
-from learner.evaluation.holdout import HoldoutSet
-from learner.loop import LoopMetrics, TrainingLoop
-from learner.publishing.publisher import Publisher
+from learner.distributed.process_group import RankAssignment
+from learner.loop import LoopComponents, LoopMetrics, TrainingLoop
 from learner.runtime.heartbeat import Heartbeat
 from learner.state_dir.lock import check_generation
 from learner.state_dir.report import LearnerReport, write_report
-from learner.stream.lag import LagPolicy
-from learner.stream.outcome_counters import LetterCounters
 from replay.background_store import BackgroundStore
 
 _EVERY_SECONDS = 0.5
 _RATE_MARKS = 10
+_WINDOWS = ("worst", "worst_group", "old")
+"""The windows of an evaluation that are reported."""
+
+
+class Monitored(Protocol):
+    """A component that reports its own health. Any thread may read it, also while the loop hangs."""
+
+    @property
+    def problem(self) -> str | None:
+        """One sentence when the component does not work as it should."""
+        ...
 
 
 class Reporter:
-    """Called by the loop's thread at step boundaries, where all numbers belong to the same moment."""
+    """Called by the loop's thread between steps, so that all numbers of a report belong to the same step."""
 
     def __init__(
         self,
         state_dir: Path,
         generation: int,
         loop: TrainingLoop,
-        source: BlockReader | MultiHostReader,
-        background_store: BackgroundStore | None,
-        holdout: HoldoutSet,
-        publisher: Publisher,
-        checkpointer: Checkpointer,
-        erasure: Erasure,
-        lag: LagPolicy,
+        parts: LoopComponents,
         metrics: LoopMetrics,
         *,
         strategy: str,
         classification: bool,
-        launched: bool = False,
-        absent: Sequence[int] = (),
+        store: BackgroundStore | None = None,
+        assignment: RankAssignment | None = None,
         sharing: DeviceSharing | None = None,
     ) -> None:
+        """Report on `loop` and its `parts`; `assignment` is given where the launcher started this process."""
         self._state_dir = state_dir
         self._generation = generation
         self._loop = loop
-        self._source = source
-        self._background_store = background_store
-        self._holdout = holdout
-        self._publisher = publisher
-        self._checkpointer = checkpointer
-        self._erasure = erasure
-        self._lag = lag
-        self._resumed_at = loop.steps
+        self._parts = parts
         self._metrics = metrics
         self._strategy = strategy
         self._classification = classification
+        self._store = store
         self._sharing = sharing
-        self._absent = (
-            f"learner.hosts: {', '.join(f'host {host}' for host in absent)} did not come; learning goes on without it"
-            if absent
-            else None
-        )
-        self._launcher = os.getppid() if launched else None
+        self._launcher = os.getppid() if assignment is not None else None
+        self._resumed_at = loop.steps
         self._started = time.time()
-        self._problem: str | None = None
-        self._letters = LetterCounters(metrics.ingest.letters_dropped)
         self._due = 0.0
         self._heartbeat = Heartbeat(metrics.learner.heartbeat)
         self._marks: deque[tuple[float, int, int, int]] = deque(maxlen=_RATE_MARKS)
         self._marks.append(self._mark())
+        self.problem: str | None = None
+        """One sentence when the last report could not be written."""
+        publisher, others = parts.publisher, (store, assignment)
+        self._monitored: tuple[Monitored, ...] = (
+            *(self._heartbeat, parts.source, publisher, publisher.gate, parts.checkpointer, parts.erasure, self, loop),
+            *(other for other in others if other is not None),
+        )
 
     def problems(self) -> list[str]:
-        """One sentence for each part that does not work as it should. Any thread may ask, also while the loop hangs."""
-        replay = self._background_store.problem if self._background_store is not None else None
-        parts = (
-            self._heartbeat.problem,
-            self._source.problem,
-            self._publisher.problem,
-            self._publisher.gate.problem,
-            self._checkpointer.problem,
-            self._erasure.problem,
-            replay,
-            self._problem,
-            self._spoiled(),
-            self._loop.too_many_raised,
-            self._absent,
-        )
-        return [sentence for sentence in parts if sentence]
+        """One sentence for each component that does not work as it should. Thread-safe, also while the loop hangs."""
+        return [problem for component in self._monitored if (problem := component.problem)]
 
     def warnings(self) -> list[str]:
-        """One sentence for each thing that was done to go on, and that a person may want to change. Any thread."""
-        return [each for each in (self._loop.warning, self._lag.warning) if each]
-
-    def _spoiled(self) -> str | None:
-        if not self._loop.spoiled:
-            return None
-        return (
-            f"the last {self._loop.non_finite_in_a_row} steps were skipped because loss or gradient was not finite: "
-            "are the weights? No checkpoint is made until a step is finite, so that a restart goes on from before"
-        )
+        """One sentence for each workaround that the learner applied, and that a person may change. Thread-safe."""
+        return [warning for component in (self._loop, self._parts.lag) if (warning := component.warning)]
 
     def report_if_due(self) -> None:
-        """Note that the loop is alive, and report when half a second has passed since the last time."""
+        """Record that the loop is alive, and report when half a second has passed since the last report."""
         self._heartbeat.beat()
         if time.monotonic() >= self._due:
             self.report()
@@ -118,14 +91,14 @@ class Reporter:
         """Report now.
 
         Raises:
-            SecondLearnerError: another learner has taken this one's place, and reports where it would.
+            SecondLearnerError: another learner has the state directory now.
         """
         check_generation(self._state_dir, self._generation)
         self._loop.count()
-        loop, publisher, store = self._loop, self._publisher, None
-        if self._background_store is not None:
-            store = self._background_store.flush()
-            store.flush_pending()  # so that what it holds fits what was learned
+        loop, parts, publisher = self._loop, self._parts, self._parts.publisher
+        store = None if self._store is None else self._store.flush()
+        if store is not None:
+            store.flush_pending()  # so that it holds all events that the steps so far have added
         windows, groups = self._windows(), publisher.evaluation.groups
         report = LearnerReport(
             pid=os.getpid(),
@@ -136,16 +109,17 @@ class Reporter:
             strategy=self._strategy,
             steps=loop.steps,
             steps_since_start=loop.steps - self._resumed_at,
-            checkpoint=self._checkpointer.number or None,
-            checkpoint_time=self._checkpointer.time,
+            checkpoint=parts.checkpointer.number or None,
+            checkpoint_time=parts.checkpointer.time,
             problems=self.problems(),
             warnings=self.warnings(),
             outcomes=loop.ledger.outcomes,
             skipped=loop.ledger.skipped,
-            unknown_fields=self._source.unknown_fields,
-            lag_seconds=self._lag.seconds,
-            lag_age_seconds=None if (asked := self._source.oldest_told) is None else time.monotonic() - asked,
-            behind=self._lag.behind,
+            unknown_fields=parts.source.unknown_fields,
+            letters_dropped=dict(parts.source.letters_dropped),
+            lag_seconds=parts.lag.seconds,
+            lag_age_seconds=None if (asked := parts.source.oldest_told) is None else time.monotonic() - asked,
+            behind=parts.lag.behind,
             partitions=dict(loop.ledger.reports()),
             accuracy=windows if self._classification else {},
             error={} if self._classification else _errors(windows),
@@ -157,16 +131,17 @@ class Reporter:
             drifts=loop.monitor.drift.count,
             drift_step=loop.monitor.drift.step,
             replay_ratio=loop.replay_ratio,
+            micro_batch_size=loop.micro_batch_size,
             rates=self._rates(),
             replay_rows=store.rows if store is not None else {},
             replay_bytes=store.bytes if store is not None else {},
             replay_capacity=store.capacity if store is not None else None,
             replay_bounds=store.bounds if store is not None else {},
             replay_lost=store.lost if store is not None else 0,
-            holdout_rows=len(self._holdout),
+            holdout_rows=len(parts.holdout),
             device_sharing=self._sharing.report if self._sharing is not None else None,
-            erased=self._erasure.records,
-            erased_through=self._erasure.through,
+            erased=parts.erasure.records,
+            erased_through=parts.erasure.through,
             version=publisher.number,
             verdict=publisher.verdict,
             held_since=publisher.gate.held_since,
@@ -175,21 +150,21 @@ class Reporter:
             versions_published=publisher.published,
             publish_skipped=publisher.skipped,
         )
-        self._set_gauges(report)
+        self._metrics.learner.report.update(report)
         if store is not None:
-            self._metrics.replay.tell(store)
+            self._metrics.replay.update(store)
         try:
             write_report(self._state_dir, report)
         except OSError as exc:
-            self._problem = f"{self._state_dir} cannot be written to: {exc.strerror or exc}"
+            self.problem = f"{self._state_dir} cannot be written to: {exc.strerror or exc}"
         else:
-            self._problem = None
+            self.problem = None
 
     def _windows(self) -> dict[str, float]:
         """Mean scores: of new events before training on them, and of the holdout set."""
-        found, prequential = self._publisher.evaluation.windows, self._loop.monitor.prequential
-        windows = {name: found[name] for name in ("worst", "worst_group", "old") if name in found}
-        windows |= self._publisher.retention.windows
+        publisher, prequential = self._parts.publisher, self._loop.monitor.prequential
+        windows = {name: score for name, score in publisher.evaluation.windows.items() if name in _WINDOWS}
+        windows |= publisher.retention.windows
         if prequential.mean is not None and prequential.overall is not None:
             windows |= {"now": prequential.mean, "overall": prequential.overall}
         return windows
@@ -208,49 +183,7 @@ class Reporter:
     def _mark(self) -> tuple[float, int, int, int]:
         return time.monotonic(), self._loop.steps, self._loop.rows_new, self._loop.rows_replay
 
-    def _set_gauges(self, report: LearnerReport) -> None:
-        for name, partition in report.partitions.items():
-            topic, _, number = name.rpartition(":")
-            self._metrics.ingest.lag.labels(topic, number).set(partition.pending)
-            self._metrics.ingest.passed.labels(topic, number).set(partition.passed)
-            self._metrics.learner.trained_through.labels(topic, number).set(partition.trained_through)
-        self._metrics.ingest.lag_seconds.set(report.lag_seconds)
-        self._metrics.ingest.lag_time.set(0 if report.lag_age_seconds is None else report.time - report.lag_age_seconds)
-        self._metrics.ingest.behind.set(report.behind)
-        for reason, rows in report.skipped.items():
-            self._metrics.ingest.skipped.labels(reason).set(rows)
-        self._letters.move(self._source.letters_dropped)
-        for window, value in report.accuracy.items():
-            self._metrics.learner.accuracy.labels(window).set(value)
-        for window, value in report.error.items():
-            self._metrics.learner.error.labels(window).set(value)
-        self._set_measures(report)
-        self._metrics.learner.micro_batch.set(self._loop.micro_batch_size or 0)
-        self._metrics.learner.holdout.set(report.holdout_rows)
-        self._metrics.learner.version.set(report.version or 0)
-        self._metrics.learner.hold.set(self._publisher.gate.held_seconds)
-        self._metrics.learner.checkpoint_number.set(report.checkpoint or 0)
-        self._metrics.learner.checkpoint_time.set(report.checkpoint_time or 0)
-        self._metrics.learner.problems.set(len(report.problems))
-
-    def _set_measures(self, report: LearnerReport) -> None:
-        """Set what is known of the model beside its windows; classes and groups that are told of no more disappear."""
-        metrics = self._metrics.learner
-        for window, value in report.loss.items():
-            metrics.loss.labels(window).set(value)
-        metrics.window.set(report.window_rows)
-        if report.device_sharing is not None:
-            metrics.device_sharing_training.set(report.device_sharing.training)
-        metrics.replay_ratio.set(report.replay_ratio)
-        if report.forgetting is not None:
-            metrics.forgetting.set(report.forgetting)
-        told = (metrics.class_accuracy, report.classes), (metrics.group_accuracy, report.groups)
-        for gauge, scores in told if self._classification else ():
-            gauge.clear()
-            for name, score in scores.items():
-                gauge.labels(name).set(score)
-
 
 def _errors(scores: Mapping[str, float]) -> dict[str, float]:
-    """Return the errors that scores of regression stand for."""
+    """Return errors from the scores of a regression task, which are negated errors."""
     return {name: -score for name, score in scores.items()}

@@ -254,23 +254,17 @@ class Learner:
 
     def _build_reporter(self) -> None:
         """Build the reporter, and serve its status."""
-        deployment, place, parts = self._deployment, self._place, self._parts
+        deployment = self._deployment
         self._reporter = Reporter(
             deployment.state_dir,
             self._generation,
             self._loop,
-            source=parts.source,
-            background_store=self._store,
-            holdout=parts.holdout,
-            publisher=parts.publisher,
-            checkpointer=parts.checkpointer,
-            erasure=parts.erasure,
-            lag=parts.lag,
-            metrics=self._metrics,
+            self._parts,
+            self._metrics,
             strategy=deployment.learner.strategy.name,
             classification=self._bench.schema.label.classes is not None,
-            launched=place is not None,
-            absent=place.absent if place is not None else (),
+            store=self._store,
+            assignment=self._place,
             sharing=self._sharing,
         )
         if self._sharing is not None:

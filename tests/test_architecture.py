@@ -292,8 +292,10 @@ def test_no_metric_is_defined_beside_those():
                 "Gauge",
                 "Histogram",
                 "Summary",
+                "StateCounter",
+                "StateGauge",
             ):
-                suffix = "_total" if node.func.id == "Counter" else ""
+                suffix = "_total" if node.func.id.endswith("Counter") else ""
                 names |= {f"{arg.value}{suffix}" for arg in node.args[:1] if isinstance(arg, ast.Constant)}
     assert names == set(reference.metrics())
 

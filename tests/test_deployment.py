@@ -235,8 +235,8 @@ def test_the_probe_tells_health_and_says_what_is_unhealthy(problems, code):
 class TestMonitoring:
     def test_every_metric_that_is_asked_for_exists(self):
         known = set(ELSEWHERE)
-        for name, collector in reference.metrics().items():
-            histogram = collector._type == "histogram"
+        for name, metric in reference.metrics().items():
+            histogram = metric.kind == "histogram"
             known |= {f"{name}_{part}" for part in ("bucket", "count", "sum")} if histogram else {name}
         for expression in expressions():
             asked = set(re.findall(r"\b(?:anabranch|node)_\w+|\bup\b|\bALERTS\b", expression))

@@ -9,7 +9,7 @@ import math
 import sys
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from datetime import timedelta
@@ -45,12 +45,13 @@ from learner.publishing.gatekeeper import QualityGate
 from learner.publishing.publisher import Publisher, Snapshot
 from learner.reporter import Reporter
 from learner.state_dir.checkpoint import Checkpoint, Checkpoints
+from learner.state_dir.report import LearnerReport
 from learner.state_dir.trained_through import NewlyTrained, PartitionProgress
 from learner.state_dir.version import Manifest, ModelReference, Verdict, Versions, reference_to
 from learner.stream.batches import Batches
 from learner.stream.lag import LagPolicy
 from learner.stream.ledger import Ledger
-from learner.stream.outcome_counters import LetterCounters, OutcomeCounters
+from learner.stream.outcome_counters import OutcomeCounters
 from learner.stream.record_times import RecordTimes
 from replay.erasure.erasure_log import ErasureLog
 from replay.erasure.log_file import Applied
@@ -148,7 +149,7 @@ def ledger_and_lag(year: Year) -> Driven:
     """The learner is behind all the time, and publishes nothing: what it has learned waits."""
     ledger, counted = Ledger(), IngestMetrics(CollectorRegistry())
     ledger.take_up(EVENTS, 0)
-    counters, letters = OutcomeCounters(counted.rows), LetterCounters(counted.letters_dropped)
+    counters = OutcomeCounters(counted.rows)
     counters.meet(ledger.partitions)
     blocks: list[Block] = []
     source = SimpleNamespace(poll=lambda _timeout: blocks.pop() if blocks else None, release=lambda _block: None)
@@ -171,10 +172,9 @@ def ledger_and_lag(year: Year) -> Driven:
         stream.told = year.now
         policy.look(ledger.partitions, ledger.take_moved())
         counters.move(ledger.partitions)
-        letters.move(Counter(loop=tick, refused=2 * tick))
         ledger.state(), policy.state()
 
-    return Driven((ledger, policy, batches, counters, letters, counted), learn)
+    return Driven((ledger, policy, batches, counters, counted), learn)
 
 
 def raised_and_stalled(year: Year) -> Driven:
@@ -248,23 +248,21 @@ def checkpoints(year: Year) -> Driven:
 
 
 def reporter(year: Year) -> Driven:
-    loop = SimpleNamespace(steps=0, rows_new=0, rows_replay=0)
-    collectors = SimpleNamespace(
-        ingest=IngestMetrics(CollectorRegistry()), learner=LearnerMetrics(CollectorRegistry()), replay=None
-    )
-    unused: Any = SimpleNamespace()
-    parts: Any = (loop, unused, None, unused, unused, unused, unused, unused, collectors)
-    reports = Reporter(year.folder, 1, *parts, strategy="none", classification=True)
+    loop: Any = SimpleNamespace(steps=0, rows_new=0, rows_replay=0)
+    parts: Any = SimpleNamespace(source=None, publisher=SimpleNamespace(gate=None), checkpointer=None, erasure=None)
+    collectors = LearnerMetrics(CollectorRegistry())
+    reports = Reporter(
+        year.folder, 1, loop, parts, SimpleNamespace(learner=collectors), strategy="none", classification=True
+    )  # type: ignore[arg-type]
 
     def report(tick: int) -> None:
         loop.steps, loop.rows_new = tick, 64 * tick
-        reports._rates()
-        told: Any = SimpleNamespace(
-            accuracy={}, error={}, loss={"now": 0.1}, window_rows=tick, device_sharing=None, replay_ratio=0.5,
-            forgetting=0.1, classes={"a": 0.5},
-            groups={f"{key:016x}": 0.5 for key in year.dice.integers(0, 2**60, 8).tolist()},
+        groups = {f"{key:016x}": 0.5 for key in year.dice.integers(0, 2**60, 8).tolist()}
+        newest = LearnerReport(
+            pid=1, generation=1, started=0.0, time=year.now, steps=tick, rates=reports._rates(), accuracy={"now": 0.5},
+            letters_dropped={"loop": tick, "refused": 2 * tick}, classes={"a": 0.5}, groups=groups,
         )  # fmt: skip
-        reports._set_measures(told)
+        collectors.report.update(newest)
 
     return Driven((reports, collectors), report)
 

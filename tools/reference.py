@@ -6,10 +6,9 @@ from datetime import timedelta
 from enum import Enum
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.metrics import MetricWrapperBase
 from pydantic import BaseModel, ByteSize, SecretStr
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
@@ -22,7 +21,7 @@ from ingest.kafka_properties import PROPERTIES, REFUSED
 from ingest.metrics import IngestMetrics
 from learner.metrics import LearnerMetrics
 from replay.metrics import ReplayMetrics
-from serving.metrics import ServingMetrics as ServingMetrics
+from serving.metrics import ServingMetrics
 
 _HEAD = """\
 # Reference
@@ -141,19 +140,26 @@ def settings(place: str = "", model: type[BaseModel] = Pipeline) -> Iterator[tup
             yield from settings(f"{key}.*." if many else f"{key}.", section)
 
 
-def metrics() -> dict[str, MetricWrapperBase]:
-    """Return every collector by its name in the exposition."""
+class DeclaredMetric(NamedTuple):
+    """A metric as its collector declares it."""
+
+    kind: str
+    labels: Sequence[str]
+    description: str
+
+
+def metrics() -> dict[str, DeclaredMetric]:
+    """Return every metric by its name in the exposition."""
     registry = CollectorRegistry()
-    replay = ReplayMetrics(registry)
-    owners = [
-        IngestMetrics(registry),
-        LearnerMetrics(registry),
-        replay,
-        replay.index,
-        ServingMetrics(registry),
-    ]
-    collectors = [item for owner in owners for item in vars(owner).values() if isinstance(item, MetricWrapperBase)]
-    return {_name(collector): collector for collector in collectors}
+    for owner in (IngestMetrics, LearnerMetrics, ReplayMetrics, ServingMetrics):
+        owner(registry)
+    found = {}
+    for collector in registry._collector_to_names:
+        for metric in collector.describe():  # type: ignore[attr-defined]
+            name = f"{metric.name}_total" if metric.type == "counter" else metric.name
+            declared: Any = metric if hasattr(metric, "_labelnames") else collector
+            found[name] = DeclaredMetric(metric.type, declared._labelnames, metric.documentation)
+    return found
 
 
 def commands() -> Mapping[str, Any]:
@@ -292,15 +298,11 @@ def _usage(parameter: Any) -> str:
 
 
 def _metrics() -> Iterator[str]:
-    rows = []
-    for name, collector in sorted(metrics().items()):
-        labels = ", ".join(f"`{label}`" for label in collector._labelnames)
-        rows.append((f"`{name}`", str(collector._type), labels, collector._documentation.rstrip(".")))
+    rows = [
+        (f"`{name}`", metric.kind, ", ".join(f"`{label}`" for label in metric.labels), metric.description.rstrip("."))
+        for name, metric in sorted(metrics().items())
+    ]
     yield from _table(("name", "kind", "labels", "meaning"), rows)
-
-
-def _name(collector: MetricWrapperBase) -> str:
-    return f"{collector._name}_total" if collector._type == "counter" else collector._name
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:

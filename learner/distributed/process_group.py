@@ -48,6 +48,14 @@ class RankAssignment:
     rows: int | None = None
     """Largest micro-batch in events, after a device of this host ran out of memory; None when none did."""
 
+    @property
+    def problem(self) -> str | None:
+        """One sentence when hosts do not take part."""
+        if not self.absent:
+            return None
+        hosts = ", ".join(f"host {host}" for host in self.absent)
+        return f"learner.hosts: {hosts} did not come; learning goes on without it"
+
 
 @contextlib.contextmanager
 def join_group(assignment: RankAssignment, settings: LearnerSettings) -> Iterator[torch.device]:

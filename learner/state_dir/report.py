@@ -85,6 +85,8 @@ class LearnerReport(msgspec.Struct, frozen=True, kw_only=True):
     """Skipped events by reason."""
     unknown_fields: int = 0
     """Events with fields that the schema does not have."""
+    letters_dropped: dict[str, int] = {}
+    """Dead letters that were not written, by reason, since the start of the process."""
     lag_seconds: float = 0.0
     """How long the next event without outcome has been there, on the partition that lags most."""
     lag_age_seconds: float | None = None
@@ -113,6 +115,8 @@ class LearnerReport(msgspec.Struct, frozen=True, kw_only=True):
     """The step that showed the newest one."""
     replay_ratio: float = 0.0
     """Events to replay for each new one in the next step."""
+    micro_batch_size: int | None = None
+    """Largest number of events that go through the model at once; None: all of a step."""
     rates: dict[str, float] = {}
     """Per second over the last five seconds: steps, rows_new, rows_replay."""
     replay_rows: dict[str, int] = {}

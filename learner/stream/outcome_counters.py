@@ -1,7 +1,6 @@
-"""The counters of events by outcome, which follow the ledger, and of dead letters that were not written."""
+"""The counters of events by outcome, which follow the ledger."""
 
-import collections
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from prometheus_client import Counter
 
@@ -38,17 +37,3 @@ class OutcomeCounters:
             name = account.name
             self._counters[index, kind] = self._rows.labels(name.topic, str(name.partition), Outcome(kind).label)
         return self._counters[index, kind]
-
-
-class LetterCounters:
-    """Counts dead letters that were not written, by reason. Used by one thread."""
-
-    def __init__(self, letters_dropped: Counter) -> None:
-        self._letters_dropped = letters_dropped
-        self._told: collections.Counter[str] = collections.Counter()
-
-    def move(self, now: Mapping[str, int]) -> None:
-        """Count what was added to the numbers since the last time."""
-        for reason, letters in (collections.Counter(now) - self._told).items():
-            self._letters_dropped.labels(reason).inc(letters)
-        self._told = collections.Counter(now)

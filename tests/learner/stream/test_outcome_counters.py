@@ -1,4 +1,4 @@
-"""Counters of events by outcome, against the ledger that they follow, and of letters that were not written."""
+"""Counters of events by outcome, against the ledger that they follow."""
 
 from prometheus_client import CollectorRegistry
 
@@ -6,7 +6,7 @@ from ingest.events.block import Outcome
 from ingest.events.partition import TopicPartition
 from ingest.metrics import IngestMetrics
 from learner.stream.ledger import PartitionLedger
-from learner.stream.outcome_counters import LetterCounters, OutcomeCounters
+from learner.stream.outcome_counters import OutcomeCounters
 
 
 def test_what_a_checkpoint_had_is_not_counted_and_each_outcome_after_it_is_once() -> None:
@@ -28,12 +28,3 @@ def test_what_a_checkpoint_had_is_not_counted_and_each_outcome_after_it_is_once(
         if sample.name == "anabranch_ingest_rows_total"
     }
     assert {place: value for place, value in told.items() if value} == {("0", "trained"): 3, ("1", "held_out"): 2}
-
-
-def test_each_dead_letter_that_was_not_written_is_counted_once_by_its_reason() -> None:
-    registry = CollectorRegistry()
-    counters = LetterCounters(IngestMetrics(registry).letters_dropped)
-    for told in ({}, {"refused": 2}, {"refused": 2, "loop": 1}, {"refused": 3, "loop": 1}):
-        counters.move(told)
-    name = "anabranch_ingest_letters_dropped_total"
-    assert [registry.get_sample_value(name, {"reason": reason}) for reason in ("refused", "loop")] == [3, 1]

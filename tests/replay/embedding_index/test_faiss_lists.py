@@ -20,10 +20,11 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from anabranch.core.backoff import Backoff
+from anabranch.core.state_metrics import StateCollector
 from replay.embedding_index import client as neighbours
 from replay.embedding_index.client import IndexStats, NeighbourClient
 from replay.embedding_index.protocol import NO_ID, IndexMessage, MessageType
-from replay.metrics import IndexMetrics
+from replay.metrics import INDEX_METRICS
 
 ROOT = Path(__file__).parents[3]
 DIM = 4
@@ -371,13 +372,13 @@ def test_the_process_ends_when_the_learner_is_killed():
 
 def test_metrics_tell_how_it_stands_and_count_across_deaths(index):
     registry = CollectorRegistry()
-    metrics = IndexMetrics(registry)
+    metrics = StateCollector(registry, INDEX_METRICS)
     add(index, np.arange(3), np.array([[1, 1, 1, 1], [2, 2, 2, 2], [np.nan] * 4], np.float32), step=4)
-    metrics.tell(settled(index))
+    metrics.update(settled(index))
     assert registry.get_sample_value("anabranch_replay_index_rows") == 2
     os.kill(index.pid, signal.SIGKILL)
     until(lambda: index.stats().restarts == 1, "its death to be noticed")
-    metrics.tell(index.stats())
+    metrics.update(index.stats())
     left_out = registry.get_sample_value("anabranch_replay_index_left_out_rows_total", {"reason": "malformed"})
     assert left_out == 1
     assert registry.get_sample_value("anabranch_replay_index_restarts_total") == 1
