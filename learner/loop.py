@@ -427,6 +427,10 @@ class TrainingLoop:
         """Score the served version on the holdout set about once a second."""
         self._parts.publisher.watch_if_due(lambda: self._parts.holdout.held)
 
+    def rebalance_readers(self) -> None:
+        """Assign partitions to the hosts that read them by their rates, where several hosts read."""
+        self._parts.source.rebalance(self.rates.now)
+
     def checkpoint_if_due(self) -> None:
         """Write a checkpoint when it is due, but not while steps are not finite: it may be the weights, and the good
         checkpoints go.

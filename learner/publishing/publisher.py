@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +17,7 @@ from ingest.events.position import Position
 from ingest.events.schema import Schema
 from learner.config import VersionsSettings
 from learner.errors import VersionError
-from learner.evaluation.forgetting_metric import ForgettingState
+from learner.evaluation.forgetting_metric import ForgettingState, retention_of
 from learner.evaluation.holdout import HoldoutRows
 from learner.evaluation.scoring import Evaluation, Scorer, Scores, evaluation_of, newcomers
 from learner.metrics import LearnerMetrics
@@ -111,6 +112,14 @@ class Publisher:
     def problem(self) -> str | None:
         """One sentence when the last version could not be written, or this one takes too long. Any thread may ask."""
         return self._background.overdue(self._versions.path, self._every) or self._problem
+
+    def retention_state(self) -> dict[str, Any]:
+        """Return the state of `retention` as plain values, for a checkpoint."""
+        return self.retention.state()
+
+    def restore_retention(self, state: Mapping[str, Any]) -> None:
+        """Restore `retention` from a checkpoint."""
+        self.retention = retention_of(state)
 
     def publish_if_due(self, progress_now: Callable[[], Progress], take: Callable[[], Snapshot]) -> None:
         """Publish the snapshot of `take` when a version is due and there is progress; called at every step boundary."""
