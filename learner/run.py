@@ -1,4 +1,4 @@
-"""The learner as a whole: what it is made of, and in which order it starts and stops."""
+"""Builds the learner from its parts, runs it, and stops it in order."""
 
 import contextlib
 import functools
@@ -71,7 +71,7 @@ def learn(
     Args:
         deployment: all of its settings.
         stop: ends it.
-        assignment: the rank that leads the others; None: there are none.
+        assignment: of this rank, which leads others; None: there are no others.
         source: reads the stream, and may have been started already.
     """
     with contextlib.ExitStack() as stack:
@@ -83,13 +83,13 @@ def learn(
 def between_steps(loop: TrainingLoop, erasure: Erasure, while_waiting: Sequence[Task]) -> tuple[Task, ...]:
     """Return all work between steps, in the order of its side effects: the log of erasures first, offsets last.
 
-    `while_waiting` comes after it: work that goes on while the loop waits for the disk as well.
+    `while_waiting` comes last: work that also runs while the loop waits for the disk.
     """
     return (
         erasure.poll_if_due,
         loop.publish_if_due,
-        loop.watch_if_due,
-        loop.drop_raising_holdout,
+        loop.monitor_served_if_due,
+        loop.raising_events.clean_holdout,
         loop.checkpoint_if_due,
         loop.commit_if_due,
         *while_waiting,
@@ -99,7 +99,7 @@ def between_steps(loop: TrainingLoop, erasure: Erasure, while_waiting: Sequence[
 class Learner:
     """A process that trains: built, run, and stopped in order. Used by one thread.
 
-    `build` finds all that can be wrong before the first step: settings, model, the lock, the address, the broker.
+    Errors of settings, model, lock, address and broker are raised by `build`, before the first step.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class Learner:
 
     def run(self) -> None:
         """Train until `stop` is set, or the stream has a gap that the config does not allow, then stop in order."""
-        gc.freeze()  # a look at all that is imported takes as long as ten steps
+        gc.freeze()  # a collection of all imported modules takes as long as ten steps
         gc.enable()
         self._profiler = ProfilerWindow(self._deployment.learner.profile, self._deployment.state_dir)
         self._stack.callback(self._profiler.close)
@@ -203,7 +203,7 @@ class Learner:
         with away_is_dependency(_AWAY.format(checkpoints.path)):
             resumed = ResumePoint.newest(checkpoints, written)
         store = resumed.store(deployment, self._setup, self._ranks)
-        # Metal does not bear that two threads give it work at once.
+        # Two threads must not launch work on Metal at once.
         background = BackgroundStore(store, beside=self._setup.device.type != "mps") if store is not None else None
         if background is not None:
             self._stack.callback(background.close)
@@ -235,7 +235,7 @@ class Learner:
             store,
             settings,
             ranks=self._ranks,
-            ratio=monitor.ratio,
+            monitor=monitor,
             holdout=holdout,
             trainer=self._trainer,
             timer=metrics.replay.sample,
@@ -284,7 +284,7 @@ class Learner:
         )
 
     def _open_source(self) -> bool:
-        """Read the stream from where the ledger stands; return False when the learner was stopped meanwhile."""
+        """Read the stream from the positions of the ledger; return False when the learner was stopped meanwhile."""
         source, loop = self._source, self._loop
         self._stack.callback(source.close)
         source.set_rates(loop.rates.now)
@@ -298,7 +298,7 @@ class Learner:
         return True
 
     def _while_waiting(self) -> tuple[Task, ...]:
-        """Return the work between steps that goes on while the loop waits for the disk as well."""
+        """Return the work between steps that also runs while the loop waits for the disk."""
         return (
             self._reporter.report_if_due,
             self._loop.rebalance_readers,
@@ -327,7 +327,7 @@ def _latest_generation(state_dir: Path) -> int:
 def _publisher(
     deployment: LearnerSpec, setup: TrainingSetup, generation: int, metrics: LoopMetrics, check: Callable[[], None]
 ) -> Publisher:
-    """Make what publishes, with the gate that judges what it publishes."""
+    """Return the publisher, with its quality gate."""
     versions = Versions(deployment.state_dir / "versions")
     versions.clean()
     reference = reference_to(deployment.model)
@@ -338,13 +338,11 @@ def _publisher(
 
 
 def _source(deployment: LearnerSpec, assignment: RankAssignment | None) -> BlockReader | MultiHostReader:
-    """Make what reads the stream, on other hosts too where they do."""
+    """Return the reader of the stream: of all hosts that read it, or of this one."""
     settings = deployment.stream, deployment.events, deployment.gate.hold_out(deployment.seed)
-    return (
-        MultiHostReader(*settings, assignment.readers)
-        if assignment is not None and assignment.readers
-        else BlockReader(*settings)
-    )
+    if assignment is not None and assignment.readers:
+        return MultiHostReader(*settings, assignment.readers)
+    return BlockReader(*settings)
 
 
 def _trainer(

@@ -25,7 +25,7 @@ from learner.training.micro_batches import idle, micro_batches
 from learner.training.optimizer_step import OptimizerStep
 from learner.training.out_of_memory import halve_micro_batch, oom_warning, release
 from learner.training.parallelism import Ranks
-from learner.training.stand_in import RankRaisedError, StandIn
+from learner.training.rank_fallback import RankFallback, RankRaisedError
 from learner.training.step_result import StepOutputs, cat
 from learner.training.step_snapshot import Snapshots, StepSnapshot
 
@@ -66,7 +66,7 @@ class Passes:
         precision: Precision,
         embedding: Embeddings | None,
         ranks: Ranks,
-        stand_in: StandIn,
+        fallback: RankFallback,
         update: OptimizerStep,
         hooks: StepHooks,
         warning: str | None = None,
@@ -89,13 +89,10 @@ class Passes:
         self._fixed = settings.deterministic
         self._attempts = _SCALE_RETRIES if precision.scaled and strategy.learns_gradient else 1
         self._ranks = ranks
-        self._stand_in = stand_in
-        self._snapshots = Snapshots(model, device)
+        self._fallback = fallback
+        self.snapshots = Snapshots(model, device)
+        """From which passes can be undone or retried."""
         self._before_micro_batch = hooks.before_micro_batch
-
-    def snapshot(self) -> StepSnapshot:
-        """Return a snapshot from which passes can be undone or retried."""
-        return self._snapshots.take()
 
     def run(self, new: Examples, old: Sequence[Examples], rows: int, before: StepSnapshot) -> StepOutputs:
         """Compute the gradient of a step and, if all is finite, update the weights; nothing else is changed.
@@ -218,7 +215,7 @@ class Passes:
     def _run_idle(self, parts: int, new: Examples, old: Sequence[Examples], weights: StepWeights) -> None:
         """Run passes of weight 0, as many as this rank has micro-batches less than others."""
         for _ in range(parts, self._ranks.weights.num_forwards(parts)):
-            before = self.snapshot()
+            before = self.snapshots.take()
             self._forward_backward(*idle(new, old), weights, StepOutputs())
             before.restore_buffers()
 
@@ -246,15 +243,15 @@ class Passes:
                 embedding_N, rows = self.embedding.captured(), len(loss.output_B)
                 outputs.embedding.append((embedding_N[:rows], embedding_N[rows:]))
             except Exception as exc:  # the user's own code may raise anything
-                if not self._stand_in.recorded(exc):
+                if not self._fallback.recorded(exc):
                     raise
         return loss.total.detach()
 
     def _run(
         self, run_pass: Callable[[Examples, Sequence[Examples]], _T], new: Examples, old: Sequence[Examples]
     ) -> _T:
-        """Run a pass; where other ranks need this one to go on, with a stand-in for events that raise."""
-        return self._stand_in.run(run_pass, new, old) if self._stand_in.able else run_pass(new, old)
+        """Run a pass; where other ranks need this one to go on, with all-zero events in place of those that raise."""
+        return self._fallback.run(run_pass, new, old) if self._fallback.able else run_pass(new, old)
 
     def _read_numbers(
         self, outputs: StepOutputs, total: Tensor, new: Examples, rows: int, before: StepSnapshot
@@ -272,7 +269,7 @@ class Passes:
                 loss_B = cat(outputs.new)[:rows] if outputs.new else self.task.loss(output_B, label_B)
                 score, loss_new = self.task.score(output_B, label_B).sum(), loss_B.sum()
             except Exception as exc:  # the user's own code may raise anything
-                if not self._stand_in.recorded(exc):
+                if not self._fallback.recorded(exc):
                     raise
                 score = loss_new = norm.new_zeros(())
             # An overflow can make running statistics non-finite while loss and gradient are finite.
@@ -281,7 +278,7 @@ class Passes:
             if self._ranks.size == 1 and self.device.type == "cpu":
                 outputs.loss, norm_, outputs.score, outputs.loss_new, *spoiled = map(Tensor.item, numbers)
             else:
-                numbers.append(norm.new_full((), self._stand_in.error is not None))
+                numbers.append(norm.new_full((), self._fallback.error is not None))
                 together = torch.stack([number.float() for number in numbers])
                 self._ranks.average([together])
                 # The one wait for the device in a step: whether it is taken has to be known before the next.

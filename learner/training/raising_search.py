@@ -34,9 +34,9 @@ class RaisingSearch:
         release(self._passes.device)
         everything = concat(events)
         self.undo(before)
-        found = raising(len(everything), lambda begin, end: self._check(everything[begin:end], before))
-        if found and (len(found) < len(everything) or self._works_on_zeros(before)):
-            raise error_of(found) from error
+        errors = raising(len(everything), lambda begin, end: self._check(everything[begin:end], before))
+        if errors and (len(errors) < len(everything) or self._works_on_zeros(before)):
+            raise error_of(errors) from error
 
     def undo(self, before: StepSnapshot) -> None:
         """Undo a pass: clear gradients, restore buffers and random generators."""
@@ -54,7 +54,7 @@ class RaisingSearch:
         """Run the passes of a step with these new events, and undo them; raises the errors of model and task."""
         padded = pad_single(events) if len(events) == 1 else events
         try:
-            self._passes.fitting(partial(self._run, padded), [[padded]], self._passes.snapshot())
+            self._passes.fitting(partial(self._run, padded), [[padded]], self._passes.snapshots.take())
         finally:
             self.undo(before)
 

@@ -31,7 +31,7 @@ from learner.training.optimizer_step import OptimizerStep
 from learner.training.parallelism import Ranks, SingleRank
 from learner.training.passes import Passes, StepHooks
 from learner.training.raising_search import RaisingSearch
-from learner.training.stand_in import RankRaisedError, StandIn
+from learner.training.rank_fallback import RankFallback, RankRaisedError
 from learner.training.step_result import StepResult
 
 _PROBES = 3
@@ -82,7 +82,7 @@ class Trainer:
         self._embedding = embedding
         self._features = [feature.name for feature in schema.features]
         self._ranks = ranks or SingleRank()
-        self._stand_in = StandIn(self._ranks)
+        self._fallback = RankFallback(self._ranks)
         self._ranks.weights.split(model)
         self.update = OptimizerStep(settings, model, precision, device, self._ranks)
         checkpoint_activations(self.model, settings.activation_checkpointing)
@@ -100,7 +100,7 @@ class Trainer:
             precision=precision,
             embedding=embedding,
             ranks=self._ranks,
-            stand_in=self._stand_in,
+            fallback=self._fallback,
             update=self.update,
             hooks=hooks,
             warning=warning,
@@ -110,7 +110,7 @@ class Trainer:
             StrategyContext(
                 model=model,
                 task=task,
-                reduce=self._stand_in.average,
+                reduce=self._fallback.average,
                 rate=self.update.rate,
                 parts=self._passes.parts,
                 probe=_probe(schema, device),
@@ -158,7 +158,7 @@ class Trainer:
         Raises:
             RaisingEventsError: model or task raises on some of them.
         """
-        before = self._passes.snapshot()
+        before = self._passes.snapshots.take()
 
         def scored(part: Examples) -> Tensor:
             self.model.eval()
@@ -174,8 +174,8 @@ class Trainer:
             if not may_be_of_events(exc):
                 raise
             before.restore()
-            if found := raising(len(old), lambda begin, end: scored(old[begin:end])):
-                raise error_of(found) from exc
+            if errors := raising(len(old), lambda begin, end: scored(old[begin:end])):
+                raise error_of(errors) from exc
             raise
         mean = score / weight.clamp_min(torch.finfo(torch.float32).tiny)
         rows, mean_score = torch.stack([labelled, mean]).tolist()
@@ -217,13 +217,13 @@ class Trainer:
             # Batch norm needs two events: the second is a copy of weight 0.
             new = pad_single(new)
         self.update.begin(self._steps)
-        before = self._passes.snapshot()
+        before = self._passes.snapshots.take()
         try:
             outputs = self._passes.run(new, old, rows, before)
         except RankRaisedError as exc:
             self._ranks.reset_comm_state()
             self._search.undo(before)
-            error = self._stand_in.take_error()
+            error = self._fallback.take_error()
             if error is None:
                 raise RaisingEventsError((), "") from exc
             self._search.raise_named(error, events, before)
@@ -280,8 +280,7 @@ class Trainer:
                 raise
             raise CheckpointError(
                 "the newest checkpoint does not fit the model or optimizer of the config; put those back, or begin "
-                "anew by "
-                f"moving the checkpoints away: {_first_clause(exc)}"
+                f"again by moving the checkpoints away: {_first_clause(exc)}"
             ) from exc
 
     def generators(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -298,7 +297,7 @@ class Trainer:
         if before == now:
             self.strategy.restore(tensors, state)
         elif before is not None:
-            log.info("the checkpoint was made under the strategy %s: %s begins with nothing of its own", before, now)
+            log.info("the checkpoint was made under the strategy %s: %s starts without state", before, now)
 
     def _embed(self, features: Tensors) -> tuple[Tensor, Tensor]:
         """Return the embeddings of events and the model's output."""

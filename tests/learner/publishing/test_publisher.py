@@ -128,7 +128,7 @@ def test_a_score_that_is_not_finite_is_left_out_of_a_manifest(
 
 def test_nothing_is_published_before_something_is_learned(make_bench: Callable[..., Bench]) -> None:
     bench = make_bench()
-    bench.publisher.publish_if_due(lambda: (0, ()), bench.snapshot)
+    bench.publisher.publish_if_due((0, ()), bench.snapshot)
     bench.publisher.publish_last((0, ()), bench.snapshot, Deadline(SOON))
     assert bench.versions.numbers() == []
 
@@ -144,7 +144,7 @@ def test_a_version_that_falls_due_while_one_is_written_is_skipped_and_counted(
     while bench.publisher.skipped < 2:
         assert time.monotonic() - published < 20
         bench.step += 1
-        bench.publisher.publish_if_due(lambda: (bench.step, ()), bench.snapshot)
+        bench.publisher.publish_if_due((bench.step, ()), bench.snapshot)
     go.set()
     bench.publish()
     assert bench.versions.numbers() == [1, 2]
@@ -162,7 +162,7 @@ def test_a_gate_that_is_slow_makes_versions_rarer_and_none_is_published_unjudged
     while bench.publisher.skipped < 3:
         assert time.monotonic() < begin + 9, "it does not rest"
         bench.step += 1
-        bench.publisher.publish_if_due(lambda: (bench.step, ()), bench.snapshot)
+        bench.publisher.publish_if_due((bench.step, ()), bench.snapshot)
     assert bench.versions.numbers() == [1]
     bench.publish()  # the last one is judged at once
     assert bench.versions.numbers() == [1, 2]
@@ -317,7 +317,7 @@ def test_a_disk_that_hangs_is_a_problem_until_it_works_again(
     monkeypatch.setattr("anabranch.core.atomic_files.os.fsync", lambda descriptor: (go.wait(20), sync(descriptor))[1])
     bench = make_bench()
     bench.step += 1
-    bench.publisher.publish_if_due(lambda: (bench.step, ()), bench.snapshot)
+    bench.publisher.publish_if_due((bench.step, ()), bench.snapshot)
     now[0] += 60
     assert bench.publisher.problem is None
     now[0] += 1

@@ -149,6 +149,7 @@ class Bench:
         replay: Mapping[str, Any] | None = None,
         strategy: Strategy | None = None,
         learner: Mapping[str, Any] | None = None,
+        task: Classification | None = None,
     ) -> None:
         self.stop, self.closed = threading.Event(), False
         self.stream = Stream(schema, blocks, self.stop)
@@ -157,7 +158,7 @@ class Bench:
         )
         registry = CollectorRegistry()
         self.metrics = LoopMetrics(IngestMetrics(registry), ReplayMetrics(registry), LearnerMetrics(registry))
-        task = Classification()
+        task = task or Classification()
         strategy = strategy or STRATEGIES["er"]()
         embedding = Embedding(model, "3") if strategy.embeds else None
         trainer = Trainer(model, task, strategy, schema, settings, CPU, choose_precision("auto", CPU), embedding)
@@ -193,7 +194,7 @@ class Bench:
         lag = LagPolicy(LagPolicySettings(), 0, source)
         monitor = StreamMonitor(settings)
         sampling = self.metrics.replay.sample
-        feed = make_feed(self.background_store, settings, 1, monitor.ratio, holdout, trainer, sampling)
+        feed = make_feed(self.background_store, settings, 1, monitor, holdout, trainer, sampling)
         parts = LoopComponents(source, trainer, monitor, feed, holdout, publisher, self.checkpointer, erasure, lag)
         self.loop = TrainingLoop(settings, parts, self.metrics)
         self.trainer, self.holdout, self.publisher, self.erasure = trainer, holdout, publisher, erasure
@@ -349,8 +350,7 @@ def test_scores_that_are_not_finite_are_left_out_and_a_restart_goes_on(
     make_bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture
 ) -> None:
     settings = {"replay_ratio": "auto", "drift": {"actions": ["raise-lr"]}}
-    bench = make_bench(120, learner=settings)
-    bench.trainer.task = Unsure(range(60))
+    bench = make_bench(120, learner=settings, task=Unsure(range(60)))
     bench.run()
     bench.finish()
     assert sum("the task's score of its events is nan" in record.getMessage() for record in caplog.records) == 1

@@ -1,4 +1,4 @@
-"""Lets a rank on which the model raises continue with all-zero events, so that no other rank waits for it forever."""
+"""Completes a step with all-zero events on a rank where the model raises, so that no other rank waits for it."""
 
 import traceback
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ class RankRaisedError(Exception):
     """The model raised on some rank in a step; every rank raises this at the same point, at the end of the step."""
 
 
-class StandIn:
+class RankFallback:
     """Completes a step of several ranks when the model raises on one of them. Such a step is undone.
 
     With sharded weights that is impossible: in the middle of a pass the other ranks need this rank's shard of the next
@@ -30,7 +30,7 @@ class StandIn:
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self.able = ranks.size > 1 and not ranks.weights.sharded
-        """Whether `run` can complete a pass that raises; if not, passes need not be run by it."""
+        """Whether `run` can complete a pass that raises."""
         self._averaged = 0
         self._skipped = 0
         self.error: Exception | None = None
