@@ -16,7 +16,7 @@ TORCH_CPU_INDEX = https://download.pytorch.org/whl/cpu
 PYTHONS = $(if $(PYTHON),$(PYTHON),python3 python3.14 python3.13 python3.12 python3.11 python)
 FITS = import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 15))
 
-# Scripts in a .venv name its place, so one that was copied or moved from elsewhere does not work here.
+# Scripts in a .venv contain its path, so one that was copied or moved from elsewhere does not work here.
 HERE = $(shell .venv/bin/python -c "" 2>/dev/null && cat .venv/.place 2>/dev/null)
 AGAIN = $(if $(filter-out x$(CURDIR),x$(HERE)),again)
 

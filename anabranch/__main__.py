@@ -11,10 +11,10 @@ def main() -> int:
     """Run the command line and return its exit code."""
     if os.getpid() == 1:
         # The kernel keeps from the first process of a container every signal that it has no handler for, and loading
-        # takes seconds in which a container may be told to stop.
+        # takes seconds in which a container may be stopped.
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     refuse_intruders()
-    # Not before, since it imports the packages whose place an intruder may have taken.
+    # Not before, since it imports packages that an intruder may hide.
     from anabranch.cli import app as cli
 
     return cli.main()

@@ -35,6 +35,7 @@ from learner.model.task import Classification
 from learner.strategies.examples import examples_of
 from learner.strategies.registry import STRATEGIES
 from learner.training.trainer import Trainer
+from replay.fake import add_now, plan_ahead
 from replay.store import Store
 
 BATCH = 64
@@ -63,7 +64,7 @@ class Arm:
         if self._cold is not None:
             self.store.tiers.sync()
             drop_page_cache(self._cold)
-        self.store.plan_ahead(self._step, BATCH)
+        plan_ahead(self.store, self._step, BATCH)
         waited = self.store.tiers.stats.stall_seconds
         begin = time.perf_counter()
         for _ in range(steps):
@@ -72,8 +73,8 @@ class Arm:
             self._trainer.step(self._trainer.examples(new), examples_of(draw, (len(draw),)))
             self._step += 1
             self._next += BATCH
-            self.store.add_now(new, PARTITIONS)
-            self.store.plan_ahead(self._step, BATCH)
+            add_now(self.store, new, PARTITIONS)
+            plan_ahead(self.store, self._step, BATCH)
         seconds = time.perf_counter() - begin
         return steps / seconds, (self.store.tiers.stats.stall_seconds - waited) / seconds
 

@@ -139,7 +139,7 @@ def _steps(
         index.remove(out)
         taken = index.add(out, new, step)
         index.add(again, renewed, step)
-        if index.ask(step, queries, K):
+        if index.query(step, queries, K):
             asked[step] = before
         answers = index.answers()
         index.stale(BATCH)
@@ -155,7 +155,7 @@ def _steps(
 
 
 def _recall(index: NeighbourClient, embedding: np.ndarray, queries: np.ndarray) -> float:
-    index.ask(-1, queries, K)
+    index.query(-1, queries, K)
     found: list[np.ndarray] = []
     while not found:
         time.sleep(0.001)

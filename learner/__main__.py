@@ -13,7 +13,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from anabranch.runtime.daemon import enter, leave
+from anabranch.runtime.daemon import enter, exit_at_once
 
 if TYPE_CHECKING:
     from anabranch.config.loader import Config
@@ -161,4 +161,4 @@ def deployment_of(config: "Config", rows: int | None = None) -> "LearnerSpec":
 
 
 if __name__ == "__main__":
-    leave(main())
+    exit_at_once(main())

@@ -74,7 +74,7 @@ class TrainingSetup:
     @property
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments of `Trainer`."""
-        return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "output_shape"}
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "output_shape"}
 
     @property
     def leaves_some_out(self) -> bool:

@@ -3,17 +3,26 @@
 `RULES` has all conflicts. The conformance suite runs each other combination.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ingest.config import StreamSettings
-from learner.config import DeviceSharingSettings, LearnerSettings, StrategySettings
+from learner.config import WITHOUT_REPLAY, DeviceSharingSettings, LearnerSettings
 from replay.config import COMPARING, ReplaySettings
 
 Point = Mapping[str, Any]
 """The values of one configuration, by the names of their keys."""
-Test = Callable[[Any], bool]
+
+
+class Except:
+    """All values of a key but these; a key without a value is in none."""
+
+    def __init__(self, *values: Any) -> None:
+        self._values = None, *values
+
+    def __contains__(self, value: object) -> bool:
+        return value not in self._values
 
 
 @dataclass(frozen=True)
@@ -21,72 +30,16 @@ class Conflict:
     """Two keys and their values that exclude each other; the first key is the one to change."""
 
     key: str
-    values: Test
+    values: Container[Any]
     other: str
-    others: Test
+    others: Container[Any]
     why: str
     way_out: str
 
 
-def _on(value: Any) -> bool:
-    return bool(value)
-
-
-def _many(value: Any) -> bool:
-    return value is not None and value > 1
-
-
-def _is_agem(value: Any) -> bool:
-    return bool(value == "agem")
-
-
-def _given(value: Any) -> bool:
-    return bool(value != "none")
-
-
-def _fsdp(value: Any) -> bool:
-    return bool(value == "fsdp")
-
-
-def _zero1(value: Any) -> bool:
-    return bool(value == "zero1")
-
-
-def _needs_whole(value: Any) -> bool:
-    return value not in {"none", "er", "er-ace", "der", "der++"}
-
-
-def _is_auto(value: Any) -> bool:
-    return bool(value == "auto")
-
-
-def _is_adafactor(value: Any) -> bool:
-    return bool(value == "adafactor")
-
-
-def _fp16(value: Any) -> bool:
-    return bool(value == "fp16")
-
-
-def _compares(value: Any) -> bool:
-    return value in COMPARING
-
-
-def _thins(value: Any) -> bool:
-    return value not in (None, "train-all")
-
-
-def _stores_only(value: Any) -> bool:
-    return bool(value == "store-only")
-
-
-def _at_layers(value: Any) -> bool:
-    return bool(value == "layer")
-
-
-def _samples_nothing(value: Any) -> bool:
-    return not StrategySettings(name=value).replays
-
+_ON, _MANY, _SET = Except(False, []), Except(1), Except("none")
+_NEEDS_ALL = Except("none", "er", "er-ace", "der", "der++")
+"""Strategies that work on all weights or gradients at once."""
 
 _RECOMPUTED = "the compiler does not support modules that recompute their activations"
 _UNCAPTURED = "embeddings are captured from a module while it runs, which compiled code does not support"
@@ -99,7 +52,7 @@ _UNPICKLES = "torch unpickles the data that replicas exchange for it, which must
 _BY_CLOCK = "whether the learner is behind depends on a clock"
 _NO_STORE = "that strategy has no store"
 _NO_SCALE = "replicas agree on the loss scale when they exchange gradients"
-_PARTS = "it needs full weights or gradients, of which each replica has a shard"
+_PARTS = "it needs full weights or gradients, and each replica has a shard of them"
 _GATHERED = "the compiler does not support modules that are gathered from shards"
 _OWN_EXCHANGE = "sharded modules exchange gradients in their own way"
 _ONE_SCALE = "replicas with shards of the gradients would scale losses differently"
@@ -107,36 +60,38 @@ _ALL_RUN = "all replicas have to run a sharded model, and only the first scores 
 _HALF_RUN = "a sharded model can only be run in full"
 _FUSED = "compiled code runs across the borders of layers"
 _ALONE = "a standby replaces one process"
-_SHAPES = "it keeps averages over rows and columns, of which each shard has a part"
+_SHAPES = "it keeps averages over rows and columns, and each shard has a part of them"
 
 RULES = (
-    Conflict("learner.compile", _on, "learner.activation_checkpointing", _on, _RECOMPUTED, "set one of them to false"),
-    Conflict("learner.compile", _on, "learner.strategy", _is_agem, _TWICE, "set it to false"),
-    Conflict("learner.compile", _on, "replay.sampling", _compares, _UNCAPTURED, "set it to false"),
-    Conflict("learner.compile", _on, "replay.admission", _compares, _UNCAPTURED, "set it to false"),
-    Conflict("replay.sampling", _compares, "learner.deterministic", _on, _LATE, 'take "uniform"'),
-    Conflict("replay.admission", _compares, "learner.deterministic", _on, _LATE, 'take "reservoir"'),
-    Conflict("learner.compile", _on, "learner.deterministic", _on, _COMPILED, "set it to false"),
-    Conflict("learner.comm_hook", _given, "learner.sync_every", _many, _NO_GRADIENTS, 'write "none"'),
-    Conflict("learner.sharding", _given, "learner.sync_every", _many, _NO_GRADIENTS, 'write "none"'),
-    Conflict("learner.strategy", _needs_whole, "learner.sharding", _fsdp, _PARTS, 'take "er"'),
-    Conflict("learner.optimizer", _is_adafactor, "learner.sharding", _fsdp, _SHAPES, 'take "adamw"'),
-    Conflict("learner.compile", _on, "learner.sharding", _fsdp, _GATHERED, "set it to false"),
-    Conflict("learner.comm_hook", _given, "learner.sharding", _fsdp, _OWN_EXCHANGE, 'write "none"'),
-    Conflict("learner.precision", _fp16, "learner.sharding", _fsdp, _ONE_SCALE, 'write "bf16" or "fp32"'),
-    Conflict("learner.replay_ratio", _is_auto, "learner.sharding", _fsdp, _ALL_RUN, "write a number"),
-    Conflict("replay.sampling", _compares, "learner.sharding", _fsdp, _HALF_RUN, 'take "uniform"'),
-    Conflict("replay.admission", _compares, "learner.sharding", _fsdp, _HALF_RUN, 'take "reservoir"'),
-    Conflict("learner.precision", _fp16, "learner.sync_every", _many, _NO_SCALE, 'write "bf16" or "fp32"'),
-    Conflict("learner.replicas", _many, "learner.deterministic", _on, _ROUNDED, "set it to 1"),
-    Conflict("device_sharing.yield_at", _at_layers, "learner.compile", _on, _FUSED, 'write "micro-batch"'),
-    Conflict("learner.hosts", _many, "learner.deterministic", _on, _ROUNDED, "set it to 1"),
-    Conflict("learner.standby", _on, "learner.replicas", _many, _ALONE, "set it to false"),
-    Conflict("learner.standby", _on, "learner.hosts", _many, _ALONE, "set it to false"),
-    Conflict("learner.sharding", _zero1, "learner.hosts", _many, _UNPICKLES, 'write "none" or "fsdp"'),
-    Conflict("stream.lag_policy.action", _thins, "learner.deterministic", _on, _BY_CLOCK, 'write "train-all"'),
+    Conflict("learner.compile", _ON, "learner.activation_checkpointing", _ON, _RECOMPUTED, "set one of them to false"),
+    Conflict("learner.compile", _ON, "learner.strategy", ("agem",), _TWICE, "set it to false"),
+    Conflict("learner.compile", _ON, "replay.sampling", COMPARING, _UNCAPTURED, "set it to false"),
+    Conflict("learner.compile", _ON, "replay.admission", COMPARING, _UNCAPTURED, "set it to false"),
+    Conflict("replay.sampling", COMPARING, "learner.deterministic", _ON, _LATE, 'take "uniform"'),
+    Conflict("replay.admission", COMPARING, "learner.deterministic", _ON, _LATE, 'take "reservoir"'),
+    Conflict("learner.compile", _ON, "learner.deterministic", _ON, _COMPILED, "set it to false"),
+    Conflict("learner.comm_hook", _SET, "learner.sync_every", _MANY, _NO_GRADIENTS, 'write "none"'),
+    Conflict("learner.sharding", _SET, "learner.sync_every", _MANY, _NO_GRADIENTS, 'write "none"'),
+    Conflict("learner.strategy", _NEEDS_ALL, "learner.sharding", ("fsdp",), _PARTS, 'take "er"'),
+    Conflict("learner.optimizer", ("adafactor",), "learner.sharding", ("fsdp",), _SHAPES, 'take "adamw"'),
+    Conflict("learner.compile", _ON, "learner.sharding", ("fsdp",), _GATHERED, "set it to false"),
+    Conflict("learner.comm_hook", _SET, "learner.sharding", ("fsdp",), _OWN_EXCHANGE, 'write "none"'),
+    Conflict("learner.precision", ("fp16",), "learner.sharding", ("fsdp",), _ONE_SCALE, 'write "bf16" or "fp32"'),
+    Conflict("learner.replay_ratio", ("auto",), "learner.sharding", ("fsdp",), _ALL_RUN, "write a number"),
+    Conflict("replay.sampling", COMPARING, "learner.sharding", ("fsdp",), _HALF_RUN, 'take "uniform"'),
+    Conflict("replay.admission", COMPARING, "learner.sharding", ("fsdp",), _HALF_RUN, 'take "reservoir"'),
+    Conflict("learner.precision", ("fp16",), "learner.sync_every", _MANY, _NO_SCALE, 'write "bf16" or "fp32"'),
+    Conflict("learner.replicas", _MANY, "learner.deterministic", _ON, _ROUNDED, "set it to 1"),
+    Conflict("device_sharing.yield_at", ("layer",), "learner.compile", _ON, _FUSED, 'write "micro-batch"'),
+    Conflict("learner.hosts", _MANY, "learner.deterministic", _ON, _ROUNDED, "set it to 1"),
+    Conflict("learner.standby", _ON, "learner.replicas", _MANY, _ALONE, "set it to false"),
+    Conflict("learner.standby", _ON, "learner.hosts", _MANY, _ALONE, "set it to false"),
+    Conflict("learner.sharding", ("zero1",), "learner.hosts", _MANY, _UNPICKLES, 'write "none" or "fsdp"'),
     Conflict(
-        "stream.lag_policy.action", _stores_only, "learner.strategy", _samples_nothing, _NO_STORE, 'write "sample"'
+        "stream.lag_policy.action", Except("train-all"), "learner.deterministic", _ON, _BY_CLOCK, 'write "train-all"'
+    ),
+    Conflict(
+        "stream.lag_policy.action", ("store-only",), "learner.strategy", WITHOUT_REPLAY, _NO_STORE, 'write "sample"'
     ),
 )
 
@@ -160,7 +115,7 @@ def conflicts(chosen: Point) -> Iterator[tuple[str, str]]:
     """Yield the conflicts: the key to change, and one sentence with the values and the way out."""
     for rule in RULES:
         value, other = chosen.get(rule.key), chosen.get(rule.other)
-        if rule.values(value) and rule.others(other):
+        if value in rule.values and other in rule.others:
             clash = f"{rule.key} = {_toml(value)} does not go with {rule.other} = {_toml(other)}"
             yield rule.key, f"{clash}: {rule.why}; {rule.way_out}"
 

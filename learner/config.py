@@ -14,6 +14,8 @@ from ingest.config import HoldOut
 
 _HOLDOUT_SALT = 0x5F3759DF
 _IMPORT_STRING = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"
+WITHOUT_REPLAY = frozenset({"none", "ewc", "lwf", "slda", "ncm"})
+"""The strategies that replay no old events."""
 TASK_NAMES = ("classification", "multilabel", "regression")
 """The tasks that come with the learner."""
 
@@ -81,7 +83,7 @@ class StrategySettings(BaseModel):
     @property
     def replays(self) -> bool:
         """Whether there is a store that old events are sampled from."""
-        return self.name not in {"none", "ewc", "lwf", "slda", "ncm"}
+        return self.name not in WITHOUT_REPLAY
 
     @property
     def keeps_output(self) -> bool:

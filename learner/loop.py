@@ -192,7 +192,7 @@ class TrainingLoop:
     def count(self) -> None:
         """Count the outcomes that were settled since the last time, for several steps at once."""
         self.ledger.count()
-        self._counters.move(self.ledger.partitions)
+        self._counters.update(self.ledger.partitions)
 
     def _train(self, batch: Batch, replay: Replay) -> tuple[Replay, StepResult | None]:
         """Step without the events on which the model raises, as if they had not come.
@@ -271,10 +271,10 @@ class TrainingLoop:
             self._parts.erasure.register_partitions(partitions, lambda: self.ledger.positions)
             for index, partition in enumerate(partitions):
                 if index == len(self.ledger.partitions):
-                    self.ledger.take_up(partition.name, partition.start)
-                self.ledger.partitions[index].meet(partition.end, partition.topic_id)
-            self._counters.meet(self.ledger.partitions)
-        self._parts.lag.look(self.ledger.partitions, self.ledger.take_moved())
+                    self.ledger.add_partition(partition.name, partition.start)
+                self.ledger.partitions[index].update_end(partition.end, partition.topic_id)
+            self._counters.register_partitions(self.ledger.partitions)
+        self._parts.lag.update(self.ledger.partitions, self.ledger.take_moved())
 
     @property
     def micro_batch_size(self) -> int | None:
@@ -386,7 +386,7 @@ class TrainingLoop:
             trained_through=self.ledger.trained_through,
             holdout=self._parts.holdout.held,
             accuracy_now=self.monitor.prequential.mean,
-            learned=self.ledger.take_learned(),
+            learned=self.ledger.take_newly_trained(),
         )
 
     def publish_if_due(self) -> None:

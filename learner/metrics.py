@@ -10,7 +10,7 @@ from learner.state_dir.report import LearnerReport, PartitionReport
 
 def _by_partition(read: Callable[[PartitionReport], int]) -> Callable[[LearnerReport], dict[tuple[str, str], float]]:
     """Return a function that reads a number of each partition, by topic and partition."""
-    return lambda report: {name.rpartition(":")[::2]: read(each) for name, each in report.partitions.items()}
+    return lambda report: {name.rpartition(":")[::2]: read(partition) for name, partition in report.partitions.items()}
 
 
 REPORT_METRICS: Sequence[StateGauge[LearnerReport]] = (

@@ -49,18 +49,18 @@ class RaisingEvents:
         """
         count = len(batch)
         raised = np.zeros(count + sum(map(len, replay.examples)), np.bool_)
-        raised[error.places] = True
+        raised[error.indices] = True
         new, old = raised[:count], raised[count:]
         if old.any():
             replay, records = self._replay.remove(replay, old)
             self._metric.labels("replay").inc(len(records))
-            self.raised.log("which are replayed no more", self._names(records), error.said)
+            self.raised.log("which are replayed no more", self._names(records), error.message)
         if rows := int(new.sum()):
             skipped = {name: batch.new[name][new] for name in ("partition", "offset")}
             batch.skip(new, SkipReason.MODEL)
             self._metric.labels("new").inc(rows)
-            self.raised.add(rows_new + self.raised.new + rows, rows, error.said)
-            self.raised.log("which are skipped", self._names(skipped), error.said)
+            self.raised.add(rows_new + self.raised.new + rows, rows, error.message)
+            self.raised.log("which are skipped", self._names(skipped), error.message)
         return replay
 
     def clean_holdout(self) -> None:

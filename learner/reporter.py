@@ -14,6 +14,7 @@ from learner.runtime.heartbeat import Heartbeat
 from learner.state_dir.lock import check_generation
 from learner.state_dir.report import LearnerReport, write_report
 from replay.background_store import BackgroundStore
+from replay.store import Store
 
 _EVERY_SECONDS = 0.5
 _RATE_MARKS = 10
@@ -95,12 +96,24 @@ class Reporter:
         """
         check_generation(self._state_dir, self._generation)
         self._loop.count()
-        loop, parts, publisher = self._loop, self._parts, self._parts.publisher
         store = None if self._store is None else self._store.flush()
         if store is not None:
             store.flush_pending()  # so that it holds all events that the steps so far have added
+            self._metrics.replay.update(store)
+        report = self._report(store)
+        self._metrics.learner.report.update(report)
+        try:
+            write_report(self._state_dir, report)
+        except OSError as exc:
+            self.problem = f"{self._state_dir} cannot be written to: {exc.strerror or exc}"
+        else:
+            self.problem = None
+
+    def _report(self, store: Store | None) -> LearnerReport:
+        loop, parts, publisher = self._loop, self._parts, self._parts.publisher
         windows, groups = self._windows(), publisher.evaluation.groups
-        report = LearnerReport(
+        lag_time = parts.source.oldest_ends_time
+        return LearnerReport(
             pid=os.getpid(),
             launcher=self._launcher,
             generation=self._generation,
@@ -118,7 +131,7 @@ class Reporter:
             unknown_fields=parts.source.unknown_fields,
             letters_dropped=dict(parts.source.letters_dropped),
             lag_seconds=parts.lag.seconds,
-            lag_age_seconds=None if (asked := parts.source.oldest_told) is None else time.monotonic() - asked,
+            lag_age_seconds=None if lag_time is None else time.monotonic() - lag_time,
             behind=parts.lag.behind,
             partitions=dict(loop.ledger.reports()),
             accuracy=windows if self._classification else {},
@@ -150,15 +163,6 @@ class Reporter:
             versions_published=publisher.published,
             publish_skipped=publisher.skipped,
         )
-        self._metrics.learner.report.update(report)
-        if store is not None:
-            self._metrics.replay.update(store)
-        try:
-            write_report(self._state_dir, report)
-        except OSError as exc:
-            self.problem = f"{self._state_dir} cannot be written to: {exc.strerror or exc}"
-        else:
-            self.problem = None
 
     def _windows(self) -> dict[str, float]:
         """Mean scores: of new events before training on them, and of the holdout set."""

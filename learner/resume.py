@@ -1,4 +1,4 @@
-"""What a learner goes on from: the newest checkpoint that is whole, without what was erased since."""
+"""The state that a learner resumes from: the newest undamaged checkpoint, without the events erased since."""
 
 import logging
 from collections.abc import Sequence
@@ -28,15 +28,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """What there is of an earlier life.
+    """The checkpoint that a learner resumes from, if there is one.
 
     Attributes:
-        checkpoints: where checkpoints lie.
-        found: the number of the checkpoint that is gone on from, and the checkpoint; None where learning begins anew.
-        contents: what it has of the store.
-        segments: the parts that those lie in.
-        less: events that it has and that are erased by now: of the store, and of the holdout set.
-        first: whether no checkpoint names anything that a store has left.
+        checkpoints: all checkpoints.
+        found: the number of the checkpoint, and the checkpoint; None if there is none.
+        contents: the checkpoint's snapshot of the store.
+        segments: the files of the snapshot.
+        less: numbers of events that were erased since, and are left out: of the store, and of the holdout set.
+        first: whether no checkpoint names an event of the store, so that its files are not needed.
     """
 
     checkpoints: Checkpoints
@@ -48,14 +48,14 @@ class ResumePoint:
 
     @classmethod
     def newest(cls, checkpoints: Checkpoints, written: ErasureLog) -> "ResumePoint":
-        """Read the newest checkpoint that is whole; raises CheckpointError where it cannot be used."""
+        """Read the newest undamaged checkpoint; raises CheckpointError when it cannot be used."""
         checkpoints.clean()
         found = checkpoints.newest()
         if found is None:
             return cls(checkpoints, None, None, (), (0, 0), first=True)
-        number, whole = found
-        check_age(number, whole, written)
-        checkpoint, less = without_erased(whole, written.erased)
+        number, complete = found
+        check_age(number, complete, written)
+        checkpoint, less = without_erased(complete, written.erased)
         contents, segments = unpack(checkpoint) or (None, ())
         return cls(
             checkpoints,
@@ -67,11 +67,11 @@ class ResumePoint:
         )
 
     def store(self, deployment: LearnerSpec, bench: TrainingSetup, ranks: int) -> Store | None:
-        """Compose the store of so many ranks, with what the checkpoint has of it; None where nothing is replayed.
+        """Build the store for `ranks` ranks, with the checkpoint's events; None when the strategy replays nothing.
 
         Raises:
-            SettingsError: the stored events lack what the strategy wants of them, or the store cannot be had.
-            DependencyError: it cannot be had for now.
+            SettingsError: the stored events lack an output that the strategy requires, or the store cannot be built.
+            DependencyError: a tier of the store cannot be reached.
         """
         strategy = bench.strategy
         if not strategy.replays:
@@ -88,34 +88,34 @@ class ResumePoint:
             dim=bench.embedding.captured().shape[1] if bench.embedding is not None else None,
             keys=f"{deployment.name}:{RANK}",
             first=self.first,
-            step=most_offered(deployment.learner, deployment.stream, ranks),
+            step=most_added(deployment.learner, deployment.stream, ranks),
         )
 
     def restore(self, loop: TrainingLoop) -> None:
-        """Have the loop go on from the checkpoint, if there is one."""
+        """Restore the checkpoint into the loop, if there is one."""
         if self.found is None:
-            log.info("there is no checkpoint in %s: learning begins anew", self.checkpoints.path)
+            log.info("there is no checkpoint in %s: learning starts from the beginning", self.checkpoints.path)
             return
         number, checkpoint = self.found
         loop.restore(checkpoint)
         if checkpoint.begins:
             log.info(
-                "checkpoint %d says where the stream is begun, and nothing is learned yet: learning begins there",
+                "checkpoint %d has the start of the stream, and nothing is learned yet: learning starts there",
                 number,
             )
         else:
             log.info("going on from checkpoint %d at step %d", number, checkpoint.step)
 
 
-def check_columns(number: int, checkpoint: Checkpoint, wanted: list[int] | None, strategy: str) -> None:
-    """Raise SettingsError unless the events that a checkpoint has stored have the output that the strategy wants, or
-    none."""
-    before = checkpoint.state.get(OUTPUT)
-    if before != wanted:
+def check_columns(number: int, checkpoint: Checkpoint, required: list[int] | None, strategy: str) -> None:
+    """Raise SettingsError unless the stored events of a checkpoint have the output that the strategy requires, or none
+    if it requires none."""
+    stored = checkpoint.state.get(OUTPUT)
+    if stored != required:
         raise SettingsError(
-            f'learner.strategy = "{strategy}" wants {_output(wanted)} kept with each stored event, and checkpoint '
-            f"{number} has {_output(before)}; put back the strategy and model of the checkpoint, or begin anew by "
-            "moving the checkpoints away"
+            f'learner.strategy = "{strategy}" requires {_output(required)} with each stored event, and checkpoint '
+            f"{number} has {_output(stored)}; put back the strategy and model of the checkpoint, or move the "
+            "checkpoints away to start again"
         )
 
 
@@ -123,8 +123,8 @@ def _output(shape: list[int] | None) -> str:
     return "no output of the model" if shape is None else f"an output of shape {shape}"
 
 
-def most_offered(learner: LearnerSettings, stream: StreamSettings, ranks: int) -> int:
-    """Return how many events a step of so many ranks trains on and stores without it, at most."""
+def most_added(learner: LearnerSettings, stream: StreamSettings, ranks: int) -> int:
+    """Return the largest number of events that a step of `ranks` ranks adds to the store."""
     trained = learner.batch_size * ranks
     if stream.unlabelled != "store" and stream.lag_policy.action != "store-only":
         return trained

@@ -204,7 +204,9 @@ class Learner:
             resumed = ResumePoint.newest(checkpoints, written)
         store = resumed.store(deployment, self._setup, self._ranks)
         # Two threads must not launch work on Metal at once.
-        background = BackgroundStore(store, beside=self._setup.device.type != "mps") if store is not None else None
+        background = (
+            BackgroundStore(store, in_background=self._setup.device.type != "mps") if store is not None else None
+        )
         if background is not None:
             self._stack.callback(background.close)
         self._trainer.set_losses_needed(needed=background is not None and background.listens)

@@ -1,11 +1,9 @@
 """Runs store updates in a background thread, in call order.
 
-A step only enqueues them. The thread starts once the next step has its sample, and normally ends before the step after
-that needs one. So timing does not influence what is held or sampled: both are the same as without the thread.
+A step only enqueues them. They start once the next step has its sample, and normally end before the step after that
+needs one. Timing does not influence which events are held or sampled: they are the same as without the thread.
 """
 
-import queue
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -14,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anabranch.core.errors import AnabranchError
+from anabranch.core.job_thread import JobThread
 from ingest.events.block import Array
 from ingest.events.partition import TopicPartition
 from replay.checkpoint.capture import CapturedStore
@@ -36,8 +35,8 @@ class BackgroundStore:
     the background thread is done, and counts that as waiting for a slower tier. Constants may be read at any time.
     """
 
-    def __init__(self, store: Store, *, beside: bool = True) -> None:
-        """Take a store; `beside`: run jobs in a background thread, else within `sample`."""
+    def __init__(self, store: Store, *, in_background: bool = True) -> None:
+        """Take a store; `in_background`: run jobs in a background thread, else within `sample`."""
         self._store = store
         self._jobs: list[_Job] = []
         self._added = 0
@@ -46,13 +45,9 @@ class BackgroundStore:
         self._through = store.planner.planned_through
         """The last step that is planned once the jobs are done."""
         self._due = False
-        self._busy = threading.Lock()
-        self._batches: queue.SimpleQueue[list[_Job] | None] = queue.SimpleQueue()
         self._failed: BaseException | None = None
-        self._thread: threading.Thread | None = None
-        if beside:
-            self._thread = threading.Thread(target=self._run, name="store", daemon=True)
-            self._thread.start()
+        self._in_background = in_background
+        self._thread = JobThread("store")
         self.listens = store.listens
         """Whether `update_priorities` changes anything."""
         self.fields = store.fields
@@ -74,7 +69,7 @@ class BackgroundStore:
 
     @property
     def problem(self) -> str | None:
-        """One sentence on what does not work as it should; any thread may ask."""
+        """One sentence on what does not work, else None; any thread may ask."""
         return self._store.problem
 
     def add(
@@ -93,7 +88,7 @@ class BackgroundStore:
             self._due = bool(self._jobs)
 
     def plan_ahead(self, step: int, n: int | Callable[[int], int]) -> None:
-        """Plan for the steps from `step` on, as `Store.plan_ahead` does."""
+        """Plan for the steps from `step` on, as `SamplePlanner.blocks` says; drop the plans for earlier steps."""
         self._step = step
         missing = self._through < step + AHEAD - 1
         blocks = self._store.planner.blocks(step, self._through, n) if missing else []
@@ -126,7 +121,7 @@ class BackgroundStore:
         self._due = True
 
     def query_neighbours(self, step: int, embedding: NDArray[np.float32]) -> None:
-        """Search held events near to new ones, as `Store.query_neighbours` does."""
+        """Search held events near new ones, as `Store.query_neighbours` does."""
         self._jobs.append(partial(self._store.query_neighbours, step, embedding))
 
     def has_room(self) -> bool:
@@ -138,18 +133,16 @@ class BackgroundStore:
         return self._at_rest().slots.waiting * checkpoints > self.spare
 
     def contents(self, held: CapturedStore) -> tuple[StoreState, StoreDelta]:
-        """Return the captured state, as `Store.contents` does; in any thread."""
+        """Return the captured state, as `Store.contents` does; any thread may call it."""
         return self._store.contents(held)
 
     def mark_named(self) -> None:
-        """Have the store's files marked as named by a checkpoint, as `TierHierarchy.mark_named` does; in any thread."""
+        """Mark the store's files as named by a checkpoint, as `TierHierarchy.mark_named` does. Any thread."""
         self._store.tiers.mark_named()
 
     def close(self) -> None:
-        """End the thread without the jobs that have not begun, and close the store."""
-        if self._thread is not None:
-            self._batches.put(None)
-            self._thread.join()
+        """End the thread, drop the jobs that have not begun, and close the store."""
+        self._thread.close()
         self._store.close()
 
     def _with_plan(self, step: int) -> Store:
@@ -162,12 +155,9 @@ class BackgroundStore:
         return store
 
     def _at_rest(self) -> Store:
-        """Return the store, once the thread does not use it; jobs may be pending."""
-        if self._busy.locked():
-            begin = time.perf_counter()
-            with self._busy:
-                pass
-            self._store.tiers.stats.stall_seconds += time.perf_counter() - begin
+        """Return the store once the thread does not use it; jobs may be pending."""
+        if self._thread.busy:
+            self._store.tiers.stats.stall_seconds += self._thread.wait()
         self._raise()
         return self._store
 
@@ -176,14 +166,13 @@ class BackgroundStore:
         return jobs
 
     def _begin(self) -> None:
-        """Run the enqueued jobs, in the thread if there is one."""
+        """Run the enqueued jobs, in the background thread if that is to be used."""
         self._at_rest()
-        if self._thread is None:
+        if self._in_background:
+            self._thread.submit(partial(self._do_in_background, self._take()))
+        else:
             self._do(self._take())
             self._raise()
-        else:
-            self._busy.acquire()
-            self._batches.put(self._take())
 
     def _do(self, jobs: list[_Job]) -> None:
         """Run jobs, and release each once it is done. After one that fails no other runs."""
@@ -200,12 +189,10 @@ class BackgroundStore:
             raise self._failed
         if self._failed is not None:
             failure = f"{type(self._failed).__name__}: {self._failed}"
-            raise StoreFailedError(f"the replay store failed beside a step: {failure}") from self._failed
+            raise StoreFailedError(f"the replay store failed in the background of a step: {failure}") from self._failed
 
-    def _run(self) -> None:
+    def _do_in_background(self, jobs: list[_Job]) -> None:
         stats = self._store.tiers.stats
-        while (jobs := self._batches.get()) is not None:
-            waited = stats.stall_seconds
-            self._do(jobs)
-            stats.stall_seconds = waited  # no step has waited while this thread did
-            self._busy.release()
+        waited = stats.stall_seconds
+        self._do(jobs)
+        stats.stall_seconds = waited  # no step waited while this thread did

@@ -19,16 +19,16 @@ from replay.reservoir.event_table import EventTable
 from replay.reservoir.quotas import Quotas
 from replay.row_layout import Fields, RowLayout
 from replay.snapshot import StoreSnapshot
-from replay.store import MOST_INSERTED, Store
+from replay.store import MAX_INSERTED, Store
 from replay.tiers.memory import MemoryTier
 from replay.tiers.registry import kind_with, kinds_of
 from replay.tiers.tier import SlowTier, TierContext, TierFactory
 
 _EVENTS_A_CLUSTER = 64
 _ROOMY = 65_536
-"""Slots for events that are replaced between checkpoints, where a slower tier has them to give."""
-_SAMPLED_EVENLY = {"uniform"}
-"""Samplers under which no event is sampled more often than another, so that a cache need not follow them."""
+"""Further slots for events that are replaced between checkpoints, if the primary tier has enough."""
+_EVEN_SAMPLERS = {"uniform"}
+"""Samplers that sample all events equally often, so that no row is worth more in the cache than another."""
 
 log = logging.getLogger(__name__)
 
@@ -47,41 +47,40 @@ def build_store(
     first: bool = False,
     step: int = 0,
 ) -> Store:
-    """Return the store, with what a checkpoint has of it.
+    """Return the store, restored from a checkpoint if there is one.
 
     Args:
         settings: `[replay]`.
         schema: of the events.
         device: the learner's.
-        seed: of what is kept and sampled.
-        folder: of the files of tiers; needed where there is a tier with files, or `contents` is of one.
-        contents: of the checkpoint to go on from; None begins empty.
-        extra: further columns to keep of each event beside the schema's, such as logits: dtype and shape by name.
-        dim: numbers of the model's embedding; None where there is none.
-        keys: what its keys on servers begin with, and no other's do; needed where there is a tier on a server.
-        first: whether there is no checkpoint that could name what earlier processes have left on servers.
-        step: events that a step may add; `has_room` tells whether they find slots, which are there after some
-            checkpoints.
+        seed: of admission and sampling.
+        folder: of the files of tiers; needed if a tier has files, or `contents` names one.
+        contents: of the checkpoint to restore; None starts empty.
+        extra: further columns to keep of each event, such as logits: dtype and shape by name.
+        dim: numbers of the model's embedding; None if it has none.
+        keys: the prefix of its keys on servers, and of no others; needed if a tier is on a server.
+        first: whether there is no checkpoint that could name rows of earlier processes on servers.
+        step: events that a step may add; `has_room` returns whether there are slots for them.
 
     Raises:
-        SettingsError: the bytes cannot hold a single event or cannot be had, or the contents do not fit or are gone.
-        DependencyError: a server is to hold the contents, and does not answer.
+        SettingsError: the bytes are too few for one event or cannot be allocated; the contents do not fit or are gone.
+        DependencyError: a server that has the contents does not answer.
     """
     layout = RowLayout({**schema.payload(), **(extra or {})})
     kinds = kinds_of(settings, TierContext(folder, keys, layout.row_bytes, pinned=device.type == "cuda"))
     chain = {name: kind for name, kind in kinds.items() if name in settings.slower}
     k, count = _size(settings, chain, layout.row_bytes, step)
     with contextlib.ExitStack() as opened:
-        has_it = kind_with(contents, kinds.values())
+        owner = kind_with(contents, kinds.values())
         for kind in kinds.values():
-            kind.connect(opened, needed=kind is has_it or kind in [*chain.values()][-1:])
-        source = has_it.open_existing(contents) if has_it is not None and contents is not None else None
+            kind.connect(opened, needed=kind is owner or kind in [*chain.values()][-1:])
+        source = owner.open_existing(contents) if owner is not None and contents is not None else None
         slow = _slow([*chain.values()], source, count)
         if source is not None and slow and slow[-1].file == source.file:
             source = None
         memory = _memory(settings, layout.row_bytes, count, device)
         opened.callback(memory.close)
-        promote = settings.sampling not in _SAMPLED_EVENLY
+        promote = settings.sampling not in _EVEN_SAMPLERS
         tiers = CachedHierarchy(memory, slow, promote=promote) if slow else TierHierarchy(memory)
         store = _store(settings, schema, layout, tiers, k, seed, dim, step)
         opened.pop_all()
@@ -94,7 +93,7 @@ def build_store(
 
 
 def check_policies(settings: ReplaySettings, schema: Schema, dim: int | None) -> None:
-    """Raise SettingsError where events, or a model whose embedding has `dim` numbers, lack what a policy compares."""
+    """Raise SettingsError if the schema, or a model whose embedding has `dim` numbers, lacks what a policy needs."""
     classes, clusters = schema.label.one_of, None if dim is None else CLUSTERS
     ADMISSIONS[settings.admission](AdmissionContext(classes, settings.half_life, clusters))
     if dim is None or settings.sampling not in COMPARING:
@@ -111,7 +110,7 @@ def _store(
     dim: int | None,
     step: int,
 ) -> Store:
-    """Compose the store of k events, with its policies, and start the index process where they need one."""
+    """Compose the store of k events with its policies, and start the index process if they need it."""
     classes = schema.label.one_of
     admission = ADMISSIONS[settings.admission](
         AdmissionContext(classes, settings.half_life, None if dim is None else CLUSTERS)
@@ -122,11 +121,11 @@ def _store(
             f"it holds {k} events; raise replay.capacity or its bytes"
         )
     quotas = Quotas(k, admission.groups)
-    event_table = EventTable(tiers.slots, quotas.limit + MOST_INSERTED, seed, admission.groups)
+    event_table = EventTable(tiers.slots, quotas.limit + MAX_INSERTED, seed, admission.groups)
     tracker = None
     if dim is not None:
         clusters = max(1, min(CLUSTERS - 1, k // _EVENTS_A_CLUSTER))
-        neighbours = NeighbourClient(dim, quotas.limit + MOST_INSERTED, clusters=clusters)
+        neighbours = NeighbourClient(dim, quotas.limit + MAX_INSERTED, clusters=clusters)
         tracker = EmbeddingTracker(event_table, tiers.slots, neighbours)
     context = SamplerContext(event_table, tiers.slots, classes, settings.half_life, tracker)
     policies = Policies(admission, quotas, SAMPLERS[settings.sampling](context), tracker)
@@ -140,11 +139,11 @@ def _size(settings: ReplaySettings, chain: Mapping[str, TierFactory], row_bytes:
     """Return how many events are kept, and how many slots the primary tier has."""
     if not chain:
         slots, setting = int(settings.device_bytes) // row_bytes, f"device_bytes = {settings.device_bytes:d}"
-        k = _most_events(settings.capacity, slots, row_bytes, setting, step)
+        k = _max_events(settings.capacity, slots, row_bytes, setting, step)
         return k, k + _spare(k, step)
     name, primary = [*chain.items()][-1]
     slots, setting = primary.slots, f"{name}.bytes = {settings.slower[name].bytes:d}"
-    k = _most_events(settings.capacity, slots, row_bytes, setting, step)
+    k = _max_events(settings.capacity, slots, row_bytes, setting, step)
     return k, min(slots, k + _spare(k, step) + _ROOMY)
 
 
@@ -174,30 +173,30 @@ def _memory(settings: ReplaySettings, row_bytes: int, count: int, device: torch.
     try:
         return MemoryTier(row_bytes, slots, device, on_host=on_host)
     except RuntimeError as exc:
-        place = "the host" if on_host else device
+        where = "the host" if on_host else device
         raise SettingsError(
-            f"replay: {slots} events of {row_bytes} bytes cannot be had on {place}; lower capacity or device_bytes: "
+            f"replay: {slots} events of {row_bytes} bytes do not fit on {where}; lower capacity or device_bytes: "
             f"{str(exc).splitlines()[0]}"
         ) from exc
 
 
-def _most_events(capacity: int, slots: int, row_bytes: int, setting: str, step: int) -> int:
-    """Return how many of `capacity` events so many slots can hold, with what is needed beside them."""
+def _max_events(capacity: int, slots: int, row_bytes: int, setting: str, step: int) -> int:
+    """Return how many of `capacity` events fit in `slots` slots, which must include the spare ones."""
     k = min(capacity, slots)
     while k > 0 and (too_many := k + _spare(k, step) - slots) > 0:
         k -= max(1, too_many * 4 // 9)  # one event less leaves 9/4 slots at most
     if k < 1:
         raise SettingsError(
             f"replay.{setting} is too small: an event has {row_bytes} bytes, and {_spare(1, step)} slots are needed "
-            "beside those for events"
+            "in addition to those for events"
         )
     if k < capacity:
-        sentence = "replay.%s holds %d events, not %d: of its %d places, %d are needed beside those of events"
+        sentence = "replay.%s holds %d events, not %d: of its %d slots, %d are needed in addition to those of events"
         log.warning(sentence, setting, k, capacity, slots, slots - k)
     return k
 
 
 def _spare(k: int, step: int) -> int:
-    """Slots beside k: the reservoir's slack, what a step brings, and what is replaced while a checkpoint is written."""
+    """Return the spare slots: for the reservoir's slack, a step's events, and replacements during a checkpoint."""
     quotas = Quotas(k)
     return quotas.limit - k + quotas.at_once + quotas.slots_for(step) + k // 16

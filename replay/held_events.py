@@ -1,4 +1,4 @@
-"""Adds events to all that a store knows of its held events (table, tiers, sampler, embeddings), and removes them.
+"""Adds events to, and removes them from, all parts of a store: table, tiers, sampler, embeddings.
 
 Legend: N events of an addition, H events held, n events of a call, D numbers of an embedding.
 """
@@ -60,7 +60,7 @@ class HeldEvents:
         self._planner.materialize()
         left = self._reservoir.keep(stays)
         self._tiers.free(left.astype(np.int64))
-        self._slots.leave(left)
+        self._slots.release(left)
         self._sampler.remove(left)
         if self._tracker is not None:
             self._tracker.remove(left)

@@ -1,6 +1,6 @@
-"""Plans and samples: the choice of old events for a step, made ahead of it, and their arrays.
+"""Plans and samples: the old events chosen for a step in advance, and their arrays.
 
-Both are structs, which are made in a tenth of the time of frozen dataclasses: one of each a step.
+Both are msgspec structs: creating one takes a tenth of the time of a frozen dataclass, and each step creates both.
 
 Legend: n events chosen, R bytes of a row.
 """
@@ -27,10 +27,10 @@ class SamplePlan(msgspec.Struct, frozen=True, eq=False):
 
     Attributes:
         step: the step of the sample.
-        slots: of the events when they were chosen, int32 `[n]`; -1 for an event that a restart did not find again.
+        slots: of the events when they were chosen, int32 `[n]`; -1 for an event that a restart did not find.
         records: of the events, RECORD `[n]`.
-        rates: with `shares`, determines their importance, float64 `[n]`; None where events have no weights.
-        shares: likewise.
+        rates: the importance is computed from these and `shares`, float64 `[n]`; None if events have no weights.
+        shares: see `rates`; float64 `[n]`, or None.
         correction: a factor of their importance, float64 `[n]`; None: 1.
         rows: their payload.
     """
@@ -51,9 +51,9 @@ class Sample(msgspec.Struct, frozen=True, eq=False):
     """n events as arrays on the learner's device.
 
     Attributes:
-        columns: those of the payload, each `[n, ...]`.
-        importance: float32 `[n]`, the weight with which each counts: it corrects for how events were kept and sampled.
-        slots: int32 `[n]` on the host; with `records` what `Store.update_priorities` needs.
+        columns: of the payload, each `[n, ...]`.
+        importance: the weight of each event, which corrects for admission and sampling, float32 `[n]`.
+        slots: int32 `[n]` on the host; `Store.update_priorities` needs these and `records`.
         records: RECORD `[n]` on the host.
     """
 
@@ -73,7 +73,7 @@ class Sample(msgspec.Struct, frozen=True, eq=False):
         return Sample(columns, self.importance[:n], self.slots[:n], self.records[:n])
 
     def of(self, which: NDArray[np.bool_]) -> "Sample":
-        """Return a copy with the events that are marked, bool `[n]`."""
+        """Return a copy with only the events that `which` marks, bool `[n]`."""
         marks = torch.from_numpy(which).to(self.importance.device)
         columns = {name: column[marks] for name, column in self.columns.items()}
         return Sample(columns, self.importance[marks], self.slots[which], self.records[which])
@@ -84,7 +84,7 @@ class Sample(msgspec.Struct, frozen=True, eq=False):
         return Sample(columns, self.importance, self.slots, self.records)
 
 
-def fetch(plan: SamplePlan, layout: RowLayout, tiers: TierHierarchy, n: int | None) -> Sample:
+def fetch_sample(plan: SamplePlan, layout: RowLayout, tiers: TierHierarchy, n: int | None) -> Sample:
     """Wait for the first n events of a plan, or for all; fewer when the rows of some cannot be read."""
     rows, which = tiers.wait(plan.rows, n), plan.rows.which(n)
     columns = layout.unpack(rows)
@@ -104,7 +104,7 @@ def _ones(n: int, device: torch.device) -> Tensor:
     return torch.ones(n, device=device)
 
 
-def planned_rows(plan: SamplePlan) -> SavedPlan:
+def saved_plan(plan: SamplePlan) -> SavedPlan:
     """Return a plan for a checkpoint, once its rows have arrived; rows that could not be read are left out.
 
     The rows are copied: an erasure overwrites the rows of the plan, but not a file whose digest is being computed. The
@@ -121,7 +121,7 @@ def planned_rows(plan: SamplePlan) -> SavedPlan:
     return SavedPlan(plan.step, rows, events[plan.rows.which()])
 
 
-def resumed(plan: SavedPlan, rows: StagedRows, slots: NDArray[np.int32], *, weighted: bool) -> SamplePlan:
+def restore_plan(plan: SavedPlan, rows: StagedRows, slots: NDArray[np.int32], *, weighted: bool) -> SamplePlan:
     """Return a plan of a checkpoint, whose events are in n slots now; -1 for events that are not held any more."""
     events = plan.events
     records = np.empty(len(events), RECORD)

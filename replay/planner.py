@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from replay.erasure.erased_events import ErasedEvents
 from replay.payload.hierarchy import TierHierarchy
-from replay.plan import Sample, SamplePlan, fetch, resumed
+from replay.plan import Sample, SamplePlan, fetch_sample, restore_plan
 from replay.policies import Policies
 from replay.reservoir.event_table import columns_of
 from replay.reservoir.reservoir import Reservoir
@@ -20,10 +20,10 @@ from replay.sampling.step_rng import StepRng
 from replay.snapshot import SavedPlan
 
 AHEAD = 4
-"""Steps that are planned at least: the time that slower tiers have to read the rows of a sample."""
+"""The fewest steps planned in advance: the time that slower tiers have to read the rows of a sample."""
 
 BLOCK = 8
-"""Steps that are planned together where the sampler can divide one choice among them."""
+"""Steps that are planned together if the sampler can divide one choice among them."""
 
 Request = Sequence[tuple[int, int]]
 """Steps that are planned together, as (step, number of events)."""
@@ -56,7 +56,7 @@ class SamplePlanner:
 
     @property
     def plans(self) -> Sequence[SamplePlan]:
-        """The plans that no step has used."""
+        """The unused plans."""
         return self._plans
 
     @property
@@ -80,7 +80,7 @@ class SamplePlanner:
         block = BLOCK if self._sampler.divisible else 1
         while first < step + AHEAD:
             steps = range(first, (first // block + 1) * block)
-            requests.append([(each, n if isinstance(n, int) else n(each)) for each in steps])
+            requests.append([(planned, n if isinstance(n, int) else n(planned)) for planned in steps])
             first = steps.stop
         return requests
 
@@ -91,7 +91,7 @@ class SamplePlanner:
             return [plan for single in request for plan in self.plan([single])]
         if self._tracker is not None:
             self._tracker.select_answer(request[0][0])
-        choice = self._sampler.sample(total, self._rng.of(request[0][0]))
+        choice = self._sampler.sample(total, self._rng.for_step(request[0][0]))
         events, slots = self._reservoir.event_table, choice.slots.astype(np.int64)
         records, rates, shares = events.records(choice.slots), None, None
         if self._weighted:
@@ -122,7 +122,7 @@ class SamplePlanner:
 
     def fetch(self, plan: SamplePlan, n: int | None = None) -> Sample:
         """Return the first n events of a plan, or all; fewer when the rows of some cannot be read."""
-        return fetch(plan, self._layout, self._tiers, n)
+        return fetch_sample(plan, self._layout, self._tiers, n)
 
     def drop_before(self, step: int) -> None:
         """Drop the plans for steps before this one: such a step may have sampled nothing."""
@@ -132,7 +132,7 @@ class SamplePlanner:
     def materialize(self) -> None:
         """Gather the rows of all plans, so that their slots may be written again."""
         for plan in self._plans:
-            plan.rows.settle()
+            plan.rows.materialize()
 
     def replace_erased(self, erased: ErasedEvents) -> None:
         """Overwrite the rows of each plan that names an erased event, and plan its step again."""
@@ -156,7 +156,7 @@ class SamplePlanner:
         for plan in plans:
             # A checkpoint that has the payload may name slots of several processes.
             slots = self._reservoir.event_table.find(plan.events) if moved else plan.events["slot"].copy()
-            self._plans.append(resumed(plan, self._tiers.staged(plan.rows), slots, weighted=self._weighted))
+            self._plans.append(restore_plan(plan, self._tiers.staged(plan.rows), slots, weighted=self._weighted))
 
 
 def _part(values: NDArray[np.float64] | None, part: slice) -> NDArray[np.float64] | None:

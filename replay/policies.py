@@ -22,18 +22,18 @@ from replay.sampling.base import Sampler, UniformSampler
 from replay.sampling.neighbours import NeighbourSampler
 from replay.sampling.proportional import PrioritizedSampler, RecencySampler
 
-_MOST_GROUPS = 2**15 - 1
+_MAX_GROUPS = 2**15 - 1
 
 
 @dataclass(frozen=True)
 class Policies:
-    """Who enters, who leaves, who is sampled.
+    """Which events are held and which are sampled.
 
     Attributes:
-        admission: how events compete.
-        quotas: how many may stay.
-        sampler: who is sampled.
-        tracker: where events lie in the model's embedding, for policies that ask; else None.
+        admission: the priority and the group of each event.
+        quotas: how many events of each group are held.
+        sampler: which held events are sampled.
+        tracker: the embeddings of events; None if no policy needs them.
     """
 
     admission: Admission
@@ -44,12 +44,12 @@ class Policies:
 
 @dataclass(frozen=True)
 class AdmissionContext:
-    """What an admission policy may depend on.
+    """The inputs of admission policies.
 
     Attributes:
-        classes: of which an event has just one; None where it has several, and for regression.
+        classes: the number of classes, if an event has exactly one; else None.
         half_life: `replay.half_life`.
-        clusters: of the embeddings; None where there are none.
+        clusters: the number of clusters of embeddings; None if there are none.
     """
 
     classes: int | None
@@ -58,7 +58,7 @@ class AdmissionContext:
 
 
 def _classes_kept(context: AdmissionContext) -> Admission:
-    if context.classes is None or context.classes >= _MOST_GROUPS:
+    if context.classes is None or context.classes >= _MAX_GROUPS:
         raise SettingsError(
             'replay.admission = "class-balanced" needs schema.label.classes, fewer than 32767 and one an event; '
             'write "reservoir"'
@@ -82,14 +82,14 @@ ADMISSIONS: dict[str, Callable[[AdmissionContext], Admission]] = {
 
 @dataclass(frozen=True)
 class SamplerContext:
-    """What a sampler may depend on.
+    """The inputs of samplers.
 
     Attributes:
-        event_table: the index of the store.
+        event_table: of the store.
         slots: how many slots it has.
-        classes: of which an event has just one; None where it has several, and for regression.
+        classes: the number of classes, if an event has exactly one; else None.
         half_life: `replay.half_life`.
-        tracker: what knows where events lie in the model's embedding; None where there is none.
+        tracker: the embeddings of events; None if there are none.
     """
 
     event_table: EventTable
@@ -104,9 +104,9 @@ def _classes_sampled(context: SamplerContext) -> Sampler:
         raise SettingsError(
             'replay.sampling = "class-balanced" needs schema.label.classes, one an event; write "uniform"'
         )
-    # A label of -1, for none, is a group as any other.
+    # Events without a label, -1, are a group as well.
     return BalancedSampler(
-        context.event_table, lambda slots: context.event_table.of("label", slots).astype(np.int64) + 1
+        context.event_table, lambda slots: context.event_table.column("label", slots).astype(np.int64) + 1
     )
 
 

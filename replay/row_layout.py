@@ -1,4 +1,4 @@
-"""One packed row an event, so that a sample is one gather however many fields the schema has.
+"""Packs each event into one row, so that a sample is one gather, however many fields the schema has.
 
 Legend: N events of a block, n rows of a call, R bytes of a row, F bytes of a field.
 """
@@ -16,13 +16,12 @@ from ingest.events.block import Array
 PackedRows = Tensor | NDArray[np.uint8]
 """n rows, uint8 `[n, R]`: a tensor, or on the host an array, which is viewed as columns in half the time."""
 
-
 _ALIGNMENT = 8
-"""Fields begin on multiples of the largest item size, so that a row can be viewed as any dtype."""
+"""Fields begin at multiples of the largest item size, so that a row can be viewed as any dtype."""
 LONG = 1024
-"""Bytes of a row from which on memory decides what a copy takes."""
+"""From this row size in bytes on, memory bandwidth decides how long a copy takes."""
 LINE = 64
-"""Bytes of a line of the processor's cache. Long rows are whole ones: a copy takes a twentieth less."""
+"""Bytes of a cache line. Long rows are padded to whole lines, which saves a twentieth of a copy."""
 
 Fields = Mapping[str, tuple[np.dtype[np.generic], tuple[int, ...]]]
 """Columns by name, each with its dtype and the shape of one event's."""
@@ -40,36 +39,35 @@ class _Field:
 
 
 class RowLayout:
-    """Where each field of the payload lies in a row of `row_bytes`.
+    """The position of each field of the payload in a row of `row_bytes`.
 
-    Fields lie in the order of their names: checkpoints hold rows, and a schema whose features change places is the same
-    one.
+    Fields are sorted by name, so that rows in checkpoints do not depend on the order of features in the schema.
     """
 
     def __init__(self, payload: Fields) -> None:
         self._fields: dict[str, _Field] = {}
-        place = 0
+        offset = 0
         for name, (dtype, shape) in sorted(payload.items()):
             size = dtype.itemsize * int(np.prod(shape))
             room = -(-size // _ALIGNMENT) * _ALIGNMENT
             strides = tuple(int(np.prod(shape[axis + 1 :])) for axis in range(len(shape)))
             self._fields[name] = _Field(
-                *(place, place + size, room, dtype, getattr(torch, dtype.name), tuple(shape), strides)
+                *(offset, offset + size, room, dtype, getattr(torch, dtype.name), tuple(shape), strides)
             )
-            place += room
-        if place >= LONG and place % LINE:
+            offset += room
+        if offset >= LONG and offset % LINE:
             name, last = self._fields.popitem()
-            room = last.room - place % -LINE
+            room = last.room - offset % -LINE
             self._fields[name] = replace(last, room=room)
-            place = last.begin + room
+            offset = last.begin + room
         self._dtypes = {field.torch_dtype for field in self._fields.values()}
-        self.row_bytes = place
+        self.row_bytes = offset
         self._record = np.dtype(
             {
                 "names": list(self._fields),
                 "formats": [(field.dtype, field.shape) for field in self._fields.values()],
                 "offsets": [field.begin for field in self._fields.values()],
-                "itemsize": place,
+                "itemsize": offset,
             }
         )
 
@@ -81,13 +79,10 @@ class RowLayout:
     def pack(
         self, columns: Mapping[str, Array], which: NDArray[np.intp], out: NDArray[np.uint8] | None = None
     ) -> NDArray[np.uint8]:
-        """Copy what n events have in columns `[N, ...]`, those in the places `which`, into rows, uint8 `[n, R]`.
-
-        The rows are `out`, where it is given.
-        """
+        """Copy the n events at the positions `which` of columns `[N, ...]` into rows, uint8 `[n, R]`, or into `out`."""
         rows_nR = np.empty((len(which), self.row_bytes), np.uint8) if out is None else out
         total = len(columns[next(iter(self._fields))])
-        # Mostly all are wanted, in order: to pick them first would copy everything twice.
+        # Usually these are all events, in order: selecting them first would copy everything twice.
         every = len(which) == total and np.array_equal(which, np.arange(total))
         for name, field in self._fields.items():
             column = np.ascontiguousarray(columns[name], field.dtype)
@@ -97,11 +92,11 @@ class RowLayout:
         return rows_nR
 
     def unpack(self, rows_nR: PackedRows) -> dict[str, Tensor]:
-        """View the fields in rows, each `[n, ...]`: nothing is copied."""
+        """View the fields in rows, each `[n, ...]`, without a copy."""
         if not isinstance(rows_nR, np.ndarray) and rows_nR.is_cpu:
             rows_nR = rows_nR.numpy()
         if isinstance(rows_nR, np.ndarray):
-            # A third of the time of views by strides.
+            # Takes a third of the time of strided views.
             records = np.ndarray(len(rows_nR), self._record, rows_nR)
             return {name: torch.from_numpy(records[name]) for name in self._fields}
         n, views = len(rows_nR), {dtype: rows_nR.view(dtype) for dtype in self._dtypes}

@@ -1,11 +1,10 @@
 """What a checkpoint holds of a store.
 
-The held events have a logical order that depends only on the added events. A checkpoint stores it as what has
-changed since the checkpoint before: which of that one's events are still held, in their order, and the new ones after
-them.
+The held events have a logical order that depends only on the added events. A checkpoint stores the changes since the
+previous one: which of its events are still held, in their order, and the new events, which follow them.
 
-Legend: H events held, B of them at the checkpoint before, A new ones, n events of a plan, R bytes of a row, P retired
-slots, G quota groups.
+Legend: H events held, B events held at the previous checkpoint, A new ones, n events of a plan, R bytes of a row, P
+retired slots, G quota groups.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,8 +27,7 @@ ENTRY = np.dtype(
         ("group", "i2"),
     ]
 )
-"""What is known of each event beside its payload, 46 bytes: `time_s` are seconds since 1970, `label` is -1 where there
-is none, `key_hash` is that of its key."""
+"""An event without its payload, 46 bytes: `time_s` in seconds since 1970, `label` -1 for none, the hash of its key."""
 
 PLANNED = np.dtype(
     [
@@ -39,12 +37,12 @@ PLANNED = np.dtype(
         ("correction", "f8"),
     ]
 )
-"""Which event a row of a plan is, and what its importance is made of."""
+"""The event of a planned row, and the numbers that its importance is computed from."""
 
 
 @dataclass(frozen=True)
 class TierRef:
-    """The tier that slots belong to: its name, and what tells it from another of that name."""
+    """The tier that slots belong to: its name, and an id that distinguishes it from others of that name."""
 
     name: str
     id: str
@@ -52,7 +50,7 @@ class TierRef:
 
 @dataclass(frozen=True)
 class SavedPlan:
-    """An unused plan with its rows, uint8 `[n, R]` on the host, and PLANNED `[n]`: its events may have left since."""
+    """An unused plan: its rows, uint8 `[n, R]` on the host, and events, PLANNED `[n]`, which may have been removed."""
 
     step: int
     rows: Tensor
@@ -61,23 +59,23 @@ class SavedPlan:
 
 @dataclass(frozen=True)
 class StoreState:
-    """All of a store at one moment but for its events and their payload.
+    """The state of a store at one moment, without its events and their payload.
 
     Attributes:
         checkpoint: the number of the checkpoint.
-        policy: the name of the admission policy that priorities, groups and thresholds are of.
-        file: where the payload is; None where the checkpoint has it.
-        retired: int64 `[P, 2]`, slots not to be written yet, each after the number of the last checkpoint that may name
-        it.
+        policy: the name of the admission policy under which priorities, groups and thresholds were computed.
+        file: the tier with the payload; None if the checkpoint has it.
+        retired: slots that must not be written yet, each after the number of the last checkpoint that may name it,
+            int64 `[P, 2]`.
         thresholds: of each group, float64 `[G]`; infinity while everything is admitted.
         added: how many events of each group were added, held or not, int64 `[G]`.
         weight: the sum of the weights of all added events.
         bases: of each partition, by its index.
         watermarks: by index of the partition, the highest `(offset, row)` that was added.
-        plans: those that are unused, for consecutive steps.
-        sampler: what the sampler's samples depend on beside the events, arrays by name.
-        stale: the caches in which there may be something of events that have left.
-        seed: that identities are of.
+        plans: the unused plans, for consecutive steps.
+        sampler: the state of the sampler, arrays by name.
+        stale: the caches that may still have rows of removed events.
+        seed: the seed of the identities.
     """
 
     checkpoint: int
@@ -97,13 +95,13 @@ class StoreState:
 
 @dataclass(frozen=True)
 class StoreDelta:
-    """The events of a store as what has changed since an earlier checkpoint.
+    """The changes of a store's events since an earlier checkpoint.
 
     Attributes:
-        base: the number of that checkpoint; None where all events are new.
+        base: the number of that checkpoint; None if all events are new.
         alive: which of its events are still held, bool `[B]`, in order.
-        index: ENTRY `[A]`, those that came after them.
-        payload: their rows, uint8 `[A, R]` on the host; None where a tier's file has it.
+        index: the new events, ENTRY `[A]`, which follow them.
+        payload: the rows of the new events, uint8 `[A, R]` on the host; None if a tier has them.
     """
 
     base: int | None
@@ -114,40 +112,44 @@ class StoreDelta:
 
 @dataclass(frozen=True)
 class StoreSnapshot:
-    """A store at one moment: its events, ENTRY `[H]` and perhaps payload uint8 `[H, R]`, in order, and the rest.
+    """A store at one moment.
 
-    `lost` events more were held, of which nothing can be read any more.
+    Attributes:
+        state: all but the events.
+        index: the events, ENTRY `[H]`, in order.
+        payload: their rows, uint8 `[H, R]`; None if a tier has them.
+        lost: how many more events were held, of which nothing can be read any more.
     """
 
-    standing: StoreState
+    state: StoreState
     index: NDArray[np.void]
     payload: Tensor | None
     lost: int = 0
 
 
 class DeltaTracker:
-    """Keeps, of the events held at the last checkpoint, which are still held; those that came since stand after them.
+    """Tracks which events of the last checkpoint are still held. Events that were added since follow them.
 
     Legend: B events held at that checkpoint, H held now.
     """
 
     def __init__(self) -> None:
         self.base: int | None = None
-        """The number of the checkpoint; None: there is none to tell a difference from."""
+        """The number of the checkpoint; None if there is none to compute changes from."""
         self.alive: NDArray[np.bool_] = np.ones(0, np.bool_)
         """Which of its events are still held, bool `[B]`."""
         self.old = 0
-        """How many those are: the first so many of the events held now."""
+        """How many those are: they come first among the events held now."""
 
     def begin(self, number: int, held: int) -> None:
-        """From now on the difference is told from checkpoint `number`, which has all that is held."""
+        """Compute changes from checkpoint `number` from now on, which has all `held` events."""
         self.base, self.old, self.alive = number, held, np.ones(held, np.bool_)
 
     def clear(self) -> None:
-        """Let the next checkpoint tell all."""
+        """Let the next checkpoint contain all events."""
         self.base, self.old, self.alive = None, 0, np.ones(0, np.bool_)
 
     def keep(self, stays: NDArray[np.bool_]) -> None:
-        """Take note that those leave that do not stay, bool `[H]`."""
+        """Record that the events that do not stay, bool `[H]`, are removed."""
         self.alive[self.alive] = stays[: self.old]
         self.old = int(np.count_nonzero(stays[: self.old]))

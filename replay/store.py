@@ -1,7 +1,7 @@
 """The store: holds events of the stream for replay.
 
 It composes four policies: which events are held (`Admission` and `Quotas`), which are sampled (`Sampler`), which tiers
-hold the payload (`TierHierarchy`), and how many events a step replays (the caller's choice).
+hold the payload (`TierHierarchy`), and how many events a step replays (chosen by the caller).
 
 Legend: N events of an addition, H events held, n events of a sample, D numbers of an embedding.
 """
@@ -30,15 +30,15 @@ from replay.row_layout import Fields, RowLayout
 from replay.snapshot import StoreDelta, StoreSnapshot, StoreState
 from replay.tiers.tier import Tier
 
-MOST_INSERTED = 1024
-"""Events that are inserted at once."""
+MAX_INSERTED = 1024
+"""The most events that are inserted at once."""
 
 
 class Store:
     """At most `quotas.limit` events, in tiers. Used by one thread, except `contents`.
 
-    Adding is idempotent: an event is admitted by its priority alone, and an event that is held is not added twice.
-    Normally the events of a partition arrive in ascending order, and a watermark makes that check free.
+    Adding is idempotent: an event is admitted by its priority alone, and a held event is not added twice. The events of
+    a partition normally arrive in ascending order; then a watermark makes that check free.
     """
 
     def __init__(
@@ -54,8 +54,8 @@ class Store:
     ) -> None:
         """Compose the store; a step may add up to `step` events."""
         spare = tiers.slots - policies.quotas.limit
-        self.burst = max(min(MOST_INSERTED, spare // 2), policies.quotas.slots_for(step))
-        """Slots that have to be free for a step to store its events."""
+        self.burst = max(min(MAX_INSERTED, spare // 2), policies.quotas.slots_for(step))
+        """Slots that must be free for a step to store its events."""
         assert 0 < self.burst <= spare
         self.spare = spare
         """Slots beyond those for the held events."""
@@ -73,7 +73,7 @@ class Store:
         self._cleanup_actions: list[Callable[[], None]] = []
         self._pending = PendingEvents()
         self.pending_limit = pending_limit(layout.row_bytes)
-        """Pending events that are added at once when there are so many."""
+        """The number of pending events at which they are added."""
         single = not policies.sampler.divisible or policies.tracker is not None
         self._pending_blocks_limit = 1 if single else BLOCK
 
@@ -82,7 +82,7 @@ class Store:
 
     @property
     def lost(self) -> int:
-        """Events that should be held and are not: no slot could be written, or the payload could not be read."""
+        """Events that should be held but are not: no slot could be written, or the payload could not be read."""
         return self._held.missing.count
 
     @property
@@ -117,7 +117,7 @@ class Store:
 
     @property
     def problem(self) -> str | None:
-        """One sentence on what does not work as it should."""
+        """One sentence on what does not work, else None."""
         problems = (self.tiers.problem, None if self.neighbours is None else self.neighbours.problem)
         return "; ".join(sentence for sentence in problems if sentence is not None) or None
 
@@ -129,7 +129,7 @@ class Store:
     def has_room(self, more: int = 0) -> bool:
         """Return whether there are slots for the events of a step and `more` others; may add pending events.
 
-        Where slots are free as soon as their events are removed there is room for any number, one part at a time.
+        If slots are free as soon as their events are removed, there is room for any number, one part at a time.
         """
         if self.slots.free_at_once:
             return True
@@ -137,26 +137,17 @@ class Store:
             self.flush_pending()
         return self.slots.free - len(self._pending) - more >= self.burst
 
-    def add_now(
-        self,
-        columns: Mapping[str, Array],
-        partitions: Sequence[TopicPartition],
-        embedding: NDArray[np.float32] | None = None,
-    ) -> int:
-        """Add N events as `add` does, but at once; return how many of all pending events were admitted."""
-        self.event_table.register(partitions)
-        self._pending.put(columns, embedding)
-        return self.flush_pending()
-
     def add(
         self,
         columns: Mapping[str, Array],
         partitions: Sequence[TopicPartition],
         embedding: NDArray[np.float32] | None = None,
-    ) -> None:
+    ) -> int:
         """Add N events; they stay pending until there are enough, or the store is sampled, captured or changed.
 
-        The held events are the same as if each block had been added at once; the cost of a call is shared.
+        The held events are the same as if each block was added at once.
+
+        Returns how many pending events were admitted; 0 while they stay pending.
 
         Args:
             columns: a block's columns, each `[N, ...]`; they must not change any more.
@@ -166,7 +157,8 @@ class Store:
         self.event_table.register(partitions)
         self._pending.put(columns, embedding)
         if len(self._pending.blocks) == self._pending_blocks_limit or len(self._pending) >= self.pending_limit:
-            self.flush_pending()
+            return self.flush_pending()
+        return 0
 
     def flush_pending(self) -> int:
         """Add the pending events, and return how many were admitted."""
@@ -176,14 +168,14 @@ class Store:
     def update_priorities(
         self, sample: Sample, losses: NDArray[np.float32], embedding: NDArray[np.float32] | None = None
     ) -> None:
-        """Give the sampler what a step computed for the n events of its sample.
+        """Update the sampler by the losses and embeddings that a step computed for the n events of its sample.
 
         Args:
             sample: the events that the step replayed.
             losses: of each event, float32 `[n]`, NaN where it is unknown.
-            embedding: of the model, float32 `[n, D]`, NaN likewise; None: of no event.
+            embedding: of the model, float32 `[n, D]`, NaN where it is unknown; None: of no event.
         """
-        held = (sample.slots >= 0) & self.event_table.are(sample.slots, sample.records)
+        held = (sample.slots >= 0) & self.event_table.still_at(sample.slots, sample.records)
         known = held & ~np.isnan(losses)
         self._sampler.update_priorities(sample.slots[known], losses[known])
         if self._tracker is not None and embedding is not None:
@@ -191,14 +183,14 @@ class Store:
             self._tracker.update(sample.slots[known], embedding[known])
 
     def remove(self, slots: NDArray[np.int32], records: NDArray[np.void]) -> None:
-        """Remove those of n sampled events that are still held; plans that name them keep them."""
+        """Remove those of n sampled events that are still held; plans that name them keep their rows."""
         self.flush_pending()
-        held = slots[(slots >= 0) & self.event_table.are(slots, records)]
+        held = slots[(slots >= 0) & self.event_table.still_at(slots, records)]
         if len(held):
             self._held.keep(self._held.except_in(held))
 
     def query_neighbours(self, step: int, embedding: NDArray[np.float32]) -> None:
-        """Search held events near to new ones, float32 `[N, D]`, for later samples; does not wait for the answer."""
+        """Search held events near new ones, float32 `[N, D]`, for later samples; does not wait for the answer."""
         if self._tracker is not None:
             self._tracker.query(step, embedding)
 
@@ -206,15 +198,6 @@ class Store:
         """Choose n events for a step, or all when fewer are held, and prefetch their rows to the device."""
         self._prepare_plan()
         return self.planner.plan([(step, n)])[0]
-
-    def plan_ahead(self, step: int, n: int | Callable[[int], int]) -> None:
-        """Plan AHEAD steps from `step` on that are not planned yet, and the rest of the last one's block.
-
-        Args:
-            step: the next one.
-            n: events for each step, or a function of the step.
-        """
-        self.plan_blocks(step, self.planner.blocks(step, self.planner.planned_through, n))
 
     def plan_blocks(self, step: int, blocks: Sequence[Request]) -> None:
         """Plan consecutive blocks of steps; drop the plans for steps before `step`."""
@@ -233,15 +216,15 @@ class Store:
         return self.planner.sample(step, n)
 
     def begin_snapshot(self, number: int) -> CapturedStore:
-        """Copy what checkpoint `number` needs; slots that it names are not written until `end_snapshot`.
+        """Copy what checkpoint `number` needs; the slots that it names are not written until `end_snapshot`.
 
-        Only changes since the previous checkpoint are copied, and one bit for each of its events. Not reentrant.
+        Copies only the changes since the previous checkpoint, and one bit for each of its events. Not reentrant.
         """
         self.flush_pending()
         self._first_checkpoint = self._first_checkpoint or number
         plans = self.planner.begin_snapshot()
         change, reservoir_state = self.reservoir.begin_snapshot(number)
-        standing = StoreState(
+        state = StoreState(
             checkpoint=number,
             file=self.tiers.file,
             retired=self.slots.begin_snapshot(number),
@@ -250,10 +233,10 @@ class Store:
             seed=self._seed,
             **reservoir_state,
         )
-        return CapturedStore(standing, change, self.event_table.identity(change.index["slot"]), plans)
+        return CapturedStore(state, change, self.event_table.identity(change.index["slot"]), plans)
 
     def contents(self, held: CapturedStore) -> tuple[StoreState, StoreDelta]:
-        """Return the captured state, with its payload or once that is durable. Any thread, until `end_snapshot`.
+        """Return the captured state, with the payload or once that is durable. Any thread, until `end_snapshot`.
 
         Raises:
             OSError: the tier that has the payload cannot be made durable.
@@ -277,7 +260,7 @@ class Store:
             self._cleanup_actions = []
 
     def discard_later(self, cleanup_actions: list[Callable[[], None]]) -> None:
-        """Run these actions once no checkpoint of an earlier process is left: they remove what only those name."""
+        """Run these actions once no checkpoint of an earlier process is left: they remove rows that only those name."""
         self._cleanup_actions = cleanup_actions
 
     def restore(self, contents: StoreSnapshot, source: Tier | None = None) -> None:
@@ -291,11 +274,11 @@ class Store:
             SettingsError: the contents do not fit this store.
         """
         restoring = StoreRestore(contents, source, self.reservoir, self._layout, self.tiers, self._seed)
-        standing = restoring.contents.standing
-        self.reservoir.take_up(standing)
-        index = restoring.place(self.slots)
-        self.event_table.restore(index, standing.bases)
-        self.tiers.mark_stale(standing.stale)
+        state = restoring.contents.state
+        self.reservoir.restore(state)
+        index = restoring.assign_slots(self.slots)
+        self.event_table.restore(index, state.bases)
+        self.tiers.mark_stale(state.stale)
         if not restoring.moves:
             self.tiers.add_existing(self.event_table.slots.astype(np.int64))
         if self._tracker is not None:
@@ -303,10 +286,10 @@ class Store:
         self._sampler.add(self.event_table.slots)
         self._held.missing.add(contents.lost + restoring.lost)
         if len(index) == len(contents.index) and not contents.lost:
-            self._sampler.restore(standing.sampler)
+            self._sampler.restore(state.sampler)
             if restoring.goes_on:
-                self.reservoir.changes.begin(standing.checkpoint, len(self))
-        self.planner.restore(standing.plans, moved=restoring.moves)
+                self.reservoir.changes.begin(state.checkpoint, len(self))
+        self.planner.restore(state.plans, moved=restoring.moves)
 
     def erase(self, erased: ErasedEvents) -> int:
         """Remove erased events, overwrite their payload in all tiers, and replace the plans that name one.
@@ -324,23 +307,23 @@ class Store:
         self.planner.replace_erased(erased)
         return int(np.count_nonzero(covered))
 
-    def erase_unknown(self, named: NDArray[np.bool_], most: int) -> bool:
-        """Erase up to `most` slots whose earlier events are unknown, and return whether there were any.
+    def erase_unknown(self, named: NDArray[np.bool_], limit: int) -> bool:
+        """Erase up to `limit` slots whose earlier events are unknown, and return whether there were any.
 
         Args:
-            named: which slots a checkpoint names, bool by slot; they are left alone.
-            most: at once.
+            named: which slots a checkpoint names, bool by slot; they are not erased.
+            limit: how many to erase at once.
         """
         if not self.tiers.durable:
             return False
         unknown = self.event_table.unknown()
-        unknown = unknown[~named[unknown]][:most]
+        unknown = unknown[~named[unknown]][:limit]
         self.tiers.erase(unknown.astype(np.int64))
         self.event_table.erase(unknown)
         return bool(len(unknown))
 
     def close(self) -> None:
-        """Close the tiers, and end the index process."""
+        """Close the tiers and end the index process."""
         self.tiers.close()
         if self._tracker is not None:
             self._tracker.close()

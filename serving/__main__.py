@@ -10,7 +10,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from anabranch.runtime.daemon import enter, leave
+from anabranch.runtime.daemon import enter, exit_at_once
 from serving.allocator import return_freed_memory
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
 
             codes.append(serve_by_workers(config, stop))
         else:
-            gc.disable()  # until the imports are done: they leave no garbage
+            gc.disable()  # until the imports are done: they exit_at_once no garbage
             from serving.server import serve
 
             serve(_deployment(config), config.pipeline.serving, stop)
@@ -74,4 +74,4 @@ def _deployment(config: "Config") -> "Deployment":
 
 
 if __name__ == "__main__":
-    leave(main())
+    exit_at_once(main())

@@ -1,4 +1,4 @@
-"""The metrics of serving, in a registry of the process's own; no work at import time."""
+"""The metrics of serving, in the registry of one process. Importing this module registers nothing."""
 
 from collections import deque
 from datetime import timedelta
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 Ages = NDArray[np.float64]
-"""Seconds, rising; each represents equally many events."""
+"""Seconds, ascending; each represents the same number of events."""
 
 
 WINDOW = timedelta(seconds=60)
@@ -29,7 +29,7 @@ class ServingMetrics:
     def __init__(
         self, registry: CollectorRegistry, total: CollectorRegistry | None = None, counts_shared_events: bool = True
     ) -> None:
-        """`total` adds up the counts of all workers; only one of them counts the events that all of them share."""
+        """Take `total`, the registry with the sums of all workers; one worker alone counts what all workers see."""
         self._total_registry = total or registry
         self._counts_shared_events = counts_shared_events
         self._requests = Counter(
@@ -76,8 +76,8 @@ class ServingMetrics:
             "Compared rows with another prediction; for regression the sum of absolute differences",
             registry=registry,
         )
-        self._answered = _Recent()
-        self._learned = _RecentRows()
+        self._answer_times = _Recent()
+        self._recent_ages = _RecentRows()
         self._total = 0
         self._marks: deque[tuple[float, int]] = deque(maxlen=_RATE_MARKS)
 
@@ -87,18 +87,18 @@ class ServingMetrics:
         self._duration.observe(seconds)
         self._total += 1
         if status == HTTPStatus.OK:
-            self._answered.add(seconds)
+            self._answer_times.add(seconds)
 
     def swap(self, outcome: str) -> None:
         """Count a version by its outcome."""
         if self._counts_shared_events:
             self._swaps.labels(outcome).inc()
 
-    def learned(self, rows: int, ages: Ages) -> None:
-        """Count events that the version swapped in is the first served one to have learned."""
+    def observe_freshness(self, rows: int, ages: Ages) -> None:
+        """Observe `rows` events that no earlier served version was trained on, with quantiles of their ages."""
         if rows and self._counts_shared_events:
             _observe(self._freshness, rows, ages)
-            self._learned.add(rows, ages)
+            self._recent_ages.add(rows, ages)
 
     def shadowed(self, outcome: str, rows: int, disagreement: float = 0.0) -> None:
         """Count rows that were sent to the shadow's candidate."""
@@ -123,11 +123,11 @@ class ServingMetrics:
 
     def request_percentiles(self) -> tuple[float, float] | tuple[None, None]:
         """Return the median and the 99th percentile, in seconds, of recent answers; Nones without any."""
-        return self._answered.percentiles()
+        return self._answer_times.percentiles()
 
     def freshness_percentiles(self) -> tuple[float, float] | tuple[None, None]:
-        """Return the median and the 99th percentile, in seconds, of events `learned` recently; Nones without any."""
-        return self._learned.percentiles()
+        """Return the median and the 99th percentile, in seconds, of recent events' freshness; Nones without any."""
+        return self._recent_ages.percentiles()
 
     def exposition(self) -> bytes:
         """Return all metrics in Prometheus' text format. Thread-safe."""
@@ -162,7 +162,7 @@ class _Recent:
 
 
 def _observe(histogram: Histogram, rows: int, ages: Ages) -> None:
-    """Observe `rows` events at once: `histogram.observe` would take a call for each."""
+    """Observe `rows` events at once: `histogram.observe` needs a call for each."""
     within = np.searchsorted(ages, histogram._upper_bounds, side="right") * rows / len(ages)
     for bucket, more in zip(histogram._buckets, np.diff(np.rint(within), prepend=0).tolist(), strict=True):
         bucket.inc(more)

@@ -77,6 +77,12 @@ class MemoryStorage:
     def delete(self, number: int) -> None:
         self._folders.pop(number, None)
 
+    def set_aside(self, number: int) -> None:
+        self.delete(number)
+
+    def delete_set_aside(self) -> None:
+        pass
+
     def clean(self) -> None:
         for number in {*self._folders} - {*self.numbers()}:
             self.delete(number)

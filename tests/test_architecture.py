@@ -29,7 +29,7 @@ HOME = {
         "ingest/formats/arrow_writer.py",
         "ingest/formats/arrow.py",
         "ingest/formats/arrow_columns.py",
-        "anabranch/commands/event_files.py",
+        "anabranch/commands/event_files/files.py",
     },
     "redis": {"replay/tiers/redis_server.py"},
     "rich": {"anabranch"},
@@ -45,6 +45,7 @@ HOME = {
         "anabranch/doctor/model_checks.py",
         "anabranch/commands/backtest.py",
         "anabranch/commands/template",
+        "anabranch/commands/version_files.py",
     },
     "typer": {"anabranch"},
     "uvicorn": {
@@ -157,7 +158,8 @@ METRICS_ADDED = words("""
 
 COMMANDS = {"demo", "init", "up", "learn", "serve", "produce", "status", "doctor", "versions ls", "versions show"}
 COMMANDS |= {"versions promote", "versions reject", "versions rollback", "versions pin", "versions unpin"}
-COMMANDS |= {"config check", "config show", "checkpoints ls", "checkpoints show"}
+COMMANDS |= {"versions diff", "versions export"}
+COMMANDS |= {"config check", "config show", "checkpoints ls", "checkpoints show", "checkpoints restore"}
 COMMANDS |= {"dead-letters ls", "dead-letters resend", "predict", "backtest"}
 COMMANDS |= {"replay stats", "replay sample", "replay erase"}
 
@@ -347,7 +349,7 @@ class TestIntruders:
         done = self.start(tmp_path, "--help")
         assert done.returncode == 2
         assert done.stderr.startswith(f'anabranch: the package "{package}" in {tmp_path.resolve() / package} hides')
-        assert "environment of its own" in done.stderr
+        assert "in its own environment" in done.stderr
         assert len(done.stderr.splitlines()) == 1
 
     def test_one_that_is_a_single_file_is_named_too(self, tmp_path):

@@ -148,12 +148,12 @@ def measured_ratio(year: Year) -> Driven:
 def ledger_and_lag(year: Year) -> Driven:
     """The learner is behind all the time, and publishes nothing: what it has learned waits."""
     ledger, counted = Ledger(), IngestMetrics(CollectorRegistry())
-    ledger.take_up(EVENTS, 0)
+    ledger.add_partition(EVENTS, 0)
     counters = OutcomeCounters(counted.rows)
-    counters.meet(ledger.partitions)
+    counters.register_partitions(ledger.partitions)
     blocks: list[Block] = []
     source = SimpleNamespace(poll=lambda _timeout: blocks.pop() if blocks else None, release=lambda _block: None)
-    stream = SimpleNamespace(told=0.0, partitions=[Partition(EVENTS, 0, None)], pass_over=lambda: None)
+    stream = SimpleNamespace(ends_time=0.0, partitions=[Partition(EVENTS, 0, None)], pass_over=lambda: None)
     policy = LagPolicy(LagPolicySettings(action="sample"), 0, stream, clock=lambda: year.now, wall=lambda: year.now)
     batches = Batches(source, 16, timedelta(0), policy.settle)
 
@@ -168,10 +168,10 @@ def ledger_and_lag(year: Year) -> Driven:
                 ledger.advance(span, Outcome.TRAINED)
         if ledger.full:
             ledger.count()
-        ledger.partitions[0].meet(100 * tick + 1000, "topic-id")
-        stream.told = year.now
-        policy.look(ledger.partitions, ledger.take_moved())
-        counters.move(ledger.partitions)
+        ledger.partitions[0].update_end(100 * tick + 1000, "topic-id")
+        stream.ends_time = year.now
+        policy.update(ledger.partitions, ledger.take_moved())
+        counters.update(ledger.partitions)
         ledger.state(), policy.state()
 
     return Driven((ledger, policy, batches, counters, counted), learn)
@@ -323,7 +323,7 @@ def serving(year: Year) -> Driven:
         history.add(year.now, {"a": float(tick), "b": None})
         counted.request((200, 404, 429, 503)[tick % 4], 0.01)
         counted.request(200, 0.01)
-        counted.learned(10, np.array([0.1, 0.2]))
+        counted.observe_freshness(10, np.array([0.1, 0.2]))
         counted.requests_per_second()
         limit.filter(RECORD)
 

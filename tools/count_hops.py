@@ -137,11 +137,11 @@ def training_steps(steps: int, folder: Path) -> list[Step]:
     from ingest.config import SchemaSettings
     from ingest.events.schema import Schema
 
-    wiring = import_module("tests.learner.state_dir.test_checkpoint")  # the loop is put together in one module for both
+    wiring = import_module("tests.learner.learner_bench")  # the loop is put together in one module for both
     features = {"x": {"dtype": "float32", "shape": [3]}}
     schema = Schema(SchemaSettings.model_validate({"features": features, "label": {"name": "y", "classes": 3}}))
     blocks = WARM_UP + steps
-    bench = wiring.Bench(folder, schema, wiring._model(), blocks, replay={"disk": {"bytes": "1MB"}})
+    bench = wiring.LearnerBench(folder, schema, wiring.small_model(), blocks, replay={"disk": {"bytes": "1MB"}})
     try:
         ahead = MadeAhead(bench.stream.poll, blocks, bench.stop.set)
         bench.stream.poll = ahead.poll

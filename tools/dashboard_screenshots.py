@@ -65,7 +65,7 @@ def _demo() -> Iterator[str]:
 
 def _url(lines: IO[str]) -> str:
     for line in lines:
-        match = re.search(r"look at it on (\S+)", line)
+        match = re.search(r"the dashboard is at (\S+)", line)
         if match:
             return match[1]
     raise SettingsError("the demo did not start; run `anabranch demo --headless` to see why")

@@ -67,6 +67,8 @@ same log options. `anabranch --install-completion` installs completion for your 
 | 1 | a bug |
 | 2 | the settings or the input are wrong |
 | 3 | something outside, such as the broker, cannot be reached |
+| 4 | `status --exit-code`: learner or serving reports a problem, or has stopped reporting |
+| 5 | `status --exit-code`: learner or serving is not running |
 """
 
 _METRICS = """\
@@ -93,7 +95,7 @@ _TAIL = """\
 | `replay/rank-0/<number>.rows` | the disk tier: the events that checkpoints name |
 | `replay/rank-0/<number>.rows.before` | the same, put aside at a start where those checkpoints were not there |
 | `erasures.log` | what was erased, up to which offsets, and what that removed; packed when it is long |
-| `erasures.key` | the secret under which hashes of keys lie in `erasures.log` |
+| `erasures.key` | the secret for the hashes of keys in `erasures.log` |
 | `learner.json` | the learner's report, about once a second; replaced atomically |
 | `serving.json` | serving's report, about once a second; replaced atomically |
 | `learner.lock` | held by the one learner |
@@ -129,10 +131,10 @@ def reference() -> str:
     )
 
 
-def settings(place: str = "", model: type[BaseModel] = Pipeline) -> Iterator[tuple[str, FieldInfo]]:
+def settings(prefix: str = "", model: type[BaseModel] = Pipeline) -> Iterator[tuple[str, FieldInfo]]:
     """Yield the dotted name of every key that has a value, with its field; `*` stands for a name of the user's."""
     for name, field in model.model_fields.items():
-        key = f"{place}{field.alias or name}"
+        key = f"{prefix}{field.alias or name}"
         inner, many = _inner(field.annotation)
         if not inner:
             yield key, field
@@ -177,9 +179,9 @@ def shown(text: str | None) -> str:
     return _line(text).replace("\\[", "[")
 
 
-def _sections(place: str, model: type[BaseModel], meaning: str | None = None) -> Iterator[str]:
-    if place:
-        yield f"\n### [{place}]\n\n{_line(meaning or model.__doc__)}\n"
+def _sections(path: str, model: type[BaseModel], meaning: str | None = None) -> Iterator[str]:
+    if path:
+        yield f"\n### [{path}]\n\n{_line(meaning or model.__doc__)}\n"
     inside: list[tuple[str, type[BaseModel], str | None]] = []
     rows = []
     for name, field in model.model_fields.items():
@@ -191,7 +193,7 @@ def _sections(place: str, model: type[BaseModel], meaning: str | None = None) ->
             )
         # What several fields share says nothing of each.
         meaning = field.description if inner == [FieldSettings] else None
-        inside += [(f"{place}.{key}{'.NAME' if many else ''}".lstrip("."), section, meaning) for section in inner]
+        inside += [(f"{path}.{key}{'.NAME' if many else ''}".lstrip("."), section, meaning) for section in inner]
     if rows:
         yield from _table(("key", "value", "default", "meaning"), rows)
     for where, section, meaning in inside:
@@ -200,8 +202,8 @@ def _sections(place: str, model: type[BaseModel], meaning: str | None = None) ->
 
 def _properties() -> Iterator[str]:
     rows = [
-        (f"`{name}`", wanted.kind, f"`{wanted.kafka_python}`" if wanted.kafka_python else "not with this client")
-        for name, wanted in PROPERTIES.items()
+        (f"`{name}`", known.kind, f"`{known.kafka_python}`" if known.kafka_python else "not with this client")
+        for name, known in PROPERTIES.items()
     ]
     yield from _table(("name", "value", "kafka-python's option for it"), rows)
     yield from _table(("refused", "because"), [(f"`{name}`", reason) for name, reason in REFUSED.items()])
@@ -220,7 +222,7 @@ def _kind(kind: Any, bounds: Sequence[Any] = ()) -> str:
         inner, *bounds = get_args(kind)
         return _kind(inner, bounds)
     if get_origin(kind) in (Union, UnionType):
-        # Each member of the union itself, since its own bounds stand beside it.
+        # Each member of the union itself, since its bounds are next to it.
         members = [member for member in get_args(kind) if member is not type(None)]
         return " or ".join(dict.fromkeys(_kind(member, bounds if len(members) == 1 else ()) for member in members))
     words: dict[Any, str] = {

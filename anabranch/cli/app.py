@@ -27,7 +27,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 UsageError: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "UsageError")
-"""Click's, from wherever typer has it: some versions carry a copy of their own."""
+"""Click's, from wherever typer has it: some versions have their own copy."""
 
 
 def command_tree() -> Any:
@@ -251,20 +251,26 @@ def status(
     config: ConfigPath = PIPELINE,
     as_json: AsJson = False,
     watch: Annotated[bool, typer.Option("--watch", help="Update the screen every second, until Ctrl-C.")] = False,
+    exit_code: Annotated[
+        bool,
+        typer.Option("--exit-code", help="Exit with 0 when healthy, 4 when unhealthy, 5 when a part is not running."),
+    ] = False,
 ) -> int:
     """Show pipeline health, lag, throughput, accuracy and the served version."""
 
-    def start() -> None:
+    def start() -> Exit | None:
         from anabranch.commands.status import read_status, render, watch_status
         from anabranch.config.loader import load_config
 
         pipeline = load_config(config)
-        if as_json:
-            typer.echo(read_status(pipeline).to_json(), nl=False)
-        elif watch:
+        if watch and not as_json:
             watch_status(pipeline)
-        else:
-            show(None, lambda: render(read_status(pipeline)))
+        state = read_status(pipeline)
+        if as_json:
+            typer.echo(state.to_json(), nl=False)
+        elif not watch:
+            show(None, lambda: render(state))
+        return state.exit_code() if exit_code else None
 
     return run_command(start)
 

@@ -1,13 +1,13 @@
-"""`anabranch checkpoints`: the commands that show what a restart of the learner can resume from."""
+"""`anabranch checkpoints`: the commands that show and choose what a restart of the learner resumes from."""
 
 from typing import Annotated
 
 import typer
 
-from anabranch.cli.common import PIPELINE, AsJson, ConfigPath, run_command, show
+from anabranch.cli.common import PIPELINE, AsJson, ConfigPath, DryRun, Yes, confirm, run_command, say, show
 
 checkpoints = typer.Typer(
-    help="Show the checkpoints that a restart of the learner can resume from.",
+    help="Show the checkpoints that a restart of the learner can resume from, and go back to an older one.",
     epilog="Example: anabranch checkpoints ls",
     no_args_is_help=True,
 )
@@ -41,5 +41,35 @@ def checkpoints_show(
 
         one = show_checkpoint(load_config(config), checkpoint)
         show(one.document() if as_json else None, lambda: render_checkpoint(one))
+
+    return run_command(start)
+
+
+@checkpoints.command("restore", epilog="Example: anabranch checkpoints restore 41 --dry-run")
+def checkpoints_restore(
+    checkpoint: Annotated[int, typer.Argument(min=0, metavar="NUMBER", help="The number of the checkpoint.")],
+    config: ConfigPath = PIPELINE,
+    yes: Yes = False,
+    dry_run: DryRun = False,
+    as_json: AsJson = False,
+) -> int:
+    """Make the learner resume from an older checkpoint at its next start; stop it first. Newer ones are set aside."""
+
+    def start() -> None:
+        from anabranch.commands.checkpoints import plan_restore, restore_checkpoint
+        from anabranch.config.loader import load_config
+        from anabranch.runtime.private_state import private_state
+
+        loaded = load_config(config)
+        plan = plan_restore(loaded, checkpoint)
+        if not dry_run and plan.set_aside:
+            confirm("checkpoints restore", "\n".join(plan.sentences(done=False)), yes=yes)
+            with private_state(loaded):
+                plan = restore_checkpoint(loaded, checkpoint)
+        if as_json:
+            show(plan.document(), lambda: None)
+            return
+        for sentence in plan.sentences(done=not dry_run):
+            say(sentence)
 
     return run_command(start)

@@ -1,5 +1,6 @@
 """`anabranch versions`: the commands that list versions and control which one is served."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -46,6 +47,49 @@ def versions_show(version: _Version, config: ConfigPath = PIPELINE, as_json: AsJ
 
         one = show_version(load_config(config), parse_which(version))
         show(one.document() if as_json else None, lambda: render_one(one))
+
+    return run_command(start)
+
+
+@versions.command("diff", epilog="Example: anabranch versions diff served latest")
+def versions_diff(
+    before: Annotated[str, typer.Argument(metavar="BEFORE", help="A version: its number, latest or served.")],
+    after: Annotated[str, typer.Argument(metavar="AFTER", help="The version that it is compared with.")],
+    config: ConfigPath = PIPELINE,
+    as_json: AsJson = False,
+) -> int:
+    """Compare two versions: metrics, offsets trained through, and how far each tensor of the weights has changed."""
+
+    def start() -> None:
+        from anabranch.commands.version_files import diff_versions, render_diff
+        from anabranch.commands.versions import parse_which
+        from anabranch.config.loader import load_config
+
+        diff = diff_versions(load_config(config), parse_which(before), parse_which(after))
+        show(diff.document() if as_json else None, lambda: render_diff(diff))
+
+    return run_command(start)
+
+
+@versions.command("export", epilog="Example: anabranch versions export served weights/")
+def versions_export(
+    version: _Version,
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to create; it may exist if it is empty.")],
+    config: ConfigPath = PIPELINE,
+    as_json: AsJson = False,
+) -> int:
+    """Write the weights (safetensors) and the manifest of a version into a folder, completely or not at all."""
+
+    def start() -> None:
+        from anabranch.commands.version_files import export_version
+        from anabranch.commands.versions import parse_which
+        from anabranch.config.loader import load_config
+
+        manifest = export_version(load_config(config), parse_which(version), folder)
+        if as_json:
+            show({"version": manifest.number, "folder": str(folder), "files": manifest.files}, lambda: None)
+        else:
+            say(f"exported version {manifest.number} to {folder}")
 
     return run_command(start)
 

@@ -21,7 +21,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from torch import Tensor
 
-from anabranch.commands.event_files import EventFile, FileRecord, SourceFormat, open_source
+from anabranch.commands.event_files.files import EventFile, FileRecord, SourceFormat, open_source
 from anabranch.config.loader import Config
 from anabranch.core.errors import SettingsError
 from ingest.events.block import Array
@@ -103,7 +103,7 @@ def backtest(
                 new = trainer.examples(columns)
                 ratio = 1.0 if settings.replay_ratio == "auto" else settings.replay_ratio
                 counts = setup.strategy.samples(round(ratio * len(new)))
-                step = trainer.step(new, replayed.draw(counts) if replayed is not None else ())
+                step = trainer.step(new, replayed.sample(counts) if replayed is not None else ())
                 if replayed is not None:
                     kept = step.output_B if setup.strategy.keeps_output else None
                     replayed.add(dataclasses.replace(new, output_B=kept))
@@ -163,8 +163,8 @@ def _decoded(source: Iterable[FileRecord], schema: Schema, rows: int, result: Ba
             for record in usable
         ]
         decoded = decoder.decode(values)
-        faults = [f"{record.place}: {record.fault}" for record in some if record.fault]
-        faults += [f"{usable[reject.message].place}: {reject.reason}" for reject in decoded.rejects]
+        faults = [f"{record.location}: {record.fault}" for record in some if record.fault]
+        faults += [f"{usable[reject.message].location}: {reject.reason}" for reject in decoded.rejects]
         result.skipped += len(faults)
         if faults and result.first_fault is None:
             result.first_fault = faults[0]
@@ -185,23 +185,23 @@ class _Reservoir:
         if self._held is None:
             self._held = _map(lambda value: value.new_zeros((self._capacity, *value.shape[1:])), new)
         slots: dict[int, int] = {}
-        for place in range(len(new)):
+        for row in range(len(new)):
             slot = self._seen if self._seen < self._capacity else int(self._random.integers(self._seen + 1))
             self._seen += 1
             if slot < self._capacity:
-                slots[slot] = place
+                slots[slot] = row
         to, taken = torch.tensor(list(slots), dtype=torch.int64), torch.tensor(list(slots.values()), dtype=torch.int64)
         for held, value in zip(_tensors(self._held), _tensors(new), strict=True):
             held[to.to(held.device)] = value.detach()[taken.to(value.device)].to(held.dtype)
 
-    def draw(self, counts: Sequence[int]) -> list[Examples]:
+    def sample(self, counts: Sequence[int]) -> list[Examples]:
         """Return distinct events, as many for each sample as `counts` says; fewer where there are not so many."""
         held = min(self._seen, self._capacity)
         if self._held is None or not sum(counts) or held < len(counts):
             return []
         fair = [min(count, held // len(counts)) for count in counts]
-        places = torch.from_numpy(self._random.choice(held, sum(fair), replace=False))
-        return [self._held[some.to(self._held.label_B.device)] for some in torch.split(places, fair)]
+        slots = torch.from_numpy(self._random.choice(held, sum(fair), replace=False))
+        return [self._held[some.to(self._held.label_B.device)] for some in torch.split(slots, fair)]
 
 
 def _tensors(examples: Examples) -> list[Tensor]:

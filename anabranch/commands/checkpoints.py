@@ -1,9 +1,9 @@
-"""`anabranch checkpoints`: what a restart of the learner can resume from. Reads only."""
+"""`anabranch checkpoints`: what a restart of the learner can resume from, and the way back to an older one."""
 
 import contextlib
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
-from datetime import UTC, datetime
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import msgspec
@@ -11,11 +11,17 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from anabranch.commands.versions import format_time
 from anabranch.config.loader import Config
 from anabranch.core.errors import SettingsError
 from ingest.events.schema import Schema
-from learner.errors import CheckpointError
-from learner.state_dir.checkpoint import CheckpointManifest, Checkpoints
+from learner.checkpointing.without_erased import check_age
+from learner.errors import CheckpointError, VersionError
+from learner.state_dir.checkpoint import Checkpoint, CheckpointManifest, Checkpoints
+from learner.state_dir.folders import SET_ASIDE
+from learner.state_dir.lock import hold_state_directory
+from learner.state_dir.version import Versions
+from replay.erasure.erasure_log import NAME, ErasureLog
 
 
 @dataclass(frozen=True)
@@ -31,6 +37,50 @@ class CheckpointSummary:
         """Return it as JSON values."""
         fields = msgspec.to_builtins(self.manifest) if self.manifest else {"number": self.number}
         return {**fields, "bytes": self.bytes, "problem": self.problem}
+
+
+@dataclass(frozen=True)
+class RestorePlan:
+    """What `checkpoints restore` does, or would do.
+
+    Attributes:
+        checkpoint: the checkpoint that the next start of the learner resumes from.
+        step: its step.
+        time: when it was written, in seconds since 1970.
+        set_aside: the newer checkpoints, the newest first, which are renamed.
+        served: the version that is served; None when none is.
+        version_before: the newest version that was published before the checkpoint; None when none is left.
+    """
+
+    checkpoint: int
+    step: int
+    time: float
+    set_aside: list[int]
+    served: int | None
+    version_before: int | None
+
+    def document(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        return asdict(self)
+
+    def sentences(self, *, done: bool) -> list[str]:
+        """Return it as sentences for a person; `done` says whether it has happened."""
+        which = f"checkpoint {self.checkpoint} of step {self.step:,}, written at {format_time(self.time)}"
+        if not self.set_aside:
+            return [f"the learner resumes from {which}, at its next start; it is the newest, and nothing is changed"]
+        renamed = ", ".join(f"{number}{SET_ASIDE}" for number in self.set_aside)
+        resumes, were = ("resumes", "were") if done else ("would resume", "would be")
+        sentences = [
+            f"the learner {resumes} from {which}, at its next start, and reads the stream again from there",
+            f"newer checkpoints {were} renamed to {renamed}; delete them when you are done (the next erasure does)",
+        ]
+        if self.served is not None:
+            back = f"`anabranch versions rollback --to {self.version_before}` returns to the newest one from before it"
+            sentences.append(
+                f"versions stay: version {self.served} is served until a newer one has learned as far"
+                + (f"; {back}" if self.version_before not in (None, self.served) else "")
+            )
+        return sentences
 
 
 def list_checkpoints(config: Config) -> list[CheckpointSummary]:
@@ -66,6 +116,52 @@ def show_checkpoint(config: Config, which: str) -> CheckpointSummary:
     return summary
 
 
+def plan_restore(config: Config, number: int) -> RestorePlan:
+    """Return what `restore_checkpoint` would do; changes nothing.
+
+    Raises:
+        SettingsError: there is no such checkpoint, a restart cannot resume from it, or it is older than an erasure that
+            the log no longer has.
+    """
+    one = show_checkpoint(config, str(number))
+    if one.manifest is None or one.problem is not None:
+        raise SettingsError(f"checkpoint {number} cannot be restored: {one.problem}")
+    checkpoints, erasures = _checkpoints(config), ErasureLog(config.state_dir / NAME)
+    erasures.refresh()
+    parts, state = checkpoints.open(one.manifest)
+    check_age(number, Checkpoint(one.manifest.step, parts, state), erasures)
+    versions = Versions(config.state_dir / "versions")
+    before = [known for known in versions.numbers() if _step(versions, known) <= one.manifest.step]
+    return RestorePlan(
+        number,
+        one.manifest.step,
+        one.manifest.time,
+        checkpoints.newer_than(number),
+        versions.state().serving,
+        max(before, default=None),
+    )
+
+
+def restore_checkpoint(config: Config, number: int) -> RestorePlan:
+    """Make the next start of the learner resume from a checkpoint.
+
+    Renames the newer checkpoints, the newest first: a crash leaves a state directory from which a start resumes at the
+    newest checkpoint that still has its name, and the command can run again. They must not stay: the resumed learner
+    writes slots of the disk tier that only they name.
+
+    Raises:
+        SettingsError: as `plan_restore`; or a learner holds the lock; or a checkpoint cannot be renamed.
+    """
+    with hold_state_directory(config.state_dir, command="anabranch checkpoints restore"):
+        plan, checkpoints = plan_restore(config, number), _checkpoints(config)
+        try:
+            for newer in plan.set_aside:
+                checkpoints.set_aside(newer)
+        except OSError as exc:
+            raise SettingsError(f"{checkpoints.path} cannot be changed: {exc.strerror or exc}") from exc
+    return plan
+
+
 def render_checkpoints(summaries: Sequence[CheckpointSummary]) -> RenderableType:
     """Return the table of `checkpoints ls`."""
     if not summaries:
@@ -76,7 +172,9 @@ def render_checkpoints(summaries: Sequence[CheckpointSummary]) -> RenderableType
         table.add_column(name, justify="right" if right else "left", no_wrap=name != "state")
     for one in summaries:
         manifest = one.manifest
-        facts = (_time(manifest.time), f"{manifest.step:,}", str(manifest.generation)) if manifest else ("", "", "")
+        facts = (
+            (format_time(manifest.time), f"{manifest.step:,}", str(manifest.generation)) if manifest else ("", "", "")
+        )
         table.add_row(str(one.number), *facts, f"{one.bytes / 1e6:,.1f} MB", Text("unusable" if one.problem else ""))
     return table
 
@@ -88,7 +186,7 @@ def render_checkpoint(one: CheckpointSummary) -> RenderableType:
     table.add_column(overflow="fold")
     table.add_row("checkpoint", str(one.number))
     if one.manifest is not None:
-        table.add_row("time", _time(one.manifest.time))
+        table.add_row("time", format_time(one.manifest.time))
         table.add_row("step", f"{one.manifest.step:,}, by the learner of generation {one.manifest.generation}")
         table.add_row("schema", one.manifest.schema)
         for name, digest in one.manifest.files.items():
@@ -99,7 +197,15 @@ def render_checkpoint(one: CheckpointSummary) -> RenderableType:
 
 
 def _checkpoints(config: Config) -> Checkpoints:
-    return Checkpoints(config.state_dir / "checkpoints", Schema(config.pipeline.events).digest, 0)
+    # A checkpoint whose generation cannot be read counts as the newest, as for a learner that starts now.
+    return Checkpoints(config.state_dir / "checkpoints", Schema(config.pipeline.events).digest, sys.maxsize)
+
+
+def _step(versions: Versions, number: int) -> float:
+    try:
+        return versions.manifest(number).step
+    except (VersionError, OSError):
+        return float("inf")
 
 
 def _summary(checkpoints: Checkpoints, number: int) -> CheckpointSummary:
@@ -113,7 +219,3 @@ def _summary(checkpoints: Checkpoints, number: int) -> CheckpointSummary:
     except (CheckpointError, OSError) as exc:
         problem = str(exc)
     return CheckpointSummary(number, manifest, size, problem)
-
-
-def _time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%SZ")

@@ -56,14 +56,14 @@ def _plain(value: Any, secrets: set[str]) -> Any:
     return value if value is None or isinstance(value, bool | float) else int(value)
 
 
-def _lines(table: Mapping[str, Any], place: tuple[str, ...]) -> list[str]:
+def _lines(table: Mapping[str, Any], location: tuple[str, ...]) -> list[str]:
     plain = {key: value for key, value in table.items() if not isinstance(value, Mapping) and value is not None}
     lines = [f"{_key(key)} = {_value(value)}" for key, value in plain.items()]
-    if place and (lines or not table):
-        lines = ["", f"[{'.'.join(map(_key, place))}]", *lines]
+    if location and (lines or not table):
+        lines = ["", f"[{'.'.join(map(_key, location))}]", *lines]
     for key, value in table.items():
         if isinstance(value, Mapping):
-            lines += _lines(value, (*place, key))
+            lines += _lines(value, (*location, key))
     return lines
 
 

@@ -1,6 +1,9 @@
 """`anabranch dead-letters`: what could not be used, and how to send it again once the cause is fixed."""
 
+import contextlib
+import logging
 import re
+from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -10,12 +13,15 @@ from rich.table import Table
 from rich.text import Text
 
 from anabranch.config.loader import Config
-from anabranch.core.errors import SettingsError
+from anabranch.core.errors import AnabranchError, SettingsError
+from ingest.config import StreamSettings
 from ingest.kafka.dead_letter_reader import StoredLetter, read_dead_letters
 from ingest.kafka.producer import EventProducer
 
-_SOURCE = re.compile(r"(.+)\[\d+\]@\d+")
+_SOURCE = re.compile(r"(.+)\[(\d+)\]@\d+")
 _SHOWN_BYTES = 200
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -45,13 +51,13 @@ def list_letters(config: Config, limit: int | None) -> list[StoredLetter]:
     Raises:
         BrokerError: the broker cannot be reached, or has no such topic.
     """
-    letters = list(read_dead_letters(config.pipeline.stream))
-    return letters if limit is None else letters[-limit:]
+    return list(deque(read_dead_letters(config.pipeline.stream), maxlen=limit))
 
 
 def letter_document(letter: StoredLetter) -> dict[str, Any]:
     """Return a dead letter as JSON values; bytes that are not UTF-8 are replaced."""
-    return asdict(letter) | {"key": _text(letter.key), "value": _text(letter.value)}
+    headers = [[name, _text(value)] for name, value in letter.headers]
+    return asdict(letter) | {"key": _text(letter.key), "value": _text(letter.value), "headers": headers}
 
 
 def render_letters(letters: Sequence[StoredLetter]) -> RenderableType:
@@ -70,7 +76,9 @@ def render_letters(letters: Sequence[StoredLetter]) -> RenderableType:
 
 
 def resend(config: Config, sources: Collection[str] | None, *, dry_run: bool) -> Resent:
-    """Send messages of dead letters to the topics that they came from, each source once.
+    """Send messages of dead letters to the topics and partitions that they came from, each source once.
+
+    Letters are sent while they are read. Those that are written after the first is read are not sent.
 
     Args:
         config: the pipeline.
@@ -82,33 +90,42 @@ def resend(config: Config, sources: Collection[str] | None, *, dry_run: bool) ->
         BrokerError: the broker cannot be reached, or has no such topic.
     """
     stream, result = config.pipeline.stream, Resent(dry_run=dry_run)
-    chosen = list(_once(letter for letter in read_dead_letters(stream) if sources is None or letter.source in sources))
-    missing = set(sources or ()) - {letter.source for letter in chosen}
-    if missing:
-        raise SettingsError(f"there is no dead letter of {', '.join(sorted(missing))} in {stream.dead_letter_topic}")
-    messages: dict[str, list[StoredLetter]] = {}
-    for letter in chosen:
-        match = _SOURCE.fullmatch(letter.source)
-        topic = match[1] if match else ""
-        if (why := _refusal(letter, topic, stream.topics)) is not None:
-            result.skipped[letter.source] = why
-        else:
-            messages.setdefault(topic, []).append(letter)
+    if sources is not None:
+        missing = set(sources) - {letter.source for letter in read_dead_letters(stream)}
+        if missing:
+            raise SettingsError(
+                f"there is no dead letter of {', '.join(sorted(missing))} in {stream.dead_letter_topic}"
+            )
+    with contextlib.ExitStack() as stack:
+        producers: dict[str, EventProducer] = {}
+        for letter in _once(read_dead_letters(stream)):
+            if sources is not None and letter.source not in sources:
+                continue
+            match = _SOURCE.fullmatch(letter.source)
+            topic, partition = (match[1], int(match[2])) if match else ("", 0)
+            if (why := _refusal(letter, topic, stream.topics)) is not None:
+                result.skipped[letter.source] = why
+                continue
+            if not dry_run:
+                if topic not in producers:
+                    producers[topic] = stack.enter_context(_producer(stream, topic))
+                assert letter.value is not None
+                producers[topic].send(letter.value, key=letter.key, headers=letter.headers, partition=partition)
             result.sent.append(letter.source)
-    if not dry_run:
-        for topic, letters in messages.items():
-            _send(config, topic, letters)
     return result
 
 
-def _send(config: Config, topic: str, letters: Sequence[StoredLetter]) -> None:
-    producer = EventProducer(config.pipeline.stream, topic)
+@contextlib.contextmanager
+def _producer(stream: StreamSettings, topic: str) -> Iterator[EventProducer]:
+    """Yield a producer, whose events are acknowledged when the context ends; on an error log how many are."""
+    producer = EventProducer(stream, topic)
     try:
         producer.open()
-        for letter in letters:
-            assert letter.value is not None
-            producer.send(letter.value, key=letter.key)
+        yield producer
         producer.flush()
+    except AnabranchError:
+        log.warning("%d messages were sent to %s again before the error", producer.acknowledged, topic)
+        raise
     finally:
         producer.close()
 

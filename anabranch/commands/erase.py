@@ -55,14 +55,14 @@ class ErasureResult:
 
     def sentences(self) -> list[str]:
         """Return it as sentences for a person."""
-        noted = f"record {self.records[-1]}" if len(self.records) == 1 else f"records up to {self.records[-1]}"
+        which = f"record {self.records[-1]}" if len(self.records) == 1 else f"records up to {self.records[-1]}"
         sentences = [] if self.missing is None else [self.missing]
         if self.applied or self.store or self.holdout:
             sentences.insert(0, f"erased {self.store:,} events of the store and {self.holdout:,} of the holdout set")
         if self.up_to:
             ends = ", ".join(f"{name}@{end}" for name, end in self.up_to.items())
             sentences.append(f"later events of the key are new: those from {ends} on")
-        return [*sentences, f"written down as {noted} in {self.log}; weights that have learned from it are not changed"]
+        return [*sentences, f"recorded as {which} in {self.log}; weights that have learned from it are not changed"]
 
 
 def erase_events(config: Config, keys: Sequence[str], ranges: Sequence[str], patience: timedelta) -> ErasureResult:

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from anabranch.commands.event_files import FileRecord, SourceFormat, open_source
+from anabranch.commands.event_files.files import FileRecord, SourceFormat, open_source
 from anabranch.commands.rollout import connect
 from anabranch.config.loader import Config
 from anabranch.core.errors import DependencyError, SettingsError
@@ -40,7 +40,7 @@ def predict(
         with open_source(path, kind, delimiter, schema, checked=True) as source:
             for record in source:
                 event = _event(record)
-                tensors = [_tensor(feature, event, inputs, record.place) for feature in schema.features]
+                tensors = [_tensor(feature, event, inputs, record.location) for feature in schema.features]
                 reply = _ask(connection, "POST", f"{url}/infer", json.dumps({"inputs": tensors}), headers)
                 yield {
                     "version": reply["model_version"],
@@ -63,19 +63,19 @@ def _ask(connection: http.client.HTTPConnection, method: str, url: str, body: st
 
 def _event(record: FileRecord) -> Mapping[str, Any]:
     if record.fault:
-        raise SettingsError(f"{record.place}: {record.fault}")
+        raise SettingsError(f"{record.location}: {record.fault}")
     if not isinstance(record.content, bytes):
         return record.content
     try:
         return msgspec.json.decode(record.content, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
-        raise SettingsError(f"{record.place}: it is not a JSON object: {exc}") from exc
+        raise SettingsError(f"{record.location}: it is not a JSON object: {exc}") from exc
 
 
-def _tensor(feature: Feature, event: Mapping[str, Any], inputs: Mapping[str, Any], place: str) -> dict[str, Any]:
+def _tensor(feature: Feature, event: Mapping[str, Any], inputs: Mapping[str, Any], location: str) -> dict[str, Any]:
     """Return a feature of one event as an input tensor of the open inference protocol."""
     if feature.name not in event:
-        raise SettingsError(f'{place}: the feature "{feature.name}" is missing')
+        raise SettingsError(f'{location}: the feature "{feature.name}" is missing')
     data = np.asarray(event[feature.name], object).ravel().tolist()
     datatype = inputs[feature.name]["datatype"]
     return {"name": feature.name, "datatype": datatype, "shape": [1, *feature.shape], "data": data}

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from anabranch.commands.event_files import STDIN, EventFile, FileRecord, SourceFormat, open_source
+from anabranch.commands.event_files.files import STDIN, EventFile, FileRecord, SourceFormat, open_source
 from anabranch.config.loader import Config
 from anabranch.core.errors import SettingsError
 from anabranch.runtime.rate_limiter import Pacer
@@ -54,7 +54,7 @@ class Produced:
 class _Message:
     """What is sent for a record, or the fault that keeps it from being sent."""
 
-    place: str
+    location: str
     value: bytes = b""
     key: bytes | None = None
     fault: str = ""
@@ -124,8 +124,8 @@ def produce(
         producer.flush()
     if fault is not None:
         raise SettingsError(
-            f"{'stdin' if path == STDIN else path}, {fault.place}: {fault.fault}; the {producer.acknowledged:,} events "
-            "before it were sent"
+            f"{'stdin' if path == STDIN else path}, {fault.location}: {fault.fault}; the {producer.acknowledged:,} "
+            "events before it were sent"
         )
     produced.events, produced.last_offsets = producer.acknowledged, producer.last_offsets
     produced.unknown_fields = encoder.unknown_fields
@@ -152,11 +152,11 @@ class _Encoder:
 
     def _message(self, record: FileRecord) -> _Message:
         if record.fault:
-            return _Message(record.place, fault=record.fault)
+            return _Message(record.location, fault=record.fault)
         content = record.content
         try:
             if isinstance(content, bytes) and (not self._checked or not (self._pack or self.schema.key)):
-                return _Message(record.place, content)
+                return _Message(record.location, content)
             event = _object(content) if isinstance(content, bytes) else self._labelled(content)
             key = event.get(self.schema.key) if self.schema.key else None
             if self._pack:
@@ -164,8 +164,8 @@ class _Encoder:
             else:
                 value = content if isinstance(content, bytes) else _json(event)
         except (SettingsError, TypeError, ValueError) as exc:
-            return _Message(record.place, fault=str(exc).removeprefix("event 0: "))
-        return _Message(record.place, value, None if key is None else str(key).encode())
+            return _Message(record.location, fault=str(exc).removeprefix("event 0: "))
+        return _Message(record.location, value, None if key is None else str(key).encode())
 
     def _labelled(self, event: dict[str, Any]) -> dict[str, Any]:
         """Leave out a label of NaN, which is how tables of numbers say that there is none."""
@@ -173,16 +173,16 @@ class _Encoder:
         return {k: v for k, v in event.items() if k != self.schema.label.name} if label != label else event
 
     def _check(self, messages: list[_Message]) -> list[_Message]:
-        good = [place for place, message in enumerate(messages) if not message.fault]
-        decoded = self._format.decode([messages[place].value for place in good])
+        good = [i for i, message in enumerate(messages) if not message.fault]
+        decoded = self._format.decode([messages[i].value for i in good])
         self.unknown_fields += decoded.unknown_fields
         for reject in decoded.rejects:
-            place = good[reject.message]
-            messages[place] = _Message(messages[place].place, fault=reject.reason)
-        for place, message in enumerate(messages):
+            i = good[reject.message]
+            messages[i] = _Message(messages[i].location, fault=reject.reason)
+        for i, message in enumerate(messages):
             if len(message.value) > self._most_bytes:
                 fault = f"oversized: {len(message.value)} bytes, and stream.max_message_bytes = {self._most_bytes}"
-                messages[place] = _Message(message.place, fault=fault)
+                messages[i] = _Message(message.location, fault=fault)
         return messages
 
 
@@ -215,7 +215,7 @@ def _object(line: bytes) -> dict[str, Any]:
 def _report_fault(message: _Message, produced: Produced) -> None:
     produced.skipped += 1
     if produced.skipped <= _NAMED_FAULTS:
-        sys.stderr.write(f"left out {message.place}: {message.fault}\n")
+        sys.stderr.write(f"left out {message.location}: {message.fault}\n")
     if produced.skipped == _NAMED_FAULTS:
         sys.stderr.write("further errors are not shown\n")
 

@@ -67,7 +67,7 @@ class Stats:
     step: int
     events: int
     capacity: int | None
-    offered: int
+    added: int
     admission: str
     sampling: str
     tiers: dict[str, dict[str, int]]
@@ -97,7 +97,7 @@ def read_stats(config: Config) -> Stats:
         step=stored.checkpoint.step,
         events=len(index),
         capacity=report.replay_capacity if report is not None else None,
-        offered=int(stored.contents.standing.added.sum()),
+        added=int(stored.contents.state.added.sum()),
         admission=config.pipeline.replay.admission,
         sampling=config.pipeline.replay.sampling,
         tiers={
@@ -119,7 +119,7 @@ def render_stats(stats: Stats) -> Table:
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     of = "" if stats.capacity is None else f" of {stats.capacity:,}"
-    table.add_row("events", f"{stats.events:,}{of}, of {stats.offered:,} that were offered")
+    table.add_row("events", f"{stats.events:,}{of}, of {stats.added:,} that were added")
     table.add_row("checkpoint", f"{stats.checkpoint}, at step {stats.step:,}")
     for tier, numbers in stats.tiers.items():
         used, bound = numbers["bytes"] / 1e6, numbers["bound_bytes"] / 1e6
@@ -138,7 +138,7 @@ def render_stats(stats: Stats) -> Table:
 def read_sample(config: Config, n: int, where: Sequence[str], seed: int | None) -> Iterator[dict[str, Any]]:
     """Yield up to n stored events, sampled uniformly among those that fit, as JSON values.
 
-    Events that are overwritten at this moment are left out, and others sampled in their place.
+    Events that are overwritten at this moment are left out, and others are sampled instead.
 
     Raises:
         SettingsError: there is no checkpoint with a store, a condition cannot be meant, or the payload cannot be had.
@@ -148,15 +148,15 @@ def read_sample(config: Config, n: int, where: Sequence[str], seed: int | None) 
     fits = np.ones(len(index), np.bool_)
     for condition in where:
         fits &= _fits(condition, schema, stored.names, index)
-    places = np.random.default_rng(seed).permutation(np.flatnonzero(fits))
+    indices = np.random.default_rng(seed).permutation(np.flatnonzero(fits))
     shape = stored.checkpoint.state.get(OUTPUT)
     layout = RowLayout({**schema.payload(), **({} if shape is None else output_field(tuple(shape)))})
-    for begin in range(0, len(places), _AT_ONCE):
-        for place, row in _rows(config, stored, layout, places[begin : begin + _AT_ONCE]):
+    for begin in range(0, len(indices), _AT_ONCE):
+        for i, row in _rows(config, stored, layout, indices[begin : begin + _AT_ONCE]):
             if n == 0:
                 return
             n -= 1
-            yield _event(schema, stored.names, index[place], row)
+            yield _event(schema, stored.names, index[i], row)
 
 
 def _stored(config: Config) -> Stored:
@@ -192,18 +192,18 @@ def _stored(config: Config) -> Stored:
 
 
 def _rows(
-    config: Config, stored: Stored, layout: RowLayout, places: NDArray[np.intp]
+    config: Config, stored: Stored, layout: RowLayout, indices: NDArray[np.intp]
 ) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Yield the columns of those of n events whose payload can be had, with their places."""
+    """Yield the columns of those of n events whose payload can be had, with their indices."""
     contents = stored.contents
     if contents.payload is not None:
-        rows_nR, whole = contents.payload[places.tolist()], np.ones(len(places), np.bool_)
+        rows_nR, whole = contents.payload[indices.tolist()], np.ones(len(indices), np.bool_)
     else:
-        events = contents.index[places]
-        bases = np.array(contents.standing.bases, np.uint64)[events["partition"]]
-        seed = config.pipeline.seed if contents.standing.seed is None else contents.standing.seed
+        events = contents.index[indices]
+        bases = np.array(contents.state.bases, np.uint64)[events["partition"]]
+        seed = config.pipeline.seed if contents.state.seed is None else contents.state.seed
         identity = identity_hash(bases, events["offset"], events["row"], seed)
-        with _home(config, contents, layout.row_bytes) as tier:
+        with _open_tier(config, contents, layout.row_bytes) as tier:
             try:
                 rows_nR, whole = tier.read(events["slot"].astype(np.int64), identity)
             except OSError as exc:
@@ -212,11 +212,11 @@ def _rows(
         raise SettingsError(f"events have {rows_nR.shape[1]} bytes in the store and {layout.row_bytes} by [schema]")
     columns = {name: values.numpy() for name, values in layout.unpack(rows_nR).items()}
     for at in np.flatnonzero(whole).tolist():
-        yield int(places[at]), {name: values[at] for name, values in columns.items()}
+        yield int(indices[at]), {name: values[at] for name, values in columns.items()}
 
 
 @contextlib.contextmanager
-def _home(config: Config, contents: StoreSnapshot, row_bytes: int) -> Iterator[Tier]:
+def _open_tier(config: Config, contents: StoreSnapshot, row_bytes: int) -> Iterator[Tier]:
     """Open the tier that has the payload of a checkpoint."""
     folder = config.state_dir / "replay" / RANK
     site = TierContext(folder, f"{config.pipeline.name}:{RANK}", row_bytes, writable=False)
@@ -230,9 +230,9 @@ def _home(config: Config, contents: StoreSnapshot, row_bytes: int) -> Iterator[T
 
 
 def _event(schema: Schema, names: Sequence[TopicPartition], known: np.void, row: Mapping[str, Any]) -> dict[str, Any]:
-    place = f"@{known['offset']}" + (f"/{known['row']}" if known["row"] else "")
+    position = f"@{known['offset']}" + (f"/{known['row']}" if known["row"] else "")
     event: dict[str, Any] = {
-        "event": partition_name(names[known["partition"]]) + place,
+        "event": partition_name(names[known["partition"]]) + position,
         "time": _moment(int(known["time_s"])),
         "label": _label(schema, row["label"]) if row["labelled"] else None,
     }
@@ -271,11 +271,11 @@ def _fits(
             raise SettingsError(f'--where label={value}: "{value}" is no class; there are {", ".join(known[:20])}')
         return np.asarray(index["label"] == known.index(value))
     if what == "topic":
-        wanted = [place for place, name in enumerate(names) if name.topic == value]
-        return np.isin(index["partition"], wanted)
+        partitions = [i for i, name in enumerate(names) if name.topic == value]
+        return np.isin(index["partition"], partitions)
     if what == "partition" and value.isdigit():
-        wanted = [place for place, name in enumerate(names) if name.partition == int(value)]
-        return np.isin(index["partition"], wanted)
+        partitions = [i for i, name in enumerate(names) if name.partition == int(value)]
+        return np.isin(index["partition"], partitions)
     if what == "key" and schema.key is not None:
         return np.asarray(index["key_hash"] == np.uint64(int(hash_of_key(value.encode()), 16)))
     raise SettingsError(

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from anabranch.config.loader import Config
 from anabranch.runtime.console import PlainConsole
-from anabranch.runtime.lifecycle import stop_on_signals
+from anabranch.runtime.lifecycle import Exit, stop_on_signals
 from learner.state_dir.report import LAG_STALE, DeviceSharingReport, LearnerReport
 from learner.state_dir.report import read_report as read_learner
 from serving.reporting.health import SILENT
@@ -36,6 +36,15 @@ class Status:
         if report is None or not _lives(report.pid):
             return "not running"
         return "running" if self.now - report.time < SILENT.total_seconds() else "silent"
+
+    def exit_code(self) -> Exit:
+        """Return DONE when both parts run without a problem, else NOT_RUNNING or UNHEALTHY."""
+        reports = (self.learner, self.serving)
+        conditions = {self.condition(report) for report in reports}
+        if "not running" in conditions:
+            return Exit.NOT_RUNNING
+        healthy = conditions == {"running"} and not any(report and report.problems for report in reports)
+        return Exit.DONE if healthy else Exit.UNHEALTHY
 
     def to_json(self) -> bytes:
         """Return both reports, and whether they are of living processes, as one indented JSON object."""

@@ -143,7 +143,7 @@ def _row(one: Listed) -> dict[str, RenderableType]:
     verdict = one.verdict.verdict if one.verdict else "none"
     return {
         "version": str(one.number),
-        "time": _time(manifest.time) if manifest else "",
+        "time": format_time(manifest.time) if manifest else "",
         "step": f"{manifest.step:,}" if manifest else "",
         "verdict": Text(verdict, style=_STYLES.get(verdict, "dim")),
         "parent": "" if manifest is None or manifest.parent is None else str(manifest.parent),
@@ -163,7 +163,7 @@ def render_one(one: Listed) -> RenderableType:
     manifest = one.manifest
     if manifest is not None:
         model = manifest.model
-        table.add_row("time", _time(manifest.time))
+        table.add_row("time", format_time(manifest.time))
         table.add_row("step", f"{manifest.step:,}, by the learner of generation {manifest.generation}")
         table.add_row("parent", "none" if manifest.parent is None else str(manifest.parent))
         table.add_row("learned", _trained(manifest) or "nothing")
@@ -216,7 +216,8 @@ def _bytes(versions: Versions, number: int) -> int:
         return 0
 
 
-def _time(seconds: float) -> str:
+def format_time(seconds: float) -> str:
+    """Return a time in seconds since 1970 as text, in UTC."""
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
 
 

@@ -16,7 +16,7 @@ from anabranch.config.model import Pipeline, alternatives
 class Fault(NamedTuple):
     """One thing that is wrong with a config: the keys that lead to it, and a sentence that explains it."""
 
-    place: tuple[str, ...]
+    location: tuple[str, ...]
     sentence: str
 
 
@@ -25,12 +25,12 @@ def sentence_of(
 ) -> str:
     """Return the worst of the errors of one key as a sentence; `origin`: the file or variable that sets it."""
     error = errors[0]
-    place = key_of(document, error)
-    key = ".".join(place)
+    location = key_of(document, error)
+    key = ".".join(location)
     if error["type"] == "extra_forbidden":
-        return f"{origin}: unknown key {key}{nearest_key(place[-1], (name for name, _ in _fields(place[:-1])))}"
+        return f"{origin}: unknown key {key}{nearest_key(location[-1], (name for name, _ in _fields(location[:-1])))}"
     if error["type"] == "missing":
-        return f"{origin}: {key} is missing; {_to_add(place)}"
+        return f"{origin}: {key} is missing; {_to_add(location)}"
     message = error["msg"].removeprefix("Value error, ").replace("tuple", "list").replace("Tuple", "List")
     if error["type"] == "model_type":
         message = "must be a section"
@@ -38,13 +38,13 @@ def sentence_of(
         message += _others(errors[1:]) + _nearest_value(error)
     if isinstance(error["input"], Mapping):
         return f"{origin}: {key}: {message}"
-    shared = any(secret[: len(place)] == place[: len(secret)] for secret in secrets)
-    hidden = shared or isinstance(error["input"], SecretStr) or bool({"tokens", "properties", "url"} & set(place))
+    shared = any(secret[: len(location)] == location[: len(secret)] for secret in secrets)
+    hidden = shared or isinstance(error["input"], SecretStr) or bool({"tokens", "properties", "url"} & set(location))
     return f"{origin}: {key} = {'(hidden)' if hidden else repr(error['input'])}: {message}"
 
 
 def rank(error: ErrorDetails) -> int:
-    """Return 0 for the most telling errors: an unknown key explains a missing one; a type error says least."""
+    """Return 0 for the most specific errors (an unknown key explains a missing one), 2 for the least specific."""
     if error["type"] == "extra_forbidden":
         return 0
     return 2 if error["type"].endswith(("_type", "_parsing")) else 1
@@ -53,34 +53,34 @@ def rank(error: ErrorDetails) -> int:
 def key_of(document: Mapping[str, Any], error: ErrorDetails) -> tuple[str, ...]:
     """Return the keys that lead to an error in the file; pydantic's own path also names the members of unions."""
     node: Any = document
-    place: list[str] = []
+    location: list[str] = []
     for part in error["loc"]:
         inside = part in node if isinstance(node, Mapping) else isinstance(node, list) and isinstance(part, int)
         if inside:
             node = node[part]
-            place.append(str(part))
+            location.append(str(part))
     if error["type"] == "missing":
-        place.append(str(error["loc"][-1]))
-    return tuple(place)
+        location.append(str(error["loc"][-1]))
+    return tuple(location)
 
 
-def _fields(place: tuple[str, ...]) -> list[tuple[str, FieldInfo]]:
-    """Return the keys of the section at a place, of every kind of section that is allowed there."""
+def _fields(location: tuple[str, ...]) -> list[tuple[str, FieldInfo]]:
+    """Return the keys of the section at `location`, for every type of section that is allowed there."""
     models: list[type[BaseModel]] = [Pipeline]
-    for key in place:
+    for key in location:
         fields = [f for model in models for name, f in model.model_fields.items() if key == (f.alias or name)]
         models = [model for field in fields for model in _models(field.annotation)] or models
     return [(field.alias or name, field) for model in models for name, field in model.model_fields.items()]
 
 
-def _to_add(place: tuple[str, ...]) -> str:
+def _to_add(location: tuple[str, ...]) -> str:
     """Return where to write a missing key, or a missing section, and what it is."""
-    section, key = ".".join(place[:-1]), place[-1]
-    field = dict(_fields(place[:-1])).get(key)
+    section, key = ".".join(location[:-1]), location[-1]
+    field = dict(_fields(location[:-1])).get(key)
     what = f"write {key} = ... {f'below [{section}]' if section else 'at the top'}"
     if field is not None and _models(field.annotation):
         name = ".NAME" if get_origin(field.annotation) is dict else ""
-        what = f"write a section [{'.'.join(place)}{name}]"
+        what = f"write a section [{'.'.join(location)}{name}]"
     described = field.description if field is not None else None
     if not described:
         return what

@@ -81,35 +81,34 @@ def examine_config(path: Path, environment: Mapping[str, str] = os.environ) -> E
             break
         except ValidationError as exc:
             errors = sorted(exc.errors(), key=rank)
-            known = {fault.place for fault in faults}
+            known = {fault.location for fault in faults}
             for error in errors:
-                place = key_of(resolved, error)
-                if place not in known:
-                    known.add(place)
-                    same_key = [other for other in errors if key_of(resolved, other) == place]
-                    faults.append(
-                        Fault(place, sentence_of(origin_of(path, place, overrides), resolved, same_key, set(secrets)))
-                    )
-            places = [key_of(resolved, error) for error in errors]
-            for place in places:
-                _remove(resolved, place)
+                location = key_of(resolved, error)
+                if location not in known:
+                    known.add(location)
+                    same_key = [other for other in errors if key_of(resolved, other) == location]
+                    origin = origin_of(path, location, overrides)
+                    faults.append(Fault(location, sentence_of(origin, resolved, same_key, set(secrets))))
+            locations = [key_of(resolved, error) for error in errors]
+            for location in locations:
+                _remove(resolved, location)
     if pipeline is None:
         return Examined(None, faults, set(secrets.values()))
     host = pipeline.learner.status.rpartition(":")[0]
     if not is_loopback(host) and not pipeline.serving.tokens.read.get_secret_value():
-        place = ("learner", "status")
+        location = ("learner", "status")
         sentence = f'learner.status = "{host}:..." is not loopback, so serving.tokens.read is required'
-        faults.append(Fault(place, f"{origin_of(path, place, overrides)}: {sentence}"))
+        faults.append(Fault(location, f"{origin_of(path, location, overrides)}: {sentence}"))
     for key, sentence in conflicts(facts(pipeline.learner, pipeline.replay, pipeline.stream, pipeline.device_sharing)):
-        place = tuple(key.split("."))
-        faults.append(Fault(place, f"{origin_of(path, place, overrides)}: {sentence}"))
+        location = tuple(key.split("."))
+        faults.append(Fault(location, f"{origin_of(path, location, overrides)}: {sentence}"))
     return Examined(Config(pipeline, path), faults, set(secrets.values()))
 
 
-def _remove(document: Any, place: tuple[str, ...]) -> None:
-    """Remove from a document the innermost key that leads to `place` and is there."""
+def _remove(document: Any, location: tuple[str, ...]) -> None:
+    """Remove from a document the innermost key that leads to `location` and is there."""
     tables: list[tuple[dict[str, Any], str]] = []
-    for part in place:
+    for part in location:
         if not isinstance(document, dict) or part not in document:
             break
         tables.append((document, part))
@@ -121,29 +120,29 @@ def _remove(document: Any, place: tuple[str, ...]) -> None:
 
 def _resolve(
     value: Any,
-    place: tuple[str, ...],
+    location: tuple[str, ...],
     folder: Path,
     environment: Mapping[str, str],
     secrets: dict[tuple[str, ...], str],
     faults: list[Fault],
 ) -> Any:
-    """Replace `{env = "NAME"}` and `{file = "path"}` by what they name, and note where that happened.
+    """Replace `{env = "NAME"}` and `{file = "path"}` by what they name, and add each to `secrets`.
 
-    Below `model.args` they are a fault: whoever writes them means a secret, and versions contain the arguments.
+    Below `model.args` they are a fault: they name a secret, and versions contain the arguments.
     """
     if isinstance(value, list):
         items = enumerate(value)
-        return [_resolve(item, (*place, str(i)), folder, environment, secrets, faults) for i, item in items]
+        return [_resolve(item, (*location, str(i)), folder, environment, secrets, faults) for i, item in items]
     if not isinstance(value, dict):
         return value
     if value.keys() == {"env"} or value.keys() == {"file"}:
         ((kind, name),) = value.items()
-        if isinstance(name, str) and place[:2] == _PUBLISHED:
-            faults.append(Fault(place, f"{'.'.join(place)}: {_NOTHING_HIDDEN.format(name)}"))
+        if isinstance(name, str) and location[:2] == _PUBLISHED:
+            faults.append(Fault(location, f"{'.'.join(location)}: {_NOTHING_HIDDEN.format(name)}"))
             return ""
         if isinstance(name, str):
             try:
-                secrets[place] = environment[name] if kind == "env" else (folder / name).read_text("utf-8").strip()
+                secrets[location] = environment[name] if kind == "env" else (folder / name).read_text("utf-8").strip()
             except KeyError:
                 sentence = f"the environment variable {name} is not set"
             except OSError as exc:
@@ -151,7 +150,7 @@ def _resolve(
             except UnicodeDecodeError:
                 sentence = f"{folder / name} is not UTF-8 text"
             else:
-                return secrets[place]
-            faults.append(Fault(place, f"{'.'.join(place)}: {sentence}"))
+                return secrets[location]
+            faults.append(Fault(location, f"{'.'.join(location)}: {sentence}"))
             return ""
-    return {key: _resolve(item, (*place, key), folder, environment, secrets, faults) for key, item in value.items()}
+    return {key: _resolve(item, (*location, key), folder, environment, secrets, faults) for key, item in value.items()}

@@ -29,9 +29,9 @@ def apply_overrides(
     return overrides, faults
 
 
-def origin_of(path: Path, place: tuple[str, ...], overrides: Mapping[tuple[str, ...], str]) -> Path | str:
+def origin_of(path: Path, location: tuple[str, ...], overrides: Mapping[tuple[str, ...], str]) -> Path | str:
     """Return what sets a key: the variable that overrides it, or a part of it; else the file."""
-    return next((name for key, name in overrides.items() if place[: len(key)] == key), path)
+    return next((name for key, name in overrides.items() if location[: len(key)] == key), path)
 
 
 def _override_one(document: dict[str, Any], name: str, text: str) -> tuple[str, ...]:
@@ -40,23 +40,23 @@ def _override_one(document: dict[str, Any], name: str, text: str) -> tuple[str, 
         raise SettingsError(f"{name}: overrides are written {ENVIRONMENT_PREFIX}SECTION__KEY, two underscores each")
     if not name.startswith(ENVIRONMENT_PREFIX):
         return ()
-    place, kind, keys = document, cast("Any", Pipeline), list[str]()
+    table, kind, keys = document, cast("Any", Pipeline), list[str]()
     *sections, last = name.removeprefix(ENVIRONMENT_PREFIX).split("__")
     for section in sections:
-        key, kind = _step(kind, section, place, name)
+        key, kind = _step(kind, section, table, name)
         keys.append(key)
-        if isinstance(place.get(key), str) and _is_named(kind):
-            place[key] = {"name": place[key]}
-        place = place.setdefault(key, {})
-        if not isinstance(place, dict):
+        if isinstance(table.get(key), str) and _is_named(kind):
+            table[key] = {"name": table[key]}
+        table = table.setdefault(key, {})
+        if not isinstance(table, dict):
             raise SettingsError(f"{name}: {key} is a value, not a section")
-    key, kind = _step(kind, last, place, name)
+    key, kind = _step(kind, last, table, name)
     value = _value(text, kind)
-    if isinstance(value, str) and isinstance(place.get(key), dict) and _is_named(kind):
+    if isinstance(value, str) and isinstance(table.get(key), dict) and _is_named(kind):
         # Other variables may have set its arguments before.
-        place[key]["name"] = value
+        table[key]["name"] = value
         return (*keys, key, "name")
-    place[key] = value
+    table[key] = value
     return (*keys, key)
 
 
@@ -68,7 +68,7 @@ def _is_named(kind: Any) -> bool:
     )
 
 
-def _step(kind: Any, part: str, place: Mapping[str, Any], name: str) -> tuple[str, Any]:
+def _step(kind: Any, part: str, table: Mapping[str, Any], name: str) -> tuple[str, Any]:
     """Return the key that a part of a variable's name means, and the type of its value."""
     types = alternatives(kind)
     models = [model for model in types if isinstance(model, type) and issubclass(model, BaseModel)]
@@ -79,7 +79,7 @@ def _step(kind: Any, part: str, place: Mapping[str, Any], name: str) -> tuple[st
         if models[0].model_config.get("extra") == "forbid":
             raise SettingsError(f"{name}: there is no key {part.lower()}{nearest_key(part.lower(), known)}")
     # Names that the user gives (features, arguments) may have capitals, which many environments do not.
-    key = next((key for key in place if key.lower() == part.lower()), part.lower())
+    key = next((key for key in table if key.lower() == part.lower()), part.lower())
     inner = next((get_args(type_)[1] for type_ in types if get_origin(type_) is dict), Any)
     return key, inner
 

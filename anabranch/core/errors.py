@@ -4,7 +4,7 @@
     |-- SettingsError     the configuration or the input is wrong: fix it, then start again (exit 2)
     `-- DependencyError   something outside cannot be reached: wait or fix it, then start again (exit 3)
 
-Each package draws its own branches in its `errors.py`.
+Each package has its own branches in its `errors.py`.
 """
 
 

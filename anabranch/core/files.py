@@ -58,6 +58,13 @@ def read_file(path: Path, most: int | None = None) -> bytes:
             raise
 
 
+def write_at(descriptor: int, content: bytes, offset: int) -> None:
+    """Write all of `content` at an offset; a single call of the system may write less. Raises OSError."""
+    while content:
+        written = os.pwrite(descriptor, content, offset)
+        content, offset = content[written:], offset + written
+
+
 def number_of(name: str) -> int | None:
     """Return a folder's name as a number; None if it is none."""
     return int(name) if _NUMBER.fullmatch(name) else None

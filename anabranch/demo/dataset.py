@@ -73,7 +73,7 @@ def load_digits(seed: int) -> Digits:
 
 
 def messages(digits: Digits, seed: int, events: int | None) -> Iterator[Message]:
-    """Yield the stream: with `events` it has so many messages and ten phases of one class, else it goes round for ever.
+    """Yield the stream: `events` messages in ten phases of one class; without `events` it repeats and has no end.
 
     One message in a thousand is malformed, in ways that take turns. A stream without end has poisoned phases, in which
     two digits have each other's label: the gate has to refuse what is trained on them. The same seed gives the same

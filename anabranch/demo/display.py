@@ -81,7 +81,7 @@ class LivePanel:
         self._live.stop()
 
     def show(self, figures: DemoSnapshot) -> None:
-        """Draw the panel."""
+        """Render the panel."""
         if time.monotonic() >= self._next_history:
             self._next_history = time.monotonic() + _HISTORY_SECONDS
             for history, baseline in ((self._old, False), (self._baseline_old, True)):
@@ -114,7 +114,7 @@ class LivePanel:
         hints = Table.grid(padding=(0, 2))
         hints.add_column(style="dim", no_wrap=True)
         hints.add_column(overflow="fold")
-        hints.add_row("look", Text(f"{self._url}/", style="bold not dim"))
+        hints.add_row("open", Text(f"{self._url}/", style="bold not dim"))
         hints.add_row("try", Text(self._try))
         hints.add_row("end", "Ctrl-C stops everything and leaves nothing behind")
         title = "Anabranch: a stream of digits, class after class, teaches the model that is being served"

@@ -15,7 +15,7 @@ from anabranch.runtime.rate_limiter import Pacer
 from learner.state_dir.trained_through import parse_trained_through
 
 _TIMEOUT_SECONDS = 10.0
-_LOOK_SECONDS = 0.05
+_POLL_SECONDS = 0.05
 _IDLE_SECONDS = 2.0
 _WINDOW = 500
 
@@ -67,7 +67,7 @@ class LoadGenerator:
 
     def _run(self) -> None:
         while not self._stop.is_set() and not answers(*self._address, "/v2/health/ready"):
-            self._stop.wait(_LOOK_SECONDS)
+            self._stop.wait(_POLL_SECONDS)
         connection, last = http.client.HTTPConnection(*self._address, timeout=_TIMEOUT_SECONDS), 0.0
         while not self._stop.is_set():
             self._pacer.pace()

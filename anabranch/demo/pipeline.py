@@ -12,8 +12,9 @@ from anabranch.commands.init import write_example
 from anabranch.config.loader import Config, load_config
 from anabranch.config.overrides import ENVIRONMENT_PREFIX
 from anabranch.runtime.child_environment import without_admin_token
+from anabranch.runtime.child_process import Part
 from anabranch.runtime.embedded_broker import free_port
-from anabranch.runtime.supervisor import Part, pipeline_parts
+from anabranch.runtime.supervisor import pipeline_parts
 from learner.state_dir.report import REPORT as LEARNER_REPORT
 
 _THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
@@ -70,7 +71,7 @@ def lay_out(
         "STREAM__GROUP_ID": f"{stem}anabranch-demo",
         "SERVING__HOST": "127.0.0.1",
         "SERVING__PORT": port,
-        "LEARNER__STATUS": f"127.0.0.1:{_free_port_beside(port)}",
+        "LEARNER__STATUS": f"127.0.0.1:{_free_port_except(port)}",
         "STATE_DIR": str(folder / "var"),
     }
     if endless:
@@ -119,7 +120,7 @@ def _variables(overrides: Mapping[str, object]) -> dict[str, str]:
     return {f"{ENVIRONMENT_PREFIX}{name}": json.dumps(value) for name, value in overrides.items()}
 
 
-def _free_port_beside(taken: int) -> int:
+def _free_port_except(taken: int) -> int:
     while True:
         port = free_port()
         if port != taken:

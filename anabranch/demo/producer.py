@@ -1,4 +1,4 @@
-"""`python -m anabranch.demo.producer`: sends the demo's stream, in a process of its own as a user's producer would be.
+"""`python -m anabranch.demo.producer`: sends the demo's stream, in its own process like a user's producer.
 
 It begins with the first byte on stdin and stops when stdin ends. It reports its progress as JSON lines on stdout.
 """

@@ -28,7 +28,7 @@ from ingest.config import StreamSettings
 from ingest.kafka.producer import create_topics, delete_topics
 
 DEFAULT_PORT = 8000
-_LOOK_SECONDS = 0.25
+_POLL_SECONDS = 0.25
 _START_SECONDS = 120.0
 _TAIL_LINES = 8
 
@@ -129,7 +129,7 @@ class _Demo:
             ended = self._await_parts(stop)
             if ended is not None or stop.is_set():
                 return ended or Exit.DONE
-            _say(f"the stream begins; look at it on {self._pipeline.url}/")
+            _say(f"the stream begins; the dashboard is at {self._pipeline.url}/")
             stack.callback(self._prober.stop)
             self._prober.start()
             self._feed.go()
@@ -147,7 +147,7 @@ class _Demo:
             ended = self._check()
             if ended is not None:
                 return ended
-            if stop.wait(_LOOK_SECONDS):
+            if stop.wait(_POLL_SECONDS):
                 return None
             if time.monotonic() > deadline:
                 _say(f"learner and serving are not up after {_START_SECONDS:.0f} s")
@@ -156,7 +156,7 @@ class _Demo:
         return None
 
     def _watch(self, display: Display, stop: threading.Event) -> Exit:
-        while not stop.wait(_LOOK_SECONDS):
+        while not stop.wait(_POLL_SECONDS):
             ended = self._check()
             if ended is not None:
                 return ended
@@ -213,10 +213,10 @@ def _topics(pipeline: DemoPipeline, *, keep: bool) -> Iterator[None]:
                 _say(f"{exc}; the topics are left behind: {', '.join(pipeline.topics)}")
 
 
-def _port(wanted: int | None) -> int:
-    port = free_port(wanted or DEFAULT_PORT)
-    if wanted and port != wanted:
-        raise SettingsError(f"--port {wanted} is taken")
+def _port(asked: int | None) -> int:
+    port = free_port(asked or DEFAULT_PORT)
+    if asked and port != asked:
+        raise SettingsError(f"--port {asked} is taken")
     return port
 
 

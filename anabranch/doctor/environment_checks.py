@@ -10,7 +10,7 @@ from anabranch.doctor.findings import CheckContext, Finding, found, ok
 _EXTRAS = {("client", "confluent"): ("confluent_kafka", "fast"), ("format", "arrow"): ("pyarrow", "arrow")}
 """By key of `[stream]` and its value: the module that it needs, and the extra that brings it."""
 _FILES = 1024
-"""Descriptors that serving needs for some hundred connections, beside those of the parts."""
+"""Descriptors that serving needs for some hundred connections, in addition to those of the parts."""
 
 
 def check_install(patient: CheckContext) -> Iterator[Finding]:
@@ -34,7 +34,7 @@ def check_limits(patient: CheckContext) -> Iterator[Finding]:
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit != resource.RLIM_INFINITY and limit < _FILES:
         message = f"Only {limit} files may be open, so that serving refuses connections beyond about {limit // 2}."
-        yield found("limit.files", message, wanted=4 * _FILES)
+        yield found("limit.files", message, needed=4 * _FILES)
     else:
         yield ok("Enough files may be open.")
 

@@ -43,7 +43,7 @@ FINDINGS: dict[str, FindingType] = {
     "install.crc32c": FindingType("warning", "Install it: pip install crc32c."),
     "install.extra": FindingType("problem", "Install it: pip install 'anabranch[{extra}]'."),
     "limit.files": FindingType(
-        "warning", 'Raise it before the start: "ulimit -n {wanted}", or LimitNOFILE in a unit file.'
+        "warning", 'Raise it before the start: "ulimit -n {needed}", or LimitNOFILE in a unit file.'
     ),
     "device.missing": FindingType("problem", 'Set {key} = "auto", or install a torch that has the device.'),
     "device.precision": FindingType("problem", 'Set learner.precision = "auto".'),
@@ -100,7 +100,7 @@ FINDINGS: dict[str, FindingType] = {
     "redis.connect": FindingType("problem", "Start it, or fix replay.redis.url.", unreachable=True),
     "redis.away": FindingType("warning", "Start it, or fix replay.redis.url; the store does without it meanwhile."),
     "redis.refused": FindingType("problem", "Fix replay.redis.url, or the rights of its user on anabranch:*."),
-    "redis.memory": FindingType("warning", 'Raise it: "CONFIG SET maxmemory {wanted}"; or lower replay.redis.bytes.'),
+    "redis.memory": FindingType("warning", 'Raise it: "CONFIG SET maxmemory {needed}"; or lower replay.redis.bytes.'),
     "redis.policy": FindingType(
         "warning", 'Set it to noeviction, or add replay.disk: "CONFIG SET maxmemory-policy noeviction".'
     ),
@@ -123,11 +123,11 @@ FINDINGS: dict[str, FindingType] = {
     ),
     "state.held": FindingType("info", "Nothing; stop that learner before another is started."),
     "checkpoint.damaged": FindingType(
-        "warning", "Nothing, when an older checkpoint is whole; else move {path} away to begin anew."
+        "warning", "Nothing, when an older checkpoint is whole; else move {path} away to start again."
     ),
-    "checkpoint.schema": FindingType("problem", "Put [schema] back, or begin anew by moving {path} away."),
+    "checkpoint.schema": FindingType("problem", "Put [schema] back, or move {path} away to start again."),
     "checkpoint.misfit": FindingType(
-        "problem", "Put the settings of the checkpoint back, or begin anew by moving the checkpoints away."
+        "problem", "Put the settings of the checkpoint back, or move the checkpoints away to start again."
     ),
     "version.damaged": FindingType(
         "warning", 'Nothing, serving takes none such; see "anabranch versions show {number}".'

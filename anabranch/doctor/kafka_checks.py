@@ -140,10 +140,10 @@ def _denied(name: str, topic: Topic, right: str) -> Finding | None:
 
 def _check_message(patient: CheckContext, newest: Messages) -> Iterator[Finding]:
     pipeline = patient.config.pipeline
-    place = f"{newest.partition.topic}[{newest.partition.partition}]@{newest.offsets[0]}"
+    source = f"{newest.partition.topic}[{newest.partition.partition}]@{newest.offsets[0]}"
     ahead = newest.times_ms[0] / 1000 - time.time()
     if ahead > _AHEAD_SECONDS:
-        message = f"The newest message, {place}, is {ahead:,.0f} s ahead of this machine's clock."
+        message = f"The newest message, {source}, is {ahead:,.0f} s ahead of this machine's clock."
         yield found("clock.ahead", message)
     try:
         schema = Schema(pipeline.events)
@@ -154,16 +154,16 @@ def _check_message(patient: CheckContext, newest: Messages) -> Iterator[Finding]
     if assembled.letters:
         reasons = _reasons(newest, pipeline.events, pipeline.stream)
         reasons = reasons or [dict(assembled.letters[0].added)["anabranch-error"].decode()]
-        yield found("message.unusable", f"The newest message, {place}, cannot be used: {'; '.join(reasons)}.")
+        yield found("message.unusable", f"The newest message, {source}, cannot be used: {'; '.join(reasons)}.")
         return
     unlabelled = int((assembled.columns["labelled"] == 0).sum())
     if unlabelled:
         skipped = int((assembled.columns["outcome"] == Outcome.SKIPPED).sum())
         fate = "and is skipped" if skipped else "and is stored without training"
-        message = f"The newest message, {place}, has no label ({schema.label.name}) {fate}."
+        message = f"The newest message, {source}, has no label ({schema.label.name}) {fate}."
         yield found("message.unlabelled", message) if skipped else ok(message)
     else:
-        yield ok(f"The newest message, {place}, can be used.")
+        yield ok(f"The newest message, {source}, can be used.")
     if assembled.unknown_fields and (value := newest.values[0]) is not None:
         message = "The newest message has fields that [schema] does not know"
         if pipeline.stream.format == "json":

@@ -108,7 +108,7 @@ def try_model(asked: Asked, device: torch.device, say: Callable[[Step | ProbeFin
         kind = "model.checkpointing"
         checkpoint_activations(model, learner.activation_checkpointing)
         kind = "model.strategy"
-        # From here on beside the device, whose memory a learner at work may have taken.
+        # From here on not on the device, whose memory a running learner may use.
         plain = learner.model_copy(update={"compile": False, "activation_checkpointing": False})
         trainer = Trainer(model.cpu(), task, strategy, schema, plain, torch.device("cpu"), _FULL, embedding)
         say(Step("going on from the newest checkpoint"))

@@ -1,4 +1,4 @@
-"""The model factory and the device, tried in a process of its own: user code may crash or hang."""
+"""The model factory and the device, tried in a separate process: user code may crash or hang."""
 
 import os
 import subprocess
@@ -59,7 +59,7 @@ def _without_secret(replay: ReplaySettings) -> str:
 
 
 def check_alone(patient: CheckContext) -> Iterator[Finding]:
-    """Whether a learner of one process is told what only several do."""
+    """Whether a learner of one process has settings that only several processes use."""
     learner = patient.config.pipeline.learner
     if learner.replicas == learner.hosts == 1:
         values = {key: getattr(learner, key) for key in ("sharding", "sync_every", "comm_hook")}

@@ -75,7 +75,7 @@ def check_tls(patient: CheckContext) -> Iterator[Finding]:
 
 
 def _taken(host: str, port: int) -> OSError | None:
-    """Return why an address cannot be listened on; bound and let go, as servers bind it."""
+    """Return why an address cannot be listened on; bound as servers bind it, and closed."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:

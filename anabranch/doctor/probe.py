@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _LONGEST_MATTER = 2_000
 _OVERHEAD = 1.1
-"""Of the slots that replay keeps beside those for events."""
+"""Slots of replay by slots for events: some are kept free."""
 
 
 def main() -> int:
@@ -60,9 +60,9 @@ def run_probe(asked: Asked, say: Callable[[Step | ProbeFinding | Size], None]) -
     replay = ReplaySettings.model_validate_json(asked.replay)
     near = torch.device("cpu") if replay.device_memory == "host" else device
     free = _free(near)
-    wanted = _wanted(replay, try_model(asked, device, say))
-    if learner.strategy.replays and wanted > free:
-        message = f"replay.device_bytes needs {wanted / 1e6:,.0f} MB, but {near} has {free / 1e6:,.0f} MB free."
+    needed = _needed_bytes(replay, try_model(asked, device, say))
+    if learner.strategy.replays and needed > free:
+        message = f"replay.device_bytes needs {needed / 1e6:,.0f} MB, but {near} has {free / 1e6:,.0f} MB free."
         say(ProbeFinding("device.memory", message))
 
 
@@ -93,7 +93,7 @@ def _share(sharing: DeviceSharingSettings, device: "torch.device") -> Iterator[P
     yield ProbeFinding("", f"{how}{''.join(also)}.")
 
 
-def _wanted(replay: ReplaySettings, columns: "Fields") -> int:
+def _needed_bytes(replay: ReplaySettings, columns: "Fields") -> int:
     from replay.row_layout import RowLayout
 
     most = int(replay.capacity * _OVERHEAD) * RowLayout(columns).row_bytes

@@ -35,10 +35,10 @@ def check_redis(patient: CheckContext) -> Iterator[Finding]:
 
 def _check_memory(memory: tuple[int, str], address: str, replay: ReplaySettings) -> Iterator[Finding]:
     assert replay.redis is not None
-    (most, policy), wanted = memory, int(replay.redis.bytes)
-    if most and most < wanted * _OTHERS:
-        message = f"Redis at {address} has {_megabytes(most)}, and replay.redis.bytes is {_megabytes(wanted)}."
-        yield found("redis.memory", message, wanted=f"{wanted * 1.25 / 1e6:.0f}mb")
+    (most, policy), needed = memory, int(replay.redis.bytes)
+    if most and most < needed * _OTHERS:
+        message = f"Redis at {address} has {_megabytes(most)}, and replay.redis.bytes is {_megabytes(needed)}."
+        yield found("redis.memory", message, needed=f"{needed * 1.25 / 1e6:.0f}mb")
     if most and policy != "noeviction" and replay.disk is None:
         message = f"Redis at {address} has maxmemory-policy {policy}, and holds what no other tier has."
         yield found("redis.policy", message)

@@ -160,15 +160,15 @@ def _check_config(patient: CheckContext, faulty: set[str]) -> Iterator[Finding]:
         if settings.replay.redis is not None:
             url = settings.replay.redis.url.get_secret_value()
             patient.secrets |= {url, urlsplit(url).password or url}
-    for place, sentence in faults:
-        faulty.add(place[0])
+    for location, sentence in faults:
+        faulty.add(location[0])
         yield found("config.invalid", f"{sentence}.")
     if not faults:
         yield ok(f"{patient.path} is valid.")
 
 
 def _within(check: Check, patient: CheckContext, bugs: list[Exception]) -> Iterator[Finding]:
-    """Run a check in a thread of its own, which is left alone when it takes too long."""
+    """Run a check in its own thread, which is not waited for when it takes too long."""
     results: queue.SimpleQueue[Finding | Exception | None] = queue.SimpleQueue()
 
     def run() -> None:

@@ -22,7 +22,7 @@ _OPTIMIZER_TENSORS = 3
 _OUTPUT_BYTES = 4
 """Weights and two moments: what a checkpoint holds of a model with AdamW."""
 _ROW_BYTES = 56
-"""What a checkpoint holds of each event beside its fields."""
+"""What a checkpoint holds of each event in addition to its fields."""
 
 
 def check_state(patient: CheckContext) -> Iterator[Finding]:
@@ -81,10 +81,10 @@ def _file_system(folder: Path) -> str | None:
         lines = [line.split() for line in MOUNTS.read_text().splitlines()]
     except OSError:
         return None
-    # A later mount hides an earlier one on the same place.
-    places = [(Path(fields[1].replace("\\040", " ")), fields[2]) for fields in lines]
+    # A later mount hides an earlier one on the same path.
+    mounts = [(Path(fields[1].replace("\\040", " ")), fields[2]) for fields in lines]
     return max(
-        ((len(place.parts), index), kind) for index, (place, kind) in enumerate(places) if folder.is_relative_to(place)
+        ((len(path.parts), index), kind) for index, (path, kind) in enumerate(mounts) if folder.is_relative_to(path)
     )[1]
 
 

@@ -111,13 +111,13 @@ class EmbeddedBroker:
         partition_counts(StreamSettings(bootstrap_servers=self.bootstrap, topics=("any",)), ["any"])
 
 
-def free_port(wanted: int = 0) -> int:
-    """Return `wanted` when it is free on loopback, else a port that is free now."""
+def free_port(preferred: int = 0) -> int:
+    """Return `preferred` when it is free on loopback, else a port that is free now."""
     with socket.socket() as probe:
         # As servers do, so that a port whose connections have just been closed counts as free.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("127.0.0.1", wanted))
+            probe.bind(("127.0.0.1", preferred))
         except OSError:
             return free_port()
         port: int = probe.getsockname()[1]

@@ -39,6 +39,10 @@ class Exit(IntEnum):
     BUG = 1
     SETTINGS = 2
     DEPENDENCY = 3
+    UNHEALTHY = 4
+    """Of `status --exit-code` alone: learner or serving reports a problem, or has not reported for some time."""
+    NOT_RUNNING = 5
+    """Of `status --exit-code` alone: learner or serving does not run."""
 
 
 def exit_code(error: AnabranchError) -> Exit:
@@ -109,9 +113,9 @@ def log_arguments() -> tuple[str, ...]:
 def raise_descriptor_limit() -> None:
     """Take as many file descriptors as the system allows this process, within what a daemon may ever use."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    target = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < target:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
 
 
 @contextlib.contextmanager

@@ -23,25 +23,25 @@ def refuse_intruders() -> None:
 
 def find_intruder() -> str | None:
     """Return a sentence that names the intruder, where it was found and the way out; None when all is well."""
-    home = Path(__file__).resolve().parents[2]
+    root = Path(__file__).resolve().parents[2]
     for package in PACKAGES:
-        found = _place(package)
+        found = _folder_of(package)
         if found is None:
-            return f'the package "{package}" is missing from {home}: install anabranch again'
-        if found != home / package:
+            return f'the package "{package}" is missing from {root}: install anabranch again'
+        if found != root / package:
             return (
-                f'the package "{package}" in {found}{_owners(package)} hides that of anabranch in {home}: '
-                "take it off the Python path, or install anabranch in an environment of its own"
+                f'the package "{package}" in {found}{_owners(package)} hides that of anabranch in {root}: '
+                "take it off the Python path, or install anabranch in its own environment"
             )
         if _was_overwritten(package):
             return (
                 f'the package "{package}" in {found} was overwritten by another distribution{_owners(package)}: '
-                "install anabranch in an environment of its own"
+                "install anabranch in its own environment"
             )
     return None
 
 
-def _place(package: str) -> Path | None:
+def _folder_of(package: str) -> Path | None:
     spec = importlib.util.find_spec(package)
     if spec is None:
         return None

@@ -13,8 +13,9 @@ import msgspec
 
 from anabranch.config.loader import Config
 from anabranch.core.failures import state_errors
+from anabranch.runtime.child_process import Part
 from anabranch.runtime.lifecycle import Exit, log_arguments
-from anabranch.runtime.supervisor import Part, Supervisor
+from anabranch.runtime.supervisor import Supervisor
 from serving.http.listening_socket import address_of, check_tls, listen_patiently
 from serving.reporting.report import STOPPED, ServingReport, write_report
 from serving.reporting.worker_pool import COUNTS_VARIABLE, WorkerPool
@@ -64,10 +65,10 @@ def serve_by_workers(config: Config, stop: threading.Event) -> Exit:
 
 def _part(config: Config, pool: WorkerPool, number: int, descriptor: int) -> Part:
     command = (sys.executable, "-P", "-m", "serving", "-c", str(config.path), "--supervised", *log_arguments())
-    place = ("--worker", str(number), "--pool", str(pool.folder), "--listener", str(descriptor))
+    options = ("--worker", str(number), "--pool", str(pool.folder), "--listener", str(descriptor))
     return Part(
         f"serving worker {number}",
-        (*command, *place),
+        (*command, *options),
         pool.path(number),
         environment={COUNTS_VARIABLE: str(pool.folder)},
         stop_timeout=config.pipeline.serving.timeout + _BEYOND_TIMEOUT,

@@ -1,12 +1,11 @@
 """Parts as child processes that are started again when they die: what `anabranch up` and the demo run.
 
-A child is the leader of a session of its own, so that Ctrl-C reaches the supervisor alone, which decides when and how
-a child stops. Its stdin is a pipe that stays open for as long as the supervisor lives: a child that reads its end
-stops by itself (`daemon.stop_with_parent`), also after a SIGKILL of the supervisor. What stands by for a child takes
-its place when a line comes on that pipe (`daemon.wait_for_parent`).
+Each child leads a new session, so that Ctrl-C reaches the supervisor alone, which decides when and how
+a child stops. Its stdin is a pipe that stays open until the supervisor ends: a child that reads the end of the pipe
+stops (`daemon.stop_with_parent`), also after a SIGKILL of the supervisor. A standby replaces its part when it reads a
+line from that pipe (`daemon.wait_for_parent`).
 """
 
-import contextlib
 import logging
 import os
 import signal
@@ -15,17 +14,26 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-import msgspec
-
 from anabranch.config.loader import Config
 from anabranch.core.backoff import Backoff
-from anabranch.core.failures import DamagedError, away_is_dependency, decoded
-from anabranch.core.files import MOST_BYTES, number_of, read_file
+from anabranch.core.failures import away_is_dependency
+from anabranch.core.files import number_of
 from anabranch.runtime.child_environment import without_admin_token
+from anabranch.runtime.child_process import (
+    Part,
+    PartProgress,
+    activate,
+    close_pipe,
+    describe_end,
+    progress_of,
+    reap,
+    signal_group,
+    spawn,
+)
 from anabranch.runtime.lifecycle import Exit, log_arguments
 from learner.state_dir.report import REPORT as LEARNER_REPORT
 from serving.reporting.report import REPORT as SERVING_REPORT
@@ -37,31 +45,6 @@ _FREE_DEATHS = 3
 """Deaths in a row after progress that did not last, after which a part is started again at once."""
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Part:
-    """One child process to keep alive."""
-
-    name: str
-    command: tuple[str, ...]
-    report: Path | None = None
-    """The file in which it reports its pid, and steps or a version once it has made progress."""
-    environment: Mapping[str, str | None] = field(default_factory=dict)
-    """Variables beside those of the supervisor; None removes one."""
-    output: Path | None = None
-    """File to which its stdout and stderr are appended; None passes them through."""
-    stop_timeout: timedelta = timedelta(seconds=30)
-    """Time that it has to stop after SIGTERM."""
-    descriptors: tuple[int, ...] = ()
-    """What it inherits beside stdin, stdout and stderr."""
-    has_run_before: bool = False
-    """Whether the pipeline has run before: exit code 3 on the first start is then an outage, and ends nothing."""
-    standby: tuple[str, ...] | None = None
-    """Command of a process that gets ready, and becomes this part when a line comes on its stdin; None: there is none.
-
-    One of it stands by whenever the part has made progress, until it is needed. One that dies while it waits is not
-    started again before the part was."""
 
 
 @dataclass(frozen=True)
@@ -97,9 +80,8 @@ class _Child:
     due: float = 0.0
     """When to start it again, in seconds of the clock."""
     standby: subprocess.Popen[bytes] | None = None
-    """What stands by for it."""
-    stood_by: int = 0
-    """The start since which something has stood by for it, in which it may have died."""
+    standby_start: int = 0
+    """The value of `starts` when the last standby was started."""
 
 
 class Supervisor:
@@ -127,7 +109,7 @@ class Supervisor:
 
     @property
     def restarts(self) -> dict[str, int]:
-        """How often each part was started again."""
+        """Return how often each part was started again."""
         return {child.part.name: max(0, child.starts - 1) for child in self._children}
 
     def pids(self) -> dict[str, int]:
@@ -152,19 +134,19 @@ class Supervisor:
             self._begin(child)
 
     def check(self) -> Exit | None:
-        """Look at every child once: note deaths, start again what is due, have something stand by.
+        """Check every child once: handle deaths, start parts that are due again, start standbys.
 
         Returns:
-            The exit code with which everything is to end, or None: SETTINGS when a child ended with it, DEPENDENCY
+            The exit code with which all parts are to end, or None: SETTINGS when a child ended with it, DEPENDENCY
             when a child that has not run before ended with it on its first start, before any progress.
         """
         self._kill_leftovers()
         for child in self._children:
             if child.process is not None and (code := child.process.poll()) is not None:
-                ended = self._bury(child, child.process.pid, code)
+                ended = self._handle_death(child, child.process.pid, code)
                 if ended is not None:
                     return ended
-            self._tend_standby(child)
+            self._update_standby(child)
             if child.process is None and self._clock() >= child.due:
                 self._begin(child)
         return None
@@ -172,8 +154,8 @@ class Supervisor:
     def stop(self) -> None:
         """SIGTERM to all children in order, then SIGKILL to those that outlive their `stop_timeout`; wait for all.
 
-        What stands by has nothing to end, and is killed. An exception on the way, such as that of a second Ctrl-C,
-        kills the rest at once.
+        Standbys have no state to save, and are killed. An exception meanwhile, such as that of a second Ctrl-C, kills
+        the remaining processes at once.
         """
         running = [(child, child.process) for child in self._children if child.process is not None]
         standbys = [child.standby for child in self._children if child.standby is not None]
@@ -194,7 +176,7 @@ class Supervisor:
             for process in [*standbys, *(process for _, process in running)]:
                 process.kill()
                 process.wait()
-                _close(process)
+                close_pipe(process)
                 self._leftovers[process.pid] = time.monotonic() + _LEFTOVERS_SECONDS
             for child in self._children:
                 child.process = child.standby = None
@@ -204,13 +186,13 @@ class Supervisor:
         _start(child)
         child.began = self._clock()
 
-    def _bury(self, child: _Child, pid: int, code: int) -> Exit | None:
+    def _handle_death(self, child: _Child, pid: int, code: int) -> Exit | None:
         part = child.part
         assert child.process is not None
-        _close(child.process)
+        close_pipe(child.process)
         child.process = None
-        self._leave(pid)
-        report = _progress_of(part.report, pid)
+        self._end_group(pid)
+        report = progress_of(part.report, pid)
         progress = report is not None and report.is_any
         if self._on_death is not None:
             self._on_death(part)
@@ -223,10 +205,10 @@ class Supervisor:
         delay = self._backoff.seconds(child.deaths)
         child.due = self._clock() + delay
         when = f"in {delay:.1f} s" if delay else "now"
-        log.warning("%s (pid %d) ended with %s; it is started again %s", part.name, pid, _describe(code), when)
+        log.warning("%s (pid %d) ended with %s; it is started again %s", part.name, pid, describe_end(code), when)
         return None
 
-    def _deaths(self, child: _Child, report: "_Progress | None") -> int:
+    def _deaths(self, child: _Child, report: PartProgress | None) -> int:
         """Count the death of a child that has left this report, and return how many in a row the backoff goes by."""
         if report is None or not report.is_any:
             return child.deaths + 1
@@ -236,40 +218,40 @@ class Supervisor:
         child.brief = 0 if lasts else child.brief + 1
         return max(1, child.brief - _FREE_DEATHS + 1)
 
-    def _tend_standby(self, child: _Child) -> None:
-        """Note the death of what stands by for a child; start it once in each life of the child that makes progress."""
+    def _update_standby(self, child: _Child) -> None:
+        """Handle the death of a standby; start one in each life of the child that makes progress."""
         part, standby, process = child.part, child.standby, child.process
         if standby is not None:
             code = standby.poll()
             if code is not None:
-                log.warning("what stood by for %s (pid %d) ended with %s", part.name, standby.pid, _describe(code))
-                _close(standby)
-                self._leave(standby.pid)
+                log.warning("the standby of %s (pid %d) ended with %s", part.name, standby.pid, describe_end(code))
+                close_pipe(standby)
+                self._end_group(standby.pid)
                 child.standby = None
-        elif part.standby is None or process is None or child.stood_by == child.starts:
+        elif part.standby is None or process is None or child.standby_start == child.starts:
             return
-        elif (report := _progress_of(part.report, process.pid)) is not None and report.is_any:
-            child.standby, child.stood_by = _spawn(part, part.standby), child.starts
-            log.info("pid %d stands by for %s", child.standby.pid, part.name)
+        elif (report := progress_of(part.report, process.pid)) is not None and report.is_any:
+            child.standby, child.standby_start = spawn(part, part.standby), child.starts
+            log.info("pid %d is the standby of %s", child.standby.pid, part.name)
 
-    def _leave(self, group: int) -> None:
-        """Ask what a dead child has left behind in its session to end; `_kill_leftovers` insists later."""
-        if _signal_group(group, signal.SIGTERM):
+    def _end_group(self, group: int) -> None:
+        """SIGTERM the processes that a dead child has left in its session; `_kill_leftovers` kills them later."""
+        if signal_group(group, signal.SIGTERM):
             self._leftovers[group] = time.monotonic() + _LEFTOVERS_SECONDS
 
     def _kill_leftovers(self) -> None:
         for group, deadline in list(self._leftovers.items()):
-            _reap(group)
-            if not _signal_group(group, None):
+            reap(group)
+            if not signal_group(group, None):
                 del self._leftovers[group]
             elif time.monotonic() > deadline:
-                _signal_group(group, signal.SIGKILL)
+                signal_group(group, signal.SIGKILL)
                 del self._leftovers[group]
 
     def _await_leftovers(self) -> None:
         self._kill_leftovers()
         for group in self._leftovers:
-            _signal_group(group, signal.SIGTERM)
+            signal_group(group, signal.SIGTERM)
         while self._leftovers:
             time.sleep(_POLL_SECONDS / 10)
             self._kill_leftovers()
@@ -312,95 +294,13 @@ def _has_versions(state_dir: Path) -> bool:
         return any(number_of(manifest.parent.name) is not None for manifest in manifests)
 
 
-class _Progress(msgspec.Struct):
-    pid: int
-    launcher: int | None = None
-    steps_since_start: int | None = None
-    """Of a learner; its version may be one of an earlier life."""
-    version: int | None = None
-    checkpoint: int | None = None
-    """The newest checkpoint."""
-
-    @property
-    def is_any(self) -> bool:
-        steps = self.steps_since_start
-        return self.version is not None if steps is None else steps > 0
-
-
-def _progress_of(report: Path | None, pid: int) -> _Progress | None:
-    """Return what a process says of its progress; None where it says nothing."""
-    if report is None:
-        return None
-    try:
-        progress = decoded(read_file(report, MOST_BYTES), _Progress)
-    except (OSError, DamagedError):
-        return None
-    return progress if pid in (progress.pid, progress.launcher) else None
-
-
 def _start(child: _Child) -> None:
-    """Have what stands by for a child take its place, else start it."""
+    """Make the standby of a child the part if there is one, else start the part."""
     part, standby, child.standby = child.part, child.standby, None
-    if standby is not None and _goes_on(standby):
+    if standby is not None and activate(standby):
         child.process = standby
         log.info("%s goes on (pid %d)", part.name, standby.pid)
     else:
-        child.process = _spawn(part, part.command)
+        child.process = spawn(part, part.command)
         log.info("%s started (pid %d)", part.name, child.process.pid)
     child.starts += 1
-
-
-def _goes_on(standby: subprocess.Popen[bytes]) -> bool:
-    """Tell what stands by to go on; False when it has died since it was looked at."""
-    assert standby.stdin is not None
-    try:
-        os.write(standby.stdin.fileno(), b"\n")
-    except BrokenPipeError:
-        standby.kill()
-        standby.wait()
-        _close(standby)
-        return False
-    return True
-
-
-def _spawn(part: Part, command: tuple[str, ...]) -> subprocess.Popen[bytes]:
-    environment = {**os.environ, **part.environment}
-    with contextlib.ExitStack() as stack:
-        output = stack.enter_context(part.output.open("ab")) if part.output else None
-        return subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=output,
-            env={name: value for name, value in environment.items() if value is not None},
-            start_new_session=True,
-            pass_fds=part.descriptors,
-        )
-
-
-def _close(process: subprocess.Popen[bytes]) -> None:
-    assert process.stdin is not None
-    process.stdin.close()
-
-
-def _signal_group(group: int, number: signal.Signals | None) -> bool:
-    """Signal a process group (None sends nothing), and return whether it still has a member."""
-    try:
-        os.killpg(group, number or 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        # What macOS says of a group whose members are all dead but not yet waited for.
-        return False
-    return True
-
-
-def _reap(group: int) -> None:
-    """Take note of dead members of a group that were handed to this process, as happens to the first of a container."""
-    with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-group, os.WNOHANG)[0]:
-            pass
-
-
-def _describe(code: int) -> str:
-    return f"exit code {code}" if code >= 0 else signal.Signals(-code).name

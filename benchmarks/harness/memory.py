@@ -10,6 +10,7 @@ from pathlib import Path
 
 from benchmarks.harness.events import Events
 from benchmarks.harness.stores import fill, open_store
+from replay.fake import plan_ahead
 
 _FLOATS = 2
 """Events are small, so that spare slots and what an allocator rounds up are small beside the index."""
@@ -47,7 +48,7 @@ def _measure(rows: int, folder: Path | None, admission: str) -> tuple[float, flo
     before = _resident()
     with open_store(events, rows, hot=hot, folder=folder, admission=admission) as store:
         fill(store, events, 2 * rows)
-        store.plan_ahead(0, 256)
+        plan_ahead(store, 0, 256)
         kept = _resident()
         _give_back()
         after = _resident()

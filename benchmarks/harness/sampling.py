@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from benchmarks.harness.events import PARTITIONS, Events
 from replay.background_store import BackgroundStore
+from replay.fake import plan_ahead
 from replay.store import Store
 
 BATCH = 256
@@ -39,18 +40,18 @@ class Sampling:
 
     def verify(self, below: int) -> int:
         """Check a draw against what was stored, events with numbers less than `below`, and return the next step."""
-        self.store.plan_ahead(self.step, BATCH)
+        plan_ahead(self.store, self.step, BATCH)
         columns = self.store.sample(self.step, BATCH).columns
         self.step += 1
         assert len(columns["label"]) == BATCH
         self.events.verify(columns["feature.x"].numpy(), columns["label"].numpy(), below)
-        self.store.plan_ahead(self.step, BATCH)
+        plan_ahead(self.store, self.step, BATCH)
         return self.step
 
     def _draw(self) -> float:
         begin = time.perf_counter()
         draw = self.store.sample(self.step, BATCH)
-        self.store.plan_ahead(self.step + 1, BATCH)
+        plan_ahead(self.store, self.step + 1, BATCH)
         taken = time.perf_counter() - begin
         self.step += 1
         self.drawn.append(self.events.numbers(draw.columns["feature.x"].numpy()))

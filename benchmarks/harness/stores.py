@@ -15,6 +15,7 @@ from benchmarks.harness.events import PARTITIONS, Events
 from replay.background_store import BackgroundStore
 from replay.build import build_store
 from replay.config import ReplaySettings
+from replay.fake import add_now
 from replay.store import Store
 from replay.tiers.disk import DiskTier
 
@@ -83,7 +84,7 @@ def open_background_store(
 def fill(store: Store, events: Events, rows: int, chunk: int = 1024) -> int:
     """Offer so many events from the first on, wait until they are written, and return the number of the next."""
     for begin in range(0, rows, chunk):
-        store.add_now(events.columns(begin, min(chunk, rows - begin)), PARTITIONS)
+        add_now(store, events.columns(begin, min(chunk, rows - begin)), PARTITIONS)
     store.tiers.sync()
     return rows
 

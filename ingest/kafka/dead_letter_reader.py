@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from kafka import KafkaConsumer
 from kafka import TopicPartition as KafkaPartition
@@ -14,6 +15,8 @@ from ingest.kafka.kafka_python import connect
 _POLL_MS = 500
 _EMPTY_POLLS = 20
 """Compaction and markers leave offsets without a record, so the last offset may never come."""
+_FIRST_ADDED = "anabranch-error"
+"""The header that begins those that ingest added, which come after the message's own."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,7 @@ class StoredLetter:
         truncated: what is missing; None when nothing is.
         key: of the original message.
         value: of the original message.
+        headers: of the original message.
     """
 
     partition: int
@@ -39,6 +43,7 @@ class StoredLetter:
     truncated: str | None
     key: bytes | None
     value: bytes | None
+    headers: list[tuple[str, bytes]]
 
 
 def read_dead_letters(settings: StreamSettings) -> Iterator[StoredLetter]:
@@ -61,16 +66,17 @@ def read_dead_letters(settings: StreamSettings) -> Iterator[StoredLetter]:
         numbers = consumer.partitions_for_topic(topic)
         if not numbers:
             raise BrokerError(f'topic "{topic}" does not exist on {settings.bootstrap_servers}')
-        for number in sorted(numbers):
-            yield from _read(consumer, KafkaPartition(topic, number))
+        # All ends first: a letter that a caller sends again may soon be a letter again.
+        ends = consumer.end_offsets([KafkaPartition(topic, number) for number in sorted(numbers)])
+        for partition, end in ends.items():
+            yield from _read(consumer, partition, end)
     except kafka_errors.KafkaError as exc:
         raise BrokerError(f'cannot read the topic "{topic}": {exc or type(exc).__name__}') from exc
     finally:
         consumer.close(autocommit=False)
 
 
-def _read(consumer: KafkaConsumer, partition: KafkaPartition) -> Iterator[StoredLetter]:
-    end = consumer.end_offsets([partition])[partition]
+def _read(consumer: KafkaConsumer, partition: KafkaPartition, end: int) -> Iterator[StoredLetter]:
     consumer.assign([partition])
     consumer.seek_to_beginning(partition)
     empty = 0
@@ -80,14 +86,21 @@ def _read(consumer: KafkaConsumer, partition: KafkaPartition) -> Iterator[Stored
         for record in records:
             if record.offset >= end:
                 return
-            headers = {name: value.decode(errors="replace") for name, value in record.headers if value is not None}
-            yield StoredLetter(
-                partition=record.partition,
-                offset=record.offset,
-                source=headers.get("anabranch-source", ""),
-                error=headers.get("anabranch-error", ""),
-                rows=headers.get("anabranch-rows"),
-                truncated=headers.get("anabranch-truncated"),
-                key=record.key,
-                value=record.value,
-            )
+            yield _letter(record)
+
+
+def _letter(record: Any) -> StoredLetter:
+    headers = [(name, value or b"") for name, value in record.headers]
+    own = max((i for i, (name, _) in enumerate(headers) if name == _FIRST_ADDED), default=len(headers))
+    added = {name: value.decode(errors="replace") for name, value in headers[own:]}
+    return StoredLetter(
+        partition=record.partition,
+        offset=record.offset,
+        source=added.get("anabranch-source", ""),
+        error=added.get(_FIRST_ADDED, ""),
+        rows=added.get("anabranch-rows"),
+        truncated=added.get("anabranch-truncated"),
+        key=record.key,
+        value=record.value,
+        headers=headers[:own],
+    )

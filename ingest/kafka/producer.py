@@ -2,7 +2,7 @@
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -77,8 +77,18 @@ class EventProducer:
             max_block_ms=patience_ms,
         )
 
-    def send(self, value: bytes, on_acknowledged: OnAcknowledged | None = None, *, key: bytes | None = None) -> None:
-        """Send one event; waits while too many bytes are in flight. With a key, its hash decides the partition.
+    def send(
+        self,
+        value: bytes,
+        on_acknowledged: OnAcknowledged | None = None,
+        *,
+        key: bytes | None = None,
+        headers: Sequence[tuple[str, bytes]] = (),
+        partition: int | None = None,
+    ) -> None:
+        """Send one event; waits while too many bytes are in flight.
+
+        It goes to `partition` if the topic has it, else by the hash of its key, else to the partitions in turn.
 
         Raises:
             BrokerError, SettingsError: this event or an earlier one was not taken.
@@ -89,10 +99,11 @@ class EventProducer:
             if not roomy:
                 raise BrokerError(self._unanswered())
             self._waiting_bytes += len(value)
-        partition = None if key is not None else self._partitions[self._turn % len(self._partitions)]
+        if partition not in self._partitions:
+            partition = None if key is not None else self._partitions[self._turn % len(self._partitions)]
         self._turn += 1
         try:
-            future = self._client.send(self._topic, value=value, key=key, partition=partition)
+            future = self._client.send(self._topic, value=value, key=key, headers=list(headers), partition=partition)
         except kafka_errors.KafkaError as exc:
             raise self._translated(exc) from exc
         future.add_callback(partial(self._on_success, len(value), on_acknowledged))

@@ -161,14 +161,14 @@ class MultiHostReader:
         return next((each.problem for each in self._readers if each.problem), self._failed_readers.problem)
 
     @property
-    def told(self) -> float | None:
-        """When the newest of the broker's ends that are known were asked for, by `time.monotonic`."""
-        return max((each.told for each in self._busy() if each.told is not None), default=None)
+    def ends_time(self) -> float | None:
+        """When the newest known end offsets were requested from the broker, by `time.monotonic`."""
+        return max((each.ends_time for each in self._busy() if each.ends_time is not None), default=None)
 
     @property
-    def oldest_told(self) -> float | None:
-        """The same of the reader whose ends are oldest; None while a reader has received none."""
-        times = [each.told for each in self._busy()]
+    def oldest_ends_time(self) -> float | None:
+        """`ends_time` of the reader whose ends are oldest; None while a reader has received none."""
+        times = [each.ends_time for each in self._busy()]
         return None if None in times else min((each for each in times if each is not None), default=None)
 
     @property

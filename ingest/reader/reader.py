@@ -84,8 +84,8 @@ class BlockReader:
         self._hang_detector = HangDetector()
         self.problem: str | None = None
         """One sentence when the broker cannot be reached or the process had to be started again."""
-        self.told: float | None = None
-        """When the newest of the broker's ends that are known were asked for, by `time.monotonic`."""
+        self.ends_time: float | None = None
+        """When the newest known end offsets were requested from the broker, by `time.monotonic`."""
         self.unknown_fields = 0
         """Messages so far with fields that the schema does not know."""
         self.letters_dropped: Counter[str] = Counter()
@@ -151,9 +151,9 @@ class BlockReader:
         return self._cursors.partitions
 
     @property
-    def oldest_told(self) -> float | None:
-        """As `told`: one process asks for the ends of all its partitions at once."""
-        return self.told
+    def oldest_ends_time(self) -> float | None:
+        """As `ends_time`: one process requests the ends of all its partitions at once."""
+        return self.ends_time
 
     @property
     def received(self) -> Mapping[TopicPartition, tuple[Position, PartitionFingerprint]]:
@@ -285,7 +285,7 @@ class BlockReader:
     def _update_lag(self, report: LagReport) -> None:
         self.problem = report.problem
         if report.ends:
-            self.told = report.time
+            self.ends_time = report.time
         self._cursors.set_ends(report)
 
     def _check_for_hang(self) -> None:

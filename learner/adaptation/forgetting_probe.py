@@ -50,7 +50,7 @@ class Probe:
             return None
         held_out: Mapping[str, Array] = {}
         if (older := self._holdout.older) >= ENOUGH:
-            held_out = self._holdout.take(self._rng.of(step).integers(older, size=self._rows))
+            held_out = self._holdout.take(self._rng.for_step(step).integers(older, size=self._rows))
             examples = self._trainer.examples(held_out)
         elif sample is not None and len(sample):
             examples = examples_of(sample.first(self._rows), (self._rows,))[0]
@@ -60,6 +60,6 @@ class Probe:
             rows, score = self._trainer.probe(examples)
         except RaisingEventsError as exc:
             if held_out:
-                self.raised.append((held_out["hash"].astype(np.uint64)[exc.places], exc.said))
+                self.raised.append((held_out["hash"].astype(np.uint64)[exc.indices], exc.message))
             return None
         return ScoreSum(rows, score) if math.isfinite(score) else None

@@ -68,7 +68,7 @@ class Checkpointer:
         numbers = checkpoints.numbers()
         self._oldest = min(numbers, default=None)
         """The oldest checkpoint that may still exist; not updated while checkpoints cannot be listed."""
-        self.number = self._highest = max(numbers, default=0)
+        self.number, self._highest = max(numbers, default=0), checkpoints.highest()
         """The newest checkpoint; numbers only grow."""
         self.time = _time_of(checkpoints, self.number)
         """When it was made, in seconds since 1970; None without a checkpoint, or where its manifest cannot be read."""

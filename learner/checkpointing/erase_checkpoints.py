@@ -13,6 +13,7 @@ from anabranch.core.failures import DamagedError
 from learner.checkpointing.without_erased import Tensors, erased_parts, named_slots
 from learner.errors import CheckpointError
 from learner.state_dir.checkpoint import FORMAT, SEGMENT, CheckpointManifest, Checkpoints, part_of
+from learner.state_dir.checkpoint_rewriter import CheckpointRewriter
 from replay.erasure.erased_events import ErasedEvents
 from replay.tiers.disk import DiskTier
 from replay.tiers.disk_files import all_files, is_aside
@@ -41,7 +42,7 @@ class Eraser:
         self._checkpoints = checkpoints
         self._folder = folder
         self._erased = erased
-        self._rewritten: dict[str, tuple[int, str, str]] = {}
+        self._rewriter = CheckpointRewriter(checkpoints)
 
     def run(self, current: str | None = None) -> Erased:
         """Rewrite all checkpoints that have erased events, and delete damaged ones; can be repeated after a crash.
@@ -53,6 +54,7 @@ class Eraser:
             OSError: a file cannot be read or written; or all checkpoints are damaged, and none is deleted, so that one
                 can be restored.
         """
+        self._checkpoints.delete_set_aside()
         done, damaged, intact = Erased(), dict[int, Exception](), 0
         for number in self._checkpoints.numbers():
             try:
@@ -75,11 +77,11 @@ class Eraser:
         if manifest.format != FORMAT:
             log.error("checkpoint %d is of another release, and may have erased events; delete it", manifest.number)
             return
-        self._checkpoints.sweep(manifest)
+        self._rewriter.sweep(manifest)
         tensors, state = self._checkpoints.open(manifest)
         for name in manifest.files:
             if part_of(name).startswith(SEGMENT) and part_of(name) not in tensors:
-                self._checkpoints.remove(manifest.number, name)
+                self._rewriter.remove(manifest.number, name)
         if unverified := erased_parts(tensors, state, self._erased):
             for part in unverified:
                 if (content := self._verified(manifest, part)) is not None:
@@ -87,7 +89,7 @@ class Eraser:
                 else:
                     del tensors[part]
             changed = erased_parts(tensors, state, self._erased)
-            self._checkpoints.replace(manifest, changed, self._rewritten)
+            self._rewriter.replace(manifest, changed)
             tensors |= changed
             done.checkpoints += 1
         if (file := state.get("replay", {}).get("file")) is not None:
@@ -105,7 +107,7 @@ class Eraser:
             if not part.startswith(SEGMENT):
                 raise
             log.error("%s; it is deleted, since it has erased events", exc)  # noqa: TRY400
-            self._checkpoints.remove(manifest.number, self._checkpoints.name(manifest.number, part))
+            self._rewriter.remove(manifest.number, self._checkpoints.name(manifest.number, part))
             return None
 
 

@@ -80,12 +80,12 @@ class DataParallelGroup:
 
     def average(self, tensors: Sequence[Tensor]) -> None:
         """Average tensors over the ranks, in place."""
-        for dtype, device in dict.fromkeys((each.dtype, each.device) for each in tensors):
-            same_kind = [each for each in tensors if (each.dtype, each.device) == (dtype, device)]
-            flat = torch.cat([each.detach().reshape(-1) for each in same_kind])
+        for dtype, device in dict.fromkeys((tensor.dtype, tensor.device) for tensor in tensors):
+            same_kind = [tensor for tensor in tensors if (tensor.dtype, tensor.device) == (dtype, device)]
+            flat = torch.cat([tensor.detach().reshape(-1) for tensor in same_kind])
             dist.all_reduce(flat)
             flat /= self.size
-            parts = torch.split(flat, [each.numel() for each in same_kind])
+            parts = torch.split(flat, [tensor.numel() for tensor in same_kind])
             for tensor, part in zip(same_kind, parts, strict=True):
                 tensor.detach().copy_(part.view_as(tensor))
 
@@ -112,7 +112,7 @@ class DataParallelGroup:
         """Average the weights and the floating-point buffers, if they have diverged."""
         if self._steps_since_average:
             assert self._model is not None
-            self.average([each for each in self._model.state_dict().values() if each.is_floating_point()])
+            self.average([value for value in self._model.state_dict().values() if value.is_floating_point()])
             self._steps_since_average = 0
 
     def shard(self, optimizer: Optimizer) -> Optimizer:
@@ -125,7 +125,7 @@ class DataParallelGroup:
         kind = type(optimizer)
         known = inspect.signature(kind).parameters
         arguments = {name: value for name, value in optimizer.defaults.items() if name in known}
-        weights = [each for group in optimizer.param_groups for each in group["params"]]
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
         sharded = ZeroRedundancyOptimizer(weights, kind, **arguments)
         self._consolidate = lambda: sharded.consolidate_state_dict(to=0)
         return sharded
@@ -156,7 +156,7 @@ def leaves_some_out(model: nn.Module, features: Mapping[str, Tensor]) -> bool:
     was_training = model.training
     output = forward(model.train(), features)
     output.sum().backward()  # type: ignore[no-untyped-call]
-    has_none = any(each.grad is None for each in model.parameters() if each.requires_grad)
+    has_none = any(parameter.grad is None for parameter in model.parameters() if parameter.requires_grad)
     model.zero_grad(set_to_none=True)
     model.load_state_dict(before)
     model.train(was_training)

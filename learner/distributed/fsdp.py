@@ -46,7 +46,7 @@ class ShardedWeights:
 
     def local_shards(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the shards of this rank."""
-        return [each.to_local() if isinstance(each, DTensor) else each for each in tensors]
+        return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
 
     def norm(self, norm: Tensor) -> Tensor:
         """Return the root of the sum of the squared norms of all ranks."""
@@ -57,8 +57,8 @@ class ShardedWeights:
     def full_copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return full copies, gathered from all ranks in the order of the names.
 
-        The order has to be the same on all ranks: one that received a checkpoint may have another than the one that
-        read it.
+        Sorted, since every rank has to gather in the same sequence, and ranks may have restored tensors in different
+        ones.
         """
         return {
             name: value.full_tensor() if isinstance(value, DTensor) else value.detach().clone()
@@ -82,12 +82,11 @@ def _units(model: nn.Module) -> list[nn.Module]:
 
     Tied parameters have to be in one unit: a model that has any is gathered as one.
     """
-    ids = [id(each) for _, each in model.named_parameters(remove_duplicate=False)]
+    ids = [id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False)]
     if len(set(ids)) < len(ids):
         return []
-    return [
-        child for each in _sequences(model) for child in each.children() if next(child.parameters(), None) is not None
-    ]
+    children = [child for sequence in _sequences(model) for child in sequence.children()]
+    return [child for child in children if next(child.parameters(), None) is not None]
 
 
 def _sequences(module: nn.Module) -> Iterator[nn.Module]:

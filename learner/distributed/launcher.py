@@ -27,9 +27,9 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from learner.config import LearnerSettings
+from learner.distributed.hosts import Hosts, MembershipChange
 from learner.distributed.membership import MembershipRound
 from learner.distributed.process_group import RankAssignment, RendezvousAddress
-from learner.distributed.rendezvous import Hosts, MembershipChange
 
 _RESTARTS = 3
 _IN_A_ROW = timedelta(minutes=10)
@@ -103,7 +103,8 @@ def launch(settings: LearnerSettings, hosts: Hosts, command: Sequence[str], stop
 
 def _all_there(before: MembershipRound, now: MembershipRound) -> bool:
     """Return whether all launchers of the earlier round are in this one."""
-    return {each.id for each in before.assignments.values()} <= {each.id for each in now.assignments.values()}
+    earlier, later = ({host.id for host in one.assignments.values()} for one in (before, now))
+    return earlier <= later
 
 
 def _run(
@@ -147,7 +148,7 @@ def _rank_settings(settings: LearnerSettings, current_round: MembershipRound, ro
         "size": current_round.size,
         "first": current_round.assignments[settings.host_rank].first,
         "absent": absent,
-        "readers": [each.reads_at for each in current_round.assignments.values() if each.reads_at],
+        "readers": [assignment.reads_at for assignment in current_round.assignments.values() if assignment.reads_at],
         "rows": rows,
     }
 

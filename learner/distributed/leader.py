@@ -162,7 +162,7 @@ class Leader(Trainer):
         self, own_error: RaisingEventsError, batches: Sequence[RankBatch], slices: Sequence[Slices]
     ) -> RaisingEventsError:
         """Return an error that names the events on which the model raises on any rank; each rank reports its own."""
-        named = [(list(own_error.places), own_error.said)]
+        named = [(list(own_error.indices), own_error.message)]
         for rank in self._channel.others:
             named.append(json.loads(self._channel.receive_with_size(rank).cpu().numpy().tobytes()))
         sizes = [slices[-1][group].stop for group in range(len(slices[0]))]
@@ -255,7 +255,7 @@ def _step(
     try:
         result = trainer.step(rank_batch.parts[0], rank_batch.parts[1:], real[0])
     except RaisingEventsError as exc:
-        channel.reply_with_size(_bytes(json.dumps([list(exc.places), exc.said]).encode()).to(channel.device))
+        channel.reply_with_size(_bytes(json.dumps([list(exc.indices), exc.message]).encode()).to(channel.device))
         return
     replicas.after_step()  # before the reply: the leader receives it after its own
     pieces = _pieces(result, rank_batch, flags)

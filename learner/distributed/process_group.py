@@ -107,5 +107,5 @@ def device_of(assignment: RankAssignment, settings: LearnerSettings) -> torch.de
     if ":" in settings.device:
         raise SettingsError(f'{what} needs a device for each, but learner.device = "{settings.device}"; write "cuda"')
     if torch.cuda.device_count() < settings.replicas:
-        raise SettingsError(f"{what} needs so many CUDA devices, but there are {torch.cuda.device_count()}")
+        raise SettingsError(f"{what} needs as many CUDA devices, but there are {torch.cuda.device_count()}")
     return torch.device("cuda", assignment.rank - assignment.first)

@@ -75,7 +75,7 @@ class RankBatch:
         A placeholder is a copy of the first event of its group.
         """
         members = [(group, index) for group, count in enumerate(self.counts) for index in range(count)]
-        for group, index in (members[each] for each in indices):
+        for group, index in (members[index] for index in indices):
             yield group, slices[group].start + index if index < self.real[group] else 0
 
 

@@ -107,7 +107,7 @@ def check_model(model: nn.Module, task: Task, schema: Schema, device: torch.devi
     except ModelError:
         raise
     except Exception as exc:  # the user's own code may raise anything
-        shapes = ", ".join(f"{each.name} {[_CHECK_ROWS, *each.shape]} torch.{each.dtype}" for each in schema.features)
+        shapes = ", ".join(f"{one.name} {[_CHECK_ROWS, *one.shape]} torch.{one.dtype}" for one in schema.features)
         raise ModelError(f"model.factory: the model fails on {shapes}: {in_one_line(exc)}") from exc
     finally:
         model.train(was_training)
@@ -123,10 +123,10 @@ def check_task(task: Task, output_shape: tuple[int, ...], label: Label, device: 
         ModelError: one returns no number for each event, or fails with both labels; or the loss has no gradient.
     """
     for method in ("loss", "score"):
-        refused = [_refusal(task, method, output_shape, label, value, device) for value in (0, 1)]
-        refusals = [each for each in refused if each is not None]
+        results = [_refusal(task, method, output_shape, label, value, device) for value in (0, 1)]
+        refusals = [refusal for refusal in results if refusal is not None]
         # A correct task may refuse labels that never occur, such as prices of 0.
-        if len(refusals) == len(refused) or any(each.is_shape for each in refusals):
+        if len(refusals) == len(results) or any(refusal.is_shape for refusal in refusals):
             raise ModelError(f"model.task: {type(task).__name__}.{method} {refusals[0].sentence}")
 
 
@@ -147,17 +147,17 @@ def _refusal(
     try:
         if method == "loss":
             # As in training: not a leaf, so that the task may change it in place.
-            found = task.loss(output_B.requires_grad_().clone(), label_B)
+            result = task.loss(output_B.requires_grad_().clone(), label_B)
         else:
             with torch.no_grad():
-                found = task.score(output_B, label_B)
+                result = task.score(output_B, label_B)
     except Exception as exc:  # noqa: BLE001 the user's own code may raise anything
         shapes = f"an output {list(output_B.shape)} and labels {list(label_B.shape)} {dtype} of 0 and of 1"
         return _Refusal(f"fails on {shapes}: {in_one_line(exc)}")
-    returned = f"{found.dtype} {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
-    if not isinstance(found, Tensor) or found.shape != (_CHECK_ROWS,):
+    returned = f"{result.dtype} {list(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
+    if not isinstance(result, Tensor) or result.shape != (_CHECK_ROWS,):
         return _Refusal(f"returned {returned} for {_CHECK_ROWS} events; return one number an event, [B]", is_shape=True)
-    if method == "loss" and not (found.is_floating_point() and found.requires_grad):
+    if method == "loss" and not (result.is_floating_point() and result.requires_grad):
         return _Refusal(f"returned {returned} without a gradient; compute it from the output in torch")
     return None
 

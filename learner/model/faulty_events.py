@@ -39,14 +39,14 @@ class RaisingEventsError(Exception):
     """The model or the task raises on some events of a step or a probe, which was undone.
 
     Attributes:
-        places: indices of these events, rising: new events first, replayed ones after them.
-        said: the error on the first of them, on one line.
+        indices: of these events, ascending: new events first, replayed ones after them.
+        message: the error on the first of them, on one line.
     """
 
-    def __init__(self, places: Sequence[int], said: str) -> None:
-        super().__init__(f"the model raises on {len(places)} events: {said}")
-        self.places = places
-        self.said = said
+    def __init__(self, indices: Sequence[int], message: str) -> None:
+        super().__init__(f"the model raises on {len(indices)} events: {message}")
+        self.indices = indices
+        self.message = message
 
 
 def may_be_of_events(error: Exception) -> bool:
@@ -66,26 +66,26 @@ def raising(rows: int, check: Check) -> dict[int, str]:
     does, each of its events counts as raising.
 
     Raises:
-        Exception: an error of which events are not the cause, by `may_be_of_events`.
+        Exception: an error that events do not cause, by `may_be_of_events`.
     """
-    found: dict[int, str] = {}
+    errors: dict[int, str] = {}
     if rows and (error := _raised(check, 0, rows)) is not None:
-        _search(0, rows, error, check, found)
-    return dict(sorted(found.items()))
+        _search(0, rows, error, check, errors)
+    return dict(sorted(errors.items()))
 
 
-def _search(begin: int, end: int, error: str, check: Check, found: dict[int, str]) -> None:
-    """Add the events of a part that raises to `found`."""
+def _search(begin: int, end: int, error: str, check: Check, errors: dict[int, str]) -> None:
+    """Add the events of a part that raises to `errors`."""
     if end - begin == 1:
-        found[begin] = error
+        errors[begin] = error
         return
     middle = (begin + end) // 2
     halves = [(first, last, _raised(check, first, last)) for first, last in ((begin, middle), (middle, end))]
-    if all(said is None for *_, said in halves):
-        found |= dict.fromkeys(range(begin, end), error)
-    for first, last, said in halves:
-        if said is not None:
-            _search(first, last, said, check, found)
+    if all(message is None for *_, message in halves):
+        errors |= dict.fromkeys(range(begin, end), error)
+    for first, last, message in halves:
+        if message is not None:
+            _search(first, last, message, check, errors)
 
 
 def _raised(check: Check, begin: int, end: int) -> str | None:
@@ -116,9 +116,9 @@ def works_on_zeros(run: Callable[[Mapping[str, Tensor], Tensor], object], schema
     return False
 
 
-def error_of(found: Mapping[int, str]) -> RaisingEventsError:
+def error_of(errors: Mapping[int, str]) -> RaisingEventsError:
     """Return the error that names these events, at least one."""
-    return RaisingEventsError(list(found), next(iter(found.values())))
+    return RaisingEventsError(list(errors), next(iter(errors.values())))
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class Raised:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._marks: tuple[_Mark, ...] = ()
-        self._said = ""
+        self._message = ""
         self._quiet_until = -float("inf")
         self._unlogged: deque[int] = deque()
         self.new = 0
@@ -143,27 +143,27 @@ class Raised:
         self.steps_in_a_row = 0
         """Consecutive steps in which every new event raised."""
 
-    def add(self, seen: int, rows: int, said: str) -> None:
+    def add(self, seen: int, rows: int, message: str) -> None:
         """Count `rows` new events that raised, after `seen` new events in all."""
         self.new += rows
-        self._said = said
+        self._message = message
         recent = [mark for mark in self._marks if mark.seen > seen - _WINDOW]
         self._marks = (*recent, _Mark(seen, rows))
 
-    def log(self, what: str, names: Sequence[str], said: str) -> None:
+    def log(self, what: str, names: Sequence[str], message: str) -> None:
         """Log which events raised, at most every ten seconds."""
         if self._clock() < self._quiet_until:
             self._unlogged.append(len(names))
             return
         more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
         since = f"; {sum(self._unlogged)} other events since the last such line" if self._unlogged else ""
-        log.warning("the model raises on %s%s, %s%s: %s", ", ".join(names[:_NAMED]), more, what, since, said)
+        log.warning("the model raises on %s%s, %s%s: %s", ", ".join(names[:_NAMED]), more, what, since, message)
         self._unlogged.clear()
         self._quiet_until = self._clock() + _EVERY_SECONDS
 
     @property
     def is_all(self) -> bool:
-        """Whether every event raised in so many consecutive steps that the model is likely broken."""
+        """Whether every event raised in the last ten steps, so that the model is likely broken."""
         return self.steps_in_a_row >= _MANY_STEPS
 
     def problem(self, seen: int) -> str | None:
@@ -172,10 +172,8 @@ class Raised:
         recent = min(seen, _WINDOW)
         if rows < _FEWEST_UNHEALTHY or rows < _UNHEALTHY_FRACTION * recent:
             return None
-        held = (
-            "; no checkpoint is made until it takes one, so that a restart goes on from before" if self.is_all else ""
-        )
+        held = "; no checkpoint is made until it takes one, so that a restart goes on from before" * self.is_all
         return (
-            f"the model raised on {rows} of the last {recent} new events, which are skipped: {self._said}; bound the "
-            f"features in the schema, or correct the model{held}"
+            f"the model raised on {rows} of the last {recent} new events, which are skipped: {self._message}; bound "
+            f"the features in the schema, or correct the model{held}"
         )

@@ -32,6 +32,6 @@ class Heartbeat:
         if self._last is None or self._clock() - self._last < PATIENCE.total_seconds():
             return None
         return (
-            f"the training loop has stood still for more than {PATIENCE.total_seconds():.0f} s: "
-            "the disk, the device or the model hangs; restart the learner when it does not go on"
+            f"the training loop has made no progress for more than {PATIENCE.total_seconds():.0f} s: "
+            "the disk, the device or the model hangs; restart the learner if it does not continue"
         )

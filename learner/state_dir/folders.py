@@ -1,7 +1,7 @@
-"""Storage of checkpoints and versions: numbered folders of files, each published completely or not at all.
+"""The storage of checkpoints and versions: numbered folders of files, each published atomically.
 
-An object store would be another class like `LocalStorage`. The files that learner and serving exchange (`state.json`,
-reports, locks) and the disk tier are files of the host in any case.
+An object store would be another implementation of `Storage`. The files that learner and serving exchange (`state.json`,
+reports, locks) and the disk tier are always files of the host.
 """
 
 import contextlib
@@ -13,59 +13,63 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
+from typing_extensions import override
+
 from anabranch.core.atomic_files import replace_file, write_durably
 from anabranch.core.failures import DamagedError
 from anabranch.core.files import number_of, read_file, sync_directory
 
 MANIFEST = "manifest.json"
-"""The file without which a folder does not exist."""
+"""Name of the file without which a folder does not exist."""
+SET_ASIDE = ".set-aside"
+"""Suffix of directories that were set aside."""
 
 
 class Folder(Protocol):
-    """Files by names, which may have a `/` in them.
+    """Files by name; a name may contain a `/`.
 
-    All methods raise OSError, FileNotFoundError where a file is missing; those that read raise DamagedError where
-    something other than a file has its name.
+    All methods raise OSError, and FileNotFoundError for a missing file. Methods that read raise DamagedError where the
+    name is not that of a regular file.
     """
 
     def files(self) -> Mapping[str, int]:
-        """Return the names and sizes of all files; none where there is no such folder."""
+        """Return the size of each file by name; empty if the folder does not exist."""
         ...
 
     def stamp(self, name: str) -> object:
-        """Return a stamp that changes when the file is replaced; None where there is no file."""
+        """Return a stamp that changes when the file is replaced; None if there is no file."""
         ...
 
     def read(self, name: str, max_bytes: int | None = None) -> bytes:
-        """Return the contents of a file; DamagedError where it has more than `max_bytes`."""
+        """Return the contents of a file; raises DamagedError if it has more than `max_bytes`."""
         ...
 
     def local(self, name: str) -> Path:
-        """Return the path of a local file with the same contents, for reading parts of it."""
+        """Return the path of a local file with the same contents, to read parts of it."""
         ...
 
     def write(self, name: str, *pieces: bytes | memoryview) -> None:
-        """Write a new file; it survives a crash once the folder is published or a file in it is replaced."""
+        """Write a new file; it is durable once the folder is published or a file in it is replaced."""
         ...
 
     def link(self, name: str, source: "Folder", other: str) -> None:
-        """Make a file with the contents of one in another folder, permanently, and without copying if possible."""
+        """Add the file `other` of another folder under `name`, without a copy if possible; it outlives the source."""
         ...
 
     def replace(self, name: str, content: bytes) -> None:
-        """Replace a file atomically, after earlier writes survive a crash."""
+        """Replace a file atomically, after earlier writes are durable."""
         ...
 
     def remove(self, name: str) -> None:
-        """Remove a file, if it is there."""
+        """Remove a file, if it exists."""
         ...
 
 
 class Storage(Protocol):
-    """Numbered folders. One process writes, others may read; all raise OSError."""
+    """Numbered folders. One process writes, others may read. All methods raise OSError."""
 
     def numbers(self) -> list[int]:
-        """Return the numbers of all folders that exist, rising."""
+        """Return the numbers of all folders, ascending."""
         ...
 
     def highest(self) -> int:
@@ -77,15 +81,23 @@ class Storage(Protocol):
         ...
 
     def publish(self, number: int, generation: int) -> AbstractContextManager[Folder]:
-        """Yield a folder to write into, MANIFEST last; it exists when the context ends, and survives a crash.
+        """Yield a folder to write into, MANIFEST last; it exists and is durable once the context ends.
 
-        After an earlier error or crash there is no folder, or a leftover that `clean` removes. Writers of several
-        generations do not interfere.
+        After an error or a crash there is no folder, but perhaps temporary files that `clean` removes. Writers of
+        several generations do not interfere.
         """
         ...
 
     def delete(self, number: int) -> None:
-        """Remove a folder, if it is there, atomically; `clean` removes what a crash leaves of it."""
+        """Remove a folder atomically, if it exists; `clean` removes what a crash leaves of it."""
+        ...
+
+    def set_aside(self, number: int) -> None:
+        """Make a folder not exist, atomically, and keep its files until `delete_set_aside`."""
+        ...
+
+    def delete_set_aside(self) -> None:
+        """Remove all folders that were set aside."""
         ...
 
     def clean(self) -> None:
@@ -93,44 +105,44 @@ class Storage(Protocol):
         ...
 
 
-class LocalFolder:
-    """A directory of a file system of this host."""
+class LocalFolder(Folder):
+    """A directory of a local file system."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._unsynced: set[Path] = set()
 
+    @override
     def files(self) -> Mapping[str, int]:
-        """Return names and sizes, including files in subdirectories."""
         paths = (path for path in self.path.rglob("*") if path.is_file())
         return {path.relative_to(self.path).as_posix(): path.stat().st_size for path in paths}
 
+    @override
     def stamp(self, name: str) -> object:
-        """Return modification time and inode."""
         try:
             status = (self.path / name).stat()
         except FileNotFoundError:
             return None
         return status.st_mtime_ns, status.st_ino
 
+    @override
     def read(self, name: str, max_bytes: int | None = None) -> bytes:
-        """Read a regular file."""
         return read_file(self.local(name), max_bytes)
 
+    @override
     def local(self, name: str) -> Path:
-        """Return the file itself; DamagedError where a link leads to another folder."""
         path = self.path / name
         for folder in {self.path, path.parent}:
             if stat.S_ISLNK(os.lstat(folder).st_mode):
                 raise DamagedError(f"{folder} is a link, not a folder")
         return path
 
+    @override
     def write(self, name: str, *pieces: bytes | memoryview) -> None:
-        """Write a file and fsync it."""
         write_durably(self._new_path(name), *pieces)
 
+    @override
     def link(self, name: str, source: Folder, other: str) -> None:
-        """Make a hard link, or a copy where the file system has no links."""
         path, there = self._new_path(name), source.local(other)
         try:
             path.hardlink_to(there)
@@ -139,18 +151,18 @@ class LocalFolder:
         except OSError:  # the file system has no links
             write_durably(path, read_file(there))
 
+    @override
     def replace(self, name: str, content: bytes) -> None:
-        """Write under another name, and rename."""
         self.sync()
         replace_file(self.path / name, content)
 
+    @override
     def remove(self, name: str) -> None:
-        """Unlink a file."""
         with contextlib.suppress(FileNotFoundError):
             self.local(name).unlink()
 
     def sync(self) -> None:
-        """Fsync the directories of all written files, so that their names survive a crash of the machine."""
+        """Fsync the directories of all written files, so that their names are durable."""
         while self._unsynced:
             sync_directory(self._unsynced.pop())
 
@@ -162,27 +174,28 @@ class LocalFolder:
         return path
 
 
-class LocalStorage:
-    """Directories below one, on a file system that renames atomically."""
+class LocalStorage(Storage):
+    """Subdirectories of one directory, on a file system that renames atomically."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
+    @override
     def numbers(self) -> list[int]:
-        """Return the numbers of directories with a manifest."""
         return sorted(number for number in self._directories() if self._exists(number))
 
+    @override
     def highest(self) -> int:
-        """Return the highest number of any directory."""
-        return max(self._directories(), default=0)
+        aside = (number_of(path.name.removesuffix(SET_ASIDE)) or 0 for path in self.path.glob(f"*{SET_ASIDE}"))
+        return max([*self._directories(), *aside], default=0)
 
+    @override
     def folder(self, number: int) -> LocalFolder:
-        """Return a directory."""
         return LocalFolder(self.path / str(number))
 
+    @override
     @contextlib.contextmanager
     def publish(self, number: int, generation: int) -> Iterator[Folder]:
-        """Yield a temporary directory, fsync it, and rename it."""
         with contextlib.suppress(FileExistsError):
             self.path.mkdir(parents=True)
             sync_directory(self.path.parent)
@@ -194,12 +207,12 @@ class LocalStorage:
             folder.sync()
             temporary.rename(self.path / str(number))
         except Exception:
-            shutil.rmtree(temporary, ignore_errors=True)  # a disk that is full should not stay so
+            shutil.rmtree(temporary, ignore_errors=True)  # the disk may be full
             raise
         sync_directory(self.path)
 
+    @override
     def delete(self, number: int) -> None:
-        """Rename a directory, and remove what is in it."""
         discarded = self.path / f".tmp-deleted-{number}"
         with contextlib.suppress(FileNotFoundError):
             (self.path / str(number)).rename(discarded)
@@ -209,10 +222,20 @@ class LocalStorage:
             else:
                 shutil.rmtree(discarded)
 
+    @override
+    def set_aside(self, number: int) -> None:
+        (self.path / str(number)).rename(self.path / f"{number}{SET_ASIDE}")
+        sync_directory(self.path)
+
+    @override
+    def delete_set_aside(self) -> None:
+        for path in self.path.glob(f"*{SET_ASIDE}"):
+            shutil.rmtree(path)
+
+    @override
     def clean(self) -> None:
-        """Remove temporary directories, and those without a manifest."""
-        halves = [self.path / str(number) for number in {*self._directories()} - {*self.numbers()}]
-        for leftover in [*halves, *self.path.glob(".tmp-*")]:
+        incomplete = [self.path / str(number) for number in {*self._directories()} - {*self.numbers()}]
+        for leftover in [*incomplete, *self.path.glob(".tmp-*")]:
             shutil.rmtree(leftover, ignore_errors=True)
 
     def _directories(self) -> list[int]:

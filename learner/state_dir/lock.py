@@ -1,6 +1,6 @@
-"""One learner per state directory: a file lock, and a generation that grows with every holder.
+"""One learner per state directory: a file lock, and a generation that increases with every holder.
 
-A network file system may release a lock without its holder's knowledge: the generation then shows who has lost it.
+A network file system may release a lock unnoticed by its holder, which then detects a later generation.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ _LONGEST_MARK = 200
 _LONGEST_COMMAND = timedelta(hours=1)
 """How long a learner waits for a command."""
 _UNTIL_MARKED = timedelta(seconds=0.5)
-"""How long a learner waits for a holder without a mark, which may be a command that has just locked it."""
+"""How long a learner waits for a holder without a mark, which may be a command that has just locked the file."""
 _POLL_SECONDS = 0.05
 
 log = logging.getLogger(__name__)
@@ -42,20 +42,26 @@ def hold_state_directory(
     known: Callable[[], int] = int,
     command: str = "",
 ) -> Iterator[int]:
-    """Hold the lock and yield the new generation, which is larger than all before it.
+    """Hold the lock and yield the new generation, which is larger than all earlier ones.
 
-    The kernel releases the lock however the process ends, so it proves life also between containers that share the
-    volume but not their process ids. Once `stop` is set, the lock file says that this holder is stopping. For such a
-    holder others wait up to `patience`: when a supervisor is killed, the next one's learner starts before the last
-    checkpoint of the one before is written. A holder that is no learner names its `command`, which ends by itself:
-    others with patience wait for it, for an hour at most. `known` returns the latest generation in the directory's
-    files: the new one is larger, even if the file of generations was lost.
+    The kernel releases the lock when the process ends, so a held lock means a living process, also in another container
+    that shares the volume but not the process ids.
+
+    Args:
+        path: the state directory.
+        stop: once it is set, the lock file says that this holder is stopping.
+        patience: how long to wait for a holder that is stopping: after a supervisor was killed, the next learner starts
+            before the last checkpoint of the previous one is written. With any patience, this waits for a command for
+            up to an hour.
+        known: returns the latest generation in the directory's files; the new one is larger even if the file of
+            generations was lost.
+        command: the name of a holder that is a command, which ends by itself.
 
     Raises:
         SecondLearnerError: another learner holds it.
         StateBusyError: a command holds it.
         SettingsError: the user may not write to the directory.
-        DependencyError: its disk cannot be read or written for now: it is full, read-only or away.
+        DependencyError: its disk cannot be read or written for now: it is full, read-only or unreachable.
     """
     with state_errors(f"state_dir: cannot write to {path}"):
         path.mkdir(parents=True, exist_ok=True)
@@ -85,19 +91,18 @@ def is_held(path: Path) -> bool:
 
 
 def check_generation(path: Path, generation: int) -> None:
-    """Check, before a write, that the learner of this generation is the last that has held a state directory.
+    """Check, before a write, that no learner of a later generation has held the state directory.
 
     Raises:
         SecondLearnerError: another one has held the directory since.
     """
     try:
         latest = int((path / GENERATION).read_text())
-    except (OSError, ValueError):  # then the write fails too, and is reported
+    except (OSError, ValueError):  # then the write fails too, and its error is reported
         return
     if latest > generation:
         raise SecondLearnerError(
-            f"another learner has taken {path} since this one, of generation {generation}, lost its lock there; this "
-            f"one ends"
+            f"another learner has taken {path} since this one, of generation {generation}, lost its lock; this one ends"
         )
 
 
@@ -147,13 +152,13 @@ def _holder(mark: bytes) -> str:
 
 
 def _mark(descriptor: int, mark: bytes) -> None:
-    """Write into the lock file what holds it; others that read an older mark read again, since it changes."""
+    """Write into the lock file what holds it; waiting processes notice the change."""
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, mark, 0)
 
 
 def _mark_stopping(stop: threading.Event, closed: threading.Event, path: Path) -> None:
-    """Write into the lock file that its holder is stopping, unless it has released the lock."""
+    """Mark the lock file once the holder is stopping, unless it has released the lock."""
     stop.wait()
     if not closed.is_set():
         with contextlib.suppress(OSError):

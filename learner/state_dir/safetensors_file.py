@@ -1,7 +1,7 @@
-"""A file of safetensors in pieces: written from the memory of its tensors, read one tensor at a time.
+"""Writes a safetensors file from the memory of its tensors, and reads it one tensor at a time.
 
-The library copies all tensors into one string while it holds the GIL, so that steps would wait. For reading it maps the
-file into memory, where a disk error ends the process, and reports any error on opening as a missing file.
+The library copies all tensors into one string while it holds the GIL, which delays steps. To read a file, it maps it
+into memory, where a disk error ends the process, and it reports any error on opening as a missing file.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from anabranch.core.files import MOST_BYTES, open_file
 
 Piece = bytes | memoryview
 
-_KINDS = {
+_DTYPE_NAMES = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
     torch.int8: "I8",
@@ -39,34 +39,34 @@ _KINDS = {
     torch.int64: "I64",
     torch.uint64: "U64",
 }
-"""The format's names of dtypes; a file has tensors in the reverse order of this list, the widest first."""
-_ORDER = list(_KINDS)
-_KIND_OF = {name: kind for kind, name in _KINDS.items()}
+"""The format's names of dtypes. The tensors of a file are in the reverse order of this list, the widest first."""
+_ORDER = list(_DTYPE_NAMES)
+_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 
 
 def pieces_of(tensors: Mapping[str, Tensor]) -> list[Piece]:
-    """Return the file that `safetensors.torch.save` makes of contiguous tensors on the CPU, byte for byte.
+    """Return the file that `safetensors.torch.save` writes of contiguous CPU tensors, byte for byte.
 
-    The tensors must stay as they are until the pieces are written.
+    The pieces share the memory of the tensors, which must not change until they are written.
     """
     header, pieces, end = {}, list[Piece](), 0
-    for name, tensor in sorted(tensors.items(), key=lambda each: (-_ORDER.index(each[1].dtype), each[0])):
+    for name, tensor in sorted(tensors.items(), key=lambda item: (-_ORDER.index(item[1].dtype), item[0])):
         flat = tensor.detach().reshape(-1)
-        if flat.stride() != (1,):  # numpy may give an empty array a stride of 0, which `view` refuses
+        if flat.stride() != (1,):  # the stride of an empty array may be 0, which `view` refuses
             flat = flat.clone(memory_format=torch.contiguous_format)
         piece = flat.view(torch.uint8).numpy().data
         begin, end = end, end + piece.nbytes
-        header[name] = {"dtype": _KINDS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        header[name] = {"dtype": _DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
         pieces.append(piece)
-    described = msgspec.json.encode(header)
-    described += b" " * (-len(described) % 8)
-    return [len(described).to_bytes(8, "little") + described, *pieces]
+    encoded = msgspec.json.encode(header)
+    encoded += b" " * (-len(encoded) % 8)
+    return [len(encoded).to_bytes(8, "little") + encoded, *pieces]
 
 
 class TensorFile(Mapping[str, Tensor]):
     """The tensors of a file, each read onto the CPU on access.
 
-    Opening and access raise DamagedError where the file has no tensors, and OSError where it cannot be read.
+    The constructor and access raise DamagedError for a file that is not safetensors, and OSError if it cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -82,16 +82,15 @@ class TensorFile(Mapping[str, Tensor]):
             self._check(name, entry)
 
     def __getitem__(self, name: str) -> Tensor:
-        """Read a tensor."""
         entry = self._entries[name]
         begin, end = entry.data_offsets
         content = bytearray(end - begin)
         with os.fdopen(open_file(self._path), "rb") as file:
             file.seek(self._begin + begin)
             if file.readinto(content) != len(content):
-                raise DamagedError(f"{self._path} is cut short")
-        kind = _KIND_OF[entry.dtype]
-        flat = torch.frombuffer(content, dtype=kind) if content else torch.empty(0, dtype=kind)
+                raise DamagedError(f"{self._path} is truncated")
+        dtype = _DTYPES[entry.dtype]
+        flat = torch.frombuffer(content, dtype=dtype) if content else torch.empty(0, dtype=dtype)
         return flat.reshape(entry.shape)
 
     def __iter__(self) -> Iterator[str]:
@@ -102,18 +101,18 @@ class TensorFile(Mapping[str, Tensor]):
 
     def _check(self, name: str, entry: "_Entry") -> None:
         begin, end = entry.data_offsets
-        kind = _KIND_OF.get(entry.dtype)
+        dtype = _DTYPES.get(entry.dtype)
         if (
-            kind is None
+            dtype is None
             or min([*entry.shape, begin], default=0) < 0
             or not begin <= end <= self._bytes
-            or math.prod(entry.shape) * kind.itemsize != end - begin
+            or math.prod(entry.shape) * dtype.itemsize != end - begin
         ):
-            raise DamagedError(f"{self._path} is not safetensors: {name[:200]!r} has no tensor's place")
+            raise DamagedError(f"{self._path} is not safetensors: the entry of {name[:200]!r} is invalid")
 
 
 class _Entry(msgspec.Struct, frozen=True):
-    """The header's entry for a tensor."""
+    """The entry of a tensor in the header."""
 
     dtype: str
     shape: list[int]
@@ -121,7 +120,7 @@ class _Entry(msgspec.Struct, frozen=True):
 
 
 def digest_of(pieces: Iterable[Piece]) -> str:
-    """Return the SHA-256 of a file in pieces."""
+    """Return the SHA-256 of the file that the pieces make up."""
     digest = hashlib.sha256()
     for piece in pieces:
         digest.update(piece)

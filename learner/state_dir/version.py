@@ -1,4 +1,4 @@
-"""The version format: weights for serving, in a directory that is published completely or not at all.
+"""The version format: weights for serving, in a directory that is published atomically.
 
     var/versions/<number>/model.safetensors   weights
     var/versions/<number>/manifest.json       everything else; immutable
@@ -6,41 +6,39 @@
     var/versions/state.json                   what serving serves; replaced atomically
 
 A directory without a manifest does not exist. Weights are safetensors: reading a version runs no code from it, but the
-model factory that the manifest names is imported from the reader's own path.
+model factory named in the manifest is imported from the reader's path.
 
-Torch is imported only where tensors are read or written: listing versions does not need it.
+Torch is imported only where tensors are read or written, so that versions can be listed without it.
 """
 
 import contextlib
 import fcntl
-import hashlib
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from anabranch.core.atomic_files import replace_file
 from anabranch.core.failures import damage_is, decoded
-from anabranch.core.files import MOST_BYTES, check_names, read_file
+from anabranch.core.files import MOST_BYTES, read_file
 from learner.config import ModelSettings
 from learner.errors import VersionError
-from learner.state_dir.folders import MANIFEST, LocalStorage, Storage
+from learner.state_dir.folders import MANIFEST, Storage
+from learner.state_dir.manifest_directory import FolderManifest, ManifestDirectory, encode_manifest
 from learner.state_dir.trained_through import NewlyTrained, PartitionProgress
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_T = TypeVar("_T")
 VERDICT = "verdict.json"
 STATE = "state.json"
 STATE_LOCK = "state.lock"
 WEIGHTS = "model.safetensors"
 _MOST_KEYS = 5
 _LONGEST_KEY = 50
-"""Limit on a key of `model.args` in a sentence: a manifest may have been written by anybody."""
+"""Characters of a key of `model.args` in a sentence: the manifest is untrusted."""
 
 
 class ModelReference(msgspec.Struct, frozen=True):
@@ -56,50 +54,44 @@ def reference_to(model: ModelSettings) -> ModelReference:
     return ModelReference(model.factory, msgspec.json.decode(msgspec.json.encode(model.args)), model.task)
 
 
-def other_model(found: ModelReference, expected: ModelReference) -> str | None:
+def other_model(actual: ModelReference, expected: ModelReference) -> str | None:
     """Return how a version's model differs from that of `[model]`, as a sentence; None when it does not.
 
-    A factory may do anything with its arguments, so they are taken from the config alone, never from a version.
+    Arguments of the factory are only ever taken from the config, since a factory may do anything with them.
     """
-    if (found.factory, found.task) != (expected.factory, expected.task):
-        return f"it is of {found.factory} for {found.task}, but [model] names {expected.factory} for {expected.task}"
+    if (actual.factory, actual.task) != (expected.factory, expected.task):
+        return f"it is of {actual.factory} for {actual.task}, but [model] names {expected.factory} for {expected.task}"
     absent = object()
     differ = [
-        key for key in {**expected.args, **found.args} if found.args.get(key, absent) != expected.args.get(key, absent)
+        key
+        for key in {**expected.args, **actual.args}
+        if actual.args.get(key, absent) != expected.args.get(key, absent)
     ]
     if not differ:
         return None
     named = ", ".join(key[:_LONGEST_KEY] for key in differ[:_MOST_KEYS]) + (", ..." if len(differ) > _MOST_KEYS else "")
     return (
-        f"it was learned with other model.args ({named}) than [model] has now; "
-        "set them back to serve it, or wait for a version that is learned with the new ones"
+        f"it was trained with other model.args ({named}) than [model] has now; "
+        "set them back to serve it, or wait for a version that is trained with the new ones"
     )
 
 
-class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+class Manifest(FolderManifest, frozen=True, kw_only=True):
     """The data of a version besides its weights."""
 
-    number: int
-    generation: int
     parent: int | None
-    time: float
-    step: int
     trained_through: dict[str, PartitionProgress]
     """By `topic:partition`."""
     metrics: dict[str, float]
-    schema: str
-    """The schema's digest."""
     encoders: dict[str, Any]
     """Settings of the encoder of each string feature."""
     model: ModelReference
-    files: dict[str, str]
-    """SHA-256 of every file, by name."""
     learned: NewlyTrained | None = None
     """The newly trained events; None where they are unknown."""
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """Whether serving may take a version. Without one it does not."""
+    """Whether serving may load a version; a version without a verdict is not loaded."""
 
     verdict: Literal["pass", "fail", "inconclusive"]
     reasons: list[str] = []
@@ -107,52 +99,40 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 class RegistryState(msgspec.Struct, frozen=True):
-    """What serving serves, written by serving; the learner reads it so as not to delete those versions."""
+    """The served versions, written by serving; the learner reads it and does not delete them."""
 
     serving: int | None = None
     previous: int | None = None
     pinned: int | None = None
-    """The only version to serve until it is unpinned."""
+    """The only version that is served until it is unpinned."""
     rolled_back: list[int] = []
     """Versions that are not served again."""
     promoted: int | None = None
     """The last version that a person promoted; served whatever its verdict."""
 
 
-class Versions:
+class Versions(ManifestDirectory[Manifest]):
     """The directory `var/versions`. The learner writes it, serving reads it; there may be several readers."""
 
+    _kind = "version"
+    _manifest_type = Manifest
+    _error = VersionError
+
     def __init__(self, path: Path, storage: Storage | None = None) -> None:
-        """Take the directory of `state.json`, and the storage of versions if that is elsewhere."""
-        self.path = path
-        self._storage = storage or LocalStorage(path)
+        """Take the directory of `state.json`, and the storage of versions if it is not that directory."""
+        super().__init__(path, storage)
         self._generations: dict[int, int | None] = {}
 
-    def directory(self, number: int) -> Path:
-        """Return the path of a version."""
-        return self.path / str(number)
-
-    def numbers(self) -> list[int]:
-        """Return the numbers of all versions, rising."""
-        return self._storage.numbers()
-
-    def highest(self) -> int:
-        """Return the highest number of any directory, complete or not; 0 when there is none."""
-        return self._storage.highest()
-
-    def generation(self) -> int:
-        """Return the latest generation of a learner that wrote one; 0 when there is none. Raises OSError."""
-        return max((self._generation(number) or 0 for number in self.numbers()), default=0)
-
     def stale(self, numbers: Sequence[int]) -> set[int]:
-        """Return the versions of a learner that had lost its lock: those of an older generation than a lower number.
+        """Return the versions of learners that had lost their lock: those with an older generation than a lower number.
 
-        `numbers` are all versions, rising. Damaged manifests are ignored; those that cannot be read now are read again.
+        `numbers` are all versions, ascending. Damaged manifests are ignored. Manifests that cannot be read for now are
+        read again by the next call.
         """
         generations, self._generations = self._generations, {}
         for number in numbers:
             with contextlib.suppress(OSError):
-                self._generations[number] = generations[number] if number in generations else self._generation(number)
+                self._generations[number] = generations[number] if number in generations else self.generation_of(number)
         latest, stale = 0, set()
         for number, generation in self._generations.items():
             latest = max(latest, generation or 0)
@@ -160,31 +140,22 @@ class Versions:
                 stale.add(number)
         return stale
 
-    def manifest(self, number: int) -> Manifest:
-        """Read a manifest; raises VersionError when it is missing, damaged or no manifest."""
-        manifest = self._document(number, MANIFEST, Manifest)
-        if manifest.number != number:
-            raise VersionError(f"{self.directory(number) / MANIFEST} is that of version {manifest.number}")
-        with damage_is(VersionError, f"{self.directory(number) / MANIFEST} cannot be used"):
-            check_names(manifest.files)
-        return manifest
-
     def verdict(self, number: int) -> Verdict | None:
         """Read a verdict; None when there is none yet."""
         return self._document(number, VERDICT, Verdict) if self.verdict_stamp(number) is not None else None
 
     def verdict_stamp(self, number: int) -> object:
         """Return a stamp that changes when the verdict is replaced; None when there is none yet."""
-        return self._storage.folder(number).stamp(VERDICT)
+        return self.folder(number).stamp(VERDICT)
 
     def stamp(self, number: int) -> object:
         """Return a stamp that changes when the version's files are replaced; raises OSError."""
-        folder = self._storage.folder(number)
+        folder = self.folder(number)
         return tuple(folder.stamp(name) for name in (MANIFEST, WEIGHTS, VERDICT))
 
     def write_verdict(self, number: int, verdict: Verdict) -> None:
         """Replace a verdict atomically; raises OSError, FileNotFoundError where the version has been deleted."""
-        self._storage.folder(number).replace(VERDICT, msgspec.json.encode(verdict))
+        self.folder(number).replace(VERDICT, msgspec.json.encode(verdict))
 
     def state(self) -> RegistryState:
         """Return the state that serving wrote; the empty state when there is none yet."""
@@ -213,14 +184,8 @@ class Versions:
             os.close(descriptor)
 
     def contents(self, manifest: Manifest) -> dict[str, bytes]:
-        """Read a version's files; raises VersionError unless all are there and have their digests, else OSError."""
-        directory, folder = self.directory(manifest.number), self._storage.folder(manifest.number)
-        contents: dict[str, bytes] = {}
-        for name, digest in manifest.files.items():
-            with damage_is(VersionError, f"version {manifest.number}: cannot read {directory / name}"):
-                contents[name] = folder.read(name)
-            if hashlib.sha256(contents[name]).hexdigest() != digest:
-                raise VersionError(f"version {manifest.number}: {directory / name} does not have its digest")
+        """Read all files of a version, and check their digests."""
+        contents = {name: self.read(manifest, name) for name in manifest.files}
         if WEIGHTS not in contents:
             raise VersionError(f"version {manifest.number}: its manifest lists no {WEIGHTS}")
         return contents
@@ -245,40 +210,13 @@ class Versions:
         with self._storage.publish(manifest.number, manifest.generation) as folder:
             folder.write(WEIGHTS, *pieces)
             folder.write(VERDICT, msgspec.json.encode(verdict))
-            folder.write(MANIFEST, _pretty(msgspec.structs.replace(manifest, files=files)))
+            folder.write(MANIFEST, encode_manifest(msgspec.structs.replace(manifest, files=files)))
         self._generations[manifest.number] = manifest.generation
         return self.directory(manifest.number)
 
     def size_bytes(self, number: int) -> int:
         """Return the size of a version in bytes; 0 when there is none."""
-        return sum(self._storage.folder(number).files().values())
-
-    def clean(self) -> None:
-        """Remove what a crash left half-written. Only the learner that holds the lock may call it."""
-        self._storage.clean()
-
-    def delete(self, number: int) -> None:
-        """Remove a version, if it is there."""
-        self._storage.delete(number)
-
-    def _generation(self, number: int) -> int | None:
-        try:
-            return self.manifest(number).generation
-        except VersionError:
-            return None
-
-    def _document(self, number: int, name: str, kind: type[_T]) -> _T:
-        path = self.directory(number) / name
-        with damage_is(VersionError, f"{path} cannot be read"):
-            try:
-                content = self._storage.folder(number).read(name, MOST_BYTES)
-            except FileNotFoundError as exc:
-                raise VersionError(f"{path} does not exist") from exc
-            return decoded(content, kind)
-
-
-def _pretty(value: msgspec.Struct) -> bytes:
-    return json.dumps(msgspec.to_builtins(value), indent=1, allow_nan=False).encode()
+        return sum(self.folder(number).files().values())
 
 
 def _untied(weights: Mapping[str, "Tensor"]) -> dict[str, "Tensor"]:

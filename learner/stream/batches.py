@@ -1,4 +1,4 @@
-"""From blocks to batches: the new events of one step, and what is settled when it is done.
+"""From blocks to batches: the new events of one step, and the rows that are settled when it is done.
 
 Legend: B new events of a batch, K rows of a span.
 """
@@ -21,13 +21,13 @@ _AT_ONCE = timedelta(0)
 PENDING, _STORED_ONLY, _HELD_OUT = (
     np.uint8(outcome) for outcome in (Outcome.PENDING, Outcome.STORED_ONLY, Outcome.HELD_OUT)
 )
-"""To compare with a member of an enumeration takes numpy ten times as long."""
+"""As numpy scalars: a comparison with a member of an enumeration takes numpy ten times as long."""
 _STORED_FOR_ONE = 8
 _LEAST_STORED = 4096
 _FEW = 8
-"""Rows are looked at first as if fewer than one in so many were not to be trained on."""
+"""A first read assumes that fewer than one row in `_FEW` is not to be trained on."""
 Settle = Callable[[Mapping[str, Array]], Mapping[str, Array]]
-"""Gives rows an outcome that are not to be trained on, and returns them all."""
+"""Sets the outcome of rows that are not to be trained on, and returns all rows."""
 
 
 class Blocks(Protocol):
@@ -38,7 +38,7 @@ class Blocks(Protocol):
         ...
 
     def release(self, block: Block) -> None:
-        """Give a block back whose columns are not looked at any more."""
+        """Give back a block whose columns are no longer used."""
         ...
 
 
@@ -47,12 +47,12 @@ class Span:
     """Consecutive rows of one block, and how far they move each partition.
 
     Attributes:
-        columns: the identity columns `[K]`, copied. Rows with outcome PENDING are the learner's to decide.
+        columns: the identity columns `[K]`, copied. The learner decides the outcome of rows that are PENDING.
         trained: bool `[K]`, the rows that are in the batch.
-        positions: by index of the partition, the first event without outcome after this span.
-        removed: offsets that retention took before the span, by index of the partition.
-        passed: offsets that were sought over by policy, likewise.
-        last: the last record of each partition that the span ends with, where it ends a block.
+        positions: the first event without outcome after this span, by index of the partition.
+        removed: number of offsets that retention removed before the span, by index of the partition.
+        passed: number of offsets that `skip-to-latest` skipped before the span, by index of the partition.
+        last: the last record of the span, by index of the partition; only for a span that ends its block.
     """
 
     columns: Mapping[str, Array]
@@ -65,13 +65,13 @@ class Span:
 
 @dataclass
 class Batch:
-    """What one step is about.
+    """The events of one step.
 
     Attributes:
         new: columns of the B events to train on, each `[B, ...]`.
-        stored_only: columns of events without a label that are to be stored.
+        stored_only: columns of events that are stored without training on them.
         held_out: columns of events for the holdout set.
-        spans: all rows that are done with once the step is, in order.
+        spans: all rows that are settled after the step, in order.
     """
 
     new: dict[str, Array]
@@ -83,25 +83,25 @@ class Batch:
         return len(self.new["offset"]) if self.new else 0
 
     def skip(self, rows: NDArray[np.bool_], reason: SkipReason) -> None:
-        """Take new events, bool `[B]`, out of the batch, and settle them as skipped."""
+        """Remove new events, bool `[B]`, from the batch, and settle them as skipped."""
         begin = 0
         for span in self.spans:
-            places = np.flatnonzero(span.trained)
-            left = places[rows[begin : begin + len(places)]]
-            begin += len(places)
-            span.columns["outcome"][left] = np.uint8(Outcome.SKIPPED)
-            span.columns["reason"][left] = np.uint8(reason)
-            span.trained[left] = False
+            indices = np.flatnonzero(span.trained)
+            skipped = indices[rows[begin : begin + len(indices)]]
+            begin += len(indices)
+            span.columns["outcome"][skipped] = np.uint8(Outcome.SKIPPED)
+            span.columns["reason"][skipped] = np.uint8(reason)
+            span.trained[skipped] = False
         self.new = {} if rows.all() else {name: column[~rows] for name, column in self.new.items()}
 
 
 Rows = tuple[Mapping[str, Array], NDArray[np.intp]]
-"""Some rows of a block as views, and the places of those that are meant."""
+"""Rows of a block as views, and the indices of the selected ones."""
 
 
 @dataclass
 class BatchBuilder:
-    """A batch in the making. Blocks that rows are taken of must not be released before `batch` or `keep`."""
+    """Builds a batch. Blocks that `take` was called with must not be released before `batch` or `keep`."""
 
     new: list[Rows] = field(default_factory=list)
     stored_only: list[Rows] = field(default_factory=list)
@@ -111,56 +111,56 @@ class BatchBuilder:
     stored: int = 0
     settle: Settle | None = None
     ended: bool = False
-    """Whether all rows of the last block are taken."""
+    """Whether all rows of the last block were taken."""
 
     def keep(self) -> None:
-        """Copy what was taken so far."""
+        """Copy the rows taken so far, so that their blocks may be released."""
         for rows in (self.new, self.stored_only, self.held_out):
             if rows:
                 copied = _copied(rows)
                 rows[:] = [(copied, np.arange(len(copied["offset"])))]
 
     def batch(self) -> Batch:
-        """Copy what was taken."""
+        """Return copies of the rows that were taken."""
         return Batch(_copied(self.new), _copied(self.stored_only), _copied(self.held_out), self.spans)
 
-    def take(self, block: Block, begin: int, most: int, *, exactly: bool = False) -> int:
-        """Take rows of a block from `begin` on, until there are `most` (at least 1) to train on or the block ends.
+    def take(self, block: Block, begin: int, max_rows: int, *, exactly: bool = False) -> int:
+        """Take rows of a block from `begin` on, until there are `max_rows` (at least 1) to train on or the block ends.
 
         Args:
-            block: that has the rows.
-            begin: the first of them.
-            most: how many to train on.
-            exactly: leave what comes after the last of these, also where it is the last of the block.
+            block: the block.
+            begin: the first row to take.
+            max_rows: the largest number of rows to train on.
+            exactly: end with the last row to train on, even if no other such row follows in the block.
 
         Returns:
             The first row that was not taken.
         """
         size = len(block)
-        rows, trained, places = self._look(block, begin, min(size, begin + most + most // _FEW + 1))
-        # What follows the last one and is not to be trained on comes with it.
-        enough = most + (not exactly)
-        if len(places) < enough and begin + len(trained) < size:
-            rows, trained, places = self._look(block, begin, size)
-        n = len(trained) if len(places) < enough else int(places[most - 1]) + 1
-        trained, places = trained[:n], places[:most]
-        _pick(rows, places, self.new)
-        if len(places) < n:
+        rows, trained, indices = self._read(block, begin, min(size, begin + max_rows + max_rows // _FEW + 1))
+        # The rows between the last row to train on and the next one are taken too.
+        enough = max_rows + (not exactly)
+        if len(indices) < enough and begin + len(trained) < size:
+            rows, trained, indices = self._read(block, begin, size)
+        n = len(trained) if len(indices) < enough else int(indices[max_rows - 1]) + 1
+        trained, indices = trained[:n], indices[:max_rows]
+        _pick(rows, indices, self.new)
+        if len(indices) < n:
             others = np.flatnonzero(~trained)
             outcome = rows["outcome"].take(others)
             stored_only = others[(outcome == PENDING) | (outcome == _STORED_ONLY)]
             _pick(rows, stored_only, self.stored_only)
             self.stored += len(stored_only)
             _pick(rows, others[outcome == _HELD_OUT], self.held_out)
-        self.count += len(places)
+        self.count += len(indices)
         self.ended = begin + n == size
         self.spans.append(_span(block, rows, begin, trained, done=self.ended))
         return begin + n
 
-    def _look(
+    def _read(
         self, block: Block, begin: int, end: int
     ) -> tuple[Mapping[str, Array], NDArray[np.bool_], NDArray[np.intp]]:
-        """Return rows of a block, settled, which of them are to be trained on, and the places of those."""
+        """Return the rows after `settle`, which of them to train on as bool `[K]`, and the indices of those."""
         rows: Mapping[str, Array] = block.rows(begin, end)
         if self.settle is not None:
             rows = self.settle(rows)
@@ -169,7 +169,7 @@ class BatchBuilder:
 
 
 class Batches:
-    """Checkpoints the stream of blocks into batches of at most `batch_size` new events, in order."""
+    """Splits the stream of blocks into batches of at most `batch_size` new events, in order."""
 
     def __init__(self, source: Blocks, batch_size: int, max_delay: timedelta, settle: Settle | None = None) -> None:
         self._source = source
@@ -181,10 +181,10 @@ class Batches:
         self._cursor = 0
 
     def next(self, stop: threading.Event) -> Batch | None:
-        """Return the next batch, or None when nothing came for a moment.
+        """Return the next batch, or None when no row arrived for 100 ms.
 
-        A batch that is not full is returned when `max_delay` has passed since its first row, and when it has about as
-        many events to be stored only as it may. One without new events moves positions only.
+        A batch that is not full is returned when `max_delay` has passed since its first row, or when it has
+        `most_stored` events that are stored only. A batch without new events only moves positions.
         """
         parts = BatchBuilder(settle=self._settle)
         deadline: float | None = None
@@ -201,7 +201,7 @@ class Batches:
                     self._block = None
             elif deadline is None:
                 break
-            # From the first row on, also where none is to be trained on: a backlog of such rows moves positions too.
+            # From the first row on, even if it is not trained on: a backlog of such rows moves positions too.
             if deadline is None:
                 deadline = time.monotonic() + self._max_delay
             elif time.monotonic() >= deadline:
@@ -211,9 +211,9 @@ class Batches:
         return batch
 
     def _next_block(self, parts: BatchBuilder, seconds: float) -> Block | None:
-        """Return the next block, or None when none comes for a moment, or in so many seconds.
+        """Return the next block, or None when none arrives within `seconds`, and within 100 ms.
 
-        Only what is there already leaves blocks that have ended as they are: others may be waiting for their slots.
+        Before waiting, it releases the blocks that have ended: the reader may be waiting for their slots.
         """
         block = self._source.poll(_AT_ONCE) if self._ended else None
         if block is None:
@@ -224,73 +224,73 @@ class Batches:
         return block
 
     def _release(self) -> None:
-        """Give blocks back that have ended, and of which nobody has views."""
+        """Give back the blocks that have ended; no views of them are in use."""
         for block in self._ended:
             self._source.release(block)
         self._ended.clear()
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint has to keep beside positions: nothing."""
+        """Return nothing: positions are enough to resume."""
         return {}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take up what a checkpoint kept."""
+        """Do nothing."""
 
 
 def most_stored(batch_size: int) -> int:
-    """Return the number of events to be stored only with which a batch ends: the store has to have room for them."""
+    """Return the number of events to store only at which a batch ends: the store needs free slots for them."""
     return max(_LEAST_STORED, _STORED_FOR_ONE * batch_size)
 
 
-def _pick(rows: Mapping[str, Array], places: NDArray[np.intp], part: list[Rows]) -> None:
-    """Add the rows in some places, which rise, to what was taken."""
-    if len(places):
-        part.append((rows, places))
+def _pick(rows: Mapping[str, Array], indices: NDArray[np.intp], part: list[Rows]) -> None:
+    """Append the rows with these indices, which are ascending, unless there are none."""
+    if len(indices):
+        part.append((rows, indices))
 
 
 def _copied(parts: list[Rows]) -> dict[str, Array]:
-    """Copy the rows of all parts, once."""
+    """Copy the selected rows of all parts, each once."""
     if not parts:
         return {}
     if len(parts) == 1:
-        rows, places = parts[0]
-        return {name: column.take(places, axis=0) for name, column in rows.items()}
-    ends = np.cumsum([len(places) for _, places in parts]).tolist()
+        rows, indices = parts[0]
+        return {name: column.take(indices, axis=0) for name, column in rows.items()}
+    ends = np.cumsum([len(indices) for _, indices in parts]).tolist()
     copied: dict[str, Array] = {}
     for name, column in parts[0][0].items():
         copied[name] = np.empty((ends[-1], *column.shape[1:]), column.dtype)
-        for (rows, places), begin, end in zip(parts, [0, *ends], ends, strict=False):
-            rows[name].take(places, axis=0, out=copied[name][begin:end], mode="clip")
+        for (rows, indices), begin, end in zip(parts, [0, *ends], ends, strict=False):
+            rows[name].take(indices, axis=0, out=copied[name][begin:end], mode="clip")
     return copied
 
 
-def _last_places(partition: Array) -> dict[int, int]:
-    """Return by index of the partition the place of its last row; looks no further where there is just one."""
+def _last_rows(partition: Array) -> dict[int, int]:
+    """Return the index of the last row of each partition; faster where there is one partition."""
     n = len(partition)
     if not n:
         return {}
     if (partition == partition[0]).all():
         return {int(partition[0]): n - 1}
-    found, places = np.unique(partition[::-1], return_index=True)
-    return {index: n - 1 - place for index, place in zip(found.tolist(), places.tolist(), strict=True)}
+    numbers, reversed_rows = np.unique(partition[::-1], return_index=True)
+    return {number: n - 1 - row for number, row in zip(numbers.tolist(), reversed_rows.tolist(), strict=True)}
 
 
 def _span(block: Block, rows: Mapping[str, Array], begin: int, trained: NDArray[np.bool_], *, done: bool) -> Span:
-    """Return the span of rows of a block that begin there, with the outcomes that they have by now."""
+    """Return the span of `rows`, which start at row `begin` of the block; `done`: they end it."""
     end = begin + len(trained)
     columns = {name: rows[name][: len(trained)].copy() for name in IDENTITY_COLUMNS}
     positions: dict[int, Position] = {}
-    places = _last_places(columns["partition"])
-    for index, place in places.items():
-        offset, row = int(columns["offset"][place]), int(columns["row"][place])
+    last_rows = _last_rows(columns["partition"])
+    for index, last in last_rows.items():
+        offset, row = int(columns["offset"][last]), int(columns["row"][last])
         positions[index] = Position(offset, row + 1) if _torn(block, end, index, offset) else Position(offset + 1)
     for cover in block.coverage if done else ():
-        last = places.get(cover.partition)
-        if last is not None and int(columns["offset"][last]) == cover.end:
-            positions[cover.partition] = Position(cover.end, int(columns["row"][last]) + 1)
+        at = last_rows.get(cover.partition)
+        if at is not None and int(columns["offset"][at]) == cover.end:
+            positions[cover.partition] = Position(cover.end, int(columns["row"][at]) + 1)
         elif cover.end > (positions[cover.partition].offset if cover.partition in positions else -1):
             positions[cover.partition] = Position(cover.end)
-    # What went before a partition's rows is told with the first span that moves it.
+    # Offsets removed or passed before a partition's rows belong to the first span that moves it.
     before = block.columns["partition"][:begin]
     first = [
         cover
@@ -308,7 +308,7 @@ def _span(block: Block, rows: Mapping[str, Array], begin: int, trained: NDArray[
 
 
 def _torn(block: Block, end: int, index: int, offset: int) -> bool:
-    """Return whether rows from `end` on are of the same message as the last one of the partition before."""
+    """Return whether the message at `offset` of a partition continues after row `end` of the block."""
     partition = block.columns["partition"][end:]
     if not len(partition):
         return False

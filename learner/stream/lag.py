@@ -1,8 +1,8 @@
-"""What is done when the stream is faster than training: `[stream.lag_policy]`.
+"""The action when the stream is faster than training: `[stream.lag_policy]`.
 
-The lag is a time: how long the next event without outcome has been there. It is told by this machine's clock and the
-ends that the broker reports about once a second, not by record times: a producer's clock may be off, its records may
-have no time, and an old topic that is read from its beginning is no stream that is too fast.
+The lag is a time: how long the next event without outcome has waited. It is measured with this machine's clock and the
+broker's end offsets, which are reported about once a second. Record times are not used: a producer's clock may be off,
+records may have no time, and reading an old topic from its beginning does not mean that the stream is too fast.
 """
 
 import logging
@@ -24,57 +24,54 @@ from learner.stream.ledger import PartitionLedger
 _MOST_MARKS = 64
 _ASK_SECONDS = 1.0
 _SALT = 0x1A6B0A7D
-"""Makes the choice of what is trained on while behind independent of what is held out and of what is kept."""
+"""Makes the sample independent of the choice of held-out events and of kept events."""
 
 log = logging.getLogger(__name__)
 
 
 class Arrivals:
-    """When the offsets of one partition came: its end at some moments, and a straight line between them.
+    """Estimates when the offsets of one partition arrived: interpolates linearly between its end offsets at some times.
 
-    What was there at the first look counts from that look on.
+    Offsets before the first end count as arrived at the time of that end.
     """
 
     def __init__(self, marks: Sequence[tuple[float, int]] = ()) -> None:
-        """Begin with marks of an earlier process: seconds of this one's clock, and the end at that moment."""
+        """Start with the marks of an earlier process: time by this process's clock in seconds, and end offset."""
         self.marks = list(marks)
 
-    def record(self, moment: float, end: int) -> None:
-        """Take note of where the partition ends at a moment, which is later than those before."""
+    def record(self, at: float, end: int) -> None:
+        """Record the end offset of the partition at a time `at`, later than all before."""
         marks = self.marks
         if len(marks) > 1 and marks[-1][1] == marks[-2][1] == end:
-            marks[-1] = (moment, end)
+            marks[-1] = (at, end)
         elif not marks or end >= marks[-1][1]:
-            marks.append((moment, end))
+            marks.append((at, end))
         if len(marks) > _MOST_MARKS:
             self.marks = [*marks[:-1:2], marks[-1]]
 
     def age(self, now: float, position: int) -> float:
-        """Return for how many seconds the offset `position` has been there, or 0 when it has not come yet."""
-        return max(0.0, now - self.came(position))
+        """Return the seconds since the offset `position` arrived; 0 when it has not arrived."""
+        return max(0.0, now - self.arrival_time(position))
 
-    def came(self, position: int) -> float:
-        """Return when the offset `position` came, infinity when it has not come yet.
-
-        Marks of what lies before it are let go of.
-        """
+    def arrival_time(self, position: int) -> float:
+        """Return when the offset `position` arrived, infinity when it has not; deletes the marks of earlier offsets."""
         after = bisect_right(self.marks, position, key=lambda mark: mark[1])
         if after == len(self.marks):
             return math.inf
-        came, end = self.marks[after]
+        arrival, end = self.marks[after]
         if after:
-            before, known = self.marks[after - 1]
-            came = before + (came - before) * (position + 1 - known) / (end - known)
+            earlier, earlier_end = self.marks[after - 1]
+            arrival = earlier + (arrival - earlier) * (position + 1 - earlier_end) / (end - earlier_end)
             del self.marks[: after - 1]
-        return came
+        return arrival
 
 
 class Stream(Protocol):
-    """What the policy looks at and acts on; `ingest.reader.reader.BlockReader` is one."""
+    """The stream whose lag is measured; `ingest.reader.reader.BlockReader` is one."""
 
     @property
-    def told(self) -> float | None:
-        """When the broker last told the ends of partitions, by the clock."""
+    def ends_time(self) -> float | None:
+        """When the broker last reported end offsets, by the clock."""
         ...
 
     @property
@@ -83,15 +80,15 @@ class Stream(Protocol):
         ...
 
     def pass_over(self) -> None:
-        """Go on at the end of every partition."""
+        """Continue at the end of every partition."""
         ...
 
 
 class LagPolicy:
-    """Tells whether the learner is behind, and what then becomes of events to train on. Used by the loop's thread.
+    """Detects that the learner is behind, and applies the action to events to train on. Used by the loop's thread.
 
-    It is behind from a lag of `high` on until one of `low`, of the partition that lags most. Held-out events, those
-    that are stored without a label and tombstones are treated as ever.
+    The learner is behind from a lag of `high` until a lag of `low`, on the partition that lags most. The action does
+    not change held-out events, events that are stored without a label, and tombstones.
     """
 
     def __init__(
@@ -104,7 +101,7 @@ class LagPolicy:
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        """With `reads`, `skip-to-latest` reads and skips what lies before the end: tombstones may be among it."""
+        """With `reads`, `skip-to-latest` reads the events that it skips: there may be tombstones among them."""
         self._settings = settings
         self._seed = seed ^ _SALT
         self._stream = stream
@@ -114,31 +111,31 @@ class LagPolicy:
         self._arrivals: list[Arrivals] = []
         self._bases: list[int] = []
         self._ask_at = 0.0
-        self._told: float | None = None
-        self._came: NDArray[np.float64] = np.empty(0)
-        """Of each partition, when its next event without outcome came."""
+        self._ends_time: float | None = None
+        self._arrival_times: NDArray[np.float64] = np.empty(0)
+        """When the next event without outcome of each partition arrived."""
         self.seconds = 0.0
-        """The lag at the last look."""
+        """The lag as of the last update."""
         self.behind = False
 
-    def look(self, accounts: Sequence[PartitionLedger], moved: Collection[int] = ()) -> None:
-        """Take the lag from positions and ends of all partitions, and act on it; called between steps.
+    def update(self, accounts: Sequence[PartitionLedger], moved: Collection[int] = ()) -> None:
+        """Measure the lag from positions and end offsets, and act on it; called between steps.
 
-        `moved` are the places of those whose position has moved since the last look. All are looked at where the broker
-        has told ends since then, which is about once a second.
+        `moved` are the indices of partitions whose position has moved since the last call. All partitions are measured
+        when the broker has reported end offsets since then, about once a second.
         """
-        now, told = self._clock(), self._stream.told
-        if len(accounts) != len(self._came) or told != self._told:
-            self._look_at_all(accounts, None if told == self._told else told)
-            self._told = told
+        now, ends_time = self._clock(), self._stream.ends_time
+        if len(accounts) != len(self._arrival_times) or ends_time != self._ends_time:
+            self._update_all(accounts, None if ends_time == self._ends_time else ends_time)
+            self._ends_time = ends_time
         else:
-            for place in moved:
-                self._came[place] = self._arrivals[place].came(accounts[place].position.offset)
-        self.seconds = max(0.0, now - float(self._came.min())) if len(self._came) else 0.0
+            for index in moved:
+                self._arrival_times[index] = self._arrivals[index].arrival_time(accounts[index].position.offset)
+        self.seconds = max(0.0, now - float(self._arrival_times.min())) if len(self._arrival_times) else 0.0
         bound = self._settings.low if self.behind else self._settings.high
         behind = self.seconds > bound.total_seconds() if self.behind else self.seconds >= bound.total_seconds()
         if behind and not self.behind:
-            log.warning("%s", self._said())
+            log.warning("%s", self._sentence())
         elif self.behind and not behind:
             log.info("the learner has caught up with the stream")
         self.behind = behind
@@ -147,53 +144,53 @@ class LagPolicy:
             self._stream.pass_over()
             self._ask_at = now + _ASK_SECONDS
 
-    def _look_at_all(self, accounts: Sequence[PartitionLedger], told: float | None) -> None:
-        """Look when the next event of each partition came, with the ends that were `told`, if they are new."""
+    def _update_all(self, accounts: Sequence[PartitionLedger], ends_time: float | None) -> None:
+        """Measure all partitions; `ends_time` is when end offsets were reported, None when they are not new."""
         self._arrivals += [Arrivals() for _ in accounts[len(self._arrivals) :]]
         for arrivals, account in zip(self._arrivals, accounts, strict=True):
             if account.superseded:
-                arrivals.marks.clear()  # what was not read of it is gone, and waits no longer
-            elif told is not None:
-                arrivals.record(told, account.position.offset + account.pending)
-        came = (each.came(account.position.offset) for each, account in zip(self._arrivals, accounts, strict=True))
-        self._came = np.fromiter(came, np.float64, len(accounts))
+                arrivals.marks.clear()  # the events that were not read are gone, and do not wait
+            elif ends_time is not None:
+                arrivals.record(ends_time, account.position.offset + account.pending)
+        pairs = zip(self._arrivals, accounts, strict=True)
+        times = (arrivals.arrival_time(account.position.offset) for arrivals, account in pairs)
+        self._arrival_times = np.fromiter(times, np.float64, len(accounts))
 
     def settle(self, rows: Mapping[str, Array]) -> Mapping[str, Array]:
-        """Return rows with the outcome of those that are not trained on because the learner is behind."""
+        """Return the rows; while behind, events to train on get the outcome of the action."""
         if not self.behind or self._settings.action == "train-all":
             return rows
-        left = (rows["outcome"] == Outcome.PENDING) & rows["labelled"].astype(np.bool_)
+        affected = (rows["outcome"] == Outcome.PENDING) & rows["labelled"].astype(np.bool_)
         if self._settings.action == "sample":
-            left &= self._left_out(rows)
+            affected &= self._not_sampled(rows)
         stored = self._settings.action == "store-only"
         outcome, reason = rows["outcome"].copy(), rows["reason"].copy()
-        outcome[left] = np.uint8(Outcome.STORED_ONLY if stored else Outcome.SKIPPED)
-        reason[left] = np.uint8(SkipReason.NONE if stored else SkipReason.BEHIND)
+        outcome[affected] = np.uint8(Outcome.STORED_ONLY if stored else Outcome.SKIPPED)
+        reason[affected] = np.uint8(SkipReason.NONE if stored else SkipReason.BEHIND)
         return {**rows, "outcome": outcome, "reason": reason}
 
     @property
     def warning(self) -> str | None:
         """One sentence while the learner is behind."""
-        return self._said() if self.behind else None
+        return self._sentence() if self.behind else None
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps, so that a restart knows how long events have been waiting."""
+        """Return the arrival times for a checkpoint, in seconds since 1970."""
         now, wall = self._clock(), self._wall()
-        marks = [[(wall - now + moment, end) for moment, end in each.marks] for each in self._arrivals]
+        marks = [[(wall - now + at, end) for at, end in arrivals.marks] for arrivals in self._arrivals]
         return {"behind": self.behind, "arrivals": marks}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take up what a checkpoint kept; the time since then has passed for events too."""
+        """Restore the arrival times of a checkpoint: events have also waited since then."""
         now, wall = self._clock(), self._wall()
         self.behind = state["behind"]
         self._arrivals = [
-            Arrivals([(now - max(0.0, wall - moment), int(end)) for moment, end in marks])
-            for marks in state["arrivals"]
+            Arrivals([(now - max(0.0, wall - at), int(end)) for at, end in marks]) for marks in state["arrivals"]
         ]
 
-    def _left_out(self, rows: Mapping[str, Array]) -> NDArray[np.bool_]:
-        """Return which rows are not of the sample, which does not depend on when they are read."""
-        # A block may be the first of a partition that the last look did not know yet.
+    def _not_sampled(self, rows: Mapping[str, Array]) -> NDArray[np.bool_]:
+        """Return which rows are not in the sample: a function of the event's identity alone, bool `[N]`."""
+        # A block may be the first of a partition that was added since the last update.
         names = [partition.name for partition in self._stream.partitions[len(self._bases) :]]
         self._bases += [partition_base(name) for name in names]
         bases = np.array(self._bases, np.uint64)[rows["partition"]]
@@ -201,7 +198,7 @@ class LagPolicy:
         threshold = np.uint64(int(self._settings.fraction * 2**64))
         return np.greater_equal(identity_hash(bases, offset, row, self._seed), threshold)
 
-    def _said(self) -> str:
+    def _sentence(self) -> str:
         action = self._settings.action
         done = {
             "train-all": 'all are trained on still; set stream.lag_policy.action = "sample" or another',

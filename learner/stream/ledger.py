@@ -21,18 +21,18 @@ from learner.stream.batches import Span
 from learner.stream.record_times import RecordTimes
 
 _MANY = 16
-"""Spans that are counted at once: the calls around the arithmetic are what it costs."""
+"""Spans that are counted at once: calls of numpy cost more than their arithmetic."""
 
 
 class PartitionLedger:
-    """The account of one partition; but for position and mark it is that of what has been counted."""
+    """The account of one partition: position and mark as of the last span, all else as of the last `count`."""
 
     def __init__(self, name: TopicPartition, start: int) -> None:
         self.name = name
         self.start = start
         self.position = Position(start)
         self.counted = Position(start)
-        """The position up to which it is counted."""
+        """The position up to which outcomes are counted."""
         self.end = start
         self.gaps = 0
         self.removed = 0
@@ -40,18 +40,18 @@ class PartitionLedger:
         self.time_ms = 0
         self.mark = PartitionFingerprint()
         self.superseded = False
-        """Whether the topic was made anew: what was not read of this one is gone."""
+        """Whether the topic was created again: what was not read of this incarnation is gone."""
         self.outcomes = np.zeros(len(Outcome), np.int64)
         self.skipped = np.zeros(len(SkipReason), np.int64)
 
-    def meet(self, end: int | None, topic_id: str | None) -> None:
-        """Note how far the broker is, and the topic's id, where they are known."""
+    def update_end(self, end: int | None, topic_id: str | None) -> None:
+        """Set the broker's end offset and the topic's id, where they are known."""
         self.end = max(self.end, end or 0)
         if topic_id is not None and topic_id != self.mark.topic_id:
             self.mark = PartitionFingerprint(topic_id, self.mark.last)
 
     def state(self) -> dict[str, Any]:
-        """The account as JSON values, for a checkpoint."""
+        """Return the account as JSON values, for a checkpoint."""
         return {
             "topic": self.name.topic,
             "partition": self.name.partition,
@@ -71,7 +71,7 @@ class PartitionLedger:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Self:
-        """Open the account of a checkpoint again."""
+        """Return an account from its state in a checkpoint."""
         account = cls(TopicPartition(state["topic"], state["partition"], state["incarnation"]), state["start"])
         account.position = account.counted = Position(*state["position"])
         account.end, account.gaps, account.removed = state["end"], state["gaps"], state["removed"]
@@ -84,16 +84,16 @@ class PartitionLedger:
 
     @property
     def trained(self) -> PartitionProgress:
-        """How far a version that is published now has learned."""
+        """How far a version that is published now is trained."""
         return PartitionProgress(self.position.offset - 1, self.name.incarnation, self.time_ms)
 
     @property
     def pending(self) -> int:
-        """Offsets without an outcome that are there to be read."""
+        """Number of offsets without an outcome that can still be read."""
         return 0 if self.superseded else max(0, self.end - self.position.offset)
 
     def report(self) -> PartitionReport:
-        """The account as numbers that add up."""
+        """Return the numbers of the account, which add up."""
         here = self.position.offset
         gone = max(0, self.end - here) - self.pending
         return PartitionReport(
@@ -115,9 +115,9 @@ class Ledger:
     """The accounts of all partitions, in the order of the index that blocks carry. Used by one thread."""
 
     def __init__(self, published: Mapping[str, PartitionProgress] | None = None) -> None:
-        """`published` is how far the newest version has learned: events up to there are not learned for the first time.
+        """Take `published`, how far the newest version is trained: training on events up to there is a repetition.
 
-        That they are learned again at all is because a restart goes on from a checkpoint, which is older.
+        It happens after a restart, which resumes from a checkpoint that is older than the version.
         """
         self.partitions: list[PartitionLedger] = []
         self._published = published or {}
@@ -125,18 +125,18 @@ class Ledger:
         self._open: list[tuple[Span, Outcome, SkipReason]] = []
         self._moved: set[int] = set()
 
-    def take_up(self, name: TopicPartition, start: int) -> None:
-        """Open the account of the partition with the next index."""
+    def add_partition(self, name: TopicPartition, start: int) -> None:
+        """Open the account of the partition with the next index, at offset `start`."""
         self.partitions.append(PartitionLedger(name, start))
         self._supersede()
 
     def state(self) -> list[dict[str, Any]]:
-        """All accounts as JSON values, in order, for a checkpoint."""
+        """Return all accounts as JSON values, in order, for a checkpoint."""
         self.count()
         return [account.state() for account in self.partitions]
 
     def restore(self, state: Sequence[Mapping[str, Any]]) -> None:
-        """Open the accounts of a checkpoint again; must come before any other is opened."""
+        """Restore the accounts of a checkpoint, before any partition is added."""
         assert not self.partitions
         self.partitions = [PartitionLedger.from_state(account) for account in state]
         self._supersede()
@@ -148,16 +148,16 @@ class Ledger:
 
     @property
     def marks(self) -> dict[TopicPartition, PartitionFingerprint]:
-        """What each partition is known again by, in the order of the index."""
+        """The fingerprint of each partition, by which a restart recognizes it, in the order of the index."""
         return {account.name: account.mark for account in self.partitions}
 
     def advance(self, span: Span, outcome: Outcome, reason: SkipReason = SkipReason.NONE) -> None:
         """Settle a span: the rows of the batch get `outcome`, other pending rows were stored only.
 
-        Positions and marks move at once; the rest follows with `count`, at the latest when somebody looks.
+        Positions and marks move at once; counts follow with `count`, which every property that needs them calls.
 
         Raises:
-            AssertionError: offsets go backwards: a bug, never a user's fault.
+            AssertionError: offsets decrease, which is a bug.
         """
         self._open.append((span, outcome, reason))
         self._moved.update(span.positions)
@@ -173,39 +173,39 @@ class Ledger:
             account.mark = PartitionFingerprint(account.mark.topic_id, last)
 
     def take_moved(self) -> set[int]:
-        """Return the places of the partitions whose position has moved since this was last called."""
+        """Return the indices of the partitions whose position has moved since the last call."""
         moved, self._moved = self._moved, set()
         return moved
 
     @property
     def full(self) -> bool:
-        """Whether so many spans wait that they should be counted."""
+        """Whether enough spans wait to be counted."""
         return len(self._open) >= _MANY
 
     def count(self) -> None:
-        """Count what was settled since the last time.
+        """Count the spans that were settled since the last call.
 
         Raises:
-            AssertionError: a row has got a second outcome or offsets go backwards: a bug, never a user's fault.
+            AssertionError: a row gets a second outcome, or offsets decrease, which is a bug.
         """
-        taken, self._open = self._open, []
-        if not taken:
+        uncounted, self._open = self._open, []
+        if not uncounted:
             return
-        spans = [span for span, *_ in taken]
+        spans = [span for span, *_ in uncounted]
         columns = {name: np.concatenate([span.columns[name] for span in spans]) for name in IDENTITY_COLUMNS}
         trained = np.concatenate([span.trained for span in spans])
         sizes = [len(span.trained) for span in spans]
-        outcome = np.repeat(np.array([outcome for _, outcome, _ in taken], np.uint8), sizes)
-        reason = np.repeat(np.array([reason for *_, reason in taken], np.uint8), sizes)
+        outcome = np.repeat(np.array([outcome for _, outcome, _ in uncounted], np.uint8), sizes)
+        reason = np.repeat(np.array([reason for *_, reason in uncounted], np.uint8), sizes)
         left = np.where(columns["outcome"] == Outcome.PENDING, np.uint8(Outcome.STORED_ONLY), columns["outcome"])
         settled = np.where(trained, outcome, left)
         reasons = np.where(trained, reason, columns["reason"])
         moved = {index for span in spans for index in span.positions}
         for index in moved:
-            account, mine = self.partitions[index], columns["partition"] == index
+            account, own = self.partitions[index], columns["partition"] == index
             removed = sum(span.removed.get(index, 0) for span in spans)
             passed = sum(span.passed.get(index, 0) for span in spans)
-            offset, row = columns["offset"][mine], columns["row"][mine]
+            offset, row = columns["offset"][own], columns["row"][own]
             assert not len(offset) or (offset[0], row[0]) >= (account.counted.offset, account.counted.row)
             finished = int(np.count_nonzero(np.less(_distinct(offset, row), account.position.offset)))
             gaps = account.position.offset - account.counted.offset - removed - passed - finished
@@ -214,15 +214,15 @@ class Ledger:
             account.removed += removed
             account.passed += passed
             account.counted = account.position
-            account.outcomes += np.bincount(settled[mine], minlength=len(Outcome))
-            account.skipped += np.bincount(reasons[mine], minlength=len(SkipReason))
+            account.outcomes += np.bincount(settled[own], minlength=len(Outcome))
+            account.skipped += np.bincount(reasons[own], minlength=len(SkipReason))
             if len(offset):
-                account.time_ms = int(columns["time_ms"][mine][-1])
+                account.time_ms = int(columns["time_ms"][own][-1])
         learned = trained & (outcome == Outcome.TRAINED) & self._first(columns, moved)
         self._learned.add(columns["time_ms"][learned].astype(np.int64))
 
     def _first(self, columns: Mapping[str, Array], partitions: Iterable[int]) -> NDArray[np.bool_]:
-        """Return which rows, of the given partitions, are in no version yet, and have a record time."""
+        """Return which rows have a record time, and are in no version yet; all are of the given partitions."""
         first: NDArray[np.bool_] = np.greater(columns["time_ms"], 0)
         for index in partitions if self._published else ():
             name = self.partitions[index].name
@@ -231,15 +231,15 @@ class Ledger:
                 first &= np.not_equal(columns["partition"], index) | np.greater(columns["offset"], published.offset)
         return first
 
-    def take_learned(self) -> RecordTimes:
-        """Return the record times of the events that were learned for the first time since this was last called."""
+    def take_newly_trained(self) -> RecordTimes:
+        """Return the record times of events that were trained on for the first time since the last call."""
         self.count()
         learned, self._learned = self._learned, RecordTimes()
         return learned
 
     @property
     def trained_through(self) -> dict[str, PartitionProgress]:
-        """How far all partitions are learned, by `topic:partition`."""
+        """How far training is on all partitions, by `topic:partition`."""
         self.count()
         return {str(account.name): account.trained for account in self.partitions}
 
@@ -258,7 +258,7 @@ class Ledger:
         return _by_reason(totals)
 
     def reports(self) -> Mapping[str, PartitionReport]:
-        """The accounts as numbers that add up, by `topic:partition`; `topic#incarnation:partition` where it is gone."""
+        """Return the numbers of all accounts, by `topic:partition`, or `topic#incarnation:partition` if superseded."""
         self.count()
         return {
             f"{name.topic}#{name.incarnation}:{name.partition}" if account.superseded else str(name): account.report()
@@ -267,13 +267,13 @@ class Ledger:
         }
 
     def _supersede(self) -> None:
-        there = set(latest_incarnations(account.name for account in self.partitions).values())
-        for place, account in enumerate(self.partitions):
-            account.superseded = place not in there
+        latest = set(latest_incarnations(account.name for account in self.partitions).values())
+        for index, account in enumerate(self.partitions):
+            account.superseded = index not in latest
 
 
 def _distinct(offset: Array, row: Array) -> Array:
-    """Return the different ones of a partition's offsets, which never fall; nor do the rows of one."""
+    """Return the distinct offsets of a partition; offsets, and rows of the same offset, are ascending."""
     rising = np.greater(offset[1:], offset[:-1])
     if rising.all():
         return offset

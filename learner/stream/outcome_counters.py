@@ -9,31 +9,31 @@ from learner.stream.ledger import PartitionLedger
 
 
 class OutcomeCounters:
-    """Counts what was settled since the start of this process. Used by one thread."""
+    """Counts events by outcome since the start of this process. Used by one thread."""
 
     def __init__(self, rows: Counter) -> None:
         self._rows = rows
-        self._told: list[list[int]] = []
+        self._counted: list[list[int]] = []
         self._counters: dict[tuple[int, int], Counter] = {}
 
-    def meet(self, accounts: Sequence[PartitionLedger]) -> None:
-        """Learn of accounts by their index; what they have by now is not counted."""
-        self._told += [account.outcomes.tolist() for account in accounts[len(self._told) :]]
+    def register_partitions(self, accounts: Sequence[PartitionLedger]) -> None:
+        """Add the accounts that are new; outcomes that they already have are not counted."""
+        self._counted += [account.outcomes.tolist() for account in accounts[len(self._counted) :]]
 
-    def move(self, accounts: Sequence[PartitionLedger]) -> None:
-        """Count what was settled since the last time, of the accounts that were met."""
-        for index, (told, account) in enumerate(zip(self._told, accounts, strict=False)):
+    def update(self, accounts: Sequence[PartitionLedger]) -> None:
+        """Count the outcomes since the last call, of the registered accounts."""
+        for index, (before, account) in enumerate(zip(self._counted, accounts, strict=False)):
             now = account.outcomes.tolist()
-            if now == told:
+            if now == before:
                 continue
-            self._told[index] = now
-            for kind, (before, after) in enumerate(zip(told, now, strict=True)):
-                if after != before:
-                    self._counter(index, kind, account).inc(after - before)
+            self._counted[index] = now
+            for outcome, (old, new) in enumerate(zip(before, now, strict=True)):
+                if new != old:
+                    self._counter(index, outcome, account).inc(new - old)
 
-    def _counter(self, index: int, kind: int, account: PartitionLedger) -> Counter:
-        """Return the counter of an outcome, which is looked up by its labels once."""
-        if (index, kind) not in self._counters:
+    def _counter(self, index: int, outcome: int, account: PartitionLedger) -> Counter:
+        """Return the counter of an outcome; cached, since finding it by its labels is slow."""
+        if (index, outcome) not in self._counters:
             name = account.name
-            self._counters[index, kind] = self._rows.labels(name.topic, str(name.partition), Outcome(kind).label)
-        return self._counters[index, kind]
+            self._counters[index, outcome] = self._rows.labels(name.topic, str(name.partition), Outcome(outcome).label)
+        return self._counters[index, outcome]

@@ -1,4 +1,4 @@
-"""The record times of many events in little memory, by which is told how old events are when a version is served.
+"""The record times of many events in little memory: serving computes from them how old events are when it serves them.
 
 Legend: N times.
 """
@@ -14,7 +14,7 @@ _THINNED = 1024
 
 
 class RecordTimes:
-    """A bag of record times; beyond 4,096 of them evenly spaced quantiles stand for all. Used by one thread.
+    """A multiset of record times; more than 4,096 are replaced by evenly spaced quantiles. Used by one thread.
 
     Each thinning moves a quantile by at most one rank in 2,048.
     """
@@ -25,31 +25,31 @@ class RecordTimes:
 
     @property
     def rows(self) -> int:
-        """How many events there are."""
+        """Number of events."""
         return round(sum(len(times) * weight for times, weight in self._parts))
 
     def add(self, times: Times, rows: int | None = None) -> None:
-        """Add events: one for each time, or `rows` of which the times are evenly spaced quantiles."""
+        """Add events: one for each time, or `rows` events whose quantiles the times are, evenly spaced."""
         if len(times) and rows != 0:
             self._put(times, 1.0 if rows is None else rows / len(times))
 
     def join(self, other: "RecordTimes") -> None:
-        """Add all that another has."""
+        """Add all events of another one."""
         for times, weight in other._parts:
             self._put(times, weight)
 
-    def quantiles(self, most: int) -> Times:
-        """Return times that stand for equally many events each, rising: all of them if there are at most `most`."""
+    def quantiles(self, max_times: int) -> Times:
+        """Return at most `max_times` evenly spaced quantiles, ascending; all times if there are no more."""
         if not self._parts:
             return np.zeros(0, np.int64)
         times = np.concatenate([times for times, _ in self._parts])
         weights = np.concatenate([np.full(len(times), weight) for times, weight in self._parts])
         order = np.argsort(times)
         ranks = np.cumsum(weights[order])
-        count = min(most, self.rows)
-        wanted = (np.arange(count) + 0.5) * (ranks[-1] / count)
-        found: Times = times[order][np.searchsorted(ranks, wanted)]
-        return found
+        count = min(max_times, self.rows)
+        middles = (np.arange(count) + 0.5) * (ranks[-1] / count)
+        quantiles: Times = times[order][np.searchsorted(ranks, middles)]
+        return quantiles
 
     def _put(self, times: Times, weight: float) -> None:
         self._parts.append((times, weight))

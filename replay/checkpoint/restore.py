@@ -1,5 +1,4 @@
-"""The contents of a checkpoint on their way into a store, whose policy, size and tiers may be others than those of the
-checkpoint.
+"""Restores a checkpoint into a store whose policy, size and tiers may differ from those of the checkpoint.
 
 Legend: H events of the checkpoint, n events of a chunk.
 """
@@ -24,17 +23,15 @@ from replay.snapshot import StoreSnapshot
 from replay.tiers.tier import Tier
 
 Rows = Callable[[slice, NDArray[np.uint64]], tuple[Tensor, NDArray[np.bool_]]]
-"""Reads the rows of a slice of the events, whose identities are told too, uint8 `[n, R]`, and tells which are whole."""
-
+"""Reads the rows of a slice of the events with these identities; returns uint8 `[n, R]`, and which are valid."""
 
 _CHUNK = 1024
-
 
 log = logging.getLogger(__name__)
 
 
 class StoreRestore:
-    """Takes up the events of one checkpoint; used once."""
+    """Restores the events of one checkpoint; used once."""
 
     def __init__(
         self,
@@ -45,55 +42,53 @@ class StoreRestore:
         tiers: TierHierarchy,
         seed: int,
     ) -> None:
-        """Look at what there is, and let the events compete anew where the admission policy is another one.
+        """Check the contents, and compute priorities and groups again if the admission policy has changed.
 
         Args:
             contents: of the checkpoint.
-            source: the tier that has the payload, if it is none of the store's own.
-            reservoir: of the store, as are the rest.
+            source: the tier with the payload, if that is not one of the store's tiers.
+            reservoir: of the store.
             layout: of its rows.
-            tiers: where they are to lie.
+            tiers: of the store, which store the rows from now on.
             seed: of its priorities.
 
         Raises:
             SettingsError: the contents do not fit this store.
         """
-        standing, payload = contents.standing, contents.payload
-        if standing.seed not in (None, seed):
+        state, payload = contents.state, contents.payload
+        if state.seed not in (None, seed):
             raise SettingsError(
-                f"seed = {seed} is not that of checkpoint {standing.checkpoint}, which is {standing.seed}: events are "
-                f"told by it; "
-                "put it back, or begin anew by moving the checkpoints away"
+                f"seed = {seed} is not that of checkpoint {state.checkpoint}, which is {state.seed}: the identities of "
+                "events depend on it; put it back, or start empty by moving the checkpoints away"
             )
-        rows = [plan.rows for plan in standing.plans] + ([] if payload is None else [payload])
-        if any(each.shape[1:] != (layout.row_bytes,) for each in rows):
+        rows = [plan.rows for plan in state.plans] + ([] if payload is None else [payload])
+        if any(rows_nR.shape[1:] != (layout.row_bytes,) for rows_nR in rows):
             raise SettingsError(
-                "the events that the checkpoint has stored have other columns than [schema] and learner.strategy say; "
-                "put "
-                "those back, or begin anew by moving the checkpoints away"
+                "the events of the checkpoint have other columns than [schema] and learner.strategy declare; put those "
+                "back, or start empty by moving the checkpoints away"
             )
         self._source, self._reservoir, self._layout, self._tiers, self._seed = source, reservoir, layout, tiers, seed
-        self.moves = standing.file is None or source is not None
-        """Whether events get other slots than the checkpoint names."""
-        self.converts = standing.policy != reservoir.admission.name
+        self.moves = state.file is None or source is not None
+        """Whether the events get other slots than those that the checkpoint names."""
+        self.converts = state.policy != reservoir.admission.name
         """Whether the checkpoint was made under another admission policy."""
         self.contents = self._converted(contents) if self.converts else contents
-        """What is taken up."""
+        """The contents to restore."""
         self.lost = 0
-        """Events whose rows could not be had; after `place`."""
+        """Events whose rows could not be read; set by `assign_slots`."""
 
-    def place(self, slots: SlotAllocator) -> NDArray[np.void]:
-        """Give slots to the events that the quotas let stay, and return the index of those, ENTRY `[<= H]`."""
-        standing, index = self.contents.standing, self.contents.index
+    def assign_slots(self, slots: SlotAllocator) -> NDArray[np.void]:
+        """Assign slots to the events that fit the quotas, and return their index, ENTRY `[<= H]`."""
+        state, index = self.contents.state, self.contents.index
         keep = np.ones(len(index), np.bool_)
         if len(keep) > self._reservoir.quotas.limit:
             keep = self._reservoir.quotas.lower(index["priority"], index["group"])
         kept = index[keep]
         if not self.moves:
-            slots.restore(index["slot"], standing.retired, standing.checkpoint)
-            slots.leave(index["slot"][~keep])
+            slots.restore(index["slot"], state.retired, state.checkpoint)
+            slots.release(index["slot"][~keep])
             return kept
-        slots.restore(index["slot"][:0], standing.retired[:0], standing.checkpoint)
+        slots.restore(index["slot"][:0], state.retired[:0], state.checkpoint)
         rows = self._rows_of(self.contents, kept, np.flatnonzero(keep))
         found = move(kept, self.contents, self._seed, rows, slots, self._tiers)
         self.lost = int((~found).sum())
@@ -101,22 +96,21 @@ class StoreRestore:
 
     @property
     def goes_on(self) -> bool:
-        """Whether the next checkpoint can tell what has changed since this one, if all of its events are there."""
+        """Whether the next checkpoint can contain the changes since this one, if all of its events are restored."""
         return not self.converts and (not self.moves or (self._source is None and not self._tiers.durable))
 
-    def _rows_of(self, contents: StoreSnapshot, index: NDArray[np.void], places: NDArray[np.intp]) -> Rows:
-        """Return what reads the rows of events, ENTRY `[H]`, which are in the given places of the checkpoint's
-        payload."""
+    def _rows_of(self, contents: StoreSnapshot, index: NDArray[np.void], positions: NDArray[np.intp]) -> Rows:
+        """Return a reader of the rows of events, ENTRY `[H]`, which are at `positions` of the checkpoint's payload."""
 
         def read(chunk: slice, identity: NDArray[np.uint64]) -> tuple[Tensor, NDArray[np.bool_]]:
             if contents.payload is not None:
-                return contents.payload[torch.from_numpy(places[chunk])], np.ones(len(identity), np.bool_)
+                return contents.payload[torch.from_numpy(positions[chunk])], np.ones(len(identity), np.bool_)
             return (self._source or self._tiers).read(index["slot"][chunk].astype(np.int64), identity)
 
         return read
 
     def _converted(self, contents: StoreSnapshot) -> StoreSnapshot:
-        log.info("the events stored compete anew under replay.admission, which was changed")
+        log.info("replay.admission has changed: the stored events get new priorities")
         rows = self._rows_of(contents, contents.index, np.arange(len(contents.index)))
         weights = lambda rows_nR: self._layout.unpack(rows_nR)["weight"]  # noqa: E731
         return converted(contents, self._reservoir.admission, self._seed, weights, rows)
@@ -137,31 +131,31 @@ def converted(
     index = contents.index.copy()
     for chunk, events, identity in _chunks(index, contents, seed):
         weight = weights(rows(chunk, identity)[0]).numpy()
-        # A row that cannot be read has any weight; it is found lost later.
+        # A row that cannot be read may have any weight; it is reported as lost later.
         weight = np.where(weight >= 0, weight, 1).astype(np.float32)
         events["priority"] = admission.priorities(Candidates(identity, weight, events["time_s"]))
         events["group"] = admission.group(events["label"].astype(np.int64), np.zeros(len(events), np.int16))
-    stands = replace(
-        contents.standing,
+    state = replace(
+        contents.state,
         policy=admission.name,
         thresholds=np.full(admission.groups, np.inf),
         added=np.bincount(index["group"], minlength=admission.groups).astype(np.int64),
-        weight=contents.standing.weight * len(index) / max(1, int(contents.standing.added.sum())),
+        weight=contents.state.weight * len(index) / max(1, int(contents.state.added.sum())),
     )
-    return replace(contents, standing=stands, index=index)
+    return replace(contents, state=state, index=index)
 
 
 def move(
     index: NDArray[np.void], contents: StoreSnapshot, seed: int, rows: Rows, slots: SlotAllocator, tiers: TierHierarchy
 ) -> NDArray[np.bool_]:
-    """Write the rows of events, ENTRY `[H]`, into new slots, which `index` then names; return which could be had."""
+    """Write the rows of events, ENTRY `[H]`, into new slots and set these in `index`; return which could be read."""
     found = np.ones(len(index), np.bool_)
     for chunk, events, identity in _chunks(index, contents, seed):
-        rows_nR, whole = rows(chunk, identity)
-        found[chunk] = whole
-        taken = slots.take(int(whole.sum()))
-        events["slot"][whole] = taken
-        tiers.write(taken.astype(np.int64), identity[whole], rows_nR.numpy()[whole].__getitem__)
+        rows_nR, valid = rows(chunk, identity)
+        found[chunk] = valid
+        taken = slots.take(int(valid.sum()))
+        events["slot"][valid] = taken
+        tiers.write(taken.astype(np.int64), identity[valid], rows_nR.numpy()[valid].__getitem__)
     return found
 
 
@@ -169,7 +163,7 @@ def _chunks(
     index: NDArray[np.void], contents: StoreSnapshot, seed: int
 ) -> Iterator[tuple[slice, NDArray[np.void], NDArray[np.uint64]]]:
     """Yield slices of events with views of them and their identities."""
-    bases = np.array(contents.standing.bases, np.uint64)
+    bases = np.array(contents.state.bases, np.uint64)
     for begin in range(0, len(index), _CHUNK):
         chunk = slice(begin, begin + _CHUNK)
         events = index[chunk]

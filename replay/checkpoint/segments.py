@@ -1,12 +1,11 @@
-"""How the events of a store lie in checkpoints: in segments, so that a checkpoint writes what changed and not the whole
-store.
+"""The segments in which checkpoints store events, so that a checkpoint writes the changes and not the whole store.
 
-A segment is a file with the events that came between two checkpoints, in order. It is written once; later checkpoints
-link to it, and keep one bit for each of its events: whether it is still held. A new segment takes in those before it
-that are not more than twice as long, or half empty, so that there are few and each event is written again a few times
-only (the logarithmic method: Bentley and Saxe 1980; log-structured merge trees do the same).
+A segment is a file with the events that were added between two checkpoints, in order. It is written once; later
+checkpoints link to it, and store one bit for each of its events: whether it is still held. A new segment is merged with
+the previous ones that are at most twice as long, or half empty. So there are few segments, and each event is written
+only a few times (the logarithmic method: Bentley and Saxe 1980; log-structured merge trees do the same).
 
-Legend: A new events, B events held at the checkpoint before, R bytes of a row.
+Legend: A new events, B events held at the previous checkpoint, R bytes of a row.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,8 +28,8 @@ class Segment:
     """One file of events.
 
     Attributes:
-        number: of the checkpoint that it was written for; its name.
-        live: which of its events are still held, bool, one for each event in the file.
+        number: of the checkpoint that it was written for, which names the file.
+        live: which events of the file are still held, bool.
     """
 
     number: int
@@ -44,11 +43,11 @@ class Segment:
 
 @dataclass(frozen=True)
 class Written:
-    """The segments of a checkpoint: those that lie in the checkpoint before, and at most one that is new.
+    """The segments of a checkpoint: those of the previous checkpoint, and at most one that is new.
 
     Attributes:
         segments: all, in order.
-        fresh: what the new one holds; None where there is none.
+        fresh: the tensors of the new one; None if there is none.
     """
 
     segments: Sequence[Segment]
@@ -59,12 +58,12 @@ def advance(before: Sequence[Segment], change: StoreDelta, number: int, load: Ca
     """Return the segments of checkpoint `number`.
 
     Args:
-        before: those of the checkpoint that the change is told from.
-        change: what came and went since.
+        before: the segments of the checkpoint that the change is relative to.
+        change: the events that were added and removed since.
         number: of the new checkpoint.
         load: reads a segment's tensors.
     """
-    segments = _outlived(before, change.alive) if change.base is not None else []
+    segments = _still_live(before, change.alive) if change.base is not None else []
     index, payload = [torch.from_numpy(_bytes_of(change.index))], [change.payload]
     length, gone = len(change.index), False
     while segments and (_GROWTH * length >= segments[-1].held or _half_empty(segments[-1])):
@@ -77,7 +76,7 @@ def advance(before: Sequence[Segment], change: StoreDelta, number: int, load: Ca
     if not length and not gone and segments:
         return Written(segments, None)
     fresh = {"index": torch.cat(index)}
-    rows = [each for each in payload if each is not None]
+    rows = [part for part in payload if part is not None]
     if rows:
         fresh["payload"] = torch.cat(rows)
     return Written([*segments, Segment(number, np.ones(length, np.bool_))], fresh)
@@ -86,14 +85,14 @@ def advance(before: Sequence[Segment], change: StoreDelta, number: int, load: Ca
 def assemble(
     segments: Sequence[Segment], load: Callable[[Segment], Tensors | None]
 ) -> tuple[NDArray[np.void], Tensor | None, int]:
-    """Return the events held and what is lost of them.
+    """Return the held events of a checkpoint's segments.
 
     Args:
         segments: of a checkpoint.
         load: reads a segment's tensors; None when they cannot be read.
 
     Returns:
-        ENTRY `[B]`; their payload where segments have it, uint8 `[B, R]`; how many events were in those that are lost.
+        ENTRY `[B]`; their payload if the segments have it, uint8 `[B, R]`; the number of events in unreadable segments.
     """
     index, payload, lost = [np.empty(0, ENTRY)], [], 0
     for segment in segments:
@@ -107,16 +106,16 @@ def assemble(
     return np.concatenate(index), torch.cat(payload) if payload else None, lost
 
 
-def _outlived(before: Sequence[Segment], alive: NDArray[np.bool_]) -> list[Segment]:
-    """Return the segments with those events that are still alive, `[B]` in the order of all."""
-    found, begin = [], 0
+def _still_live(before: Sequence[Segment], alive: NDArray[np.bool_]) -> list[Segment]:
+    """Return the segments with only those events live that `alive` marks, bool `[B]` in the order of all."""
+    segments, begin = [], 0
     for segment in before:
         live = segment.live.copy()
         live[live] = alive[begin : begin + segment.held]
         begin += segment.held
-        found.append(Segment(segment.number, live))
+        segments.append(Segment(segment.number, live))
     assert begin == len(alive)
-    return found
+    return segments
 
 
 def _half_empty(segment: Segment) -> bool:

@@ -1,9 +1,9 @@
-"""Which slots may be written: those that neither the store nor a checkpoint names.
+"""Allocates slots that neither the store nor a checkpoint names.
 
-A checkpoint of a store whose payload outlives the process holds slots, not rows. After a crash the store goes on from a
-checkpoint, and must find in its slots what they held when it was made: so a slot that an event has left is *retired*,
-with the number of the last checkpoint that may name it, and written again when that checkpoint is gone. One that was
-taken since the last checkpoint began is named by none, and is free at once.
+If the payload outlives the process, a checkpoint contains slots, not rows. A store that is restored from it must find
+the same rows in these slots. So the slot of a removed event is *retired*, with the number of the last checkpoint that
+may name it, and is written again once that checkpoint is gone. A slot that was taken since the last checkpoint began is
+named by none, and is free at once.
 """
 
 import numpy as np
@@ -15,7 +15,7 @@ class SlotAllocator:
 
     Args:
         count: how many there are.
-        durable: whether checkpoints name slots; if not, what a slot holds matters only while a checkpoint is being
+        durable: whether checkpoints name slots; if not, slots must keep their rows only while a checkpoint is being
             written.
     """
 
@@ -25,7 +25,7 @@ class SlotAllocator:
         self._retired: list[tuple[int, NDArray[np.int32]]] = []
         self._unnamed = np.zeros(count, np.bool_)
         self._last_checkpoint = 0
-        self._holding = False
+        self._in_snapshot = False
 
     @property
     def free(self) -> int:
@@ -34,12 +34,12 @@ class SlotAllocator:
 
     @property
     def free_at_once(self) -> bool:
-        """Whether slots that events leave may be written at once: no checkpoint names them."""
-        return not self._holding and not (self._durable and self._last_checkpoint)
+        """Whether the slots of removed events may be written at once: no checkpoint names them."""
+        return not self._in_snapshot and not (self._durable and self._last_checkpoint)
 
     @property
     def waiting(self) -> int:
-        """Slots left since the last checkpoint began, which wait for it to be gone."""
+        """Slots that were released since the last checkpoint began, and stay retired until it is gone."""
         return sum(len(slots) for last, slots in self._retired if last == self._last_checkpoint) if self._durable else 0
 
     def take(self, n: int) -> NDArray[np.int32]:
@@ -48,8 +48,8 @@ class SlotAllocator:
         self._unnamed[taken] = True
         return taken
 
-    def leave(self, slots: NDArray[np.int32]) -> None:
-        """Give back the slots of events that have left."""
+    def release(self, slots: NDArray[np.int32]) -> None:
+        """Release the slots of removed events."""
         if not self.free_at_once:
             unnamed = self._unnamed[slots]
             self._retired.append((self._last_checkpoint, slots[~unnamed]))
@@ -57,28 +57,28 @@ class SlotAllocator:
         self._free = np.concatenate([self._free, slots])
 
     def begin_snapshot(self, number: int) -> NDArray[np.int64]:
-        """Begin the checkpoint `number`: what slots hold now stays until `end_snapshot` says otherwise.
+        """Begin checkpoint `number`: slots keep their rows until `end_snapshot`.
 
         Returns:
             int64 `[P, 2]`, the retired slots, each after the number of the last checkpoint that may name it.
         """
-        assert not self._holding
+        assert not self._in_snapshot
         assert number > self._last_checkpoint
-        self._holding, self._last_checkpoint = True, number
+        self._in_snapshot, self._last_checkpoint = True, number
         self._unnamed[:] = False
         pairs = [np.stack([np.full(len(slots), last), slots], axis=1) for last, slots in self._retired]
         return np.concatenate([np.empty((0, 2), np.int64), *pairs])
 
     def end_snapshot(self, oldest: int | None) -> None:
-        """End a hold, now that the oldest checkpoint that may be resumed is number `oldest`; None: there is none."""
-        self._holding = False
+        """End the snapshot; `oldest`: the number of the oldest checkpoint that may be restored; None without one."""
+        self._in_snapshot = False
         stays = [oldest is not None and self._durable and last >= oldest for last, _ in self._retired]
         freed = [slots for (_, slots), stay in zip(self._retired, stays, strict=True) if not stay]
         self._retired = [pair for pair, stay in zip(self._retired, stays, strict=True) if stay]
         self._free = np.concatenate([self._free, *freed])
 
     def restore(self, used: NDArray[np.int32], retired: NDArray[np.int64], last_checkpoint: int) -> None:
-        """Take up a checkpoint: the slots that it names, those that were retired, and its number."""
+        """Restore the slots that a checkpoint names, those that were retired, and its number."""
         self._last_checkpoint = last_checkpoint
         taken = np.zeros(len(self._free), np.bool_)
         taken[used] = True

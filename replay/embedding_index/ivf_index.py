@@ -1,11 +1,11 @@
-"""The index: embeddings of events, found by nearness, in the index process.
+"""The index in the index process: a nearest-neighbour search over the embeddings of events.
 
-While there are few, a search looks at all of them. From 20,000 on they lie in lists, about as many as the square root
-of their number, and a search looks into the nearest few of these: as many as it takes for a recall of 0.95. Lists and
-clusters are trained anew when as many embeddings have come as would make four times those of the last training, new
-events or old ones whose embeddings have changed: then the centres are of a model that is gone.
+A search over few embeddings is exhaustive. From 20,000 on they are stored in inverted lists, about the square root of
+their number, and a search reads the nearest lists, as many as a recall of 0.95 needs. Lists and clusters are trained
+again after three times as many additions as there were embeddings at the last training, be it new events or new
+embeddings of old ones: by then the centres are of an outdated model.
 
-Everything that takes long is done in pieces of some milliseconds between requests, or by a thread that sees a copy.
+Long work is done in pieces of some milliseconds between requests, or by a thread on a copy.
 
 Legend: n events of a call, D numbers of an embedding, C clusters, Q queries, k neighbours.
 """
@@ -24,38 +24,38 @@ from replay.embedding_index.protocol import NO_ID, Ids, IndexFigures, IndexSetti
 from replay.embedding_index.row_table import RowTable
 
 _ROWS_A_CLUSTER = 32
-"""Fewer do not tell where a cluster lies."""
+"""Events that a cluster needs at least."""
 _SAMPLE_A_CENTRE = 48
 _LISTS_FROM = 20_000
-_ANEW_AFTER = 3
-"""IVFIndex that come before the next training, for each that was there at the last."""
+_RETRAIN_FACTOR = 3
+"""Embeddings that are added before the next training, for each that was there at the last."""
 _TOMBSTONES = 8
-"""One row in so many may be a tombstone: taking them out is one pass over everything."""
-_LEAST_TOMBSTONES = 256
+"""One row in _TOMBSTONES may be a tombstone: removing them takes one pass over all lists."""
+_MIN_TOMBSTONES = 256
 _SLACK = 4
 _PIECE_ROWS = 1024
-_GOOD_RECALL = 0.95
-_SURE_RECALL = 0.97
-"""What new lists must reach on a sample."""
-_LEAST_PROBES = 64
-"""One list in so many is looked into at least: the next queries may lie between lists where the last did not."""
-_JUDGES = 32
-"""Queries by which recall is judged."""
+_MIN_RECALL = 0.95
+_TARGET_RECALL = 0.97
+"""The recall that new lists must reach on a sample."""
+_LISTS_PER_PROBE = 64
+"""A search reads at least one in _LISTS_PER_PROBE lists: later queries may be harder than those evaluated."""
+_EVALUATED = 32
+"""Queries over which recall is measured."""
 _RECALL_SHARE = 0.05
-"""Part of the time that may go into measuring recall."""
+"""Part of the time that may be spent on measuring recall."""
 _OUTLIERS = 200
-"""One vector in so many may be one."""
-_LARGEST = 1e15
-"""Squares of larger numbers are no float32."""
+"""One vector in _OUTLIERS may be an outlier."""
+_MAX_NUMBER = 1e15
+"""The largest number whose square is a finite float32, with a margin."""
 
 
 class IVFIndex:
-    """At most `capacity` events. Used by one thread; `work` is called between requests."""
+    """At most `capacity` events. Used by one thread, which calls `work` between requests."""
 
     def __init__(self, settings: IndexSettings, seed: int = 0) -> None:
         self._settings = settings
         self._clusters = max(1, min(settings.clusters, settings.capacity // _ROWS_A_CLUSTER))
-        # Beside the events: what is replaced until tombstones are taken out, also while lists are made.
+        # With room for replaced rows until tombstones are removed, also while lists are built.
         self._rows = RowTable(settings.capacity + settings.capacity // 2 + 4 * _PIECE_ROWS)
         self._lists = InvertedLists(settings.dim)
         self._next: InvertedLists | None = None
@@ -63,27 +63,27 @@ class IVFIndex:
         self._thread = ThreadPoolExecutor(1, "index-training")
         self._rng = np.random.default_rng(seed)
         self._newest = 0
-        self._came = 0
+        self._added = 0
         self._trained = 0
-        self._queries: deque[Vectors] = deque(maxlen=_JUDGES)
-        self._unjudged: tuple[Vectors, int] | None = None
-        self._recalls: deque[float] = deque(maxlen=_JUDGES)
+        self._queries: deque[Vectors] = deque(maxlen=_EVALUATED)
+        self._unevaluated: tuple[Vectors, int] | None = None
+        self._recalls: deque[float] = deque(maxlen=_EVALUATED)
         self._recall = math.nan
-        self._judge_at = 0.0
+        self._evaluate_at = 0.0
         self._malformed = 0
         self._full = 0
         self._centres: Vectors | None = None
         self.centroids: Vectors | None = None
         """The newest clusters `[C, D]`."""
         self.training = 0
-        """How often they were trained."""
+        """How often clusters were trained."""
 
     def add(self, ids: Ids, x_nD: Vectors, step: int) -> None:
-        """Take up n events, or new embeddings of those that are there; what is malformed or too many is counted."""
+        """Add n events, or new embeddings of present ones; malformed and excess events are counted."""
         self._newest = max(self._newest, step)
         good = np.flatnonzero(_fit(x_nD) & (ids != NO_ID))
         self._malformed += len(ids) - len(good)
-        # The last of those with one id; unique names the first.
+        # Of equal ids the last counts; `unique` returns the first.
         _, last = np.unique(ids[good][::-1], return_index=True)
         good = good[len(good) - 1 - last]
         ids = ids[good]
@@ -92,40 +92,40 @@ class IVFIndex:
         rows = self._rows.put(ids[:room], step, step + self._settings.stale_after)
         self._full += len(ids) - len(rows)
         x_nD = x_nD[good[: len(rows)]]
-        self._came += len(rows)
+        self._added += len(rows)
         self._assign(rows, x_nD)
         self._lists.add(rows, x_nD)
         if self._next is not None:
             self._next.add(rows, x_nD)
 
     def remove(self, ids: Ids) -> None:
-        """Let events go, those of them that are there."""
+        """Remove events; unknown ids are ignored."""
         self._rows.drop(np.unique(ids))
 
     def search(self, q_QD: Vectors, k: int, step: int) -> Ids:
-        """Return the k nearest events of each query, nearest first, int64 `[Q, k]`, NO_ID where none."""
+        """Return the ids of the k nearest events of each query, nearest first, int64 `[Q, k]`, NO_ID for none."""
         self._newest = max(self._newest, step)
         good = _fit(q_QD)
         q_QD = np.where(good[:, None], q_QD, np.float32(0))
-        found = self._rows.ids(self._find(self._lists, q_QD, k))
-        found[~good] = NO_ID
+        nearest = self._rows.ids(self._find(self._lists, q_QD, k))
+        nearest[~good] = NO_ID
         if good.any():
             one = q_QD[np.flatnonzero(good)[:1]]
             self._queries.append(one)
-            self._unjudged = one, k
-        return found
+            self._unevaluated = one, k
+        return nearest
 
     def stale(self, n: int) -> Ids:
-        """Return the n events whose embeddings are oldest and older than the bound; each is told once in that time."""
+        """Return the ids of the n oldest embeddings beyond the bound; each is returned once in `stale_after` steps."""
         return self._rows.stale(n, self._newest, self._newest + self._settings.stale_after)
 
     def assigned(self, begin: int, n: int) -> tuple[Ids, Ids, bool]:
-        """Return events and their clusters, those in n rows from `begin` on, and whether there are rows after these."""
+        """Return the ids and clusters of the events in n rows from `begin` on, and whether more rows follow."""
         return *self._rows.assigned(begin, n), begin + n < self._rows.top
 
     def figures(self) -> IndexFigures:
-        """Tell how it stands."""
-        mean, most, stale = self._rows.ages(self._newest, self._settings.stale_after)
+        """Return the statistics."""
+        mean, oldest, stale = self._rows.ages(self._newest, self._settings.stale_after)
         lists = self._lists.bytes + (self._next.bytes if self._next is not None else 0)
         return IndexFigures(
             rows=self._rows.count,
@@ -135,7 +135,7 @@ class IVFIndex:
             probes=self._lists.probes,
             recall=self._recall,
             age_mean=mean,
-            age_max=most,
+            age_max=oldest,
             stale=stale,
             bytes=lists + self._rows.bytes,
             malformed=self._malformed,
@@ -145,53 +145,53 @@ class IVFIndex:
 
     @property
     def renewing(self) -> bool:
-        """Whether clusters or lists are being made."""
+        """Whether clusters or lists are being trained."""
         return self._renewal is not None
 
     def work(self) -> bool:
-        """Do one piece of what is due, in some milliseconds; False when there is none for now."""
+        """Do one piece of maintenance, in some milliseconds; return False when none is due."""
         if self._renewal is not None:
             busy = next(self._renewal, None)
             if busy is None:
                 self._renewal = None
             return bool(busy)
-        if self._rows.tombstones > max(_LEAST_TOMBSTONES, self._rows.top // _TOMBSTONES):
+        if self._rows.tombstones > max(_MIN_TOMBSTONES, self._rows.top // _TOMBSTONES):
             self._clear()
             return True
         if self._due():
             self._renewal = self._renew()
             return True
-        return self._judge()
+        return self._evaluate()
 
     def _due(self) -> bool:
         """Whether it is time to train, or to train again."""
         if self._rows.count < _ROWS_A_CLUSTER * self._clusters:
             return False
         outgrown = self._lists.count == 1 and self._trained < _LISTS_FROM <= self._rows.count
-        return outgrown or self._came >= _ANEW_AFTER * self._trained
+        return outgrown or self._added >= _RETRAIN_FACTOR * self._trained
 
     def _find(self, lists: InvertedLists, q_QD: Vectors, k: int, probes: int | None = None) -> Ids:
-        """Return the rows of the k nearest events of each query, int64 `[Q, k]`, -1 where none."""
+        """Return the rows of the k nearest events of each query, int64 `[Q, k]`, -1 for none."""
         if not self._rows.tombstones:
             return lists.search(q_QD, k, probes=probes)
-        # Passing over tombstones takes a search twice the time; some more than k are mostly enough to leave them out.
+        # Skipping tombstones doubles the time of a search; searching for some more than k is usually enough.
         rows = lists.search(q_QD, k + k // 2 + _SLACK, probes=probes)
         dead = (rows >= 0) & ~self._rows.live[rows]
         order = np.argsort(dead | (rows < 0), axis=1, kind="stable")[:, :k]
-        found = np.take_along_axis(np.where(dead, -1, rows), order, axis=1)
-        again = np.flatnonzero(dead.any(axis=1) & (found[:, -1] < 0))
+        nearest = np.take_along_axis(np.where(dead, -1, rows), order, axis=1)
+        again = np.flatnonzero(dead.any(axis=1) & (nearest[:, -1] < 0))
         if len(again):
-            found[again] = lists.search(q_QD[again], k, self._rows.live, probes=probes)
-        return found
+            nearest[again] = lists.search(q_QD[again], k, self._rows.live, probes=probes)
+        return nearest
 
     def _clear(self) -> None:
-        """Take the tombstones out."""
+        """Remove the tombstones."""
         self._lists.remove(~self._rows.live)
         self._rows.reclaim()
 
     def _renew(self) -> Iterator[bool]:
-        """Train clusters, and where the events are many lists; yield False while the thread has the word."""
-        self._came, self._trained = 0, self._rows.count
+        """Train clusters, and lists if there are many events; yield False while the training thread runs."""
+        self._added, self._trained = 0, self._rows.count
         count = _lists_for(self._rows.count)
         sample = self._sample(_SAMPLE_A_CENTRE * max(self._clusters, count))
         job = self._thread.submit(_train, sample, self._clusters, count)
@@ -205,7 +205,7 @@ class IVFIndex:
         yield from self._move(InvertedLists(self._settings.dim, centres), sample)
 
     def _assign_all(self, clusters: Vectors) -> Iterator[bool]:
-        """Find the clusters of all events, and then tell of them."""
+        """Compute the clusters of all events, and then publish them."""
         self._centres = clusters
         for which in range(self._lists.count):
             for begin in range(0, self._lists.size(which), _PIECE_ROWS):
@@ -218,7 +218,7 @@ class IVFIndex:
             self._rows.assign(rows, _distances(x_nD, self._centres).argmin(axis=1).astype(np.int16))
 
     def _move(self, lists: InvertedLists, sample: Vectors) -> Iterator[bool]:
-        """Bring everything into other lists; what comes meanwhile goes into both."""
+        """Copy all events to other lists; events that are added meanwhile are put into both."""
         self._rows.frozen, self._next = True, lists
         boundary = self._rows.top
         for which in range(self._lists.count):
@@ -236,10 +236,10 @@ class IVFIndex:
         self._clear()
 
     def _choose_probes(self, lists: InvertedLists, sample: Vectors) -> Iterator[bool]:
-        """Look into as many lists as it takes for a good recall on the last queries, or without any on events."""
-        k = self._unjudged[1] if self._unjudged is not None else 10
-        queries = list(self._queries) or [sample[each : each + 1] for each in range(min(_JUDGES, len(sample)))]
-        lists.probes = -(-lists.count // _LEAST_PROBES)
+        """Choose how many lists a search reads, by the recall of the last queries or, without any, of a sample."""
+        k = self._unevaluated[1] if self._unevaluated is not None else 10
+        queries = list(self._queries) or [sample[row : row + 1] for row in range(min(_EVALUATED, len(sample)))]
+        lists.probes = -(-lists.count // _LISTS_PER_PROBE)
         exact = []
         for query in queries:
             exact.append(self._find(lists, query, k, lists.count))
@@ -247,24 +247,24 @@ class IVFIndex:
         while lists.probes < lists.count:
             recall = [_recall(self._find(lists, q, k), e) for q, e in zip(queries, exact, strict=True)]
             yield True
-            if np.mean(recall) >= _SURE_RECALL:
+            if np.mean(recall) >= _TARGET_RECALL:
                 return
             lists.probes = min(lists.count, 2 * lists.probes)
 
-    def _judge(self) -> bool:
-        """Hold one query of late against an exhaustive search."""
-        if self._unjudged is None or time.monotonic() < self._judge_at:
+    def _evaluate(self) -> bool:
+        """Compare the search for a recent query with an exhaustive search."""
+        if self._unevaluated is None or time.monotonic() < self._evaluate_at:
             return False
         begin = time.monotonic()
-        (query, k), self._unjudged = self._unjudged, None
+        (query, k), self._unevaluated = self._unevaluated, None
         exact = self._find(self._lists, query, k, self._lists.count)
         self._recalls.append(_recall(self._find(self._lists, query, k), exact))
         self._recall = float(np.mean(self._recalls))
-        if len(self._recalls) == _JUDGES and self._recall < _GOOD_RECALL and self._lists.probes < self._lists.count:
+        if len(self._recalls) == _EVALUATED and self._recall < _MIN_RECALL and self._lists.probes < self._lists.count:
             self._lists.probes = min(self._lists.count, 2 * self._lists.probes)
             self._recalls.clear()
         now = time.monotonic()
-        self._judge_at = now + (now - begin) / _RECALL_SHARE
+        self._evaluate_at = now + (now - begin) / _RECALL_SHARE
         return True
 
     def _sample(self, n: int) -> Vectors:
@@ -273,12 +273,12 @@ class IVFIndex:
 
 
 def _lists_for(rows: int) -> int:
-    """Return a power of 2 near the square root; it has to do until there are four times as many."""
+    """Return a power of 2 near the square root of `rows`; it is used until there are four times as many."""
     return 1 if rows < _LISTS_FROM else 1 << math.ceil(math.log2(math.sqrt(rows)))
 
 
 def _train(x_nD: Vectors, clusters: int, lists: int) -> tuple[Vectors | None, Vectors | None]:
-    """Return the centres of clusters and of lists; None where there are none, and when the vectors have no lists."""
+    """Return the centres of clusters and of lists; None if there are too few vectors, or they cannot be clustered."""
     few = x_nD[: _SAMPLE_A_CENTRE * clusters]
     return (
         spread(few, clusters) if len(few) >= clusters else None,
@@ -287,11 +287,12 @@ def _train(x_nD: Vectors, clusters: int, lists: int) -> tuple[Vectors | None, Ve
 
 
 def spread(x_nD: Vectors, clusters: int) -> Vectors:
-    """Return the centres of clusters that cover the vectors, float32 `[C, D]`, however many lie where.
+    """Return the centres of clusters that cover the vectors regardless of their density, float32 `[C, D]`.
 
-    The centres of k-means are as dense as the vectors, and as many of each cluster would be a uniform sample again. So
-    each centre is the vector that is farthest from those before it (Gonzalez 1985, "Clustering to minimize the maximum
-    intercluster distance"), but for the farthest few, which may be outliers; then it moves to the mean of its cluster.
+    The centres of k-means are as dense as the vectors, so as many events of each cluster would be a uniform sample
+    again. Here each centre is the vector farthest from the previous ones (Gonzalez 1985, "Clustering to minimize the
+    maximum intercluster distance"), except the farthest few, which may be outliers. Then it moves to the mean of its
+    cluster.
     """
     chosen = [0]
     nearest = _distances(x_nD, x_nD[:1])[:, 0]
@@ -300,26 +301,26 @@ def spread(x_nD: Vectors, clusters: int) -> Vectors:
         chosen.append(int(np.argpartition(nearest, rank)[rank]))
         np.minimum(nearest, _distances(x_nD, x_nD[chosen[-1:]])[:, 0], out=nearest)
     centres = x_nD[chosen].copy()
-    mine = _distances(x_nD, centres).argmin(axis=1)
-    for each in range(clusters):
-        if (mine == each).any():
-            centres[each] = x_nD[mine == each].mean(axis=0)
+    assigned = _distances(x_nD, centres).argmin(axis=1)
+    for cluster in range(clusters):
+        if (assigned == cluster).any():
+            centres[cluster] = x_nD[assigned == cluster].mean(axis=0)
     return centres
 
 
 def _distances(x_nD: Vectors, centres_CD: Vectors) -> Vectors:
     """Return the squared distance of each vector to each centre, `[n, C]`."""
-    found: Vectors = np.square(x_nD).sum(axis=1)[:, None] + np.square(centres_CD).sum(axis=1) - 2 * x_nD @ centres_CD.T
-    return found
+    squared: Vectors = np.square(x_nD).sum(axis=1)[:, None] + np.square(centres_CD).sum(axis=1)
+    return squared - 2 * x_nD @ centres_CD.T
 
 
 def _fit(x_nD: Vectors) -> NDArray[np.bool_]:
-    """Return which vectors are finite, and not so large that their squares are not."""
-    fit: NDArray[np.bool_] = np.all(np.abs(x_nD) <= _LARGEST, axis=1)
+    """Return which vectors are finite and have finite squares."""
+    fit: NDArray[np.bool_] = np.all(np.abs(x_nD) <= _MAX_NUMBER, axis=1)
     return fit
 
 
 def _recall(found: Ids, exact: Ids) -> float:
-    """Return which part of the rows that an exhaustive search has found was found."""
-    wanted = exact[exact >= 0]
-    return float(np.isin(wanted, found).mean()) if len(wanted) else 1.0
+    """Return the part of the rows of an exhaustive search that are in `found`."""
+    expected = exact[exact >= 0]
+    return float(np.isin(expected, found).mean()) if len(expected) else 1.0

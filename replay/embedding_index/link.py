@@ -1,4 +1,4 @@
-"""One life of the index process, as the learner sees it: its start, requests and replies, its end."""
+"""One index process as the learner sees it: its start, requests and replies, and its end."""
 
 import contextlib
 import os
@@ -9,7 +9,14 @@ import time
 
 import msgspec
 
-from replay.embedding_index.protocol import IndexMessage, IndexSettings, MessageType, Records, SharedSlots, encode
+from replay.embedding_index.protocol import (
+    IndexMessage,
+    IndexSettings,
+    MessageDecoder,
+    MessageType,
+    SharedSlots,
+    encode,
+)
 
 _BYTES = 65536
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
@@ -21,7 +28,7 @@ class GoneError(Exception):
 
 
 class IndexLink:
-    """A process that was just started, with slots for requests. Used by one thread; nothing here waits but `close`."""
+    """A process with slots for requests. Used by one thread; only `close` waits."""
 
     def __init__(
         self, settings: IndexSettings, process: subprocess.Popen[bytes], ours: socket.socket, slots: SharedSlots
@@ -32,12 +39,12 @@ class IndexLink:
         self._settings = settings
         self._process = process
         self._connection = ours
-        self._records = Records()
+        self._decoder = MessageDecoder()
         self._free = list(range(settings.slots))
 
     @classmethod
     def start(cls, settings: IndexSettings) -> "IndexLink":
-        """Start a process, which takes a millisecond or two; it is ready when it replies.
+        """Start a process, which takes a millisecond or two; it is ready once it replies.
 
         Raises:
             OSError: the system has no memory or no descriptor for it.
@@ -48,7 +55,7 @@ class IndexLink:
             with theirs:
                 slots = SharedSlots(settings)
                 undo.callback(slots.close)
-                # -P: a folder named replay where the user stands must not take this package's place.
+                # -P: a folder named replay in the working directory must not shadow this package.
                 command = [
                     sys.executable,
                     "-P",
@@ -57,9 +64,9 @@ class IndexLink:
                     "--connection",
                     str(theirs.fileno()),
                 ]
-                told = ["--slots", str(slots.descriptor), "--settings", msgspec.json.encode(settings).decode()]
+                options = ["--slots", str(slots.descriptor), "--settings", msgspec.json.encode(settings).decode()]
                 process = subprocess.Popen(
-                    [*command, *told],
+                    [*command, *options],
                     pass_fds=(theirs.fileno(), slots.descriptor),
                     stdin=subprocess.DEVNULL,
                     env={**os.environ, **_ONE_THREAD},
@@ -70,33 +77,33 @@ class IndexLink:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """The id of the process."""
         return self._process.pid
 
     @property
     def free(self) -> int:
-        """How many requests may be made now."""
+        """How many requests may be sent now."""
         return len(self._free)
 
     @property
     def waiting(self) -> int:
-        """How many requests have had no reply."""
+        """How many requests have no reply yet."""
         return self._settings.slots - len(self._free)
 
     def slot(self) -> int:
-        """Take a slot to write a request into; there must be a free one."""
+        """Take a free slot for a request; there must be one."""
         return self._free.pop()
 
-    def say(self, kind: MessageType, slot: int, rows: int = 0, k: int = 0, step: int = 0) -> None:
-        """Make the request that was written into a slot."""
+    def send(self, kind: MessageType, slot: int, rows: int = 0, k: int = 0, step: int = 0) -> None:
+        """Send the request that was written into a slot."""
         try:
             self._connection.send(encode(IndexMessage(kind, slot, rows, k, step)))
         except (BrokenPipeError, ConnectionError):
-            # What it has said before its end is heard first.
+            # `receive` first returns the replies that it sent before its end, and then raises GoneError.
             return
 
-    def hear(self) -> list[IndexMessage]:
-        """Return the replies that are there; their slots are to be given back.
+    def receive(self) -> list[IndexMessage]:
+        """Return the replies that have arrived; the caller releases their slots.
 
         Raises:
             GoneError: the process is gone.
@@ -109,14 +116,14 @@ class IndexLink:
             raise GoneError from exc
         if not data:
             raise GoneError
-        return self._records.take(data)
+        return self._decoder.take(data)
 
-    def give_back(self, slot: int) -> None:
-        """Let a slot be used again; nothing in it must be looked at any more."""
+    def release(self, slot: int) -> None:
+        """Release a slot; its arrays must not be read any more."""
         self._free.append(slot)
 
     def close(self, seconds: float) -> None:
-        """Let the process end, and kill it when it does not do so in time."""
+        """Close the connection, which ends the process; kill it if it does not end in time."""
         self._connection.close()
         try:
             self._process.wait(seconds)

@@ -1,7 +1,7 @@
-"""What the learner and its index process share: slots of memory, and records over a socket that pass them to and fro.
+"""The protocol between the learner and its index process: slots in shared memory, and messages over a socket.
 
-Every request lies in a slot, and its reply gives the slot back. So there are never more records on the way than slots,
-the socket is never full, and neither side ever waits for the other to read.
+Each request occupies a slot, which its reply releases. So there are never more messages in flight than slots, the
+socket is never full, and neither side waits for the other to read.
 
 Legend: n events or queries of a slot, D numbers of an embedding.
 """
@@ -23,55 +23,55 @@ Ids = NDArray[np.int64]
 Vectors = NDArray[np.float32]
 
 NO_ID = -1
-"""No event has this id."""
+"""The id of no event."""
 _POOL_BYTES = 16_000_000
-_MOST_SLOTS, _LEAST_SLOTS = 64, 12
+_MAX_SLOTS, _MIN_SLOTS = 64, 12
 
 
 class IndexSettings(msgspec.Struct, frozen=True):
-    """What both sides must agree on."""
+    """The settings that both sides share."""
 
     dim: int
     """D."""
     clusters: int
-    """Coarse clusters to be told of."""
+    """Clusters to train."""
     capacity: int
     """Events that the index may hold."""
     stale_after: int
-    """Steps after which an embedding is to be made anew."""
+    """Steps after which an embedding is stale."""
     batch: int
-    """Events or queries that a slot has room for."""
+    """Events or queries that fit in a slot."""
 
     @property
     def slot_bytes(self) -> int:
-        """Room for a batch with its ids, and for a report."""
+        """Bytes of a slot, for a batch with its ids or for a report."""
         report = 8 * len(IndexFigures._fields) + 4 * self.clusters * self.dim
         return -(-max(self.batch * (8 + 4 * self.dim), report) // 64) * 64
 
     @property
     def slots(self) -> int:
-        """How many there are."""
-        return max(_LEAST_SLOTS, min(_MOST_SLOTS, _POOL_BYTES // self.slot_bytes))
+        """The number of slots."""
+        return max(_MIN_SLOTS, min(_MAX_SLOTS, _POOL_BYTES // self.slot_bytes))
 
 
 class IndexFigures(NamedTuple):
-    """What the process tells of itself.
+    """The statistics of the process.
 
     Attributes:
-        rows: events that it has.
-        tombstones: rows of events that were removed or replaced, not taken out yet.
-        trained_rows: events that were there at the last training; 0 before the first.
-        lists: lists that events lie in; 1 while every search is exhaustive.
-        probes: lists that a search looks into.
-        recall: part of the nearest k that a search finds, over the last queries that were held against an exhaustive
-            one; NaN before the first.
-        age_mean: steps since an embedding was made.
-        age_max: the same, of the oldest.
+        rows: events in the index.
+        tombstones: rows of removed or replaced events that are not reclaimed yet.
+        trained_rows: events at the last training; 0 before the first.
+        lists: inverted lists; 1 while every search is exhaustive.
+        probes: lists that a search reads.
+        recall: part of the nearest k that a search finds, over the last queries compared with an exhaustive search; NaN
+            before the first.
+        age_mean: mean age of the embeddings in steps.
+        age_max: age of the oldest embedding in steps.
         stale: embeddings older than the bound.
-        bytes: memory of vectors and all that is noted beside them.
-        malformed: events that were left out since they had no finite embedding.
-        full: events that were left out since there was no room.
-        renewing: 1 while clusters or lists are being made.
+        bytes: memory of vectors and tables.
+        malformed: events that were left out because their embedding was not finite.
+        full: events that were left out because there was no room.
+        renewing: 1 while clusters or lists are being trained.
     """
 
     rows: float = 0.0
@@ -90,11 +90,11 @@ class IndexFigures(NamedTuple):
 
 
 class MessageType(enum.IntEnum):
-    """What a record asks for; its reply is of the same kind."""
+    """The kind of a request and of its reply."""
 
     ADD = 1
     REMOVE = 2
-    ASK = 3
+    QUERY = 3
     STALE = 4
     REPORT = 5
     CLUSTERS = 6
@@ -104,12 +104,12 @@ class IndexMessage(NamedTuple):
     """One request or reply.
 
     Attributes:
-        kind: what is asked for.
-        slot: where its arrays lie.
+        kind: a MessageType.
+        slot: the slot with its arrays.
         rows: how many events, queries, ids or clusters these are.
-        k: of a question, how many neighbours; of a reply with clusters, whether there are more.
-        step: the learner's; of a report, the number of the training of the clusters; of a request for clusters, the row
-            to begin from.
+        k: in a query, the number of neighbours; in a reply with clusters, whether there are more.
+        step: of the learner; in a report, the number of the training of the clusters; in a request for clusters, the
+            row to begin from.
     """
 
     kind: int
@@ -119,33 +119,33 @@ class IndexMessage(NamedTuple):
     step: int
 
 
-_RECORD = struct.Struct("<iiiiq")
+_MESSAGE = struct.Struct("<iiiiq")
 
 
-class Records:
-    """Checkpoints what comes over a socket into records."""
+class MessageDecoder:
+    """Splits the bytes that arrive over a socket into messages."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def take(self, data: bytes) -> list[IndexMessage]:
-        """Return the records that are whole with `data`."""
+        """Return the messages that `data` completes."""
         data = self._rest + data
-        whole = len(data) - len(data) % _RECORD.size
-        self._rest = data[whole:]
-        return [IndexMessage(*each) for each in _RECORD.iter_unpack(data[:whole])]
+        end = len(data) - len(data) % _MESSAGE.size
+        self._rest = data[end:]
+        return [IndexMessage(*fields) for fields in _MESSAGE.iter_unpack(data[:end])]
 
 
-def encode(record: IndexMessage) -> bytes:
-    """Return the bytes of a record."""
-    return _RECORD.pack(*record)
+def encode(message: IndexMessage) -> bytes:
+    """Return the bytes of a message."""
+    return _MESSAGE.pack(*message)
 
 
 class SharedSlots:
-    """The shared memory. It has no name: it exists as open descriptors only, so a kill -9 leaves nothing behind."""
+    """The shared memory. It has no name and exists only as open descriptors, so a kill -9 leaves nothing behind."""
 
     def __init__(self, settings: IndexSettings, descriptor: int | None = None) -> None:
-        """Make the memory, or map what another process made when its descriptor is given."""
+        """Create the memory, or map that of another process, given its descriptor."""
         self._dim, self._slot_bytes = settings.dim, settings.slot_bytes
         size = settings.slots * settings.slot_bytes
         self.descriptor = anonymous_file(size) if descriptor is None else descriptor
@@ -156,18 +156,18 @@ class SharedSlots:
             raise
 
     def ids(self, slot: int, n: int) -> Ids:
-        """Return the first n ids of a slot, a view."""
+        """Return a view of the first n ids of a slot."""
         return np.frombuffer(self._memory, np.int64, n, slot * self._slot_bytes)
 
     def vectors(self, slot: int, n: int, *, after: int = 0) -> Vectors:
-        """Return n vectors `[n, D]` that follow so many ids or figures, a view."""
+        """Return a view of n vectors `[n, D]` of a slot, which follow `after` ids or figures."""
         offset = slot * self._slot_bytes + 8 * after
         return np.frombuffer(self._memory, np.float32, n * self._dim, offset).reshape(n, self._dim)
 
     def figures(self, slot: int) -> NDArray[np.float64]:
-        """Return the figures of a report, a view."""
+        """Return a view of the figures of a report."""
         return np.frombuffer(self._memory, np.float64, len(IndexFigures._fields), slot * self._slot_bytes)
 
     def close(self) -> None:
-        """Close the descriptor; the memory itself goes when the last view of it does."""
+        """Close the descriptor; the memory is freed with its last view."""
         os.close(self.descriptor)

@@ -1,4 +1,4 @@
-"""Which events the index has: their ids by row number, and how old their embeddings are.
+"""The events of the index: their ids by row number, and the ages of their embeddings.
 
 Legend: n events of a call.
 """
@@ -11,13 +11,13 @@ from replay.embedding_index.protocol import NO_ID, Ids
 
 _FIRST_ROOM = 4096
 NO_CLUSTER = -1
-"""In no cluster yet."""
+"""The cluster of a row that is in none yet."""
 _NEVER = np.iinfo(np.int64).max
 _NONE: Ids = np.empty(0, np.int64)
 
 
 class RowTable:
-    """Numbered rows. One that is let go becomes a tombstone, and is given out again only after `reclaim`."""
+    """Numbered rows. A dropped row becomes a tombstone, and is reused only after `reclaim`."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -32,16 +32,16 @@ class RowTable:
         self.count = 0
         """Rows that have an event."""
         self.frozen = False
-        """While set, no row is given out a second time."""
+        """While set, no row is reused."""
 
     @property
     def top(self) -> int:
-        """All rows so far are below."""
+        """One more than the highest row number so far."""
         return self._top
 
     @property
     def tombstones(self) -> int:
-        """Rows that were let go and not reclaimed."""
+        """Rows that were dropped and not reclaimed."""
         return self._top - self.count - len(self._free)
 
     @property
@@ -51,11 +51,11 @@ class RowTable:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all that is noted."""
+        """Bytes of the table."""
         return self._table.bytes + len(self._ids) * 27 + self._free.nbytes
 
     def put(self, ids: Ids, step: int, due: int) -> Ids:
-        """Give rows to events, of which none has one, and return those of as many as there is room for."""
+        """Assign rows to events that have none, as far as there is room, and return the rows of those."""
         reused = _NONE if self.frozen else self._free[max(0, len(self._free) - len(ids)) :]
         if len(reused):
             self._free = self._free[: len(self._free) - len(reused)]
@@ -66,11 +66,11 @@ class RowTable:
         ids = ids[: len(rows)]
         self._ids[rows], self._step[rows], self._due[rows], self._live[rows] = ids, step, due, True
         self.count += len(rows)
-        self._note(ids, rows)
+        self._record(ids, rows)
         return rows
 
     def drop(self, ids: Ids) -> None:
-        """Let events go, those of them that are there; each is named once."""
+        """Drop events; unknown ids are ignored, and each id may occur only once."""
         rows = self._table.find(ids)
         rows = rows[rows >= 0]
         if len(rows):
@@ -78,28 +78,28 @@ class RowTable:
             self._live[rows] = False
             self._due[rows] = _NEVER
             self.count -= len(rows)
-            self._note(gone, np.full(len(gone), -1, np.int64))
+            self._record(gone, np.full(len(gone), -1, np.int64))
 
     def reclaim(self) -> None:
-        """Give out again what was let go, once nothing refers to it."""
+        """Allow reuse of the dropped rows, to which nothing refers any more."""
         self._free = np.flatnonzero(~self.live)
 
     def assign(self, rows: Ids, clusters: NDArray[np.int16]) -> None:
-        """Note which clusters rows are in."""
+        """Set the clusters of rows."""
         self._cluster[rows] = clusters
 
     def assigned(self, begin: int, n: int) -> tuple[Ids, Ids]:
-        """Return the events of the rows from `begin` on, n at most, that are in clusters, and which these are."""
+        """Return the ids and clusters of the events in up to n rows from `begin` on, without those in no cluster."""
         rows = np.arange(begin, min(begin + n, self._top))
         rows = rows[self._live[rows] & (self._cluster[rows] != NO_CLUSTER)]
         return self._ids[rows], self._cluster[rows].astype(np.int64)
 
     def ids(self, rows: Ids) -> Ids:
-        """Return the events of rows, NO_ID where a row is -1; any shape."""
+        """Return the ids of the events in rows of any shape, NO_ID for a row of -1."""
         return np.where(rows >= 0, self._ids[rows], NO_ID)
 
     def stale(self, n: int, newest: int, again: int) -> Ids:
-        """Return the n events whose embeddings are oldest, of those that are due, and make them due at `again`."""
+        """Return the ids of the n oldest embeddings that are due, oldest first, and make them due again at `again`."""
         due = np.flatnonzero(self._due[: self._top] <= newest)
         if len(due) > n:
             due = due[np.argpartition(self._step[due], n)[:n]]
@@ -108,7 +108,7 @@ class RowTable:
         return self._ids[due]
 
     def ages(self, newest: int, bound: int) -> tuple[float, float, float]:
-        """Return the mean and the greatest age in steps, and how many are older than `bound`."""
+        """Return the mean and the maximum age in steps, and how many embeddings are older than `bound`."""
         if not self.count:
             return 0.0, 0.0, 0.0
         ages = newest - self._step[: self._top][self.live]
@@ -126,12 +126,12 @@ class RowTable:
             self._live = np.concatenate([self._live, np.zeros(more, np.bool_)])
             self._cluster = np.concatenate([self._cluster, np.full(more, NO_CLUSTER, np.int16)])
 
-    def _note(self, ids: Ids, rows: Ids) -> None:
-        """Note ids in the table; one that is full of what has gone is made anew."""
+    def _record(self, ids: Ids, rows: Ids) -> None:
+        """Record the rows of ids; a table that is full of removed ids is replaced by a new one."""
         room = 2 * (self.count + len(ids))
         while not self._table.put(ids, rows):
             self._table = IdTable(room)
-            here = np.flatnonzero(self.live)
-            if self._table.put(self._ids[here], here):
+            live = np.flatnonzero(self.live)
+            if self._table.put(self._ids[live], live):
                 return
             room *= 2

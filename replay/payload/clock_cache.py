@@ -1,8 +1,8 @@
-"""The memory tier as a cache of the slots of a slower one: which rows it has, and which make way for others.
+"""The memory tier as a cache of a slower tier: which rows it has, and which it replaces.
 
-Six bytes a slot, and ten for each row that the cache holds; no call takes longer with more slots.
+Takes six bytes a slot and ten a position. No call takes longer with more slots.
 
-Legend: n rows of a call, S slots, C rows of the cache.
+Legend: n rows of a call, S slots of the slower tier, C positions in the memory tier.
 """
 
 import time
@@ -14,13 +14,13 @@ from torch import Tensor
 
 from replay.tiers.memory import MemoryTier
 
-_NOWHERE = -1
-_LOOKED_AT = 4
-"""Rows that are looked at for each one that is to make way."""
+_NO_POSITION = -1
+_EXAMINED = 4
+"""Rows that are examined for each one that is to be replaced."""
 
 
 class Budget:
-    """A bound of bytes a second, of which up to a second's may be spent at once."""
+    """A token bucket: a bound of bytes a second, with bursts of up to one second's bytes."""
 
     def __init__(self, bytes_a_second: int) -> None:
         self._rate = bytes_a_second
@@ -28,7 +28,7 @@ class Budget:
         self._at = time.monotonic()
 
     def take(self, n: int, size: int) -> int:
-        """Return how many of n things of `size` bytes may be moved now, and reckon with them."""
+        """Return how many of n rows of `size` bytes may be moved now, and deduct them."""
         now = time.monotonic()
         self._left = min(self._rate, self._left + (now - self._at) * self._rate)
         self._at = now
@@ -38,19 +38,19 @@ class Budget:
 
 
 class ClockCache:
-    """Which of S slots are in the C rows of a memory tier. Used by one thread.
+    """The positions of S slots in a memory tier. Used by one thread.
 
-    Where `budget` is given, rows that nobody has sampled for a while make way for those that are sampled (CLOCK,
-    Corbato 1968), as fast as it allows; else what is in the cache stays until its event leaves, which is as good where
-    all events are sampled alike.
+    With a `budget`, sampled rows replace rows that were not sampled for a while (CLOCK, Corbato 1968), as fast as the
+    budget allows. Without one a row stays until its event is removed, which is as good when all events are sampled with
+    the same probability.
     """
 
     def __init__(self, memory: MemoryTier, slots: int, budget: Budget | None = None) -> None:
         self.demoted = 0
-        """Rows that have made way, in all."""
-        self._memory = memory
+        """Rows that were replaced, in total."""
+        self.memory = memory
         self._budget = budget
-        self._place = np.full(slots, _NOWHERE, np.int32)
+        self._position = np.full(slots, _NO_POSITION, np.int32)
         self._generation = np.zeros(slots, np.uint16)
         self._slot = np.zeros(memory.slots, np.int32)
         self._sampled = np.zeros(memory.slots, np.bool_)
@@ -60,91 +60,94 @@ class ClockCache:
         self._hand = 0
 
     def __len__(self) -> int:
-        return self._memory.slots - self._free
+        return self.memory.slots - self._free
 
     def find(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the places of n slots' rows in the memory tier, -1 for those that are not there; they are sampled."""
-        places = self._place[slots].astype(np.int64)
+        """Return the positions of the rows of n slots, -1 for a miss, and count the rows as sampled."""
+        positions = self._position[slots].astype(np.int64)
         if self._budget is not None:
-            self._sampled[places[places != _NOWHERE]] = True
-        return places
+            self._sampled[positions[positions != _NO_POSITION]] = True
+        return positions
 
     def generation(self, slots: NDArray[np.int64]) -> NDArray[np.uint16]:
-        """Return how often events have left n slots, which tells whether a slot is still the same event's."""
+        """Return how often events were removed from n slots: while that is the same, the slot has the same event."""
         return self._generation[slots]
 
     def keep(self, slots: NDArray[np.int64], rows: Callable[[int], Tensor]) -> int:
-        """Put the rows of n slots that are not there into the memory tier, as many as there is room; return how many.
+        """Put rows that are not cached into free positions, or replace others; return how many of the n rows found one.
 
         Args:
             slots: `[n]`.
-            rows: returns those of the first so many, uint8 `[<= n, R]` on any device.
+            rows: returns the first rows, as many as its argument says, uint8 `[<= n, R]` on any device.
         """
-        places = self.reserve(len(slots))
-        n = len(places)
+        positions = self.reserve(len(slots))
+        n = len(positions)
         if n:
-            self._memory.put(places, rows(n))
-            self._fill(slots[:n], places)
+            self.memory.put(positions, rows(n))
+            self._fill(slots[:n], positions)
         return n
 
     def reserve(self, n: int) -> NDArray[np.int64]:
-        """Return up to n places for rows that are on their way: what they hold has made way, and nobody reads them.
+        """Reserve up to n positions for rows that are being read, and return them. No thread reads these positions.
 
-        `fill` has to follow for each of them.
+        `fill` must follow for each of them.
         """
         room = min(n, self._free)
         self._free -= room
-        places = self._room[self._free : self._free + room].astype(np.int64)
+        positions = self._room[self._free : self._free + room].astype(np.int64)
         if self._budget is not None and not room:
-            places = self._victims(self._budget.take(n, self._memory.slot_bytes))
-            self._place[self._slot[places]] = _NOWHERE
-            self.demoted += len(places)
-        self._slot[places] = _NOWHERE
-        return places
+            positions = self._victims(self._budget.take(n, self.memory.slot_bytes))
+            self._position[self._slot[positions]] = _NO_POSITION
+            self.demoted += len(positions)
+        self._slot[positions] = _NO_POSITION
+        return positions
 
     def fill(
         self,
         slots: NDArray[np.int64],
         generation: NDArray[np.uint16],
-        places: NDArray[np.int64],
-        came: NDArray[np.bool_],
+        positions: NDArray[np.int64],
+        arrived: NDArray[np.bool_],
     ) -> NDArray[np.bool_]:
-        """Let the rows of n slots be found that came into places that were reserved, and return which, bool `[n]`.
+        """Add the rows of n slots that arrived in reserved positions, and return which were added, bool `[n]`.
 
-        Not those whose event has left since `generation` or that are there already, whose places are free again.
+        Rows whose event was removed since `generation`, and rows that are cached already, are not added: their
+        positions are free again.
         """
-        keep: NDArray[np.bool_] = came & (self._generation[slots] == generation) & (self._place[slots] == _NOWHERE)
-        self._fill(slots[keep], places[keep])
-        self._give_back(places[~keep])
+        keep: NDArray[np.bool_] = (
+            arrived & (self._generation[slots] == generation) & (self._position[slots] == _NO_POSITION)
+        )
+        self._fill(slots[keep], positions[keep])
+        self._release(positions[~keep])
         return keep
 
     def free(self, slots: NDArray[np.int64]) -> None:
-        """Let go of the rows of n different slots, whose events have left."""
-        places = self._place[slots]
-        self._give_back(places[places != _NOWHERE])
-        self._place[slots] = _NOWHERE
+        """Free the positions of n different slots, whose events were removed."""
+        positions = self._position[slots]
+        self._release(positions[positions != _NO_POSITION])
+        self._position[slots] = _NO_POSITION
         self._generation[slots] += 1
 
     def erase(self, slots: NDArray[np.int64]) -> None:
-        """Overwrite the rows of n slots, and all that events have left in places that are free; nothing is reserved."""
-        places = self._place[slots]
-        self._left[places[places != _NOWHERE]] = True
-        self._memory.erase(np.flatnonzero(self._left))
+        """Overwrite the rows of n slots, and the rows of removed events; no position may be reserved."""
+        positions = self._position[slots]
+        self._left[positions[positions != _NO_POSITION]] = True
+        self.memory.erase(np.flatnonzero(self._left))
         self._left[:] = False
 
-    def _fill(self, slots: NDArray[np.int64], places: NDArray[np.int64]) -> None:
-        self._place[slots], self._slot[places], self._left[places] = places, slots, False
+    def _fill(self, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> None:
+        self._position[slots], self._slot[positions], self._left[positions] = positions, slots, False
 
-    def _give_back(self, places: NDArray[np.signedinteger]) -> None:
-        self._room[self._free : self._free + len(places)] = places
-        self._free += len(places)
-        self._sampled[places], self._left[places] = False, True
+    def _release(self, positions: NDArray[np.signedinteger]) -> None:
+        self._room[self._free : self._free + len(positions)] = positions
+        self._free += len(positions)
+        self._sampled[positions], self._left[positions] = False, True
 
     def _victims(self, n: int) -> NDArray[np.int64]:
-        """Return n places at most whose rows were not sampled since the hand passed them last; only of a full cache."""
-        size = self._memory.slots
-        seen = (self._hand + np.arange(min(_LOOKED_AT * n, size))) % max(1, size)
-        idle = np.flatnonzero(~self._sampled[seen] & (self._slot[seen] != _NOWHERE))[:n]
+        """Return up to n positions of a full cache whose rows were not sampled since the hand last passed them."""
+        size = self.memory.slots
+        seen = (self._hand + np.arange(min(_EXAMINED * n, size))) % max(1, size)
+        idle = np.flatnonzero(~self._sampled[seen] & (self._slot[seen] != _NO_POSITION))[:n]
         passed = int(idle[-1]) + 1 if n and len(idle) == n else len(seen)
         self._sampled[seen[:passed]] = False
         self._hand = (self._hand + passed) % max(1, size)

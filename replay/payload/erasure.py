@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from replay.payload.io_worker import IOWorker
+from anabranch.core.job_thread import JobThread
 from replay.payload.lost_rows import NO_SLOTS
 from replay.tiers.tier import SlowTier
 
@@ -16,21 +16,21 @@ from replay.tiers.tier import SlowTier
 class TierErasure:
     """The stale slots of each slower tier. `set_stale` runs in the I/O thread, the rest in the store's thread."""
 
-    def __init__(self, slow: Sequence[SlowTier], io_worker: IOWorker) -> None:
+    def __init__(self, slow: Sequence[SlowTier], io_thread: JobThread) -> None:
         self._slow = slow
-        self._io_worker = io_worker
+        self._io_thread = io_thread
         self._stale: dict[str, NDArray[np.bool_]] = {}
-        """By tier, the slots that may have the row of an event before the present one; set in the I/O thread."""
+        """By tier, the slots that may still have the row of an earlier event; set in the I/O thread."""
         self._failed: set[str] = set()
 
     @property
     def failed(self) -> bool:
-        """Whether there is something that could not be erased; after a sync."""
+        """Whether some slots could not be erased; valid after a sync."""
         return bool(self._failed)
 
     @property
     def stale_caches(self) -> list[str]:
-        """The names of caches with stale slots; after a sync."""
+        """The names of caches with stale slots; valid after a sync."""
         return [cache.name for cache in self._slow[:-1] if len(self._stale_in(cache, slice(0, cache.slots)))]
 
     def erase(self, slots: NDArray[np.int64]) -> None:
@@ -38,12 +38,12 @@ class TierErasure:
         for tier in self._slow:
             self._submit(tier, lambda tier: slots[slots < tier.slots])
 
-    def erase_stale(self, first: int, most: int) -> bool:
-        """Erase the stale ones of `most` slots from `first` on, and return whether there are slots after these."""
+    def erase_stale(self, first: int, limit: int) -> bool:
+        """Erase the stale slots among the `limit` slots from `first` on; return whether more slots follow."""
         last = self._slow[-1].slots
-        more = bool(self._stale) and first + most < last
+        more = bool(self._stale) and first + limit < last
         # The last call examines all slots again: a write that was pending at the first call may have failed since.
-        part = slice(first, first + most) if more else slice(0, last)
+        part = slice(first, first + limit) if more else slice(0, last)
         for tier in self._slow:
             self._submit(tier, lambda tier: self._stale_in(tier, part))
         return more
@@ -67,7 +67,8 @@ class TierErasure:
 
     def _submit(self, tier: SlowTier, slots_of: Callable[[SlowTier], NDArray[np.int64]]) -> None:
         """Erase slots of a tier, which are computed once the jobs submitted before are done."""
-        self._io_worker.submit(lambda: self._erase(tier, slots_of(tier)), 0)
+        self._io_thread.raise_bug()
+        self._io_thread.submit(lambda: self._erase(tier, slots_of(tier)))
 
     def _erase(self, tier: SlowTier, slots: NDArray[np.int64]) -> None:
         try:

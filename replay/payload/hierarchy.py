@@ -1,4 +1,4 @@
-"""The tiers that hold the payload of the held events: a memory tier alone, or one above slower tiers.
+"""The tiers that hold the payload of the held events: here a memory tier alone.
 
 Legend: n rows of a call, R bytes of a row, S slots.
 """
@@ -20,17 +20,17 @@ Identify = Callable[[NDArray[np.int64]], NDArray[np.uint64]]
 """Returns the identities of the events in n slots."""
 
 Pack = Callable[[slice], NDArray[np.uint8]]
-"""Returns the rows of some of n events, uint8 `[<= n, R]`; in any thread, and more than once."""
+"""Returns the rows of a slice of n events, uint8 `[<= n, R]`; any thread may call it, more than once."""
 
 
 class TierHierarchy:
     """S slots, one for each event that the store may hold. Used by one thread, except `read` and `sync`.
 
-    Here a memory tier has the payload of all events; `CachedHierarchy` adds slower tiers.
+    This one has a memory tier for the payload of all events; `CachedHierarchy` adds slower tiers.
     """
 
     def __init__(self, memory: MemoryTier, slow: Sequence[SlowTier] = ()) -> None:
-        """Compose the tiers; `slow`: from fast to slow. The last of all is the primary tier."""
+        """Compose the tiers; `slow`: from fast to slow. The slowest of all is the primary tier."""
         self.slow = tuple(slow)
         """The slower tiers, from fast to slow."""
         self.all: Sequence[Tier] = [memory, *slow]
@@ -53,7 +53,7 @@ class TierHierarchy:
 
     @property
     def problem(self) -> str | None:
-        """One sentence on what does not work as it should."""
+        """One sentence on what does not work; None: all works."""
         problems = [tier.problem for tier in reversed(self.slow)]
         return "; ".join(sentence for sentence in problems if sentence is not None) or None
 
@@ -88,12 +88,12 @@ class TierHierarchy:
         self.stats.add_moved("device", "written", len(slots))
 
     def prefetch(self, slots: NDArray[np.int64], _identify: Identify) -> StagedRows:
-        """Begin to bring the rows of n events to the device; their identities are computed only where necessary."""
+        """Start to bring the rows of n events to the device; their identities are computed only if needed."""
         self.stats.add_read("device", len(slots))
         return self._memory.stage(slots)
 
     def wait(self, staged: StagedRows, n: int | None = None) -> PackedRows:
-        """Return those of the first n rows, or of all, that could be read, `[<= n, R]` on the device."""
+        """Wait for the first n rows, or all; return those that could be read, `[<= n, R]` on the device."""
         return staged.rows(n)
 
     @property
@@ -106,17 +106,17 @@ class TierHierarchy:
         return NO_SLOTS
 
     def add_existing(self, slots: NDArray[np.int64]) -> None:
-        """Register n events whose rows the primary tier has already."""
+        """Register n events whose rows the primary tier already has; the memory tier fills as they are sampled."""
 
     def staged(self, rows_nR: Tensor) -> StagedRows:
-        """Return rows that are on the host, uint8 `[n, R]`, as the rows of a plan."""
+        """Return rows on the host, uint8 `[n, R]`, as the rows of a plan."""
         return StagedRows(rows_nR.to(self._memory.device))
 
     def free(self, slots: NDArray[np.int64]) -> None:
         """Remove n events, whose slots may be written again, from caches."""
 
     def read(self, slots: NDArray[np.int64], identity: NDArray[np.uint64]) -> tuple[Tensor, NDArray[np.bool_]]:
-        """Return rows of the primary tier, uint8 `[n, R]` on the host, and which are valid. In any thread.
+        """Return rows of the primary tier, uint8 `[n, R]` on the host, and which are valid. Any thread may call it.
 
         Raises:
             OSError: the primary tier cannot be read.
@@ -125,50 +125,49 @@ class TierHierarchy:
         return rows_nR.cpu(), valid
 
     def sync(self) -> None:
-        """Wait until all that was written is where a restart finds it; raises OSError when it is not.
+        """Wait until all rows written before survive a restart; raises OSError when they do not.
 
-        In any thread. Rows that a tier did not accept are lost, which is not an error.
+        Any thread may call it. Rows that a tier did not accept are lost, which is not an error.
         """
 
     def mark_named(self) -> None:
-        """Have the primary tier record that a checkpoint names it; in any thread. Raises OSError when it cannot."""
+        """Have the primary tier record that a checkpoint names it; raises OSError. Any thread may call it."""
         for primary in self.slow[-1:]:
             primary.mark_named()
 
     def erase(self, slots: NDArray[np.int64]) -> None:
-        """Overwrite what all tiers have in n slots, which no event may be in afterwards, in order with writes.
+        """Overwrite the rows of n slots in all tiers, in order with writes. No event may be in these slots afterwards.
 
-        In a cache the rows of removed events are overwritten too. `erase_stale` retries what a slower tier cannot
-        erase.
+        Caches overwrite the rows of removed events too. `erase_stale` retries what a slower tier could not erase.
         """
         self._memory.erase(slots)
 
-    def erase_stale(self, _first: int, _most: int) -> bool:
-        """Erase stale slots of slower tiers, and return whether there are slots after these.
+    def erase_stale(self, _first: int, _limit: int) -> bool:
+        """Erase the stale slots in a range of slots of slower tiers; return whether more slots follow.
 
         A slot is stale after an erasure or a write has failed: it may have the row of an earlier event. Reused slots
         are safe: a later write clears the mark, and after a failed one the new event is lost anyway.
 
         Args:
             first: the first slot to examine.
-            most: how many of them.
+            limit: how many to examine.
         """
         return False
 
     def mark_stale(self, names: Sequence[str] | None = None) -> None:
         """Mark all slots of slower caches, or of those with these names, as stale.
 
-        An earlier process may have failed to write or erase there.
+        For those that an earlier process may have failed to write or to erase.
         """
 
     @property
     def stale_caches(self) -> list[str]:
-        """The names of slower caches with stale slots; after `sync`."""
+        """The names of slower caches with stale slots; valid after `sync`."""
         return []
 
     @property
     def unerased(self) -> bool:
-        """Whether there is something that could not be erased; after `sync`."""
+        """Whether some slots could not be erased; valid after `sync`."""
         return False
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The rows that no tier has any more, found by readers and writers and collected by the store."""
+"""The rows that no tier has any more: readers and writers report them, and the store collects them."""
 
 from collections import deque
 

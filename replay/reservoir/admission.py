@@ -1,10 +1,10 @@
-"""Who is kept: the hash reservoir, with quotas.
+"""Admission policies: the priorities of a hash reservoir, and its groups.
 
-Every event has a priority that depends on itself and the seed alone, and of each group the smallest are kept. So what
-is held is a pure function of the added events: adding one twice changes nothing, order does not matter, and two
-reservoirs merge. With u uniform in (0, 1) and weight w the priority -ln(u)/w is exponential with rate w, and the k
-smallest are a weighted sample without replacement (Efraimidis and Spirakis 2006). Mind the sign: with the smallest
-kept, u**(1/w) would evict the heavy ones.
+The priority of an event depends only on the event and the seed, and each group keeps its smallest priorities. So the
+held events are a pure function of the added events: adding an event twice changes nothing, order does not matter, and
+two reservoirs can be merged. With u uniform in (0, 1) and weight w the priority -ln(u)/w is exponential with rate w,
+and the k smallest are a weighted sample without replacement (Efraimidis and Spirakis 2006). Mind the sign: with the
+smallest kept, u**(1/w) would evict the heavy events.
 
 Legend: N candidate events, H events held, n events sampled, G groups.
 """
@@ -18,8 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-
-_MOST_GROUPS = 2**15 - 1
+from typing_extensions import override
 
 
 @dataclass(frozen=True)
@@ -38,14 +37,14 @@ class Candidates:
 
 
 class Admission(Protocol):
-    """The policy: the priority by which an event competes, and the group that it competes in."""
+    """An admission policy: the priority of each event, and the group in which it competes."""
 
     name: str
-    """Tells it from every policy under which some event has another priority or group."""
+    """Differs for policies under which some event has another priority or group."""
     groups: int
-    """How many groups there are, G. The groups share the room evenly; what one does not fill is for the others."""
+    """How many groups there are, G. They have equal quotas; the others use what one group does not fill."""
     by_cluster: bool
-    """Whether groups are clusters, which have to be found."""
+    """Whether groups are clusters of embeddings, which the index process computes."""
 
     def priorities(self, candidates: Candidates, /) -> NDArray[np.float64]:
         """Return the priority of each event, float64 `[N]`: a pure function of the event; the smallest are kept."""
@@ -56,14 +55,14 @@ class Admission(Protocol):
 
         Args:
             label: of each event, -1 for none; 0 where labels are no classes.
-            cluster: where its embedding lies; 0 while clusters are not known.
+            cluster: of its embedding; 0 while clusters are unknown.
         """
         ...
 
     def rates(
         self, threshold: NDArray[np.float64], time_s: NDArray[np.uint32], share: NDArray[np.float64], weight: float, /
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Return what `importance` needs of n events held, float64 `[n]` twice: their rates and shares.
+        """Return the rates and shares of n held events, which `importance` needs, float64 `[n]` each.
 
         Args:
             threshold: of each event's group, float64 `[n]`.
@@ -74,46 +73,48 @@ class Admission(Protocol):
         ...
 
 
-class ReservoirAdmission:
+class ReservoirAdmission(Admission):
     """A uniform sample of all added events, weighted by the events' weights."""
 
     name = "reservoir"
     groups = 1
     by_cluster = False
 
+    @override
     def priorities(self, candidates: Candidates) -> NDArray[np.float64]:
-        """-ln(u)/w; u is (identity + 1/2) / 2**64. Weight 0 is never kept: infinity."""
+        # -ln(u)/w with u = (identity + 1/2) / 2**64. Weight 0 gives infinity, which is never kept.
         with np.errstate(divide="ignore"):
             return exponentials(candidates.identity) / candidates.weight.astype(np.float64)
 
+    @override
     def group(self, label: NDArray[np.int64], _cluster: NDArray[np.int16]) -> NDArray[np.int16]:
-        """All compete with all."""
         return np.zeros(len(label), np.int16)
 
+    @override
     def rates(
         self, threshold: NDArray[np.float64], _time_s: NDArray[np.uint32], share: NDArray[np.float64], _weight: float
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """An event of weight w is held when an exponential of rate w is below the threshold."""
+        # An event of weight w is held if an exponential of rate w is below the threshold.
         return threshold, share
 
 
 class ClassBalancedAdmission(ReservoirAdmission):
-    """Of every class as many, and within a class a uniform sample; events without a label count as one more class."""
+    """As many events of each class, a uniform sample within a class; events without a label are one more class."""
 
     def __init__(self, classes: int) -> None:
         self.name = f"class-balanced {classes}"
         self.groups = classes + 1
 
+    @override
     def group(self, label: NDArray[np.int64], _cluster: NDArray[np.int16]) -> NDArray[np.int16]:
-        """The label is the group; -1 is the last one."""
         return np.where(label < 0, self.groups - 1, label).astype(np.int16)
 
 
 class DiverseAdmission(ReservoirAdmission):
-    """Of every cluster of the model's embeddings as many: where events are alike, more of them get no more room.
+    """As many events of each cluster of the model's embeddings: frequent similar events get no more room.
 
-    Clusters move as the model learns, so that this depends on order and model. Adding an event again changes nothing
-    all the same: one that is held is not added again.
+    Clusters move as the model learns, so the held events depend on order and model. Adding a held event again still
+    changes nothing.
     """
 
     by_cluster = True
@@ -122,39 +123,40 @@ class DiverseAdmission(ReservoirAdmission):
         self.name = f"diverse {clusters}"
         self.groups = clusters
 
+    @override
     def group(self, _label: NDArray[np.int64], cluster: NDArray[np.int16]) -> NDArray[np.int16]:
-        """The cluster is the group."""
         return cluster
 
 
 class RecencyAdmission(ReservoirAdmission):
-    """A sample in which an event half as likely stands for each `half_life` that it is older.
+    """A sample in which the probability of an event halves with each `half_life` of its age.
 
-    The weight of an event is w * 2**(time/half_life); ln(-ln u) - ln w - time * ln(2)/half_life puts events in the same
-    order as -ln(u) over that weight, without numbers that overflow (Efraimidis and Spirakis' A-ES in logarithms).
+    The weight of an event is w * 2**(time/half_life). ln(-ln u) - ln w - time * ln(2)/half_life sorts events like
+    -ln(u) over that weight, without overflow (Efraimidis and Spirakis' A-ES in logarithms).
     """
 
     def __init__(self, half_life: timedelta) -> None:
         self.name = f"recent {half_life.total_seconds()}"
         self._decay = math.log(2) / half_life.total_seconds()
 
+    @override
     def priorities(self, candidates: Candidates) -> NDArray[np.float64]:
-        """Return ln(-ln u) - ln w - time * ln(2)/half_life; weight 0 is never kept: infinity."""
         with np.errstate(divide="ignore"):
-            found: NDArray[np.float64] = np.log(exponentials(candidates.identity) / candidates.weight)
-        return found - self._decay * candidates.time_s
+            ageless: NDArray[np.float64] = np.log(exponentials(candidates.identity) / candidates.weight)
+        return ageless - self._decay * candidates.time_s
 
+    @override
     def rates(
         self, threshold: NDArray[np.float64], time_s: NDArray[np.uint32], _share: NDArray[np.float64], weight: float
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Only the weight is made up for, not the age: an event of the mean weight counts as that."""
+        # Corrects for the weight, not for the age: an event of the mean weight keeps that weight.
         rate = np.exp(np.minimum(threshold + self._decay * time_s, 700.0))
         return rate, -np.expm1(-rate * weight)
 
 
 def exponentials(identity: NDArray[np.uint64]) -> NDArray[np.float64]:
     """Return -ln(u) of each event, float64 `[N]`, exponential with rate 1."""
-    # log1p keeps the precision of u near 1, where the smallest priorities lie.
+    # log1p keeps the precision of u near 1, where the smallest priorities are.
     v = (~identity).astype(np.float64) + 0.5
     return -np.log1p(-np.minimum(v / 2.0**64, 1.0 - 2.0**-53))
 
@@ -162,15 +164,15 @@ def exponentials(identity: NDArray[np.uint64]) -> NDArray[np.float64]:
 def importance(weight: Tensor, rate: Tensor, share: Tensor) -> Tensor:
     """Return the weight with which each of n held events represents the added events, float32 `[n]`.
 
-    An event of weight w is held with probability 1 - exp(-w * rate): the inverse of that probability times w makes a
-    sum over the sample an estimate of the weighted sum over the stream (Horvitz and Thompson 1952), here per added
-    event. While everything is held that is w itself; when little is held it is the same for all.
+    An event of weight w is held with probability 1 - exp(-w * rate). Weighted by w over that probability, a sum over
+    the sample estimates the weighted sum over the stream (Horvitz and Thompson 1952), here per added event. While
+    everything is held this is w itself; when few events are held it is the same for all.
 
     Args:
         weight: of each event, float32 `[n]`, on any device.
-        rate: below which exponentials of rate w are held, float64 `[n]`; infinity while everything is.
+        rate: events are held if an exponential of rate w is below it, float64 `[n]`; infinity while all are held.
         share: held events / added events, float64 `[n]`.
     """
     held = -torch.expm1(-weight.double() * rate)
-    stands = weight.double() / held.clamp_min(torch.finfo(torch.float32).tiny) * share
-    return torch.where(rate.isinf(), weight, stands.float())
+    represented = weight.double() / held.clamp_min(torch.finfo(torch.float32).tiny) * share
+    return torch.where(rate.isinf(), weight, represented.float())

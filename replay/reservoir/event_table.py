@@ -1,7 +1,7 @@
-"""The table of held events: everything about them except their payload.
+"""The table of held events, without their payload.
 
-Most of it is stored by slot, where the record of an event stays as long as the event is held. What a scan or a sample
-reads is in columns by logical position: when events are removed, later ones move up, and only these columns are copied.
+Records are stored by slot, where they stay as long as the event is held. The columns that scans and samples read are
+stored by logical position: when events are removed, later ones move up, and only these columns are copied.
 
 Legend: H events held, S slots, n events of a call.
 """
@@ -19,15 +19,15 @@ from replay.snapshot import ENTRY
 
 FIELDS = ("offset", "key_hash", "time_s", "partition", "row", "label")
 RECORD = np.dtype([(name, ENTRY[name]) for name in FIELDS])
-"""What is stored by slot."""
+"""The record of an event, stored by slot."""
 _WORDS = RECORD.itemsize // 8
 
 FREE = -1
-"""The offset of a slot without an event since the start; its payload is unknown."""
+"""The offset of a slot that had no event since the start; its payload is unknown."""
 _ERASED = -2
 """The offset of a slot without an event whose payload is erased."""
 _LEFT = -3
-"""A slot whose event was removed has this offset less the event's; it has its payload until it is written."""
+"""A slot whose event was removed has this offset minus the event's; it keeps the payload until it is written."""
 
 
 class EventTable:
@@ -35,9 +35,8 @@ class EventTable:
 
     def __init__(self, slots: int, limit: int, seed: int, groups: int = 1) -> None:
         self._records = np.zeros(slots, RECORD)
-        self._words = self._records.view(np.uint64).reshape(
-            slots, _WORDS
-        )  # which numpy scatters in a third of the time
+        # numpy scatters words in a third of the time.
+        self._words = self._records.view(np.uint64).reshape(slots, _WORDS)
         self._records["offset"] = FREE
         self.limit = limit
         self._seed = seed
@@ -48,7 +47,7 @@ class EventTable:
         self.counts = np.zeros(groups, np.int64)
         """Events held of each quota group."""
         self.bases = np.empty(0, np.uint64)
-        """Of each registered partition, the hash that its events' identities begin from."""
+        """Of each registered partition, the hash from which the identities of its events are computed."""
 
     def __len__(self) -> int:
         return self._held
@@ -72,15 +71,15 @@ class EventTable:
         """Return the records of the events in n slots, RECORD `[n]`."""
         return self._records.take(slots)  # a tenth of the time of fancy indexing
 
-    def are(self, slots: NDArray[np.int32], records: NDArray[np.void]) -> NDArray[np.bool_]:
-        """Return in which of n slots the events with these records still are, bool `[n]`."""
-        now = self.records(slots)
-        same: NDArray[np.bool_] = now["offset"] == records["offset"]
+    def still_at(self, slots: NDArray[np.int32], records: NDArray[np.void]) -> NDArray[np.bool_]:
+        """Return which of n slots still have the events with these records, bool `[n]`."""
+        present = self.records(slots)
+        same: NDArray[np.bool_] = present["offset"] == records["offset"]
         for name in ("partition", "row"):
-            same &= now[name] == records[name]
+            same &= present[name] == records[name]
         return same
 
-    def of(self, name: str, slots: NDArray[np.int32] | NDArray[np.int64]) -> Array:
+    def column(self, name: str, slots: NDArray[np.int32] | NDArray[np.int64]) -> Array:
         """Return one column of RECORD for the events in n slots, `[n]`."""
         column: Array = self._records[name][slots]
         return column
@@ -96,7 +95,7 @@ class EventTable:
         return covered[self.slots], left.astype(np.int32)
 
     def unknown(self) -> NDArray[np.int32]:
-        """Return the slots without an event whose payload may be that of one before the start."""
+        """Return the slots without an event that may have payload from before the start."""
         return np.flatnonzero(self._records["offset"] == FREE).astype(np.int32)
 
     def erase(self, slots: NDArray[np.int32]) -> None:
@@ -124,10 +123,10 @@ class EventTable:
         """Return the slots of n events that have the fields of a record, -1 for those not held; reads all events."""
         slots_of = np.full(len(events), FREE, np.int32)
         if len(events):
-            wanted = identity_hash(self.bases[events["partition"]], events["offset"], events["row"], self._seed)
-            order, held = np.argsort(wanted), self.identity(self.slots)
-            positions = np.minimum(np.searchsorted(wanted[order], held), len(wanted) - 1)
-            alike = wanted[order][positions] == held
+            identities = identity_hash(self.bases[events["partition"]], events["offset"], events["row"], self._seed)
+            order, held = np.argsort(identities), self.identity(self.slots)
+            positions = np.minimum(np.searchsorted(identities[order], held), len(identities) - 1)
+            alike = identities[order][positions] == held
             slots_of[order[positions[alike]]] = self.slots[alike]
         return slots_of
 
@@ -187,7 +186,7 @@ class EventTable:
     @property
     def nbytes(self) -> int:
         """Bytes of the table."""
-        return self._records.nbytes + sum(each.nbytes for each in (self._slot, self._priority, self._group))
+        return self._records.nbytes + sum(column.nbytes for column in (self._slot, self._priority, self._group))
 
 
 def records_of(columns: Mapping[str, Array] | NDArray[np.void]) -> NDArray[np.void]:

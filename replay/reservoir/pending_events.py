@@ -1,4 +1,4 @@
-"""Blocks of events that are added to the store together: apart from copies, 100 events cost little more than ten.
+"""Blocks of events that are added to the store together: except for copies, 100 events cost little more than ten.
 
 Legend: K blocks, N events of all of them, D dimensions of an embedding, n rows of a call, R bytes of a row.
 """
@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 from ingest.events.block import Array
 from replay.row_layout import RowLayout
 
-MOST_PENDING = 1024
-"""Events that may be pending, roughly: so that none is pending for long, and adding them takes little time."""
+MAX_PENDING = 1024
+"""About how many events may be pending, so that none is pending for long and adding them takes little time."""
 
-MOST_PENDING_BYTES = 16_000_000
-"""Bytes of pending events, roughly."""
+MAX_PENDING_BYTES = 16_000_000
+"""About how many bytes of events may be pending."""
 
 _SCORED_COLUMNS = ("partition", "offset", "row", "time_ms", "key_hash", "weight", "label")
 """Columns that decide which events are held."""
@@ -48,7 +48,7 @@ class PendingEvents:
         return {name: np.concatenate([block[name] for block in self.blocks]) for name in _SCORED_COLUMNS}
 
     def pack(self, layout: RowLayout, rows: NDArray[np.intp]) -> NDArray[np.uint8]:
-        """Copy what n events have, by their ascending rows, into packed rows, uint8 `[n, R]`."""
+        """Pack n events, given by their ascending row numbers, into rows, uint8 `[n, R]`."""
         if len(self.blocks) == 1:
             return layout.pack(self.blocks[0], rows)
         rows_nR = np.empty((len(rows), layout.row_bytes), np.uint8)
@@ -58,10 +58,10 @@ class PendingEvents:
         return rows_nR
 
     def parts(self, rows: NDArray[np.intp]) -> list[NDArray[np.intp]]:
-        """Return ascending rows by their block, K arrays."""
+        """Split ascending row numbers by block into K arrays."""
         return np.split(rows, np.searchsorted(rows, self.ends[:-1]))
 
 
 def pending_limit(row_bytes: int) -> int:
     """Return how many events of `row_bytes` bytes may be pending before they are added."""
-    return min(MOST_PENDING, max(1, MOST_PENDING_BYTES // row_bytes))
+    return min(MAX_PENDING, max(1, MAX_PENDING_BYTES // row_bytes))

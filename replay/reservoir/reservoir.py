@@ -1,4 +1,4 @@
-"""The reservoir: the table of held events, and what decides which events enter and leave it.
+"""The reservoir: the table of held events, and the policy that admits and evicts them.
 
 Legend: N added events, H events held, n events of a call, G quota groups.
 """
@@ -30,8 +30,8 @@ class ScoredEvents:
         identity: uint64 `[N]`.
         priority: float64 `[N]`.
         group: int16 `[N]`.
-        records: what the index holds of them, RECORD `[N]`: `label` is -1 for none and 0 where labels are no class
-            indices, and `time_s` the record time.
+        records: for the event table, RECORD `[N]`: `label` is -1 for none and 0 if labels are no class indices, and
+            `time_s` is the record time.
     """
 
     admitted: NDArray[np.intp]
@@ -42,7 +42,7 @@ class ScoredEvents:
 
 
 class Reservoir:
-    """At most `quotas.limit` events and what is being inserted. Used by one thread."""
+    """At most `quotas.limit` events, and those that are being inserted. Used by one thread."""
 
     def __init__(self, admission: Admission, quotas: Quotas, event_table: EventTable, seed: int) -> None:
         self.admission = admission
@@ -59,13 +59,13 @@ class Reservoir:
         return len(self.event_table)
 
     def add(self, columns: Mapping[str, Array], cluster: NDArray[np.int16]) -> ScoredEvents:
-        """Count N events, and return which are to be held: those that `admits` and that are not held already.
+        """Count N events, and return which are to be held: those that are admitted and not held already.
 
         Args:
-            columns: a block's columns, each `[N, ...]`, of partitions that are registered.
-            cluster: of each event's embedding; 0 where it is not known.
+            columns: a block's columns, each `[N, ...]`, of registered partitions.
+            cluster: of each event's embedding; 0 where it is unknown.
         """
-        # Columns that have the dtype already are not copied, and never written to.
+        # Columns of the right dtype are not copied, and must not be written.
         where, offset = (columns[name].astype(np.int64, copy=False) for name in ("partition", "offset"))
         row, weight = columns["row"].astype(np.int32, copy=False), columns["weight"].astype(np.float32, copy=False)
         identity = identity_hash(self.event_table.bases[where], offset, row, self._seed)
@@ -78,11 +78,11 @@ class Reservoir:
         group = self.admission.group(label, cluster)
         priority = self.admission.priorities(Candidates(identity, weight, time_s))
         admits = self.quotas.admits(priority, group)
-        beyond = self._watermarks.pass_by(where, offset, row)
+        beyond = self._watermarks.advance(where, offset, row)
         if beyond is None:
             self._count(group, weight)
         else:
-            # An event before its partition's watermark was added and counted already.
+            # An event before its partition's watermark was already added and counted.
             self._count(group[beyond], weight[beyond])
             admits &= beyond if self.admission.by_cluster else self._is_new(columns, priority, admits)
         records = records_of({**columns, "label": label, "time_s": time_s})
@@ -96,7 +96,7 @@ class Reservoir:
 
     def append(self, slots: NDArray[np.int32], scored: ScoredEvents, rows: NDArray[np.intp]) -> None:
         """Hold n events from now on, those in rows of scored events, whose payload is in n slots."""
-        # By `take`, which has half the cost of an index.
+        # `take` costs half as much as fancy indexing.
         self.event_table.append(slots, scored.priority.take(rows), scored.group.take(rows), scored.records.take(rows))
 
     def surplus(self) -> NDArray[np.bool_] | None:
@@ -128,7 +128,7 @@ class Reservoir:
         """Return the rates and shares from which the importance of n held events follows, float64 `[n]` each."""
         group = self.admission.group(records["label"].astype(np.int64), cluster)
         share = self.event_table.counts / np.maximum(1, self._added)
-        # No weight is counted where all held events were added out of their partition's order.
+        # The sum of weights is 0 if all held events were added out of their partition's order.
         mean = self._weight / max(1, int(self._added.sum())) or 1.0
         return self.admission.rates(self.quotas.thresholds[group], records["time_s"], share[group], mean)
 
@@ -145,15 +145,15 @@ class Reservoir:
             "watermarks": dict(self._watermarks.highest),
         }
 
-    def take_up(self, standing: StoreState) -> None:
+    def restore(self, state: StoreState) -> None:
         """Restore the thresholds, counts and watermarks of a checkpoint; `event_table.restore` restores the events."""
-        self.quotas.thresholds, self._added = standing.thresholds.copy(), standing.added.copy()
-        self._weight = standing.weight
-        self._watermarks = Watermarks(standing.watermarks)
+        self.quotas.thresholds, self._added = state.thresholds.copy(), state.added.copy()
+        self._weight = state.weight
+        self._watermarks = Watermarks(state.watermarks)
 
     def _count(self, group: NDArray[np.int16], weight: NDArray[np.float32]) -> None:
         self._added += len(group) if len(self._added) == 1 else np.bincount(group, minlength=len(self._added))
-        # One after the other: a sum must not depend on how many were added at once.
+        # In sequence: the sum must not depend on how many events are added at once.
         self._weight = float(np.cumsum(np.append(self._weight, weight))[-1])
 
     def _is_new(
@@ -161,17 +161,17 @@ class Reservoir:
     ) -> NDArray[np.bool_]:
         """Return which of N events, some of which were added before, are not held; only candidates are looked up.
 
-        An event has one priority for ever, so that only those of an equal one are compared.
+        The priority of an event never changes, so only events of equal priority are compared.
         """
         names = np.stack([columns["partition"], columns["offset"], columns["row"]], axis=1).astype(np.int64)
         new = np.zeros(len(names), np.bool_)
         new[np.unique(names, axis=0, return_index=True)[1]] = True
-        wanted = np.sort(priority[candidates])
-        if not len(wanted):
+        candidate_priorities = np.sort(priority[candidates])
+        if not len(candidate_priorities):
             return new
         priorities = self.event_table.priorities
-        nearest = np.minimum(np.searchsorted(wanted, priorities), len(wanted) - 1)
-        alike = self.event_table.records(self.event_table.slots[wanted[nearest] == priorities])
+        nearest = np.minimum(np.searchsorted(candidate_priorities, priorities), len(candidate_priorities) - 1)
+        alike = self.event_table.records(self.event_table.slots[candidate_priorities[nearest] == priorities])
         held = {(record["partition"], record["offset"], record["row"]) for record in alike}
         for at in np.flatnonzero(candidates & new).tolist() if held else ():
             new[at] = tuple(names[at]) not in held

@@ -1,4 +1,4 @@
-"""How far the events of each partition have been added: events beyond that are new, and need not be looked up.
+"""The position up to which events of each partition were added: events beyond it are new and need no look-up.
 
 Legend: N events of a call.
 """
@@ -15,28 +15,28 @@ class Watermarks:
     def __init__(self, highest: Mapping[int, tuple[int, int]] | None = None) -> None:
         self.highest: dict[int, tuple[int, int]] = dict(highest or {})
 
-    def pass_by(
+    def advance(
         self, partition: NDArray[np.int64], offset: NDArray[np.int64], row: NDArray[np.int32]
     ) -> NDArray[np.bool_] | None:
-        """Move the marks to N events, and return which lie beyond all of their partition that came before them.
+        """Advance the watermarks by N events, and return which are beyond all earlier events of their partition.
 
         Returns:
-            bool `[N]`; None: all do, as they mostly do.
+            bool `[N]`; None: all are, which is the normal case.
         """
         if not len(partition):
             return None
         if (partition == partition[0]).all():
-            return self._pass(int(partition[0]), offset, row)
-        beyond, alike = np.ones(len(partition), np.bool_), True
+            return self._advance_one(int(partition[0]), offset, row)
+        beyond, ordered = np.ones(len(partition), np.bool_), True
         for index in np.unique(partition).tolist():
-            mine = partition == index
-            found = self._pass(index, offset[mine], row[mine])
-            if found is not None:
-                beyond[mine], alike = found, False
-        return None if alike else beyond
+            members = partition == index
+            new = self._advance_one(index, offset[members], row[members])
+            if new is not None:
+                beyond[members], ordered = new, False
+        return None if ordered else beyond
 
-    def _pass(self, index: int, offset: NDArray[np.int64], row: NDArray[np.int32]) -> NDArray[np.bool_] | None:
-        """Move the mark of one partition."""
+    def _advance_one(self, index: int, offset: NDArray[np.int64], row: NDArray[np.int32]) -> NDArray[np.bool_] | None:
+        """Advance the watermark of one partition."""
         steps = offset[1:] - offset[:-1]
         rising = bool((steps > 0).all()) or bool(((steps > 0) | ((steps == 0) & (np.diff(row) > 0))).all())
         mark = self.highest.get(index, (-1, -1))

@@ -1,4 +1,4 @@
-"""Samplers that sample from groups alike: classes, or clusters of embeddings.
+"""Samplers that balance groups: classes, or clusters of embeddings.
 
 Legend: H events held, n sampled, G groups.
 """
@@ -7,15 +7,16 @@ from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from replay.embedding_index.embedding_tracker import UNKNOWN, EmbeddingTracker
 from replay.reservoir.event_table import EventTable
-from replay.sampling.base import MOST_STALE, PLACED, Choice, Slots, UniformSampler, stale_share
+from replay.sampling.base import MAX_STALE, TAKEN, Choice, Slots, UniformSampler, stale_share
 from replay.sampling.group_lists import GroupLists
 
 
 class BalancedSampler(UniformSampler):
-    """Every group comes as often as any other, and within a group every event; what a small one lacks, others give."""
+    """Samples each group equally often, and uniformly within a group; larger groups fill up for smaller ones."""
 
     divisible = False
 
@@ -24,26 +25,26 @@ class BalancedSampler(UniformSampler):
         self._group_of = group_of
         self._groups = GroupLists()
 
+    @override
     def sample(self, n: int, generator: np.random.Generator) -> Choice:
-        """Deal n among the groups as evenly as their sizes allow, and choose within each."""
         slots = self._groups.sample(min(n, len(self._event_table)), generator)
         return Choice(generator.permutation(slots))
 
+    @override
     def add(self, slots: Slots) -> None:
-        """Put events into their groups."""
         self._groups.add(self._group_of(slots), slots)
 
+    @override
     def remove(self, slots: Slots) -> None:
-        """Take events out of their groups."""
         self._groups.discard(slots)
 
 
 class ClusterSampler(BalancedSampler):
-    """Every cluster of the model's embeddings comes as often as any other.
+    """Samples each cluster of the model's embeddings equally often.
 
-    Events whose cluster is not known, as after a restart, have the share of a sample that they are of the store. When
-    the index process has found other clusters, all events are grouped anew. Within a cluster, those whose embeddings
-    are of a model long gone come sooner: being sampled renews them.
+    Events without a known cluster, as after a restart, are sampled in proportion to their number. When the index
+    process has trained new clusters, all events are grouped again. One event in eight is replaced by a stale one of its
+    cluster, whose embedding is of an old model: sampling it updates the embedding.
     """
 
     def __init__(self, event_table: EventTable, tracker: EmbeddingTracker) -> None:
@@ -52,39 +53,39 @@ class ClusterSampler(BalancedSampler):
         self._grouped = tracker.training
         self._stale = np.empty(0, np.int32)
 
+    @override
     def sample(self, n: int, generator: np.random.Generator) -> Choice:
-        """Group anew if need be, and choose; one in eight makes way for an event of its cluster that is stale."""
         if self._grouped != self._tracker.training:
             self._grouped, self._groups = self._tracker.training, GroupLists()
             self.add(self._event_table.slots)
         any_ = UniformSampler.sample(self, n, generator).slots
         slots = any_[self._tracker.clusters(any_) == UNKNOWN]
         slots = np.concatenate([slots, self._groups.sample(len(any_) - len(slots), generator)])
-        # Where the clusters have less than that, all of them are in.
+        # If the clusters have fewer events, the sample has all of them; the rest is uniform.
         slots = np.concatenate([slots, any_[~np.isin(any_, slots)]])[: len(any_)]
         return Choice(generator.permutation(self._with_stale(slots, stale_share(n, generator))))
 
+    @override
     def add(self, slots: Slots) -> None:
-        """Put events into their groups, those that have one."""
         super().add(slots[self._tracker.clusters(slots) != UNKNOWN])
 
+    @override
     def remove(self, slots: Slots) -> None:
-        """Take events out of their groups."""
         super().remove(slots)
         self._stale = self._stale[~np.isin(self._stale, slots)]
 
     def _with_stale(self, slots: Slots, n: int) -> Slots:
-        """Put at most n stale events in the places of others of their clusters; those without a place wait."""
+        """Replace up to n events by stale ones of the same clusters; stale events without a match wait."""
         stale = self._stale
-        if len(stale) < MOST_STALE:
+        if len(stale) < MAX_STALE:
             stale = np.concatenate([stale, self._tracker.stale(n)])
         clusters = self._tracker.clusters(slots).copy()
-        clusters[np.isin(slots, stale)] = PLACED
+        clusters[np.isin(slots, stale)] = TAKEN
         stale = stale[~np.isin(stale, slots)]
         waits = np.ones(len(stale), np.bool_)
         for at, cluster in enumerate(self._tracker.clusters(stale).tolist()):
-            places = np.flatnonzero(clusters == cluster)[: n - int((~waits).sum())]
-            if len(places):
-                slots[places[0]], clusters[places[0]], waits[at] = stale[at], PLACED, False
+            matches = np.flatnonzero(clusters == cluster)[: n - int((~waits).sum())]
+            if len(matches):
+                slots[matches[0]], clusters[matches[0]], waits[at] = stale[at], TAKEN, False
         self._stale = stale[waits]
         return slots

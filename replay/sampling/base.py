@@ -1,7 +1,7 @@
 """The contract of a sampler, and the uniform one.
 
-The store calls a sampler when events are added and removed, by slot, and the sampler chooses among held events. It may
-keep what it needs to choose fast, and builds that again when a checkpoint is restored.
+The store calls a sampler when events are added to and removed from slots, and the sampler chooses among the held
+events. It may keep an index for that, which it builds again when a checkpoint is restored.
 
 Legend: H events held, n sampled, G groups.
 """
@@ -12,17 +12,18 @@ from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from replay.reservoir.event_table import EventTable
 
 BY_POSITION = frozenset({"positions", "weights"})
-"""The names in a sampler's state whose arrays have a value for each held event, in logical order."""
+"""The arrays of a sampler's state that have a value for each held event, in logical order."""
 Slots = NDArray[np.int32]
 _STALE_SHARE = 8
-MOST_STALE = 64
-"""Stale events that wait for a sample of their cluster."""
-PLACED = -1
-"""A cluster that no event is in."""
+MAX_STALE = 64
+"""The most stale events that wait for a sample of their cluster."""
+TAKEN = -1
+"""Marks an event of a sample that must not be replaced."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Choice:
 
     Attributes:
         slots: of n different held events, in an order in which any prefix is a fair sample.
-        correction: the factor by which each counts less for being chosen more often, float64 `[n]`; None: 1 for all.
+        correction: a factor of the importance that corrects for the sampling probability, float64 `[n]`; None: 1.
     """
 
     slots: Slots
@@ -41,7 +42,7 @@ class Choice:
 class Sampler(Protocol):
     """Chooses held events for replay.
 
-    A pure function of the contents and its arguments, except for samplers that depend on other processes.
+    Samples are a pure function of the held events and the arguments, except for samplers that use the index process.
     """
 
     uses_losses: bool
@@ -50,7 +51,7 @@ class Sampler(Protocol):
     """Whether one choice may be divided among several steps: each part is as good as a separate choice."""
 
     def sample(self, n: int, generator: np.random.Generator, /) -> Choice:
-        """Choose n events, or all when fewer are held, by a generator that belongs to the step."""
+        """Choose n events, or all if fewer are held, with the random generator of the step."""
         ...
 
     def add(self, slots: Slots, /) -> None:
@@ -66,7 +67,7 @@ class Sampler(Protocol):
         ...
 
     def state(self) -> dict[str, NDArray[np.generic]]:
-        """Return what a checkpoint has to keep, beside the events, to continue the same samples; any shapes."""
+        """Return arrays of any shape that a checkpoint stores, with the events, to continue the same samples."""
         ...
 
     def restore(self, state: Mapping[str, NDArray[np.generic]], /) -> None:
@@ -74,7 +75,7 @@ class Sampler(Protocol):
         ...
 
 
-class UniformSampler:
+class UniformSampler(Sampler):
     """Samples every held event with the same probability, without repeats within a sample."""
 
     uses_losses = False
@@ -83,28 +84,32 @@ class UniformSampler:
     def __init__(self, event_table: EventTable) -> None:
         self._event_table = event_table
 
+    @override
     def sample(self, n: int, generator: np.random.Generator) -> Choice:
-        """Choose positions."""
         held = self._event_table.slots
         return Choice(held.take(generator.choice(len(held), size=min(n, len(held)), replace=False)))
 
+    @override
     def add(self, slots: Slots) -> None:
-        """Nothing is kept."""
+        pass
 
+    @override
     def remove(self, slots: Slots) -> None:
-        """Nothing is kept."""
+        pass
 
+    @override
     def update_priorities(self, slots: Slots, losses: NDArray[np.float32]) -> None:
-        """Losses decide nothing."""
+        pass
 
+    @override
     def state(self) -> dict[str, NDArray[np.generic]]:
-        """Nothing is kept."""
         return {}
 
+    @override
     def restore(self, state: Mapping[str, NDArray[np.generic]]) -> None:
-        """Nothing is kept."""
+        pass
 
 
 def stale_share(n: int, generator: np.random.Generator) -> int:
-    """Return how many of n events may be sampled for their age: an eighth, by chance where that is no whole number."""
+    """Return how many of n events may be sampled because they are stale: an eighth, rounded randomly."""
     return (n + int(generator.integers(_STALE_SHARE))) // _STALE_SHARE

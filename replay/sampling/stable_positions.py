@@ -1,6 +1,6 @@
-"""Positions of held events in the arrays of a sampler: unlike slots, they depend on the sequence of steps alone.
+"""Positions of held events in the arrays of a sampler. Unlike slots, they depend only on the sequence of steps.
 
-Which slot an event gets depends on the tiers, on checkpoints and on restarts. What decides samples must not.
+The slot of an event depends on tiers, checkpoints and restarts, and samples must not depend on these.
 
 Legend: S slots, n events of a call.
 """
@@ -18,7 +18,7 @@ class StablePositions:
         self.count = count
         self._position = np.zeros(slots, np.int32)
         self._slot = np.zeros(count, np.int32)
-        self._free = np.arange(count, dtype=np.int32)[::-1]  # descending: the lowest are taken off the end
+        self._free = np.arange(count, dtype=np.int32)[::-1]  # descending: the lowest are taken from the end
 
     def of(self, slots: Ints) -> Ints:
         """Return the positions of the events in n slots."""

@@ -1,4 +1,4 @@
-"""Random numbers of a step: the same whenever and however often it is asked for."""
+"""The random numbers of a step, which are the same each time that they are requested."""
 
 import numpy as np
 
@@ -6,10 +6,10 @@ _WORD = 2**64 - 1
 
 
 class StepRng:
-    """A generator whose numbers are a function of (seed, step) and nothing else. Used by one thread.
+    """A generator whose numbers are a pure function of (seed, step). Used by one thread.
 
-    Philox counts under a key (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"): another step is
-    another key, where other generators have to be seeded anew, which costs as much as the choice of a whole sample.
+    Philox is a counter under a key (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), so each step
+    has its own key. Other generators would have to be seeded again, which takes as long as choosing a sample.
     """
 
     def __init__(self, seed: int) -> None:
@@ -17,8 +17,8 @@ class StepRng:
         self._generator = np.random.Generator(self._bits)
         self._begin = self._bits.state
 
-    def of(self, step: int) -> np.random.Generator:
-        """Return the generator of a step, which is valid until the next call."""
+    def for_step(self, step: int) -> np.random.Generator:
+        """Return the generator of a step; it is valid until the next call."""
         self._begin["state"]["key"][1] = step
         self._bits.state = self._begin
         return self._generator

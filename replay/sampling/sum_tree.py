@@ -1,6 +1,6 @@
-"""Samples in proportion to weights that change: a tree of sums, 64 children a node, updated and searched by numpy.
+"""A sum tree, for samples in proportion to weights that change: 64 children a node, in numpy.
 
-Legend: S leaves, n of a call.
+Legend: S leaves, n leaves of a call.
 """
 
 import numpy as np
@@ -10,7 +10,7 @@ _FAN = 64
 
 
 class SumTree:
-    """S weights, at first 0. Every sum is made anew from its children, so that it depends on the weights alone."""
+    """S weights, initially 0. Each sum is computed from its children, so that it depends only on the weights."""
 
     def __init__(self, leaves: int) -> None:
         self._levels: list[NDArray[np.float64]] = []
@@ -31,7 +31,7 @@ class SumTree:
         return self._levels[0][leaves]
 
     def set(self, leaves: NDArray[np.int64] | NDArray[np.int32], weights: NDArray[np.float64] | float) -> None:
-        """Give n leaves other weights, >= 0 and finite."""
+        """Set the weights of n leaves, finite and >= 0."""
         self._levels[0][leaves] = weights
         nodes = np.asarray(leaves)
         for below, above in zip(self._levels, self._levels[1:], strict=False):
@@ -39,7 +39,7 @@ class SumTree:
             above[nodes] = below.reshape(-1, _FAN)[nodes].sum(axis=1)
 
     def find(self, mass: NDArray[np.float64]) -> NDArray[np.int64]:
-        """Return the leaves that n points in [0, total) fall on, int64 `[n]`."""
+        """Return the leaves that n points in [0, total) hit, int64 `[n]`."""
         nodes = np.zeros(len(mass), np.int64)
         left = mass.copy()
         for level in reversed(self._levels[:-1]):
@@ -47,7 +47,7 @@ class SumTree:
             ends = np.cumsum(children, axis=1)
             beyond = ends > left[:, None]
             child, rows = beyond.argmax(axis=1), np.arange(len(nodes))
-            # Rounding may carry a point beyond the last child that has any weight.
+            # Rounding may move a point beyond the last child with a weight.
             lost = np.flatnonzero(~beyond[rows, child])
             if len(lost):
                 child[lost] = _last_of(children[lost])

@@ -1,10 +1,10 @@
-"""The disk tier's files: what they say of themselves, and which of them a learner keeps.
+"""The files of the disk tier: their headers, and which of them a learner keeps.
 
-    <number>.rows          that of the store; and, while checkpoints name them, those of earlier arrangements
-    <number>.rows.before   put aside: checkpoints named it that are not there now; found again when they are back
+    <number>.rows          the file of the store, and earlier files that checkpoints still name
+    <number>.rows.before   a file that is put aside: the checkpoints that name it are missing; restored with them
 
-A file that a checkpoint has named is marked, and is never removed because the checkpoints are not there: they may have
-been moved away, or their disk is not mounted. One without the mark is of a start that never got as far as a checkpoint.
+A file that a checkpoint has named is marked. It is not removed when the checkpoints are missing: they may have been
+moved away, or their disk is not mounted. A file without the mark is from a start that wrote no checkpoint.
 """
 
 import contextlib
@@ -28,22 +28,22 @@ log = logging.getLogger(__name__)
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):
-    """What the first page of a file says."""
+    """The first page of a file."""
 
     format: int
     id: str
     row_bytes: int
     slots: int
     named: bool = False
-    """Whether there was a checkpoint that names the file."""
+    """Whether a checkpoint has named the file."""
 
     def page(self) -> bytes:
-        """Return the page."""
+        """Return the bytes of the page."""
         return msgspec.json.encode(self).ljust(PAGE)
 
 
 def read_header(path: Path) -> Header:
-    """Return what a file says of itself; raises DamagedError for a file of something else, and OSError."""
+    """Return the header of a file; raises DamagedError for another kind of file, and OSError."""
     descriptor = open_file(path)
     try:
         return decoded(os.pread(descriptor, PAGE, 0), Header)
@@ -52,18 +52,18 @@ def read_header(path: Path) -> Header:
 
 
 def next_path(folder: Path) -> Path:
-    """Return the path of a new file, of a number that no other has, also none that is aside."""
+    """Return the path of a new file, with a number above those of all files, also of those put aside."""
     files = [*_files(folder), *_aside(folder)]
     return folder / f"{max(map(_number, files), default=0) + 1}{SUFFIX}"
 
 
 def make_way(folder: Path) -> None:
-    """Where there is no checkpoint: put files aside that a checkpoint has named, and remove the others.
+    """When there is no checkpoint: put the files aside that a checkpoint has named, and remove the others.
 
-    Those that were put aside before are removed when others take their place.
+    Files that were put aside before are removed if there are newer ones.
 
     Raises:
-        DependencyError: they cannot be read, or moved, for now.
+        DependencyError: files cannot be read or moved now.
     """
     with away_is_dependency(f"replay.disk: files in {folder} cannot be put aside"):
         for path in folder.glob(f".tmp-*{SUFFIX}"):
@@ -72,12 +72,12 @@ def make_way(folder: Path) -> None:
 
 
 def take_back(folder: Path, file: TierRef) -> Path:
-    """Return the path of the file that a checkpoint names; where it is aside, it takes its old name again.
+    """Return the path of the file that a checkpoint names; a file that was put aside gets its old name back.
 
-    What another learner has made in the meantime goes aside for it: the checkpoints that name that are not there now.
+    The files of a learner that ran in the meantime are put aside in turn: the checkpoints that name them are missing.
 
     Raises:
-        DependencyError: files cannot be read, or moved, for now.
+        DependencyError: files cannot be read or moved now.
     """
     found, path = find(folder, file), folder / file.name
     if found != path:
@@ -90,12 +90,11 @@ def take_back(folder: Path, file: TierRef) -> Path:
 
 
 def find(folder: Path, file: TierRef) -> Path:
-    """Return where the file is that a checkpoint names, perhaps aside; where it is not there, the path that it should
-    have."""
+    """Return the path of the file that a checkpoint names, which may be aside; if it is missing, its own path."""
     path = folder / file.name
     with away_is_dependency("replay.disk"):
         candidates = [path, *_aside(folder)]
-        return next((each for each in candidates if _id(each) == file.id), path)
+        return next((candidate for candidate in candidates if _id(candidate) == file.id), path)
 
 
 def discard(path: Path) -> None:
@@ -119,7 +118,7 @@ def _put_aside(folder: Path, older: Sequence[Path]) -> None:
     for path in set(_files(folder)) - set(named):
         discard(path)
     for path in older if named else ():
-        log.warning("removing %s, since a newer file is put aside in its place", path)
+        log.warning("removing %s, since a newer file is put aside", path)
         path.unlink()
     for path in named:
         aside = path.with_name(path.name + ASIDE)
@@ -127,9 +126,8 @@ def _put_aside(folder: Path, older: Sequence[Path]) -> None:
             aside = path.with_name(next_path(folder).name + ASIDE)
         path.rename(aside)
         log.warning(
-            "the checkpoints that name %s are not there: it is kept as %s, and is found by itself when they are back; "
-            "delete "
-            "it if they are not to come back",
+            "the checkpoints that name %s are missing: it is kept as %s, and is restored when they are back; "
+            "delete it if they are not to come back",
             *(path, aside.name),
         )
     if named:
@@ -137,7 +135,7 @@ def _put_aside(folder: Path, older: Sequence[Path]) -> None:
 
 
 def _is_named(path: Path) -> bool:
-    """Return whether a checkpoint has named a file; also when it does not say, being damaged or of another release."""
+    """Return whether a checkpoint has named a file, or may have: it is damaged, or of another release."""
     try:
         header = read_header(path)
     except DamagedError:

@@ -1,9 +1,9 @@
-"""The server of the tier `redis`, which may be Redis or Valkey: reached, asked, left alone while it is away, swept.
+"""The connection to the server of the tier `redis`, Redis or Valkey, with a circuit breaker and a sweeper.
 
-Nothing here waits longer than a quarter of a second for it. A server that has not answered is *away*: it is not asked
-again until a thread of its own has reached it, so that a reader pays for an outage once. Every error of the client
-becomes an OSError here. Replies are bounded in bytes: others may write values of any length. KEYS and FLUSHDB are never
-sent: others may use the same server.
+No call waits longer than a quarter of a second. A server that does not answer is *away*: calls fail at once until a
+background thread has reached it, so that a reader pays for an outage once. Every error of the client becomes an
+OSError. Replies are bounded in bytes, since other users may write values of any length. KEYS and FLUSHDB are never
+sent, since other users may share the server.
 """
 
 import collections
@@ -26,35 +26,35 @@ from anabranch.core.errors import DependencyError, SettingsError
 _TIMEOUT_SECONDS = 0.25
 _FIRST_BACKOFF = timedelta(seconds=0.1)
 _LONGEST_BACKOFF = timedelta(seconds=5)
-_MOST_AT_ONCE = 256
-"""Keys of one command, and ..."""
-_MOST_BYTES = 1_000_000
-"""... their bytes: others wait while the server is at it."""
-_LONGEST_REPLY_BYTES = 2 * _MOST_BYTES
-"""Longest reply that is read, where a row is not longer than that."""
-_SWEPT_AT_ONCE = 500
+_MAX_BATCH = 256
+"""Keys of one command."""
+_MAX_BATCH_BYTES = 1_000_000
+"""Bytes of their values: other clients wait while the server runs the command."""
+_LONGEST_REPLY_BYTES = 2 * _MAX_BATCH_BYTES
+"""Longest reply that is read, unless rows are longer."""
+_SWEEP_BATCH = 500
 _SWEEP_PAUSE_SECONDS = 0.005
 _PROBE_LIFE_MS = 10_000
 _TLS_FILES = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
 
 Sweep = Callable[[str], bool]
-"""Tells of a key, without the prefix, whether it is an orphan."""
+"""Returns whether a key, given without the prefix, is an orphan."""
 
 log = logging.getLogger(__name__)
 
 
 class _ReplyTooLongError(redis.RedisError):
-    """The server sends more than any reply of this pipeline has; the connection is closed."""
+    """A reply is longer than any that this pipeline needs; the connection is closed."""
 
 
 class _Limit:
-    """How many bytes a reply may have."""
+    """The most bytes that a reply may have."""
 
     def __init__(self) -> None:
         self.bytes = _LONGEST_REPLY_BYTES
 
     def allow(self, value_bytes: int) -> None:
-        """Allow replies with a value of so many bytes."""
+        """Allow replies with values of `value_bytes` bytes."""
         self.bytes = max(self.bytes, 2 * value_bytes)
 
 
@@ -90,7 +90,7 @@ class _BoundedSocket:
 
 
 def _bounded(connection: type[Any], limit: _Limit) -> type[Any]:
-    """Return a class of connections of that kind, such as TLS, whose sockets are bounded."""
+    """Return a subclass of a class of connections, such as TLS, whose sockets are bounded."""
 
     class Bounded(connection):  # type: ignore[misc]
         def _connect(self) -> Any:
@@ -100,7 +100,7 @@ def _bounded(connection: type[Any], limit: _Limit) -> type[Any]:
 
 
 class RedisServer:
-    """The keys of one pipeline and rank: those that begin with `prefix`. May be used by any thread."""
+    """The keys of one pipeline and rank, which begin with `prefix`. Any thread may use it."""
 
     def __init__(self, url: str, prefix: str) -> None:
         """Prepare; nothing is sent before `open`.
@@ -124,7 +124,7 @@ class RedisServer:
         options = pool.connection_kwargs
         _check_files(options)
         self.address = str(options.get("path") or f"{options.get('host', 'localhost')}:{options.get('port', 6379)}")
-        """Where it is, without user and password."""
+        """The address, without user and password."""
         self._away: str | None = None
         self._refusal: str | None = None
         self._backoff = Backoff(_FIRST_BACKOFF, _LONGEST_BACKOFF)
@@ -132,11 +132,11 @@ class RedisServer:
         self._sweeps: collections.deque[Sweep] = collections.deque()
         self._changed = threading.Condition()
         self._closing = False
-        self._keeper = threading.Thread(target=self._keep, name="redis-keeper", daemon=True)
+        self._keeper = threading.Thread(target=self._maintain, name="redis-keeper", daemon=True)
 
     @property
     def problem(self) -> str | None:
-        """One sentence on why it is not what it should be."""
+        """One sentence on what does not work, else None."""
         return self._away or self._refusal
 
     def __enter__(self) -> "RedisServer":
@@ -146,50 +146,50 @@ class RedisServer:
         self.close()
 
     def open(self, *, needed: bool) -> None:
-        """Reach it, and begin to look after it.
+        """Connect, and start the background thread.
 
         Args:
-            needed: whether it must be there now; else a server that is away is waited for in the background.
+            needed: whether the server must answer now; else the background thread reconnects to one that is away.
 
         Raises:
-            SettingsError: it answers, and refuses the user, the password or the commands.
-            DependencyError: it cannot be reached, and is needed.
+            SettingsError: the server answers, and refuses the user, the password or the commands.
+            DependencyError: the server cannot be reached, and is needed.
         """
         try:
             self._probe()
         except redis.AuthenticationError as exc:
             raise SettingsError(f"replay.redis: {self.address} refuses user or password of url: {exc}") from exc
         except OutOfMemoryError as exc:
-            self._refuse(exc)
+            self._set_refusal(exc)
         except redis.ResponseError as exc:
             raise SettingsError(f"replay.redis: {self.address} cannot be used: {exc}") from exc
         except TypeError as exc:
-            raise SettingsError(f"replay.redis.url has an option that the client does not know: {exc}") from exc
+            raise SettingsError(f"replay.redis.url has an option that the client does not support: {exc}") from exc
         except redis.RedisError as exc:
             if needed:
                 raise DependencyError(
                     f"replay.redis: {self.address} does not answer: {exc}; start it, or fix replay.redis.url"
                 ) from exc
-            self._leave(exc)
+            self._set_away(exc)
         self._keeper.start()
 
     def get(self, keys: Sequence[str], value_bytes: int) -> list[bytes | None]:
-        """Return the values of keys, `prefix` not included, of so many bytes each; None where there is none.
+        """Return the values of keys, without `prefix`, of `value_bytes` bytes each; None where there is none.
 
-        What others have written under the keys is not read beyond one byte more.
+        Of a longer value, which another user has written, only one byte more is read.
 
         Raises:
-            OSError: it is away.
+            OSError: the server is away.
         """
         self._limit.allow(value_bytes)
-        found: list[bytes | None] = []
+        values: list[bytes | None] = []
         for chunk in _chunks(len(keys), value_bytes):
-            found += self._ask(self._values, [self.prefix + key for key in keys[chunk]], value_bytes)
-        return found
+            values += self._call(self._values, [self.prefix + key for key in keys[chunk]], value_bytes)
+        return values
 
     def _values(self, names: Sequence[str], value_bytes: int) -> list[bytes | None]:
         try:
-            found: list[Any] = self._client.mget(names)
+            values: list[Any] = self._client.mget(names)
         except _ReplyTooLongError:
             sentence = f"replay.redis: {self.address} has values that are no rows under this pipeline's keys"
             if sentence != self._refusal:
@@ -199,40 +199,40 @@ class RedisServer:
             for name in names:
                 beginnings.getrange(name, 0, value_bytes)
             answers = beginnings.execute(raise_on_error=False)
-            found = [answer if isinstance(answer, bytes) and answer else None for answer in answers]
-        return found
+            values = [answer if isinstance(answer, bytes) and answer else None for answer in answers]
+        return values
 
     def put(self, keys: Sequence[str], values: Sequence[memoryview]) -> None:
-        """Set keys, `prefix` not included, to values of one size.
+        """Set keys, without `prefix`, to values of equal size.
 
         Raises:
-            OSError: it is away, or refuses to write because its memory is full or it is a replica. Some may be set.
+            OSError: the server is away, or refuses: its memory is full or it is a replica. Some keys may be set.
         """
         for chunk in _chunks(len(keys), len(values[0]) if values else 1):
             pairs = {self.prefix + key: value for key, value in zip(keys[chunk], values[chunk], strict=True)}
-            self._ask(self._client.mset, pairs)
+            self._call(self._client.mset, pairs)
         if self._refusal is not None and keys:
             log.info("replay.redis: %s takes rows again", self.address)
             self._refusal = None
 
     def remove(self, keys: Sequence[str]) -> None:
-        """Remove keys, `prefix` not included, those that are there; raises OSError when it is away, or refuses."""
+        """Remove keys, without `prefix`, if they exist; raises OSError when the server is away or refuses."""
         for chunk in _chunks(len(keys), 1):
-            self._ask(self._client.unlink, *(self.prefix + key for key in keys[chunk]))
+            self._call(self._client.unlink, *(self.prefix + key for key in keys[chunk]))
 
     def sweep_later(self, is_orphan: Sweep) -> None:
-        """Remove orphans in the background, some hundred at a time; those of a server that is away, when it is back."""
+        """Remove orphans in the background, some hundred at a time; if the server is away, once it is back."""
         with self._changed:
             self._sweeps.append(is_orphan)
             self._changed.notify()
 
     def memory(self) -> tuple[int, str]:
-        """Return its bound in bytes, 0 for none, and what it does when that is reached; raises OSError."""
-        found = self._ask(self._client.info, "memory")
-        return int(found.get("maxmemory", 0)), str(found.get("maxmemory_policy", "noeviction"))
+        """Return the server's `maxmemory` in bytes, 0 for none, and `maxmemory_policy`; raises OSError."""
+        info = self._call(self._client.info, "memory")
+        return int(info.get("maxmemory", 0)), str(info.get("maxmemory_policy", "noeviction"))
 
     def close(self) -> None:
-        """Let go of the connections."""
+        """Stop the background thread and close the connections."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -240,23 +240,23 @@ class RedisServer:
             self._keeper.join()
         self._client.close()
 
-    def _ask(self, command: Callable[..., Any], *arguments: object) -> Any:
+    def _call(self, command: Callable[..., Any], *arguments: object) -> Any:
         if self._away is not None:
             raise OSError(self._away)
         try:
             return command(*arguments)
         except redis.ResponseError as exc:
-            self._refuse(exc)
+            self._set_refusal(exc)
             if isinstance(exc, redis.ReadOnlyError):
-                # It has become a replica; its name may lead to another server by now.
+                # It has become a replica; its name may resolve to another server now.
                 self._client.connection_pool.disconnect(inuse_connections=False)
             raise OSError(self._refusal) from exc
         except redis.RedisError as exc:
-            self._leave(exc)
+            self._set_away(exc)
             raise OSError(self._away) from exc
 
-    def _refuse(self, exc: redis.RedisError) -> None:
-        """Note that it answers, and does not do what it is asked."""
+    def _set_refusal(self, exc: redis.RedisError) -> None:
+        """Record that the server answers and refuses a command."""
         sentence = f"replay.redis: {self.address} refuses rows: {exc}"
         if isinstance(exc, OutOfMemoryError):
             sentence = f"replay.redis: {self.address} is full; raise its maxmemory, or lower replay.redis.bytes"
@@ -264,8 +264,8 @@ class RedisServer:
             log.warning("%s", sentence)
         self._refusal = sentence
 
-    def _leave(self, exc: redis.RedisError) -> None:
-        """Note that it is away; one that was back for a moment only is tried less and less often."""
+    def _set_away(self, exc: redis.RedisError) -> None:
+        """Record that the server is away. The back-off goes on if it was back for a moment only."""
         with self._changed:
             if self._away is None:
                 if time.monotonic() - self._back_at > _LONGEST_BACKOFF.total_seconds():
@@ -274,15 +274,15 @@ class RedisServer:
                 log.warning("%s", self._away)
                 self._changed.notify()
 
-    def _keep(self) -> None:
-        """Reach it when it is away, and sweep when it is not, until `close`."""
+    def _maintain(self) -> None:
+        """Reconnect to a server that is away, and sweep one that is not, until `close`."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._closing or self._away is not None or bool(self._sweeps))
             if self._closes_within(self._backoff.next() if self._away is not None else _SWEEP_PAUSE_SECONDS):
                 return
             if self._away is not None:
-                self._try_again()
+                self._reconnect()
             else:
                 self._sweep(self._sweeps[0])
 
@@ -290,7 +290,7 @@ class RedisServer:
         with self._changed:
             return self._changed.wait_for(lambda: self._closing, seconds)
 
-    def _try_again(self) -> None:
+    def _reconnect(self) -> None:
         try:
             self._probe()
         except redis.ResponseError:
@@ -301,14 +301,14 @@ class RedisServer:
         self._back_at, self._away = time.monotonic(), None
 
     def _probe(self) -> None:
-        """Write a key that goes away by itself: a server whose writers are paused answers a PING."""
+        """Write a key that expires: a server whose writers are paused still answers a PING."""
         self._client.set(f"{self.prefix}probe", b"", px=_PROBE_LIFE_MS)
 
     def _sweep(self, is_orphan: Sweep) -> None:
         removed, cursor = 0, 0
         try:
             while True:
-                cursor, keys = self._client.scan(cursor, match=f"{self.prefix}*", count=_SWEPT_AT_ONCE)
+                cursor, keys = self._client.scan(cursor, match=f"{self.prefix}*", count=_SWEEP_BATCH)
                 names = [str(key, "utf-8", "replace") if isinstance(key, bytes) else key for key in keys]
                 orphans = [name for name in names if is_orphan(name.removeprefix(self.prefix))]
                 if orphans:
@@ -320,7 +320,7 @@ class RedisServer:
         except redis.ResponseError as exc:
             log.warning("replay.redis: %s lets no orphans be removed: %s", self.address, exc)
         except redis.RedisError as exc:
-            self._leave(exc)
+            self._set_away(exc)
             return
         if removed:
             log.info("removed %d rows from %s that belong to no checkpoint", removed, self.address)
@@ -328,19 +328,19 @@ class RedisServer:
 
 
 def _check_files(options: Mapping[str, Any]) -> None:
-    """Refuse files for TLS that cannot be used: the client, which reads them as it connects, would say it is away."""
+    """Raise SettingsError for unusable TLS files; the client would report them as a server that is away."""
     files = {name: options[name] for name in _TLS_FILES if options.get(name)}
-    mine, key = files.get("ssl_certfile"), files.get("ssl_keyfile")
+    certificate, key = files.get("ssl_certfile"), files.get("ssl_keyfile")
     try:
         if "ssl_ca_certs" in files:
             ssl.create_default_context(cafile=files["ssl_ca_certs"])
-        if mine is not None:
-            ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_cert_chain(mine, key, options.get("ssl_password"))
+        if certificate is not None:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_cert_chain(certificate, key, options.get("ssl_password"))
     except OSError as exc:  # as an SSLError is
         named = ", ".join(f"{name}={path}" for name, path in files.items())
         raise SettingsError(f"replay.redis.url names a file for TLS that cannot be used, of {named}: {exc}") from exc
 
 
 def _chunks(n: int, value_bytes: int) -> Iterator[slice]:
-    step = max(1, min(_MOST_AT_ONCE, _MOST_BYTES // max(1, value_bytes)))
+    step = max(1, min(_MAX_BATCH, _MAX_BATCH_BYTES // max(1, value_bytes)))
     return (slice(begin, begin + step) for begin in range(0, n, step))

@@ -18,10 +18,10 @@ from replay.snapshot import StoreSnapshot, TierRef
 
 
 class Tier(Protocol):
-    """S slots for one row each. A tier does not know which events are held, only where the rows are.
+    """S slots for one row each. A tier stores rows, and has no list of the held events.
 
-    A tier that cannot be reached raises OSError, which says nothing about its rows. After an error in `write` some of
-    the rows may be written.
+    A tier that cannot be reached raises OSError: its rows may still be valid. After an error in `write` some of the
+    rows may be written.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Tier(Protocol):
     def read(self, slots: NDArray[np.int64], identity: NDArray[np.uint64], /) -> tuple[Tensor, NDArray[np.bool_]]:
         """Return the rows of slots `[n]`, uint8 `[n, R]` on the tier's device, and which are valid, bool `[n]`.
 
-        A row is valid when it was last written for the event `identity`; the bytes of other rows mean nothing.
+        A row is valid if its last write was for the event `identity`; the bytes of other rows are undefined.
         """
         ...
 
@@ -60,7 +60,7 @@ class SlowTier(Tier, Protocol):
 
     @property
     def problem(self) -> str | None:
-        """One sentence on what does not work as it should; in any thread."""
+        """One sentence on what does not work, else None; any thread may ask."""
         ...
 
     def read_into(
@@ -75,13 +75,13 @@ class SlowTier(Tier, Protocol):
         ...
 
     def sync(self) -> None:
-        """Wait until what was written outlives the process; raises OSError when it does not."""
+        """Wait until all writes outlive the process; raises OSError when they do not."""
         ...
 
     def mark_named(self) -> None:
         """Record durably that a checkpoint names these slots; raises OSError when it cannot.
 
-        So a start without checkpoints, which may have been moved away, does not remove the slots that they name.
+        A later start without checkpoints, which may have been moved away, then does not remove the slots.
         """
         ...
 
@@ -144,7 +144,7 @@ class TierFactory(Protocol):
             SettingsError: it cannot be created.
         """
         raise SettingsError(
-            "the slowest tier that [replay] sets holds nothing for a restart, and is to hold everything; set "
+            "the slowest tier that [replay] sets stores nothing for a restart, and has to store everything; set "
             "replay.disk or replay.redis too"
         )
 
@@ -152,11 +152,13 @@ class TierFactory(Protocol):
         """Open a cache of the first slots of the primary tier; raises SettingsError when it cannot be created."""
         ...
 
-    def cleanup_actions(self, *, first: bool) -> list[Callable[[], None]]:  # noqa: ARG002 of such a kind there are none
-        """Return functions that remove what only checkpoints of earlier processes can name, except open tiers.
+    def cleanup_actions(self, *, first: bool) -> list[Callable[[], None]]:  # noqa: ARG002 such a kind has none
+        """Return functions that remove files and keys that only checkpoints of earlier processes can name.
+
+        Open tiers are not removed.
 
         Args:
-            first: whether there are no such checkpoints, so that it may be removed at once.
+            first: whether there are no such checkpoints, so that all may be removed at once.
         """
         return []
 
@@ -168,9 +170,9 @@ class TierStats:
     Attributes:
         row_bytes: R.
         read: rows that were read for samples, by tier.
-        missed: rows that a cache should have had and had not, by tier.
+        missed: rows that a cache should have had and did not have, by tier.
         moved: bytes by tier and direction, `read` or `written`.
-        stall_seconds: time that steps waited, for a tier or for earlier work of the store.
+        stall_seconds: time that steps waited for a tier or for earlier work of the store.
     """
 
     row_bytes: int

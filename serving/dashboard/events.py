@@ -18,7 +18,7 @@ KEPT = 200
 """Events of each kind that are kept: frequent swaps do not push out a rare drift."""
 _REMEMBERED = 1000
 MERGE_SECONDS = 10.0
-"""Two events of a kind that are no further apart become one with a count."""
+"""Two events of a kind within this time become one with a count."""
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):

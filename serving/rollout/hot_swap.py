@@ -302,7 +302,7 @@ class VersionSwapper:
         self._retries.keep(lambda number: number > version.number)
         self._metrics.swap("rolled_back" if back else "swapped")
         self._metrics.version.set(version.number)
-        self._metrics.learned(*self._freshness.served(version.number, self.since))
+        self._metrics.observe_freshness(*self._freshness.served(version.number, self.since))
         log.info("serving version %d, trained through %s", version.number, version.trained_through or "nothing")
         self._write_state(previous, version)
 

@@ -37,18 +37,18 @@ def until():
 def is_gone():
     """Whether a process has ended; one that nobody has waited for counts as ended."""
 
-    def look(pid):
+    def has_ended(pid):
         try:
             return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
             return True
 
-    return look
+    return has_ended
 
 
 @pytest.fixture
 def example(tmp_path):
-    """The example pipeline, in a folder of its own."""
+    """The example pipeline, in its own folder."""
     folder = tmp_path / "example"
     write_example(folder)
     return folder
@@ -56,7 +56,7 @@ def example(tmp_path):
 
 @pytest.fixture
 def spawn():
-    """Starts `python -c/-m ...` with pipes, in a session of its own; whatever is left of it is killed at the end.
+    """Starts `python -c/-m ...` with pipes, in a new session; what is left of it is killed at the end.
 
     What is of `anabranch` is forked.
     """
@@ -84,7 +84,7 @@ def spawn():
     for process in processes:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        # A child of its own session, which a failing test has left behind, keeps the pipes open.
+        # A child in another session, which a failing test has left behind, keeps the pipes open.
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.communicate(timeout=10)
 

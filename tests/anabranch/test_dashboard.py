@@ -30,7 +30,7 @@ def live(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str
                 said.append(line)
                 if " 1,0" in line or "class 1" in line:
                     break
-            (url,) = re.findall(r"look at it on (http://\S+)", "".join(said))
+            (url,) = re.findall(r"the dashboard is at (http://\S+)", "".join(said))
             yield url
         finally:
             process.send_signal(signal.SIGINT)
@@ -58,7 +58,7 @@ def watched(browser: Any) -> Iterator[Any]:
 def shown_with_its_status(page: Any) -> tuple[Any, dict[str, str]]:
     """Return a reply of `/api/status` and the figures that the page has sampled from it.
 
-    The page is given this one reply until it asks again, so that what stands on it is of no later one.
+    The page is given this one reply until it asks again, so that its figures are of no later one.
     """
     taken = httpx.get(urljoin(page.url, "/api/status")).json()
     page.route("**/api/status", lambda route: route.fulfill(json=taken))
@@ -67,7 +67,7 @@ def shown_with_its_status(page: Any) -> tuple[Any, dict[str, str]]:
             pass
     figures = page.evaluate(
         "() => Object.fromEntries([...document.querySelectorAll('[data-figure]')]"
-        ".map(place => [place.dataset.figure, place.textContent]))"
+        ".map(node => [node.dataset.figure, node.textContent]))"
     )
     page.unroute("**/api/status")
     return taken, figures
@@ -94,9 +94,9 @@ def test_its_figures_are_those_of_the_status_and_change_by_themselves(live: str,
     assert figures["errors"] == "0 errors"
     assert number(figures["lag"]) == sum(partition["pending"] for partition in learner["partitions"].values())
     assert figures["versions"].startswith(f"{learner['versions_published']:,} published")
-    for name, place in (("freshness_p99_seconds", "freshness_p99"), ("request_p50_seconds", "request_p50")):
-        unit = 1000 if figures[place].endswith("ms") else 1
-        assert number(figures[place]) == pytest.approx(unit * serving[name], rel=0.01)
+    for name, node in (("freshness_p99_seconds", "freshness_p99"), ("request_p50_seconds", "request_p50")):
+        unit = 1000 if figures[node].endswith("ms") else 1
+        assert number(figures[node]) == pytest.approx(unit * serving[name], rel=0.01)
     outcomes = {
         row.get_attribute("data-outcome"): number(row.locator("td").first.text_content())
         for row in watched.locator("#outcomes tbody tr").all()
@@ -174,7 +174,7 @@ def test_the_range_is_chosen_with_the_keyboard(live: str, watched: Any) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_fits_a_phone_and_its_words_stand_out_in_both_themes(live: str, watched: Any, scheme: str) -> None:
+def test_it_fits_a_phone_and_its_texts_have_contrast_in_both_themes(live: str, watched: Any, scheme: str) -> None:
     watched.emulate_media(color_scheme=scheme, reduced_motion="reduce")
     watched.set_viewport_size({"width": NARROW, "height": 740})
     watched.goto(live)
@@ -194,16 +194,16 @@ CONTRASTS = """() => {
       .map((part) => (part /= 255) <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4);
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2];
   };
-  const ground = (place) => {
-    const colour = getComputedStyle(place).backgroundColor;
-    return colour === 'rgba(0, 0, 0, 0)' && place.parentElement ? ground(place.parentElement) : colour;
+  const ground = (node) => {
+    const colour = getComputedStyle(node).backgroundColor;
+    return colour === 'rgba(0, 0, 0, 0)' && node.parentElement ? ground(node.parentElement) : colour;
   };
   const texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT), found = {};
   while (texts.nextNode()) {
-    const place = texts.currentNode.parentElement, words = texts.currentNode.textContent.trim();
-    if (!words || !place.checkVisibility() || place.closest('script')) continue;
-    const style = getComputedStyle(place), fore = place.closest('svg') ? style.fill : style.color;
-    const [a, b] = [luminance(fore), luminance(ground(place))].sort((x, y) => y - x);
+    const node = texts.currentNode.parentElement, words = texts.currentNode.textContent.trim();
+    if (!words || !node.checkVisibility() || node.closest('script')) continue;
+    const style = getComputedStyle(node), fore = node.closest('svg') ? style.fill : style.color;
+    const [a, b] = [luminance(fore), luminance(ground(node))].sort((x, y) => y - x);
     found[words] = (a + 0.05) / (b + 0.05);
   }
   return found;

@@ -12,7 +12,7 @@ from kafka import KafkaAdminClient
 from tests import forkserver
 
 SERVING_WINDOW_SECONDS = 60
-"""Serving tells of the freshness in its last minute."""
+"""Serving reports the freshness of its last minute."""
 
 pytestmark = [pytest.mark.services, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -59,13 +59,13 @@ def test_it_ends_by_itself_with_a_report_in_which_every_event_has_its_outcome(de
     assert (report["http_failures"], report["http_requests"] > 0) == (0, True)
     assert report["versions_published"] >= report["swaps"] > 1
     # Few events are asked for: of their 99th percentile the slowest alone decides.
-    for quantile, apart in (("p50", 1.25), ("p99", 2.0)):
-        seen, told = (report[f"{part}freshness_{quantile}_seconds"] for part in ("", "serving_"))
+    for quantile, factor in (("p50", 1.25), ("p99", 2.0)):
+        seen, reported = (report[f"{part}freshness_{quantile}_seconds"] for part in ("", "serving_"))
         assert 0 < seen < report["seconds"]
-        assert 0 < told < report["seconds"]
+        assert 0 < reported < report["seconds"]
         if report["seconds"] < SERVING_WINDOW_SECONDS:  # else they are of different events
-            assert told < apart * seen + 0.1, "requests see a version after it is swapped in"
-            assert seen < 1.5 * apart * told + 0.1
+            assert reported < factor * seen + 0.1, "requests see a version after it is swapped in"
+            assert seen < 1.5 * factor * reported + 0.1
     assert report["replay_rows"]["disk"] == report["events_trained"]
     assert report["accuracy_old_without_replay"] is not None
     assert list((tmp_path / "tmp").iterdir()) == []

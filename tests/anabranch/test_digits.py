@@ -67,7 +67,7 @@ def test_a_stream_without_an_end_has_poisoned_phases_and_one_with_an_end_none(di
 def test_one_message_in_a_thousand_is_malformed_and_exactly_those_are_refused(stream, example):
     schema = Schema(load_config(example / "pipeline.toml", {}).pipeline.events)
     decoded = JsonFormat(schema).decode([message.value for message in stream])
-    malformed = [place for place, message in enumerate(stream) if message.malformed]
+    malformed = [i for i, message in enumerate(stream) if message.malformed]
     assert len(malformed) == len(stream) // MALFORMED_EVERY
     assert [reject.message for reject in decoded.rejects] == malformed
     assert len({reject.reason for reject in decoded.rejects}) == len(malformed)

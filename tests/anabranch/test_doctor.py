@@ -1,4 +1,4 @@
-"""`anabranch doctor`: every finding with its fault really present, and nothing changed by looking.
+"""`anabranch doctor`: every finding with its fault really present, and nothing changed by the checks.
 
 `finds` names the kinds that a test makes real; `diagnose` sees to it that they were found.
 """
@@ -57,7 +57,7 @@ EVENT = {"x": [0.5] * 64, "y": 7}
 
 @pytest.fixture
 def in_this_process(monkeypatch):
-    """Has the probe look at the model in the tests' own process, which has torch: a launcher of `check_model`."""
+    """Has the probe check the model in the tests' own process, which has torch: a launcher of `check_model`."""
     monkeypatch.setattr(sys, "path", sys.path[:])
 
     def launch(asked, _seconds):
@@ -84,7 +84,7 @@ def checks(in_this_process):
 def diagnose(example, request, checks):
     """Runs one check on the example and returns its findings: `diagnose("ports", timeout=20)`.
 
-    The model is looked at in this process, unless it is to be `alone`.
+    The model is checked in this process, unless it is to be `alone`.
     """
     seen = set()
 
@@ -182,7 +182,7 @@ class TestConfig:
         assert diagnose("schema") == []
 
     @pytest.mark.finds("config.invalid")
-    def test_all_errors_are_told_at_once_and_what_can_run_still_runs(self, diagnose, example, edit, setting):
+    def test_all_errors_are_reported_at_once_and_what_can_run_still_runs(self, diagnose, example, edit, setting):
         edit("batch_size = 32", 'batchsize = 32\nprecision = "fp99"')
         edit("port = 8000", "port = 99999")
         edit('topics = ["events"]', 'topics = ["events"]\nproperties = {"sasl.password" = {env = "DOCTOR_NOT_SET"}}')
@@ -193,10 +193,10 @@ class TestConfig:
             )
         )
         diagnose.seen.update(finding.kind for _, finding in diagnoses)
-        told = [finding.message for check, finding in diagnoses if check == "config"]
+        messages = [finding.message for check, finding in diagnoses if check == "config"]
         for part in ("batchsize", "precision = 'fp99'", "serving.port = 99999", "DOCTOR_NOT_SET", "LEARNER__NOPE"):
-            assert sum(part in message for message in told) == 1, part
-        assert len(told) == 5
+            assert sum(part in message for message in messages) == 1, part
+        assert len(messages) == 5
         # The ports' and the state's settings are at fault; the checkpoints' are not.
         assert {check for check, _ in diagnoses} == {"config", "checkpoints"}
 
@@ -264,8 +264,8 @@ class TestModel:
     def test_a_device_that_is_not_there(self, diagnose, setting):
         setting("learner.device", "cuda:77")
         setting("serving.device", "cuda:77")
-        told = [finding for finding in diagnose("model") if finding.kind]
-        assert [finding.fix.partition(" =")[0] for finding in told] == ["Set learner.device", "Set serving.device"]
+        findings = [finding for finding in diagnose("model") if finding.kind]
+        assert [finding.fix.partition(" =")[0] for finding in findings] == ["Set learner.device", "Set serving.device"]
 
     @pytest.mark.finds("device.precision", "model.optimizer")
     def test_a_precision_and_an_optimizer_that_cannot_be(self, diagnose, setting, edit):
@@ -321,7 +321,7 @@ class TestModel:
         assert diagnose("replicas") == []
 
     @pytest.mark.finds("learner.replicas", "learner.hosts")
-    def test_ranks_that_cannot_meet(self, diagnose, setting):
+    def test_ranks_that_cannot_connect(self, diagnose, setting):
         setting("learner.device", "cpu")
         setting("learner.replicas", 2)
         setting("learner.hosts", 2)
@@ -337,16 +337,17 @@ class TestModel:
         setting("learner.device", "cpu")
         setting("device_sharing.sms", 16)
         setting("device_sharing.mps_percentage", 50)
-        told = {finding.kind: finding.message for finding in diagnose("model")}
+        messages = {finding.kind: finding.message for finding in diagnose("model")}
         assert (
-            told["device_sharing.refinement"] == "device_sharing.sms = 16 needs a CUDA device, but the device is cpu."
+            messages["device_sharing.refinement"]
+            == "device_sharing.sms = 16 needs a CUDA device, but the device is cpu."
         )
         assert (
-            told["device_sharing.mps"]
+            messages["device_sharing.mps"]
             == "device_sharing.mps_percentage = 50 needs a CUDA device, but the device is cpu."
         )
 
-    def test_refinements_that_are_there_are_told(self, monkeypatch, tmp_path):
+    def test_refinements_that_are_there_are_reported(self, monkeypatch, tmp_path):
         monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
         (said,) = _share(DeviceSharingSettings(mps_percentage=30), torch.device("cuda"))
         assert said.message == (
@@ -506,8 +507,8 @@ class TestReachingTheBroker:
         create_topic(sasl_kafka.plain, "guarded.dead")
         setting("stream.topics", ["guarded"])
         self.as_user(setting, edit, sasl_kafka, sasl_kafka.stranger, sasl_kafka.password)
-        told = [finding.message for finding in diagnose("broker") if finding.kind]
-        assert told == [
+        messages = [finding.message for finding in diagnose("broker") if finding.kind]
+        assert messages == [
             "The user of [stream.properties] may not read the topic guarded.",
             "The user of [stream.properties] may not write the topic guarded.dead.",
         ]
@@ -569,13 +570,13 @@ class TestTopics:
         assert "anabranch[codecs]" in finding.fix
 
     @pytest.mark.finds("message.unusable")
-    def test_a_message_that_cannot_be_used_is_told_field_by_field(self, diagnose, topic, send, edit):
+    def test_a_message_that_cannot_be_used_is_explained_field_by_field(self, diagnose, topic, send, edit):
         edit(None, '[schema.features.amount]\ndtype = "float32"\n[schema.features.country]\ndtype = "int8"')
         send({"x": [0.5] * 63, "amount": "12", "country": 3, "y": 99})
         message = only(diagnose("broker"), "message.unusable").message
         assert message.startswith(f"The newest message, {topic}[0]@0, cannot be used: Expected `array` of length")
-        for place in ("`$.x`", "`$.amount`", "`$.y`"):
-            assert message.count(place) == 1
+        for field in ("`$.x`", "`$.amount`", "`$.y`"):
+            assert message.count(field) == 1
         assert "country" not in message
 
     @pytest.mark.finds("message.unusable")
@@ -622,7 +623,7 @@ class TestTopics:
         send(EVENT, timestamp_ms=int(time.time() * 1000) + 600_000)
         assert kinds(diagnose("broker")) == ["clock.ahead"]
 
-    def test_nothing_is_changed_by_looking(self, example, kafka, topic, send, consume_all, setting):
+    def test_nothing_is_changed_by_the_checks(self, example, kafka, topic, send, consume_all, setting):
         send(EVENT)
         setting("serving.port", 0)
         setting("learner.status", "127.0.0.1:0")
@@ -655,7 +656,7 @@ class TestRedis:
     def test_without_the_tier_there_is_nothing_to_say(self, diagnose):
         assert diagnose("redis") == []
 
-    def test_one_that_is_well_keeps_nothing_of_the_look(self, diagnose, redis, mortal_redis):
+    def test_one_that_is_well_keeps_nothing_of_the_check(self, diagnose, redis, mortal_redis):
         redis()
         (finding,) = diagnose("redis")
         assert finding.level == "ok"
@@ -694,12 +695,12 @@ class TestRedis:
         assert "maxmemory 62mb" in only(diagnose("redis"), "redis.memory").fix
 
     @pytest.mark.finds("redis.unseen")
-    def test_a_user_that_may_not_look_at_the_memory(self, diagnose, redis, mortal_redis):
+    def test_a_user_that_may_not_read_the_memory(self, diagnose, redis, mortal_redis):
         mortal_redis.say("ACL SETUSER default -info")
         redis()
         assert "no permissions" in only(diagnose("redis"), "redis.unseen").message
 
-    def test_the_model_is_looked_at_without_the_password(self, diagnose, redis):
+    def test_the_model_is_checked_without_the_password(self, diagnose, redis):
         redis(password="sesame")
         assert all(finding.level == "ok" for finding in diagnose("model"))
 
@@ -729,7 +730,7 @@ class TestStateDirectory:
         assert "state.filling" in kinds(diagnose("state"))
 
     @pytest.mark.finds("state.memory")
-    def test_one_that_lies_in_memory(self, diagnose, setting):
+    def test_one_that_is_in_memory(self, diagnose, setting):
         shared = Path("/dev/shm")
         if not shared.is_dir():
             pytest.skip("this system has no /dev/shm")
@@ -738,7 +739,7 @@ class TestStateDirectory:
             assert kinds(diagnose("state")) == ["state.memory"]
 
     @pytest.mark.finds("state.network")
-    def test_one_that_lies_on_a_network(self, diagnose, example, monkeypatch, tmp_path):
+    def test_one_that_is_on_a_network(self, diagnose, example, monkeypatch, tmp_path):
         mounts = f"/dev/vda / ext4 rw 0 0\nfiler:/home {example} nfs4 rw 0 0\n"
         (tmp_path / "mounts").write_text(mounts)
         monkeypatch.setattr(anabranch.doctor.state_dir_checks, "MOUNTS", tmp_path / "mounts")
@@ -759,7 +760,7 @@ class TestStateDirectory:
         assert "+60 s" in only(diagnose("state"), "clock.files").message
 
     @pytest.mark.finds("state.exposed")
-    def test_one_into_which_others_may_look_and_that_no_start_closes(self, diagnose, example, edit):
+    def test_one_that_others_may_read_and_that_no_start_closes(self, diagnose, example, edit):
         example.chmod(0o755)
         edit('state_dir = "var"', 'state_dir = "."')
         assert kinds(diagnose("state")) == ["state.exposed"]
@@ -809,8 +810,8 @@ class TestWhatIsSaved:
 
     def test_sound_ones_have_no_finding(self, diagnose, save):
         save()
-        told = [finding.message for finding in diagnose("checkpoints") + diagnose("versions")]
-        assert told == [
+        messages = [finding.message for finding in diagnose("checkpoints") + diagnose("versions")]
+        assert messages == [
             "The newest checkpoint, 3, is whole and of this schema.",
             "The newest version, 4, is whole and of this schema.",
         ]
@@ -832,7 +833,7 @@ class TestWhatIsSaved:
         assert kinds(diagnose("model") + diagnose("checkpoints")) == []
         setting("learner.strategy", "der")
         message = only(diagnose("model"), "checkpoint.misfit").message
-        assert message.startswith('learner.strategy = "der" wants an output of shape [10] kept with each stored event')
+        assert message.startswith('learner.strategy = "der" requires an output of shape [10] with each stored event')
         setting("learner.strategy", "er")
         setting("learner.optimizer.name", "sgd")
         assert "is of adamw, and learner.optimizer is sgd" in only(diagnose("model"), "checkpoint.misfit").message
@@ -875,7 +876,7 @@ class TestWhatIsSaved:
         save()
         edit("hidden = 128", "hidden = 64")
         message = only(diagnose("versions"), "version.model").message
-        assert "it was learned with other model.args (hidden) than [model] has now" in message
+        assert "it was trained with other model.args (hidden) than [model] has now" in message
 
     @pytest.mark.finds("version.model")
     def test_another_factory(self, diagnose, save):
@@ -974,7 +975,7 @@ class TestTls:
 class TestCommand:
     @pytest.fixture
     def doctor(self, example, capsys, setting, free_port, monkeypatch, checks):
-        """Runs the command, which looks at the model in this process, and returns exit code and stdout."""
+        """Runs the command, which checks the model in this process, and returns exit code and stdout."""
         monkeypatch.setattr(examination, "CHECKS", checks)
         setting("stream.bootstrap_servers", f"127.0.0.1:{free_port()}")
         setting("serving.port", 0)
@@ -1000,7 +1001,7 @@ class TestCommand:
         code, out = doctor()
         assert code == 2
         assert "learner.batch_size = 0" in out
-        assert "127.0.0.1" in out, "the broker is looked at all the same"
+        assert "127.0.0.1" in out, "the broker is checked all the same"
 
     def test_as_json_it_is_a_list(self, doctor):
         code, out = doctor("--json")

@@ -109,7 +109,7 @@ def test_without_a_baseline_none_is_waited_for(figures):
     assert Completion(baseline=False).missing(figures(baseline=None)) is None
 
 
-def test_a_minute_without_progress_is_overdue_and_progress_begins_it_anew(figures):
+def test_a_minute_without_progress_is_overdue_and_progress_starts_it_again(figures):
     now = [0.0]
     completion = Completion(baseline=False, clock=lambda: now[0])
     assert not completion.is_overdue(figures(sent=1))

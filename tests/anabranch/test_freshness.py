@@ -37,7 +37,7 @@ def test_partitions_are_matched_by_themselves(freshness):
     assert samples(freshness, 0, 0.99) == [1.0, 4.0]
 
 
-def test_an_event_heard_of_after_its_reply_counts_from_that_reply(freshness):
+def test_an_event_recorded_after_its_reply_counts_from_that_reply(freshness):
     freshness.replied({"events:0": 3}, 1.0)
     freshness.replied({"events:0": 10}, 2.0)
     freshness.replied({"events:0": 20}, 9.0)

@@ -13,7 +13,7 @@ from anabranch.demo.load_generator import LoadGenerator, answers
 
 
 class Server(http.server.ThreadingHTTPServer):
-    """Serves what looks like a model: `answer` is called for each inference request."""
+    """Serves a fake model: `answer` is called for each inference request."""
 
     daemon_threads = True
 
@@ -80,7 +80,7 @@ def prober(server, digits):
     prober.stop()
 
 
-def test_good_replies_are_counted_and_their_version_noted(server, prober, until):
+def test_good_replies_are_counted_and_their_version_recorded(server, prober, until):
     prober.start()
     until(lambda: prober.requests >= 20, "requests")
     assert (prober.failures, prober.last_failure, prober.version) == (0, None, "3")
@@ -101,11 +101,11 @@ def test_only_digits_of_classes_that_were_seen_are_asked_for(server, prober, unt
 
 def test_requests_begin_when_serving_is_ready(server, prober, until):
     server.ready = False
-    looks = []
-    server.RequestHandlerClass.do_GET = lambda self: (looks.append(1), Handler.reply(self, 503, b""))
+    checks = []
+    server.RequestHandlerClass.do_GET = lambda self: (checks.append(1), Handler.reply(self, 503, b""))
     try:
         prober.start()
-        until(lambda: len(looks) >= 3, "looks")
+        until(lambda: len(checks) >= 3, "health checks")
         assert (prober.requests, server.bodies) == (0, [])
     finally:
         server.RequestHandlerClass.do_GET = lambda self: Handler.reply(self, 200, b"")

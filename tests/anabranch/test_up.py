@@ -1,4 +1,4 @@
-"""`anabranch up` with a config and a broker of one's own: what was produced is in predictions, and parts come back."""
+"""`anabranch up` with one's own config and broker: what was produced is in predictions, and parts come back."""
 
 import contextlib
 import http.client
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.services, pytest.mark.slow, pytest.mark.timeout(300)]
 
 @pytest.fixture
 def anabranch(spawn, example, kafka, make_topic, free_port):
-    """Starts a command of the example pipeline on a topic and ports of its own; has the port of serving as `port`."""
+    """Starts a command of the example pipeline on its own topic and ports; has the port of serving as `port`."""
     environment = {
         "ANABRANCH__STREAM__BOOTSTRAP_SERVERS": kafka.bootstrap,
         "ANABRANCH__STREAM__TOPICS": json.dumps([make_topic(2)]),
@@ -86,8 +86,8 @@ def produced(anabranch):
     return parse_trained_through(out.strip())
 
 
-def reaches(learned, wanted):
-    return learned is not None and all(learned.get(name, -1) >= offset for name, offset in wanted.items())
+def reaches(learned, target):
+    return learned is not None and all(learned.get(name, -1) >= offset for name, offset in target.items())
 
 
 def pid_of(example, part):

@@ -48,7 +48,7 @@ keep_hourly = 0
 ROW_BYTES = 784 * 4 + 8
 _ROWS_A_MESSAGE = 50
 _AHEAD = 10_000
-_READY = "learner is ready and stands by"
+_READY = "learner is ready as standby"
 _ALONE = {"ANABRANCH__LEARNER__STANDBY": "false"}
 _PLACES = 1.12
 """Records of the file for each event: places that were left wait for checkpoints before they are written again."""

@@ -61,10 +61,10 @@ def test_an_end_is_known_while_earlier_blocks_are_not_handled_yet(source, proces
     block = source.poll(NOW)
     assert block.coverage[0].end == 100
     # A learner that is slow does not poll until it has done with the block.
-    assert (source.partitions[0].end, source.told) == (8000, asked)
+    assert (source.partitions[0].end, source.ends_time) == (8000, asked)
     send(process.there, LagReport([(0, 9000)], "the broker is slow", asked + 1))
     source.receive()
-    assert (source.partitions[0].end, source.told, source.problem) == (9000, asked + 1, "the broker is slow")
+    assert (source.partitions[0].end, source.ends_time, source.problem) == (9000, asked + 1, "the broker is slow")
     assert source.poll(NOW).coverage[0].end == 200
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ingest.config import SchemaSettings
 from ingest.events.schema import Schema
 from tests import forkserver
+from tests.learner.learner_bench import LearnerBench, small_model
 from tests.pipelines import Learner
 
 PROGRAM = Path(__file__).parent / "ranks_program.py"
@@ -38,6 +39,21 @@ def make_model() -> Callable[[], nn.Module]:
         return nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
 
     return make
+
+
+@pytest.fixture
+def make_bench(tmp_path: Path, schema: Schema) -> Iterator[Callable[..., LearnerBench]]:
+    """Makes learners over one state directory, `make_bench(blocks, model, **options)`, one after the other."""
+    benches: list[LearnerBench] = []
+
+    def make(blocks: int, model: Callable[[], nn.Module] | None = None, **options: Any) -> LearnerBench:
+        torch.manual_seed(0)
+        benches.append(LearnerBench(tmp_path, schema, (model or small_model)(), blocks, **options))
+        return benches[-1]
+
+    yield make
+    for bench in benches:
+        bench.close()
 
 
 @pytest.fixture

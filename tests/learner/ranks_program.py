@@ -1,7 +1,7 @@
 """One of N ranks that play through what `test_ranks.py` compares: `RANK SIZE FOLDER SCENARIO...`, each as JSON.
 
 Alone it trains as one rank does. What came out is written to `FOLDER/<number of the scenario>.safetensors`. Where there
-is a file `FOLDER/address` they meet there, as ranks of several hosts do, and rank 1 writes its weights to
+is a file `FOLDER/address` they connect there, as ranks of several hosts do, and rank 1 writes its weights to
 `FOLDER/led-<number>.safetensors`.
 """
 
@@ -151,7 +151,7 @@ def bent(examples: Examples, times: int = 1) -> Examples:
     return Examples({"x": x.repeat(times, 1)}, examples.label_B.repeat(times), weight_B.repeat(times))
 
 
-def apart(examples: Examples) -> Examples:
+def separable(examples: Examples) -> Examples:
     """Return events whose features say what their label is."""
     return replace(examples, features={"x": nn.functional.one_hot(examples.label_B, 3).to(examples.features["x"])})
 
@@ -164,14 +164,14 @@ def spoiled(examples: Examples, every: int) -> Examples:
 
 
 def step_without(trainer: Trainer, given: list[Examples], raised: list[int]) -> StepResult | None:
-    """Step without the events on which the model raises, and note which they are; None: no new one is left."""
+    """Step without the events on which the model raises, and record which they are; None: no new one is left."""
     while len(given[0]):
         try:
             return trainer.step(given[0], given[1:])
         except RaisingEventsError as exc:
-            raised += exc.places
+            raised += exc.indices
             stays = torch.ones(sum(map(len, given)), dtype=torch.bool)
-            stays[list(exc.places)] = False
+            stays[list(exc.indices)] = False
         left = [each[part] for each, part in zip(given, torch.split(stays, [*map(len, given)]), strict=True)]
         given = left if sum(map(len, left[1:])) else left[:1]
     return None
@@ -182,16 +182,16 @@ def play(trainer: Trainer, scenario: dict[str, Any]) -> dict[str, torch.Tensor]:
     begun: float | None = None
     raised: list[int] = []
     found = {}
-    taken_up, first_step = go_on(trainer, scenario["go_on_from"]) if "go_on_from" in scenario else ({}, 0)
+    restored, first_step = go_on(trainer, scenario["go_on_from"]) if "go_on_from" in scenario else ({}, 0)
     for step in range(first_step, scenario.get("times", 1) * len(scenario["steps"])):
         new, *sampled = scenario["steps"][step % len(scenario["steps"])]
         double = scenario.get("double", True)
-        old = [seen(trainer, 50 * place, n, double) for place, n in enumerate(sampled, 1) if n]
+        old = [seen(trainer, 50 * index, n, double) for index, n in enumerate(sampled, 1) if n]
         first = examples(trainer, step, new, double)
         if "candidates" in scenario:  # the same for each of so many ranks
             first, old = bent(first), [bent(each, scenario["candidates"]) for each in old]
         if scenario.get("separable"):
-            first, old = apart(first), [apart(each) for each in old]
+            first, old = separable(first), [separable(each) for each in old]
         if scenario.get("raises") in ("forward", "backward"):
             first, old = spoiled(first, 5), [spoiled(each, 7) for each in old]
         result = step_without(trainer, [first, *(old if trainer.strategy.replays else [])], raised)
@@ -214,12 +214,12 @@ def play(trainer: Trainer, scenario: dict[str, Any]) -> dict[str, torch.Tensor]:
             write(trainer, step + 1, scenario["write_to"])
     tensors, state = trainer.tensors(), trainer.state()
     trainer.restore(tensors, state)
-    taken_up |= {f"optimizer.{name}": value for name, value in tensors["optimizer"].items()}
-    if scenario.get("tells_strategy"):
+    restored |= {f"optimizer.{name}": value for name, value in tensors["optimizer"].items()}
+    if scenario.get("reports_drift"):
         found |= {f"strategy.{name}": value.contiguous() for name, value in tensors["strategy"].items()}
     if "raises" in scenario:
         found["raised"] = torch.tensor(raised)
-    return found | taken_up | {f"model.{name}": value.contiguous() for name, value in trainer.snapshot().items()}
+    return found | restored | {f"model.{name}": value.contiguous() for name, value in trainer.snapshot().items()}
 
 
 def checkpoints_at(path: str) -> Checkpoints:
@@ -233,7 +233,7 @@ def write(trainer: Trainer, step: int, path: str) -> None:
 
 
 def go_on(trainer: Trainer, path: str) -> tuple[dict[str, Tensor], int]:
-    """Take up a checkpoint, and return the generators of all ranks thereafter, and the step."""
+    """Restore a checkpoint, and return the generators of all ranks after that, and the step."""
     found = checkpoints_at(path).newest()
     assert found is not None
     _, checkpoint = found
@@ -252,8 +252,8 @@ def main() -> None:
         return
     address, interface = folder / "address", "lo0" if sys.platform == "darwin" else "lo"
     abroad = address.exists()
-    meeting = RendezvousAddress(address.read_text(), "ranks", interface) if abroad else folder / "meeting"
-    with join_group(RankAssignment(rank, size, meeting), settings_of(scenarios[0])) as device:
+    rendezvous = RendezvousAddress(address.read_text(), "ranks", interface) if abroad else folder / "rendezvous"
+    with join_group(RankAssignment(rank, size, rendezvous), settings_of(scenarios[0])) as device:
         for number, scenario in enumerate(scenarios):
             channel, replicas = Channel(device), DataParallelGroup(settings_of(scenario))
             arguments = arguments_of(scenario, rank, device)

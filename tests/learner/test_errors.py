@@ -28,9 +28,9 @@ os._exit(0)
 @pytest.mark.process
 def test_a_lost_rank_is_distinguished_from_other_errors(tmp_path: Path) -> None:
     command = [sys.executable, "-c", PROGRAM]
-    with subprocess.Popen([*command, "1", str(tmp_path / "meeting")]) as other:
+    with subprocess.Popen([*command, "1", str(tmp_path / "rendezvous")]) as other:
         done = subprocess.run(
-            [*command, "0", str(tmp_path / "meeting")], stdout=subprocess.PIPE, env=os.environ, timeout=100
+            [*command, "0", str(tmp_path / "rendezvous")], stdout=subprocess.PIPE, env=os.environ, timeout=100
         )
     assert (done.stdout, other.returncode) == (b"True", 9)
     assert not is_of_a_lost_rank(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))

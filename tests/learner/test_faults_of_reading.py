@@ -172,8 +172,8 @@ def test_checkpoints_of_which_all_are_damaged_are_not_taken_for_none_and_stay(
             damage(path_of(checkpoints, number, "manifest.json"))
     flip(path_of(checkpoints, 1, "model.safetensors"))
     sentence = (
-        r"there are checkpoints in .*checkpoints \(1, 2, 3\), and none can be used: checkpoint 3: .*; put it back "
-        ".* or begin anew by"
+        r"there are checkpoints in .*checkpoints \(1, 2, 3\), and none can be used: checkpoint 3: .*; restore one "
+        ".* or begin again by"
     )
     with pytest.raises(CheckpointError, match=sentence):
         ResumePoint.newest(checkpoints, ErasureLog(tmp_path / "erasures.log"))

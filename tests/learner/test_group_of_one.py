@@ -37,8 +37,8 @@ def _no_group_is_left() -> Iterator[None]:
 KINDS = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-def trained(schema: Schema, meeting: Path | None, strategy: str = "er", **settings: Any) -> dict[str, Tensor]:
-    """Return the weights after 14 steps: of a group of one that meets there, or of a process without a group."""
+def trained(schema: Schema, rendezvous: Path | None, strategy: str = "er", **settings: Any) -> dict[str, Tensor]:
+    """Return the weights after 14 steps: of a group of one with this rendezvous, or of a process without a group."""
     plain = {"optimizer": {"name": "sgd", "lr": 0.1}, "precision": "fp32"}
     options = LearnerSettings.model_validate(plain | settings)
     torch.manual_seed(0)
@@ -55,14 +55,14 @@ def trained(schema: Schema, meeting: Path | None, strategy: str = "er", **settin
             assert trainer.step(new, [old] if trainer.strategy.replays else []).finite
         return {name: value.cpu() for name, value in trainer.snapshot().items()}
 
-    if meeting is None:
+    if rendezvous is None:
         return run(torch.device(options.device), {})
-    with join_group(RankAssignment(0, 1, meeting), options) as device:
+    with join_group(RankAssignment(0, 1, rendezvous), options) as device:
         return run(device, {"ranks": DataParallelGroup(options)})
 
 
-def apart(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
-    """Return how far two models are apart, of how far they could be."""
+def distance(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
+    """Return the distance of two models, relative to the largest possible one."""
     distance = math.hypot(*(float((one[name] - other[name]).norm()) for name in one))
     return distance / math.hypot(*(float(each.norm()) for each in one.values()))
 
@@ -80,9 +80,9 @@ def test_weights_in_parts_learn_what_whole_ones_do(
     schema: Schema, tmp_path: Path, kind: str, strategy: str, optimizer: dict[str, Any]
 ) -> None:
     whole = trained(schema, None, strategy, device=kind, optimizer=optimizer)
-    split = trained(schema, tmp_path / "meeting", strategy, device=kind, optimizer=optimizer, sharding="fsdp")
+    split = trained(schema, tmp_path / "rendezvous", strategy, device=kind, optimizer=optimizer, sharding="fsdp")
     assert whole.keys() == split.keys()
-    assert apart(whole, split) < 1e-5
+    assert distance(whole, split) < 1e-5
 
 
 def hooks() -> Iterator[Any]:
@@ -96,7 +96,7 @@ def test_what_a_hook_makes_smaller_is_nearly_what_was_meant(
 ) -> None:
     exact = trained(schema, tmp_path / "exact", device=kind, comm_hook="none")
     hooked = trained(schema, tmp_path / "hooked", device=kind, comm_hook=name)
-    assert 0 < apart(exact, hooked) < 0.05
+    assert 0 < distance(exact, hooked) < 0.05
 
 
 def test_a_step_that_is_not_finite_leaves_nothing_in_powersgd(schema: Schema, tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_a_step_that_is_not_finite_leaves_nothing_in_powersgd(schema: Schema, tm
     settings = LearnerSettings.model_validate(
         {"comm_hook": "powersgd", "device": "cpu", "optimizer": {"name": "sgd", "lr": 0.01}}
     )
-    with join_group(RankAssignment(0, 1, tmp_path / "meeting"), settings) as device:
+    with join_group(RankAssignment(0, 1, tmp_path / "rendezvous"), settings) as device:
         model = nn.Sequential(nn.Linear(3, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 3))
         parts = (model, Classification(), STRATEGIES["none"](), schema, settings, device)
         trainer = Trainer(*parts, choose_precision("fp32", device), ranks=DataParallelGroup(settings))
@@ -117,14 +117,14 @@ def test_a_step_that_is_not_finite_leaves_nothing_in_powersgd(schema: Schema, tm
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.:DeprecationWarning")  # what torch imports for ZeRO
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_zero1_takes_up_lies_on_its_rank_once_and_goes_on_and_is_checkpointed_as_before(
+def test_zero1_keeps_restored_state_once_on_its_rank_and_continues_and_checkpoints_as_before(
     schema: Schema, tmp_path: Path, kind: str
 ) -> None:
-    """In a group of one, with the fused optimizer, which on CUDA wants its counts of steps there too."""
+    """In a group of one, with the fused optimizer, which on CUDA requires its step counts on the device too."""
     settings = LearnerSettings.model_validate(
         {"sharding": "zero1", "device": kind, "optimizer": {"name": "adamw", "lr": 0.01}}
     )
-    with join_group(RankAssignment(0, 1, tmp_path / "meeting"), settings) as device:
+    with join_group(RankAssignment(0, 1, tmp_path / "rendezvous"), settings) as device:
 
         def make() -> tuple[Trainer, DataParallelGroup]:
             torch.manual_seed(0)
@@ -144,7 +144,7 @@ def test_what_zero1_takes_up_lies_on_its_rank_once_and_goes_on_and_is_checkpoint
             before[0].step(examples)
         after[0].restore(*checkpoint(*before))
         optimizer: Any = after[0].update.optimizer
-        assert not optimizer.state, "a copy beside the inner optimizer's"
+        assert not optimizer.state, "a second copy next to the inner optimizer's"
         moments = [value for values in optimizer.optim.state.values() for value in values.values()]
         assert len(moments) == 2 * 3
         assert {each.device.type for each in moments} == {kind}
@@ -160,4 +160,4 @@ def test_what_zero1_takes_up_lies_on_its_rank_once_and_goes_on_and_is_checkpoint
 def test_a_fused_form_that_parts_do_not_have_is_refused(schema: Schema, tmp_path: Path) -> None:
     optimizer = {"name": "sgd", "lr": 0.1, "fused": True}
     with pytest.raises(SettingsError, match=r'sgd has no fused form for the weights of learner\.sharding = "fsdp"'):
-        trained(schema, tmp_path / "meeting", device="cpu", optimizer=optimizer, sharding="fsdp")
+        trained(schema, tmp_path / "rendezvous", device="cpu", optimizer=optimizer, sharding="fsdp")

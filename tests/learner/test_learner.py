@@ -221,20 +221,20 @@ def test_a_deterministic_run_that_was_killed_and_stopped_ends_with_the_same_weig
         assert all(torch.equal(value, others[name]) for name, value in mine.items()), part
 
 
-@pytest.mark.parametrize("home", ["device", "disk"])
+@pytest.mark.parametrize("tier", ["device", "disk"])
 def test_after_kill_9_it_goes_on_from_the_checkpoint_and_everything_adds_up(
     kafka: Any,
     make_topic: Callable[..., str],
     produce: Callable[..., list[int]],
     pipeline: Callable[..., Path],
     start: Callable[..., Learner],
-    home: str,
+    tier: str,
 ) -> None:
     topic = make_topic(partitions=2)
     config = pipeline(kafka.bootstrap, topic)
     produced = 0
     environment = {"ANABRANCH__CHECKPOINTS__EVERY": "200ms"}
-    if home == "disk":
+    if tier == "disk":
         environment |= {"ANABRANCH__REPLAY__DISK__BYTES": "1MB", "ANABRANCH__REPLAY__DEVICE_BYTES": "10kB"}
     learner = start(config, **environment)
     for round_ in range(1, 5):
@@ -250,7 +250,7 @@ def test_after_kill_9_it_goes_on_from_the_checkpoint_and_everything_adds_up(
     assert adds_up(report)
     assert report.outcomes["dead_lettered"] == 8
     assert report.outcomes["trained"] + report.outcomes["held_out"] == 1200
-    assert report.replay_rows[home] == report.outcomes["trained"], "an event is in the store twice, or not at all"
+    assert report.replay_rows[tier] == report.outcomes["trained"], "an event is in the store twice, or not at all"
     assert report.replay_lost == 0
     assert report.holdout_rows == report.outcomes["held_out"]
 
@@ -324,7 +324,7 @@ def test_it_ends_with_its_supervisor(
 
 
 @pytest.mark.slow
-def test_a_topic_that_was_made_anew_ends_it_with_2_or_is_read_from_its_beginning_as_on_gap_says(
+def test_a_topic_that_was_created_again_ends_it_with_2_or_is_read_from_its_beginning_as_on_gap_says(
     kafka: Any,
     make_topic: Callable[..., str],
     make_anew: Callable[[str, str], None],
@@ -404,7 +404,7 @@ def test_a_learner_that_lost_its_lock_ends_with_2_when_another_has_come_and_writ
     learner = start(pipeline(kafka.bootstrap, topic, '[checkpoints]\nevery = "50ms"\n'))
     produce(kafka.bootstrap, topic, events(100))
     learner.wait_for(lambda each: total(each) == 100 and (each.checkpoint or 0) > 1)
-    (learner.state_dir / LOCK).unlink()  # as a network file system may let go of it
+    (learner.state_dir / LOCK).unlink()  # as a network file system may lose it
     with hold_state_directory(learner.state_dir) as generation:
         assert generation == 2
         before = sorted((learner.state_dir / "checkpoints").iterdir())
@@ -455,7 +455,7 @@ def test_a_taken_status_address_ends_with_2(
     assert "learner.status" in said
 
 
-def test_metrics_want_the_token_where_there_is_one(
+def test_metrics_require_the_token_where_there_is_one(
     kafka: Any, make_topic: Callable[..., str], pipeline: Callable[..., Path], start: Callable[..., Learner]
 ) -> None:
     config = pipeline(kafka.bootstrap, make_topic())
@@ -590,8 +590,8 @@ def test_events_of_several_classes_are_learned_stored_and_gone_on_with(
     assert shown.returncode == 0, shown.stderr
     for line in shown.stdout.splitlines():
         event = json.loads(line)
-        told = [name for name, value in zip(("red", "green", "blue"), event["features"]["x"], strict=True) if value]
-        assert event["label"] in (told, None)
+        classes = [name for name, value in zip(("red", "green", "blue"), event["features"]["x"], strict=True) if value]
+        assert event["label"] in (classes, None)
 
 
 @pytest.mark.any_broker
@@ -620,4 +620,7 @@ def test_the_output_of_the_model_is_kept_with_each_event_for_der(
     )
     assert (shown.returncode, len(shown.stdout.splitlines())) == (0, 5), shown.stderr
     code, sentence = ended(config)
-    assert (code, 'learner.strategy = "er" wants no output of the model kept' in sentence) == (2, True)
+    assert (code, 'learner.strategy = "er" requires no output of the model with each stored event' in sentence) == (
+        2,
+        True,
+    )

@@ -1,4 +1,4 @@
-"""A learner whose steps are large loses no event for want of a slot in the store."""
+"""A learner whose steps are large loses no event for lack of a slot in the store."""
 
 import threading
 from datetime import timedelta
@@ -12,7 +12,7 @@ from ingest.events.schema import Schema
 from ingest.kafka.fake import fake_columns
 from ingest.transport.shared_ring import MOST_ROWS
 from learner.config import LearnerSettings
-from learner.resume import most_offered
+from learner.resume import most_added
 from learner.stream.batches import Batches
 
 BATCH = 24
@@ -36,9 +36,9 @@ class Unlabelled:
 
 
 @pytest.mark.parametrize("kind", [{"unlabelled": "store"}, {"lag_policy": LagPolicySettings(action="store-only")}])
-def test_a_batch_has_no_more_events_than_the_store_is_told(schema: Schema, kind: dict[str, Any]) -> None:
+def test_a_batch_has_no_more_events_than_the_store_has_slots_for(schema: Schema, kind: dict[str, Any]) -> None:
     settings = LearnerSettings(batch_size=BATCH, max_delay=timedelta(hours=1))
-    most = most_offered(settings, StreamSettings(topics=("events",), **kind), 1)
+    most = most_added(settings, StreamSettings(topics=("events",), **kind), 1)
     batches = Batches(Unlabelled(schema), BATCH, settings.max_delay)
     for _ in range(5):
         batch = batches.next(threading.Event())

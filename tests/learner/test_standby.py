@@ -1,4 +1,4 @@
-"""A learner that stands by has all that takes seconds, holds nothing, and knows nothing of the settings yet."""
+"""A standby has its imports done, holds no lock or device, and has not read the settings yet."""
 
 import contextlib
 import signal
@@ -26,7 +26,7 @@ print(sorted(set(sys.modules) - before), torch.cuda.is_initialized())
 
 @pytest.fixture
 def standby(tmp_path: Path) -> Iterator[Callable[[], "subprocess.Popen[str]"]]:
-    """Starts a learner that stands by, of a `pipeline.toml` that is not there, and returns it once it is ready."""
+    """Starts a standby of a missing `pipeline.toml`, and returns it once it is ready."""
     with contextlib.ExitStack() as stack:
 
         def begin() -> "subprocess.Popen[str]":
@@ -41,7 +41,7 @@ def standby(tmp_path: Path) -> Iterator[Callable[[], "subprocess.Popen[str]"]]:
             )
             stack.callback(process.kill)
             assert process.stderr is not None
-            assert "learner is ready and stands by" in process.stderr.readline()
+            assert "learner is ready as standby" in process.stderr.readline()
             return process
 
         yield begin

@@ -63,8 +63,8 @@ def small(seed: int = 0) -> nn.Sequential:
 def events(n: int, seed: int, classes: tuple[int, ...] = (0, 1, 2)) -> Examples:
     generator = torch.Generator().manual_seed(seed)
     label_B = torch.tensor(classes)[torch.randint(len(classes), (n,), generator=generator)]
-    x, output_B = (torch.randn(n, 3, generator=generator) for _ in range(2))
-    return Examples({"x": x}, label_B, torch.rand(n, generator=generator) + 0.5, output_B)
+    x, said = (torch.randn(n, 3, generator=generator) for _ in range(2))
+    return Examples({"x": x}, label_B, torch.rand(n, generator=generator) + 0.5, said)
 
 
 def gradient(model: nn.Module, loss: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ def cross_entropy(model: nn.Module, examples: Examples) -> Tensor:
 
 
 class Stream:
-    """Three well separated classes in turn, and all events so far to replay."""
+    """Three well separated classes in turn, with all that was learned of them to rehearse."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
@@ -115,15 +115,15 @@ class Stream:
 
 
 def on(device: torch.device, examples: Examples) -> Examples:
-    output_B = None if examples.output_B is None else examples.output_B.to(device)
+    said = None if examples.output_B is None else examples.output_B.to(device)
     features = {name: value.to(device) for name, value in examples.features.items()}
-    return Examples(features, examples.label_B.to(device), examples.weight_B.to(device), output_B)
+    return Examples(features, examples.label_B.to(device), examples.weight_B.to(device), said)
 
 
 def _stacked(parts: list[Examples]) -> Examples:
-    outputs = [part.output_B for part in parts if part.output_B is not None]
+    said = [part.output_B for part in parts if part.output_B is not None]
     whole = concat(parts)
-    return Examples(whole.features, whole.label_B, whole.weight_B, torch.cat(outputs))
+    return Examples(whole.features, whole.label_B, whole.weight_B, torch.cat(said))
 
 
 @pytest.fixture(autouse=True)
@@ -388,7 +388,7 @@ class TestEwc:
         assert all(each.isfinite().all() for each in strategy.tensors().values())
         assert trainer.step(events(5, 2)).finite
 
-    def test_an_event_of_weight_0_counts_for_nothing(self, schema: Schema) -> None:
+    def test_a_placeholder_event_has_no_weight(self, schema: Schema) -> None:
         strategy = ElasticWeights()
         make_trainer(schema, small(), strategy)
         strategy.after_step(replace(events(1, 1), weight_B=torch.zeros(1)), torch.empty(0))
@@ -402,7 +402,7 @@ class TestEwc:
         trainer.on_drift()
         assert torch.equal(strategy.tensors()["anchor.0"], trainer.snapshot()["0.weight"])
 
-    def test_its_forgetting_is_less_than_that_of_plain_training(self, schema: Schema) -> None:
+    def test_it_has_less_forgetting_than_plain_training(self, schema: Schema) -> None:
         kept = []
         for strategy in (ElasticWeights(strength=100, every=100), NoReplay()):
             trainer = make_trainer(schema, small(), strategy, optimizer={"name": "sgd", "lr": 0.05})

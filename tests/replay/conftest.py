@@ -91,7 +91,7 @@ def make_store(schema: Schema, tmp_path: Path, request: pytest.FixtureRequest) -
             options["redis"] = {"url": request.getfixturevalue("shared_redis").url, **options["redis"]}
         section = request.getfixturevalue("with_host") if "host" in options else ReplaySettings
         settings = section.model_validate({"capacity": capacity, **options})
-        file = contents.standing.file if contents is not None else None
+        file = contents.state.file if contents is not None else None
         mine = keys[file.id] if file is not None and file.id in keys else f"store-{len(stores)}:rank-0"
         # One folder for all: files of the disk tier never get in each other's way.
         cpu, folder = torch.device("cpu"), tmp_path / "replay"

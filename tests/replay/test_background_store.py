@@ -21,8 +21,9 @@ from replay.background_store import BackgroundStore, StoreFailedError
 from replay.build import build_store
 from replay.config import ReplaySettings
 from replay.erasure.erased_events import ByRange, ErasedEvents
+from replay.fake import plan_ahead
 from replay.plan import Sample
-from replay.reservoir.pending_events import MOST_PENDING
+from replay.reservoir.pending_events import MAX_PENDING
 from replay.store import Store
 
 PARTITIONS = [TopicPartition("events", 0)]
@@ -59,7 +60,13 @@ class Life:
     def __init__(self, keeper: Store | BackgroundStore, schema: Schema) -> None:
         self._keeper, self._schema = keeper, schema
         self._step = self._added = 0
-        keeper.plan_ahead(0, SAMPLED)
+        self._plan_ahead(0)
+
+    def _plan_ahead(self, step: int) -> None:
+        if isinstance(self._keeper, BackgroundStore):
+            self._keeper.plan_ahead(step, SAMPLED)
+        else:
+            plan_ahead(self._keeper, step, SAMPLED)
 
     @property
     def store(self) -> Store:
@@ -89,7 +96,7 @@ class Life:
                 self._keeper.update_priorities(sample, (sample.records["offset"] % 17).astype(np.float32))
         self.add(n)
         self._step += 1
-        self._keeper.plan_ahead(self._step, SAMPLED)
+        self._plan_ahead(self._step)
         return sampled
 
     @property
@@ -192,12 +199,12 @@ def test_events_are_added_where_no_step_samples(
     open_background_store: Callable[..., BackgroundStore], schema: Schema
 ) -> None:
     background_store, most = open_background_store(capacity=100_000), 0
-    for begin in range(0, 20 * MOST_PENDING, 128):
+    for begin in range(0, 20 * MAX_PENDING, 128):
         background_store.add(fake_columns(schema, range(begin, begin + 128)), PARTITIONS)
         most = max(most, background_store._added)
-    assert most <= MOST_PENDING + 128
-    assert len(background_store._at_rest()) >= 20 * MOST_PENDING - 2 * (MOST_PENDING + 128)
-    assert background_store.flush().flush_pending() + len(background_store.flush()) >= 20 * MOST_PENDING
+    assert most <= MAX_PENDING + 128
+    assert len(background_store._at_rest()) >= 20 * MAX_PENDING - 2 * (MAX_PENDING + 128)
+    assert background_store.flush().flush_pending() + len(background_store.flush()) >= 20 * MAX_PENDING
 
 
 class Panic(BaseException):
@@ -233,7 +240,9 @@ def test_what_fails_beside_a_step_is_told_by_each_later_call_and_is_no_want_of_m
         background_store.has_room,
         background_store.flush,
     ):
-        with pytest.raises(StoreFailedError, match=f"the replay store failed beside a step: {kind.__name__}: no more"):
+        with pytest.raises(
+            StoreFailedError, match=f"the replay store failed in the background of a step: {kind.__name__}: no more"
+        ):
             call()
     assert not issubclass(StoreFailedError, RuntimeError), "by which a device without memory is told"
 
@@ -248,11 +257,11 @@ def test_lost_events_leave_and_are_counted_where_no_step_comes(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(background_store.flush().tiers.slow[0], "write", full)
-    for begin in range(0, 10 * MOST_PENDING, MOST_PENDING):
-        background_store.add(fake_columns(schema, range(begin, begin + MOST_PENDING)), PARTITIONS)
+    for begin in range(0, 10 * MAX_PENDING, MAX_PENDING):
+        background_store.add(fake_columns(schema, range(begin, begin + MAX_PENDING)), PARTITIONS)
         background_store.plan_ahead(0, SAMPLED)
-        background_store._store.tiers._io_worker.flush()
-    assert background_store.flush().lost >= 7 * MOST_PENDING
+        background_store._store.tiers._io_thread.wait()
+    assert background_store.flush().lost >= 7 * MAX_PENDING
     assert len(background_store.flush().tiers._lost) < 4
 
 
@@ -261,8 +270,8 @@ def test_nothing_is_held_on_to_that_is_done(
 ) -> None:
     background_store = open_background_store()
     added = []
-    for begin in range(0, 4 * MOST_PENDING, MOST_PENDING):
-        columns = fake_columns(schema, range(begin, begin + MOST_PENDING))
+    for begin in range(0, 4 * MAX_PENDING, MAX_PENDING):
+        columns = fake_columns(schema, range(begin, begin + MAX_PENDING))
         added.append(weakref.ref(columns["feature.x"]))
         background_store.add(columns, PARTITIONS)
         del columns
@@ -310,7 +319,7 @@ def test_steps_have_waited_for_what_they_waited_for_and_no_more(
 
 def test_without_a_thread_what_is_due_is_done_by_who_has_sampled(schema: Schema) -> None:
     before = threading.active_count()
-    background_store = BackgroundStore(open_store(schema), beside=False)
+    background_store = BackgroundStore(open_store(schema), in_background=False)
     assert threading.active_count() == before
     life = Life(background_store, schema)
     for n in range(1, 40):

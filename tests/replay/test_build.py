@@ -19,7 +19,7 @@ from ingest.events.schema import Schema
 from ingest.kafka.fake import fake_columns
 from replay.build import build_store
 from replay.config import ReplaySettings
-from replay.fake import FakeCheckpoints
+from replay.fake import FakeCheckpoints, add_now, plan_ahead
 from replay.planner import AHEAD
 from replay.snapshot import StoreSnapshot
 from replay.store import Store
@@ -57,7 +57,7 @@ def build(schema: Schema, tmp_path: Path, request: pytest.FixtureRequest) -> Ite
 
 def fill(store: Store, schema: Schema, begin: int, end: int) -> None:
     for offset in range(begin, end, 100):
-        store.add_now(fake_columns(schema, range(offset, offset + 100)), PARTITIONS)
+        add_now(store, fake_columns(schema, range(offset, offset + 100)), PARTITIONS)
 
 
 def checkpoint(store: Store, number: int = 1) -> StoreSnapshot:
@@ -98,13 +98,13 @@ def test_contents_move_to_another_arrangement_with_their_plans(
     store, undisturbed = build(before), build(MEMORY)
     for each in (store, undisturbed):
         fill(each, schema, 0, 5000)
-        each.plan_ahead(7, 20)
+        plan_ahead(each, 7, 20)
     contents = checkpoint(store)
     moved = build(after, contents)
     assert payload(moved) == payload(undisturbed)
     for each in (moved, undisturbed):
         fill(each, schema, 5000, 9000)
-        each.plan_ahead(8, 20)
+        plan_ahead(each, 8, 20)
     for step in range(8, 8 + AHEAD):
         mine, expected = moved.sample(step, 20), undisturbed.sample(step, 20)
         assert all(torch.equal(mine.columns[name], column) for name, column in expected.columns.items())
@@ -183,10 +183,10 @@ def test_a_row_that_went_bad_is_left_out_of_samples_and_erased(
     held, bad = len(store), set(store.event_table.copy()["offset"][:5].tolist())
     cached = store.rows["device"]
     spoil(store, places=5)
-    store.plan_ahead(0, held)
+    plan_ahead(store, 0, held)
     sample = store.sample(0, held)
     assert held - 5 <= len(sample) <= held - 5 + cached
-    store.plan_ahead(1, 10)
+    plan_ahead(store, 1, 10)
     assert store.lost == held - len(sample)
     assert len(store) == len(sample)
     assert bad & set(store.event_table.copy()["offset"].tolist()) <= bad
@@ -208,11 +208,11 @@ def test_a_disk_that_is_out_of_reach_for_a_while_costs_no_event(
     with monkeypatch.context() as patch:
         patch.setattr("replay.tiers.disk.os.preadv", stale)
         for step in range(10):
-            store.plan_ahead(step, 50)
+            plan_ahead(store, step, 50)
             assert len(store.sample(step, 50)) < 50
         assert "cannot be read: Stale file handle; what it has is not rehearsed" in str(store.problem)
     for step in range(10, 30):
-        store.plan_ahead(step, 50)
+        plan_ahead(store, step, 50)
         sample = store.sample(step, 50)
     assert (len(sample), len(store), store.lost, store.problem) == (50, held, 0, None)
 
@@ -242,7 +242,7 @@ def test_a_disk_that_cannot_be_written_costs_events_and_no_step(
         store.tiers.sync()
         assert store.tiers.problem is not None
         assert "1.rows cannot be written: Read-only file system; events are not stored" in store.tiers.problem
-    store.plan_ahead(0, 50)
+    plan_ahead(store, 0, 50)
     assert store.lost > 0
     assert len(store.sample(0, 50)) == 50
     assert len(store) <= held
@@ -262,7 +262,7 @@ def test_a_checkpoint_is_not_whole_before_its_rows_are_on_the_disk(
         "replay.tiers.disk.os.pwritev", lambda *args: (gate.wait(), order.append("write"), write(*args))[2]
     )
     monkeypatch.setattr("replay.tiers.disk.os.fsync", lambda *args: (order.append("sync"), fsync(*args))[1])
-    store.add_now(fake_columns(schema, range(10)), PARTITIONS)
+    add_now(store, fake_columns(schema, range(10)), PARTITIONS)
     held = store.begin_snapshot(1)
     checkpointer = threading.Thread(target=lambda: (store.contents(held), order.append("contents")))
     checkpointer.start()
@@ -291,10 +291,10 @@ def test_the_file_of_another_checkpoint_is_refused(schema: Schema, build: Build,
     store = build(DISK)
     fill(store, schema, 0, 500)
     contents = checkpoint(store)
-    file = contents.standing.file
+    file = contents.state.file
     assert file is not None
-    another = dataclasses.replace(contents.standing, file=dataclasses.replace(file, id="0" * 32))
-    other = dataclasses.replace(contents, standing=another)
+    another = dataclasses.replace(contents.state, file=dataclasses.replace(file, id="0" * 32))
+    other = dataclasses.replace(contents, state=another)
     with pytest.raises(SettingsError, match=r"1.rows is not the file that checkpoint 1 belongs to; put that one back"):
         build(DISK, other)
     (tmp_path / "1.rows").unlink()

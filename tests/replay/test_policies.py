@@ -18,7 +18,7 @@ from ingest.kafka.fake import fake_columns
 from replay import policies
 from replay.build import build_store
 from replay.config import COMPARING, ReplaySettings
-from replay.fake import FakeCheckpoints
+from replay.fake import FakeCheckpoints, add_now
 from replay.policies import ADMISSIONS, SAMPLERS
 from replay.reservoir.quotas import Quotas
 from replay.snapshot import StoreSnapshot
@@ -66,7 +66,7 @@ def fill(store: Store, schema: Schema, batches: list[int], partition: int = 0) -
         offsets = range(100 * number, 100 * number + 100)
         columns = fake_columns(schema, offsets, partition=partition, label=[0, 0, 0, 0, 0, 1, 1, 2, 2, 3])
         columns["time_ms"][:] = np.array(offsets) * (DAY_MS // 96)
-        store.add_now(columns, PARTITIONS)
+        add_now(store, columns, PARTITIONS)
 
 
 def held(store: Store) -> list[tuple[int, int]]:
@@ -155,7 +155,7 @@ class TestThePage:
         for week, count in enumerate([1000, 100, 300]):
             columns = fake_columns(schema, range(1000 * week, 1000 * week + count))
             columns["time_ms"][:] = 7 * DAY_MS * (week + 20) + DAY_MS
-            store.add_now(columns, PARTITIONS)
+            add_now(store, columns, PARTITIONS)
         assert np.bincount(np.array(sampled(store, 0, 240)) // 1000).tolist() == [80, 80, 80]
 
     def test_its_admission_has_classes_alike_and_fresh(self, schema: Schema, open_store: Open) -> None:

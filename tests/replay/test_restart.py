@@ -17,7 +17,7 @@ from ingest.events.schema import Schema
 from ingest.kafka.fake import Columns, fake_columns
 from replay.build import build_store
 from replay.config import ReplaySettings
-from replay.fake import FakeCheckpoints
+from replay.fake import FakeCheckpoints, add_now, plan_ahead
 from replay.snapshot import StoreSnapshot
 from replay.store import Store
 
@@ -46,7 +46,7 @@ def take_step(store: Store, schema: Schema, step: int, rows: int) -> list[Any]:
     sample = store.sample(step, SAMPLED)
     store.update_priorities(sample, (sample.records["offset"] * 7 % 19 / 5).astype(np.float32))
     store.add(block(schema, step, rows), PARTITIONS)
-    store.plan_ahead(step + 1, SAMPLED)
+    plan_ahead(store, step + 1, SAMPLED)
     columns = [column.tolist() for _, column in sorted(sample.columns.items())]
     return [sample.records["offset"].tolist(), sample.importance.tolist(), *columns]
 
@@ -67,11 +67,11 @@ def test_no_restart_changes_a_sample(
     with tempfile.TemporaryDirectory() as folder:
         build = _builder(schema, Path(folder), policies)
         whole, expected, steps = build({}), list[Any](), sum(length for length, _, _ in lives) + 10
-        whole.plan_ahead(0, SAMPLED)
+        plan_ahead(whole, 0, SAMPLED)
         for step in range(steps):
             expected.append(take_step(whole, schema, step, rows))
         store = build(ARRANGEMENTS[0])
-        store.plan_ahead(0, SAMPLED)
+        plan_ahead(store, 0, SAMPLED)
         checkpoints, step = FakeCheckpoints(store), 0
         for number, (length, undone, arrangement) in enumerate(lives, start=1):
             for _ in range(length):
@@ -122,8 +122,8 @@ def test_under_another_policy_events_compete_as_if_it_had_been_that_one(
     """Of what the old one had kept and what came later, the new one holds what one to which these were added holds."""
     store, other = build(arrangement, admission=before), build({}, admission=after)
     for step in range(20):
-        store.add_now(block(schema, step, 100), PARTITIONS)
-    store.plan_ahead(0, SAMPLED)
+        add_now(store, block(schema, step, 100), PARTITIONS)
+    plan_ahead(store, 0, SAMPLED)
     checkpoints = FakeCheckpoints(store)
     first = checkpoints.checkpoint(1)
     kept = np.sort(first.index["offset"])
@@ -131,12 +131,12 @@ def test_under_another_policy_events_compete_as_if_it_had_been_that_one(
         columns = block(schema, step, 100)
         mine = np.isin(columns["offset"], kept)
         if mine.any():
-            other.add_now({name: column[mine] for name, column in columns.items()}, PARTITIONS)
+            add_now(other, {name: column[mine] for name, column in columns.items()}, PARTITIONS)
     store = build(arrangement, first, admission=after)
     assert sorted(store.event_table.copy()["offset"].tolist()) == kept.tolist()
     for step in range(20, 50):
         for each in (store, other):
-            each.add_now(block(schema, step, 100), PARTITIONS)
+            add_now(each, block(schema, step, 100), PARTITIONS)
     names = ["offset", "group", "priority"]
     assert (
         np.array_equal(np.sort(store.event_table.copy()[names]), np.sort(other.event_table.copy()[names]))

@@ -11,7 +11,7 @@ from ingest.events.schema import Schema
 from ingest.kafka.fake import Columns, fake_columns
 from replay.build import build_store
 from replay.config import ReplaySettings
-from replay.fake import FakeCheckpoints
+from replay.fake import FakeCheckpoints, plan_ahead
 from replay.store import Store
 
 PARTITIONS = [TopicPartition("events", 0)]
@@ -50,7 +50,7 @@ def test_a_step_finds_slots_for_all_its_events(
         assert store.has_room()
         moment = store.begin_snapshot(number := number + 1) if turn % 3 == 2 else None
         store.add(events(schema, turn * step, step), PARTITIONS)
-        store.plan_ahead(turn, 8)
+        plan_ahead(store, turn, 8)
         if moment is not None:
             checkpoints.finish(moment)
             store.end_snapshot(max(1, number - KEPT + 1))

@@ -22,10 +22,10 @@ from ingest.kafka.fake import fake_columns
 from replay.build import build_store
 from replay.config import ReplaySettings
 from replay.erasure.erased_events import ByRange, ErasedEvents
-from replay.fake import FakeCheckpoints
+from replay.fake import FakeCheckpoints, add_now, plan_ahead
 from replay.planner import AHEAD, BLOCK
 from replay.reservoir.admission import exponentials
-from replay.reservoir.pending_events import MOST_PENDING, MOST_PENDING_BYTES
+from replay.reservoir.pending_events import MAX_PENDING, MAX_PENDING_BYTES
 from replay.store import Store
 from replay.tiers import registry as kinds
 from replay.tiers.redis_tier import RedisTier
@@ -57,7 +57,7 @@ def k_smallest(schema: Schema, events: Iterable[tuple[int, int]], k: int, seed: 
 def test_a_sampled_event_is_the_event_that_was_added(schema: Schema, make_store: MakeStore) -> None:
     store = make_store(100)
     columns = fake_columns(schema, range(50), label=[0, 1, 2, 3])
-    store.add_now(columns, PARTITIONS)
+    add_now(store, columns, PARTITIONS)
     sampled = everything(store)
     order = sampled["feature.n"].argsort()
     for name in ("feature.x", "feature.n", "label", "labelled", "weight"):
@@ -74,7 +74,7 @@ def test_the_label_of_a_regression_is_what_it_was(dtype: str) -> None:
     columns = fake_columns(schema, range(20))
     columns["label"] = np.linspace(-3, 3, 20).astype(dtype)
     columns["label"][7], columns["labelled"][7] = np.nan, False
-    store.add_now(columns, PARTITIONS)
+    add_now(store, columns, PARTITIONS)
     plan = store.plan(0, 20)
     sampled = store.fetch(plan).columns["label"].numpy()[plan.records["offset"].argsort()]
     assert sampled.tobytes() == columns["label"].tobytes()
@@ -96,7 +96,7 @@ def test_every_dtype_and_shape_comes_back_bit_for_bit(dtype: str) -> None:
     columns = fake_columns(schema, range(20))
     raw = np.random.default_rng(0).integers(0, 2, columns["feature.a"].shape) * 100
     columns["feature.a"][:] = raw.astype(dtype)
-    store.add_now(columns, PARTITIONS)
+    add_now(store, columns, PARTITIONS)
     plan = store.plan(0, 20)
     order = plan.records["offset"].argsort()
     sampled = store.fetch(plan).columns
@@ -111,7 +111,7 @@ def test_further_columns_are_kept_beside_those_of_the_schema(schema: Schema, tmp
     store = build_store(settings, schema, torch.device("cpu"), 0, tmp_path, extra=extra)
     columns = fake_columns(schema, range(60))
     columns["logits"] = np.random.default_rng(0).standard_normal((60, 4), np.float32)
-    store.add_now(columns, PARTITIONS)
+    add_now(store, columns, PARTITIONS)
     plan = store.plan(0, 60)
     sampled = store.fetch(plan).columns
     assert torch.equal(sampled["logits"], torch.from_numpy(columns["logits"][plan.records["offset"]]))
@@ -121,7 +121,7 @@ def test_further_columns_are_kept_beside_those_of_the_schema(schema: Schema, tmp
 def test_no_more_is_held_than_capacity_and_a_little(schema: Schema, make_store: MakeStore) -> None:
     store = make_store(320)
     for begin in range(0, 20_000, 500):
-        store.add_now(fake_columns(schema, range(begin, begin + 500)), PARTITIONS)
+        add_now(store, fake_columns(schema, range(begin, begin + 500)), PARTITIONS)
         assert len(store) <= 330
     assert len(store) >= 320
     assert max(store.rows.values()) == len(store)
@@ -148,7 +148,7 @@ def test_the_k_smallest_of_all_added_events_are_held(
     added: list[tuple[int, int]] = []
     for partition, begin, count, backwards, twice in batches:
         offsets = [*range(begin, begin + count), *([begin] if twice else [])]
-        store.add_now(fake_columns(schema, offsets[::-1] if backwards else offsets, partition=partition), PARTITIONS)
+        add_now(store, fake_columns(schema, offsets[::-1] if backwards else offsets, partition=partition), PARTITIONS)
         added += [(partition, offset) for offset in offsets]
         contents = held(store)
         assert k_smallest(schema, added, k, seed) <= contents <= set(added)
@@ -178,13 +178,13 @@ def test_events_that_waited_leave_the_store_as_those_that_were_taken_in_at_once(
         offsets = list(range(begin, begin + count))[:: -1 if backwards else 1]
         label = [(0, 0, 0, 1, 2)[offset % 5] for offset in offsets]
         columns = fake_columns(schema, offsets, partition=partition, label=label)
-        at_once.add_now(columns, PARTITIONS)
+        add_now(at_once, columns, PARTITIONS)
         waited.add(columns, PARTITIONS)
         if is_checkpointed:
             checkpoints.checkpoint(step + 1)
         sampled = []
         for store in (at_once, waited):
-            store.plan_ahead(step, 7)
+            plan_ahead(store, step, 7)
             sampled.append(store.sample(step, 7))
         assert sampled[0].records.tobytes() == sampled[1].records.tobytes()
         assert all(torch.equal(sampled[0].columns[name], sampled[1].columns[name]) for name in sampled[0].columns)
@@ -247,13 +247,13 @@ def test_while_a_disk_is_slow_no_more_is_kept_in_memory_than_what_it_is_to_write
 ) -> None:
     options = ReplaySettings.model_validate({"capacity": 100, "disk": {"bytes": "1MB"}, "device_bytes": 0})
     store = build_store(options, schema, torch.device("cpu"), 0, tmp_path / "replay")
-    store.add_now(fake_columns(schema, range(10_000)), PARTITIONS)  # few are admitted from now on
+    add_now(store, fake_columns(schema, range(10_000)), PARTITIONS)  # few are admitted from now on
     slow = threading.Event()
-    store.tiers._io_worker.submit(slow.wait, 0)
+    store.tiers._io_thread.submit(slow.wait)
     columns, admitted, begin = {}, 0, 10_000
     while not admitted:
         columns = fake_columns(schema, range(begin, begin + 50))
-        admitted, begin = store.add_now(columns, PARTITIONS), begin + 50
+        admitted, begin = add_now(store, columns, PARTITIONS), begin + 50
     block = weakref.ref(columns.pop("feature.x"))
     columns.clear()
     assert block() is None
@@ -265,12 +265,12 @@ def test_while_a_disk_is_slow_no_more_is_kept_in_memory_than_what_it_is_to_write
 
 def test_no_more_events_wait_than_are_taken_in_soon(schema: Schema) -> None:
     store = build_store(ReplaySettings(capacity=2000), schema, torch.device("cpu"), 0)
-    store.add(fake_columns(schema, range(MOST_PENDING)), PARTITIONS)
-    assert len(store) == MOST_PENDING
+    store.add(fake_columns(schema, range(MAX_PENDING)), PARTITIONS)
+    assert len(store) == MAX_PENDING
 
 
 def test_no_more_bytes_wait_than_are_taken_in_soon() -> None:
-    features = {"x": {"dtype": "uint8", "shape": [MOST_PENDING_BYTES // 10]}}
+    features = {"x": {"dtype": "uint8", "shape": [MAX_PENDING_BYTES // 10]}}
     large = Schema(SchemaSettings.model_validate({"features": features, "label": {"name": "y", "classes": 4}}))
     store = build_store(ReplaySettings(capacity=20), large, torch.device("cpu"), 0)
     store.add(fake_columns(large, range(5)), PARTITIONS)
@@ -282,10 +282,10 @@ def test_no_more_bytes_wait_than_are_taken_in_soon() -> None:
 def test_adding_again_changes_nothing(schema: Schema, make_store: MakeStore) -> None:
     store = make_store(50)
     for begin in range(0, 2000, 100):
-        store.add_now(fake_columns(schema, range(begin, begin + 100)), PARTITIONS)
+        add_now(store, fake_columns(schema, range(begin, begin + 100)), PARTITIONS)
     before = held(store)
     for begin in range(1500, 2000, 100):
-        assert store.add_now(fake_columns(schema, range(begin, begin + 100)), PARTITIONS) == 0
+        assert add_now(store, fake_columns(schema, range(begin, begin + 100)), PARTITIONS) == 0
     assert held(store) == before
 
 
@@ -308,7 +308,7 @@ def test_events_out_of_order_have_an_importance_though_none_of_weight_was_counte
     store = build_store(ReplaySettings(capacity=50, admission="recent"), schema, torch.device("cpu"), 0)
     columns = fake_columns(schema, range(10)[::-1])
     columns["weight"][:] = [0.0, *[1.0] * 9]
-    store.add_now(columns, PARTITIONS)
+    add_now(store, columns, PARTITIONS)
     sample = store.fetch(store.plan(0, 50))
     assert sample.importance.tolist() == [1.0] * 9
 
@@ -316,7 +316,7 @@ def test_events_out_of_order_have_an_importance_though_none_of_weight_was_counte
 def test_a_burst_larger_than_the_room_for_it_is_taken_in_pieces(schema: Schema, make_store: MakeStore) -> None:
     store = make_store(10)
     total = 3 * store.burst + 7
-    store.add_now(fake_columns(schema, range(total)), PARTITIONS)
+    add_now(store, fake_columns(schema, range(total)), PARTITIONS)
     assert held(store) >= k_smallest(schema, [(0, offset) for offset in range(total)], 10, 0)
     assert len(store) == 10
 
@@ -325,8 +325,8 @@ def test_two_reservoirs_merge_to_the_one_of_the_whole_stream(schema: Schema, mak
     whole, left, right = make_store(64), make_store(64), make_store(64)
     for begin in range(0, 4000, 200):
         columns = fake_columns(schema, range(begin, begin + 200))
-        whole.add_now(columns, PARTITIONS)
-        (left if begin % 400 else right).add_now(columns, PARTITIONS)
+        add_now(whole, columns, PARTITIONS)
+        add_now(left if begin % 400 else right, columns, PARTITIONS)
     union = held(left) | held(right)
     assert k_smallest(schema, union, 64, 0) == k_smallest(schema, [(0, o) for o in range(4000)], 64, 0) <= held(whole)
 
@@ -338,7 +338,7 @@ def test_heavy_events_are_kept_in_proportion_and_weightless_ones_never(schema: S
         store = build_store(ReplaySettings(capacity=50), schema, torch.device("cpu"), seed)
         columns = fake_columns(schema, range(5000), label=[0, 1, 2])
         columns["weight"] = weights[columns["label"]]
-        store.add_now(columns, PARTITIONS)
+        add_now(store, columns, PARTITIONS)
         kept += np.bincount(everything(store)["label"].numpy(), minlength=3)
     assert kept[0] == 0
     assert 2.6 < kept[2] / kept[1] < 3.4
@@ -353,7 +353,7 @@ def test_the_importance_of_a_sample_makes_it_stand_for_the_weighted_stream(schem
         store = build_store(ReplaySettings(capacity=capacity), schema, torch.device("cpu"), seed)
         columns = fake_columns(schema, range(3000), label=[0, 1, 2])
         columns["weight"] = weights[columns["label"]]
-        store.add_now(columns, PARTITIONS)
+        add_now(store, columns, PARTITIONS)
         sample = store.fetch(store.plan(0, len(store)))
         estimates.append(float((sample.importance * sample.columns["label"]).sum() / sample.importance.sum()))
         assert 0.7 < float(sample.importance.mean()) / weights.mean() < 1.5 or capacity == 50
@@ -364,7 +364,7 @@ def test_the_importance_of_a_sample_makes_it_stand_for_the_weighted_stream(schem
 class TestSamples:
     def test_an_event_comes_once_in_a_sample(self, schema: Schema, make_store: MakeStore) -> None:
         store = make_store(100)
-        store.add_now(fake_columns(schema, range(80)), PARTITIONS)
+        add_now(store, fake_columns(schema, range(80)), PARTITIONS)
         for step in range(50):
             slots = store.plan(step, 60).slots
             assert len(set(slots.tolist())) == 60
@@ -372,14 +372,14 @@ class TestSamples:
     def test_a_sample_is_no_larger_than_the_store(self, schema: Schema, make_store: MakeStore) -> None:
         store = make_store(100)
         assert len(store.fetch(store.plan(0, 10))) == 0
-        store.add_now(fake_columns(schema, range(7)), PARTITIONS)
+        add_now(store, fake_columns(schema, range(7)), PARTITIONS)
         assert len(store.fetch(store.plan(0, 10))) == 7
 
     def test_plans_that_nobody_samples_do_not_pile_up(self, schema: Schema, make_store: MakeStore) -> None:
         store = make_store(100)
-        store.add_now(fake_columns(schema, range(80)), PARTITIONS)
+        add_now(store, fake_columns(schema, range(80)), PARTITIONS)
         for step in range(50):
-            store.plan_ahead(step, 1)
+            plan_ahead(store, step, 1)
             assert AHEAD <= len(store.begin_snapshot(step + 1).plans) < AHEAD + BLOCK
             store.end_snapshot(None)
 
@@ -387,15 +387,15 @@ class TestSamples:
         self, schema: Schema, make_store: MakeStore
     ) -> None:
         store = make_store(100)
-        store.add_now(fake_columns(schema, range(80)), PARTITIONS)
+        add_now(store, fake_columns(schema, range(80)), PARTITIONS)
         checkpoints = FakeCheckpoints(store)
-        store.plan_ahead(0, 30)
-        untouched = [plan.rows.clone() for plan in checkpoints.checkpoint(1).standing.plans]
+        plan_ahead(store, 0, 30)
+        untouched = [plan.rows.clone() for plan in checkpoints.checkpoint(1).state.plans]
         held = store.begin_snapshot(2)
         for step in range(len(held.plans)):
             for column in store.sample(step, 30).columns.values():
                 column.zero_()
-        plans = checkpoints.finish(held).standing.plans
+        plans = checkpoints.finish(held).state.plans
         assert [plan.step for plan in plans] == [*range(len(held.plans))]
         assert all(torch.equal(plan.rows, rows) for plan, rows in zip(plans, untouched, strict=True))
         store.end_snapshot(None)
@@ -404,8 +404,8 @@ class TestSamples:
         self, schema: Schema, make_store: MakeStore
     ) -> None:
         store = make_store(100)
-        store.add_now(fake_columns(schema, range(80)), PARTITIONS)
-        store.plan_ahead(0, lambda step: 30 if step % 4 == 2 else step)
+        add_now(store, fake_columns(schema, range(80)), PARTITIONS)
+        plan_ahead(store, 0, lambda step: 30 if step % 4 == 2 else step)
         assert [store.planner.planned(step) for step in range(4)] == [0, 1, 30, 3]
         for step in range(4):
             sample = store.sample(step, 100)
@@ -416,7 +416,7 @@ class TestSamples:
     ) -> None:
         one, two = make_store(100), make_store(100)
         for store in (one, two):
-            store.add_now(fake_columns(schema, range(80)), PARTITIONS)
+            add_now(store, fake_columns(schema, range(80)), PARTITIONS)
         two.plan(3, 20)
         assert one.plan(9, 20).records["offset"].tolist() == two.plan(9, 20).records["offset"].tolist()
         assert one.plan(9, 20).records["offset"].tolist() != one.plan(10, 20).records["offset"].tolist()
@@ -424,11 +424,11 @@ class TestSamples:
     def test_uniform_means_uniform(self, schema: Schema) -> None:
         """Chi-square over 64 events: the statistic of 63 degrees of freedom exceeds 110 once in 5,000 fair trials."""
         store = build_store(ReplaySettings(capacity=64), schema, torch.device("cpu"), 0)
-        store.add_now(fake_columns(schema, range(64)), PARTITIONS)
+        add_now(store, fake_columns(schema, range(64)), PARTITIONS)
         alone, ahead, first = np.zeros(64), np.zeros(64), np.zeros(64)
         for step in range(4000):
             alone += np.bincount(store.plan(step, 8).records["offset"], minlength=64)
-            store.plan_ahead(step, 8)
+            plan_ahead(store, step, 8)
             sampled = store.sample(step, 8).records["offset"]
             ahead += np.bincount(sampled, minlength=64)
             first += np.bincount(sampled[:1], minlength=64)
@@ -442,7 +442,7 @@ class TestSamples:
         for seed in range(40):
             store = build_store(ReplaySettings(capacity=100), schema, torch.device("cpu"), seed)
             for begin in range(0, 4000, 250):
-                store.add_now(fake_columns(schema, range(begin, begin + 250)), PARTITIONS)
+                add_now(store, fake_columns(schema, range(begin, begin + 250)), PARTITIONS)
             counts += np.bincount(store.event_table.copy()["offset"] // 400, minlength=10)
         expected = counts.sum() / 10
         assert ((counts - expected) ** 2 / expected).sum() < 33
@@ -459,9 +459,9 @@ class TestSamples:
         for step in range(64):
             sampled = []
             for each in (memory, store):
-                each.add_now(fake_columns(schema, range(50 * step, 50 * step + 50)), PARTITIONS)
+                add_now(each, fake_columns(schema, range(50 * step, 50 * step + 50)), PARTITIONS)
                 alone = each.plan(step, 8).records["offset"].tolist()
-                each.plan_ahead(step, 8)
+                plan_ahead(each, step, 8)
                 sampled.append((alone, each.sample(step, 8).records["offset"].tolist()))
             assert sampled[0] == sampled[1]
             assert store.event_table.copy()["offset"].tolist() == memory.event_table.copy()["offset"].tolist()
@@ -494,7 +494,7 @@ def test_a_store_samples_alike_wherever_its_memory_lies(
         for name, lies in (("cpu", "device"), (device, memory))
     )
     for store in (plain, other):
-        store.add_now(fake_columns(schema, range(1000), label=[0, 1, 2, 3]), PARTITIONS)
+        add_now(store, fake_columns(schema, range(1000), label=[0, 1, 2, 3]), PARTITIONS)
     for step in range(20):
         expected = plain.fetch(plain.plan(step, 32)).columns
         sampled = other.fetch(other.plan(step, 32)).columns
@@ -518,11 +518,11 @@ class TestCheckpoints:
         store, baseline = make_store(640), make_store(640)
         for begin in range(0, 4000, 200):
             for each in (store, baseline):
-                each.add_now(fake_columns(schema, range(begin, begin + 200), label=[0, 1, 2, 3]), PARTITIONS)
+                add_now(each, fake_columns(schema, range(begin, begin + 200), label=[0, 1, 2, 3]), PARTITIONS)
         moment = store.begin_snapshot(1)
         begin = 4000
         while store.slots.free > store.burst and begin < 10_000:
-            store.add_now(fake_columns(schema, range(begin, begin + 50), label=[3]), PARTITIONS)
+            add_now(store, fake_columns(schema, range(begin, begin + 50), label=[3]), PARTITIONS)
             begin += 50
         contents = FakeCheckpoints(store).finish(moment)
         store.end_snapshot(1)
@@ -534,7 +534,7 @@ class TestCheckpoints:
             assert found[name][found["feature.n"].argsort(stable=True)].sum() == expected[name].sum()
         # It goes on as if nothing had been: the same events, the same samples.
         for each in (restored, baseline):
-            each.add_now(fake_columns(schema, range(4000, 6000), label=[1]), PARTITIONS)
+            add_now(each, fake_columns(schema, range(4000, 6000), label=[1]), PARTITIONS)
         assert held(restored) == held(baseline)
         assert restored.plan(7, 50).records["offset"].tolist() == baseline.plan(7, 50).records["offset"].tolist()
         assert everything(restored)["feature.n"].tolist() == everything(baseline)["feature.n"].tolist()
@@ -549,7 +549,7 @@ class TestCheckpoints:
                     store.end_snapshot(max(1, number - 1))
                 number += 1
                 store.begin_snapshot(number)
-            store.add_now(fake_columns(schema, range(begin, begin + 100)), PARTITIONS)
+            add_now(store, fake_columns(schema, range(begin, begin + 100)), PARTITIONS)
         store.end_snapshot(None)
         assert not store.lost
         assert store.slots.free == store.tiers.slots - len(store)
@@ -558,7 +558,7 @@ class TestCheckpoints:
 
     def test_a_smaller_store_takes_up_the_k_smallest(self, schema: Schema, make_store: MakeStore) -> None:
         large = make_store(500)
-        large.add_now(fake_columns(schema, range(3000)), PARTITIONS)
+        add_now(large, fake_columns(schema, range(3000)), PARTITIONS)
         small = make_store(50, contents=FakeCheckpoints(large).checkpoint(1))
         assert held(small) == k_smallest(schema, [(0, offset) for offset in range(3000)], 50, 0)
 
@@ -569,10 +569,10 @@ class TestCheckpoints:
 
     def test_contents_of_another_layout_are_refused(self, schema: Schema, make_store: MakeStore) -> None:
         store = make_store(10)
-        store.add_now(fake_columns(schema, range(5)), PARTITIONS)
-        store.plan_ahead(0, 3)
+        add_now(store, fake_columns(schema, range(5)), PARTITIONS)
+        plan_ahead(store, 0, 3)
         contents = FakeCheckpoints(store).checkpoint(1)
-        torn = [dataclasses.replace(plan, rows=plan.rows[:, :8]) for plan in contents.standing.plans]
-        standing = dataclasses.replace(contents.standing, plans=torn)
+        torn = [dataclasses.replace(plan, rows=plan.rows[:, :8]) for plan in contents.state.plans]
+        state = dataclasses.replace(contents.state, plans=torn)
         with pytest.raises(SettingsError, match="other columns"):
-            make_store(10, contents=dataclasses.replace(contents, standing=standing))
+            make_store(10, contents=dataclasses.replace(contents, state=state))

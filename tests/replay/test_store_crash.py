@@ -35,6 +35,7 @@ from learner.state_dir.checkpoint import Checkpoints
 from replay.background_store import BackgroundStore
 from replay.build import build_store
 from replay.config import ReplaySettings
+from replay.fake import plan_ahead
 from replay.plan import Sample
 from replay.planner import AHEAD
 from replay.store import Store
@@ -80,7 +81,13 @@ class Rehearsal:
     def __init__(self, keeper: Store | BackgroundStore, schema: Schema, step: int) -> None:
         self._keeper, self.schema, self.step = keeper, schema, step
         if not step:
-            keeper.plan_ahead(0, PLANNED)
+            self._plan_ahead(0)
+
+    def _plan_ahead(self, step: int) -> None:
+        if isinstance(self._keeper, BackgroundStore):
+            self._keeper.plan_ahead(step, PLANNED)
+        else:
+            plan_ahead(self._keeper, step, PLANNED)
 
     @property
     def store(self) -> Store:
@@ -95,7 +102,7 @@ class Rehearsal:
             begin = self.step * NEW // 2
             self._keeper.add(columns_of(self.schema, partition, np.arange(begin, begin + NEW // 2)), PARTITIONS)
         self.step += 1
-        self._keeper.plan_ahead(self.step, PLANNED)
+        self._plan_ahead(self.step)
         return digest_of(sample)
 
     def state(self) -> str:

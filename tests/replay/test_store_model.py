@@ -34,7 +34,7 @@ from replay.build import build_store
 from replay.checkpoint.capture import CapturedStore
 from replay.config import ReplaySettings
 from replay.erasure.erased_events import ByKey, ByRange, ErasedEvents, Record
-from replay.fake import FakeCheckpoints
+from replay.fake import FakeCheckpoints, plan_ahead
 from replay.plan import Sample
 from replay.planner import AHEAD
 from replay.sampling.base import BY_POSITION
@@ -147,11 +147,11 @@ def remembered(contents: StoreSnapshot, records: list[Record]) -> StoreSnapshot:
     event."""
     erases = lambda events: any(is_erased(record, event) for record in records for event in events)  # noqa: E731
     stays = np.array([not erases([event]) for event in names_of(contents.index)], np.bool_)
-    plans = list(itertools.takewhile(lambda plan: not erases(names_of(plan.events)), contents.standing.plans))
-    sampler = dict(contents.standing.sampler)
+    plans = list(itertools.takewhile(lambda plan: not erases(names_of(plan.events)), contents.state.plans))
+    sampler = dict(contents.state.sampler)
     sampler |= {name: sampler[name][stays] for name in BY_POSITION & sampler.keys()}
     return StoreSnapshot(
-        replace(contents.standing, plans=plans, sampler=sampler),
+        replace(contents.state, plans=plans, sampler=sampler),
         contents.index[stays],
         None if contents.payload is None else contents.payload[torch.from_numpy(stays)],
     )
@@ -258,7 +258,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(n=st.integers(0, 30))
     def plan(self, n: int) -> None:
-        self.store.plan_ahead(self.model.step, n)
+        plan_ahead(self.store, self.model.step, n)
         before = held(self.store)
         assert [plan.step for plan in self.store.planner.plans][:AHEAD] == [
             *range(self.model.step, self.model.step + AHEAD)
@@ -339,7 +339,7 @@ class StoreMachine(RuleBasedStateMachine):
         contents = remembered(moment.contents, self.erased)
         self.store = self.open(arrangement, contents, **self.options)
         self.fakes = FakeCheckpoints(self.store, contents)
-        plans = {plan.step: moment.plans[plan.step] for plan in contents.standing.plans}
+        plans = {plan.step: moment.plans[plan.step] for plan in contents.state.plans}
         self.model = Model(set(moment.added), plans, moment.step)
         expected = [event for event in moment.held if not self.is_erased(event)]
         assert held(self.store) == expected, "others are held after a restart, or in another order"

@@ -170,7 +170,7 @@ def test_memory_gives_back_rows_of_any_length(row_bytes: int) -> None:
     for found in (tier.gather(slots[asked]), tier.read(slots[asked], names(4))[0], tier.stage(slots[asked]).rows()):
         assert np.array_equal(np.asarray(found), written[asked])
     staged = tier.stage(slots[:2])
-    staged.settle()
+    staged.materialize()
     tier.erase(slots[:2])
     assert np.array_equal(np.asarray(staged.rows(1)), written[:1]), "what was settled keeps its rows"
     staged.clear()

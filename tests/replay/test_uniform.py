@@ -12,6 +12,7 @@ from ingest.events.schema import Schema
 from ingest.kafka.fake import fake_columns
 from replay.build import build_store
 from replay.config import ReplaySettings
+from replay.fake import plan_ahead
 
 SAMPLED, STEPS, COMPARED = 8, 3000, 400
 PARTITIONS = [TopicPartition("events", 0)]
@@ -42,11 +43,11 @@ def test_each_event_of_all_tiers_is_sampled_as_often(
             each.add(fake_columns(schema, range(begin, begin + 50)), PARTITIONS)
     counts = np.zeros(2000)
     for step in range(STEPS):
-        memory.plan_ahead(step, SAMPLED)
+        plan_ahead(memory, step, SAMPLED)
         offsets = memory.sample(step, SAMPLED).records["offset"]
         counts[offsets] += 1
         if step < COMPARED:
-            store.plan_ahead(step, SAMPLED)
+            plan_ahead(store, step, SAMPLED)
             sample = store.sample(step, SAMPLED)
             assert sample.records["offset"].tolist() == offsets.tolist()
             assert sample.columns["feature.x"][:, 0].tolist() == (offsets % 100).tolist()

@@ -39,7 +39,7 @@ def test_the_page_is_one_file_under_a_policy_that_lets_in_nothing_else(numbers: 
             (text,) = re.findall(f"<{tag}>(.*?)</{tag}>", page.text, re.DOTALL)
             digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
             assert policy[directive] == f"'sha256-{digest}'"
-        assert re.findall(r"(?:src|href)=\"(?!#|data:|api/|metrics)", page.text) == []
+        assert re.findall(r"(?:src|href)=\"(?!#|data:|api/|metrics|openapi.json)", page.text) == []
         assert " style=" not in page.text
         again = httpx.get(server.url + "/", headers={"If-None-Match": page.headers["etag"]})
         assert (again.status_code, again.content) == (304, b"")
@@ -521,4 +521,22 @@ def test_in_a_browser_events_are_marks_on_the_time_axis_and_the_axis_can_be_zoom
         page.reload()
         await_sentence(page, "All is well.")
         assert page.is_checked("#zoom")
+        page.close()
+
+
+def test_in_a_browser_series_of_different_meaning_have_their_own_scale_with_its_limits(
+    browser: Any, numbers: Any, served: Served
+) -> None:
+    numbers.publish(1)
+    write_report(numbers.deployment.state_dir, learner_report(rates={"rows_new": 600.0, "rows_replay": 3.0}))
+    with served(numbers) as server:
+        page = browser.new_page()
+        page.goto(server.url)
+        await_sentence(page, "All is well.")
+        page.wait_for_selector("[data-spark^=rows_new] path", state="attached")
+        svg = page.locator("[data-spark^=rows_new] svg")
+        assert svg.get_attribute("aria-label") == "max 600, min 600, max 3, min 3"
+        assert svg.locator("text").all_text_contents() == ["max 600", "min 600", "max 3", "min 3"]
+        assert page.locator("header a").all_text_contents() == ["HTTP API", "Metrics", "See outcomes"]
+        assert httpx.get(f"{server.url}/{page.get_attribute('header a', 'href')}").status_code == 200
         page.close()

@@ -59,7 +59,7 @@ function patchChildren(host, made) {
   }
 }
 
-/* Points that are null, or further apart than `gap`, are not joined; a point without neighbours is a dot. */
+/* Points that are null, or whose distance is over `gap`, are not joined; a point without neighbours is a dot. */
 function path(times, values, gap, x, y) {
   let drawn = "", before = null;
   times.forEach((time, i) => {
@@ -101,7 +101,7 @@ function zoomedBottom(values, top) {
   return Math.max(0, Math.min(Math.floor(low / step) * step, top - 4 * step / 10));
 }
 
-/* Moves labels apart that would cover each other; `labels` have a y. */
+/* Separates labels that would overlap; `labels` have a y. */
 function spread(labels, distance, bottom) {
   labels.sort((a, b) => a.y - b.y);
   labels.forEach((label, i) => { if (i) label.y = Math.max(label.y, labels[i - 1].y + distance); });
@@ -214,7 +214,7 @@ class Chart {
     this.move(times[Math.min(last, Math.max(0, goals[event.key]))]);
   }
 
-  /* The marks at a time, as near as the pointer can tell; swaps are too frequent to be named. */
+  /* The marks at a time, within the precision of the pointer; swaps are too frequent to be named. */
   near(time) {
     const { from, to, marks } = this.data, distance = Math.max(1, (to - from) / 120);
     return marks.filter((mark) => mark.kind !== "swap" && time >= mark.time - distance && time <= mark.until + distance).slice(-4);
@@ -242,13 +242,21 @@ class Chart {
   }
 }
 
-/* A line without axes: the first series strong, the second faint; from 0 to the greater maximum. */
-function spark(host, times, series, from, to, gap) {
-  const width = host.clientWidth, height = host.clientHeight;
-  const largest = Math.max(...series.flat().filter((value) => value !== null), 0) || 1;
+/* One band for each group of series, with a scale from 0 to the greatest value of the group, and its greatest and least
+   value at the right end. */
+function spark(host, groups, times, from, to, gap, format) {
+  const width = host.clientWidth - 72, pitch = (host.clientHeight + 8) / groups.length, height = pitch - 8;
   const x = (time) => ((time - from) / (to - from)) * width;
-  const y = (value) => height - 1 - (value / largest) * (height - 3);
-  const base = shape("line", { class: "grid", x1: 0, x2: width, y1: height - 0.5, y2: height - 0.5 });
-  const curves = series.map((values, i) => shape("path", { class: "ab"[i], d: path(times, values, gap, x, y) }));
-  host.replaceChildren(shape("svg", { viewBox: `0 0 ${width} ${height}`, "aria-hidden": "true" }, base, ...curves.reverse()));
+  const said = [], drawn = groups.flatMap(({ kinds, series }, band) => {
+    const values = series.flat().filter((value) => value !== null), low = band * pitch + height - 1;
+    const base = shape("line", { class: "grid", x1: 0, x2: width, y1: low + 0.5, y2: low + 0.5 });
+    if (!values.length) return [base];
+    const most = Math.max(...values), least = Math.min(...values);
+    const y = (value) => low - (value / (most || 1)) * (height - 6);
+    const labels = [[`max ${format(most)}`, low - height + 12], [`min ${format(least)}`, low]];
+    said.push(...labels.map(([text]) => text));
+    return [base, ...series.map((one, i) => shape("path", { class: kinds[i], d: path(times, one, gap, x, y) })).reverse(),
+      ...labels.map(([text, at]) => shape("text", { x: width + 6, y: at }, text))];
+  });
+  host.replaceChildren(shape("svg", { viewBox: `0 0 ${host.clientWidth} ${host.clientHeight}`, role: "img", "aria-label": said.join(", ") || "no figures" }, ...drawn));
 }

@@ -2,7 +2,7 @@
 const $ = (id) => document.getElementById(id);
 const figure = (name, text) => { document.querySelector(`[data-figure="${name}"]`).textContent = text; };
 
-/* the rollout commands, by the names that the server knows: POST api/versions/N:ACTION */
+/* the rollout commands, by the server's names: POST api/versions/N:ACTION */
 const ACTIONS = { promote: "promote", pin: "pin", unpin: "unpin", reject: "reject" };
 
 /* explanations, shown on hover and on keyboard focus */
@@ -85,9 +85,9 @@ function resolution() {
 }
 
 async function askHistory() {
-  const [wanted, many] = resolution(), began = status.history.since;
-  const from = (time) => ask(`api/history?step=${wanted}&since=${time}`);
-  const since = (points?.step === wanted && points.began === began && points.time.at(-1)) || 0;
+  const [step, many] = resolution(), began = status.history.since;
+  const from = (time) => ask(`api/history?step=${step}&since=${time}`);
+  const since = (points?.step === step && points.began === began && points.time.at(-1)) || 0;
   const fresh = await from(since), turned = since && !fresh.time.length; /* the server's clock was set back */
   if (!since || turned) {
     points = { ...(turned ? await from(0) : fresh), began };
@@ -174,7 +174,7 @@ function render() {
     `serving for ${age(serving.time - serving.started)}`,
   ];
   $("meta").replaceChildren(...facts.map((text) => element("span", {}, text)));
-  figure("served", known(serving.version) ? `serves version ${serving.version}` : "");
+  figure("served", known(serving.version) ? `Serves version ${serving.version}` : "");
   const rejected = learner?.outcomes.dead_lettered ?? 0;
   $("rejected").hidden = !rejected;
   $("rejected").firstElementChild.textContent = `${count(rejected)} ${rejected === 1 ? "message was" : "messages were"} rejected and sent to the dead-letter topic, each with its reason.`;
@@ -263,7 +263,7 @@ function renderTiles() {
   const { learner, serving, health } = status, rates = health.silent ? {} : learner?.rates ?? {};
   figure("freshness_p50", duration(serving.freshness_p50_seconds));
   figure("freshness_p99", duration(serving.freshness_p99_seconds));
-  figure("freshness_note", serving.freshness_p50_seconds > 60 ? "old events are being trained on" : "events of the last minute");
+  figure("freshness_remark", serving.freshness_p50_seconds > 60 ? "old events are being trained on" : "events of the last minute");
   figure("rows_new", rate(rates.rows_new));
   figure("rows_replay", rate(rates.rows_replay));
   figure("steps_rate", rate(rates.steps));
@@ -287,9 +287,14 @@ function renderTiles() {
   figure("lag_seconds", learner && !health.silent && !stale ? `oldest waits ${duration(learner.lag_seconds)}${learner.behind ? ", lag policy holds" : ""}` : "age not known");
   figure("partitions", `${partitions.length} ${partitions.length === 1 ? "partition" : "partitions"}`);
   for (const host of document.querySelectorAll("[data-spark]")) {
-    const { times, values, gap } = shown(host.dataset.spark.split(" "));
-    const { from, to } = bounds();
-    spark(host, times, values, from, to, gap);
+    /* Series of one unit and meaning share a band; "|" begins another. */
+    const bands = host.dataset.spark.split(" | ").map((names) => names.split(" ")), names = bands.flat();
+    const { times, values, gap } = shown(names), { from, to } = bounds();
+    const groups = bands.map((band) => ({
+      kinds: band.map((name) => "ab"[names.indexOf(name)]),
+      series: band.map((name) => values[names.indexOf(name)]),
+    }));
+    spark(host, groups, times, from, to, gap, names[0].endsWith("_seconds") ? duration : rate);
   }
 }
 
@@ -423,7 +428,7 @@ for (const term of document.querySelectorAll("[data-help]")) dress(term, explain
 
 let hinted = null;
 const EXPLAINED = "[data-help], [data-hint]";
-function placeHint() {
+function positionHint() {
   const at = hinted.getBoundingClientRect(), box = $("hint").getBoundingClientRect();
   const above = at.bottom + box.height + 8 > innerHeight;
   $("hint").style.left = `${Math.max(8, Math.min(at.left, document.documentElement.clientWidth - box.width - 8))}px`;
@@ -436,7 +441,7 @@ function hint(event) {
   $("hint").hidden = !hinted;
   if (!hinted) return;
   $("hint").textContent = hinted.dataset.hint ?? HELP[hinted.dataset.help];
-  placeHint();
+  positionHint();
 }
 function noHint() {
   hinted = null;
@@ -445,7 +450,7 @@ function noHint() {
 document.addEventListener("pointerover", hint);
 document.addEventListener("focusin", hint);
 document.addEventListener("focusout", noHint);
-document.addEventListener("scroll", () => { if (hinted) placeHint(); }, { capture: true, passive: true });
+document.addEventListener("scroll", () => { if (hinted) positionHint(); }, { capture: true, passive: true });
 document.addEventListener("keydown", (event) => { if (event.key === "Escape") noHint(); });
 
 /* orders about versions */

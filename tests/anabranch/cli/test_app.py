@@ -41,10 +41,10 @@ def test_every_command_has_help_with_an_example(anabranch, command):
 def test_help_shows_all_of_its_texts(anabranch, command, monkeypatch):
     monkeypatch.setenv("COLUMNS", "1000")
     _, out, _ = anabranch(*command.split(), "--help")
-    told = " ".join(out.split())
+    text_out = " ".join(out.split())
     parameters = [each for each in commands()[command].params if each.name != "help"]
     for text in [commands()[command].help, *(getattr(each, "help", "") for each in parameters)]:
-        assert shown(text) in told
+        assert shown(text) in text_out
 
 
 @pytest.mark.parametrize("command", ["", "versions", *COMMANDS])

@@ -15,7 +15,7 @@ from learner.strategies.examples import Examples
 
 @pytest.fixture(autouse=True)
 def _own_factory(monkeypatch):
-    """Lets each test import the factory of its own folder."""
+    """Lets each test import the factory in its folder."""
     monkeypatch.setattr(sys, "path", sys.path[:])
     sys.modules.pop("my_model", None)
     yield
@@ -90,9 +90,9 @@ def test_the_reservoir_is_a_uniform_sample_of_all_events():
     for begin in range(0, 1000, 7):
         values = torch.arange(begin, min(begin + 7, 1000)).float()
         reservoir.add(Examples({"x": values}, values.long(), torch.ones(len(values))))
-    first, second = reservoir.draw((50, 50))
-    drawn = torch.cat([first.label_B, second.label_B])
-    assert len(drawn.unique()) == 100
+    first, second = reservoir.sample((50, 50))
+    sampled = torch.cat([first.label_B, second.label_B])
+    assert len(sampled.unique()) == 100
     assert torch.equal(first.features["x"].long(), first.label_B)
-    assert 400 < drawn.float().mean() < 600
-    assert _Reservoir(seed=0).draw((5,)) == []
+    assert 400 < sampled.float().mean() < 600
+    assert _Reservoir(seed=0).sample((5,)) == []

@@ -50,11 +50,11 @@ def test_what_show_prints_is_a_config_with_the_same_values(run, example, monkeyp
 
 @pytest.mark.parametrize("options", [[], ["--json"]])
 def test_show_hides_secrets_wherever_they_come_from(run, example, monkeypatch, options):
-    monkeypatch.setenv("PLACE", "broker-nobody-knows:9092")
-    monkeypatch.setenv("ANABRANCH__STREAM__BOOTSTRAP_SERVERS", '{env = "PLACE"}')
+    monkeypatch.setenv("BROKER", "secret-broker:9092")
+    monkeypatch.setenv("ANABRANCH__STREAM__BOOTSTRAP_SERVERS", '{env = "BROKER"}')
     monkeypatch.setenv("ANABRANCH__SERVING__TOKENS__ADMIN", "hunter2")
     monkeypatch.setenv("ANABRANCH__SERVING__TOKENS__READ", "hunter3")
     code, out, _ = run("show", *options)
     assert code == 0
-    assert not any(secret in out for secret in ("hunter2", "hunter3", "nobody-knows"))
+    assert not any(secret in out for secret in ("hunter2", "hunter3", "secret-broker"))
     assert out.count("(hidden)") == 3

@@ -6,6 +6,8 @@ import pytest
 from kafka import KafkaProducer
 
 from anabranch.cli import app as cli
+from anabranch.commands import dead_letters
+from ingest.kafka.producer import EventProducer
 
 pytestmark = pytest.mark.services
 
@@ -13,23 +15,24 @@ pytestmark = pytest.mark.services
 @pytest.fixture
 def topics(kafka, make_topic, monkeypatch):
     """The names of an event topic and of its dead-letter topic, in which there are five letters."""
-    events, dead = make_topic(1), make_topic(1)
+    events, dead = make_topic(3), make_topic(1)
     monkeypatch.setenv("ANABRANCH__STREAM__BOOTSTRAP_SERVERS", kafka.bootstrap)
     monkeypatch.setenv("ANABRANCH__STREAM__TOPICS", json.dumps([events]))
     monkeypatch.setenv("ANABRANCH__STREAM__DEAD_LETTER_TOPIC", dead)
     producer = KafkaProducer(bootstrap_servers=kafka.bootstrap, acks="all")
-    for place, value, more in (
+    for number, value, more in (
         (0, b"first", {}),
         (1, b"second", {}),
         (0, b"first", {}),
         (2, b"rows", {"anabranch-rows": b"3,17"}),
         (3, None, {"anabranch-truncated": b"value"}),
     ):
-        headers = {
+        own = [("trace", b"t%d" % number), ("trace", b""), ("anabranch-error", b"of an earlier pipeline"), ("z", b"z")]
+        added = {
             "anabranch-error": b"label 12 is not in 0..9",
-            "anabranch-source": b"%s[0]@%d" % (events.encode(), place),
+            "anabranch-source": b"%s[%d]@%d" % (events.encode(), 2 * (number == 1), number),
         }
-        producer.send(dead, value=value, key=b"k%d" % place, headers=[*headers.items(), *more.items()])
+        producer.send(dead, value=value, key=b"k%d" % number, headers=[*own, *added.items(), *more.items()])
     producer.flush()
     producer.close()
     return events, dead
@@ -68,15 +71,42 @@ def test_each_message_is_sent_again_once_and_what_cannot_be_is_named(run, topics
             f"skipped {events}[0]@3: the letter was too large, and lacks value",
         ],
     )
-    assert sorted((each.key, each.value) for each in consume_all(kafka.bootstrap, events, 2)) == [
-        (b"k0", b"first"),
-        (b"k1", b"second"),
-    ]
+    first, second = consume_all(kafka.bootstrap, events, 2)
+    assert (first.partition, first.key, first.value) == (0, b"k0", b"first")
+    assert (second.partition, second.key, second.value) == (2, b"k1", b"second"), "the partition it came from"
+    earlier = [("anabranch-error", b"of an earlier pipeline"), ("z", b"z")]
+    assert list(second.headers) == [("trace", b"t1"), ("trace", b""), *earlier], "its own headers alone"
+
+
+def test_letters_written_meanwhile_are_not_sent_and_memory_is_bounded(run, topics, kafka, consume_all, monkeypatch):
+    events, dead = topics
+    producer = KafkaProducer(bootstrap_servers=kafka.bootstrap)
+    sources = [("anabranch-error", b"bad"), ("anabranch-source", f"{events}[0]@100".encode())]
+    before, sent = EventProducer.send, []
+
+    def send(self, value, **options):
+        producer.send(dead, b"a letter again", headers=sources)
+        producer.flush()
+        sent.append(value)
+        before(self, value, **options)
+
+    read = dead_letters.read_dead_letters
+
+    def read_lazily(settings):
+        for number, letter in enumerate(read(settings)):
+            assert number < 2 or sent, "letters are sent while they are read"
+            yield letter
+
+    monkeypatch.setattr(EventProducer, "send", send)
+    monkeypatch.setattr(dead_letters, "read_dead_letters", read_lazily)
+    assert run("resend", "--all")[1].startswith("sent 2 messages again")
+    producer.close()
+    assert sorted(record.value for record in consume_all(kafka.bootstrap, events, 2)) == [b"first", b"second"]
 
 
 def test_one_message_is_sent_again_by_its_source(run, topics, kafka, consume_all):
     events, dead = topics
-    assert json.loads(run("resend", "--source", f"{events}[0]@1", "--json")[1])["sent"] == [f"{events}[0]@1"]
+    assert json.loads(run("resend", "--source", f"{events}[2]@1", "--json")[1])["sent"] == [f"{events}[2]@1"]
     assert [each.value for each in consume_all(kafka.bootstrap, events, 1)] == [b"second"]
     code, _, err = run("resend", "--source", "nowhere[0]@1")
     assert (code, err) == (2, f"anabranch: there is no dead letter of nowhere[0]@1 in {dead}\n")

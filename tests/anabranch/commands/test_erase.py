@@ -78,7 +78,7 @@ def test_what_takes_seconds_to_import_is_there_before_the_lock_is_taken(
     assert erase_events(config, [], ["events[0]@1..2"], timedelta(0)).applied
 
 
-def test_beside_a_learner_it_waits_for_its_word_and_leaves_its_files_alone(config: Config) -> None:
+def test_while_a_learner_runs_it_waits_for_its_report_and_does_not_touch_its_files(config: Config) -> None:
     with hold_state_directory(config.state_dir):
         answer = erase_events(config, [], ["events[0]@1..2"], timedelta(0))
         assert not answer.applied

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anabranch.commands.event_files import STDIN, open_source
+from anabranch.commands.event_files.files import STDIN, open_source
 from anabranch.commands.produce import produce
 from anabranch.config.loader import load_config
 from anabranch.core.errors import SettingsError
@@ -75,7 +75,7 @@ def cells(row):
 class TestCsv:
     def test_a_row_becomes_an_event_by_the_types_of_the_schema(self, tmp_path, schema):
         (record,) = read(table(tmp_path / "a.csv", list(ROW), cells(ROW)), schema)
-        assert (record.place, record.content, record.fault) == ("line 2", ROW, "")
+        assert (record.location, record.content, record.fault) == ("line 2", ROW, "")
 
     @pytest.mark.parametrize("name", ["history.{}.{}", "history[{}][{}]"])
     def test_a_shape_may_be_spread_over_columns_in_any_order(self, tmp_path, schema, name):
@@ -120,7 +120,7 @@ class TestCsv:
         path = table(tmp_path / "a.csv", list(ROW), cells(ROW), cells(ROW | {field: cell}))
         good, bad = read(path, schema)
         # The row before has a line feed in a cell.
-        assert (good.fault, bad.place, bad.fault) == ("", "line 4", fault)
+        assert (good.fault, bad.location, bad.fault) == ("", "line 4", fault)
         assert read(path, schema, checked=False)[1].content[field] == cell
 
     def test_whole_numbers_may_have_been_floats(self, tmp_path, schema):
@@ -139,7 +139,7 @@ class TestCsv:
         for records in (read(plain, schema), read(packed, schema), read(semicolons, schema, delimiter=";")):
             assert [record.content for record in records] == [ROW]
 
-    def test_columns_that_the_schema_does_not_know_are_left_out_and_told(self, tmp_path, schema):
+    def test_columns_that_are_not_in_the_schema_are_left_out_and_reported(self, tmp_path, schema):
         path = table(tmp_path / "a.csv", ["extra", *ROW], ["?", *cells(ROW)])
         with open_source(path, None, None, schema, checked=True) as source:
             assert source.left_out == ["extra"]
@@ -175,7 +175,7 @@ class TestCsv:
         with pytest.raises(SettingsError, match=sentence):
             read(tmp_path / name, schema, checked=False)
 
-    def test_a_quote_that_is_out_of_place_is_a_fault(self, tmp_path, schema):
+    def test_a_misplaced_quote_is_a_fault(self, tmp_path, schema):
         path = table(tmp_path / "a.csv", list(ROW), cells(ROW))
         path.write_bytes(path.read_bytes() + b'"a"b\n')
         assert "expected after" in read(path, schema)[1].fault
@@ -194,7 +194,7 @@ class TestParquet:
     def test_rows_are_events(self, tmp_path, schema):
         path = self.write(tmp_path / "a.parquet", [ROW, ROW | {"history": None, "y": None}])
         first, second = read(path, schema)
-        assert (first.place, first.content) == ("row 1", ROW)
+        assert (first.location, first.content) == ("row 1", ROW)
         assert second.content == {field: value for field, value in ROW.items() if field not in ("history", "y")}
 
     def test_row_groups_are_read_one_by_one(self, tmp_path, schema):
@@ -313,9 +313,9 @@ def test_what_ingest_decodes_is_what_the_file_held(kind, pipeline, schema, kafka
     records = consume_all(kafka.bootstrap, produced.topic, 600)
     records.sort(key=lambda record: json.loads(record.value)["large"])
     assert_decoded(schema, [record.value for record in records], rows)
-    homes = {(record.key, record.partition) for record in records}
-    assert len(homes) == 7, "the events of a key are in one partition"
-    assert {key for key, _ in homes} == {b"k%d" % number for number in range(7)}
+    pairs = {(record.key, record.partition) for record in records}
+    assert len(pairs) == 7, "the events of a key are in one partition"
+    assert {key for key, _ in pairs} == {b"k%d" % number for number in range(7)}
 
 
 @pytest.mark.services

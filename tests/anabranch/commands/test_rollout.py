@@ -64,11 +64,11 @@ def serving(config: Config) -> Iterator[ServingReport]:
     """A serving process, once it is ready."""
     with contextlib.closing(Part("serving", config.path)) as process:
 
-        def look() -> ServingReport | None:
+        def ready_report() -> ServingReport | None:
             report = read_report(config.state_dir)
             return report if report is not None and report.ready else None
 
-        yield process.until(look)
+        yield process.until(ready_report)
         process.stop()
 
 
@@ -191,7 +191,7 @@ def test_a_serving_process_that_reports_and_does_not_answer_is_a_dependency_out_
         "",
     ],
 )
-def test_no_token_goes_to_an_address_at_which_serving_is_not_told_to_listen(
+def test_no_token_goes_to_an_address_at_which_serving_is_not_configured_to_listen(
     config: Config, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, address: str
 ) -> None:
     _no_token_goes(config, capsys, monkeypatch, "8000", address)

@@ -13,6 +13,7 @@ from rich.console import Console
 
 import learner.state_dir.report
 import serving.reporting.report
+from anabranch.cli import app as cli
 from anabranch.cli.common import show
 from anabranch.commands.status import read_status, render
 from anabranch.config.loader import load_config
@@ -136,7 +137,7 @@ def test_nothing_that_runs_is_said_so(config):
         (0.1, None, "lag not known yet"),
     ],
 )
-def test_lag_is_told_with_its_age_and_old_lag_is_not_told_as_that_of_now(config, written, asked, shown):
+def test_lag_is_shown_with_its_age_and_old_lag_is_not_shown_as_current(config, written, asked, shown):
     report = learner_report(time=time.time() - written, lag_seconds=1.5, lag_age_seconds=asked)
     learner.state_dir.report.write_report(config.state_dir, report)
     assert shown in screen(config)
@@ -172,7 +173,7 @@ def test_the_screen_has_every_figure(config):
         assert figure in text
 
 
-def test_old_events_caches_and_lost_events_are_told_as_what_they_are(config):
+def test_old_events_caches_and_lost_events_have_their_names(config):
     rows = {"device": 50, "disk": 700}
     report = learner_report(replay_rows=rows, replay_bytes={"device": 50_000, "disk": 700_000}, replay_lost=3)
     learner.state_dir.report.write_report(config.state_dir, report)
@@ -182,7 +183,7 @@ def test_old_events_caches_and_lost_events_are_told_as_what_they_are(config):
     assert "freshness p50 0.31 s, p99 7 days, 0:00:00 from append" in text
 
 
-def test_a_hold_and_a_pin_are_told(config):
+def test_a_hold_and_a_pin_are_shown(config):
     now = time.time()
     report = learner_report(
         time=now, held_since=now - 75, held_reasons=["worse on old", "worse on new"], verdict="fail"
@@ -224,3 +225,21 @@ def test_a_report_that_has_only_begun_says_what_is_not_known_yet(config):
     text = screen(config)
     for figure in ("accuracy not known yet", "outcomes none", "replay empty", "version none yet"):
         assert figure in text
+
+
+def test_the_exit_code_says_whether_the_pipeline_is_healthy(config, dead_pid, capsys):
+    def code(*options: str) -> int:
+        return cli.main(["status", "--exit-code", *options, "-c", str(config.path)])
+
+    assert code() == 5, "neither part has run"
+    learner.state_dir.report.write_report(config.state_dir, learner_report(problems=[]))
+    assert code("--json") == 5, "serving has not run"
+    serving.reporting.report.write_report(config.state_dir, serving_report(problems=[]))
+    assert code() == 0
+    learner.state_dir.report.write_report(config.state_dir, learner_report())
+    assert code() == 4, "the learner reports a problem"
+    assert cli.main(["status", "-c", str(config.path)]) == 0
+    learner.state_dir.report.write_report(config.state_dir, learner_report(problems=[], time=time.time() - 100))
+    assert code() == 4, "the learner is silent"
+    learner.state_dir.report.write_report(config.state_dir, learner_report(problems=[], pid=dead_pid))
+    assert code() == 5

@@ -29,7 +29,7 @@ def publish(config):
     """Publishes a version: `publish(7, verdict="fail", schema="other")`."""
     versions = Versions(config.state_dir / "versions")
 
-    def write(number, verdict="pass", reasons=(), schema=None, args=None):
+    def write(number, verdict="pass", reasons=(), schema=None, args=None, weights=None):
         manifest = Manifest(
             number=number,
             generation=2,
@@ -43,7 +43,9 @@ def publish(config):
             model=ModelReference("my_model:build", {"hidden": 128} if args is None else args, "classification"),
             files={},
         )
-        versions.write({"w": torch.zeros(100_000)}, manifest, Verdict(verdict, list(reasons), {"drop_new": 0.25}))
+        versions.write(
+            weights or {"w": torch.zeros(100_000)}, manifest, Verdict(verdict, list(reasons), {"drop_new": 0.25})
+        )
         return versions
 
     return write
@@ -138,8 +140,8 @@ class TestShow:
     def test_one_that_was_learned_with_other_arguments_of_the_factory_is_refused(self, config, publish):
         publish(1, args={"hidden": 128, "pretrained": "evil.pt"})
         assert show_version(config, 1).refused == (
-            "it was learned with other model.args (pretrained) than [model] has now; set them back to serve it, or "
-            "wait for a version that is learned with the new ones"
+            "it was trained with other model.args (pretrained) than [model] has now; set them back to serve it, or "
+            "wait for a version that is trained with the new ones"
         )
 
     def test_a_flipped_bit_is_found(self, config, publish):
@@ -216,3 +218,53 @@ def test_torch_is_not_loaded(config, publish):
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+@pytest.fixture
+def run(config, capsys):
+    def call(*arguments):
+        code = cli.main(["versions", *map(str, arguments), "-c", str(config.path)])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+def test_a_diff_says_how_far_each_tensor_and_each_figure_has_changed(run, publish):
+    publish(3, weights={"same": torch.ones(3), "half": torch.ones(2, 2), "gone": torch.ones(1), "zero": torch.zeros(2)})
+    publish(
+        5, weights={"same": torch.ones(3), "half": 1.5 * torch.ones(2, 2), "new": torch.ones(()), "zero": torch.ones(2)}
+    )
+    code, out, err = run("diff", 3, "latest")
+    rows = {line[:12].split("  ")[0]: line.split() for line in out.splitlines() if line.strip()}
+    assert (code, err) == (0, "")
+    assert max(map(len, out.splitlines())) <= 80
+    assert rows["step"][1:] == ["300", "500", "+200"]
+    assert rows["events:0"][1:] == ["30", "50", "+20"]
+    assert rows["half"][1:] == ["2", "x", "2", "50.000%"]
+    assert rows["same"][-1] == "0.000%"
+    assert rows["zero"][-2:] == ["was", "zero"]
+    assert (rows["gone"][1:], rows["new"][1:]) == (["removed"], ["scalar", "added"])
+    document = json.loads(run("diff", 3, 5, "--json")[1])
+    assert (document["before"]["step"], document["after"]["trained_through"]) == (300, {"events:0": 50})
+    together, half = document["weights"][:2]
+    assert together["name"] is None
+    assert together["relative_change"] == pytest.approx((3.0 / 7.0) ** 0.5)
+    assert (half["name"], half["relative_change"]) == ("half", 0.5)
+
+
+def test_an_export_is_a_copy_of_weights_and_manifest_or_nothing(run, config, publish, tmp_path):
+    versions, folder = publish(3), tmp_path / "new" / "weights"
+    assert run("export", "latest", folder) == (0, f"exported version 3 to {folder}\n", "")
+    assert sorted(path.name for path in folder.parent.rglob("*")) == ["manifest.json", "model.safetensors", "weights"]
+    for name in ("manifest.json", "model.safetensors"):
+        assert (folder / name).read_bytes() == (versions.directory(3) / name).read_bytes()
+    code, _, err = run("export", 3, folder)
+    assert (code, err) == (2, f"anabranch: {folder} exists and is not an empty folder; name another one\n")
+    other = tmp_path / "other"
+    other.mkdir()
+    assert json.loads(run("export", 3, other, "--json")[1])["version"] == 3
+    (versions.directory(3) / "model.safetensors").write_bytes(b"damaged")
+    code, _, err = run("export", 3, tmp_path / "none")
+    assert (code, "does not have its digest" in err) == (2, True)
+    assert not (tmp_path / "none").exists()

@@ -80,7 +80,7 @@ class TestDefaults:
     def test_the_example_that_ships_is_valid(self):
         assert load_config(TEMPLATE, {}).pipeline.name == "digits"
 
-    def test_the_state_directory_lies_beside_the_file(self, load, tmp_path):
+    def test_the_state_directory_is_next_to_the_file(self, load, tmp_path):
         assert load().state_dir == tmp_path / "var"
         assert load({"": 'name = "d"\nstate_dir = "/elsewhere"'}).state_dir == Path("/elsewhere")
 
@@ -226,7 +226,7 @@ class TestValues:
             ("serving.tls", 'cert = "cert.pem"', "serving.tls: cert and key go together"),
         ],
     )
-    def test_that_are_wrong_are_told_with_place_value_and_rule(self, refused, tmp_path, section, body, sentence):
+    def test_that_are_wrong_are_named_with_key_value_and_rule(self, refused, tmp_path, section, body, sentence):
         assert refused({section: body}).startswith(f"{tmp_path / 'pipeline.toml'}: {sentence}")
 
     @pytest.mark.parametrize(
@@ -359,10 +359,10 @@ class TestEnvironment:
             ("LEARNER__STATUS", "0.0.0.0:8001", 'learner.status = "0.0.0.0:..." is not loopback'),
         ],
     )
-    def test_a_wrong_value_is_told_with_the_name_of_the_variable(self, refused, name, value, sentence):
+    def test_a_wrong_value_is_reported_with_the_name_of_the_variable(self, refused, name, value, sentence):
         name = f"ANABRANCH__{name}"
-        told = refused({"learner": "replicas = 2"}, {name: value})
-        assert told.startswith(f"{name}: {sentence}")
+        message = refused({"learner": "replicas = 2"}, {name: value})
+        assert message.startswith(f"{name}: {sentence}")
 
 
 class TestSecrets:
@@ -441,7 +441,7 @@ class TestTokens:
     def test_are_not_needed_on_loopback(self, load, host):
         assert load({"serving": f'host = "{host}"'}).pipeline.serving.host == host
 
-    def test_the_learners_address_wants_one_too(self, refused, load):
+    def test_the_learners_address_needs_one_too(self, refused, load):
         sections = {"learner": 'status = "0.0.0.0:8001"'}
         assert re.search(r'learner.status = "0.0.0.0:..." is not loopback, so serving.tokens.read', refused(sections))
         load(sections | {"serving.tokens": 'read = "r"'})

@@ -56,7 +56,7 @@ def test_what_runs_out_of_memory_is_no_damage_whatever_wraps_it(error: BaseExcep
     assert failure_of(chained(VersionError("version 1: OutOfMemoryError"), error)) is Failure.MEMORY
 
 
-def test_damage_dependencies_and_bugs_are_told_apart() -> None:
+def test_damage_dependencies_and_bugs_are_distinguished() -> None:
     assert failure_of(DamagedError("no JSON")) is Failure.DAMAGED
     assert failure_of(SettingsError("another schema")) is Failure.DAMAGED
     assert failure_of(chained(VersionError("version 1"), RuntimeError("size mismatch"))) is Failure.DAMAGED

@@ -39,9 +39,7 @@ def test_only_a_regular_file_is_opened_and_nothing_is_waited_for(
         open_file(path, flags)
 
 
-def test_what_takes_the_place_of_a_file_as_it_is_opened_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_replaces_a_file_as_it_is_opened_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, real = tmp_path / "manifest.json", os.open
 
     def replaced(name: Path, flags: int) -> int:

@@ -7,7 +7,8 @@ import pytest
 
 from anabranch.commands.init import write_example
 from anabranch.config.loader import load_config
-from anabranch.runtime.supervisor import Part, Supervisor, pipeline_parts
+from anabranch.runtime.child_process import Part
+from anabranch.runtime.supervisor import Supervisor, pipeline_parts
 
 READ, ADMIN = "read-token-of-the-test", "admin-token-of-the-test"
 NAMED = "host = '0.0.0.0'\ntokens = {read = {env = 'MY_READ'}, admin = {env = 'MY_ADMIN'}}\n"
@@ -27,7 +28,7 @@ def config(tmp_path):
 
 
 def environments(path, environment):
-    """Return what learner and serving are given beside PATH, in this order."""
+    """Return what learner and serving are given in addition to PATH, in this order."""
     parts = pipeline_parts(load_config(path, environment), environment)
     merged = [{**environment, **part.environment} for part in parts]
     return [{name: value for name, value in each.items() if value is not None} for each in merged]

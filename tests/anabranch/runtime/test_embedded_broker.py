@@ -69,7 +69,7 @@ def test_without_its_package_the_sentence_says_what_to_install(monkeypatch):
         EmbeddedBroker().start()
 
 
-def test_a_wanted_port_is_taken_when_it_is_free_only():
+def test_a_preferred_port_is_taken_only_when_it_is_free():
     import socket
 
     with socket.socket() as listener:

@@ -59,11 +59,11 @@ def test_a_handler_takes_no_lock_that_the_main_thread_may_hold(
     with stop_on_signals() as stop:
         actually = stop.set
 
-        def noted() -> None:
+        def recorded_set() -> None:
             setters.append(threading.current_thread())
             actually()
 
-        monkeypatch.setattr(stop, "set", noted)
+        monkeypatch.setattr(stop, "set", recorded_set)
         signal.raise_signal(signal.SIGTERM)
         assert stop.wait(30)
     assert [setter is threading.main_thread() for setter in setters] == [False]

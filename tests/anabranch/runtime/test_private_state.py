@@ -41,7 +41,7 @@ def test_what_a_daemon_writes_is_for_its_user_alone(config: Config) -> None:
     assert mode(config.folder / "after") == 0o644, "the umask is not restored"
 
 
-def test_a_directory_that_others_may_look_into_is_closed_at_the_start(config: Config) -> None:
+def test_a_directory_that_others_may_read_is_closed_at_the_start(config: Config) -> None:
     config.state_dir.mkdir()
     (config.state_dir / "learner.json").touch()
     assert mode(config.state_dir) == 0o755
@@ -66,7 +66,7 @@ def test_a_directory_of_somebody_else_stays_as_it_is(config: Config, monkeypatch
         assert mode(config.state_dir) == 0o755
 
 
-def test_one_that_cannot_be_closed_is_told_of_and_ends_nothing(
+def test_one_that_cannot_be_closed_is_logged_and_ends_nothing(
     config: Config, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(*_: object, **__: object) -> None:

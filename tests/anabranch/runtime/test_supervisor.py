@@ -13,31 +13,32 @@ import psutil
 import pytest
 
 from anabranch.config.loader import load_config
+from anabranch.runtime.child_process import Part
 from anabranch.runtime.lifecycle import Exit
-from anabranch.runtime.supervisor import Part, RestartPolicy, Supervisor, pipeline_parts
+from anabranch.runtime.supervisor import RestartPolicy, Supervisor, pipeline_parts
 
 pytestmark = pytest.mark.process
 
-STAYS = "note('started')\nwhile sys.stdin.read(1): pass\nnote('end of stdin')"
+STAYS = "record('started')\nwhile sys.stdin.read(1): pass\nrecord('end of stdin')"
 LEARNS = "report(steps_since_start=1)\n" + STAYS
-STANDS_BY = "note('standby')\nif sys.stdin.readline():\n    " + LEARNS.replace("\n", "\n    ")
+STANDBY = "record('standby')\nif sys.stdin.readline():\n    " + LEARNS.replace("\n", "\n    ")
 PRELUDE = """
 import json, os, signal, subprocess, sys, time
-place = {place!r}
+folder = {folder!r}
 
-def note(what):
-    with open(os.path.join(place, what), "a") as file:
+def record(what):
+    with open(os.path.join(folder, what), "a") as file:
         file.write(f"{{os.getpid()}}\\n")
 
-def notes(what):
-    return open(os.path.join(place, what)).read().split()
+def records(what):
+    return open(os.path.join(folder, what)).read().split()
 
 def report(**figures):
-    with open(os.path.join(place, "report.json"), "w") as file:
+    with open(os.path.join(folder, "report.json"), "w") as file:
         json.dump(dict(dict(pid=os.getpid()), **figures), file)
 
 def on_sigterm(*_):
-    note("sigterm")
+    record("sigterm")
     sys.exit(0)
 
 signal.signal(signal.SIGTERM, on_sigterm)
@@ -47,7 +48,8 @@ import json, sys
 from datetime import timedelta
 from pathlib import Path
 from anabranch.runtime.lifecycle import stop_on_signals
-from anabranch.runtime.supervisor import Part, Supervisor
+from anabranch.runtime.child_process import Part
+from anabranch.runtime.supervisor import Supervisor
 parts = [
     Part(name, tuple(command), Path(report), stop_timeout=timedelta(seconds=s), standby=standby and tuple(standby))
     for name, command, report, s, standby in json.loads(sys.argv[1])
@@ -70,47 +72,47 @@ class RecordedBackoff(RestartPolicy):
 
 
 @pytest.fixture
-def place(tmp_path):
-    """A folder in which children leave notes: files with the pid of each child that left one."""
-    folder = tmp_path / "notes"
+def folder(tmp_path):
+    """A folder in which children record events: a file by event, with the pid of each child that recorded it."""
+    folder = tmp_path / "records"
     folder.mkdir()
     return folder
 
 
 @pytest.fixture
-def part(place):
-    """Makes a part of Python code that may call `note`, `notes` and `report`."""
+def part(folder):
+    """Makes a part of Python code that may call `record`, `records` and `report`."""
 
     def program(code):
-        return (sys.executable, "-c", PRELUDE.format(place=str(place)) + textwrap.dedent(code))
+        return (sys.executable, "-c", PRELUDE.format(folder=str(folder)) + textwrap.dedent(code))
 
     def make(code, name="part", standby=None, **options):
         standby = program(standby) if standby else None
-        return Part(name, program(code), place / "report.json", standby=standby, **options)
+        return Part(name, program(code), folder / "report.json", standby=standby, **options)
 
     return make
 
 
 @pytest.fixture
-def noted(place):
-    """Returns the pids that have left a note."""
+def recorded(folder):
+    """Returns the pids that have recorded an event."""
 
     def read(what):
-        path = place / what
+        path = folder / what
         return [int(line) for line in path.read_text().split()] if path.exists() else []
 
     return read
 
 
 @pytest.fixture
-def children(place):
-    """Returns the pids of parts that run, and of what stands by."""
+def children(folder):
+    """Returns the pids of parts and standbys that run."""
 
-    def look():
+    def pids():
         processes = psutil.Process().children()
-        return [each.pid for each in processes if any(str(place) in word for word in each.cmdline())]
+        return [each.pid for each in processes if any(str(folder) in word for word in each.cmdline())]
 
-    return look
+    return pids
 
 
 @pytest.fixture
@@ -132,41 +134,41 @@ def running():
         assert not thread.is_alive()
 
 
-def test_a_part_that_dies_after_progress_is_started_again_at_once_each_time(part, running, until, noted):
+def test_a_part_that_dies_after_progress_is_started_again_at_once_each_time(part, running, until, recorded):
     code = """
-        note("started")
+        record("started")
         report(steps_since_start=1)
-        if len(notes("started")) < 4:
+        if len(records("started")) < 4:
             os._exit(1)
         while sys.stdin.read(1): pass
     """
     supervisor = Supervisor([part(code)], RestartPolicy(first=timedelta(hours=1)))
     running(supervisor)
-    until(lambda: len(noted("started")) == 4, "four starts")
+    until(lambda: len(recorded("started")) == 4, "four starts")
     assert supervisor.restarts == {"part": 3}
 
 
 @pytest.mark.parametrize(
     "figures", ["version=0", "steps_since_start=7, version=None", "steps_since_start=7, pid=1, launcher=os.getpid()"]
 )
-def test_a_version_or_a_step_is_progress(part, running, until, noted, figures):
+def test_a_version_or_a_step_is_progress(part, running, until, recorded, figures):
     backoff = RecordedBackoff()
-    running(Supervisor([part(f"note('started'); report({figures}); os._exit(1)")], backoff))
-    until(lambda: len(noted("started")) >= 4, "four starts")
+    running(Supervisor([part(f"record('started'); report({figures}); os._exit(1)")], backoff))
+    until(lambda: len(recorded("started")) >= 4, "four starts")
     assert set(backoff.asked) == {1}
 
 
-def test_a_version_of_an_earlier_life_is_no_progress_of_a_learner(part, running, until, noted):
+def test_a_version_of_an_earlier_life_is_no_progress_of_a_learner(part, running, until, recorded):
     backoff = RecordedBackoff()
-    running(Supervisor([part("note('started'); report(steps_since_start=0, version=3); os._exit(1)")], backoff))
-    until(lambda: len(noted("started")) >= 3, "three starts")
+    running(Supervisor([part("record('started'); report(steps_since_start=0, version=3); os._exit(1)")], backoff))
+    until(lambda: len(recorded("started")) >= 3, "three starts")
     assert backoff.asked[:2] == [1, 2]
 
 
-def test_deaths_without_progress_are_counted_and_progress_forgets_them(part, running, until, noted):
+def test_deaths_without_progress_are_counted_until_there_is_progress(part, running, until, recorded):
     code = """
-        note("started")
-        starts = len(notes("started"))
+        record("started")
+        starts = len(records("started"))
         if starts == 3:
             report(steps_since_start=1)
         if starts < 6:
@@ -175,7 +177,7 @@ def test_deaths_without_progress_are_counted_and_progress_forgets_them(part, run
     """
     backoff = RecordedBackoff()
     running(Supervisor([part(code)], backoff))
-    until(lambda: len(noted("started")) == 6, "six starts")
+    until(lambda: len(recorded("started")) == 6, "six starts")
     assert backoff.asked == [1, 2, 1, 2, 3]
 
 
@@ -190,8 +192,8 @@ def test_deaths_without_progress_are_counted_and_progress_forgets_them(part, run
     ],
     ids=["no checkpoint", "an old checkpoint", "new checkpoints", "long lives", "serving"],
 )
-def test_deaths_again_and_again_soon_after_progress_are_backed_off(part, until, noted, figures, life, asked):
-    code = f"note('started'); starts = len(notes('started')); report({figures}); os._exit(1)"
+def test_deaths_again_and_again_soon_after_progress_are_backed_off(part, until, recorded, figures, life, asked):
+    code = f"record('started'); starts = len(records('started')); report({figures}); os._exit(1)"
     backoff, now = RecordedBackoff(lasting=timedelta(seconds=60)), [0.0]
     supervisor = Supervisor([part(code)], backoff, lambda _: now.__setitem__(0, now[0] + life), clock=lambda: now[0])
     supervisor.start()
@@ -202,32 +204,32 @@ def test_deaths_again_and_again_soon_after_progress_are_backed_off(part, until, 
         supervisor.stop()
 
 
-def test_another_process_s_report_is_no_progress(part, running, until, noted, place):
-    (place / "report.json").write_text(json.dumps({"pid": 1, "steps": 5, "version": 3}))
+def test_another_process_s_report_is_no_progress(part, running, until, recorded, folder):
+    (folder / "report.json").write_text(json.dumps({"pid": 1, "steps": 5, "version": 3}))
     backoff = RecordedBackoff()
-    running(Supervisor([part("note('started'); os._exit(1)")], backoff))
-    until(lambda: len(noted("started")) >= 3, "three starts")
+    running(Supervisor([part("record('started'); os._exit(1)")], backoff))
+    until(lambda: len(recorded("started")) >= 3, "three starts")
     assert backoff.asked[:2] == [1, 2]
 
 
-def test_a_part_is_not_started_before_its_backoff_is_over(part, until, noted):
-    supervisor = Supervisor([part("note('started'); os._exit(1)")], RestartPolicy(first=timedelta(hours=1)))
+def test_a_part_is_not_started_before_its_backoff_is_over(part, until, recorded):
+    supervisor = Supervisor([part("record('started'); os._exit(1)")], RestartPolicy(first=timedelta(hours=1)))
     supervisor.start()
     try:
-        until(lambda: (supervisor.check(), len(noted("started")) == 2 and not supervisor.pids())[1], "two deaths")
+        until(lambda: (supervisor.check(), len(recorded("started")) == 2 and not supervisor.pids())[1], "two deaths")
         for _ in range(20):
             supervisor.check()
-        assert (noted("started")[2:], supervisor.pids()) == ([], {})
+        assert (recorded("started")[2:], supervisor.pids()) == ([], {})
     finally:
         supervisor.stop()
 
 
-def test_a_dead_part_is_told_of_and_started_again_in_one_look(part, until, noted, is_gone):
+def test_a_dead_part_is_logged_and_started_again_in_one_check(part, until, recorded, is_gone):
     ran = []
     supervisor = Supervisor([part(STAYS)], on_death=lambda dead: ran.append((dead.name, supervisor.pids())))
     supervisor.start()
     try:
-        (pid,) = until(lambda: noted("started"), "the start")
+        (pid,) = until(lambda: recorded("started"), "the start")
         os.kill(pid, signal.SIGKILL)
         until(lambda: is_gone(pid), "its end")
         supervisor.check()
@@ -247,14 +249,14 @@ def test_the_backoff_starts_with_nothing_doubles_and_stops_at_its_longest():
         assert max(delays) <= longest
 
 
-def test_exit_code_2_ends_everything_with_2_and_stops_the_others(part, running, until, noted):
+def test_exit_code_2_ends_everything_with_2_and_stops_the_others(part, running, until, recorded):
     other = part(STAYS, "other")
-    supervisor = Supervisor([other, part("while not os.path.exists(place + '/started'): pass\nsys.exit(2)", "bad")])
+    supervisor = Supervisor([other, part("while not os.path.exists(folder + '/started'): pass\nsys.exit(2)", "bad")])
     _, result = running(supervisor)
     assert result.result(30) is Exit.SETTINGS
     assert supervisor.ended is not None
     assert supervisor.ended.name == "bad"
-    assert noted("sigterm") == noted("started")
+    assert recorded("sigterm") == recorded("started")
 
 
 def test_exit_code_3_on_the_first_start_ends_everything_with_3(part, running):
@@ -263,35 +265,35 @@ def test_exit_code_3_on_the_first_start_ends_everything_with_3(part, running):
 
 
 @pytest.mark.parametrize("first_life", ["report(steps_since_start=1); sys.exit(3)", "sys.exit(1)"])
-def test_exit_code_3_later_or_after_progress_is_waited_out(part, running, until, noted, first_life):
+def test_exit_code_3_later_or_after_progress_is_waited_out(part, running, until, recorded, first_life):
     code = f"""
-        note("started")
-        if len(notes("started")) == 1:
+        record("started")
+        if len(records("started")) == 1:
             {first_life}
-        if len(notes("started")) < 4:
+        if len(records("started")) < 4:
             sys.exit(3)
         while sys.stdin.read(1): pass
     """
     stop, result = running(Supervisor([part(code)], RecordedBackoff()))
-    until(lambda: len(noted("started")) == 4, "four starts")
+    until(lambda: len(recorded("started")) == 4, "four starts")
     stop.set()
     assert result.result(30) is Exit.DONE
 
 
-def test_exit_code_3_on_the_first_start_of_a_part_that_has_run_before_ends_nothing(part, running, until, noted):
+def test_exit_code_3_on_the_first_start_of_a_part_that_has_run_before_ends_nothing(part, running, until, recorded):
     code = """
-        note("again")
-        if len(notes("again")) < 3:
+        record("again")
+        if len(records("again")) < 3:
             sys.exit(3)
         while sys.stdin.read(1): pass
     """
     backoff = RecordedBackoff()
     stop, result = running(Supervisor([part(STAYS, "other"), part(code, has_run_before=True)], backoff))
-    until(lambda: len(noted("again")) == 3 and noted("started"), "three starts")
+    until(lambda: len(recorded("again")) == 3 and recorded("started"), "three starts")
     stop.set()
     assert result.result(30) is Exit.DONE
     assert backoff.asked == [1, 2]
-    assert len(noted("started")) == 1
+    assert len(recorded("started")) == 1
 
 
 def test_a_pipeline_that_has_a_version_has_run_before(example):
@@ -304,126 +306,126 @@ def test_a_pipeline_that_has_a_version_has_run_before(example):
         assert [part.has_run_before for part in pipeline_parts(config)] == [has_run, has_run]
 
 
-def test_a_stop_is_a_sigterm_to_every_part(part, running, until, noted, is_gone):
+def test_a_stop_is_a_sigterm_to_every_part(part, running, until, recorded, is_gone):
     stop, result = running(Supervisor([part(STAYS, "one"), part(STAYS, "two")]))
-    pids = until(lambda: len(noted("started")) == 2 and noted("started"), "both started")
+    pids = until(lambda: len(recorded("started")) == 2 and recorded("started"), "both started")
     stop.set()
     assert result.result(30) is Exit.DONE
-    assert sorted(noted("sigterm")) == sorted(pids)
+    assert sorted(recorded("sigterm")) == sorted(pids)
     assert all(map(is_gone, pids))
 
 
-def test_a_part_that_outlives_its_stop_timeout_is_killed(part, running, until, noted, is_gone):
-    code = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nnote('started')\nwhile True: time.sleep(60)"
+def test_a_part_that_outlives_its_stop_timeout_is_killed(part, running, until, recorded, is_gone):
+    code = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nrecord('started')\nwhile True: time.sleep(60)"
     stop, result = running(Supervisor([part(code, stop_timeout=timedelta(milliseconds=200))]))
-    (pid,) = until(lambda: noted("started"), "the start")
+    (pid,) = until(lambda: recorded("started"), "the start")
     stop.set()
     assert result.result(30) is Exit.DONE
     assert is_gone(pid)
 
 
-def test_what_a_dead_part_leaves_in_its_session_is_ended(part, running, until, noted, is_gone):
+def test_what_a_dead_part_leaves_in_its_session_is_ended(part, running, until, recorded, is_gone):
     grandchild = "import time\nwhile True: time.sleep(60)"
     code = f"""
-        if not os.path.exists(place + "/started"):
+        if not os.path.exists(folder + "/started"):
             child = subprocess.Popen([sys.executable, "-c", {grandchild!r}])
-            with open(place + "/grandchild", "w") as file:
+            with open(folder + "/grandchild", "w") as file:
                 file.write(str(child.pid))
-            note("started")
+            record("started")
             os._exit(1)
-        note("started")
+        record("started")
         while sys.stdin.read(1): pass
     """
     running(Supervisor([part(code)]))
-    until(lambda: len(noted("started")) == 2, "the second start")
-    (pid,) = noted("grandchild")
+    until(lambda: len(recorded("started")) == 2, "the second start")
+    (pid,) = recorded("grandchild")
     until(lambda: is_gone(pid), "the grandchild's end")
 
 
-def test_what_stands_by_takes_the_place_of_a_part_that_dies_each_time(part, running, until, noted):
-    supervisor = Supervisor([part(LEARNS, standby=STANDS_BY)], RestartPolicy(first=timedelta(hours=1)))
+def test_a_standby_replaces_a_part_that_dies_each_time(part, running, until, recorded):
+    supervisor = Supervisor([part(LEARNS, standby=STANDBY)], RestartPolicy(first=timedelta(hours=1)))
     running(supervisor)
     for deaths in (0, 1, 2):
-        standbys = until(lambda deaths=deaths: len(noted("standby")) > deaths and noted("standby"), "a standby")
-        assert noted("started")[1:] == standbys[:-1]
+        standbys = until(lambda deaths=deaths: len(recorded("standby")) > deaths and recorded("standby"), "a standby")
+        assert recorded("started")[1:] == standbys[:-1]
         assert supervisor.restarts == {"part": deaths}
         os.kill(supervisor.pids()["part"], signal.SIGKILL)
-        until(lambda pid=standbys[-1]: noted("started")[-1] == pid, "what stood by")
+        until(lambda pid=standbys[-1]: recorded("started")[-1] == pid, "the standby")
         assert supervisor.pids() == {"part": standbys[-1]}
 
 
-def test_what_takes_over_and_makes_no_progress_is_a_death_more(part, running, until, noted):
+def test_what_takes_over_and_makes_no_progress_is_a_death_more(part, running, until, recorded):
     backoff = RecordedBackoff()
-    supervisor = Supervisor([part(LEARNS, standby="note('standby')\nsys.stdin.readline()\nos._exit(1)")], backoff)
+    supervisor = Supervisor([part(LEARNS, standby="record('standby')\nsys.stdin.readline()\nos._exit(1)")], backoff)
     running(supervisor)
-    (pid,) = until(lambda: noted("standby"), "a standby")
-    os.kill(noted("started")[0], signal.SIGKILL)
-    until(lambda: len(noted("started")) == 2, "the second start")
-    assert pid not in noted("started")
+    (pid,) = until(lambda: recorded("standby"), "a standby")
+    os.kill(recorded("started")[0], signal.SIGKILL)
+    until(lambda: len(recorded("started")) == 2, "the second start")
+    assert pid not in recorded("started")
     assert backoff.asked == [1, 2]
 
 
-def test_nothing_stands_by_before_progress(part, until, noted, children):
-    supervisor = Supervisor([part(STAYS, standby=STANDS_BY)])
+def test_there_is_no_standby_before_progress(part, until, recorded, children):
+    supervisor = Supervisor([part(STAYS, standby=STANDBY)])
     supervisor.start()
     try:
-        until(lambda: (supervisor.check(), noted("started"))[1], "the start")
-        assert children() == noted("started")
+        until(lambda: (supervisor.check(), recorded("started"))[1], "the start")
+        assert children() == recorded("started")
     finally:
         supervisor.stop()
 
 
-def test_a_standby_that_dies_is_started_again_after_the_part_was(part, until, noted, is_gone, children, caplog):
-    supervisor = Supervisor([part(LEARNS, standby="note('standby')\nos._exit(1)")])
+def test_a_standby_that_dies_is_started_again_after_the_part_was(part, until, recorded, is_gone, children, caplog):
+    supervisor = Supervisor([part(LEARNS, standby="record('standby')\nos._exit(1)")])
     supervisor.start()
     try:
-        (gone,) = until(lambda: (supervisor.check(), noted("standby"))[1], "a standby")
+        (gone,) = until(lambda: (supervisor.check(), recorded("standby"))[1], "a standby")
         until(lambda: is_gone(gone), "its end")
         for _ in range(3):
             supervisor.check()
-            assert children() == noted("started")
-        assert f"what stood by for part (pid {gone}) ended with exit code 1" in caplog.text
-        os.kill(noted("started")[0], signal.SIGKILL)
-        until(lambda: (supervisor.check(), len(noted("standby")) == 2)[1], "another standby")
-        assert gone not in noted("started")
+            assert children() == recorded("started")
+        assert f"the standby of part (pid {gone}) ended with exit code 1" in caplog.text
+        os.kill(recorded("started")[0], signal.SIGKILL)
+        until(lambda: (supervisor.check(), len(recorded("standby")) == 2)[1], "another standby")
+        assert gone not in recorded("started")
         assert supervisor.restarts == {"part": 1}
     finally:
         supervisor.stop()
 
 
 @pytest.mark.parametrize("dies", [True, False])
-def test_where_nothing_can_go_on_the_part_is_started(part, until, noted, is_gone, dies):
-    deaf = "note('standby')\n" + ("sys.stdin.read()" if dies else "os.close(0)\nnote('deaf')\nsignal.pause()")
+def test_where_nothing_can_go_on_the_part_is_started(part, until, recorded, is_gone, dies):
+    deaf = "record('standby')\n" + ("sys.stdin.read()" if dies else "os.close(0)\nrecord('deaf')\nsignal.pause()")
     supervisor = Supervisor([part(LEARNS, standby=deaf)])
     supervisor.start()
     try:
-        (standby,) = until(lambda: (supervisor.check(), noted("standby" if dies else "deaf"))[1], "a standby")
-        killed = [noted("started")[0], *([standby] if dies else [])]
+        (standby,) = until(lambda: (supervisor.check(), recorded("standby" if dies else "deaf"))[1], "a standby")
+        killed = [recorded("started")[0], *([standby] if dies else [])]
         for pid in killed:
             os.kill(pid, signal.SIGKILL)
         until(lambda: all(map(is_gone, killed)), "the end")
         supervisor.check()
-        until(lambda: len(noted("started")) == 2, "the second start")
-        assert supervisor.pids() == {"part": noted("started")[1]}
+        until(lambda: len(recorded("started")) == 2, "the second start")
+        assert supervisor.pids() == {"part": recorded("started")[1]}
         assert is_gone(standby)
-        assert standby not in noted("started")
+        assert standby not in recorded("started")
     finally:
         supervisor.stop()
 
 
-def test_a_stop_ends_what_stands_by_at_once(part, running, until, noted, is_gone):
-    deaf = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nnote('standby')\nwhile True: time.sleep(60)"
+def test_a_stop_ends_a_standby_at_once(part, running, until, recorded, is_gone):
+    deaf = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nrecord('standby')\nwhile True: time.sleep(60)"
     stop, result = running(Supervisor([part(LEARNS, standby=deaf, stop_timeout=timedelta(hours=1))]))
-    (pid,) = until(lambda: noted("standby"), "a standby")
+    (pid,) = until(lambda: recorded("standby"), "a standby")
     stop.set()
     assert result.result(30) is Exit.DONE
     assert is_gone(pid)
-    assert noted("sigterm") == noted("started")
+    assert recorded("sigterm") == recorded("started")
 
 
-def test_output_goes_to_the_part_s_file_and_variables_reach_it(part, running, until, place):
+def test_output_goes_to_the_part_s_file_and_variables_reach_it(part, running, until, folder):
     code = "print(os.environ['COLOUR'], flush=True)\nprint('trouble', file=sys.stderr, flush=True)\n" + STAYS
-    output = place / "log"
+    output = folder / "log"
     stop, result = running(Supervisor([part(code, environment={"COLOUR": "blue"}, output=output)]))
     until(lambda: output.exists() and output.read_text() == "blue\ntrouble\n", "the output")
     stop.set()
@@ -437,42 +439,42 @@ def supervise(spawn, *parts):
     return spawn("-c", SUPERVISE, json.dumps(arguments))
 
 
-def test_parts_end_when_their_supervisor_is_killed(part, spawn, until, noted, is_gone):
+def test_parts_end_when_their_supervisor_is_killed(part, spawn, until, recorded, is_gone):
     process = supervise(spawn, part(STAYS, "one"), part(STAYS, "two"))
-    pids = until(lambda: len(noted("started")) == 2 and noted("started"), "both started")
+    pids = until(lambda: len(recorded("started")) == 2 and recorded("started"), "both started")
     process.kill()
     until(lambda: all(map(is_gone, pids)), "the end of both")
-    assert sorted(noted("end of stdin")) == sorted(pids)
+    assert sorted(recorded("end of stdin")) == sorted(pids)
 
 
-def test_what_stands_by_ends_when_the_supervisor_is_killed(part, spawn, until, noted, is_gone):
-    process = supervise(spawn, part(LEARNS, standby=STANDS_BY + "\nelse: note('never needed')"))
-    standby = until(lambda: noted("standby"), "a standby")
+def test_a_standby_ends_when_the_supervisor_is_killed(part, spawn, until, recorded, is_gone):
+    process = supervise(spawn, part(LEARNS, standby=STANDBY + "\nelse: record('never needed')"))
+    standby = until(lambda: recorded("standby"), "a standby")
     process.kill()
-    until(lambda: all(map(is_gone, noted("started") + standby)), "the end of both")
-    assert noted("never needed") == standby
+    until(lambda: all(map(is_gone, recorded("started") + standby)), "the end of both")
+    assert recorded("never needed") == standby
 
 
-def test_ctrl_c_reaches_the_supervisor_alone_which_stops_its_parts(part, spawn, until, noted, is_gone):
-    code = "signal.signal(signal.SIGINT, lambda *_: note('sigint'))\n" + STAYS
+def test_ctrl_c_reaches_the_supervisor_alone_which_stops_its_parts(part, spawn, until, recorded, is_gone):
+    code = "signal.signal(signal.SIGINT, lambda *_: record('sigint'))\n" + STAYS
     process = supervise(spawn, part(code))
-    (pid,) = until(lambda: noted("started"), "the start")
+    (pid,) = until(lambda: recorded("started"), "the start")
     os.killpg(process.pid, signal.SIGINT)
     assert process.wait(30) == 0
     assert is_gone(pid)
-    assert (noted("sigterm"), noted("sigint")) == ([pid], [])
+    assert (recorded("sigterm"), recorded("sigint")) == ([pid], [])
 
 
-def test_a_second_ctrl_c_kills_at_once(part, spawn, until, noted, is_gone):
+def test_a_second_ctrl_c_kills_at_once(part, spawn, until, recorded, is_gone):
     code = """
-        signal.signal(signal.SIGTERM, lambda *_: note("sigterm"))
-        note("started")
+        signal.signal(signal.SIGTERM, lambda *_: record("sigterm"))
+        record("started")
         while True: time.sleep(60)
     """
     process = supervise(spawn, part(code, stop_timeout=timedelta(hours=1)))
-    (pid,) = until(lambda: noted("started"), "the start")
+    (pid,) = until(lambda: recorded("started"), "the start")
     process.send_signal(signal.SIGINT)
-    until(lambda: noted("sigterm"), "the SIGTERM")
+    until(lambda: recorded("sigterm"), "the SIGTERM")
     process.send_signal(signal.SIGINT)
     assert process.wait(30) != 0
     assert is_gone(pid)
@@ -493,7 +495,7 @@ def test_the_parts_of_a_pipeline_are_learner_and_serving_with_their_reports(exam
     assert [part.standby for part in parts] == [None, None]
 
 
-def test_a_learner_has_one_stand_by_where_the_config_says_so(example):
+def test_a_learner_has_a_standby_where_the_config_says_so(example):
     learner, serving = pipeline_parts(load_config(example / "pipeline.toml", {"ANABRANCH__LEARNER__STANDBY": "true"}))
     assert learner.standby == (*learner.command, "--standby")
     assert serving.standby is None

@@ -35,6 +35,16 @@ def test_events_go_to_the_partitions_in_turn_and_flush_waits_for_all(producer, k
     assert [int(record.value) for record in records if record.partition == 0] == list(range(0, 101, 2))
 
 
+def test_headers_go_along_and_a_partition_that_exists_is_taken(producer, kafka, consume_all):
+    producer.send(b"a", key=b"k", headers=[("x", b"1"), ("x", b"2")], partition=1)
+    producer.send(b"b", key=b"k", partition=0)
+    producer.send(b"c", partition=9)
+    producer.flush()
+    records = consume_all(kafka.bootstrap, producer._topic, 3)
+    assert {record.value: record.partition for record in records if record.value != b"c"} == {b"a": 1, b"b": 0}
+    assert [list(record.headers) for record in records if record.value == b"a"] == [[("x", b"1"), ("x", b"2")]]
+
+
 def test_an_acknowledgement_has_partition_and_offset(producer):
     acknowledged, both = [], threading.Event()
 

@@ -21,6 +21,7 @@ from replay.build import build_store
 from replay.checkpoint.segments import Segment
 from replay.config import ReplaySettings
 from replay.erasure.erased_events import ByKey, ErasedEvents
+from replay.fake import add_now, plan_ahead
 from replay.snapshot import StoreSnapshot
 from replay.store import Store
 from replay.tiers.disk import DiskTier
@@ -50,8 +51,8 @@ class Pipeline:
         columns["key_hash"][:] = np.where(columns["offset"] % 10 == 0, 9, 1)
         out = columns["offset"] % 7 == 0
         self.holdout.add({name: column[out] for name, column in columns.items()}, NAMES)
-        self.store.add_now({name: column[~out] for name, column in columns.items()}, NAMES)
-        self.store.plan_ahead(0, 20)
+        add_now(self.store, {name: column[~out] for name, column in columns.items()}, NAMES)
+        plan_ahead(self.store, 0, 20)
 
     def checkpoint(self, number: int) -> None:
         part = pack(*self.store.contents(self.store.begin_snapshot(number)), self.segments, self.checkpoints.part)
@@ -93,7 +94,7 @@ def test_erased_events_are_removed_from_all_checkpoints_which_stay_intact(pipeli
     assert pipeline.erase() == 3
     after = pipeline.newest()
     assert after.index.tobytes() == kept.tobytes()
-    assert len(after.standing.sampler["positions"]) == len(after.standing.sampler["weights"]) == len(kept)
+    assert len(after.state.sampler["positions"]) == len(after.state.sampler["weights"]) == len(kept)
     if before.payload is not None and after.payload is not None:
         assert torch.equal(after.payload, before.payload[torch.from_numpy(before.index["key_hash"] != 9)])
     for number in pipeline.checkpoints.numbers():
@@ -117,11 +118,11 @@ def test_a_loaded_checkpoint_equals_the_rewritten_one(pipeline: Pipeline) -> Non
     assert loaded is not None
     assert store == len(pipeline.newest().index) - len(loaded[0].index) > 0
     assert holdout == len(range(0, 350, 70))
-    assert loaded[0].standing.plans == [], "a plan has erased events"
+    assert loaded[0].state.plans == [], "a plan has erased events"
     pipeline.erase()
     rewritten = pipeline.newest()
     assert loaded[0].index.tobytes() == rewritten.index.tobytes()
-    assert set(loaded[0].standing.sampler) == set(rewritten.standing.sampler)
+    assert set(loaded[0].state.sampler) == set(rewritten.state.sampler)
 
 
 def test_new_checkpoints_are_intact_after_earlier_ones_were_rewritten(

@@ -19,6 +19,7 @@ from learner.state_dir.checkpoint import SEGMENT, Checkpoint, Checkpoints
 from replay.build import build_store
 from replay.checkpoint.segments import Segment
 from replay.config import ReplaySettings
+from replay.fake import add_now
 from replay.store import Store
 
 PARTITIONS = [TopicPartition("events", 0)]
@@ -52,7 +53,7 @@ class Bench:
 
     def add(self, n: int) -> None:
         assert self.store is not None
-        self.store.add_now(fake_columns(self.schema, range(self.begin, self.begin + n)), PARTITIONS)
+        add_now(self.store, fake_columns(self.schema, range(self.begin, self.begin + n)), PARTITIONS)
         self.begin += n
 
     def checkpoint(self, keep: int = 3, *, fails: bool = False) -> None:
@@ -119,7 +120,7 @@ def test_a_checkpoint_has_the_names_of_stale_caches(bench: Bench) -> None:
     assert found is not None
     read = unpack(found[1])
     assert read is not None
-    assert read[0].standing.stale == ["redis"]
+    assert read[0].state.stale == ["redis"]
 
 
 @each_tier
@@ -143,7 +144,7 @@ def test_a_store_is_unchanged_by_restarts_and_failed_checkpoints(bench: Bench, s
     """It holds the events and rows of a store without restarts and failures."""
     whole = build_store(ReplaySettings(capacity=1000), schema, torch.device("cpu"), 0)
     for turn in range(25):
-        whole.add_now(fake_columns(schema, range(bench.begin, bench.begin + 100)), PARTITIONS)
+        add_now(whole, fake_columns(schema, range(bench.begin, bench.begin + 100)), PARTITIONS)
         bench.add(100)
         bench.checkpoint(fails=turn % 7 == 3)
         if turn % 7 == 3:

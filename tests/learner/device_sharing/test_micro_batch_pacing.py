@@ -32,11 +32,11 @@ def run(machine: Machine, step: int, intervals: int, seed: int = 0) -> tuple[lis
     """Return the sizes over time, and the part of the later half's answers that was late."""
     pace, generator, rows = MicroBatchController(SLO), random.Random(seed), step
     sizes, answered, late = [], 0, 0
-    for place in range(intervals):
+    for interval in range(intervals):
         counts = machine.interval(rows, generator)
         rows = pace.interval(step, *counts) or step
         sizes.append(rows)
-        if place >= intervals // 2:
+        if interval >= intervals // 2:
             answered, late = answered + counts[0], late + counts[1]
     return sizes, late / max(1, answered)
 
@@ -118,7 +118,7 @@ def test_requests_get_the_rest(steps: list[float]) -> None:
     assert yielded >= 3 * sum(steps[:-1])
 
 
-def test_without_a_fraction_requests_have_the_device_for_as_long_as_they_come() -> None:
+def test_without_a_fraction_requests_have_the_device_while_there_are_any() -> None:
     allowance = TrainingBudget(0.0)
     allowance.yielded(1e9)
     allowance.trained(0.01)

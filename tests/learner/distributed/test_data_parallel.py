@@ -187,7 +187,7 @@ def test_a_drift_makes_a_strategy_consolidate_on_all_ranks(play: Play) -> None:
 
 def test_a_checkpoint_has_the_state_that_strategies_gather_from_all_ranks(play: Play) -> None:
     """What EWC added up is what it would consolidate; LwF's teacher is the model that a version would have had."""
-    scenario = {"steps": [[8]], "times": 4, "tells_strategy": True, "settings": {"replicas": 2}}
+    scenario = {"steps": [[8]], "times": 4, "reports_drift": True, "settings": {"replicas": 2}}
     diverged = scenario | {"strategy": "lwf", "drift_at": 3, "settings": {"replicas": 2, "sync_every": 100}}
     held = scenario | {"strategy": "ewc"}
     summed, consolidated, taught = play(2, [held, held | {"drift_at": 3}, diverged])

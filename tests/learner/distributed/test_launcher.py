@@ -161,7 +161,7 @@ def test_ranks_that_run_out_of_memory_come_back_with_smaller_micro_batches(
     report = learner.wait_for(lambda each: total(each) == 300)
     assert adds_up(report)
     assert report.accuracy["now"] > 0.8
-    assert ["learner.micro_batch_size = 4" in note for note in report.warnings] == [True]
+    assert ["learner.micro_batch_size = 4" in warning for warning in report.warnings] == [True]
     said = learner.log.read_text()
     assert "learner.micro_batch_size = 4 does so" in said
     assert learner.stop(40) == 0

@@ -23,14 +23,14 @@ from learner.model.task import Classification
 from learner.strategies.examples import Examples
 from learner.strategies.registry import STRATEGIES
 from learner.training.trainer import Trainer
-from tests.learner.state_dir.test_checkpoint import ROWS, Bench
+from tests.learner.learner_bench import ROWS, LearnerBench
 
 CPU = torch.device("cpu")
 BAD = 900.0
 
 
 class Refusing(nn.Sequential):
-    """Raises where an event begins with 900, at a place of choice; samples random numbers and keeps statistics."""
+    """Raises where an event begins with 900, at an index of choice; samples random numbers and keeps statistics."""
 
     def __init__(self, where: str = "forward") -> None:
         torch.manual_seed(0)
@@ -129,7 +129,7 @@ def test_what_is_no_events_fault_is_raised_as_it_is(error: Exception) -> None:
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("strategy", [*STRATEGIES])
-def test_a_step_without_the_events_that_raise_is_as_if_they_had_not_come(
+def test_a_step_without_the_events_that_raise_is_the_same_as_without_them(
     schema: Schema, strategy: str, where: str
 ) -> None:
     if where == "backward" and not STRATEGIES[strategy].learns_gradient:
@@ -144,9 +144,9 @@ def test_a_step_without_the_events_that_raise_is_as_if_they_had_not_come(
     given = replayed(strategy, trainer, old)
     with pytest.raises(RaisingEventsError) as caught:
         trainer.step(new, given)
-    expected = [*bad, *(16 * (sample + 1) + place for sample in range(len(given)) for place in bad_old)]
-    assert list(caught.value.places) == expected
-    assert "index out of range" in caught.value.said or "no gradient of this" in caught.value.said
+    expected = [*bad, *(16 * (sample + 1) + index for sample in range(len(given)) for index in bad_old)]
+    assert list(caught.value.indices) == expected
+    assert "index out of range" in caught.value.message or "no gradient of this" in caught.value.message
     result = trainer.step(without(new, bad), replayed(strategy, trainer, without(old, bad_old)))
     torch.manual_seed(2)
     plain = other.step(without(new, bad), replayed(strategy, other, without(old, bad_old)))
@@ -162,7 +162,7 @@ def test_a_step_of_which_every_event_raises_names_them_all(schema: Schema, count
     before = trainer.snapshot()
     with pytest.raises(RaisingEventsError) as caught:
         trainer.step(some(schema, trainer, range(count), tuple(range(count))))
-    assert list(caught.value.places) == list(range(count))
+    assert list(caught.value.indices) == list(range(count))
     assert all(torch.equal(value, before[name]) for name, value in trainer.snapshot().items())
 
 
@@ -199,7 +199,7 @@ def test_a_task_that_raises_on_a_label_is_like_a_model_that_raises(schema: Schem
     trainer = make(schema, Refusing(), task=Choosy())
     with pytest.raises(RaisingEventsError, match="no twos") as caught:
         trainer.step(some(schema, trainer, range(9)))
-    assert list(caught.value.places) == [2, 5, 8]
+    assert list(caught.value.indices) == [2, 5, 8]
 
 
 def test_passes_that_find_events_are_few(schema: Schema) -> None:
@@ -217,7 +217,7 @@ def test_a_probe_names_the_events_that_raise_and_leaves_the_model_as_it_was(sche
     before = trainer.snapshot()
     with pytest.raises(RaisingEventsError) as caught:
         trainer.probe(some(schema, trainer, range(16), (3, 4)))
-    assert list(caught.value.places) == [3, 4]
+    assert list(caught.value.indices) == [3, 4]
     assert trainer.model.training
     assert all(torch.equal(value, before[name]) for name, value in trainer.snapshot().items())
 
@@ -226,7 +226,7 @@ def test_the_log_names_events_at_most_every_ten_seconds(caplog: pytest.LogCaptur
     now = [0.0]
     raised = Raised(lambda: now[0])
     with caplog.at_level(logging.WARNING):
-        raised.log("which are skipped", [f"t[0]@{place}" for place in range(7)], "IndexError: bad")
+        raised.log("which are skipped", [f"t[0]@{offset}" for offset in range(7)], "IndexError: bad")
         raised.log("which are skipped", ["t[0]@8", "t[0]@9"], "IndexError: bad")
         now[0] = 11.0
         raised.log("which are skipped", ["t[0]@10"], "IndexError: bad")
@@ -262,12 +262,12 @@ class Stored(nn.Sequential):
 
 
 @pytest.fixture
-def make_bench(tmp_path: Path, schema: Schema) -> Iterator[Callable[..., Bench]]:
-    benches: list[Bench] = []
+def make_bench(tmp_path: Path, schema: Schema) -> Iterator[Callable[..., LearnerBench]]:
+    benches: list[LearnerBench] = []
 
-    def build(blocks: int, bad: Callable[[Columns], NDArray[np.bool_]], **options: Any) -> Bench:
+    def build(blocks: int, bad: Callable[[Columns], NDArray[np.bool_]], **options: Any) -> LearnerBench:
         torch.manual_seed(0)
-        benches.append(Bench(tmp_path, schema, Stored(), blocks, **options))
+        benches.append(LearnerBench(tmp_path, schema, Stored(), blocks, **options))
 
         def change(columns: Columns) -> None:
             columns["feature.x"][bad(columns), 0] = BAD
@@ -281,7 +281,7 @@ def make_bench(tmp_path: Path, schema: Schema) -> Iterator[Callable[..., Bench]]
 
 
 def test_new_events_that_raise_are_skipped_and_nothing_else_is(
-    make_bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture
+    make_bench: Callable[..., LearnerBench], caplog: pytest.LogCaptureFixture
 ) -> None:
     bench = make_bench(6, lambda columns: np.isin(columns["offset"], [40, 41, 100]))
     bench.run()
@@ -303,7 +303,9 @@ def test_new_events_that_raise_are_skipped_and_nothing_else_is(
 
 
 @pytest.mark.parametrize("replay", [{}, {"disk": {"bytes": "1MB"}, "device_bytes": "1kB"}], ids=["device", "disk"])
-def test_an_old_event_that_raises_is_replayed_no_more(make_bench: Callable[..., Bench], replay: dict[str, Any]) -> None:
+def test_an_old_event_that_raises_is_replayed_no_more(
+    make_bench: Callable[..., LearnerBench], replay: dict[str, Any]
+) -> None:
     """It was stored without a label, so that the model has not seen it."""
     bench = make_bench(40, lambda columns: columns["offset"] < ROWS, replay={"capacity": 5000, **replay})
     bench.stream.unlabelled = {0}
@@ -321,7 +323,7 @@ def test_an_old_event_that_raises_is_replayed_no_more(make_bench: Callable[..., 
 
 
 def test_a_held_out_event_that_raises_leaves_the_set_and_spoils_no_verdict(
-    make_bench: Callable[..., Bench],
+    make_bench: Callable[..., LearnerBench],
 ) -> None:
     bench = make_bench(100, lambda columns: np.isin(columns["offset"], [5 + 3 * ROWS, 5 + 60 * ROWS]))
     bench.run()
@@ -334,14 +336,14 @@ def test_a_held_out_event_that_raises_leaves_the_set_and_spoils_no_verdict(
     assert bench.publisher.gate.held_since is None
 
 
-def test_a_probe_takes_a_held_out_event_that_raises_out_of_the_set(make_bench: Callable[..., Bench]) -> None:
+def test_a_probe_takes_a_held_out_event_that_raises_out_of_the_set(make_bench: Callable[..., LearnerBench]) -> None:
     bench = make_bench(200, lambda columns: columns["offset"] % (20 * ROWS) == 5, learner={"replay_ratio": "auto"})
     bench.run()
     assert bench.metrics.learner.raised.labels("held_out")._value.get() > 0
     assert bench.loop.steps == 200
 
 
-def test_a_stream_of_which_half_raises_is_learned_and_is_unhealthy(make_bench: Callable[..., Bench]) -> None:
+def test_a_stream_of_which_half_raises_is_learned_and_is_unhealthy(make_bench: Callable[..., LearnerBench]) -> None:
     bench = make_bench(20, lambda columns: columns["offset"] % 2 == 0)
     bench.run()
     assert bench.loop.ledger.outcomes["trained"] + bench.loop.ledger.outcomes["skipped"] == 20 * (ROWS - 1)
@@ -351,7 +353,9 @@ def test_a_stream_of_which_half_raises_is_learned_and_is_unhealthy(make_bench: C
     assert "the model raised on 320 of the last 620 new events" in problem
 
 
-def test_while_the_model_takes_nothing_no_checkpoint_passes_by_the_events(make_bench: Callable[..., Bench]) -> None:
+def test_while_the_model_takes_nothing_no_checkpoint_passes_by_the_events(
+    make_bench: Callable[..., LearnerBench],
+) -> None:
     bench = make_bench(30, lambda columns: columns["offset"] >= 5 * ROWS, every="1ms")
     bench.run()
     bench.finish()
@@ -365,7 +369,7 @@ def test_while_the_model_takes_nothing_no_checkpoint_passes_by_the_events(make_b
 
 
 def test_a_resumed_run_skips_the_same_events_and_ends_with_the_same_weights(
-    make_bench: Callable[..., Bench], tmp_path: Path
+    make_bench: Callable[..., LearnerBench], tmp_path: Path
 ) -> None:
     def bad(columns: Columns) -> NDArray[np.bool_]:
         return columns["offset"] % 50 == 7

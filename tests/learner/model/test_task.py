@@ -53,7 +53,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_task_of_the_users_own_is_what_is_learned(folder: Path, schema: Schema) -> None:
+def test_a_custom_task_is_trained(folder: Path, schema: Schema) -> None:
     task = make_task("own_task:Focal", folder)
     model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3))
     assert check_model(model, task, schema, CPU) == (3,)
@@ -94,7 +94,7 @@ def test_a_strategy_for_classes_takes_a_task_that_is_one_of_classes(folder: Path
 
 
 class TestEmbed:
-    def test_what_the_task_says_is_where_events_lie(self, folder: Path, schema: Schema) -> None:
+    def test_embeddings_come_from_the_task(self, folder: Path, schema: Schema) -> None:
         """As the model was before the step, new events first."""
         task = make_task("own_task:Focal", folder)
         model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3))
@@ -110,7 +110,7 @@ class TestEmbed:
         assert torch.allclose(result.embedding_N, expected)
         assert model.training
 
-    def test_a_task_may_serve_in_place_of_a_named_module(self, folder: Path, schema: Schema) -> None:
+    def test_a_task_may_replace_a_named_module(self, folder: Path, schema: Schema) -> None:
         found = []
         for by_task in (True, False):
             torch.manual_seed(0)

@@ -11,10 +11,10 @@ from learner.runtime.shutdown import Deadline
 
 
 class Payload:
-    """What a piece of work has copied."""
+    """Data that a job has copied."""
 
 
-def test_pieces_of_work_are_done_in_one_thread_that_waits_for_the_next() -> None:
+def test_jobs_run_in_one_thread_that_waits_for_the_next() -> None:
     background, threads = BackgroundWorker("test"), []
     assert not background.busy
     for _ in range(3):
@@ -25,7 +25,7 @@ def test_pieces_of_work_are_done_in_one_thread_that_waits_for_the_next() -> None
     assert threads[0].is_alive()
 
 
-def test_who_waits_no_longer_than_the_deadline_finds_it_busy() -> None:
+def test_waiting_ends_at_the_deadline_while_the_worker_is_busy() -> None:
     background, go_on = BackgroundWorker("test"), threading.Event()
     background.start(go_on.wait)
     background.wait(Deadline(timedelta(0)))
@@ -35,7 +35,7 @@ def test_who_waits_no_longer_than_the_deadline_finds_it_busy() -> None:
     assert not background.busy
 
 
-def test_a_bug_comes_up_and_the_next_piece_is_done_all_the_same() -> None:
+def test_a_bug_is_raised_and_the_next_job_runs_anyway() -> None:
     background, done = BackgroundWorker("test"), threading.Event()
     background.start(lambda: 1 / 0)
     background.wait()
@@ -46,7 +46,7 @@ def test_a_bug_comes_up_and_the_next_piece_is_done_all_the_same() -> None:
     assert done.is_set()
 
 
-def test_no_work_is_done_that_the_check_before_it_forbids() -> None:
+def test_no_job_runs_that_the_check_before_it_forbids() -> None:
     done = threading.Event()
     background = BackgroundWorker("test", lambda: 1 / 0)
     background.start(done.set)
@@ -56,7 +56,7 @@ def test_no_work_is_done_that_the_check_before_it_forbids() -> None:
         background.raise_bug()
 
 
-def test_nothing_holds_on_to_what_work_has_copied_once_it_is_done() -> None:
+def test_no_reference_to_the_data_of_a_job_is_kept_once_it_is_done() -> None:
     background, payload = BackgroundWorker("test"), Payload()
     gone = threading.Event()
     weakref.finalize(payload, gone.set)

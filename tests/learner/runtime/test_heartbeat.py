@@ -33,7 +33,7 @@ def test_healthz_says_when_the_loop_hangs_and_when_it_goes_on() -> None:
         now += 1
         code, said = asked(port)
         assert code == 503
-        assert said["problems"][0].startswith("the training loop has stood still for more than 60 s")
+        assert said["problems"][0].startswith("the training loop has made no progress for more than 60 s")
         heartbeat.beat()
         assert asked(port)[0] == 200
 

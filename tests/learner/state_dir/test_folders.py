@@ -1,4 +1,4 @@
-"""What every storage of checkpoints and versions promises, whatever it is made of; and that nothing goes round it."""
+"""Every storage of checkpoints and versions passes this suite; and all access goes through it."""
 
 import contextlib
 import os
@@ -12,6 +12,7 @@ import torch
 from learner.errors import CheckpointError, VersionError
 from learner.state_dir import folders as storage_module
 from learner.state_dir.checkpoint import Checkpoint, Checkpoints
+from learner.state_dir.checkpoint_rewriter import CheckpointRewriter
 from learner.state_dir.folders import MANIFEST, Folder, LocalStorage, Storage
 from learner.state_dir.version import Manifest, ModelReference, Verdict, Versions
 from tests.memory_storage import MemoryStorage
@@ -36,14 +37,14 @@ def publish(storage: Storage, number: int, **files: bytes) -> Folder:
     return storage.folder(number)
 
 
-def test_nothing_is_there_at_first(storage: Storage) -> None:
+def test_a_new_storage_is_empty(storage: Storage) -> None:
     assert (storage.numbers(), storage.highest(), storage.folder(1).files()) == ([], 0, {})
     assert storage.folder(1).stamp(MANIFEST) is None
     storage.delete(1)
     storage.clean()
 
 
-def test_a_folder_is_there_when_it_is_published_and_not_before(storage: Storage) -> None:
+def test_a_folder_exists_once_it_is_published(storage: Storage) -> None:
     with storage.publish(10, 1) as folder:
         folder.write("rank-0/a", b"one")
         folder.write(MANIFEST, b"{}")
@@ -57,7 +58,7 @@ def test_a_folder_is_there_when_it_is_published_and_not_before(storage: Storage)
     assert storage.highest() == 10
 
 
-def test_an_error_leaves_nothing_and_the_number_can_be_given_again(storage: Storage) -> None:
+def test_an_error_leaves_no_folder_and_its_number_can_be_used_again(storage: Storage) -> None:
     with contextlib.suppress(ZeroDivisionError), storage.publish(1, 1) as folder:
         folder.write(MANIFEST, b"{}")
         raise ZeroDivisionError
@@ -66,14 +67,14 @@ def test_an_error_leaves_nothing_and_the_number_can_be_given_again(storage: Stor
     assert storage.numbers() == [1]
 
 
-def test_a_number_is_given_once(storage: Storage) -> None:
+def test_a_number_can_be_published_only_once(storage: Storage) -> None:
     publish(storage, 1, a=b"first")
     with pytest.raises(OSError, match="1"):
         publish(storage, 1, a=b"second")
     assert storage.folder(1).read("a") == b"first"
 
 
-def test_writers_of_two_generations_do_not_disturb_each_other(storage: Storage) -> None:
+def test_writers_of_two_generations_do_not_interfere(storage: Storage) -> None:
     with storage.publish(1, 1) as stale, storage.publish(2, 2) as folder:
         stale.write("a", b"stale")
         folder.write("a", b"new")
@@ -82,7 +83,7 @@ def test_writers_of_two_generations_do_not_disturb_each_other(storage: Storage) 
     assert [storage.folder(number).read("a") for number in (1, 2)] == [b"stale", b"new"]
 
 
-def test_what_is_linked_stays_when_its_source_is_deleted_or_replaced(storage: Storage) -> None:
+def test_a_link_is_unchanged_when_its_source_is_deleted_or_replaced(storage: Storage) -> None:
     source = publish(storage, 1, a=b"shared")
     with storage.publish(2, 1) as folder:
         folder.link("rank-0/a", source, "a")
@@ -105,7 +106,7 @@ def test_the_stamp_of_a_file_changes_when_it_is_replaced(storage: Storage) -> No
     assert folder.stamp("a") not in (before, None)
 
 
-def test_what_is_not_there_is_an_error_to_read_and_to_replace_and_none_to_remove(storage: Storage) -> None:
+def test_a_missing_file_is_an_error_to_read_and_to_replace_but_not_to_remove(storage: Storage) -> None:
     folder = publish(storage, 1)
     folder.remove("a")
     with pytest.raises(FileNotFoundError):
@@ -116,7 +117,7 @@ def test_what_is_not_there_is_an_error_to_read_and_to_replace_and_none_to_remove
     assert storage.numbers() == []
 
 
-def test_a_folder_that_lost_its_manifest_does_not_exist_and_is_cleaned_away(storage: Storage) -> None:
+def test_a_folder_without_a_manifest_does_not_exist_and_is_cleaned(storage: Storage) -> None:
     publish(storage, 1)
     publish(storage, 2, a=b"half").remove(MANIFEST)
     assert (storage.numbers(), storage.highest()) == ([1], 2)
@@ -124,7 +125,7 @@ def test_a_folder_that_lost_its_manifest_does_not_exist_and_is_cleaned_away(stor
     assert (storage.numbers(), storage.highest()) == ([1], 1)
 
 
-def test_a_checkpoint_and_those_that_carry_its_parts_are_read_back(storage: Storage, tmp_path: Path) -> None:
+def test_a_checkpoint_and_its_links_are_read_back(storage: Storage, tmp_path: Path) -> None:
     def events(begin: int) -> dict[str, torch.Tensor]:
         return {"index": torch.arange(begin, begin + 9)}
 
@@ -137,7 +138,7 @@ def test_a_checkpoint_and_those_that_carry_its_parts_are_read_back(storage: Stor
     assert (found[0], found[1].step, found[1].state) == (2, 20, {"steps": 20})
     assert found[1].tensors["segment-1"]["index"].tolist() == list(range(9))
     manifest = checkpoints.manifest(2)
-    checkpoints.replace(manifest, {"segment-1": events(100)}, {})
+    CheckpointRewriter(checkpoints).replace(manifest, {"segment-1": events(100)})
     tensors, state = checkpoints.open(checkpoints.manifest(2))
     assert state == {"steps": 20}
     assert tensors["segment-1"]["index"].tolist() == list(range(100, 109))
@@ -147,7 +148,7 @@ def test_a_checkpoint_and_those_that_carry_its_parts_are_read_back(storage: Stor
         checkpoints.part(2, "model")
     with pytest.raises(
         CheckpointError,
-        match=r"there are checkpoints in .* \(2\), and none can be used: checkpoint 2: .* digest; put it",
+        match=r"there are checkpoints in .* \(2\), and none can be used: checkpoint 2: .* digest; restore one",
     ):
         checkpoints.newest()
     assert not (tmp_path / "nowhere").exists()
@@ -184,7 +185,7 @@ def test_a_version_is_judged_again_and_deleted(storage: Storage, tmp_path: Path)
 
 @pytest.fixture
 def synced(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[int, int], list[str]]]:
-    """Directories that were synced, in this order: device and inode, and the names that they had then."""
+    """The synced directories, in order: device and inode, and the names in the directory at that time."""
     found: list[tuple[tuple[int, int], list[str]]] = []
     sync = os.fsync
 
@@ -198,19 +199,19 @@ def synced(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[int, int], list[
     return found
 
 
-def test_names_survive_a_crash_before_the_folder_exists_and_its_own_name_once_it_does(
+def test_files_are_synced_before_the_folder_is_renamed_and_its_name_after(
     tmp_path: Path, synced: list[tuple[tuple[int, int], list[str]]]
 ) -> None:
     storage = LocalStorage(tmp_path / "local")
     publish(storage, 3, **{"rank-0/a": b"one"})
     folder = tmp_path / "local" / "3"
-    inside = [(place(folder / "rank-0"), ["a"]), (place(folder), [MANIFEST, "rank-0"])]
-    assert synced[0] == (place(tmp_path), ["local"]), "what all folders are in"
-    assert sorted(synced[1:-1]) == sorted(inside), "both before the rename, whole"
-    assert synced[-1] == (place(tmp_path / "local"), ["3"]), "after the rename"
+    inside = [(inode(folder / "rank-0"), ["a"]), (inode(folder), [MANIFEST, "rank-0"])]
+    assert synced[0] == (inode(tmp_path), ["local"]), "the parent of all folders"
+    assert sorted(synced[1:-1]) == sorted(inside), "both before the rename, with all files"
+    assert synced[-1] == (inode(tmp_path / "local"), ["3"]), "after the rename"
 
 
-def test_a_link_and_a_new_file_survive_a_crash_before_the_manifest_that_names_them(
+def test_a_link_and_a_new_file_are_synced_before_their_manifest(
     tmp_path: Path, synced: list[tuple[tuple[int, int], list[str]]]
 ) -> None:
     storage = LocalStorage(tmp_path)
@@ -221,20 +222,20 @@ def test_a_link_and_a_new_file_survive_a_crash_before_the_manifest_that_names_th
     folder.link("rank-0/a", storage.folder(1), "rank-0/a")
     folder.write("rank-0/b", b"two")
     folder.replace(MANIFEST, b"{ }")
-    names = [names for where, names in synced if where == place(tmp_path / "2" / "rank-0")]
+    names = [names for where, names in synced if where == inode(tmp_path / "2" / "rank-0")]
     assert names == [["a", "b"]]
     last, _ = synced[-1]
-    assert last == place(tmp_path / "2"), "the manifest's own name, after it was replaced"
+    assert last == inode(tmp_path / "2"), "the manifest's name, after it was replaced"
     assert len([where for where, _ in synced if where == last]) == 2, "that of rank-0 too, before it"
 
 
-def place(path: Path) -> tuple[int, int]:
+def inode(path: Path) -> tuple[int, int]:
     """Return device and inode."""
     status = path.stat()
     return status.st_dev, status.st_ino
 
 
-def test_where_there_are_no_links_a_file_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_copied_if_the_file_system_has_no_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: object) -> None:
         raise PermissionError(1, "Operation not permitted")
 

@@ -1,4 +1,4 @@
-"""One learner a state directory."""
+"""A state directory has one learner at a time."""
 
 import contextlib
 import errno
@@ -27,7 +27,7 @@ def test_a_second_learner_is_refused_while_the_first_is_alive(tmp_path: Path) ->
             pass
 
 
-def test_the_generation_grows_with_every_holder(tmp_path: Path) -> None:
+def test_the_generation_increases_with_every_holder(tmp_path: Path) -> None:
     generations = []
     for _ in range(3):
         with hold_state_directory(tmp_path / "var") as generation:
@@ -35,14 +35,14 @@ def test_the_generation_grows_with_every_holder(tmp_path: Path) -> None:
     assert generations == [1, 2, 3]
 
 
-def test_an_generation_is_later_than_all_that_are_known_also_where_its_file_was_lost(tmp_path: Path) -> None:
+def test_a_new_generation_is_larger_than_all_known_ones_if_its_file_was_lost(tmp_path: Path) -> None:
     with hold_state_directory(tmp_path, known=lambda: 7) as generation:
         assert generation == 8
     with hold_state_directory(tmp_path, known=lambda: 3) as generation:
         assert generation == 9
 
 
-def test_a_holder_that_has_lost_its_lock_is_found_by_the_generation(tmp_path: Path) -> None:
+def test_a_holder_that_has_lost_its_lock_is_detected_by_the_generation(tmp_path: Path) -> None:
     with hold_state_directory(tmp_path) as first:
         check_generation(tmp_path, first)
         (tmp_path / LOCK).unlink()  # as a network file system may release it
@@ -52,14 +52,14 @@ def test_a_holder_that_has_lost_its_lock_is_found_by_the_generation(tmp_path: Pa
                 check_generation(tmp_path, first)
 
 
-def test_an_generation_that_cannot_be_read_ends_nobody(tmp_path: Path) -> None:
+def test_an_unreadable_generation_is_no_error(tmp_path: Path) -> None:
     check_generation(tmp_path, 1)
     (tmp_path / GENERATION).write_text("torn")
     check_generation(tmp_path, 1)
 
 
 @pytest.mark.process
-def test_a_killed_holder_holds_nothing(tmp_path: Path) -> None:
+def test_the_lock_of_a_killed_holder_is_released(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from learner.state_dir.lock import hold_state_directory\n"
         "with hold_state_directory(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
@@ -76,13 +76,13 @@ def test_a_killed_holder_holds_nothing(tmp_path: Path) -> None:
             assert generation == 2
 
 
-def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+def test_the_error_names_a_directory_that_cannot_be_created(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(SettingsError, match="state_dir"), hold_state_directory(tmp_path / "file" / "var"):
         pass
 
 
-def test_one_that_is_stopping_is_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_learner_waits_for_one_that_is_stopping(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "learner.state_dir.lock")
 
     def hold() -> int:
@@ -103,7 +103,7 @@ def test_one_that_is_stopping_is_waited_for(tmp_path: Path, caplog: pytest.LogCa
         assert second.result(30) == 2
 
 
-def test_one_that_was_stopping_says_nothing_of_the_next(tmp_path: Path) -> None:
+def test_the_mark_of_a_stopped_holder_does_not_apply_to_the_next(tmp_path: Path) -> None:
     stop = threading.Event()
     stop.set()
     with hold_state_directory(tmp_path, stop):
@@ -113,9 +113,7 @@ def test_one_that_was_stopping_says_nothing_of_the_next(tmp_path: Path) -> None:
             pass
 
 
-def test_a_learner_waits_for_a_command_however_short_its_patience(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_learner_with_short_patience_waits_for_a_command(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "learner.state_dir.lock")
 
     def hold() -> int:
@@ -132,7 +130,7 @@ def test_a_learner_waits_for_a_command_however_short_its_patience(
     assert caplog.text.count("waiting for") == 1
 
 
-def test_a_command_is_waited_for_only_so_long_and_is_no_fault_of_the_settings(
+def test_the_wait_for_a_command_is_limited_and_ends_with_a_dependency_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(learner.state_dir.lock, "_LONGEST_COMMAND", timedelta(milliseconds=1))
@@ -142,7 +140,7 @@ def test_a_command_is_waited_for_only_so_long_and_is_no_fault_of_the_settings(
                 pass
 
 
-def test_a_learner_that_is_stopping_waits_for_no_command(tmp_path: Path) -> None:
+def test_a_stopping_learner_does_not_wait_for_a_command(tmp_path: Path) -> None:
     stop = threading.Event()
     stop.set()
     with hold_state_directory(tmp_path, command="anabranch replay erase"), pytest.raises(StateBusyError):
@@ -150,15 +148,13 @@ def test_a_learner_that_is_stopping_waits_for_no_command(tmp_path: Path) -> None
             pass
 
 
-def test_one_without_patience_does_not_wait_for_a_command(tmp_path: Path) -> None:
+def test_a_learner_without_patience_does_not_wait_for_a_command(tmp_path: Path) -> None:
     with hold_state_directory(tmp_path, command="anabranch replay erase"), pytest.raises(StateBusyError):
         with hold_state_directory(tmp_path):
             pass
 
 
-def test_a_command_that_has_not_yet_said_what_it_is_is_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_learner_waits_for_a_command_that_has_no_mark_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(learner.state_dir.lock, "_UNTIL_MARKED", timedelta(minutes=1))
 
     def hold() -> int:
@@ -193,7 +189,7 @@ def test_is_held_neither_locks_nor_creates_the_file(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_only_what_a_person_has_to_change_is_a_fault_of_the_settings(
+def test_only_errors_that_a_person_has_to_fix_are_settings_errors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int, kind: type[Exception]
 ) -> None:
     def fails(*_: object) -> int:
@@ -215,7 +211,7 @@ def test_only_what_a_person_has_to_change_is_a_fault_of_the_settings(
         "learner.state_dir.lock.fcntl.flock",
     ],
 )
-def test_a_disk_that_fails_at_the_lock_or_the_generations_is_no_fault_of_the_settings(
+def test_a_failing_disk_at_the_lock_or_the_generation_is_a_dependency_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     def fails(*_: object) -> str:

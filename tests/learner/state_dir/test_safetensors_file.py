@@ -1,4 +1,4 @@
-"""The file is the one that the library would have written."""
+"""The pieces equal the file that the library writes."""
 
 import hashlib
 from pathlib import Path
@@ -10,13 +10,13 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from anabranch.core.failures import DamagedError
-from learner.state_dir.safetensors_file import _KINDS, TensorFile, digest_of, pieces_of
+from learner.state_dir.safetensors_file import _DTYPE_NAMES, TensorFile, digest_of, pieces_of
 
-EACH_KIND = {f"t.{kind}": torch.zeros(2, 3).to(kind) for kind in _KINDS}
+EACH_DTYPE = {f"t.{dtype}": torch.zeros(2, 3).to(dtype) for dtype in _DTYPE_NAMES}
 FILES: dict[str, dict[str, Tensor]] = {
     "nothing": {},
-    "each kind": EACH_KIND,
-    "in any order": dict(reversed(EACH_KIND.items())),
+    "each kind": EACH_DTYPE,
+    "in any order": dict(reversed(EACH_DTYPE.items())),
     "numbers and empty ones": {
         "b": torch.tensor(3.5),
         "a": torch.zeros(0, 4),
@@ -32,7 +32,7 @@ FILES: dict[str, dict[str, Tensor]] = {
 
 
 @pytest.mark.parametrize("tensors", FILES.values(), ids=FILES)
-def test_a_file_in_pieces_is_that_of_the_library_byte_for_byte(tensors: dict[str, Tensor]) -> None:
+def test_the_pieces_equal_the_file_of_the_library_byte_for_byte(tensors: dict[str, Tensor]) -> None:
     pieces = pieces_of(tensors)
     whole = b"".join(pieces)
     assert whole == save(tensors)
@@ -62,15 +62,15 @@ def test_a_file_is_read_back_tensor_by_tensor(tensors: dict[str, Tensor], tmp_pa
         found["none"]
 
 
-def test_a_damaged_file_of_tensors_is_refused_whichever_byte_it_is(tmp_path: Path) -> None:
+def test_a_flipped_bit_of_the_header_never_returns_the_same_tensors(tmp_path: Path) -> None:
     path, good = tmp_path / "part.safetensors", save({"w": torch.arange(4.0), "b": torch.ones(2, dtype=torch.bool)})
     path.write_bytes(good)
     whole = {name: tensor.tolist() for name, tensor in TensorFile(path).items()}
     outcomes = set()
-    for place in range(8 + int.from_bytes(good[:8], "little")):
+    for index in range(8 + int.from_bytes(good[:8], "little")):
         for bit in range(8):
             flipped = bytearray(good)
-            flipped[place] ^= 1 << bit
+            flipped[index] ^= 1 << bit
             path.write_bytes(flipped)
             try:
                 found = {name: tensor.tolist() for name, tensor in TensorFile(path).items()}
@@ -82,7 +82,7 @@ def test_a_damaged_file_of_tensors_is_refused_whichever_byte_it_is(tmp_path: Pat
 
 
 @pytest.mark.parametrize("size", [0, 1, 8, 9, 40, -1])
-def test_a_file_of_tensors_that_is_cut_short_is_refused(tmp_path: Path, size: int) -> None:
+def test_a_truncated_file_is_refused(tmp_path: Path, size: int) -> None:
     path = tmp_path / "part.safetensors"
     path.write_bytes(save({"w": torch.arange(4.0)})[:size])
     with pytest.raises(DamagedError):

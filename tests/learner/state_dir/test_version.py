@@ -1,4 +1,4 @@
-"""The version format: what is there is whole, and what is not whole is refused."""
+"""The version format: complete versions are read back, and damaged ones are refused."""
 
 import hashlib
 import json
@@ -53,7 +53,7 @@ def weights_of(number):
     return {"w": torch.full((64, 3), float(number)), "b": torch.arange(3) + number}
 
 
-def assert_whole(versions, number):
+def assert_intact(versions, number):
     manifest = versions.manifest(number)
     assert (manifest.number, manifest.step) == (number, 10 * number)
     assert versions.verdict(number) == PASS
@@ -75,18 +75,18 @@ def one(versions):
     return versions
 
 
-class TestWhatIsWritten:
-    def test_is_read_back(self, one):
+class TestWriting:
+    def test_a_version_is_read_back(self, one):
         assert one.numbers() == [1]
-        assert_whole(one, 1)
+        assert_intact(one, 1)
         files = sorted(path.name for path in one.directory(1).iterdir())
         assert files == ["manifest.json", "model.safetensors", "verdict.json"]
 
-    def test_names_each_file_with_its_digest(self, one):
+    def test_the_manifest_has_the_digest_of_each_file(self, one):
         payload = (one.directory(1) / "model.safetensors").read_bytes()
         assert one.manifest(1).files == {"model.safetensors": hashlib.sha256(payload).hexdigest()}
 
-    def test_is_listed_by_number_not_by_name(self, versions):
+    def test_versions_are_sorted_by_number(self, versions):
         for number in (10, 9, 1):
             versions.write(weights_of(number), manifest_of(number), PASS)
         assert versions.numbers() == [1, 9, 10]
@@ -102,13 +102,13 @@ class TestWhatIsWritten:
         ],
         ids=["a number", "empty", "transposed", "bfloat16", "bool"],
     )
-    def test_may_be_any_tensor(self, versions, tensor):
+    def test_any_tensor_can_be_written(self, versions, tensor):
         versions.write({"t": tensor}, manifest_of(1), PASS)
         found = versions.weights(versions.manifest(1))["t"]
         assert found.dtype == tensor.dtype
         assert torch.equal(found, tensor)
 
-    def test_may_share_memory(self, versions):
+    def test_tensors_may_share_memory(self, versions):
         tied = torch.arange(6.0).reshape(2, 3)
         versions.write({"in": tied, "out": tied, "row": tied[1]}, manifest_of(1), PASS)
         found = versions.weights(versions.manifest(1))
@@ -116,15 +116,15 @@ class TestWhatIsWritten:
         assert torch.equal(found["out"], tied)
         assert torch.equal(found["row"], tied[1])
 
-    def test_cannot_be_written_twice(self, one):
+    def test_a_number_cannot_be_written_twice(self, one):
         with pytest.raises(OSError, match="1"):
             one.write(weights_of(2), manifest_of(1), PASS)
-        assert_whole(one, 1)
+        assert_intact(one, 1)
         assert [path.name for path in one.path.iterdir()] == ["1"]
 
 
-class TestWhatIsNotThere:
-    def test_nothing_is_no_error(self, versions):
+class TestMissingFiles:
+    def test_an_empty_directory_is_no_error(self, versions):
         assert versions.numbers() == []
         assert versions.state() == RegistryState()
         versions.clean()
@@ -138,7 +138,7 @@ class TestWhatIsNotThere:
     def test_other_files_are_no_versions(self, one):
         (one.path / ".tmp-1-2").mkdir()
         (one.path / ".tmp-1-2" / "manifest.json").write_text("{}")
-        (one.path / "notes").mkdir()
+        (one.path / "other").mkdir()
         (one.path / "3").write_text("")
         assert one.numbers() == [1]
 
@@ -152,30 +152,30 @@ class TestWhatIsNotThere:
         assert list(one.path.iterdir()) == []
 
 
-class TestWhatIsDamaged:
-    @pytest.mark.parametrize("place", [0, 8, 40, -1])
-    def test_a_flipped_bit_is_found(self, one, place):
+class TestDamage:
+    @pytest.mark.parametrize("index", [0, 8, 40, -1])
+    def test_a_flipped_bit_is_detected(self, one, index):
         path = one.directory(1) / "model.safetensors"
         content = bytearray(path.read_bytes())
-        content[place] ^= 1
+        content[index] ^= 1
         path.write_bytes(content)
         with pytest.raises(VersionError, match=r"version 1: .*model\.safetensors does not have its digest"):
             one.weights(one.manifest(1))
 
-    def test_a_torn_file_is_found(self, one):
+    def test_a_truncated_file_is_detected(self, one):
         path = one.directory(1) / "model.safetensors"
         path.write_bytes(path.read_bytes()[:100])
         with pytest.raises(VersionError, match="does not have its digest"):
             one.weights(one.manifest(1))
 
-    def test_a_missing_file_is_found(self, one):
+    def test_a_missing_file_is_detected(self, one):
         (one.directory(1) / "model.safetensors").unlink()
         with pytest.raises(VersionError, match=r"version 1: cannot read .*model\.safetensors"):
             one.weights(one.manifest(1))
 
     @pytest.mark.parametrize("name", ["manifest.json", "verdict.json"])
     @pytest.mark.parametrize("content", [b"", b'{"number": 1', b"[]", b"\xff", b'{"verdict": "maybe"}'])
-    def test_a_torn_document_is_found(self, one, name, content):
+    def test_a_damaged_document_is_detected(self, one, name, content):
         (one.directory(1) / name).write_bytes(content)
         with pytest.raises(VersionError, match=f"{name} cannot be read"):
             one.manifest(1) if name == "manifest.json" else one.verdict(1)
@@ -186,7 +186,7 @@ class TestWhatIsDamaged:
         with pytest.raises(VersionError, match="cannot be read"):
             one.verdict(1)
 
-    def test_a_torn_state_is_found(self, one):
+    def test_a_damaged_state_is_detected(self, one):
         (one.path / "state.json").write_bytes(b"{")
         with pytest.raises(VersionError, match=r"state\.json cannot be read"):
             one.state()
@@ -200,7 +200,7 @@ class TestWhatIsDamaged:
         with pytest.raises(VersionError, match=r"version 1: its manifest lists no model\.safetensors"):
             one.weights(manifest_of(1))
 
-    def test_weights_are_data_even_with_the_right_digest(self, one, tmp_path):
+    def test_a_pickle_with_the_right_digest_is_not_executed(self, one, tmp_path):
         class Evil:
             def __reduce__(self):
                 return (Path.touch, (tmp_path / "run",))
@@ -214,11 +214,11 @@ class TestWhatIsDamaged:
 
 
 class PowerCutError(BaseException):
-    """No handler of the program runs when the power goes."""
+    """A BaseException, so that no handler of the program runs."""
 
 
 class Disk:
-    """Lets so many steps on the disk happen, then none; what was not flushed to it by then is lost."""
+    """Allows `steps` operations on the disk, and then cuts the power: data that was not fsynced is lost."""
 
     def __init__(self, monkeypatch, steps):
         self.left = steps
@@ -258,7 +258,7 @@ class Disk:
             return self._open(path, mode, *rest)
         self.step()
         file = TornFile(self, self._open(path, mode, buffering=0))
-        # By its own descriptor, which a rename does not lose.
+        # A separate descriptor, which a rename does not invalidate.
         self.unsynced[os.fstat(file.fileno()).st_ino] = os.dup(file.fileno())
         return file
 
@@ -290,7 +290,7 @@ class TornFile:
 
 
 def with_every_crash(tmp_path, monkeypatch, prepare, act, check):
-    """Do `act` with the power cut after 0, 1, 2 ... steps, until it runs through; `check` what is there each time."""
+    """Run `act` with a power cut after 0, 1, 2 ... steps until it finishes, and `check` the versions each time."""
     for steps in range(100):
         versions = Versions(tmp_path / f"checkpoint-{steps}")
         prepare(versions)
@@ -305,11 +305,11 @@ def with_every_crash(tmp_path, monkeypatch, prepare, act, check):
         if done:
             assert disk.left == 0
             return steps
-    raise AssertionError("there is no end to the steps")
+    raise AssertionError("`act` takes more than 100 steps")
 
 
 class TestCrashes:
-    def test_one_while_a_version_is_written_leaves_all_of_it_or_nothing(self, tmp_path, monkeypatch):
+    def test_a_crash_while_a_version_is_written_leaves_all_of_it_or_nothing(self, tmp_path, monkeypatch):
         seen = set()
 
         def prepare(versions):
@@ -323,18 +323,18 @@ class TestCrashes:
             seen.add(tuple(numbers))
             assert numbers in ([1, 2],) if done else ([1], [1, 2])
             for number in numbers:
-                assert_whole(versions, number)
+                assert_intact(versions, number)
             versions.clean()
             assert sorted(path.name for path in versions.path.iterdir()) == [str(number) for number in numbers]
             if numbers == [1]:
                 act(versions)
-            assert_whole(versions, 2)
+            assert_intact(versions, 2)
 
         steps = with_every_crash(tmp_path, monkeypatch, prepare, act, check)
         assert steps > 12
         assert seen == {(1,), (1, 2)}
 
-    def test_one_while_a_version_is_deleted_leaves_all_of_it_or_nothing(self, tmp_path, monkeypatch):
+    def test_a_crash_while_a_version_is_deleted_leaves_all_of_it_or_nothing(self, tmp_path, monkeypatch):
         def prepare(versions):
             versions.write(weights_of(1), manifest_of(1), PASS)
             versions.write(weights_of(2), manifest_of(2), PASS)
@@ -343,13 +343,13 @@ class TestCrashes:
             numbers = versions.numbers()
             assert numbers in ([2],) if done else ([2], [1, 2])
             for number in numbers:
-                assert_whole(versions, number)
+                assert_intact(versions, number)
             versions.delete(1)
             assert [path.name for path in versions.path.iterdir()] == ["2"]
 
         with_every_crash(tmp_path, monkeypatch, prepare, lambda versions: versions.delete(1), check)
 
-    def test_one_while_the_state_is_replaced_leaves_the_old_or_the_new(self, tmp_path, monkeypatch):
+    def test_a_crash_while_the_state_is_replaced_leaves_the_old_or_the_new_state(self, tmp_path, monkeypatch):
         old, new = RegistryState(serving=1), RegistryState(serving=2, previous=1)
         seen = []
 
@@ -360,7 +360,7 @@ class TestCrashes:
         with_every_crash(tmp_path, monkeypatch, lambda v: v.write_state(old), lambda v: v.write_state(new), check)
         assert seen[0] == old
 
-    def test_a_full_disk_leaves_nothing_and_the_number_can_be_written_later(self, one, monkeypatch):
+    def test_a_full_disk_leaves_no_version_and_its_number_can_be_written_later(self, one, monkeypatch):
         with monkeypatch.context() as patch:
 
             def full(descriptor):
@@ -371,7 +371,7 @@ class TestCrashes:
                 one.write(weights_of(2), manifest_of(2), PASS)
         assert [path.name for path in one.path.iterdir()] == ["1"]
         one.write(weights_of(2), manifest_of(2), PASS)
-        assert_whole(one, 2)
+        assert_intact(one, 2)
 
 
 def test_a_reader_sees_only_complete_versions_while_one_is_written(versions):
@@ -415,13 +415,13 @@ def test_the_state_is_read_back(versions):
 
 
 class TestTrainedThrough:
-    def test_is_written_as_replies_carry_it(self):
+    def test_it_has_the_format_of_http_replies(self):
         trained = {"events:1": PartitionProgress(4698), "events:0": PartitionProgress(4711, 2, 5)}
         assert format_trained_through(trained) == "events:0=4711,events:1=4698"
         assert parse_trained_through(" events:0=4711, events:1=-1 ") == {"events:0": 4711, "events:1": -1}
 
     @pytest.mark.parametrize("text", ["", "events:0", "events=3", "events:0=x", "events:0=1;events:1=2", "a b:0=1"])
-    def test_what_is_not_of_that_form_is_refused(self, text):
+    def test_other_formats_are_refused(self, text):
         with pytest.raises(ValueError, match='is not of the form "topic:partition=offset"'):
             parse_trained_through(text)
 
@@ -430,18 +430,18 @@ class TestTrainedThrough:
             st.from_regex(r"\A[A-Za-z0-9._-]{1,20}:[0-9]{1,4}\Z"), st.integers(-1, 2**62), min_size=1, max_size=5
         )
     )
-    def test_what_is_written_is_read_back(self, offsets):
+    def test_formatted_text_is_parsed_back(self, offsets):
         trained = {name: PartitionProgress(offset) for name, offset in offsets.items()}
         assert parse_trained_through(format_trained_through(trained)) == offsets
 
 
-def test_a_version_of_the_configured_model_is_one_whose_arguments_are_equal_after_json() -> None:
+def test_a_model_is_the_configured_one_if_its_arguments_are_equal_as_json() -> None:
     settings = ModelSettings(factory="m:build", args={"sizes": (8, 1.0), "since": date(2026, 1, 2)})
     expected = reference_to(settings)
     read = msgspec.json.decode(msgspec.json.encode(expected), type=ModelReference)
     assert other_model(read, expected) is None
     for args in ({}, {**expected.args, "x" * 1000: 1}, {**expected.args, "sizes": None}):
-        said = other_model(ModelReference("m:build", args, "classification"), expected)
-        assert said is not None
-        assert "set them back to serve it" in said
-        assert len(said) < 300
+        difference = other_model(ModelReference("m:build", args, "classification"), expected)
+        assert difference is not None
+        assert "set them back to serve it" in difference
+        assert len(difference) < 300

@@ -1,4 +1,4 @@
-"""Batches out of blocks whose slots are few, and are written again as soon as they are given back."""
+"""Batches from blocks in few slots, which are overwritten as soon as their block is released."""
 
 import threading
 import time
@@ -18,7 +18,7 @@ LONG = timedelta(hours=1)
 
 
 class Slots:
-    """A stream of blocks of some rows each, in so many slots; what is given back is overwritten."""
+    """A stream of blocks in a few slots; a released block is overwritten."""
 
     def __init__(self, schema: Schema, sizes: list[int], slots: int, others: frozenset[int] = frozenset()) -> None:
         """`others` are the offsets of events that are held out."""
@@ -35,9 +35,9 @@ class Slots:
         begin, self._offset = self._offset, self._offset + self._sizes.pop(0)
         columns = fake_columns(self._schema, range(begin, self._offset + 1), label=[0, 1, 2])
         columns = {name: column[:-1] for name, column in columns.items()}
-        for place in range(begin, self._offset):
-            if place in self._others:
-                columns["outcome"][place - begin] = Outcome.HELD_OUT
+        for offset in range(begin, self._offset):
+            if offset in self._others:
+                columns["outcome"][offset - begin] = Outcome.HELD_OUT
         return Block(columns, (Coverage(0, begin, self._offset),))
 
     def release(self, block: Block) -> None:
@@ -79,19 +79,19 @@ def test_rows_are_those_of_the_stream_though_a_batch_is_larger_than_all_slots(
     assert held == sorted(others & set(range(total)))
 
 
-def test_a_batch_that_is_larger_than_all_slots_waits_for_none_of_its_own(schema: Schema) -> None:
+def test_a_batch_larger_than_all_slots_releases_the_slots_that_it_needs(schema: Schema) -> None:
     batches = Batches(Slots(schema, [10] * 8, 2), 64, LONG)
     batch = next_of(batches)
     assert batch.new["offset"].tolist() == list(range(64))
 
 
-def test_blocks_without_rows_hold_nothing_up(schema: Schema) -> None:
+def test_blocks_without_rows_delay_nothing(schema: Schema) -> None:
     batches = Batches(Slots(schema, [0, 0, 0, 10], 1), 10, LONG)
     assert len(next_of(batches)) == 10
 
 
 @pytest.mark.parametrize("after", [3, 40])
-def test_what_follows_the_last_event_to_train_on_and_is_none_comes_with_it(schema: Schema, after: int) -> None:
+def test_rows_after_the_last_event_to_train_on_are_in_the_same_batch(schema: Schema, after: int) -> None:
     batches = Batches(Slots(schema, [32 + after], 2, frozenset(range(32, 32 + after))), 32, LONG)
     batch = next_of(batches)
     assert len(batch) == 32
@@ -99,7 +99,7 @@ def test_what_follows_the_last_event_to_train_on_and_is_none_comes_with_it(schem
     assert batch.spans[-1].positions[0].offset == 32 + after
 
 
-def test_who_waits_for_more_events_of_a_batch_hears_of_a_stop(schema: Schema) -> None:
+def test_waiting_for_more_events_of_a_batch_ends_with_stop(schema: Schema) -> None:
     stop, source = threading.Event(), Slots(schema, [10], 2)
     polled = source.poll
 

@@ -1,4 +1,4 @@
-"""The lag policy: how long events have been there, when that is too long, and what becomes of them then."""
+"""The lag policy: how long events wait, when that is too long, and the outcome that they get then."""
 
 import threading
 from collections import Counter
@@ -28,7 +28,7 @@ ACTIONS = ["train-all", "sample", "store-only", "skip-to-latest"]
 
 
 class Clock:
-    """A clock that stands still until it is set."""
+    """A clock that changes only when it is set."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -38,10 +38,10 @@ class Clock:
 
 
 class Stream:
-    """One partition, and when it was asked to go on at its end."""
+    """One partition, and the times at which it was asked to continue at its end."""
 
     def __init__(self, clock: Clock) -> None:
-        self.told: float | None = None
+        self.ends_time: float | None = None
         self.partitions = [Partition(NAME, 0, None)]
         self.asked: list[float] = []
         self.clock = clock
@@ -59,20 +59,20 @@ def policy(
 
 def ledger(*, end: int, position: int = 0) -> Ledger:
     accounts = Ledger()
-    accounts.take_up(NAME, 0)
+    accounts.add_partition(NAME, 0)
     accounts.partitions[0].end, accounts.partitions[0].position = end, Position(position)
     return accounts
 
 
-def looked(policy: LagPolicy, clock: Clock, *, end: int, position: int) -> tuple[float, bool]:
-    """Let it look at a broker that has just told its end."""
-    policy._stream.told = clock.now
-    policy.look(ledger(end=end, position=position).partitions, [0])
+def measured(policy: LagPolicy, clock: Clock, *, end: int, position: int) -> tuple[float, bool]:
+    """Update the policy after the broker has reported its end offset."""
+    policy._stream.ends_time = clock.now
+    policy.update(ledger(end=end, position=position).partitions, [0])
     return policy.seconds, policy.behind
 
 
 class TestArrivals:
-    def test_an_event_came_on_the_line_between_two_looks(self) -> None:
+    def test_arrival_is_interpolated_between_two_end_offsets(self) -> None:
         arrivals = Arrivals()
         arrivals.record(100.0, 50)
         arrivals.record(110.0, 60)
@@ -81,66 +81,64 @@ class TestArrivals:
         assert arrivals.age(112.0, 54) == pytest.approx(7)
         assert arrivals.age(130.0, 59) == pytest.approx(20)
 
-    def test_what_was_there_at_first_counts_from_the_first_look_on(self) -> None:
+    def test_events_before_the_first_end_offset_arrive_with_it(self) -> None:
         arrivals = Arrivals()
         arrivals.record(100.0, 1_000_000)
         assert arrivals.age(100.0, 3) == 0
         assert arrivals.age(105.0, 3) == 5
 
-    def test_a_stream_that_was_quiet_did_not_come_in_the_meantime(self) -> None:
+    def test_no_event_arrives_while_the_end_offset_stays_the_same(self) -> None:
         arrivals = Arrivals()
-        for moment in range(100, 3700):
-            arrivals.record(float(moment), 50)
+        for at in range(100, 3700):
+            arrivals.record(float(at), 50)
         arrivals.record(3700.0, 60)
         assert arrivals.age(3700.0, 50) < 1
 
     @settings(max_examples=200)
     @given(st.data())
-    def test_however_many_looks_ages_are_within_the_looks_around_them_and_memory_is_bounded(
-        self, data: st.DataObject
-    ) -> None:
-        arrivals, looks, position = Arrivals(), [(0.0, 0)], 0
+    def test_ages_are_within_the_end_offsets_around_them_and_memory_is_bounded(self, data: st.DataObject) -> None:
+        arrivals, ends, position = Arrivals(), [(0.0, 0)], 0
         arrivals.record(0.0, 0)
         for seconds, grown, settled in data.draw(
             st.lists(st.tuples(st.floats(0.1, 9), st.integers(0, 30), st.integers(0, 30)), max_size=300)
         ):
-            looks.append((looks[-1][0] + seconds, looks[-1][1] + grown))
-            arrivals.record(*looks[-1])
-            position = min(looks[-1][1], position + settled)
-            age = arrivals.age(looks[-1][0], position)
-            assert 0 <= age <= looks[-1][0]
-            assert (age > 0) <= (position < looks[-1][1])
+            ends.append((ends[-1][0] + seconds, ends[-1][1] + grown))
+            arrivals.record(*ends[-1])
+            position = min(ends[-1][1], position + settled)
+            age = arrivals.age(ends[-1][0], position)
+            assert 0 <= age <= ends[-1][0]
+            assert (age > 0) <= (position < ends[-1][1])
             assert len(arrivals.marks) <= 66
-        ages = [arrivals.age(looks[-1][0], each) for each in range(position, looks[-1][1])]
+        ages = [arrivals.age(ends[-1][0], each) for each in range(position, ends[-1][1])]
         assert all(older >= younger - 1e-6 for older, younger in pairwise(ages))
 
 
 def test_it_is_behind_from_high_on_until_low() -> None:
     clock = Clock()
     lagging = policy(clock)
-    assert looked(lagging, clock, end=0, position=0) == (0, False)
+    assert measured(lagging, clock, end=0, position=0) == (0, False)
     clock.now += 1
-    assert looked(lagging, clock, end=1000, position=0)[1] is False
+    assert measured(lagging, clock, end=1000, position=0)[1] is False
     clock.now += 58
-    assert looked(lagging, clock, end=59_000, position=0)[1] is False
+    assert measured(lagging, clock, end=59_000, position=0)[1] is False
     clock.now += 2
-    assert looked(lagging, clock, end=61_000, position=0) == (pytest.approx(61, abs=0.01), True)
-    assert looked(lagging, clock, end=61_000, position=11_000) == (pytest.approx(50, abs=0.01), True)
-    assert looked(lagging, clock, end=61_000, position=50_000) == (pytest.approx(11, abs=0.01), True)
-    assert looked(lagging, clock, end=61_000, position=52_000) == (pytest.approx(9, abs=0.01), False)
+    assert measured(lagging, clock, end=61_000, position=0) == (pytest.approx(61, abs=0.01), True)
+    assert measured(lagging, clock, end=61_000, position=11_000) == (pytest.approx(50, abs=0.01), True)
+    assert measured(lagging, clock, end=61_000, position=50_000) == (pytest.approx(11, abs=0.01), True)
+    assert measured(lagging, clock, end=61_000, position=52_000) == (pytest.approx(9, abs=0.01), False)
     clock.now += 30
-    assert looked(lagging, clock, end=91_000, position=52_000) == (pytest.approx(39, abs=0.01), False)
+    assert measured(lagging, clock, end=91_000, position=52_000) == (pytest.approx(39, abs=0.01), False)
     clock.now += 30
-    assert looked(lagging, clock, end=121_000, position=52_000) == (pytest.approx(69, abs=0.01), True)
+    assert measured(lagging, clock, end=121_000, position=52_000) == (pytest.approx(69, abs=0.01), True)
 
 
-def test_the_lag_grows_while_the_broker_says_nothing() -> None:
+def test_the_lag_grows_while_the_broker_reports_nothing() -> None:
     clock = Clock()
     stream = Stream(clock)
     lagging = policy(clock, stream=stream)
-    stream.told = clock.now
+    stream.ends_time = clock.now
     for _ in range(7):
-        lagging.look(ledger(end=10).partitions)
+        lagging.update(ledger(end=10).partitions)
         clock.now += 10
     assert lagging.seconds == 60
     assert lagging.behind
@@ -148,25 +146,25 @@ def test_the_lag_grows_while_the_broker_says_nothing() -> None:
 
 @settings(max_examples=50)
 @given(st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 4), max_size=3), st.floats(0, 5)), max_size=40))
-def test_looking_at_those_that_moved_comes_to_the_same_as_looking_at_all(
+def test_updating_the_partitions_that_moved_gives_the_same_lag_as_updating_all(
     plan: list[tuple[bool, list[int], float]],
 ) -> None:
-    """At each look the broker may have told ends, and some partitions have moved."""
+    """At each update the broker may have reported end offsets, and some partitions have moved."""
     clock = Clock()
     stream = Stream(clock)
     some, accounts = policy(clock, stream=stream), Ledger()
     for number in range(5):
-        accounts.take_up(TopicPartition("events", number), 0)
-    for tells, moved, seconds in plan:
+        accounts.add_partition(TopicPartition("events", number), 0)
+    for reports, moved, seconds in plan:
         clock.now += seconds
-        if tells:
-            stream.told = clock.now
+        if reports:
+            stream.ends_time = clock.now
             for number, account in enumerate(accounts.partitions):
                 account.end += 3 * number
-        for place in moved:
-            account = accounts.partitions[place]
+        for index in moved:
+            account = accounts.partitions[index]
             account.position = Position(min(account.end, account.position.offset + 2))
-        some.look(accounts.partitions, moved)
+        some.update(accounts.partitions, moved)
         ages = [
             each.age(clock.now, account.position.offset)
             for each, account in zip(some._arrivals, accounts.partitions, strict=True)
@@ -174,80 +172,80 @@ def test_looking_at_those_that_moved_comes_to_the_same_as_looking_at_all(
         assert some.seconds == pytest.approx(max(ages))
 
 
-def test_a_step_looks_at_no_more_partitions_than_it_moves() -> None:
+def test_a_step_updates_no_more_partitions_than_it_moves() -> None:
     class Counted(Ledger):
-        looked = 0
+        accesses = 0
 
         def __len__(self) -> int:
             return len(self.partitions)
 
         def __iter__(self) -> Iterator[PartitionLedger]:
-            self.looked += len(self.partitions)
+            self.accesses += len(self.partitions)
             return iter(self.partitions)
 
-        def __getitem__(self, place: Any) -> Any:
-            self.looked += 1
-            return self.partitions[place]
+        def __getitem__(self, index: Any) -> Any:
+            self.accesses += 1
+            return self.partitions[index]
 
     clock = Clock()
     stream = Stream(clock)
     lagging, accounts = policy(clock, stream=stream), Counted()
     for number in range(1000):
-        accounts.take_up(TopicPartition("events", number), 0)
-    stream.told = clock.now
-    lagging.look(accounts)  # type: ignore[arg-type]
-    accounts.looked = 0
-    for place in range(100):
-        lagging.look(accounts, [place])  # type: ignore[arg-type]
-    assert accounts.looked == 100
+        accounts.add_partition(TopicPartition("events", number), 0)
+    stream.ends_time = clock.now
+    lagging.update(accounts)  # type: ignore[arg-type]
+    accounts.accesses = 0
+    for index in range(100):
+        lagging.update(accounts, [index])  # type: ignore[arg-type]
+    assert accounts.accesses == 100
 
 
-def test_a_restart_knows_how_long_events_have_been_waiting() -> None:
+def test_a_restart_continues_the_waiting_time_of_events() -> None:
     clock = Clock()
     before = policy(clock)
-    looked(before, clock, end=100, position=100)
+    measured(before, clock, end=100, position=100)
     kept = before.state()
     clock.now += 3600
     after = policy(clock)
     after.restore(kept)
-    # What came while the learner was down came evenly, for all that is known.
-    assert looked(after, clock, end=3700, position=100) == (pytest.approx(3600, abs=1.1), True)
-    assert looked(after, clock, end=3700, position=1900) == (pytest.approx(1800, abs=1.1), True)
+    # Events that arrived while the learner was down are taken to have arrived evenly.
+    assert measured(after, clock, end=3700, position=100) == (pytest.approx(3600, abs=1.1), True)
+    assert measured(after, clock, end=3700, position=1900) == (pytest.approx(1800, abs=1.1), True)
     again = policy(clock)
     again.restore(after.state())
-    assert looked(again, clock, end=3700, position=1900) == (pytest.approx(1800, abs=1.1), True)
+    assert measured(again, clock, end=3700, position=1900) == (pytest.approx(1800, abs=1.1), True)
 
 
-def test_what_was_not_read_of_a_topic_that_was_made_anew_waits_no_longer() -> None:
+def test_unread_events_of_a_topic_that_was_created_again_wait_no_longer() -> None:
     clock = Clock()
     stream = Stream(clock)
     lagging = policy(clock, stream=stream)
     accounts = ledger(end=100, position=40)
-    stream.told = clock.now
-    lagging.look(accounts.partitions)
+    stream.ends_time = clock.now
+    lagging.update(accounts.partitions)
     clock.now += 30
-    lagging.look(accounts.partitions)
+    lagging.update(accounts.partitions)
     assert lagging.seconds == 30
     kept = lagging.state()
-    accounts.take_up(TopicPartition("events", 0, 1), 0)
+    accounts.add_partition(TopicPartition("events", 0, 1), 0)
     restarted = policy(clock, stream=stream)
     restarted.restore(kept)
     for each in (lagging, restarted):
         clock.now += 3600
-        stream.told = clock.now
-        each.look(accounts.partitions)
+        stream.ends_time = clock.now
+        each.update(accounts.partitions)
         assert (each.seconds, each.behind) == (0, False)
         assert each.state()["arrivals"][0] == []
 
 
-def test_ingest_is_asked_to_go_on_at_the_end_once_a_second() -> None:
+def test_ingest_is_asked_to_continue_at_the_end_once_a_second() -> None:
     clock = Clock()
     stream = Stream(clock)
     passing = policy(clock, "skip-to-latest", stream)
     reading = policy(clock, "skip-to-latest", other := Stream(clock), reads=True)
     for _ in range(700):
-        looked(passing, clock, end=100, position=0)
-        looked(reading, clock, end=100, position=0)
+        measured(passing, clock, end=100, position=0)
+        measured(reading, clock, end=100, position=0)
         clock.now += 0.125
     assert passing.behind
     assert reading.behind
@@ -264,7 +262,7 @@ def stream(schema: Schema, seed: int, messages: int) -> tuple[list[Block], Count
         for _ in range(int(generator.integers(1, 9))):
             rows += [(offset, row) for row in range(int(generator.integers(1, 4)))]
             offset += 1 + int(generator.integers(0, 2))
-        columns = fake_columns(schema, [place for place, _ in rows])
+        columns = fake_columns(schema, [offset for offset, _ in rows])
         columns["row"] = np.array([row for _, row in rows], np.int32)
         columns["outcome"] = generator.choice([Outcome.PENDING, Outcome.HELD_OUT], len(rows), p=[0.8, 0.2]).astype(
             np.uint8
@@ -301,22 +299,22 @@ def test_every_event_has_one_outcome_whenever_the_learner_falls_behind_and_catch
     accounts, clock = ledger(end=0), Clock()
     lagging = policy(clock, action)
     batches = Batches(Blocks(blocks), size, timedelta(0), lagging.settle)
-    looked(lagging, clock, end=0, position=0)
-    offered = number = 0
+    measured(lagging, clock, end=0, position=0)
+    stored_only = number = 0
     while True:
         lagging.behind = switches[number % len(switches)]
         batch = batches.next(threading.Event())
         if batch is None:
             break
         number += 1
-        offered += len(batch.stored_only["offset"]) if batch.stored_only else 0
+        stored_only += len(batch.stored_only["offset"]) if batch.stored_only else 0
         for span in batch.spans:
             accounts.advance(span, Outcome.TRAINED)
     report = accounts.reports()["events:0"]
     assert report.end - report.start == report.finished + report.passed + report.gaps + report.removed + report.pending
     assert sum(report.outcomes.values()) == expected["all"]
     assert report.outcomes["held_out"] == expected["held_out"]
-    assert report.outcomes["stored_only"] == offered
+    assert report.outcomes["stored_only"] == stored_only
     assert report.outcomes["stored_only"] >= expected["unlabelled"]
     assert report.skipped == ({"behind": report.outcomes["skipped"]} if report.outcomes["skipped"] else {})
     if action == "train-all" or not any(switches):
@@ -332,7 +330,7 @@ def test_every_event_has_one_outcome_whenever_the_learner_falls_behind_and_catch
 def test_the_sample_is_a_fraction_and_the_same_however_it_is_read(schema: Schema) -> None:
     clock = Clock()
     sampling = policy(clock, fraction=0.25)
-    looked(sampling, clock, end=10, position=0)
+    measured(sampling, clock, end=10, position=0)
     sampling.behind = True
     columns = fake_columns(schema, range(20_000))
     outcome = sampling.settle(columns)["outcome"]
@@ -342,13 +340,13 @@ def test_the_sample_is_a_fraction_and_the_same_however_it_is_read(schema: Schema
     pieces = [{name: each[i : i + 999] for name, each in columns.items()} for i in range(0, 20_000, 999)]
     assert np.array_equal(np.concatenate([sampling.settle(piece)["outcome"] for piece in pieces]), outcome)
     assert (columns["outcome"] == Outcome.PENDING).all()
-    # One that goes on from a checkpoint is asked before it has looked at any partition.
+    # After a restart it is asked before the first update.
     other = policy(clock, fraction=0.25)
     other.restore(sampling.state())
     assert np.array_equal(other.settle(columns)["outcome"], outcome)
 
 
-def test_what_is_skipped_is_told_with_its_reason(schema: Schema) -> None:
+def test_skipped_events_have_the_reason_behind(schema: Schema) -> None:
     clock = Clock()
     skipping = policy(clock, "skip-to-latest")
     skipping.behind = True

@@ -1,5 +1,4 @@
-"""Batches and the ledger together: however the stream is divided, every event is settled once and offsets add
-up."""
+"""Batches and the ledger together: every event is settled once, and offsets add up, however blocks are divided."""
 
 import json
 import threading
@@ -40,7 +39,7 @@ class Queue:
     def release(self, block: Block) -> None:
         self.released.append(block)
         for column in block.columns.values():
-            column[:] = 0  # what is looked at after its release is another block's by then
+            column[:] = 0  # a column that is read after its release has the data of another block
 
 
 def block(schema: Schema, rows: list[tuple[int, int, int, Outcome]], coverage: list[Coverage]) -> Block:
@@ -55,7 +54,7 @@ def block(schema: Schema, rows: list[tuple[int, int, int, Outcome]], coverage: l
 def ledger() -> Ledger:
     accounts = Ledger()
     for name in NAMES:
-        accounts.take_up(name, 0)
+        accounts.add_partition(name, 0)
     return accounts
 
 
@@ -117,10 +116,10 @@ def test_every_event_has_one_outcome_and_offsets_add_up_however_the_stream_is_cu
         assert not data.draw(st.booleans()) or adds_up(accounts)
         # The position is the first event without an outcome: exactly the events before it are settled.
         for partition, account in enumerate(accounts.partitions):
-            place = (account.position.offset, account.position.row)
+            position = (account.position.offset, account.position.row)
             mine = [row for row in stream[:settled] if row[0] == partition]
-            assert all(row[1:3] < place for row in mine)
-            assert all(row[1:3] >= place for row in stream[settled:] if row[0] == partition)
+            assert all(row[1:3] < position for row in mine)
+            assert all(row[1:3] >= position for row in stream[settled:] if row[0] == partition)
     expected = Counter(outcome for *_, outcome in stream)
     assert accounts.outcomes == {
         "trained": expected[Outcome.PENDING],
@@ -135,7 +134,7 @@ def test_every_event_has_one_outcome_and_offsets_add_up_however_the_stream_is_cu
     assert len(queue.released) == len(queue.out)
 
 
-def test_removed_and_passed_offsets_are_counted_apart_from_gaps(schema: Schema) -> None:
+def test_removed_and_passed_offsets_are_not_counted_as_gaps(schema: Schema) -> None:
     rows = [(0, 12, 0, Outcome.PENDING)]
     accounts = ledger()
     for batch in drain(Queue([block(schema, rows, [Coverage(0, 10, 14, removed=7, passed=3)])]), 4):
@@ -147,7 +146,7 @@ def test_removed_and_passed_offsets_are_counted_apart_from_gaps(schema: Schema) 
     assert adds_up(accounts)
 
 
-def test_a_backlog_without_events_to_train_on_comes_in_pieces(schema: Schema) -> None:
+def test_a_backlog_without_events_to_train_on_is_split_into_batches(schema: Schema) -> None:
     blocks = [block(schema, [(0, n, 0, Outcome.SKIPPED)], [Coverage(0, n, n + 1)]) for n in range(500)]
     batches = drain(Queue(blocks), 8)
     assert len(batches) > 10
@@ -176,7 +175,7 @@ def test_events_without_a_label_are_stored_only(schema: Schema) -> None:
     assert accounts.outcomes["trained"] == accounts.outcomes["stored_only"] == 2
 
 
-def test_going_backwards_is_a_bug_that_is_noticed_at_once(schema: Schema) -> None:
+def test_decreasing_offsets_are_a_bug_that_is_detected_at_once(schema: Schema) -> None:
     accounts = ledger()
     rows = [(0, offset, 0, Outcome.PENDING) for offset in range(2)]
     first, second = (
@@ -187,7 +186,7 @@ def test_going_backwards_is_a_bug_that_is_noticed_at_once(schema: Schema) -> Non
         accounts.advance(first, Outcome.TRAINED)
 
 
-def test_a_row_among_what_was_removed_is_a_bug_that_is_noticed_at_once(schema: Schema) -> None:
+def test_a_row_among_removed_offsets_is_a_bug_that_is_detected_at_once(schema: Schema) -> None:
     accounts = ledger()
     rows = [(0, 3, 0, Outcome.PENDING)]
     (batch,) = drain(Queue([block(schema, rows, [Coverage(0, 0, 9, removed=5)])]), 1)
@@ -196,7 +195,7 @@ def test_a_row_among_what_was_removed_is_a_bug_that_is_noticed_at_once(schema: S
 
 
 @pytest.mark.parametrize("counted_between", [False, True])
-def test_settling_a_span_twice_is_a_bug_that_is_noticed(schema: Schema, counted_between: bool) -> None:
+def test_settling_a_span_twice_is_a_bug_that_is_detected(schema: Schema, counted_between: bool) -> None:
     accounts = ledger()
     (batch,) = drain(Queue([block(schema, [(0, 0, 0, Outcome.PENDING)], [Coverage(0, 0, 1)])]), 1)
     accounts.advance(batch.spans[0], Outcome.TRAINED)
@@ -207,7 +206,7 @@ def test_settling_a_span_twice_is_a_bug_that_is_noticed(schema: Schema, counted_
         accounts.count()
 
 
-def test_only_what_is_trained_on_for_the_first_time_and_has_a_time_is_new(schema: Schema) -> None:
+def test_only_events_with_a_time_that_are_trained_on_for_the_first_time_are_new(schema: Schema) -> None:
     rows = [(0, offset, 0, Outcome.PENDING) for offset in range(6)] + [(1, 3, 0, Outcome.PENDING)]
     rows += [(0, 6, 0, Outcome.HELD_OUT)]
     made = block(schema, rows, [Coverage(0, 0, 7), Coverage(1, 0, 4)])
@@ -215,37 +214,37 @@ def test_only_what_is_trained_on_for_the_first_time_and_has_a_time_is_new(schema
     made.columns["time_ms"][:] = [100, 101, 102, 103, 104, -1, 106, 107]
     accounts = Ledger({"events:0": PartitionProgress(1), "events:1": PartitionProgress(9, incarnation=1)})
     for name in NAMES:
-        accounts.take_up(name, 0)
+        accounts.add_partition(name, 0)
     for batch in drain(Queue([made]), 2):
         for span in batch.spans:
             accounts.advance(span, Outcome.TRAINED)
-    assert accounts.take_learned().quantiles(9).tolist() == [102, 103, 106]
-    assert accounts.take_learned().rows == 0
+    assert accounts.take_newly_trained().quantiles(9).tolist() == [102, 103, 106]
+    assert accounts.take_newly_trained().rows == 0
 
 
-def test_a_skipped_batch_teaches_nothing(schema: Schema) -> None:
+def test_the_events_of_a_skipped_batch_are_not_newly_trained(schema: Schema) -> None:
     accounts = ledger()
     for batch in drain(Queue([block(schema, [(0, 5, 0, Outcome.PENDING)], [Coverage(0, 5, 6)])]), 8):
         for span in batch.spans:
             accounts.advance(span, Outcome.SKIPPED, SkipReason.NON_FINITE)
-    assert accounts.take_learned().rows == 0
+    assert accounts.take_newly_trained().rows == 0
 
 
-def test_pending_is_what_the_broker_has_beyond_the_position(schema: Schema) -> None:
+def test_pending_is_the_number_of_offsets_beyond_the_position(schema: Schema) -> None:
     accounts = ledger()
     accounts.partitions[1].end = 40
     assert accounts.reports()["events:1"].pending == 40
     assert accounts.trained_through["events:1"].offset == -1
 
 
-def test_what_was_not_read_of_a_topic_that_was_made_anew_is_removed(schema: Schema) -> None:
+def test_unread_events_of_a_topic_that_was_created_again_are_removed(schema: Schema) -> None:
     accounts = ledger()
-    accounts.partitions[0].meet(9, "first")
+    accounts.partitions[0].update_end(9, "first")
     for batch in drain(Queue([block(schema, [(0, 0, 0, Outcome.PENDING)], [Coverage(0, 0, 2)])]), 4):
-        accounts.take_up(NAMES[0].next_incarnation, 0)
+        accounts.add_partition(NAMES[0].next_incarnation, 0)
         for span in batch.spans:
             accounts.advance(span, Outcome.TRAINED)  # what was under way is settled where it is from
-    accounts.partitions[2].meet(5, "second")
+    accounts.partitions[2].update_end(5, "second")
     again = Ledger()
     again.restore(accounts.state())
     for each in (accounts, again):

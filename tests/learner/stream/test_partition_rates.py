@@ -1,4 +1,4 @@
-"""How fast partitions are read."""
+"""The rates at which partitions are read."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from learner.stream.ledger import PartitionLedger
 from learner.stream.partition_rates import Rates
 
 
-def test_rates_are_a_mean_over_time_that_forgets_and_goes_on_after_a_restart() -> None:
+def test_rates_are_an_exponential_mean_that_continues_after_a_restart() -> None:
     now = [100.0]
     account, added = PartitionLedger(TopicPartition("t", 0), 1000), PartitionLedger(TopicPartition("t", 1), 50)
     rates = Rates(lambda: now[0])

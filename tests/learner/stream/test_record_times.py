@@ -1,4 +1,4 @@
-"""Record times: quantiles are right within the rank that is promised, however many events there are."""
+"""Record times: the error of quantiles is within the promised rank, for any number of events."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from learner.stream.record_times import RecordTimes
 
 
 @given(st.lists(st.lists(st.integers(1, 10**12), max_size=50), max_size=20), st.integers(1, 60))
-def test_few_events_are_told_exactly(parts, most):
+def test_the_quantiles_of_few_events_are_exact(parts, most):
     bag, others = RecordTimes(), RecordTimes()
     for number, part in enumerate(parts):
         (bag if number % 2 else others).add(np.array(part, np.int64))
@@ -26,17 +26,17 @@ def test_few_events_are_told_exactly(parts, most):
 
 
 @pytest.mark.parametrize("size", [1, 64, 5000])
-def test_a_million_events_are_told_within_a_hundredth(size):
+def test_the_quantiles_of_a_million_events_are_within_a_hundredth(size):
     bag, times = RecordTimes(), np.random.default_rng(0).exponential(1e6, 1_000_000 - 1_000_000 % size).astype(np.int64)
     for part in times.reshape(-1, size)[: 1_000_000 if size > 1 else 100_000]:
         bag.add(part)
-    told = bag.quantiles(100)
-    ranks = np.searchsorted(np.sort(times), told) / len(times)
+    quantiles = bag.quantiles(100)
+    ranks = np.searchsorted(np.sort(times), quantiles) / len(times)
     assert np.abs(ranks - (np.arange(100) + 0.5) / 100).max() < 0.01
     assert bag._held <= 4096
 
 
-def test_quantiles_weigh_as_many_events_as_they_stand_for():
+def test_quantiles_are_weighted_by_the_events_that_they_represent():
     bag = RecordTimes()
     bag.add(np.array([10, 20], np.int64), 900)
     bag.add(np.array([30], np.int64), 100)

@@ -1,4 +1,4 @@
-"""Deterministic batches: a function of what the topic holds, of no clock and no order of arrival."""
+"""Deterministic batches: they depend on the contents of the topic, not on a clock or the order of arrival."""
 
 import threading
 from collections.abc import Sequence
@@ -21,8 +21,7 @@ from learner.stream.round_robin import RoundRobin
 
 
 class Topic:
-    """Partitions of so many events, which come in blocks as `pieces` says: a partition and how many of its
-    events."""
+    """Partitions with `sizes` events, which arrive in blocks; each of `pieces` is a partition and its event count."""
 
     def __init__(self, schema: Schema, sizes: Sequence[int], pieces: Sequence[tuple[int, int]]) -> None:
         self.schema = schema
@@ -105,10 +104,10 @@ def test_a_partition_without_events_to_train_on_moves_and_keeps_nothing(
     ]
 
 
-def test_what_waits_for_its_turn_is_not_overtaken_and_offsets_without_an_event_are_folded_into_it(
+def test_waiting_events_keep_their_order_and_offsets_without_an_event_are_merged_into_them(
     schema: Schema,
 ) -> None:
-    """A held-out event goes with the next one to train on, so that steps depend on no moment at which it comes."""
+    """A held-out event is in the batch of the next event to train on, so that no step depends on when it arrives."""
     topic = Markers(schema, 100, None, before=Outcome.HELD_OUT)
     reader, stop = RoundRobin(topic, 8, topic.settled), threading.Event()
     while (batch := reader.next(stop)) is not None:
@@ -133,7 +132,7 @@ pieces = st.lists(st.tuples(st.integers(0, 2), st.integers(1, 9)), max_size=30)
 
 
 @given(st.tuples(*[st.integers(0, 40)] * 3), pieces, pieces, st.integers(1, 12))
-def test_batches_are_full_and_do_not_depend_on_how_blocks_come(
+def test_batches_are_full_and_do_not_depend_on_the_order_of_blocks(
     schema: Schema, sizes: tuple[int, ...], one: list[tuple[int, int]], other: list[tuple[int, int]], size: int
 ) -> None:
     found, again = (batches(Topic(schema, sizes, each), size) for each in (one, other))
@@ -158,7 +157,7 @@ def test_the_partitions_take_turns_also_from_batch_to_batch(schema: Schema) -> N
 
 
 @given(st.tuples(*[st.integers(0, 40)] * 3), pieces, st.integers(1, 12), st.integers(0, 5))
-def test_who_goes_on_from_positions_and_turn_makes_the_same_batches(
+def test_resuming_from_positions_and_turn_makes_the_same_batches(
     schema: Schema, sizes: tuple[int, ...], order: list[tuple[int, int]], size: int, done: int
 ) -> None:
     whole = batches(Topic(schema, sizes, order), size)
@@ -182,7 +181,7 @@ def test_who_goes_on_from_positions_and_turn_makes_the_same_batches(
     assert rest == [events(batch) for batch in whole[done:]]
 
 
-def test_a_partition_that_has_nothing_yet_is_waited_for(schema: Schema) -> None:
+def test_it_waits_for_a_partition_without_events(schema: Schema) -> None:
     topic = Topic(schema, (20, 1), [(0, 20)])
     reader = RoundRobin(topic, 4, topic.settled)
     topic.sizes = (20, 99)
@@ -194,7 +193,7 @@ def test_a_partition_that_has_nothing_yet_is_waited_for(schema: Schema) -> None:
     assert np.unique(batch.new["partition"]).tolist() == [0]
 
 
-def test_too_many_events_that_wait_are_an_error(schema: Schema, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_waiting_events_are_an_error(schema: Schema, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(round_robin, "MOST_ROWS", 10)
     topic = Topic(schema, (40, 5), [(0, 40)])
     with pytest.raises(SettingsError, match=r"wait for the turn of events\[1\], which has none"):

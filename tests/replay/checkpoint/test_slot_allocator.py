@@ -57,7 +57,7 @@ class SlotsMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
         leaving = data.draw(st.sets(st.sampled_from(sorted(self.model.used)))) if self.model.used else set()
-        self.slots.leave(np.array(sorted(leaving), np.int32))
+        self.slots.release(np.array(sorted(leaving), np.int32))
         self.model.used -= leaving
 
     @precondition(lambda self: self.pending is None)
@@ -112,7 +112,7 @@ def test_all_slots_come_back_when_checkpoints_go_on(leaving: list[int]) -> None:
     for number, n in enumerate(leaving, start=1):
         n = min(n, len(used))
         slots.begin_snapshot(number)
-        slots.leave(used[:n])
+        slots.release(used[:n])
         used = used[n:]
         slots.end_snapshot(max(1, number - 2))
     for number in range(len(leaving) + 1, len(leaving) + 5):
@@ -128,7 +128,7 @@ def test_after_a_crash_the_slots_of_older_checkpoints_still_wait_for_them() -> N
     used = slots.take(30)
     slots.begin_snapshot(1)
     slots.end_snapshot(1)
-    slots.leave(used[:20])
+    slots.release(used[:20])
     retired = slots.begin_snapshot(2)
     assert retired.tolist() == [[1, slot] for slot in used[:20].tolist()]
     resumed = SlotAllocator(COUNT, durable=True)
@@ -146,11 +146,11 @@ def test_where_checkpoints_have_the_payload_a_slot_waits_for_the_checkpoint_that
     slots = SlotAllocator(4, durable=False)
     used = slots.take(2)
     slots.begin_snapshot(1)
-    slots.leave(used)
+    slots.release(used)
     assert slots.free == 2
     slots.end_snapshot(1)
     assert slots.free == 4
-    slots.leave(slots.take(3))
+    slots.release(slots.take(3))
     assert slots.free == 4
 
 

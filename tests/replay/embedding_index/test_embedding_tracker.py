@@ -20,7 +20,7 @@ from replay.config import ReplaySettings
 from replay.embedding_index import client as neighbours
 from replay.embedding_index.embedding_tracker import LAG
 from replay.erasure.erased_events import ByRange, ErasedEvents
-from replay.fake import FakeCheckpoints
+from replay.fake import FakeCheckpoints, add_now, plan_ahead
 from replay.store import Store
 
 PARTITIONS = [TopicPartition("events", 0)]
@@ -58,7 +58,7 @@ def fill(store: Store, schema: Schema, begin: int, end: int) -> None:
     """Add events as fast as the index takes them, and wait until it has all that are held."""
     for first in range(begin, end, 256):
         offsets = np.arange(first, min(end, first + 256))
-        store.add_now(fake_columns(schema, offsets.tolist()), PARTITIONS, place(offsets))
+        add_now(store, fake_columns(schema, offsets.tolist()), PARTITIONS, place(offsets))
         until(lambda: store.neighbours.stats().waiting < 20)
     until(lambda: store.neighbours.stats().process.rows == len(store))
 
@@ -122,7 +122,7 @@ def test_an_event_that_has_left_is_not_found(schema: Schema, build: Build) -> No
     for step in range(20):
         plan = store.plan(step, 100)
         assert len(set(plan.slots.tolist())) == len(plan) == len(store)
-        assert store.event_table.are(plan.slots, plan.records).all()
+        assert store.event_table.still_at(plan.slots, plan.records).all()
 
 
 def test_diverse_samples_as_many_of_each_cluster(schema: Schema, build: Build) -> None:
@@ -145,7 +145,7 @@ def test_diverse_samples_the_oldest_embeddings_first_and_clusters_as_evenly_as_e
     new = store.event_table.slots[~np.isin(store.event_table.slots, old)]
     store._tracker._step = 20_000
     for part in np.array_split(new, 40):
-        store._tracker.update(part, place(offsets)[store.event_table.of("offset", part)])
+        store._tracker.update(part, place(offsets)[store.event_table.column("offset", part)])
         until(lambda: store.neighbours.stats().waiting < 20)
     store.query_neighbours(20_000, place(np.arange(1)))
     missing, samples = set(old.tolist()), 0
@@ -157,7 +157,7 @@ def test_diverse_samples_the_oldest_embeddings_first_and_clusters_as_evenly_as_e
         sampled, there = (np.bincount(each, minlength=100) for each in (clusters, sizes))
         assert (sampled >= np.minimum(there, sampled.max() - 1)).all()
         assert len(set(plan.slots.tolist())) == n
-        assert store.event_table.are(plan.slots, plan.records).all()
+        assert store.event_table.still_at(plan.slots, plan.records).all()
         samples += not missing.isdisjoint(plan.slots.tolist())
         missing.difference_update(plan.slots.tolist())
         return not missing
@@ -178,14 +178,14 @@ class TestErased:
     def test_it_leaves_the_index_the_clusters_and_the_plans(self, store: Store) -> None:
         until(lambda: store.neighbours.stats().process.trained_rows and store._tracker.poll())
         self._seek(store)
-        store.plan_ahead(1 + LAG, 64)
+        plan_ahead(store, 1 + LAG, 64)
         ids = erase(store)
         until(lambda: store.neighbours.stats().process.rows == len(store))
         self._assert_none(store, ids)
 
     def test_it_does_not_come_back_when_the_process_is_killed(self, store: Store) -> None:
         self._seek(store)
-        store.plan_ahead(1 + LAG, 64)
+        plan_ahead(store, 1 + LAG, 64)
         sample = store.fetch(store.plan(0, 400))
         assert store.neighbours.pid is not None
         os.kill(store.neighbours.pid, signal.SIGKILL)
@@ -210,7 +210,7 @@ class TestErased:
             assert (store.sample(step, 64).records["offset"] % 16 != 3).all()
         assert store.neighbours is not None
         store.neighbours.answers()
-        until(lambda: store.neighbours.ask(9, place(np.full(8, 3)), 20))
+        until(lambda: store.neighbours.query(9, place(np.full(8, 3)), 20))
         (answer,) = until(store.neighbours.answers)
         assert answer.ids.shape == (8, 20)
         assert not np.isin(answer.ids, ids).any()
@@ -221,7 +221,7 @@ class TestErased:
 def erase(store: Store) -> np.ndarray:
     """Erase the events of one centre, and return the ids that they had in the index."""
     offsets = [offset for offset in store.event_table.copy()["offset"].tolist() if offset % 16 == 3]
-    gone = np.isin(store.event_table.of("offset", store.event_table.slots), offsets)
+    gone = np.isin(store.event_table.column("offset", store.event_table.slots), offsets)
     ids = store._tracker._ids[store.event_table.slots[gone]].copy()
     name = partition_name(PARTITIONS[0])
     records = [ByRange(time=0, by="command", partition=name, first=offset, last=offset) for offset in offsets]
@@ -252,10 +252,10 @@ def test_diverse_takes_nothing_twice_into_account_also_when_clusters_are_found_a
             for _ in range(4):  # as many as make clusters be found anew: were there no end, none would be told whole
                 until(lambda: not store.neighbours.stats().waiting)
                 slots = store.event_table.slots
-                store._tracker.update(slots, -place(store.event_table.of("offset", slots)))
+                store._tracker.update(slots, -place(store.event_table.column("offset", slots)))
             until(lambda trained=trained: store._tracker.poll() != trained)
         before = store.event_table.copy()["offset"].tolist()
-        assert store.add_now(fake_columns(schema, again.tolist()), PARTITIONS, place(again)) == 0
+        assert add_now(store, fake_columns(schema, again.tolist()), PARTITIONS, place(again)) == 0
         assert store.event_table.copy()["offset"].tolist() == before
 
 
@@ -280,7 +280,7 @@ def test_what_the_index_does_not_have_keeps_its_share_of_the_samples(schema: Sch
     resumed = build(sampling=policy, contents=FakeCheckpoints(store).checkpoint(1))
     for first in range(3200, 6400, 256):
         offsets = np.arange(first, min(6400, first + 256))
-        resumed.add_now(fake_columns(schema, offsets.tolist()), PARTITIONS, place(offsets))
+        add_now(resumed, fake_columns(schema, offsets.tolist()), PARTITIONS, place(offsets))
         until(lambda: resumed.neighbours.stats().waiting < 20)
     until(lambda: resumed.neighbours.stats().process.rows == 3200)
     if policy == "diverse":
@@ -311,7 +311,7 @@ def test_when_the_index_process_dies_what_it_had_keeps_its_share_too(schema: Sch
 
 def test_events_that_came_without_an_embedding_get_one_when_they_are_sampled(schema: Schema, build: Build) -> None:
     store = build(sampling="similar")
-    store.add_now(fake_columns(schema, range(200)), PARTITIONS)
+    add_now(store, fake_columns(schema, range(200)), PARTITIONS)
     until(lambda: store.neighbours.stats() and store.neighbours.reports)
     sample = store.fetch(store.plan(0, 200))
     store.update_priorities(sample, np.zeros(200, np.float32), place(sample.records["offset"]))
@@ -327,7 +327,7 @@ def test_under_diverse_admission_events_of_one_weight_count_alike_whenever_clust
             offsets = np.arange(first, min(end, first + 256))
             columns = fake_columns(schema, offsets.tolist())
             columns["weight"][:] = 1.0
-            store.add_now(columns, PARTITIONS, place(offsets))
+            add_now(store, columns, PARTITIONS, place(offsets))
             until(lambda: store.neighbours.stats().waiting < 20)
         trained = until(store._tracker.poll)
         importance = store.fetch(store.plan(trained, 1000)).importance

@@ -75,7 +75,7 @@ def add(index: NeighbourClient, ids: np.ndarray, x: np.ndarray, step: int = 0) -
 
 
 def ask(index: NeighbourClient, queries: np.ndarray, k: int, step: int = 0) -> np.ndarray:
-    until(lambda: index.ask(step, queries, k), "a question to be taken")
+    until(lambda: index.query(step, queries, k), "a question to be taken")
     (answer,) = until(index.answers, "an answer")
     assert answer.step == step
     return answer.ids
@@ -219,9 +219,9 @@ def test_embeddings_of_another_model_are_refused(index):
     with pytest.raises(ValueError, match=r"embeddings are \[3, 5\], not \[3, 4\]"):
         index.add(np.arange(3), random(3, 5), 0)
     with pytest.raises(ValueError, match=r"queries are \[3, 5\], not \[3, 4\]"):
-        index.ask(0, random(3, 5), 2)
+        index.query(0, random(3, 5), 2)
     with pytest.raises(ValueError, match="do not fit into a batch of 512"):
-        index.ask(0, random(513), 2)
+        index.query(0, random(513), 2)
 
 
 def test_there_are_never_more_events_than_the_capacity(make_index):
@@ -259,7 +259,7 @@ def test_an_index_that_stands_still_declines_what_is_too_much(index):
     x, asked = random(512), 0
     taken = sum(index.add(np.arange(i, i + 512), x, 0) for i in range(0, 200 * 512, 512))
     for step in range(10):
-        asked += index.ask(step, x[:8], 3)
+        asked += index.query(step, x[:8], 3)
     for i in range(200):
         index.remove(np.arange(1000 * i, 1000 * i + 1000))
     stats = index.stats()
@@ -351,7 +351,7 @@ def test_nothing_is_left_behind_by_close_nor_by_deaths(make_index):
     index.close()
     index.close()
     assert index.add(np.arange(2), random(2), 0) == 0
-    assert not index.ask(0, random(2), 1)
+    assert not index.query(0, random(2), 1)
     assert index.answers() == []
     assert (me.num_fds(), me.children()) == (descriptors, children)
 

@@ -29,7 +29,7 @@ from replay.config import ReplaySettings
 from replay.erasure.erased_events import ByKey, ByRange, ErasedEvents, Packed, Record, hash_of_key
 from replay.erasure.erasure_log import ErasureLog
 from replay.erasure.log_file import Applied
-from replay.fake import FakeCheckpoints
+from replay.fake import FakeCheckpoints, add_now, plan_ahead
 from replay.store import Store
 from replay.tiers.disk import DiskTier
 from replay.tiers.memory import MemoryTier
@@ -448,7 +448,7 @@ def written_slots(tier: DiskTier) -> list[int]:
 def add(store: Store, schema: Schema, offsets: range, key: int = 1) -> None:
     columns = fake_columns(schema, offsets)
     columns["key_hash"][:] = key
-    store.add_now(columns, PARTITIONS)
+    add_now(store, columns, PARTITIONS)
 
 
 def offsets_held(store: Store) -> list[int]:
@@ -463,7 +463,7 @@ def test_erased_events_leave_the_store_and_its_plans(schema: Schema, make_store:
     store = make_store(100)
     add(store, schema, range(60))
     add(store, schema, range(60, 80), key=2)
-    store.plan_ahead(0, 80)
+    plan_ahead(store, 0, 80)
     assert store.erase(key_record(2, 70)) == 10
     assert offsets_held(store) == [*range(60), *range(70, 80)]
     for step in range(3):
@@ -494,7 +494,7 @@ def test_what_had_left_the_store_before_is_overwritten_in_every_tier(schema: Sch
     checkpoints = FakeCheckpoints(store)
     secret = fake_columns(schema, range(400))
     secret["key_hash"][:], secret["feature.x"][:] = 2, 12345.678
-    store.add_now(secret, PARTITIONS)
+    add_now(store, secret, PARTITIONS)
     add(store, schema, range(400, 1200))
     checkpoints.checkpoint(1)
     store.tiers.sync()
@@ -518,7 +518,7 @@ def test_what_is_on_its_way_into_memory_when_it_is_erased_is_overwritten_there(
         add(store, schema, range(400, 420))
         secret = fake_columns(schema, range(20))
         secret["key_hash"][:], secret["feature.x"][:] = 2, 12345.678
-        store.add_now(secret, PARTITIONS)
+        add_now(store, secret, PARTITIONS)
         store.tiers.sync()
         (memory,) = (tier for tier in store.tiers.all if isinstance(tier, MemoryTier))
         assert 0 < len(store.tiers._cache or ()) == memory.slots < 20
@@ -526,12 +526,12 @@ def test_what_is_on_its_way_into_memory_when_it_is_erased_is_overwritten_there(
         read, wait = disk.read_into, StagedRows.wait
         monkeypatch.setattr(disk, "read_into", lambda *args: asked.wait() and read(*args))
         monkeypatch.setattr(StagedRows, "wait", lambda staged: asked.set() or wait(staged))
-        late = store.plan(0, 20).rows.late
-        coming = 0 if late is None else len(late.reserved)
+        missing = store.plan(0, 20).rows.missing
+        reserved = 0 if missing is None else len(missing.reserved)
         store.erase(key_record(2, 400))
         asked.set()
         store.tiers.sync()
-        assert coming, "what is in memory makes way for what is sampled"
+        assert reserved, "sampled rows replace others in the memory tier"
         assert secret["feature.x"][0].tobytes() not in bytes_of(memory)
 
 
@@ -563,7 +563,7 @@ def add_secrets(store: Store, schema: Schema, offsets: range) -> None:
     """Add events of key 2 that are told in any tier by what is in them."""
     columns = fake_columns(schema, offsets)
     columns["key_hash"][:], columns["feature.x"][:] = 2, SECRET
-    store.add_now(columns, PARTITIONS)
+    add_now(store, columns, PARTITIONS)
     store.tiers.sync()
 
 
@@ -603,7 +603,7 @@ def test_what_lies_under_events_that_could_not_be_written_is_erased_with_what_is
     with failing(monkeypatch, tiers, "write"):
         add(store, schema, range(400, 3000))
         store.tiers.sync()
-    store.plan_ahead(0, 1)  # those that were lost leave
+    plan_ahead(store, 0, 1)  # those that were lost leave
     store.erase(key_record(2, 400))
     erase_stale(store)
     assert not store.tiers.unerased

@@ -19,7 +19,7 @@ def columns(events: list[Event]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def beyond(marks: Watermarks, events: list[Event]) -> list[bool]:
-    found = marks.pass_by(*columns(events))
+    found = marks.advance(*columns(events))
     return [True] * len(events) if found is None else found.tolist()
 
 
@@ -45,6 +45,6 @@ def test_how_many_are_told_of_at_once_decides_nothing(added: list[list[Event]]) 
 
 def test_what_rises_as_streams_do_needs_no_look_at_each() -> None:
     marks = Watermarks()
-    assert marks.pass_by(*columns([(0, 1, 0), (1, 5, 0), (0, 1, 1), (0, 2, 0), (1, 6, 0)])) is None
-    assert marks.pass_by(*columns([(0, 3, 0)])) is None
-    assert marks.pass_by(*columns([(0, 3, 0)])) is not None
+    assert marks.advance(*columns([(0, 1, 0), (1, 5, 0), (0, 1, 1), (0, 2, 0), (1, 6, 0)])) is None
+    assert marks.advance(*columns([(0, 3, 0)])) is None
+    assert marks.advance(*columns([(0, 3, 0)])) is not None

@@ -58,7 +58,7 @@ class Bench:
         return self.sampler.sample(n, np.random.default_rng(step))
 
     def offsets(self, slots: np.ndarray) -> np.ndarray:
-        return self.event_table.of("offset", slots)
+        return self.event_table.column("offset", slots)
 
     def places(self, n: int, samples: int) -> np.ndarray:
         """By place in a sample, how often each event came there."""
@@ -136,7 +136,7 @@ class TestOrder:
         bench = Bench("class-balanced")
         bench.add(300, label=[0] * 26 + [1] * 3 + [-1])
         for place in bench.places(12, 2000)[[0, 1, 11]]:
-            counts = np.bincount(bench.event_table.of("label", bench.event_table.slots) + 1, place, 3)
+            counts = np.bincount(bench.event_table.column("label", bench.event_table.slots) + 1, place, 3)
             assert abs(chi_square(counts, np.ones(3))) < 4.5
 
 
@@ -149,9 +149,9 @@ class TestEven:
         bench.add(4, label=[1])
         for step in range(20):
             slots = bench.sample(64, step).slots
-            counts = np.bincount(bench.event_table.of("label", slots) + 1, minlength=5)
+            counts = np.bincount(bench.event_table.column("label", slots) + 1, minlength=5)
             assert counts.tolist() == [20, 20, 4, 0, 20]
-        counts = np.bincount(bench.event_table.of("label", bench.sample(66, 0).slots) + 1, minlength=5)
+        counts = np.bincount(bench.event_table.column("label", bench.sample(66, 0).slots) + 1, minlength=5)
         assert sorted(counts.tolist()) == [0, 4, 20, 21, 21]
 
     def test_within_a_class_events_come_alike(self) -> None:

@@ -6,13 +6,13 @@ from replay.sampling.step_rng import StepRng
 
 
 def numbers(seed: int, step: int) -> list[int]:
-    return StepRng(seed).of(step).integers(0, 2**62, 8).tolist()
+    return StepRng(seed).for_step(step).integers(0, 2**62, 8).tolist()
 
 
 def test_numbers_are_a_function_of_seed_and_step() -> None:
     chance = StepRng(7)
     for step in (3, 0, 3, 10**12):
-        assert chance.of(step).integers(0, 2**62, 8).tolist() == numbers(7, step)
+        assert chance.for_step(step).integers(0, 2**62, 8).tolist() == numbers(7, step)
 
 
 def test_another_seed_or_step_has_other_numbers() -> None:
@@ -21,6 +21,6 @@ def test_another_seed_or_step_has_other_numbers() -> None:
 
 
 def test_numbers_of_neighbouring_seeds_and_steps_have_nothing_to_do_with_each_other() -> None:
-    samples = np.array([StepRng(seed).of(step).random(200) for seed in range(4) for step in range(4)])
+    samples = np.array([StepRng(seed).for_step(step).random(200) for seed in range(4) for step in range(4)])
     correlation = np.corrcoef(samples) - np.eye(len(samples))
     assert np.abs(correlation).max() < 5 / np.sqrt(200)

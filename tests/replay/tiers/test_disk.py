@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anabranch.core.errors import SettingsError
-from replay.payload.io_worker import IOWorker
 from replay.tiers.disk import DiskTier
 
 R = 24
@@ -194,41 +193,6 @@ def test_a_file_that_cannot_be_used_is_refused_in_a_sentence(
         DiskTier.open(tier.path)
     assert "is its disk mounted?" in str(caught.value)
     assert open_files() == before
-
-
-class TestIOWorker:
-    @pytest.fixture
-    def io_worker(self) -> Iterator[IOWorker]:
-        io_worker = IOWorker("test")
-        yield io_worker
-        io_worker.close()
-
-    def test_jobs_are_done_in_order(self, io_worker: IOWorker) -> None:
-        done: list[int] = []
-        for number in range(200):
-            io_worker.submit(lambda number=number: done.append(number), 1)
-        io_worker.flush()
-        assert done == list(range(200))
-
-    def test_who_sends_more_than_can_wait_waits(self, io_worker: IOWorker) -> None:
-        gate, second = threading.Event(), threading.Event()
-        io_worker.submit(gate.wait, 60_000_000)
-        sender = threading.Thread(target=lambda: (io_worker.submit(lambda: None, 10_000_000), second.set()))
-        sender.start()
-        assert not second.wait(0.05), "more waits than is allowed"
-        gate.set()
-        sender.join()
-        assert second.is_set()
-
-    def test_a_job_larger_than_all_that_may_wait_is_taken_alone(self, io_worker: IOWorker) -> None:
-        assert io_worker.submit(lambda: None, 10**9) == 0.0
-        io_worker.flush()
-
-    def test_a_bug_comes_up_at_the_next_job(self, io_worker: IOWorker) -> None:
-        io_worker.submit(lambda: 1 // 0, 1)
-        io_worker.flush()
-        with pytest.raises(ZeroDivisionError):
-            io_worker.submit(lambda: None, 1)
 
 
 def _fail(_file: int) -> None:

@@ -34,10 +34,10 @@ def test_what_is_written_finds_its_pages_made_and_what_was_there_stays(started: 
     memory = np.zeros(SIZE, np.uint8)
     memory[:100], memory[-100:] = 7, 9
     pages = Pages(memory.ctypes.data, SIZE)
-    pages.reach(SIZE)
+    pages.request_ahead(SIZE)
     (thread,) = started()
     thread.join(60)  # it has made all, and ends
-    assert pages.asked_for
+    assert pages.all_requested
     before = faults()
     memory[4096:-4096:4096] = 1
     waited = faults() - before
@@ -53,8 +53,8 @@ def test_what_is_written_finds_its_pages_made_and_what_was_there_stays(started: 
 def test_no_more_are_made_than_a_little_ahead_and_none_after_the_end(started: Started) -> None:
     memory = np.zeros(SIZE * 4, np.uint8)
     pages = Pages(memory.ctypes.data, memory.nbytes)
-    pages.reach(SIZE)
-    assert not pages.asked_for
+    pages.request_ahead(SIZE)
+    assert not pages.all_requested
     pages.close()
     assert not started()
     before = faults()
@@ -65,7 +65,7 @@ def test_no_more_are_made_than_a_little_ahead_and_none_after_the_end(started: St
 def test_a_small_memory_has_no_thread(started: Started) -> None:
     memory = np.zeros(1000, np.uint8)
     pages = Pages(memory.ctypes.data, memory.nbytes)
-    assert pages.asked_for
+    assert pages.all_requested
     assert not started()
     pages.close()
 

@@ -18,7 +18,7 @@ from ingest.events.schema import Schema
 from ingest.kafka.fake import fake_columns
 from replay.build import build_store
 from replay.config import ReplaySettings
-from replay.fake import FakeCheckpoints
+from replay.fake import FakeCheckpoints, add_now
 from replay.snapshot import StoreSnapshot
 from replay.store import Store
 from replay.tiers.redis_server import RedisServer
@@ -75,7 +75,7 @@ def unanswered(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
 def fill(store: Store, schema: Schema, begin: int, end: int) -> None:
     for offset in range(begin, end, 100):
-        store.add_now(fake_columns(schema, range(offset, offset + 100)), PARTITIONS)
+        add_now(store, fake_columns(schema, range(offset, offset + 100)), PARTITIONS)
         store._held.remove_lost()
     store.tiers.sync()
 

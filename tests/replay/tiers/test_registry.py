@@ -16,7 +16,7 @@ from ingest.events.schema import Schema
 from ingest.kafka.fake import fake_columns
 from replay.build import build_store
 from replay.config import ReplaySettings, TierSettings
-from replay.fake import FakeCheckpoints
+from replay.fake import FakeCheckpoints, add_now, plan_ahead
 from replay.payload.clock_cache import Budget
 from replay.planner import AHEAD
 from replay.snapshot import StoreSnapshot
@@ -49,7 +49,7 @@ def build(schema: Schema, tmp_path: Path, with_host: type[ReplaySettings]) -> It
 
 def fill(store: Store, schema: Schema, begin: int, end: int) -> None:
     for offset in range(begin, end, 100):
-        store.add_now(fake_columns(schema, range(offset, offset + 100)), PARTITIONS)
+        add_now(store, fake_columns(schema, range(offset, offset + 100)), PARTITIONS)
 
 
 def sample_all(store: Store) -> int:
@@ -77,11 +77,11 @@ def test_with_a_tier_that_is_added_no_sample_is_another_also_after_a_restart(
     store, undisturbed = build(before), build(MEMORY)
     for each in (store, undisturbed):
         fill(each, schema, 0, 5000)
-        each.plan_ahead(7, 20)
+        plan_ahead(each, 7, 20)
     moved = build(after, FakeCheckpoints(store).checkpoint(1))
     for each in (moved, undisturbed):
         fill(each, schema, 5000, 9000)
-        each.plan_ahead(8, 20)
+        plan_ahead(each, 8, 20)
     for step in range(8, 8 + AHEAD):
         mine, expected = moved.sample(step, 20), undisturbed.sample(step, 20)
         assert all(torch.equal(mine.columns[name], column) for name, column in expected.columns.items())
@@ -158,7 +158,7 @@ def test_each_cache_that_missed_a_row_has_it_afterwards_as_far_as_the_bound_goes
 
 
 def test_a_tier_that_holds_nothing_for_a_restart_cannot_be_the_primary_tier(build: Build) -> None:
-    with pytest.raises(SettingsError, match=r"is to hold everything; set replay.disk or replay.redis too"):
+    with pytest.raises(SettingsError, match=r"has to store everything; set replay.disk or replay.redis too"):
         build({"host": {"bytes": "1MB"}})
 
 
@@ -166,10 +166,10 @@ def test_a_checkpoint_whose_rows_are_in_a_tier_of_an_unknown_kind_is_refused(sch
     store = build({"disk": {"bytes": "200kB"}})
     fill(store, schema, 0, 500)
     contents = FakeCheckpoints(store).checkpoint(1)
-    assert contents.standing.file is not None
-    file = dataclasses.replace(contents.standing.file, name="tape")
-    other = dataclasses.replace(contents, standing=dataclasses.replace(contents.standing, file=file))
-    with pytest.raises(SettingsError, match="contents of checkpoint 1 are in a tier of a kind that is not there, tape"):
+    assert contents.state.file is not None
+    file = dataclasses.replace(contents.state.file, name="tape")
+    other = dataclasses.replace(contents, state=dataclasses.replace(contents.state, file=file))
+    with pytest.raises(SettingsError, match="contents of checkpoint 1 are in a tier of an unknown kind, tape"):
         build({}, other)
 
 

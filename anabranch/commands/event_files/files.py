@@ -1,4 +1,4 @@
-"""Where `anabranch produce` takes events from: JSON lines, CSV and Parquet, one record at a time.
+"""Reads events from JSON lines, CSV and Parquet, one record at a time.
 
 JSON lines and CSV may be gzipped. Memory is bounded by a line, or by a row group of Parquet.
 """
@@ -7,18 +7,17 @@ import contextlib
 import csv
 import gzip
 import io
-import re
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, Protocol
 
 import msgspec
-import numpy as np
 
+from anabranch.commands.event_files.columns import Columns, cell_reader
 from anabranch.core.errors import SettingsError
 from ingest.events.schema import Schema
 
@@ -27,17 +26,21 @@ STDIN = Path("-")
 SourceFormat = Literal["jsonl", "csv", "parquet"]
 
 _SUFFIXES: dict[str, SourceFormat] = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".pq": "parquet"}
-_BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
-_PART = re.compile(r"(\w+?)((?:\.\d+)+|(?:\[\d+\])+)")
 _PARQUET_ROWS = 1024
-_LARGEST_CELL = 100_000_000
+_MAX_CELL_BYTES = 100_000_000
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """One event, as the bytes of its JSON or as its fields, or what keeps it from being one."""
+    """One event, as the bytes of its JSON or as its fields; or why the record is no event.
 
-    place: str
+    Attributes:
+        location: in the file, such as `line 3`.
+        content: the event.
+        fault: why it is no event; empty when it is one.
+    """
+
+    location: str
     content: bytes | dict[str, Any]
     fault: str = ""
 
@@ -46,12 +49,12 @@ class EventFile(Protocol):
     """Records in the order of the file."""
 
     total: int | None
-    """How much there is; None when that is not known."""
+    """Bytes or rows of the file; None when unknown."""
     left_out: list[str]
     """Columns that the schema does not know."""
 
     def done(self) -> int:
-        """Return how much of `total` has been read."""
+        """Return how many bytes or rows have been read."""
         ...
 
     def __iter__(self) -> Iterator[FileRecord]: ...
@@ -126,7 +129,7 @@ class _Csv:
         *,
         checked: bool,
     ) -> None:
-        csv.field_size_limit(_LARGEST_CELL)
+        csv.field_size_limit(_MAX_CELL_BYTES)
         self._raw = raw
         self._name = name
         self.total = total
@@ -137,8 +140,8 @@ class _Csv:
         if header is None:
             raise SettingsError(f"{name} is empty: the first line of CSV names the columns")
         self._width = len(header)
-        self._columns = _Columns(schema, header, name, checked=checked)
-        self._read = {field: _cell_reader(schema, field) for field in self._columns.fields}
+        self._columns = Columns(schema, header, name, checked=checked)
+        self._read = {field: cell_reader(schema, field) for field in self._columns.fields}
         self._checked = checked
         self.left_out = self._columns.unknown
 
@@ -199,7 +202,7 @@ class _Parquet:
         except pyarrow.ArrowException as exc:
             raise SettingsError(f"{name} is not Parquet: {exc}") from exc
         self.total = self._file.metadata.num_rows
-        self._columns = _Columns(schema, self._file.schema_arrow.names, name, checked=checked)
+        self._columns = Columns(schema, self._file.schema_arrow.names, name, checked=checked)
         self.left_out = self._columns.unknown
 
     def done(self) -> int:
@@ -226,131 +229,3 @@ class _Parquet:
     def _value(self, field: str, cell: Any, *, whole: bool) -> Any:
         del whole
         return cell.timestamp() if field == self._time and isinstance(cell, datetime) else cell
-
-
-class _Columns:
-    """Which columns hold which field: `y`, or for a feature of shape `[64]` also `x.0` to `x.63`, or `x[0]` to `x[63]`.
-
-    Raises:
-        SettingsError: a column comes twice, a shape is not filled, or a field that events need has no column.
-    """
-
-    def __init__(self, schema: Schema, header: Sequence[str], name: str, *, checked: bool) -> None:
-        self.header = [column.strip() for column in header]
-        twice = {column for column in self.header if self.header.count(column) > 1}
-        if twice:
-            raise SettingsError(f"{name} has two columns named {min(twice)!r}")
-        self._shapes = {feature.name: feature.shape for feature in schema.features}
-        others = [schema.label.name, schema.key, schema.time, schema.weight, schema.group]
-        self.fields = [*self._shapes, *(field for field in others if field)]
-        self._whole: dict[str, int] = {}
-        self._parts: dict[str, dict[tuple[int, ...], int]] = {}
-        self.unknown: list[str] = []
-        for place, column in enumerate(self.header):
-            part = _PART.fullmatch(column)
-            if column in self.fields:
-                self._whole[column] = place
-            elif part and self._shapes.get(part[1]):
-                index = tuple(int(digits) for digits in re.findall(r"\d+", part[2]))
-                self._parts.setdefault(part[1], {})[index] = place
-            else:
-                self.unknown.append(column)
-        for field, parts in self._parts.items():
-            self._check_parts(field, set(parts), name)
-        required = [feature.name for feature in schema.features if feature.default is None]
-        required += [field for field in others[1:] if field]
-        lacking = [field for field in required if field not in self._whole and field not in self._parts]
-        if lacking and checked:
-            shape = self._shapes.get(lacking[0])
-            hint = f", nor {lacking[0]}.0 and so on" if shape else ""
-            raise SettingsError(f"{name} has no column {lacking[0]!r}{hint}; its columns are {', '.join(self.header)}")
-
-    @property
-    def names(self) -> list[str]:
-        """The columns that are needed."""
-        return [column for column in self.header if column not in self.unknown]
-
-    def event(self, cells: Sequence[Any], missing: Any, value: Callable[..., Any]) -> dict[str, Any]:
-        """Return the fields of a row; a cell that equals `missing` is none. Raises ValueError."""
-        event = {
-            field: value(field, cells[place], whole=True)
-            for field, place in self._whole.items()
-            if cells[place] != missing
-        }
-        for field, parts in self._parts.items():
-            found = [cells[parts[index]] for index in np.ndindex(self._shapes[field])]
-            empty = [
-                index for index, cell in zip(np.ndindex(self._shapes[field]), found, strict=True) if cell == missing
-            ]
-            if len(empty) == len(found):
-                continue
-            if empty:
-                raise ValueError(f"{self.header[parts[empty[0]]]} is empty")
-            flat = [value(field, cell, whole=False) for cell in found]
-            event[field] = _nested(flat, self._shapes[field])
-        return event
-
-    def _check_parts(self, field: str, found: set[tuple[int, ...]], name: str) -> None:
-        shape = self._shapes[field]
-        wrong = found ^ set(np.ndindex(shape))
-        if wrong or field in self._whole:
-            column = f"{field}.{'.'.join(map(str, min(wrong)))}" if wrong else field
-            what = "is missing" if wrong and min(wrong) not in found else "is too much"
-            raise SettingsError(f"{name}: the column {column} {what}: {field} has the shape {list(shape)}")
-
-
-def _nested(flat: list[Any], shape: tuple[int, ...]) -> list[Any]:
-    for size in reversed(shape[1:]):
-        flat = [flat[begin : begin + size] for begin in range(0, len(flat), size)]
-    return flat
-
-
-def _cell_reader(schema: Schema, field: str) -> Callable[[str, bool], Any]:
-    """Return what makes a value of a cell's text and whether it is the whole field; it raises ValueError."""
-    feature = next((feature for feature in schema.features if feature.name == field), None)
-    if feature is not None:
-        scalar = str if feature.is_string else _READERS[feature.dtype.kind]
-        shaped = bool(feature.shape)
-        return lambda cell, whole: msgspec.json.decode(cell) if shaped and whole else scalar(cell)
-    if field == schema.label.name and schema.label.multi:
-        return lambda cell, _: msgspec.json.decode(cell)
-    if field == schema.label.name:
-        label = str if schema.label.names else _READERS["f" if schema.label.classes is None else "i"]
-        return lambda cell, _: label(cell)
-    if field in (schema.key, schema.group):
-        return lambda cell, _: _number_or_text(cell)
-    return lambda cell, _: _float(cell)
-
-
-def _int(cell: str) -> int:
-    try:
-        return int(cell)
-    except ValueError:
-        # Tables that were once floats write 3.0.
-        number = float(cell) if "_" not in cell else float("nan")
-        if not number.is_integer() or abs(number) > 2**53:
-            raise ValueError("is not a whole number") from None
-        return int(number)
-
-
-def _float(cell: str) -> float:
-    try:
-        return float(cell)
-    except ValueError:
-        raise ValueError("is not a number") from None
-
-
-def _bool(cell: str) -> bool:
-    try:
-        return _BOOLEANS[cell.strip().lower()]
-    except KeyError:
-        raise ValueError("is not true or false") from None
-
-
-def _number_or_text(cell: str) -> int | str:
-    """Return a whole number of 64 bits where its text is that number's own: the format `rows` has no others."""
-    number = int(cell) if re.fullmatch(r"-?\d{1,19}", cell, re.ASCII) else None
-    return number if number is not None and str(number) == cell and -(2**63) <= number < 2**63 else cell
-
-
-_READERS: dict[str, Callable[[str], Any]] = {"b": _bool, "i": _int, "u": _int, "f": _float}

@@ -1,0 +1,1 @@
+"""Files of events in; records out, one at a time: JSON lines, CSV and Parquet."""

@@ -1,0 +1,136 @@
+"""The columns of tables of events: which field each one holds, and how text becomes the value of a field."""
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from anabranch.core.errors import SettingsError
+from ingest.events.schema import Schema
+
+_BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
+_PART = re.compile(r"(\w+?)((?:\.\d+)+|(?:\[\d+\])+)")
+
+
+class Columns:
+    """Which columns hold which field: `y`, or for a feature of shape `[64]` also `x.0` to `x.63`, or `x[0]` to `x[63]`.
+
+    Raises:
+        SettingsError: a column name occurs twice, a shape is not filled, or a field that events need has no column.
+    """
+
+    def __init__(self, schema: Schema, header: Sequence[str], name: str, *, checked: bool) -> None:
+        self.header = [column.strip() for column in header]
+        twice = {column for column in self.header if self.header.count(column) > 1}
+        if twice:
+            raise SettingsError(f"{name} has two columns named {min(twice)!r}")
+        self._shapes = {feature.name: feature.shape for feature in schema.features}
+        others = [schema.label.name, schema.key, schema.time, schema.weight, schema.group]
+        self.fields = [*self._shapes, *(field for field in others if field)]
+        self._whole: dict[str, int] = {}
+        self._parts: dict[str, dict[tuple[int, ...], int]] = {}
+        self.unknown: list[str] = []
+        for i, column in enumerate(self.header):
+            part = _PART.fullmatch(column)
+            if column in self.fields:
+                self._whole[column] = i
+            elif part and self._shapes.get(part[1]):
+                index = tuple(int(digits) for digits in re.findall(r"\d+", part[2]))
+                self._parts.setdefault(part[1], {})[index] = i
+            else:
+                self.unknown.append(column)
+        for field, parts in self._parts.items():
+            self._check_parts(field, set(parts), name)
+        required = [feature.name for feature in schema.features if feature.default is None]
+        required += [field for field in others[1:] if field]
+        absent = [field for field in required if field not in self._whole and field not in self._parts]
+        if absent and checked:
+            shape = self._shapes.get(absent[0])
+            hint = f", nor {absent[0]}.0 and so on" if shape else ""
+            raise SettingsError(f"{name} has no column {absent[0]!r}{hint}; its columns are {', '.join(self.header)}")
+
+    @property
+    def names(self) -> list[str]:
+        """The columns that are needed."""
+        return [column for column in self.header if column not in self.unknown]
+
+    def event(self, cells: Sequence[Any], missing: Any, value: Callable[..., Any]) -> dict[str, Any]:
+        """Return the fields of a row; a cell that equals `missing` is none. Raises ValueError."""
+        event = {field: value(field, cells[i], whole=True) for field, i in self._whole.items() if cells[i] != missing}
+        for field, parts in self._parts.items():
+            columns = [parts[index] for index in np.ndindex(self._shapes[field])]
+            empty = [column for column in columns if cells[column] == missing]
+            if len(empty) == len(columns):
+                continue
+            if empty:
+                raise ValueError(f"{self.header[empty[0]]} is empty")
+            flat = [value(field, cells[column], whole=False) for column in columns]
+            event[field] = _nested(flat, self._shapes[field])
+        return event
+
+    def _check_parts(self, field: str, found: set[tuple[int, ...]], name: str) -> None:
+        shape = self._shapes[field]
+        wrong = found ^ set(np.ndindex(shape))
+        if wrong or field in self._whole:
+            column = f"{field}.{'.'.join(map(str, min(wrong)))}" if wrong else field
+            what = "is missing" if wrong and min(wrong) not in found else "is too much"
+            raise SettingsError(f"{name}: the column {column} {what}: {field} has the shape {list(shape)}")
+
+
+def _nested(flat: list[Any], shape: tuple[int, ...]) -> list[Any]:
+    for size in reversed(shape[1:]):
+        flat = [flat[begin : begin + size] for begin in range(0, len(flat), size)]
+    return flat
+
+
+def cell_reader(schema: Schema, field: str) -> Callable[[str, bool], Any]:
+    """Return what makes a value of a cell's text and whether it is the whole field; it raises ValueError."""
+    feature = next((feature for feature in schema.features if feature.name == field), None)
+    if feature is not None:
+        scalar = str if feature.is_string else _READERS[feature.dtype.kind]
+        shaped = bool(feature.shape)
+        return lambda cell, whole: msgspec.json.decode(cell) if shaped and whole else scalar(cell)
+    if field == schema.label.name and schema.label.multi:
+        return lambda cell, _: msgspec.json.decode(cell)
+    if field == schema.label.name:
+        label = str if schema.label.names else _READERS["f" if schema.label.classes is None else "i"]
+        return lambda cell, _: label(cell)
+    if field in (schema.key, schema.group):
+        return lambda cell, _: _number_or_text(cell)
+    return lambda cell, _: _float(cell)
+
+
+def _int(cell: str) -> int:
+    try:
+        return int(cell)
+    except ValueError:
+        # Tables that were once floats write 3.0.
+        number = float(cell) if "_" not in cell else float("nan")
+        if not number.is_integer() or abs(number) > 2**53:
+            raise ValueError("is not a whole number") from None
+        return int(number)
+
+
+def _float(cell: str) -> float:
+    try:
+        return float(cell)
+    except ValueError:
+        raise ValueError("is not a number") from None
+
+
+def _bool(cell: str) -> bool:
+    try:
+        return _BOOLEANS[cell.strip().lower()]
+    except KeyError:
+        raise ValueError("is not true or false") from None
+
+
+def _number_or_text(cell: str) -> int | str:
+    """Return a whole number of 64 bits where its text is that number's own: the format `rows` has no others."""
+    number = int(cell) if re.fullmatch(r"-?\d{1,19}", cell, re.ASCII) else None
+    return number if number is not None and str(number) == cell and -(2**63) <= number < 2**63 else cell
+
+
+_READERS: dict[str, Callable[[str], Any]] = {"b": _bool, "i": _int, "u": _int, "f": _float}

@@ -1,0 +1,85 @@
+"""A background thread that runs jobs one at a time, in the order in which they are submitted."""
+
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+_Task = tuple[Callable[[], object], int]
+
+
+class JobThread:
+    """A daemon thread, started by the first job and kept: on a busy core the start of a thread takes long.
+
+    Any thread may call the methods. A job sees the effects of those submitted before it. An exception of a job is a
+    bug: jobs handle the errors that they expect. The bug is kept for `raise_bug`; later jobs run all the same.
+    """
+
+    def __init__(self, name: str, max_bytes: int = sys.maxsize) -> None:
+        """Start nothing yet; `max_bytes`: bound of the bytes that pending jobs hold in all."""
+        self._name = name
+        self._max_bytes = max_bytes
+        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._submitted = self._done = self._pending_bytes = 0
+        self._bug: BaseException | None = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a job is pending or running."""
+        return self._done < self._submitted
+
+    def submit(self, job: Callable[[], object], size: int = 0) -> float:
+        """Run a job that holds `size` bytes until it ends. Blocks while too many bytes are pending.
+
+        Returns the seconds that it blocked. A job larger than the bound waits until no bytes are pending.
+        """
+        with self._changed:
+            waited = 0.0 if self._has_room(size) else self._wait_for(lambda: self._has_room(size))
+            self._submitted += 1
+            self._pending_bytes += size
+            self._tasks.put((job, size))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
+        return waited
+
+    def wait(self, seconds: float | None = None) -> float:
+        """Wait until the jobs submitted so far are done, or for `seconds` at most; return the seconds waited."""
+        with self._changed:
+            last = self._submitted
+            return self._wait_for(lambda: self._done >= last, seconds)
+
+    def raise_bug(self) -> None:
+        """Raise the exception of the last job that failed, if any has."""
+        if self._bug is not None:
+            raise self._bug
+
+    def close(self) -> None:
+        """Run all submitted jobs, then end the thread."""
+        self._tasks.put(None)
+        if self._thread is not None:
+            self._thread.join()
+
+    def _has_room(self, size: int) -> bool:
+        return not self._pending_bytes or self._pending_bytes + size <= self._max_bytes
+
+    def _wait_for(self, condition: Callable[[], bool], seconds: float | None = None) -> float:
+        begin = time.perf_counter()
+        self._changed.wait_for(condition, seconds)
+        return time.perf_counter() - begin
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            job, size = task
+            try:
+                job()
+            except BaseException as exc:  # noqa: BLE001 the top of a thread: `raise_bug` raises it
+                self._bug = exc
+            del job, task  # a job may hold a copy of the weights, which must not outlive it
+            with self._changed:
+                self._done += 1
+                self._pending_bytes -= size
+                self._changed.notify_all()

@@ -1,0 +1,88 @@
+"""The learner probes old events, and responds to a drift."""
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import torch
+
+from learner.runtime.shutdown import Deadline
+from tests.learner.learner_bench import ROWS, LearnerBench
+
+
+def test_probing_old_events_does_not_change_the_weights(make_bench: Callable[..., LearnerBench]) -> None:
+    """Old events are scored while none is replayed; the statistics of batch norm do not change."""
+    bare = make_bench(60, learner={"replay_ratio": 0.0})
+    bare.run()
+    bare.close()
+    measured = make_bench(60, learner={"replay_ratio": "auto", "old_weight": 0.0})
+    measured.run()
+    assert measured.loop.monitor.ratio.state()["old"][2] > 0, "nothing was scored"
+    assert measured.loop.rows_replay == 0
+    for name, value in bare.trainer.snapshot().items():
+        assert torch.equal(measured.trainer.snapshot()[name], value), name
+
+
+def test_a_drift_starts_a_checkpoint(make_bench: Callable[..., LearnerBench]) -> None:
+    bench = make_bench(400, learner={"drift": {"actions": ["checkpoint"]}})
+    bench.stream.drifts_at = 300 * ROWS
+    bench.run()
+    assert bench.loop.monitor.drift.count == 1
+    bench.checkpointer.wait(Deadline(timedelta(seconds=30)))
+    assert bench.checkpointer.number == 1
+    found = bench.checkpoints.newest()
+    assert found is not None
+    assert found[1].step == bench.loop.monitor.drift.step
+
+
+def test_a_drift_raises_the_configured_factors_and_notifies_the_strategy(
+    make_bench: Callable[..., LearnerBench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    actions = {"actions": ["raise-lr", "raise-replay"], "lr_factor": 5.0, "replay_factor": 3.0, "steps": 50}
+    bench = make_bench(400, learner={"drift": actions})
+    bench.stream.drifts_at = 300 * ROWS
+    notified, seen = list[int](), list[tuple[float, float]]()
+    monkeypatch.setattr(bench.trainer.strategy, "on_drift", lambda: notified.append(bench.loop.steps))
+    bench.run(lambda: seen.append((bench.trainer.update.rate(), bench.loop.replay_ratio)))
+    assert notified == [bench.loop.monitor.drift.step]
+    before, after = seen[: notified[0]], seen[notified[0] :]
+    assert set(before[:-1]) == {(1e-3, 1.3)}
+    assert before[-1] == (1e-3, pytest.approx(1.3 * 3.0)), "the next step replays more"
+    assert after[0][0] == pytest.approx(5e-3)
+    assert after[49:] == [(pytest.approx(1e-3), pytest.approx(1.3))] * len(after[49:])
+
+
+def test_the_checkpoint_of_a_drift_is_written_before_the_response(
+    make_bench: Callable[..., LearnerBench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while the checkpointer is busy; a learner that restores this checkpoint responds to the drift."""
+    settings = {"drift": {"actions": ["checkpoint", "raise-lr"], "lr_factor": 5.0, "steps": 50}}
+    bench, gate, left = make_bench(400, learner=settings), threading.Event(), [20]
+    bench.stream.drifts_at = 300 * ROWS
+    notified, rates = list[int](), list[float]()
+    monkeypatch.setattr(bench.trainer.strategy, "on_drift", lambda: notified.append(bench.loop.steps))
+    assert bench.checkpointer.run(lambda: gate.wait(30))
+
+    def at_boundary() -> None:
+        rates.append(bench.trainer.update.rate())
+        left[0] -= bool(bench.loop.monitor.drift.count)
+        if not left[0] and bench.checkpointer.busy:
+            gate.set()
+            bench.checkpointer.wait(Deadline(timedelta(seconds=30)))
+
+    bench.run(at_boundary)
+    bench.checkpointer.wait(Deadline(timedelta(seconds=30)))
+    found = bench.checkpoints.newest()
+    assert found is not None
+    assert bench.loop.monitor.drift.step is not None
+    assert found[1].step == notified[0] >= bench.loop.monitor.drift.step + 19
+    assert found[1].state["trainer"]["groups"][0]["lr"] == 1e-3
+    assert rates[: notified[0]] == [1e-3] * notified[0]
+    assert max(rates) == rates[notified[0]] == pytest.approx(5e-3)
+    bench.close()
+    resumed = make_bench(400, learner=settings)
+    monkeypatch.setattr(resumed.trainer.strategy, "on_drift", lambda: notified.append(resumed.loop.steps))
+    resumed.resume()
+    assert notified == [found[1].step] * 2
+    assert resumed.loop.monitor.drift.lr_factor == 5.0

@@ -1,0 +1,91 @@
+"""Which erasure records a learner applies again, keeps and drops, given its checkpoints."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from learner.checkpointing.erasure import Erasure
+from learner.errors import MisfitError
+from learner.resume import ResumePoint
+from learner.state_dir.checkpoint import RANK
+from replay.erasure.erased_events import ByKey
+from replay.erasure.erasure_log import ErasureLog
+from replay.erasure.log_file import Applied
+from tests.learner.learner_bench import LearnerBench
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_caches_are_stale_after_a_start_with_pending_records(
+    make_bench: Callable[..., LearnerBench], monkeypatch: pytest.MonkeyPatch, *, waits: bool
+) -> None:
+    bench = make_bench(1, replay={"disk": {"bytes": "2MB"}})
+    marked: list[bool] = []
+    monkeypatch.setattr(bench.store.tiers, "mark_stale", lambda: marked.append(True))
+    bench.log.append([ByKey(time=0.0, by="command", key_hash="0" * 16, up_to={})])
+    if not waits:
+        bench.log.append(Applied(time=0.0, through=1, store=0, holdout=0))
+    folder = bench.checkpoints.path.parent / "replay" / RANK
+    Erasure(
+        bench.log, bench.checkpoints, folder, bench.background_store, bench.holdout, bench.checkpointer
+    ).record_erased(0, 0)
+    assert marked == [True] * waits
+
+
+def test_stale_slots_are_erased_before_a_record_is_marked_as_applied(
+    make_bench: Callable[..., LearnerBench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make_bench(1, replay={"disk": {"bytes": "2MB"}})
+    erased_from: list[int] = []
+
+    def erase_stale(first: int, most: int) -> bool:
+        assert not bench.log.through
+        erased_from.append(first)
+        return len(erased_from) < 3
+
+    monkeypatch.setattr(bench.store.tiers, "erase_stale", erase_stale)
+    bench.log.append([ByKey(time=0.0, by="command", key_hash="0" * 16, up_to={})])
+    bench.finish()
+    assert bench.log.through == 1
+    assert len(erased_from) == 3
+    assert erased_from == sorted(set(erased_from))
+
+
+def test_records_that_a_checkpoint_needs_are_kept_and_a_checkpoint_without_them_is_refused(
+    make_bench: Callable[..., LearnerBench], tmp_path: Path
+) -> None:
+    key = f"{10**9:016x}"
+    bench = make_bench(12)
+    bench.run()
+    bench.finish()
+    assert bench.checkpoints.clean_of(5) == 0
+    shutil.copytree(tmp_path / "checkpoints", tmp_path / "backup")
+    bench.close()
+    bench.log.append([ByKey(time=0, by="command", key_hash=key, up_to={"events#0[0]": 3}) for _ in range(3)])
+    bench.log.append(Applied(time=0, through=3, store=0, holdout=0))
+    later = make_bench(14)
+    later.resume()
+    later.run()
+    later.finish()
+    later.close()
+    assert [later.checkpoints.clean_of(through) for through in (5, 3, 2)] == [0, 0, 0], (
+        "the first checkpoint needs all records"
+    )
+    later.checkpoints.prune(1)
+    assert [later.checkpoints.clean_of(through) for through in (5, 3, 2)] == [3, 3, 2]
+    written = ErasureLog(tmp_path / "erasures.log")
+    written.refresh()
+    written.compact({"events#0[0]": 3}, later.checkpoints.clean_of(written.through))
+    written.refresh()
+    assert (written.dropped, bool(written.erased)) == (3, False)
+    assert ResumePoint.newest(later.checkpoints, written).found is not None
+    shutil.rmtree(tmp_path / "checkpoints")
+    (tmp_path / "backup").rename(tmp_path / "checkpoints")
+    with pytest.raises(
+        MisfitError, match=r"checkpoint 1 was made before events were erased that .*erasures.log no longer lists"
+    ):
+        ResumePoint.newest(later.checkpoints, written)
+    flip = later.checkpoints.path / "1" / RANK / "state.json"
+    flip.write_bytes(flip.read_bytes().replace(b'"erased":0', b'"erased":9'))
+    assert later.checkpoints.clean_of(3) == 0, "the state of a damaged checkpoint was used"

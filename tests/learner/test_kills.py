@@ -1,0 +1,148 @@
+"""A learner with a store on disk equals an undisturbed one after it was killed at random times, bit for bit."""
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from ingest.config import SchemaSettings
+from ingest.events.schema import Schema
+from learner.state_dir.checkpoint import Checkpoints
+from replay.store import Store
+from tests.learner.learner_bench import LearnerBench, small_model
+
+CRASHES = 20
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Sums of floats depend on the number of threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_learner_is_unchanged_by_kills_at_random_times(schema: Schema, tmp_path: Path, one_thread: None) -> None:
+    """After twenty learners that wrote a checkpoint were killed, the next one equals a run without kills."""
+    killed = tmp_path / "killed"
+    times = random.Random(20)
+    with _fork_server(killed) as server:
+        newest, longest, crashes = 0, 0.5, 0
+        while crashes < CRASHES:
+            pid = server.start_learner()
+            threading.Event().wait(times.uniform(0.02, longest))
+            os.kill(pid, signal.SIGKILL)
+            server.wait_for_kill()
+            before, newest = newest, max(Checkpoints(killed / "checkpoints", schema.digest, 1).numbers(), default=0)
+            crashes += newest > before
+            if newest == before:  # a slow machine needs longer to write a checkpoint
+                longest *= 1.3
+    last = _crash_bench(killed, schema, 0)
+    last.resume()
+    last.stream.blocks = last.stream.next + 20
+    last.run()
+    torch.manual_seed(0)
+    expected = LearnerBench(tmp_path / "expected", schema, small_model(), last.stream.blocks, replay={"capacity": 3000})
+    expected.run()
+    for name, value in expected.trainer.snapshot().items():
+        assert torch.equal(last.trainer.snapshot()[name], value), name
+    partition, expected_progress = last.loop.ledger.partitions[0], expected.loop.ledger.partitions[0]
+    assert partition.position == expected_progress.position
+    assert partition.outcomes.tolist() == expected_progress.outcomes.tolist()
+    assert last.store.lost == expected.store.lost == 0
+    for bench in (last, expected):
+        bench.store.flush_pending()
+    # Every event in the store has its own payload, in whichever tier.
+    assert len(last.store) == len(expected.store) > 2000
+    for column, expected_column in zip(_everything(last.store), _everything(expected.store), strict=True):
+        assert torch.equal(column, expected_column)
+    for bench in (last, expected):
+        bench.close()
+
+
+def _everything(store: Store) -> list[torch.Tensor]:
+    sample = store.fetch(store.plan(0, len(store)))
+    return [sample.columns[name] for name in sorted(sample.columns)]
+
+
+def _crash_bench(path: Path, schema: Schema, blocks: int) -> LearnerBench:
+    """Return a learner with few spare slots, so that slots are reused soon, and many checkpoints."""
+    torch.manual_seed(0)
+    replay = {"capacity": 3000, "disk": {"bytes": "177kB"}, "device_bytes": "8kB"}
+    return LearnerBench(path, schema, small_model(), blocks, every="20ms", replay=replay)
+
+
+class ForkServer:
+    """A process that has imported all modules, and forks one learner after the other."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+
+    def start_learner(self) -> int:
+        """Start a learner, and return its pid."""
+        return int(self._request())
+
+    def wait_for_kill(self) -> None:
+        assert int(self._request()) == -signal.SIGKILL, "it ended by itself"
+
+    def _request(self) -> str:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        return self._process.stdout.readline()
+
+
+@contextlib.contextmanager
+def _fork_server(path: Path) -> Iterator[ForkServer]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.learner.test_kills", str(path)],
+        cwd=Path(__file__).parents[2],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        yield ForkServer(process)
+
+
+def _serve_forks(path: Path) -> None:
+    """Run the fork server: write a learner's pid for one line of the input, and its exit code for the next."""
+    features = {"x": {"dtype": "float32", "shape": [3]}}
+    settings = {"features": features, "label": {"name": "y", "classes": 3}}
+    schema = Schema(SchemaSettings.model_validate(settings))
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as scratch:  # the first step imports modules for longer than a learner lives
+        warm = _crash_bench(Path(scratch), schema, 3)
+        warm.run()
+        warm.finish()
+        warm.close()
+    for _ in sys.stdin:
+        pid = os.fork()
+        if not pid:
+            bench = _crash_bench(path, schema, 10**6)
+            if bench.found is not None:
+                bench.resume()
+            bench.run()
+            os._exit(0)
+        print(pid, flush=True)  # noqa: T201
+        sys.stdin.readline()
+        _, status = os.waitpid(pid, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)  # noqa: T201
+
+
+if __name__ == "__main__":
+    _serve_forks(Path(sys.argv[1]))

@@ -1,0 +1,365 @@
+"""A learner that restores a checkpoint continues as the original, bit for bit."""
+
+import threading
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from anabranch.core.errors import SettingsError
+from ingest.config import StreamSettings
+from ingest.events.schema import Schema
+from ingest.kafka.fake import fake_columns
+from ingest.reader.cursors import Partition
+from learner.build import LearnerSpec, TrainingSetup
+from learner.config import (
+    CheckpointSettings,
+    DeviceSharingSettings,
+    GateSettings,
+    LearnerSettings,
+    ModelSettings,
+    VersionsSettings,
+)
+from learner.device_sharing.sharing import DeviceSharingSpec
+from learner.errors import CheckpointError
+from learner.resume import ResumePoint
+from learner.run import learn
+from learner.runtime.shutdown import Deadline
+from learner.state_dir.checkpoint import RANK, Checkpoints
+from learner.strategies.base import Strategy
+from learner.strategies.der import DarkReplayPlus
+from learner.strategies.examples import Examples
+from learner.strategies.registry import STRATEGIES
+from replay.config import ReplaySettings
+from replay.erasure.erasure_log import ErasureLog
+from replay.fake import add_now
+from replay.store import Store
+from tests.learner.learner_bench import CPU, NAME, ROWS, TIERS, LearnerBench, each_tier
+
+POLICIES = {
+    **{sampling: {"sampling": sampling} for sampling in ("class-balanced", "recent", "loss")},
+    **{f"{admission} kept": {"admission": admission} for admission in ("class-balanced", "recent")},
+}
+
+
+@pytest.mark.parametrize(
+    ("replay", "policies"),
+    [
+        *(pytest.param(tiers, {}, id=name) for name, tiers in TIERS.items()),
+        *(
+            pytest.param(TIERS["disk with a small cache"], policies, id=f"{name}, disk with a small cache")
+            for name, policies in POLICIES.items()
+        ),
+    ],
+)
+@pytest.mark.slow
+def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
+    make_bench: Callable[..., LearnerBench], replay: dict[str, Any], policies: dict[str, Any]
+) -> None:
+    """Weights, running statistics, optimizer, dropout's generator, samples, holdout set, ledger and windows."""
+    replay = {**replay, **policies}
+    uninterrupted = make_bench(60, replay=policies)
+    uninterrupted.run()
+    interrupted = make_bench(25, replay=replay)
+    interrupted.run()
+    interrupted.finish()
+    interrupted.close()
+    resumed = make_bench(60, replay=replay)
+    resumed.resume()
+    assert resumed.loop.steps == 25
+    resumed.run()
+    for name, value in uninterrupted.trainer.snapshot().items():
+        assert torch.equal(resumed.trainer.snapshot()[name], value), name
+    for name, value in uninterrupted.trainer.tensors()["optimizer"].items():
+        assert torch.equal(resumed.trainer.tensors()["optimizer"][name], value), name
+    assert resumed.loop.ledger.state() == uninterrupted.loop.ledger.state()
+    assert resumed.loop.monitor.prequential.state() == uninterrupted.loop.monitor.prequential.state()
+    assert (resumed.loop.rows_new, resumed.loop.rows_replay) == (
+        uninterrupted.loop.rows_new,
+        uninterrupted.loop.rows_replay,
+    )
+    assert all(
+        (resumed.holdout.held.columns[name] == column).all()
+        for name, column in uninterrupted.holdout.held.columns.items()
+    )
+
+
+@pytest.mark.parametrize("name", sorted(STRATEGIES.keys() - {"er"}))
+@pytest.mark.slow
+def test_a_resumed_run_of_any_strategy_equals_the_uninterrupted_one_bit_for_bit(
+    make_bench: Callable[..., LearnerBench], name: str
+) -> None:
+    def make() -> Strategy:
+        return STRATEGIES[name](every=7) if name in {"ewc", "lwf"} else STRATEGIES[name]()
+
+    uninterrupted = make_bench(40, strategy=make())
+    uninterrupted.run()
+    interrupted = make_bench(17, strategy=make())
+    interrupted.run()
+    interrupted.finish()
+    interrupted.close()
+    resumed = make_bench(40, strategy=make())
+    resumed.resume()
+    resumed.run()
+    for part, tensors in uninterrupted.trainer.tensors().items():
+        assert tensors.keys() == resumed.trainer.tensors()[part].keys()
+        for key, value in tensors.items():
+            assert torch.equal(resumed.trainer.tensors()[part][key], value), (part, key)
+    assert resumed.trainer.state() == uninterrupted.trainer.state()
+    assert resumed.loop.monitor.prequential.state() == uninterrupted.loop.monitor.prequential.state()
+
+
+def test_a_resumed_run_has_the_replay_ratio_and_drift_of_the_uninterrupted_one(
+    make_bench: Callable[..., LearnerBench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So are the learning rate and the replay ratio that a drift has raised."""
+    # Old events are only slightly harder here, and only for some steps.
+    monkeypatch.setattr("learner.adaptation.replay_ratio._SURE", 0)
+    learner = {
+        "replay_ratio": "auto",
+        "old_weight": 1.0,
+        "drift": {"actions": ["raise-lr", "raise-replay"], "delta": 0.999, "steps": 20},
+    }
+    uninterrupted = make_bench(110, learner=learner)
+    uninterrupted.run()
+    interrupted = make_bench(60, replay=TIERS["disk with a small cache"], learner=learner)
+    interrupted.run()
+    interrupted.finish()
+    interrupted.close()
+    resumed = make_bench(110, replay=TIERS["disk with a small cache"], learner=learner)
+    resumed.resume()
+    assert resumed.loop.steps == 60
+    resumed.run()
+    assert uninterrupted.loop.rows_replay > 0, "nothing is replayed in either run"
+    assert resumed.loop.rows_replay == uninterrupted.loop.rows_replay
+    assert resumed.loop.monitor.ratio.state() == uninterrupted.loop.monitor.ratio.state()
+    assert resumed.loop.monitor.drift.state() == uninterrupted.loop.monitor.drift.state()
+    for name, value in uninterrupted.trainer.snapshot().items():
+        assert torch.equal(resumed.trainer.snapshot()[name], value), name
+
+
+def test_the_progress_of_a_checkpoint_without_a_version_is_published_after_a_crash(
+    make_bench: Callable[..., LearnerBench],
+) -> None:
+    soon = Deadline(timedelta(seconds=20))
+    bench = make_bench(25)
+    bench.run()
+    bench.checkpointer.checkpoint_last(bench.loop._capture, soon)
+    bench.publisher._background.wait(soon)
+    assert bench.versions.manifest(1).step < 25
+    bench.close()
+    resumed = make_bench(25)
+    resumed.resume()
+    resumed.run()
+    resumed.finish()
+    manifest = resumed.versions.manifest(2)
+    assert (manifest.step, manifest.trained_through["events:0"].offset) == (25, 25 * ROWS - 1)
+    resumed.close()
+    again = make_bench(25)
+    again.resume()
+    again.run()
+    again.finish()
+    assert again.versions.numbers() == [1, 2]
+
+
+def test_a_restart_with_few_free_slots_writes_checkpoints_before_its_first_step(
+    make_bench: Callable[..., LearnerBench], schema: Schema
+) -> None:
+    """As after a crash before a checkpoint that would have freed slots was written."""
+    replay = {"capacity": 3000, "disk": {"bytes": "177kB"}}
+    bench = make_bench(120, replay=replay)
+    bench.run()
+    bench.finish()
+    far = 10**6
+    while bench.store.slots.free >= 5:
+        add_now(bench.store, fake_columns(schema, range(far, far + 5)), [NAME])
+        far += 5
+    bench.finish()
+    bench.close()
+    resumed = make_bench(130, replay=replay)
+    resumed.resume()
+    assert resumed.store.slots.free < ROWS / 4
+    resumed.run()
+    assert resumed.store.lost == 0
+
+
+def test_a_checkpoint_of_another_model_is_refused(make_bench: Callable[..., LearnerBench]) -> None:
+    bench = make_bench(4)
+    bench.run()
+    bench.finish()
+    other = make_bench(4, model=lambda: nn.Linear(3, 3))
+    with pytest.raises(CheckpointError, match="does not fit the model"):
+        other.resume()
+
+
+def test_a_new_learning_rate_applies_after_a_restart(make_bench: Callable[..., LearnerBench]) -> None:
+    bench = make_bench(4)
+    bench.run()
+    bench.finish()
+    resumed = make_bench(4)
+    for group in resumed.trainer.update.optimizer.param_groups:
+        group["lr"] = 0.5
+    resumed.resume()
+    assert [group["lr"] for group in resumed.trainer.update.optimizer.param_groups] == [0.5]
+
+
+def test_a_checkpoint_of_a_strategy_with_other_columns_is_refused(
+    make_bench: Callable[..., LearnerBench], schema: Schema, tmp_path: Path
+) -> None:
+    bench = make_bench(4)
+    bench.run()
+    bench.finish()
+    bench.close()
+    (tmp_path / "refused_model.py").write_text("from torch import nn\n\n\ndef build():\n    return nn.Linear(3, 3)\n")
+    deployment = _deployment(tmp_path, schema, strategy="der")
+    sentence = r'"der" requires an output of shape \[3\] with each stored event, and checkpoint 1 has no output of the'
+    with pytest.raises(SettingsError, match=sentence):
+        learn(deployment, threading.Event())
+
+
+def test_a_strategy_restores_the_checkpoint_of_another_without_its_state(
+    make_bench: Callable[..., LearnerBench], caplog: pytest.LogCaptureFixture
+) -> None:
+    interrupted = make_bench(17, strategy=STRATEGIES["ewc"]())
+    interrupted.run()
+    interrupted.finish()
+    interrupted.close()
+    resumed = make_bench(20, strategy=STRATEGIES["lwf"]())
+    with caplog.at_level("INFO"):
+        resumed.resume()
+    assert "made under the strategy ElasticWeights: Distillation begins with nothing" in caplog.text
+    resumed.run()
+    assert resumed.loop.steps == 20
+
+
+class RecordingStrategy(DarkReplayPlus):
+    """DER++ that records the output of the model for each new event, by its features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs: dict[tuple[float, ...], list[float]] = {}
+
+    def after_step(self, new: Examples, output_B: torch.Tensor) -> None:
+        self.outputs |= {
+            tuple(x.tolist()): output.tolist() for x, output in zip(new.features["x"], output_B, strict=True)
+        }
+
+
+@each_tier
+def test_the_store_keeps_the_output_of_the_model_for_an_event_when_it_was_new(
+    make_bench: Callable[..., LearnerBench], replay: dict[str, Any]
+) -> None:
+    """Also after a restart. Events without a label have no output."""
+    strategy = RecordingStrategy()
+    interrupted = make_bench(8, replay=replay, strategy=strategy)
+    interrupted.stream.unlabelled = {2, 6}
+    interrupted.run()
+    interrupted.finish()
+    interrupted.close()
+    resumed = make_bench(14, replay=replay, strategy=strategy)
+    resumed.resume()
+    resumed.run()
+    sample = resumed.store.fetch(resumed.store.plan(0, len(resumed.store)))
+    known = 0
+    for x, output, labelled in zip(
+        *(sample.columns[name] for name in ("feature.x", "output", "labelled")), strict=True
+    ):
+        assert bool(output.isnan().all()) != bool(labelled)
+        assert not labelled or output.tolist() == strategy.outputs[tuple(x.tolist())]
+        known += int(labelled)
+    assert len(resumed.store) > known > 200
+
+
+def test_checkpoints_that_were_moved_away_are_restored_once_they_are_back(
+    make_bench: Callable[..., LearnerBench], schema: Schema, tmp_path: Path
+) -> None:
+    disk = TIERS["disk with a small cache"]
+    bench = make_bench(12, replay=disk)
+    bench.run()
+    bench.finish()
+    held = _held(bench.store)
+    bench.close()
+    (tmp_path / "checkpoints").rename(tmp_path / "checkpoints.before")
+    for _ in range(2):  # two starts without a checkpoint
+        _open_without_checkpoint(tmp_path, schema, disk).close()
+    files = sorted(path.name for path in (tmp_path / "replay" / RANK).iterdir())
+    assert files == ["1.rows.before", "2.rows"]
+    (tmp_path / "checkpoints").rename(tmp_path / "checkpoints.second")
+    (tmp_path / "checkpoints.before").rename(tmp_path / "checkpoints")
+    again = make_bench(14, replay=disk)
+    again.resume()
+    assert _held(again.store) == held
+    assert again.store.lost == 0
+    again.run()
+    again.finish()
+    assert again.loop.steps == 14
+
+
+def _deployment(path: Path, schema: Schema, strategy: str, replay: Mapping[str, Any] | None = None) -> LearnerSpec:
+    return LearnerSpec(
+        name="test",
+        stream=StreamSettings.model_validate({"topics": ["events"]}),
+        events=schema.settings,
+        model=ModelSettings(factory="refused_model:build"),
+        learner=LearnerSettings.model_validate({"strategy": strategy, "batch_size": ROWS - 1, "max_delay": "1ms"}),
+        replay=ReplaySettings.model_validate({"capacity": 300, **(replay or {})}),
+        versions=VersionsSettings(),
+        checkpoints=CheckpointSettings(),
+        gate=GateSettings(),
+        seed=0,
+        folder=path,
+        state_dir=path,
+        read_token="",
+        device_sharing=DeviceSharingSpec(
+            DeviceSharingSettings(policy="exclusive"), timedelta(milliseconds=20), timedelta(seconds=10)
+        ),
+    )
+
+
+def _open_without_checkpoint(path: Path, schema: Schema, replay: Mapping[str, Any]) -> Store:
+    """Open the store as a learner without a checkpoint does."""
+    checkpoints, written = Checkpoints(path / "checkpoints", schema.digest, 1), ErasureLog(path / "erasures.log")
+    parts = SimpleNamespace(strategy=STRATEGIES["er"](), schema=schema, device=CPU, output_shape=(3,), embedding=None)
+    resumed = ResumePoint.newest(checkpoints, written)
+    store = resumed.store(_deployment(path, schema, "er", replay), cast("TrainingSetup", parts), 1)
+    assert resumed.first
+    assert store is not None
+    checkpoints.path.mkdir(exist_ok=True)
+    return store
+
+
+def _held(store: Store) -> dict[int, bytes]:
+    """Return the rows of the events held, by offset."""
+    entries = store.event_table.copy()
+    rows, valid = store.tiers.read(entries["slot"].astype(np.int64), store.event_table.identity(entries["slot"]))
+    assert valid.all()
+    return dict(zip(entries["offset"].tolist(), map(bytes, rows.numpy()), strict=True))
+
+
+def test_a_restart_after_a_crash_before_the_first_step_has_the_first_start_positions(
+    make_bench: Callable[..., LearnerBench],
+) -> None:
+    bench = make_bench(4)
+    bench.stream.partitions = [Partition(NAME, 7 * ROWS, 9 * ROWS)]
+    bench.loop.begin(bench.stop, [])
+    bench.close()
+    again = make_bench(4)
+    again.stream.partitions = [Partition(NAME, 9 * ROWS, 9 * ROWS)]  # the offsets of stream.start by then
+    assert again.found is not None
+    assert again.found[1].begins
+    again.loop.restore(again.found[1])
+    assert {name: position.offset for name, position in again.loop.ledger.positions.items()} == {NAME: 7 * ROWS}
+    again.loop.begin(again.stop, [])
+    assert again.checkpoints.numbers() == [1]
+    again.stream.next = 7
+    again.stream.blocks = 9
+    again.run()
+    again.finish()
+    assert again.checkpoints.numbers() == [1, 2]
+    assert again.loop.ledger.positions[NAME].offset == 9 * ROWS
