@@ -101,13 +101,13 @@ def _named(value: object) -> object:
 
 
 class DriftSettings(Section):
-    """What is done when the error on new events rises, because the stream has changed."""
+    """The response when the error on new events rises because the stream has changed."""
 
     actions: tuple[Literal["mark", "raise-lr", "raise-replay", "checkpoint"], ...] = ("mark",)
     """`mark` counts and logs drift, as every other action does too; `raise-lr` and `raise-replay` raise the learning
     rate and the replay ratio for a while; `checkpoint` starts a checkpoint before that. Empty: no drift detection."""
     delta: Annotated[float, Field(gt=0, lt=1)] = 0.002
-    """Chance of finding drift in a window without any; a smaller one finds less, and later."""
+    """Probability of detecting drift in a window without any; a smaller one detects less drift, and later."""
     lr_factor: Annotated[float, Field(ge=1, le=100)] = 2.0
     """Factor of `raise-lr` on the learning rate; it falls back linearly over `steps`."""
     replay_factor: Annotated[float, Field(ge=1, le=100)] = 2.0
@@ -150,7 +150,7 @@ class LearnerSettings(Section):
     replay_ratio: Annotated[float, Field(ge=0, le=1000)] | Literal["auto"] = 1.0
     """Replayed events per new one; `auto` replays up to one per new event where that measurably reduces forgetting."""
     old_weight: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """For `auto`: the weight of old events, of 1 for old and new together; 0: no replay, 1: at the least forgetting."""
+    """For `auto`: the weight of old events against new ones; 0: no replay, 1: the ratio with the least forgetting."""
     micro_batch_size: Annotated[int, Field(ge=2)] | None = None
     """Largest number of events in one pass of the model, new and replayed. A larger step is split, with the gradient of
     all parts together, so that it fits the device. Absent: a step is one pass."""
@@ -187,14 +187,14 @@ class LearnerSettings(Section):
     sync_every: Annotated[int, Field(ge=1)] = 1
     """Steps after which replicas average their weights, training separately until then; 1: they average gradients."""
     sharding: Literal["none", "zero1", "fsdp"] = "none"
-    """What is sharded over replicas: with `zero1` the optimizer's state, with `fsdp` the weights and gradients too."""
+    """State to shard over replicas: `zero1` the optimizer's, `fsdp` also the weights and gradients."""
     device: DeviceName = "auto"
     """Device to train on; `auto` takes CUDA, else Apple's MPS, else the CPU."""
     drift: DriftSettings = DriftSettings()
-    """What is done when the stream changes."""
+    """The response when the stream changes."""
     deterministic: bool = False
-    """Whether the same stream makes the same weights bit for bit, also over restarts, on one machine: batches are
-    always full and go round the partitions, one event of each in turn, and torch keeps to one thread."""
+    """Whether the same stream gives the same weights bit for bit on one machine, also after restarts. Batches are then
+    full and take one event of each partition in turn, and torch uses one thread."""
     profile: ProfileSettings | None = None
     """A window of steps to trace, into `traces` below `state_dir`; absent: none."""
     standby: bool = False
@@ -230,14 +230,14 @@ class VersionsSettings(Section):
     keep: Annotated[int, Field(ge=2)] = 20
     """Newest versions to keep."""
     keep_hourly: Annotated[int, Field(ge=0)] = 24
-    """Number of hours of which the last version is kept too, beyond `keep`."""
+    """Number of hours; the last version of each is kept too, beyond `keep`."""
 
 
 class CheckpointSettings(Section):
-    """How often the state is saved that a restart resumes from."""
+    """How often to save the state that a restart resumes from."""
 
     every: PositiveDuration = timedelta(seconds=30)
-    """Time between checkpoints: after a crash at most this much is learned again."""
+    """Time between checkpoints; after a crash, at most this much training is repeated."""
     keep: Annotated[int, Field(ge=2)] = 3
     """Newest checkpoints to keep."""
 
@@ -246,21 +246,21 @@ class GateSettings(Section):
     """The holdout set, and how versions are judged on it."""
 
     holdout_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.01
-    """Fraction of the labelled events that is held out: never trained on, never replayed."""
+    """Fraction of the labelled events to hold out: they are never trained on or replayed."""
     holdout_rows: Annotated[int, Field(ge=1)] = 2000
-    """Held-out events to keep: a quarter are the youngest, and of the rest each class has its fair share."""
+    """Held-out events to keep: a quarter are the youngest, the others are divided fairly among the classes."""
     max_drop_new: Annotated[float, Field(ge=0)] = 0.02
-    """How much worse than the served version one may be on the youngest held-out events: of the accuracy, or as a part
-    of the error."""
+    """How much worse than the served version a version may be on the youngest held-out events: in accuracy, or as a
+    fraction of the error."""
     max_drop_old: Annotated[float, Field(ge=0)] = 0.02
-    """The same on older ones, and compared with the best version served within `max_hold` too."""
+    """The same for older held-out events; the best version served within `max_hold` is compared too."""
     min_rows: Annotated[int, Field(ge=1)] = 1000
     """Held-out events that a verdict requires; with fewer a version is served, marked `inconclusive`."""
     max_hold: PositiveDuration = timedelta(minutes=10)
-    """How long versions may fail in a row before `on_hold` holds."""
+    """How long versions may fail in a row before `on_hold` applies."""
     on_hold: Literal["alert", "serve"] = "alert"
-    """What is done then: `alert` continues and is unhealthy; `serve` serves the next version anyway, with which later
-    ones are then compared."""
+    """The action then: `alert` continues and reports a problem; `serve` serves the next version anyway, and compares
+    later ones with it."""
 
     def hold_out(self, seed: int) -> HoldOut:
         """Return which events of a pipeline are held out, independently of which are kept for replay."""
@@ -268,11 +268,11 @@ class GateSettings(Section):
 
 
 class DeviceSharingSettings(Section):
-    """How serving borrows the device from the learner."""
+    """How serving and the learner share a device."""
 
     policy: Literal["inference-first", "fraction", "exclusive"] = "inference-first"
-    """Who waits: with `inference-first` training, while requests need the device; with `fraction` too, but it gets at
-    least `fraction` of the time; with `exclusive` neither, since each has its own device or cores."""
+    """With `inference-first`, training waits while requests need the device. `fraction` is the same, but training gets
+    at least `fraction` of the time. With `exclusive` neither waits, since each has its own device or cores."""
     fraction: Annotated[float, Field(gt=0, lt=1)] = 0.5
     """Smallest fraction of the time for training with `policy = "fraction"`, while it has work."""
     yield_at: Literal["micro-batch", "layer"] = "micro-batch"
