@@ -87,9 +87,9 @@ def between_steps(loop: TrainingLoop, erasure: Erasure, while_waiting: Sequence[
     """
     return (
         erasure.poll_if_due,
+        loop.raising_events.clean_holdout,
         loop.publish_if_due,
         loop.monitor_served_if_due,
-        loop.raising_events.clean_holdout,
         loop.checkpoint_if_due,
         loop.commit_if_due,
         *while_waiting,
@@ -319,7 +319,7 @@ class Learner:
 
 def _latest_generation(state_dir: Path) -> int:
     """Return the latest generation of a learner that wrote a version or a checkpoint; 0 when there is none."""
-    with away_is_dependency(f"what lies in {state_dir} cannot be read"):
+    with away_is_dependency(f"the state in {state_dir} cannot be read"):
         return max(
             Versions(state_dir / "versions").generation(),
             Checkpoints(state_dir / "checkpoints", schema="", generation=0).generation(),
