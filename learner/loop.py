@@ -322,7 +322,7 @@ class TrainingLoop:
         parts.holdout.restore(checkpoint.tensors["holdout"])
         self.steps = checkpoint.step
         restore_states(self._stateful, state)
-        parts.publisher.go_on_from(self._progress(), self.ledger.trained_through)
+        parts.publisher.skip_published(self._progress(), self.ledger.trained_through)
         parts.trainer.restore_generators(checkpoint.tensors["rng"], state["rng"])
         if self.monitor.drift.pending:
             self._respond()
@@ -386,7 +386,7 @@ class TrainingLoop:
             trained_through=self.ledger.trained_through,
             holdout=self._parts.holdout.held,
             accuracy_now=self.monitor.prequential.mean,
-            learned=self.ledger.take_newly_trained(),
+            newly_trained=self.ledger.take_newly_trained(),
         )
 
     def publish_if_due(self) -> None:

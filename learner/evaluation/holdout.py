@@ -1,4 +1,4 @@
-"""The holdout set: held-out events, never trained on, which measure old knowledge.
+"""The holdout set: events that are never trained on, and that measure the accuracy on old and new events.
 
 Legend: G events in the set.
 """
@@ -17,16 +17,16 @@ from ingest.events.schema import Schema
 from replay.erasure.erased_events import ErasedEvents
 
 YOUNG = 4
-"""The newest 1 / `YOUNG` of the held events are young: they measure accuracy on new events."""
+"""The newest 1 / `YOUNG` of the events are young: they measure the accuracy on new events."""
 _SLACK = 16
 _MOST_PARTS = 64
 _MANY = 16
-"""Blocks of held-out events, mostly of one or two, that are added at once."""
+"""Additions, mostly of one or two events, that are joined at once."""
 _SEED = 0x6A09E667
 
 
 class HoldoutRows:
-    """G held-out events in the order in which they came; immutable. Any thread may read it.
+    """G held-out events in the order of arrival; immutable. Any thread may read it.
 
     The events are stored in parts, which are joined and trimmed to the size of the set on first access.
     """
@@ -52,17 +52,16 @@ class HoldoutRows:
 
     @property
     def hashes(self) -> NDArray[np.uint64]:
-        """Hashes of the identities of these events, and of those still to be trimmed."""
+        """Hashes of the identities of these events, and of those that are not trimmed yet."""
         return np.concatenate([np.empty(0, np.uint64), *(part["hash"].astype(np.uint64) for part in self._parts)])
 
 
 class HoldoutSet:
-    """At most `rows` events. The youngest quarter always stays; of the rest every class keeps its fair share, if labels
-    have one class.
+    """At most `rows` events: the youngest, and an equal share of the older ones for each class.
 
-    Within a class, a hash of the identity decides which events stay. The set is trimmed when it has a sixteenth more
-    than `rows`, by count and never by time: to join all parts for each event would cost more than the step.
-    Used by one thread; what `held` returns may be read by others.
+    Classes have shares if a label is one class. Within a class, a hash of the identity decides which events stay. The
+    set is trimmed when it has a sixteenth more than `rows`, since joining all parts for each event would cost more than
+    a step. Used by one thread; what `held` returns may be read by others.
     """
 
     def __init__(self, schema: Schema, rows: int) -> None:
@@ -80,8 +79,8 @@ class HoldoutSet:
 
     @property
     def held(self) -> HoldoutRows:
-        """The set as it is now."""
-        return HoldoutRows(self._take_in(), self._most, classes=self._classes)
+        """The current events."""
+        return HoldoutRows(self._join_waiting(), self._most, classes=self._classes)
 
     @property
     def older(self) -> int:
@@ -93,7 +92,7 @@ class HoldoutSet:
 
         The result is ordered by part: parts are not joined for a few events.
         """
-        parts = self._take_in()
+        parts = self._join_waiting()
         ends = np.cumsum([len(part["label"]) for part in parts])
         where = np.searchsorted(ends, indices, side="right")
         taken = []
@@ -112,12 +111,12 @@ class HoldoutSet:
         self._waiting.append(columns)
         self._rows += len(columns["label"])
         if self._rows > self._most + self._most // _SLACK:
-            self._hold(self.held.columns)
-        elif len(self._waiting) == _MANY and len(self._take_in()) > _MOST_PARTS:
-            self._hold(joined(self._parts))
+            self._replace(self.held.columns)
+        elif len(self._waiting) == _MANY and len(self._join_waiting()) > _MOST_PARTS:
+            self._replace(joined(self._parts))
 
-    def _take_in(self) -> tuple[Mapping[str, Array], ...]:
-        """Add the waiting events, and return all events in parts, in the order in which they came."""
+    def _join_waiting(self) -> tuple[Mapping[str, Array], ...]:
+        """Join the waiting events to a part, and return all parts, in the order of arrival."""
         if self._waiting:
             columns, self._waiting = joined(self._waiting), []
             offset, row = columns["offset"].astype(np.int64), columns["row"].astype(np.int32)
@@ -132,35 +131,35 @@ class HoldoutSet:
             erased: the erased events.
             bases: `partition_base` of each partition by its index.
         """
-        columns = joined(self._take_in())
+        columns = joined(self._join_waiting())
         if not columns:
             return 0
         covered = erased.covers(bases, columns)
-        self._hold({name: column[~covered] for name, column in columns.items()} if covered.any() else columns)
+        self._replace({name: column[~covered] for name, column in columns.items()} if covered.any() else columns)
         return int(np.count_nonzero(covered))
 
     def remove(self, hashes: NDArray[np.uint64]) -> Mapping[str, Array]:
-        """Remove the events of these hashes, and return the columns of those that were held."""
-        columns = joined(self._take_in())
+        """Remove the events with these hashes, and return the columns of the removed ones."""
+        columns = joined(self._join_waiting())
         if not columns:
             return {}
         leaves = np.isin(columns["hash"].astype(np.uint64), hashes)
         left = {name: column[leaves] for name, column in columns.items()}
         stays = {name: column[~leaves] for name, column in columns.items()}
-        self._hold({} if leaves.all() else stays)
+        self._replace({} if leaves.all() else stays)
         return left
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the set for a checkpoint, including events still to be trimmed; later events do not change it."""
-        self._hold(joined(self._take_in()))
+        """Return the set for a checkpoint, with events that are not trimmed yet; later events do not change it."""
+        self._replace(joined(self._join_waiting()))
         return {name: torch.from_numpy(column) for part in self._parts for name, column in part.items()}
 
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Restore the set of a checkpoint."""
-        self._hold({name: tensor.numpy() for name, tensor in tensors.items()})
+        self._replace({name: tensor.numpy() for name, tensor in tensors.items()})
 
-    def _hold(self, columns: Mapping[str, Array]) -> None:
-        """Replace all events with these, in one part."""
+    def _replace(self, columns: Mapping[str, Array]) -> None:
+        """Replace all events by these, in one part."""
         self._parts, self._waiting = (columns,) if columns else (), []
         self._rows = len(columns["label"]) if columns else 0
 
@@ -173,7 +172,7 @@ def joined(parts: Sequence[Mapping[str, Array]]) -> Mapping[str, Array]:
 
 
 def trimmed(columns: Mapping[str, Array], most: int, *, classes: bool) -> Mapping[str, Array]:
-    """Return at most `most` of the events, in their order; `classes`: each class keeps its fair share."""
+    """Return at most `most` of the events, in their order; `classes`: each class has an equal share."""
     if not columns or len(columns["label"]) <= most:
         return columns
     stays = _stays(columns["label"], columns["hash"].astype(np.uint64), most, classes=classes)

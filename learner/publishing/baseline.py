@@ -1,4 +1,4 @@
-"""A version that candidates are compared with: its weights, and its scores on held-out events."""
+"""A baseline: a version that candidates are compared with, and its scores on held-out events."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ Hashes = NDArray[np.uint64]
 
 @dataclass
 class Baseline:
-    """A version in memory. Scores are kept by event, so that each event is scored once. Used by one thread."""
+    """The weights of a version, and its scores by event: each event is scored once. Used by one thread."""
 
     number: int
     weights: Mapping[str, Tensor]
@@ -27,16 +27,16 @@ class Baseline:
     _scores: Scores = field(default_factory=lambda: np.empty(0))
 
     def held_out_before(self, hashes: Hashes) -> Marks:
-        """Return which events were held out already when this version was published."""
+        """Return which events had been held out when this version was published."""
         return np.isin(hashes, self.held_out)
 
-    def remember(self, hashes: Hashes, scores: Scores) -> None:
-        """Keep its scores on G events, in place of those kept before."""
+    def set_scores(self, hashes: Hashes, scores: Scores) -> None:
+        """Store its scores on G events, and drop earlier ones."""
         order = np.argsort(hashes)
         self._scored, self._scores = hashes[order], scores[order]
 
     def scores(self, scorer: Scorer, columns: Mapping[str, Array]) -> Scores:
-        """Return its scores on G events, columns `[G, ...]`; only events without a kept score are scored."""
+        """Return its scores on G events, columns `[G, ...]`; only events without a stored score are scored."""
         hashes = columns["hash"].astype(np.uint64)
         kept = np.isin(hashes, self._scored)
         scores = np.empty(len(hashes))
@@ -44,5 +44,5 @@ class Baseline:
         if not kept.all():
             fresh = {name: column[~kept] for name, column in columns.items()}
             scores[~kept] = scorer.score(self.weights, fresh)
-        self.remember(hashes, scores)
+        self.set_scores(hashes, scores)
         return scores

@@ -95,7 +95,7 @@ class QualityGate:
         if held is None or not self._is_over(held):
             return None
         when = datetime.fromtimestamp(held.since, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
-        why = self.reasons[0] if self.reasons else "no reason is known"
+        why = self.reasons[0] if self.reasons else "the reason is unknown"
         return f"no version has passed the gate since {when}: {why}; promote one, or check the events since then"
 
     def state(self) -> dict[str, Any]:
@@ -118,7 +118,7 @@ class QualityGate:
         verdict = judge(inputs, self._settings, bounded=bounded)
         if verdict.verdict == "fail" and self._hold_is_over() and np.isfinite(scores_G).any():
             self._clear_baselines()
-            reason = 'served all the same: nothing has passed for gate.max_hold, and gate.on_hold is "serve"'
+            reason = 'served although it failed: no version has passed for gate.max_hold, and gate.on_hold is "serve"'
             return Verdict("inconclusive", [reason, *verdict.reasons], verdict.numbers)
         return verdict
 
@@ -133,7 +133,7 @@ class QualityGate:
             log.info("version %d may be served, after none could", number)
         baseline = Baseline(number, weights, rows.hashes)
         if len(rows):
-            baseline.remember(rows.columns["hash"].astype(np.uint64), scores_G)
+            baseline.set_scores(rows.columns["hash"].astype(np.uint64), scores_G)
         if self._last_good is None:
             self._last_good = baseline
         elif self._first_on_probation is None:

@@ -1,4 +1,4 @@
-"""Publishes versions: a snapshot at a step boundary, everything else in the background."""
+"""Publishes versions: weights are copied at a step boundary, everything else runs in the background."""
 
 import contextlib
 import logging
@@ -28,7 +28,7 @@ from learner.state_dir.trained_through import NewlyTrained, PartitionProgress
 from learner.state_dir.version import Manifest, ModelReference, Versions
 from learner.stream.record_times import RecordTimes
 
-_LEARNED_TIMES = 32
+_MANIFEST_TIMES = 32
 """Quantiles of record times that a manifest has for its newly trained events."""
 
 _SCORING_SHARE = 4
@@ -50,7 +50,7 @@ class Snapshot:
     trained_through: Mapping[str, PartitionProgress]
     holdout: HoldoutRows
     accuracy_now: float | None
-    learned: RecordTimes
+    newly_trained: RecordTimes
     """Record times of the newly trained events since the last snapshot."""
 
 
@@ -89,13 +89,13 @@ class Publisher:
         self._rested_at = 0.0
         self._watching = False
         self._progress: Progress | None = None
-        self._learned = RecordTimes()
+        self._newly_trained = RecordTimes()
         self._background = BackgroundWorker("publisher", check)
         self.number: int | None = max(versions.numbers(), default=None)
         """The newest version."""
         self.verdict: str | None = None
         """Verdict of the newest version of this process."""
-        self._highest = max([versions.highest(), *(n or 0 for n in _remembered(versions))])
+        self._highest = max([versions.highest(), *(n or 0 for n in _numbers_in_state(versions))])
         self._scored: tuple[HoldoutRows, Mapping[str, Tensor]] | None = None
         self._hours: dict[int, int] = {}
         """Hour since 1970 of each version beyond `keep`."""
@@ -164,8 +164,8 @@ class Publisher:
         except (VersionError, OSError):
             return {}
 
-    def go_on_from(self, progress: Progress, trained_through: Mapping[str, PartitionProgress]) -> None:
-        """Skip publishing a checkpoint's progress if the newest version has the same model and has come as far."""
+    def skip_published(self, progress: Progress, trained_through: Mapping[str, PartitionProgress]) -> None:
+        """Do not publish the progress of a checkpoint again if the newest version has its model and its progress."""
         if self._has_published(progress[0], trained_through):
             self._progress = progress
 
@@ -178,8 +178,10 @@ class Publisher:
             return False
         if (newest.schema, newest.model) != (self._schema.digest, self._reference) or newest.step < step:
             return False
-        there = newest.trained_through
-        return all(name in there and _reaches(there[name], trained) for name, trained in trained_through.items())
+        published = newest.trained_through
+        return all(
+            name in published and _reaches(published[name], trained) for name, trained in trained_through.items()
+        )
 
     def publish_last(self, progress: Progress, take: Callable[[], Snapshot], deadline: Deadline) -> None:
         """Publish the progress since the last version, and wait until it is written."""
@@ -190,7 +192,7 @@ class Publisher:
         self._background.raise_bug()
 
     def _is_new(self, progress: Progress) -> bool:
-        """Return whether there is progress to publish: not before the first step, and not twice."""
+        """Return whether there is progress: none before the first step, and none that was published."""
         return progress[0] > 0 and progress != self._progress
 
     def _start(self, progress: Progress, snapshot: Snapshot) -> None:
@@ -207,13 +209,13 @@ class Publisher:
         self._metrics.withdrawn.inc(self.gate.withdrawn - before)
 
     def _publish(self, snapshot: Snapshot) -> None:
-        """Score, judge and write a version, and delete old ones. A full disk costs this version, not the training."""
+        """Score, judge and write a version, and delete old ones. On a full disk the version is skipped."""
         scores_G, holdout = self._score(snapshot)
         verdict = self.gate.judge(scores_G, holdout)
         number = self._highest = self._highest + 1  # a number that failed is not used again
         now = {} if snapshot.accuracy_now is None else {"now": snapshot.accuracy_now}
         metrics = now | dict(self.evaluation.windows)
-        self._learned.join(snapshot.learned)
+        self._newly_trained.join(snapshot.newly_trained)
         weights = {name: tensor.cpu() for name, tensor in snapshot.weights.items()}
         manifest = Manifest(
             number=number,
@@ -231,17 +233,17 @@ class Publisher:
             },
             model=self._reference,
             files={},
-            learned=NewlyTrained(self._learned.rows, self._learned.quantiles(_LEARNED_TIMES).tolist()),
+            learned=NewlyTrained(self._newly_trained.rows, self._newly_trained.quantiles(_MANIFEST_TIMES).tolist()),
         )
         try:
             self._versions.write(weights, manifest, verdict)
         except OSError as exc:
             self._problem = f"version {number} could not be written to {self._versions.path}: {exc.strerror or exc}"
-            log.error("%s", self._problem)  # noqa: TRY400 the sentence says all
+            log.error("%s", self._problem)  # noqa: TRY400 the sentence is complete
             self._versions.clean()
-            self._progress = None  # so that it is tried again, even without new progress
+            self._progress = None  # to try again, even without new progress
             return
-        self._learned = RecordTimes()
+        self._newly_trained = RecordTimes()
         self.gate.record_published(number, weights, scores_G, holdout, verdict)
         self.number, self.verdict = number, verdict.verdict
         self.published += 1
@@ -251,7 +253,7 @@ class Publisher:
             self._prune()
         except (OSError, VersionError) as exc:
             self._problem = f"old versions in {self._versions.path} cannot be deleted: {exc}"
-            log.error("%s", self._problem)  # noqa: TRY400 the sentence says all
+            log.error("%s", self._problem)  # noqa: TRY400 the sentence is complete
         else:
             self._problem = None
 
@@ -313,15 +315,15 @@ class Publisher:
         return {last[hour] for hour in sorted(last)[len(last) - self._settings.keep_hourly :]}
 
 
-def _reaches(there: PartitionProgress, needed: PartitionProgress) -> bool:
-    return (there.incarnation, there.offset) >= (needed.incarnation, needed.offset)
+def _reaches(actual: PartitionProgress, needed: PartitionProgress) -> bool:
+    return (actual.incarnation, actual.offset) >= (needed.incarnation, needed.offset)
 
 
-def _remembered(versions: Versions) -> tuple[int | None, ...]:
+def _numbers_in_state(versions: Versions) -> tuple[int | None, ...]:
     """Return the version numbers in `state.json`, whose directories may be gone; none where it cannot be read."""
     try:
         state = versions.state()
     except (VersionError, OSError) as exc:
-        log.warning("%s; numbers go on from the versions that are there; put it back, or remove it", exc)
+        log.warning("%s; numbers continue from those of the existing versions; restore the file, or remove it", exc)
         return ()
     return (state.serving, state.previous, state.pinned, *state.rolled_back)

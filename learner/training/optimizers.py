@@ -1,4 +1,8 @@
-"""Optimizers by name, with torch's own keyword arguments."""
+"""Optimizers by name, with torch's own keyword arguments.
+
+`torch.distributed.checkpoint.state_dict` does not fit: it requires ZeroRedundancyOptimizer to gather all state on every
+rank first, and restores the learning rate of the checkpoint instead of that of the config.
+"""
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence

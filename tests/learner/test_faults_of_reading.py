@@ -1,5 +1,4 @@
-"""Reading checkpoints and versions: what is damaged is refused, and what the operating system does not give is left
-alone."""
+"""Reading checkpoints and versions: damaged ones are refused, and unreachable ones are neither refused nor deleted."""
 
 import errno
 import json
@@ -29,7 +28,7 @@ FILES_OF_A_CHECKPOINT = ["manifest.json", "state.json", "model.safetensors", "ho
 
 @contextmanager
 def failing(path: Path, number: int) -> Iterator[None]:
-    """Have the operating system refuse to open, to look at and to list what lies at `path`."""
+    """Make all calls of the operating system for `path` fail."""
 
     def refusing(real: Callable[..., object]) -> Callable[..., object]:
         def call(name: object, *args: object, **kwargs: object) -> object:
@@ -68,7 +67,7 @@ def path_of(checkpoints: Checkpoints, number: int, name: str) -> Path:
 
 @ERRORS
 @pytest.mark.parametrize("name", FILES_OF_A_CHECKPOINT)
-def test_no_older_checkpoint_takes_the_place_of_one_that_is_away_and_none_is_deleted(
+def test_no_older_checkpoint_is_used_instead_of_an_unreachable_one_and_none_is_deleted(
     checkpoints: Checkpoints, name: str, number: int, tmp_path: Path
 ) -> None:
     with failing(path_of(checkpoints, 3, name), number), pytest.raises(OSError, match=name) as caught:
@@ -80,7 +79,7 @@ def test_no_older_checkpoint_takes_the_place_of_one_that_is_away_and_none_is_del
 
 
 @ERRORS
-def test_a_folder_of_checkpoints_that_cannot_be_listed_is_not_an_empty_one(
+def test_a_checkpoint_folder_that_cannot_be_listed_is_an_error(
     checkpoints: Checkpoints, number: int, tmp_path: Path
 ) -> None:
     for path in (checkpoints.path, path_of(checkpoints, 3, "manifest.json")):
@@ -91,7 +90,7 @@ def test_a_folder_of_checkpoints_that_cannot_be_listed_is_not_an_empty_one(
 
 @ERRORS
 @pytest.mark.parametrize("name", FILES_OF_A_CHECKPOINT)
-def test_the_eraser_deletes_no_checkpoint_that_is_away(
+def test_the_eraser_deletes_no_unreachable_checkpoint(
     checkpoints: Checkpoints, name: str, number: int, tmp_path: Path
 ) -> None:
     eraser = Eraser(checkpoints, tmp_path / "replay", erased())
@@ -125,8 +124,8 @@ def nest(path: Path) -> None:
     path.write_bytes(b'{"z":' + b"[" * 100_000)
 
 
-def leave(path: Path) -> None:
-    """Put a name that leads elsewhere into a manifest; of another file, only take it away."""
+def point_outside(path: Path) -> None:
+    """Put a name outside the folder into a manifest; delete another file."""
     if path.name != "manifest.json":
         path.unlink()
         return
@@ -136,19 +135,21 @@ def leave(path: Path) -> None:
 
 
 def of_another(path: Path) -> None:
-    """Put the manifest of another checkpoint in its place; of another file, only cut it short."""
+    """Replace a manifest by that of another checkpoint; truncate another file."""
     if path.name == "manifest.json":
         path.write_bytes((path.parent.parent / "1" / path.name).read_bytes())
     else:
         os.truncate(path, 1)
 
 
-DAMAGES = pytest.mark.parametrize("damage", [flip, become_fifo, become_link, become_directory, nest, leave, of_another])
+DAMAGES = pytest.mark.parametrize(
+    "damage", [flip, become_fifo, become_link, become_directory, nest, point_outside, of_another]
+)
 
 
 @DAMAGES
 @pytest.mark.parametrize("name", FILES_OF_A_CHECKPOINT)
-def test_a_damaged_checkpoint_is_refused_and_kept_until_as_many_whole_ones_are_newer(
+def test_a_damaged_checkpoint_is_refused_and_kept_until_enough_newer_ones_are_intact(
     checkpoints: Checkpoints, name: str, damage: Callable[[Path], None]
 ) -> None:
     damage(path_of(checkpoints, 3, name))
@@ -162,7 +163,7 @@ def test_a_damaged_checkpoint_is_refused_and_kept_until_as_many_whole_ones_are_n
 
 
 @DAMAGES
-def test_checkpoints_of_which_all_are_damaged_are_not_taken_for_none_and_stay(
+def test_an_error_is_raised_and_nothing_is_deleted_if_all_checkpoints_are_damaged(
     checkpoints: Checkpoints, damage: Callable[[Path], None], tmp_path: Path
 ) -> None:
     victim = tmp_path / "victim"
@@ -187,7 +188,7 @@ def test_checkpoints_of_which_all_are_damaged_are_not_taken_for_none_and_stay(
     assert victim.read_text() == "precious"
 
 
-def test_a_folder_of_a_checkpoint_that_is_a_link_is_refused_and_nothing_behind_it_is_deleted(
+def test_a_checkpoint_that_is_a_link_is_refused_and_its_target_is_not_deleted(
     checkpoints: Checkpoints, tmp_path: Path
 ) -> None:
     elsewhere = tmp_path / "elsewhere"
@@ -206,7 +207,7 @@ def test_a_folder_of_a_checkpoint_that_is_a_link_is_refused_and_nothing_behind_i
 
 
 @pytest.mark.parametrize("name", ["²", "\N{ARABIC-INDIC DIGIT ONE}", "9" * 30, "01"])
-def test_folders_whose_names_are_no_numbers_are_passed_over(checkpoints: Checkpoints, name: str) -> None:
+def test_folders_whose_names_are_no_numbers_are_ignored(checkpoints: Checkpoints, name: str) -> None:
     shutil.copytree(checkpoints.path / "3", checkpoints.path / name)
     assert (checkpoints.numbers(), LocalStorage(checkpoints.path).highest()) == ([1, 2, 3], 3)
     checkpoints.clean()
@@ -236,7 +237,7 @@ def versions(tmp_path: Path) -> Versions:
 
 
 @ERRORS
-def test_a_version_that_is_away_is_not_refused(versions: Versions, number: int) -> None:
+def test_an_unreachable_version_is_not_refused(versions: Versions, number: int) -> None:
     manifest, folder = versions.manifest(2), versions.directory(2)
     reads: dict[Path, Callable[[], object]] = {
         folder / "manifest.json": lambda: versions.manifest(2),
@@ -253,7 +254,7 @@ def test_a_version_that_is_away_is_not_refused(versions: Versions, number: int) 
 
 
 @ERRORS
-def test_an_generation_that_is_away_is_asked_for_again(versions: Versions, number: int) -> None:
+def test_an_unreachable_generation_is_read_again(versions: Versions, number: int) -> None:
     with failing(versions.directory(1) / "manifest.json", number):
         assert versions.stale([1, 2]) == set()
         with pytest.raises(OSError, match="manifest"):
@@ -262,8 +263,8 @@ def test_an_generation_that_is_away_is_asked_for_again(versions: Versions, numbe
     assert versions.generation() == 2
 
 
-@pytest.mark.parametrize("damage", [flip, become_fifo, become_link, become_directory, nest, leave])
-def test_what_is_damaged_of_a_version_is_refused(versions: Versions, damage: Callable[[Path], None]) -> None:
+@pytest.mark.parametrize("damage", [flip, become_fifo, become_link, become_directory, nest, point_outside])
+def test_a_damaged_version_is_refused(versions: Versions, damage: Callable[[Path], None]) -> None:
     manifest, folder = versions.manifest(2), versions.directory(2)
     damage(folder / "model.safetensors")
     damage(folder / "manifest.json")
@@ -271,7 +272,7 @@ def test_what_is_damaged_of_a_version_is_refused(versions: Versions, damage: Cal
         versions.weights(manifest)
     with pytest.raises(VersionError, match="manifest"):
         versions.manifest(2)
-    if damage is not leave:
+    if damage is not point_outside:
         damage(folder / "verdict.json")
         damage(versions.path / "state.json")
         with pytest.raises(VersionError, match="verdict"):

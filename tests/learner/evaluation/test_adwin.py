@@ -1,4 +1,4 @@
-"""The window is that of the reference, and what a checkpoint holds of it is all of it."""
+"""The window equals that of the reference, and its state restores it completely."""
 
 import json
 import math
@@ -15,7 +15,7 @@ LEVELS = st.lists(st.floats(0.05, 0.95), min_size=1, max_size=4)
 
 
 def stream(levels: list[float], seed: int, *, bits: bool) -> list[float]:
-    """500 values at each level: right or wrong, or numbers about it."""
+    """Return 500 values at each level: bits with that mean, or numbers close to it."""
     random = np.random.default_rng(seed)
     means = np.repeat(levels, 500)
     values = random.random(len(means)) < means if bits else np.clip(random.normal(means, 0.1), 0, 1)
@@ -24,7 +24,7 @@ def stream(levels: list[float], seed: int, *, bits: bool) -> list[float]:
 
 @settings(max_examples=25)
 @given(LEVELS, st.integers(0, 1000), st.booleans())
-def test_length_mean_and_changes_are_those_of_river(levels: list[float], seed: int, bits: bool) -> None:
+def test_length_mean_and_changes_equal_those_of_river(levels: list[float], seed: int, bits: bool) -> None:
     ours, theirs = Adwin(every=32), ADWIN(clock=32)
     for value in stream(levels, seed, bits=bits):
         changed = ours.add(value)
@@ -36,7 +36,7 @@ def test_length_mean_and_changes_are_those_of_river(levels: list[float], seed: i
             ours = Adwin(every=32)  # river resets after a change; the paper's window, and ours, continues
 
 
-def test_a_change_is_returned_with_its_sign_and_the_window_keeps_what_came_after_it() -> None:
+def test_a_change_is_returned_with_its_sign_and_the_window_keeps_later_values() -> None:
     for before, after in ((0.9, 0.5), (0.5, 0.9)):
         window = Adwin()
         changes = [window.add(value) for value in stream([before] * 4 + [after] * 4, 0, bits=True)]
@@ -48,7 +48,7 @@ def test_a_change_is_returned_with_its_sign_and_the_window_keeps_what_came_after
 
 
 @pytest.mark.parametrize("bounded", [True, False])
-def test_where_nothing_changes_the_window_holds_all(bounded: bool) -> None:
+def test_the_window_keeps_all_values_without_a_change(bounded: bool) -> None:
     random = np.random.default_rng(0)
     window = Adwin(bounded=bounded)
     for total in random.binomial(64, 0.8, 20_000).tolist():
@@ -57,7 +57,7 @@ def test_where_nothing_changes_the_window_holds_all(bounded: bool) -> None:
     assert window.mean == pytest.approx(0.8, abs=1e-3)
 
 
-def test_changes_of_errors_without_a_range_are_found_at_any_scale() -> None:
+def test_changes_of_unbounded_errors_are_detected_at_any_scale() -> None:
     random = np.random.default_rng(1)
     for scale in (1e-4, 1.0, 1e6):
         window = Adwin(bounded=False)
@@ -69,7 +69,7 @@ def test_changes_of_errors_without_a_range_are_found_at_any_scale() -> None:
 
 @settings(max_examples=50)
 @given(st.lists(st.tuples(st.integers(1, 9), st.floats(0, 1)), min_size=1, max_size=120))
-def test_values_count_by_their_weight(values: list[tuple[int, float]]) -> None:
+def test_values_are_weighted(values: list[tuple[int, float]]) -> None:
     window = Adwin(delta=1e-12)
     for weight, mean in values:
         window.add(weight * mean, weight)
@@ -81,7 +81,7 @@ def test_values_count_by_their_weight(values: list[tuple[int, float]]) -> None:
 
 @settings(max_examples=25)
 @given(LEVELS, st.integers(0, 1000), st.integers(0, 1999))
-def test_a_window_goes_on_from_its_state_as_if_nothing_had_been(levels: list[float], seed: int, at: int) -> None:
+def test_a_restored_window_continues_as_the_original(levels: list[float], seed: int, at: int) -> None:
     whole, half = Adwin(), Adwin()
     values = stream(levels, seed, bits=False)
     changes = [whole.add(value) for value in values]

@@ -1,4 +1,4 @@
-"""The holdout set: who stays."""
+"""The holdout set: which events it keeps."""
 
 import numpy as np
 from hypothesis import given, settings
@@ -16,7 +16,7 @@ NAMES = [TopicPartition("events", 0)]
 
 @settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 2)), min_size=1, max_size=20), st.integers(4, 50))
-def test_the_set_is_bounded_keeps_the_youngest_and_is_fair_to_classes(
+def test_the_set_is_bounded_and_keeps_the_youngest_events_and_a_fair_share_of_each_class(
     schema: Schema, batches: list[tuple[int, int]], most: int
 ) -> None:
     holdout = HoldoutSet(schema, most)
@@ -29,7 +29,7 @@ def test_the_set_is_bounded_keeps_the_youngest_and_is_fair_to_classes(
         assert (np.diff(times) > 0).all(), "the order of arrival is lost"
         young = range(offset - min(offset, most // 4), offset)
         assert set(young) <= set(times.tolist())
-    # Among the old, no class that had more to give has two fewer than another.
+    # Of the old events, no class that had more has two fewer than another.
     old = holdout.held.columns["label"][: len(holdout.held) - most // 4]
     seen = np.bincount(np.concatenate([np.full(count, label) for count, label in batches]), minlength=3)
     kept = np.bincount(old, minlength=3)
@@ -40,29 +40,29 @@ def test_the_set_is_bounded_keeps_the_youngest_and_is_fair_to_classes(
 
 @settings(max_examples=60)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=80), st.lists(st.integers(0, 10**6), min_size=1, max_size=20))
-def test_events_are_taken_by_their_places_in_the_order_of_arrival(
-    schema: Schema, counts: list[int], wanted: list[int]
+def test_events_are_taken_by_their_index_in_the_order_of_arrival(
+    schema: Schema, counts: list[int], numbers: list[int]
 ) -> None:
     holdout, offset = HoldoutSet(schema, 1000), 0
     for count in counts:
         holdout.add(fake_columns(schema, range(offset, offset + count)), NAMES)
         offset += count
     assert holdout.older == offset - offset // 4
-    places = np.array(wanted) % offset
-    taken = holdout.take(places)
-    assert sorted(taken["offset"].tolist()) == sorted(places.tolist())
+    indices = np.array(numbers) % offset
+    taken = holdout.take(indices)
+    assert sorted(taken["offset"].tolist()) == sorted(indices.tolist())
     expected = fake_columns(schema, taken["offset"].tolist())
     assert all(np.array_equal(taken[name], expected[name]) for name in schema.payload())
 
 
-def test_who_is_held_out_has_nothing_to_do_with_who_is_kept_for_replay() -> None:
-    """Were both decided by one hash, the events held out would be those that a reservoir prefers."""
+def test_held_out_events_are_independent_of_the_reservoir() -> None:
+    """With one hash for both, the reservoir would prefer the held-out events."""
     for seed in range(5):
         hold_out = GateSettings(holdout_fraction=0.2).hold_out(seed)
         offsets = np.arange(20_000)
-        places = np.zeros(len(offsets), np.uint64), offsets, np.zeros(len(offsets), np.int32)
-        held = identity_hash(*places, hold_out.seed) < np.uint64(int(hold_out.fraction * 2**64))
-        priority = identity_hash(*places, seed) / 2**64
+        events = np.zeros(len(offsets), np.uint64), offsets, np.zeros(len(offsets), np.int32)
+        held = identity_hash(*events, hold_out.seed) < np.uint64(int(hold_out.fraction * 2**64))
+        priority = identity_hash(*events, seed) / 2**64
         assert abs(held.mean() - 0.2) < 0.02
         assert abs(priority[held].mean() - 0.5) < 0.03
         assert abs(np.mean(priority[held] < 0.1) - 0.1) < 0.03

@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 
 class Always(nn.Module):
-    """Predicts one class, whatever it sees."""
+    """Predicts one class for all events."""
 
     def __init__(self, answer: int) -> None:
         super().__init__()
@@ -53,11 +53,11 @@ class TestEvaluation:
         found = evaluate(Always(1), Classification(), schema, holdout.held, CPU)
         assert found == Evaluation({"new": 1.0, "old": 0.0, "worst": 0.0}, {"0": 0.0, "1": 1.0})
 
-    def test_a_handful_of_events_has_no_evaluation(self, schema: Schema) -> None:
+    def test_a_few_events_have_no_evaluation(self, schema: Schema) -> None:
         for holdout in (guarded(schema), guarded(schema, fake_columns(schema, range(3)))):
             assert evaluate(Always(0), Classification(), schema, holdout.held, CPU) == Evaluation()
 
-    def test_classes_have_their_names_and_rare_ones_are_left_out(self) -> None:
+    def test_classes_are_listed_by_name_without_rare_ones(self) -> None:
         schema = _schema(label={"name": "y", "classes": ["cat", "dog", "emu"]})
         holdout = guarded(
             schema, fake_columns(schema, range(40), label=[0, 1]), fake_columns(schema, range(40, 49), label=[2])
@@ -65,7 +65,7 @@ class TestEvaluation:
         found = evaluate(Always(0), Classification(), schema, holdout.held, CPU)
         assert found.classes == {"cat": 1.0, "dog": 0.0}
 
-    def test_groups_are_named_by_their_hash_where_they_are_declared(self) -> None:
+    def test_declared_groups_are_listed_by_their_hash(self) -> None:
         schema = _schema(group={"name": "shop"})
         columns = fake_columns(schema, range(60), label=[0, 0, 1])
         columns["group_hash"] = np.repeat(np.array([7, 2**64 - 1, 0], np.uint64), 20)
@@ -83,14 +83,14 @@ class TestEvaluation:
         holdout.add(columns, NAMES)
         assert len(evaluate(Always(0), Classification(), schema, holdout.held, CPU).groups) == 64
 
-    def test_of_regression_there_are_windows_and_no_classes(self) -> None:
+    def test_a_regression_has_windows_and_no_classes(self) -> None:
         schema = _schema(label={"name": "y", "dtype": "float32"})
         holdout = guarded(schema, fake_columns(schema, range(100)))
         found = evaluate(nn.Sequential(_Vector(), nn.Linear(3, 1)), Regression(), schema, holdout.held, CPU)
         assert found.windows.keys() == {"new", "old"}
         assert found.classes == {}
 
-    def test_an_event_of_several_classes_counts_for_each(self) -> None:
+    def test_an_event_of_several_classes_is_counted_for_each(self) -> None:
         schema = _schema(label={"name": "y", "classes": ["a", "b", "c"], "multi": True})
         labels = [[True, False, False], [True, True, False]]
         holdout = guarded(schema, fake_columns(schema, range(100), label=labels))  # type: ignore[arg-type]
@@ -101,7 +101,7 @@ class TestEvaluation:
         assert found.classes == {"a": 0.75, "b": 0.5}
         assert found.windows["worst"] == 0.5
 
-    def test_newcomers_are_those_that_came_since(self, schema: Schema) -> None:
+    def test_newcomers_are_events_added_since_an_earlier_state(self, schema: Schema) -> None:
         holdout = guarded(schema, fake_columns(schema, range(300)))
         before = holdout.held
         holdout.add(fake_columns(schema, range(300, 330)), NAMES)
@@ -126,27 +126,27 @@ def seen(old: float, **classes: float) -> Evaluation:
 
 
 class TestRetention:
-    def test_the_lowest_counts_from_the_best_on(self) -> None:
+    def test_the_lowest_score_is_the_lowest_since_the_best(self) -> None:
         found, lowest = ForgettingState(), []
         for old in (0.1, 0.5, 0.9, 0.6, 0.91, 0.7, 0.99):
             found = found.followed_by(seen(old))
             lowest.append(found.windows["old_lowest"])
-        assert lowest == [0.1, 0.5, 0.9, 0.6, 0.6, 0.6, 0.99], "0.91 is no new best after 0.9: it is noise"
+        assert lowest == [0.1, 0.5, 0.9, 0.6, 0.6, 0.6, 0.99], "0.91 is within the noise of 0.9"
         assert found.old == Peak(0.99, 0.99)
 
     @pytest.mark.parametrize(("begin", "gain"), [(0.10, 0.015), (-0.05, 0.0008)])
-    def test_what_rises_in_steps_as_small_as_noise_is_a_new_best_too(self, begin: float, gain: float) -> None:
+    def test_a_slow_rise_in_small_steps_is_a_new_best(self, begin: float, gain: float) -> None:
         found = ForgettingState()
         for number in range(50):
             found = found.followed_by(seen(begin + number * gain))
-        assert found.windows["old_lowest"] >= begin + 45 * gain, "nothing was ever lost"
+        assert found.windows["old_lowest"] >= begin + 45 * gain, "no score was ever lower"
 
     def test_forgetting_is_the_mean_over_the_classes_of_best_less_now(self) -> None:
         found = ForgettingState().followed_by(seen(0.8, a=1.0)).followed_by(seen(0.7, a=0.5, b=0.9))
         assert found.forgetting == 0.25
         assert found.followed_by(seen(0.7, a=0.9, b=0.9)).forgetting == pytest.approx(0.05)
 
-    def test_the_best_of_many_noisy_scores_is_no_forgetting(self) -> None:
+    def test_noise_of_many_scores_is_no_forgetting(self) -> None:
         random, found, forgetting = np.random.default_rng(0), ForgettingState(), []
         for _ in range(3000):
             scores = {f"c{number}": score / 40 for number, score in enumerate(random.binomial(40, 0.8, 10).tolist())}
@@ -154,7 +154,7 @@ class TestRetention:
             forgetting.append(found.forgetting)
         assert np.mean(forgetting[-1000:]) < 0.07
 
-    def test_without_classes_forgetting_is_that_of_the_old(self) -> None:
+    def test_forgetting_without_classes_is_that_of_old_events(self) -> None:
         found = ForgettingState().followed_by(seen(-1.0)).followed_by(seen(-3.0))
         assert found.forgetting == 2.0
 
@@ -173,7 +173,7 @@ class TestRetention:
         assert len(found.near) == 50
 
     @given(st.lists(st.floats(0, 1), max_size=20))
-    def test_it_goes_on_from_its_state(self, scores: list[float]) -> None:
+    def test_a_restored_state_continues_as_the_original(self, scores: list[float]) -> None:
         found = ForgettingState()
         for score in scores:
             found = found.followed_by(seen(score, a=score)).with_near(3, score)

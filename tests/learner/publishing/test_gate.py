@@ -1,4 +1,4 @@
-"""What the gate makes of scores: who passes, who fails, and when too little is known."""
+"""The verdict of the gate for scores: pass, fail, or inconclusive with too few events."""
 
 import math
 from typing import Any
@@ -18,12 +18,12 @@ GATE = GateSettings()
 
 
 def scores(accuracy: float, seed: int = 0, events: int = EVENTS) -> Scores:
-    """Right and wrong at random, at about this accuracy."""
+    """Return random scores of about this accuracy."""
     return (np.random.default_rng(seed).random(events) < accuracy).astype(np.float64)
 
 
 def worse(served: Scores, drop: float, where: slice = slice(None), seed: int = 1) -> Scores:
-    """The same answers, but for a part `drop` of these events that are wrong now."""
+    """Return the same scores, except that a fraction `drop` of these events is wrong."""
     found = served.copy()
     right = np.arange(len(served))[where][served[where] == 1]
     count = round(drop * len(served[where]))
@@ -43,7 +43,7 @@ def verdict(*arguments: Any, gate: GateSettings = GATE, bounded: bool = True, **
 OLD, NEW = slice(0, 1500), slice(1500, EVENTS)
 
 
-def test_the_same_answers_pass() -> None:
+def test_equal_scores_pass() -> None:
     served = scores(0.9)
     found = verdict(served, served)
     assert (found.verdict, found.reasons) == ("pass", [])
@@ -53,7 +53,7 @@ def test_the_same_answers_pass() -> None:
 
 
 @pytest.mark.parametrize(("where", "name"), [(NEW, "new"), (OLD, "old")])
-def test_a_model_that_is_worse_on_either_alone_fails_with_numbers_and_a_reason(where: slice, name: str) -> None:
+def test_a_model_that_is_worse_on_new_or_old_events_fails_with_numbers_and_a_reason(where: slice, name: str) -> None:
     served = scores(0.9)
     found = verdict(worse(served, 0.06, where), served)
     assert found.verdict == "fail"
@@ -63,7 +63,7 @@ def test_a_model_that_is_worse_on_either_alone_fails_with_numbers_and_a_reason(w
     assert found.numbers[f"{name}_drop_upper"] > 0.06
 
 
-def test_on_old_events_a_measured_drop_fails_also_where_it_may_be_chance() -> None:
+def test_a_measured_drop_on_old_events_fails_even_if_it_may_be_chance() -> None:
     served = scores(0.7)
     candidate = served.copy()
     candidate[np.flatnonzero(served[OLD])[:190]] = 0
@@ -74,7 +74,7 @@ def test_on_old_events_a_measured_drop_fails_also_where_it_may_be_chance() -> No
     assert found.numbers["old_drop"] < 2.326 * (found.numbers["old_drop_upper"] - found.numbers["old_drop"]) / 1.645
 
 
-def test_small_drops_do_not_add_up() -> None:
+def test_small_drops_do_not_accumulate() -> None:
     best = scores(0.9)
     served = worse(best, 0.015, OLD)
     candidate = worse(served, 0.012, OLD)
@@ -84,7 +84,7 @@ def test_small_drops_do_not_add_up() -> None:
     assert found.reasons[0].startswith("worse than the best version served lately")
 
 
-def test_with_fewer_events_than_min_rows_it_is_inconclusive_unless_versions_are_held_back() -> None:
+def test_fewer_events_than_min_rows_are_inconclusive_except_during_a_hold() -> None:
     served = scores(0.9, events=999)
     bad = worse(served, 0.5)
     assert verdict(bad, served).verdict == "inconclusive"
@@ -92,23 +92,23 @@ def test_with_fewer_events_than_min_rows_it_is_inconclusive_unless_versions_are_
     assert verdict(served, served, held=True).verdict == "pass"
 
 
-def test_the_first_version_has_nothing_to_be_compared_with() -> None:
+def test_the_first_version_is_inconclusive() -> None:
     found = verdict(scores(0.1), None)
     assert found.verdict == "inconclusive"
     assert "no served version" in found.reasons[0]
 
 
-def test_scores_that_are_not_finite_fail_but_not_where_no_model_has_one() -> None:
+def test_non_finite_scores_fail_except_where_no_model_has_a_finite_one() -> None:
     served = scores(0.9)
     broken = served.copy()
     broken[3] = math.nan
     assert verdict(broken, served).verdict == "fail"
-    assert verdict(np.full(5, math.nan), None).verdict == "fail", "also where there is nothing to compare it with"
-    assert verdict(broken, broken).verdict == "pass", "an event that no model can score fails all versions forever"
+    assert verdict(np.full(5, math.nan), None).verdict == "fail", "also without a served version"
+    assert verdict(broken, broken).verdict == "pass", "an event that no model can score fails all versions"
     assert verdict(served, broken).verdict == "pass"
 
 
-def test_chance_alone_is_not_a_drop_but_is_a_reason_to_be_inconclusive() -> None:
+def test_a_difference_within_the_error_is_inconclusive() -> None:
     served = scores(0.9)
     swapped = served.copy()
     swapped[np.flatnonzero(served[NEW])[:20] + 1500] = 0
@@ -119,7 +119,7 @@ def test_chance_alone_is_not_a_drop_but_is_a_reason_to_be_inconclusive() -> None
     assert found.numbers["new_drop_upper"] > 0.02
 
 
-def test_errors_of_regression_are_compared_relative_to_the_error() -> None:
+def test_errors_of_a_regression_are_compared_relative_to_the_error() -> None:
     served = -np.abs(np.random.default_rng(0).normal(100, 1, EVENTS))
     assert verdict(served * 1.01, served, bounded=False).verdict == "pass"
     assert verdict(served * 1.05, served, bounded=False).verdict == "fail"
@@ -127,7 +127,7 @@ def test_errors_of_regression_are_compared_relative_to_the_error() -> None:
     assert verdict(served * 0, served, bounded=False).verdict == "pass"
 
 
-def test_each_class_and_the_worst_are_reported() -> None:
+def test_the_numbers_have_each_class_and_the_worst() -> None:
     served = scores(0.9)
     first = np.arange(EVENTS) % 10 == 0
     candidate = np.where(first, 0.0, served)
@@ -140,7 +140,7 @@ def test_each_class_and_the_worst_are_reported() -> None:
     )
 
 
-def test_while_versions_are_held_back_events_that_came_since_do_not_count_as_old() -> None:
+def test_events_since_the_start_of_a_hold_are_not_old() -> None:
     served = scores(0.9)
     since = np.arange(EVENTS) < 0
     found = verdict(served, served, held=True, old=since)
@@ -157,7 +157,7 @@ def test_a_new_best_is_better_beyond_chance() -> None:
     assert not surpasses(judged(np.ones(EVENTS), served, np.ones(EVENTS)), bounded=True)
 
 
-def test_as_good_a_model_is_rarely_held_back_where_the_limit_alone_would_hold_back_half() -> None:
+def test_an_equally_good_model_rarely_fails_where_the_limit_alone_would_fail_half() -> None:
     held, beyond = 0, 0
     for seed in range(300):
         noise = np.random.default_rng([seed, 1]).random((2, EVENTS))
@@ -172,7 +172,9 @@ def test_as_good_a_model_is_rarely_held_back_where_the_limit_alone_would_hold_ba
 
 @settings(max_examples=100)
 @given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=8, max_size=300), st.booleans())
-def test_a_drop_is_that_of_the_means_and_its_limit_is_above_it(answers: list[tuple[bool, bool]], bounded: bool) -> None:
+def test_a_drop_is_the_difference_of_the_means_and_its_upper_limit_is_larger(
+    answers: list[tuple[bool, bool]], bounded: bool
+) -> None:
     candidate, served = np.array(answers, np.float64).T
     drop = compare(candidate, served, bounded=bounded)
     unit = 1 if bounded else max(served.mean(), 1e-12)
@@ -182,13 +184,15 @@ def test_a_drop_is_that_of_the_means_and_its_limit_is_above_it(answers: list[tup
     assert back.drop == pytest.approx(candidate.mean() - served.mean())
     gate = GateSettings(min_rows=1)
     found = verdict(candidate, served, gate=gate)
-    assert verdict(np.maximum(candidate, served), served, gate=gate).verdict != "fail", "nowhere worse, and yet failed"
+    assert verdict(np.maximum(candidate, served), served, gate=gate).verdict != "fail", (
+        "it failed without a worse score"
+    )
     assert all(math.isfinite(number) for number in found.numbers.values())
     assert bool(found.reasons) == (found.verdict != "pass")
 
 
 @settings(max_examples=50)
 @given(st.integers(0, 2**32 - 1), st.floats(0.035, 0.5))
-def test_what_drops_by_much_more_than_is_allowed_never_passes(seed: int, drop: float) -> None:
+def test_a_drop_far_above_the_limit_never_passes(seed: int, drop: float) -> None:
     served = scores(0.9, seed)
     assert verdict(worse(served, drop, OLD, seed), served).verdict == "fail"

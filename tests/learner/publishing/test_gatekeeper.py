@@ -1,4 +1,4 @@
-"""Which versions are held back, for how long, and what the watch withdraws; each with a model that really is worse."""
+"""Which versions fail and for how long, and which ones monitoring withdraws, with models that are truly worse."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -33,15 +33,15 @@ from learner.stream.record_times import RecordTimes
 
 Weights = Mapping[str, Tensor]
 GOOD = {"weight": torch.eye(3), "bias": torch.zeros(3)}
-"""Answers with the feature that is 1."""
+"""Predicts the index of the feature that is 1."""
 BAD = {"weight": torch.eye(3)[[2, 0, 1]], "bias": torch.zeros(3)}
-"""Is wrong everywhere: answers with the next one."""
+"""Predicts the next class, which is always wrong."""
 WORSE = {"weight": torch.diag(torch.tensor([1.0, 1.0, -1.0])), "bias": torch.zeros(3)}
-"""Is wrong about a third."""
+"""Is wrong for a third of the events."""
 
 
 class Bench:
-    """A publisher with its gate, and a stream of held-out events of three classes in turn."""
+    """A publisher with its gate, and a stream of held-out events of three alternating classes."""
 
     def __init__(self, path: Path, schema: Schema, task: Task | None = None, **gate: object) -> None:
         self.versions = Versions(path)
@@ -59,7 +59,7 @@ class Bench:
         )
 
     def hold_out(self, events: int, shift: int = 0) -> None:
-        """Let held-out events come whose label is the feature that is 1, or the next one if `shift` is 1."""
+        """Add held-out events, whose label is the index of the feature that is 1, plus `shift`."""
         columns = fake_columns(self.schema, range(self.offset, self.offset + events))
         label = np.arange(events) % 3
         columns["feature.x"] = np.eye(3, dtype=np.float32)[label]
@@ -98,17 +98,15 @@ def make_bench(tmp_path: Path, schema: Schema) -> Callable[..., Bench]:
 
 @pytest.fixture
 def bench(make_bench: Callable[..., Bench]) -> Bench:
-    """One on which a good version is served."""
+    """A bench with a good served version."""
     found = make_bench()
     found.hold_out(200)
-    assert found.publish(GOOD) == "inconclusive", "the first has nothing to be compared with"
+    assert found.publish(GOOD) == "inconclusive", "the first version has no baseline"
     assert found.publish(GOOD) == "pass"
     return found
 
 
-def test_a_worse_version_is_held_back_and_the_next_good_one_passes(
-    bench: Bench, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_worse_version_fails_and_the_next_good_one_passes(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         assert bench.publish(WORSE) == "fail"
         assert bench.publish(BAD) == "fail"
@@ -125,7 +123,7 @@ def test_a_worse_version_is_held_back_and_the_next_good_one_passes(
     assert sample("anabranch_gate_verdicts_total", {"verdict": "pass"}) == 2
 
 
-def test_versions_of_a_model_of_several_labels_are_judged_like_others(tmp_path: Path) -> None:
+def test_versions_of_a_multi_label_model_are_judged_like_others(tmp_path: Path) -> None:
     label = {"name": "y", "classes": ["a", "b", "c"], "multi": True}
     fields = {"features": {"x": {"dtype": "float32", "shape": [3]}}, "label": label}
     bench = Bench(tmp_path / "versions", Schema(SchemaSettings.model_validate(fields)), MultiLabel())
@@ -137,7 +135,7 @@ def test_versions_of_a_model_of_several_labels_are_judged_like_others(tmp_path: 
     assert verdict.numbers["class_c_drop"] == 1
 
 
-def test_an_alert_says_that_nothing_has_passed_for_max_hold(make_bench: Callable[..., Bench]) -> None:
+def test_a_hold_longer_than_max_hold_is_a_problem(make_bench: Callable[..., Bench]) -> None:
     bench = make_bench(max_hold="1ms")
     bench.hold_out(200)
     bench.publish(GOOD)
@@ -151,7 +149,7 @@ def test_an_alert_says_that_nothing_has_passed_for_max_hold(make_bench: Callable
     assert bench.gate.problem is None
 
 
-def test_a_stream_that_has_changed_does_not_freeze_serving_where_on_hold_is_serve(
+def test_a_hold_ends_after_max_hold_if_on_hold_is_serve(
     make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [1e9]
@@ -166,15 +164,17 @@ def test_a_stream_that_has_changed_does_not_freeze_serving_where_on_hold_is_serv
     assert bench.publish(BAD) == "fail"
     now[0] += 1
     assert bench.publish(BAD) == "inconclusive"
-    assert "served all the same" in bench.reasons(4)
-    assert bench.publish(BAD) == "pass", "it is compared with what is served no more"
+    assert "served although it failed" in bench.reasons(4)
+    assert bench.publish(BAD) == "pass", "it was compared with a version that is no longer served"
     for _ in range(2):
-        assert bench.publish({**GOOD, "bias": torch.full((3,), torch.nan)}) == "fail", "what cannot answer is served"
+        assert bench.publish({**GOOD, "bias": torch.full((3,), torch.nan)}) == "fail", (
+            "a version without finite scores is served"
+        )
         now[0] += 600
 
 
 @pytest.mark.parametrize("jump", [-86_400.0, 86_400.0])
-def test_a_hold_lasts_as_long_whatever_is_done_to_the_wall_clock(
+def test_a_hold_does_not_depend_on_the_wall_clock(
     make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, jump: float
 ) -> None:
     now, wall = [1000.0], [1e9]
@@ -193,7 +193,7 @@ def test_a_hold_lasts_as_long_whatever_is_done_to_the_wall_clock(
     assert bench.publish(BAD) == "inconclusive"
 
 
-def test_a_hold_goes_on_over_restarts_however_many(
+def test_a_hold_continues_after_several_restarts(
     make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [1000.0]
@@ -214,7 +214,7 @@ def test_a_hold_goes_on_over_restarts_however_many(
     assert [*verdicts, bench.publish(BAD)] == ["fail"] * 3 + ["inconclusive"]
 
 
-def test_a_hold_that_ended_after_the_checkpoint_does_not_go_on(
+def test_a_hold_that_ended_after_the_checkpoint_is_not_restored(
     bench: Bench, make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [1000.0]
@@ -233,14 +233,14 @@ def test_a_hold_that_ended_after_the_checkpoint_does_not_go_on(
     assert again.gate.problem is None
 
 
-def test_a_poisoned_stream_does_not_become_old_knowledge_while_versions_are_held_back(bench: Bench) -> None:
+def test_events_of_a_poisoned_stream_do_not_become_old_ones_during_a_hold(bench: Bench) -> None:
     for _ in range(20):
         bench.hold_out(60, shift=1)
-        assert bench.publish(BAD) == "fail", "it is right about what came since"
+        assert bench.publish(BAD) == "fail", "it is right about the poisoned events"
     assert bench.publish(GOOD) != "fail"
 
 
-def test_small_drops_do_not_add_up(make_bench: Callable[..., Bench]) -> None:
+def test_small_drops_do_not_accumulate(make_bench: Callable[..., Bench]) -> None:
     bench = make_bench(max_drop_old=0.4, max_drop_new=1.0)
     bench.hold_out(200)
     assert [bench.publish(GOOD), bench.publish(GOOD), bench.publish(WORSE)] == ["inconclusive", "pass", "pass"]
@@ -248,10 +248,10 @@ def test_small_drops_do_not_add_up(make_bench: Callable[..., Bench]) -> None:
     assert "the best version served lately" in bench.reasons(4)
 
 
-def test_small_drops_do_not_add_up_after_a_plateau_either(
+def test_small_drops_do_not_accumulate_after_a_plateau(
     make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a plateau nothing is surely better than the best, which is replaced once `max_hold` is over."""
+    """On a plateau no version is certainly better than the best, which is replaced after `max_hold`."""
     now = [1e9]
     monkeypatch.setattr(
         "learner.publishing.gatekeeper.time", SimpleNamespace(time=lambda: 1e9, monotonic=lambda: now[0])
@@ -265,14 +265,14 @@ def test_small_drops_do_not_add_up_after_a_plateau_either(
     assert "the best version served lately" in bench.reasons(17)
 
 
-def test_the_best_is_forgotten_when_it_was_served_longer_ago_than_max_hold(make_bench: Callable[..., Bench]) -> None:
+def test_the_best_version_is_replaced_after_max_hold(make_bench: Callable[..., Bench]) -> None:
     bench = make_bench(max_drop_old=0.8, max_drop_new=1.0, max_hold="1ms")
     bench.hold_out(200)
     for weights in (GOOD, WORSE, WORSE, BAD):
         assert bench.publish(weights) != "fail"
 
 
-def test_monitoring_withdraws_a_worse_version_and_the_gate_compares_with_the_one_before(
+def test_monitoring_withdraws_a_worse_version_and_restores_the_one_before_as_baseline(
     make_bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture
 ) -> None:
     bench = make_bench(min_rows=10_000)
@@ -288,12 +288,12 @@ def test_monitoring_withdraws_a_worse_version_and_the_gate_compares_with_the_one
     assert f"worse than version 1 on {MONITOR_ROWS} events" in bench.reasons(3)
     assert "versions 2, 3 are withdrawn" in caplog.text
     assert bench.registry.get_sample_value("anabranch_gate_withdrawn_total") == 1
-    assert bench.publish(WORSE) == "fail", "gate.min_rows is a way back for what was withdrawn"
+    assert bench.publish(WORSE) == "fail", "a withdrawn version passes because of gate.min_rows"
     assert bench.publish(GOOD) == "pass"
 
 
-def test_what_is_on_trial_takes_no_memory_however_many_versions_come(make_bench: Callable[..., Bench]) -> None:
-    """Without held-out events, or while they are rare, nothing ends a trial."""
+def test_memory_is_bounded_while_many_versions_are_on_probation(make_bench: Callable[..., Bench]) -> None:
+    """Without held-out events probation does not end."""
     bench = make_bench(holdout_fraction=0.0)
     for number in range(1, 1001):
         bench.gate.record_published(number, {}, np.empty(0), bench.holdout.held, Verdict("inconclusive"))
@@ -302,7 +302,7 @@ def test_what_is_on_trial_takes_no_memory_however_many_versions_come(make_bench:
     assert max(sizes.values()) < 10, sizes
 
 
-def test_what_is_withdrawn_is_not_what_failed_before(make_bench: Callable[..., Bench]) -> None:
+def test_versions_that_failed_before_are_not_withdrawn(make_bench: Callable[..., Bench]) -> None:
     bench = make_bench(min_rows=10_000)
     bench.hold_out(30)
     assert [bench.publish(weights) for weights in (GOOD, WORSE, WORSE)] == ["inconclusive"] * 3
@@ -313,7 +313,7 @@ def test_what_is_withdrawn_is_not_what_failed_before(make_bench: Callable[..., B
     assert bench.reasons(2) == "its own reason"
 
 
-def test_the_watch_finds_as_good_a_version_well(make_bench: Callable[..., Bench]) -> None:
+def test_monitoring_passes_an_equally_good_version(make_bench: Callable[..., Bench]) -> None:
     bench = make_bench(min_rows=10_000)
     bench.hold_out(30)
     for _ in range(4):
@@ -323,8 +323,8 @@ def test_the_watch_finds_as_good_a_version_well(make_bench: Callable[..., Bench]
     assert [bench.verdict(number) for number in (1, 2, 3, 4)] == ["inconclusive"] * 4
 
 
-def test_the_watch_withdraws_nothing_by_chance(make_bench: Callable[..., Bench]) -> None:
-    """Two models that differ on one event in five, and are as good: in a thousand runs of all its comparisons."""
+def test_monitoring_withdraws_no_version_by_chance(make_bench: Callable[..., Bench]) -> None:
+    """Two equally good models that differ on one event in five, in a thousand runs of all comparisons."""
     noise, rivals = np.random.default_rng(0), np.array([[0.0, 1.0], [1.0, 0.0], [1.0, 1.0]])
     checks_at = [50, 75, 112, 168, 252, 378, 500]
     for _ in range(1000):
@@ -345,7 +345,7 @@ def test_the_watch_withdraws_nothing_by_chance(make_bench: Callable[..., Bench])
     assert bench.gate._first_on_probation is None
 
 
-def test_in_a_small_holdout_set_a_trial_ends_with_its_youngest_quarter(make_bench: Callable[..., Bench]) -> None:
+def test_probation_ends_with_the_youngest_quarter_of_a_small_holdout_set(make_bench: Callable[..., Bench]) -> None:
     bench = make_bench(min_rows=10_000, holdout_rows=400)
     bench.hold_out(400)
     assert [bench.publish(GOOD), bench.publish(GOOD)] == ["inconclusive"] * 2
@@ -355,7 +355,7 @@ def test_in_a_small_holdout_set_a_trial_ends_with_its_youngest_quarter(make_benc
     assert bench.gate._first_on_probation is None
 
 
-def test_a_holdout_set_that_is_too_small_withdraws_nothing(make_bench: Callable[..., Bench]) -> None:
+def test_there_is_no_monitoring_with_a_holdout_set_that_is_too_small(make_bench: Callable[..., Bench]) -> None:
     bench = make_bench(min_rows=10_000, holdout_rows=100)
     bench.hold_out(30)
     assert [bench.publish(GOOD), bench.publish(BAD)] == ["inconclusive"] * 2
@@ -365,7 +365,7 @@ def test_a_holdout_set_that_is_too_small_withdraws_nothing(make_bench: Callable[
     assert bench.gate._first_on_probation is None
 
 
-def test_what_a_person_promotes_is_what_others_are_compared_with(bench: Bench) -> None:
+def test_a_promoted_version_is_the_baseline(bench: Bench) -> None:
     assert bench.publish(BAD) == "fail"
     bench.versions.write_state(RegistryState(serving=3, previous=2, promoted=3))
     assert bench.publish(BAD) == "pass"
@@ -373,7 +373,7 @@ def test_what_a_person_promotes_is_what_others_are_compared_with(bench: Bench) -
     assert bench.publish(BAD) == "fail"
 
 
-def test_after_a_person_rolled_back_versions_are_compared_with_what_is_served_then(
+def test_the_version_served_after_a_rollback_is_the_baseline(
     make_bench: Callable[..., Bench],
 ) -> None:
     bench = make_bench(min_rows=10_000)
@@ -385,19 +385,19 @@ def test_after_a_person_rolled_back_versions_are_compared_with_what_is_served_th
     assert bench.publish(GOOD) == "pass"
 
 
-def test_a_restart_goes_on_with_the_newest_version_that_has_not_failed(
+def test_the_newest_version_that_has_not_failed_is_the_baseline_after_a_restart(
     bench: Bench, make_bench: Callable[..., Bench]
 ) -> None:
     bench.publish(WORSE)
     again = make_bench(max_hold="1ms")
     again.hold_out(200)
     again.watch()
-    assert again.gate.held_since is not None, "the hold is forgotten"
+    assert again.gate.held_since is not None, "the hold was not restored"
     assert again.publish(WORSE) == "fail"
     assert again.publish(GOOD) == "pass"
 
 
-def test_a_restart_compares_nothing_with_a_stale_learners_version(
+def test_a_version_of_a_stale_learner_is_no_baseline_after_a_restart(
     bench: Bench, make_bench: Callable[..., Bench]
 ) -> None:
     stale = msgspec.structs.replace(bench.versions.manifest(2), number=3, generation=0)
@@ -408,16 +408,14 @@ def test_a_restart_compares_nothing_with_a_stale_learners_version(
     assert "than the served version" in again.reasons(4)
 
 
-def test_a_learner_that_starts_without_held_out_events_inherits_no_hold(
-    bench: Bench, make_bench: Callable[..., Bench]
-) -> None:
+def test_a_learner_without_held_out_events_restores_no_hold(bench: Bench, make_bench: Callable[..., Bench]) -> None:
     bench.publish(WORSE)
     again = make_bench()
     assert again.publish(WORSE) == "inconclusive"
     assert again.gate.held_since is None
 
 
-def test_without_any_held_out_event_nothing_is_held_back(make_bench: Callable[..., Bench]) -> None:
+def test_no_version_fails_without_held_out_events(make_bench: Callable[..., Bench]) -> None:
     bench = make_bench()
     for weights in (GOOD, BAD):
         assert bench.publish(weights) == "inconclusive"
@@ -426,7 +424,7 @@ def test_without_any_held_out_event_nothing_is_held_back(make_bench: Callable[..
 
 
 @pytest.mark.parametrize("damage", ["manifest.json", "model.safetensors"])
-def test_a_version_that_cannot_be_read_or_was_deleted_is_not_compared_with(
+def test_an_unreadable_or_deleted_version_is_no_baseline(
     bench: Bench, make_bench: Callable[..., Bench], damage: str
 ) -> None:
     bench.versions.delete(2)
@@ -438,7 +436,7 @@ def test_a_version_that_cannot_be_read_or_was_deleted_is_not_compared_with(
     assert "no served version" in again.reasons(again.publisher.number or 0)
 
 
-def test_a_version_of_another_model_is_not_compared_with(make_bench: Callable[..., Bench]) -> None:
+def test_a_version_of_another_model_is_no_baseline(make_bench: Callable[..., Bench]) -> None:
     first = make_bench()
     first.publish(GOOD)
     manifest = first.versions.manifest(1)
@@ -455,9 +453,7 @@ def test_the_served_version_is_not_deleted_while_versions_fail(bench: Bench) -> 
     assert 2 in bench.versions.numbers()
 
 
-def test_events_are_scored_once_by_the_versions_that_others_are_compared_with(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_baselines_score_each_event_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     scored: list[int] = []
     score = Scorer.score_and_find
 
@@ -468,4 +464,4 @@ def test_events_are_scored_once_by_the_versions_that_others_are_compared_with(
     monkeypatch.setattr(Scorer, "score_and_find", count)
     bench.hold_out(8)
     bench.publish(BAD)
-    assert sorted(scored) == [8, 8, 8, 208], "near future, the served one, the best, and the candidate"
+    assert sorted(scored) == [8, 8, 8, 208], "near future, served version, best version, and candidate"

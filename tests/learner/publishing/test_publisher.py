@@ -1,4 +1,4 @@
-"""What is published, what is skipped, what is deleted, and a disk that fails."""
+"""Which versions the publisher publishes, skips and deletes, and how it continues after errors of the disk."""
 
 import math
 import os
@@ -39,7 +39,7 @@ SOON = timedelta(seconds=20)
 
 
 class Bench:
-    """A publisher over a directory, and steps to publish."""
+    """A publisher over a directory."""
 
     def __init__(self, path: Path, schema: Schema, model: nn.Module, gate: object = None, **settings: object) -> None:
         state_dir = path.parent
@@ -61,17 +61,17 @@ class Bench:
             lambda: check_generation(state_dir, 7),
         )
         self.step = 0
-        self.learned = RecordTimes()
+        self.newly_trained = RecordTimes()
 
     def publish(self) -> None:
-        """Take a step and publish it, whatever time it is."""
+        """Make a step and publish its version at once."""
         self.step += 1
         self.publisher.publish_last((self.step, ()), self.snapshot, Deadline(SOON))
 
     def snapshot(self) -> Snapshot:
         weights = {name: value.clone() for name, value in self.model.state_dict().items()}
         return Snapshot(
-            self.step, weights, {"events:0": PartitionProgress(self.step)}, self.holdout.held, 0.5, self.learned
+            self.step, weights, {"events:0": PartitionProgress(self.step)}, self.holdout.held, 0.5, self.newly_trained
         )
 
 
@@ -80,21 +80,21 @@ def make_bench(tmp_path: Path, schema: Schema, make_model: Callable[[], nn.Modul
     return lambda **settings: Bench(tmp_path / "versions", schema, make_model(), **settings)
 
 
-def test_a_version_is_scored_on_what_came_after_it(make_bench: Callable[..., Bench], schema: Schema) -> None:
+def test_a_version_is_scored_on_later_events(make_bench: Callable[..., Bench], schema: Schema) -> None:
     bench = make_bench()
     bench.publish()
-    assert bench.publisher.retention.near == (), "nothing has come yet"
+    assert bench.publisher.retention.near == (), "there is no later event yet"
     with torch.no_grad():
         for name, value in bench.model.named_parameters():
             value.zero_()
             if name == "3.bias":
                 value[1] = 1.0
-    bench.publish()  # has seen class 1 alone
+    bench.publish()  # trained on class 1 only
     assert bench.publisher.retention.near == ()
     bench.holdout.add(fake_columns(schema, range(100, 110), label=[1]), [TopicPartition("events", 0)])
     with torch.no_grad():
         dict(bench.model.named_parameters())["3.bias"][2] = 2.0
-    bench.publish()  # the newest one, which would have them all wrong, is not the one that is asked
+    bench.publish()  # the newest version, which would score 0, is not the one that is scored
     assert bench.publisher.retention.near == ((10, 10.0),)
     assert bench.publisher.retention.windows["near_future"] == 1
     bench.holdout.add(fake_columns(schema, range(110, 115), label=[1]), [TopicPartition("events", 0)])
@@ -102,7 +102,7 @@ def test_a_version_is_scored_on_what_came_after_it(make_bench: Callable[..., Ben
     assert bench.publisher.retention.near == ((10, 10.0), (5, 0.0))
 
 
-def test_a_version_says_what_it_is(make_bench: Callable[..., Bench], schema: Schema) -> None:
+def test_a_manifest_describes_its_version(make_bench: Callable[..., Bench], schema: Schema) -> None:
     bench = make_bench()
     bench.publish()
     manifest = bench.versions.manifest(1)
@@ -117,7 +117,7 @@ def test_a_version_says_what_it_is(make_bench: Callable[..., Bench], schema: Sch
     assert all(torch.equal(weights[name], value) for name, value in bench.model.state_dict().items())
 
 
-def test_a_score_that_is_not_finite_is_left_out_of_a_manifest(
+def test_a_manifest_has_no_score_that_is_not_finite(
     make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench, snapshot = make_bench(), Bench.snapshot
@@ -126,14 +126,14 @@ def test_a_score_that_is_not_finite_is_left_out_of_a_manifest(
     assert bench.versions.manifest(1).metrics.keys() == {"new", "old", "worst"}
 
 
-def test_nothing_is_published_before_something_is_learned(make_bench: Callable[..., Bench]) -> None:
+def test_no_version_is_published_before_the_first_step(make_bench: Callable[..., Bench]) -> None:
     bench = make_bench()
     bench.publisher.publish_if_due((0, ()), bench.snapshot)
     bench.publisher.publish_last((0, ()), bench.snapshot, Deadline(SOON))
     assert bench.versions.numbers() == []
 
 
-def test_a_version_that_falls_due_while_one_is_written_is_skipped_and_counted(
+def test_a_version_that_is_due_while_another_is_written_is_skipped_and_counted(
     make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = make_bench()
@@ -151,7 +151,7 @@ def test_a_version_that_falls_due_while_one_is_written_is_skipped_and_counted(
     assert bench.versions.manifest(2).step == bench.step
 
 
-def test_a_gate_that_is_slow_makes_versions_rarer_and_none_is_published_unjudged(
+def test_a_slow_gate_makes_versions_rarer_and_judges_each(
     make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = make_bench()
@@ -160,15 +160,15 @@ def test_a_gate_that_is_slow_makes_versions_rarer_and_none_is_published_unjudged
     begin = time.monotonic()
     bench.publish()
     while bench.publisher.skipped < 3:
-        assert time.monotonic() < begin + 9, "it does not rest"
+        assert time.monotonic() < begin + 9, "there is no pause after scoring"
         bench.step += 1
         bench.publisher.publish_if_due((bench.step, ()), bench.snapshot)
     assert bench.versions.numbers() == [1]
-    bench.publish()  # the last one is judged at once
+    bench.publish()  # the last version does not wait for the pause
     assert bench.versions.numbers() == [1, 2]
 
 
-def test_numbers_go_on_from_the_highest_ever_seen(make_bench: Callable[..., Bench]) -> None:
+def test_numbers_continue_from_the_highest_known_one(make_bench: Callable[..., Bench]) -> None:
     first = make_bench()
     first.publish()
     first.versions.write_state(RegistryState(serving=41))
@@ -178,7 +178,7 @@ def test_numbers_go_on_from_the_highest_ever_seen(make_bench: Callable[..., Benc
     assert second.versions.manifest(42).parent == 1
 
 
-def test_a_restart_reads_how_far_the_newest_version_is_trained(make_bench: Callable[..., Bench]) -> None:
+def test_a_restart_reads_the_progress_of_the_newest_version(make_bench: Callable[..., Bench]) -> None:
     first = make_bench()
     assert first.publisher.published_through() == {}
     first.publish()
@@ -198,7 +198,7 @@ def test_a_restart_reads_how_far_the_newest_version_is_trained(make_bench: Calla
         (3, {"events:0": PartitionProgress(3), "events:1": PartitionProgress(-1)}, False),
     ],
 )
-def test_after_a_restart_what_a_checkpoint_has_learned_is_published_unless_the_newest_version_has_it(
+def test_a_restart_publishes_the_progress_of_the_checkpoint_unless_the_newest_version_has_it(
     make_bench: Callable[..., Bench], step: int, trained: dict[str, PartitionProgress], published: bool
 ) -> None:
     first = make_bench()
@@ -206,13 +206,13 @@ def test_after_a_restart_what_a_checkpoint_has_learned_is_published_unless_the_n
         first.publish()
     second, progress = make_bench(), (step, (Position(7),))
     second.step = step
-    second.publisher.go_on_from(progress, trained)
+    second.publisher.skip_published(progress, trained)
     second.publisher.publish_last(progress, second.snapshot, Deadline(SOON))
     assert second.versions.numbers() == ([1, 2, 3] if published else [1, 2, 3, 4])
 
 
 @pytest.mark.parametrize("change", [{"schema": "other"}, {"model": ModelReference("m:other", {}, "classification")}])
-def test_after_a_restart_with_another_model_it_is_published(
+def test_a_restart_with_another_model_publishes_a_version(
     make_bench: Callable[..., Bench], change: dict[str, object]
 ) -> None:
     first = make_bench()
@@ -221,12 +221,12 @@ def test_after_a_restart_with_another_model_it_is_published(
     first.versions.write(first.model.state_dict(), manifest, Verdict("pass"))
     second = make_bench()
     second.step = 1
-    second.publisher.go_on_from((1, ()), {"events:0": PartitionProgress(1)})
+    second.publisher.skip_published((1, ()), {"events:0": PartitionProgress(1)})
     second.publisher.publish_last((1, ()), second.snapshot, Deadline(SOON))
     assert second.versions.numbers() == [1, 2, 3]
 
 
-def test_old_versions_are_deleted_but_not_what_serving_needs_or_may_need(
+def test_old_versions_are_deleted_except_those_that_serving_needs(
     make_bench: Callable[..., Bench],
 ) -> None:
     bench = make_bench(keep=2, keep_hourly=0)
@@ -238,7 +238,7 @@ def test_old_versions_are_deleted_but_not_what_serving_needs_or_may_need(
     assert bench.versions.numbers() == [1, 2, 3, 6, 7]
 
 
-def test_a_stale_learners_versions_take_no_good_ones_place(make_bench: Callable[..., Bench]) -> None:
+def test_versions_of_a_stale_learner_do_not_count_as_kept(make_bench: Callable[..., Bench]) -> None:
     bench = make_bench(keep=2, keep_hourly=0)
     for _ in range(3):
         bench.publish()
@@ -250,14 +250,14 @@ def test_a_stale_learners_versions_take_no_good_ones_place(make_bench: Callable[
     assert bench.versions.numbers() == [1, 3, 4]
 
 
-def test_a_state_that_cannot_be_read_keeps_no_learner_from_starting(
+def test_a_learner_starts_with_an_unreadable_state(
     make_bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture
 ) -> None:
     first = make_bench()
     first.publish()
     (first.versions.path / STATE).write_text("torn")
     bench = make_bench()
-    assert "numbers go on from the versions that are there" in caplog.text
+    assert "numbers continue from those of the existing versions" in caplog.text
     bench.publish()
     assert bench.versions.numbers() == [1, 2]
 
@@ -270,7 +270,7 @@ def test_the_last_version_of_an_hour_is_kept(make_bench: Callable[..., Bench], m
         bench.publish()
     hours = [bench.versions.manifest(number).time // 3600 for number in bench.versions.numbers()[1:-2]]
     assert len(hours) == len(set(hours)) == 2
-    assert bench.versions.numbers()[0] == 1, "what nothing after it was found as well as is not deleted"
+    assert bench.versions.numbers()[0] == 1, "the best version was deleted"
     assert bench.versions.numbers()[-2:] == [9, 10]
 
 
@@ -286,30 +286,30 @@ def test_the_manifest_of_an_old_version_is_read_once(
     assert len(read) == len(set(read))
 
 
-def test_a_disk_that_fails_costs_the_version_and_not_the_training(
+def test_a_failing_disk_skips_the_version_and_not_the_training(
     make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = make_bench()
-    bench.learned.add(np.array([10, 20], np.int64))
+    bench.newly_trained.add(np.array([10, 20], np.int64))
     with monkeypatch.context() as patch:
         patch.setattr("anabranch.core.atomic_files.os.fsync", _no_space)
         bench.publish()
-    bench.learned = RecordTimes()
-    bench.learned.add(np.array([30], np.int64))
+    bench.newly_trained = RecordTimes()
+    bench.newly_trained.add(np.array([30], np.int64))
     assert bench.versions.numbers() == []
     assert bench.publisher.problem is not None
     assert "No space left" in bench.publisher.problem
     assert list(bench.versions.path.iterdir()) == []
     bench.publish()
     assert bench.publisher.problem is None
-    assert bench.versions.numbers() == [2], "the number of a version that failed is given again"
+    assert bench.versions.numbers() == [2], "the number of a failed version was used again"
     assert bench.versions.manifest(2).learned == NewlyTrained(3, [10, 20, 30])
-    bench.learned = RecordTimes()
+    bench.newly_trained = RecordTimes()
     bench.publish()
     assert bench.versions.manifest(3).learned == NewlyTrained(0, [])
 
 
-def test_a_disk_that_hangs_is_a_problem_until_it_works_again(
+def test_a_hanging_disk_is_a_problem_until_the_version_is_written(
     make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now, go, sync = [1000.0], threading.Event(), os.fsync
@@ -328,7 +328,7 @@ def test_a_disk_that_hangs_is_a_problem_until_it_works_again(
     assert bench.publisher.problem is None
 
 
-def test_a_version_that_could_not_be_written_is_tried_again_though_nothing_more_is_learned(
+def test_a_failed_version_is_written_again_without_progress(
     make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench, progress = make_bench(), (1, (Position(5),))
@@ -342,7 +342,7 @@ def test_a_version_that_could_not_be_written_is_tried_again_though_nothing_more_
     assert bench.publisher.problem is None
 
 
-def test_positions_that_moved_without_a_step_are_published(make_bench: Callable[..., Bench]) -> None:
+def test_progress_without_a_step_is_published(make_bench: Callable[..., Bench]) -> None:
     bench = make_bench()
     bench.publish()
     for offset in (5, 5, 6):
@@ -350,7 +350,7 @@ def test_positions_that_moved_without_a_step_are_published(make_bench: Callable[
     assert bench.versions.numbers() == [1, 2, 3]
 
 
-def test_a_damaged_older_version_keeps_nothing_from_being_published(make_bench: Callable[..., Bench]) -> None:
+def test_versions_are_published_next_to_a_damaged_older_one(make_bench: Callable[..., Bench]) -> None:
     bench = make_bench(keep=2, keep_hourly=1)
     bench.publish()
     (bench.versions.directory(1) / "manifest.json").write_text("torn")
@@ -359,11 +359,11 @@ def test_a_damaged_older_version_keeps_nothing_from_being_published(make_bench: 
     assert bench.versions.numbers() == [1, 2, 3, 4]
     for _ in range(3):
         bench.publish()
-    assert bench.versions.numbers() == [1, 5, 6, 7], "and no older one from being deleted"
+    assert bench.versions.numbers() == [1, 5, 6, 7], "older versions are deleted as well"
     assert bench.publisher.problem is None
 
 
-def test_a_learner_whose_place_was_taken_publishes_nothing_more(
+def test_a_learner_that_lost_its_lock_publishes_no_more_versions(
     make_bench: Callable[..., Bench], tmp_path: Path
 ) -> None:
     bench = make_bench()
