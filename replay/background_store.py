@@ -157,7 +157,8 @@ class BackgroundStore:
     def _at_rest(self) -> Store:
         """Return the store once the thread does not use it; jobs may be pending."""
         if self._thread.busy:
-            self._store.tiers.stats.stall_seconds += self._thread.wait()
+            waited = self._thread.wait()  # before the sum is read: jobs change it, and restore it at their end
+            self._store.tiers.stats.stall_seconds += waited
         self._raise()
         return self._store
 
