@@ -197,14 +197,16 @@ class Passes:
         """Compute the gradient of the step, transformed by the strategy and clipped, and read back its numbers."""
         self.strategy.on_step_start()
         outputs, totals = StepOutputs(), list[Tensor]()
-        parts = micro_batches(new, old, self.micro_batch_size)
+        parts, idle_passes = micro_batches(new, old, self.micro_batch_size), 0
+        if self._ranks.weights.sharded:  # before the first pass, in which ranks wait for each other
+            idle_passes = self._ranks.weights.num_forwards(len(parts)) - len(parts)
         for index, (some_new, some_old) in enumerate(parts):
             if self._before_micro_batch is not None:
                 self._before_micro_batch(index)
             with self._ranks.no_sync() if index < len(parts) - 1 else contextlib.nullcontext():
                 totals.append(self._forward_backward(some_new, some_old, weights, outputs))
-        if self._ranks.weights.sharded:
-            self._run_idle(len(parts), new, old, weights)
+        for _ in range(idle_passes):
+            self._run_idle(new, old, weights)
         if self.strategy.learns_gradient:
             if self._attempts > 1:
                 self.update.unscale()
@@ -212,12 +214,11 @@ class Passes:
         self._read_numbers(outputs, reduce(torch.add, totals), new, rows, before)
         return outputs
 
-    def _run_idle(self, parts: int, new: Examples, old: Sequence[Examples], weights: StepWeights) -> None:
-        """Run passes of weight 0, as many as this rank has micro-batches less than others."""
-        for _ in range(parts, self._ranks.weights.num_forwards(parts)):
-            before = self.snapshots.take()
-            self._forward_backward(*idle(new, old), weights, StepOutputs())
-            before.restore_buffers()
+    def _run_idle(self, new: Examples, old: Sequence[Examples], weights: StepWeights) -> None:
+        """Run a pass of weight 0, which other ranks with more micro-batches need this rank to run."""
+        before = self.snapshots.take()
+        self._forward_backward(*idle(new, old), weights, StepOutputs())
+        before.restore_buffers()
 
     def _forward_backward(
         self, new: Examples, old: Sequence[Examples], weights: StepWeights, outputs: StepOutputs
