@@ -1,4 +1,4 @@
-"""The training loop: takes batches, learns them, settles them, publishes."""
+"""The training loop: reads batches, trains on them, settles their outcomes, publishes versions."""
 
 import logging
 import threading
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ingest.events.block import Array, Outcome, SkipReason
+from ingest.events.partition import TopicPartition
 from ingest.metrics import IngestMetrics
 from ingest.reader.cursors import Partition
 from ingest.reader.multi_host import MultiHostReader
@@ -20,12 +20,12 @@ from learner.checkpointing.checkpointer import CapturedState, Checkpointer
 from learner.checkpointing.erasure import Erasure
 from learner.checkpointing.stateful import Stateful, StatefulPart, restore_states, states_of
 from learner.config import LearnerSettings
-from learner.evaluation.forgetting_metric import retention_of
 from learner.evaluation.holdout import HoldoutSet
 from learner.evaluation.prequential import Scored
 from learner.metrics import LearnerMetrics
-from learner.model.faulty_events import Raised, RaisingEventsError
+from learner.model.faulty_events import RaisingEventsError
 from learner.publishing.publisher import Progress, Publisher, Snapshot
+from learner.raising_events import RaisingEvents
 from learner.replay_feed import NOTHING, Replay, ReplayFeed
 from learner.runtime.shutdown import Deadline
 from learner.state_dir.checkpoint import ERASED, Checkpoint
@@ -44,14 +44,14 @@ _COMMIT_SECONDS = 5.0
 _MANY_NON_FINITE = 10
 
 Task = Callable[[], object]
-"""Work between steps, which decides itself whether it is due."""
+"""Work between steps; it checks itself whether it is due."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class LoopComponents:
-    """What the loop composes; each is used by the loop's thread alone."""
+    """The parts of the loop; each is used by the loop's thread alone."""
 
     source: BlockReader | MultiHostReader
     trainer: Trainer
@@ -66,7 +66,7 @@ class LoopComponents:
 
 @dataclass(frozen=True)
 class LoopMetrics:
-    """The collectors that the loop moves."""
+    """The metrics that the loop updates."""
 
     ingest: IngestMetrics
     replay: ReplayMetrics
@@ -74,7 +74,7 @@ class LoopMetrics:
 
 
 class TrainingLoop:
-    """One rank. `run` returns when the stop event is set; `finish` then publishes and commits what was learned."""
+    """One rank. `run` returns when the stop event is set; `finish` then saves the progress."""
 
     def __init__(
         self,
@@ -98,7 +98,8 @@ class TrainingLoop:
         )
         self._next_commit = 0.0
         self.ledger = Ledger(parts.publisher.published_through())
-        self._met: Sequence[Partition] = ()
+        self._partitions: Sequence[Partition] = ()
+        self._names: Sequence[TopicPartition] = ()
         self.rates = Rates()
         self.monitor = parts.monitor
         self._replay = parts.replay
@@ -106,12 +107,13 @@ class TrainingLoop:
         self.rows_new = 0
         self.rows_replay = 0
         self.non_finite_in_a_row = 0
-        self.raised = Raised()
-        self._raised_in_holdout = parts.publisher.raised, parts.replay.raised
+        queues = parts.publisher.raised, parts.replay.raised
+        self.raising_events = RaisingEvents(self.ledger, parts.replay, parts.holdout, queues, metrics.learner.raised)
+        self.raised = self.raising_events.raised
         self._stateful = self._stateful_parts()
 
     def begin(self, stop: threading.Event, while_waiting: Sequence[Task]) -> None:
-        """Write a checkpoint that says where each partition starts, unless there is a checkpoint; called before `run`.
+        """Write a checkpoint of where each partition starts, unless there is a checkpoint; called before `run`.
 
         Without it a restart would start at `stream.start` again, which may be another offset by then. `while_waiting`
         runs while this waits for the disk.
@@ -119,7 +121,7 @@ class TrainingLoop:
         Raises:
             DependencyError: it cannot be written.
         """
-        self._meet_partitions()
+        self._register_partitions()
         self._parts.checkpointer.checkpoint_first({"ledger": self.ledger.state()}, stop, while_waiting)
 
     def run(self, stop: threading.Event, between_steps: Sequence[Task]) -> None:
@@ -128,11 +130,11 @@ class TrainingLoop:
         Raises:
             GapError: offsets to be read are gone, and `stream.on_gap` is `fail`.
         """
-        self._replay.prefetch(self.steps, self.replay_ratio)
-        self.checkpoint_if_due()  # the checkpoint that this goes on from may have left too few slots for a step
+        self._replay.prefetch(self.steps)
+        self.checkpoint_if_due()  # a restored checkpoint may have left too few slots for a step
         while not stop.is_set():
             batch = self._batches.next(stop)
-            self._meet_partitions()
+            self._register_partitions()
             if batch is not None:
                 self._learn(batch)
             else:
@@ -142,10 +144,10 @@ class TrainingLoop:
         self.count()
 
     def finish(self, deadline: Deadline) -> None:
-        """Publish what was learned since the last version, checkpoint, and commit positions, before the deadline.
+        """Write a checkpoint, publish the progress since the last version, and commit positions, before the deadline.
 
-        Spoiled weights are not saved: the next start goes on from before, and learns the events since
-        again.
+        Spoiled weights are not saved: the next start continues from an earlier checkpoint, and trains on the events
+        since then again.
         """
         self._parts.erasure.poll()
         if self._parts.erasure.settled and not self.spoiled and not self.raised.is_all:
@@ -158,9 +160,9 @@ class TrainingLoop:
         self._parts.erasure.finish(deadline)
 
     def _learn(self, batch: Batch) -> None:
-        """Do all that one batch requires, in an order in which a crash loses nothing.
+        """Train on one batch, in an order in which a crash loses nothing.
 
-        Only the first is durable, and may be repeated: a crash anywhere loses the whole batch, and a restart learns
+        Only the first is durable, and may be repeated: a crash anywhere loses the whole batch, and a restart trains on
         it again from the checkpoint.
 
         1. Write the erasures that its tombstones ask for, which alone is durable, and drop erased events.
@@ -169,18 +171,18 @@ class TrainingLoop:
            are skipped, and the others trained on.
         4. Add the events to the store: after the step, and only if they were trained on. Choose those of a later step.
         5. Put held-out events into the holdout set.
-        6. Settle outcomes and positions: from here on a version says that it is trained on them.
+        6. Settle outcomes and positions: from here on a version includes them in `trained_through`.
         """
-        names = [account.name for account in self.ledger.partitions]
+        names, replay, result = self._names, NOTHING, None
         batch = self._parts.erasure.exclude(batch)
-        replay, result = self._step(batch) if batch.new else (NOTHING, None)
+        if batch.new:
+            begin = time.perf_counter()
+            replay = self._replay.sample(self.steps, len(batch))
+            replay, result = self._train(batch, replay)
+            self._observe(batch, replay, result, time.perf_counter() - begin)
         self._replay.add(self.steps, batch, replay, result, names)
-        self._replay.prefetch(self.steps, self.replay_ratio)
         self._parts.holdout.add(batch.held_out, names)
-        self._settle(batch, finite=result is None or result.finite)
-
-    def _settle(self, batch: Batch, *, finite: bool) -> None:
-        """Give each event of a batch its outcome, and move positions past it."""
+        finite = result is None or result.finite
         outcome, reason = (Outcome.TRAINED, SkipReason.NONE) if finite else (Outcome.SKIPPED, SkipReason.NON_FINITE)
         for span in batch.spans:
             self.ledger.advance(span, outcome, reason)
@@ -188,36 +190,16 @@ class TrainingLoop:
             self.count()
 
     def count(self) -> None:
-        """Let ledger and counters follow what was settled, which they do for several steps at once."""
+        """Count the outcomes that were settled since the last time, for several steps at once."""
         self.ledger.count()
         self._counters.update(self.ledger.partitions)
 
-    def _step(self, batch: Batch) -> tuple[Replay, StepResult | None]:
-        """Sample, test, train and measure; return the old events, and the result: None if the model raised on all new
-        ones, which leave the batch."""
-        begin = time.perf_counter()
-        replay = self._replay.sample(self.steps, len(batch), self.replay_ratio)
-        replay, result = self._train(batch, replay)
-        self.steps += 1
-        self._metrics.learner.steps.inc()
-        self._metrics.learner.step.observe(time.perf_counter() - begin)
-        if result is None:
-            self.raised.steps_in_a_row += 1
-        elif not result.finite:
-            self._metrics.learner.non_finite.inc()
-            self.non_finite_in_a_row += 1
-            log.warning(
-                "step %d: loss %s or its gradient is not finite; skipped %s",
-                *(self.steps, result.loss, self._ranges(batch.new)),
-            )
-        else:
-            self.non_finite_in_a_row = self.raised.steps_in_a_row = 0
-            self._measure(len(batch), result, replay)
-        return replay, result
-
     def _train(self, batch: Batch, replay: Replay) -> tuple[Replay, StepResult | None]:
-        """Step without the events on which the model raises, as if they had not come; return the old events that are
-        left."""
+        """Step without the events on which the model raises, as if they had not come.
+
+        Returns:
+            The remaining old events, and the result; None if the model raised on all new events, which leave the batch.
+        """
         trainer = self._parts.trainer
         trainer.scale_learning_rate(self.monitor.adjustments.lr_factor)
         while batch.new:
@@ -225,43 +207,25 @@ class TrainingLoop:
                 return replay, trainer.step(trainer.examples(batch.new), replay.examples)
             except RaisingEventsError as exc:
                 error = exc
-            count = len(batch)
-            raised = np.zeros(count + sum(map(len, replay.examples)), np.bool_)
-            raised[error.indices] = True
-            if raised[count:].any():
-                replay, records = self._replay.remove(replay, raised[count:])
-                self._metrics.learner.raised.labels("replay").inc(len(records))
-                self.raised.log("which are replayed no more", self._names(records), error.message)
-            if raised[:count].any():
-                self._skip(batch, raised[:count], error.message)
+            replay = self.raising_events.remove(batch, replay, error, self.rows_new)
         return replay, None
 
-    def _skip(self, batch: Batch, raised: NDArray[np.bool_], said: str) -> None:
-        """Settle new events on which the model raised."""
-        left, count = {name: batch.new[name][raised] for name in ("partition", "offset")}, int(raised.sum())
-        batch.skip(raised, SkipReason.MODEL)
-        self._metrics.learner.raised.labels("new").inc(count)
-        self.raised.add(self.rows_new + self.raised.new + count, count, said)
-        self.raised.log("which are skipped", self._names(left), said)
-
-    def drop_raising_holdout(self) -> None:
-        """Take events on which the model raised out of the held-out set."""
-        for found in self._raised_in_holdout:
-            while found:
-                hashes, said = found.popleft()
-                left = self._parts.holdout.remove(hashes)
-                if left and (count := len(left["offset"])):
-                    self._metrics.learner.raised.labels("held_out").inc(count)
-                    self.raised.log("which are held out no more", self._names(left), said)
-
-    def _names(self, columns: Mapping[str, Array] | NDArray[np.void]) -> list[str]:
-        """Name events as `topic[partition]@offset`."""
-        places = zip(columns["partition"].tolist(), columns["offset"].tolist(), strict=True)
-        accounts = self.ledger.partitions
-        return [f"{accounts[at].name.topic}[{accounts[at].name.partition}]@{offset}" for at, offset in places]
-
-    def _measure(self, rows: int, result: StepResult, replay: Replay) -> None:
-        """Count and measure a finite step of `rows` new events, and ask for a response where it shows a drift."""
+    def _observe(self, batch: Batch, replay: Replay, result: StepResult | None, seconds: float) -> None:
+        """Count a step that took `seconds`, measure it where it is finite, and respond where it shows a drift."""
+        self.steps += 1
+        self._metrics.learner.steps.inc()
+        self._metrics.learner.step.observe(seconds)
+        if result is None:
+            self.raised.steps_in_a_row += 1
+            return
+        if not result.finite:
+            self._metrics.learner.non_finite.inc()
+            self.non_finite_in_a_row += 1
+            ranges = self._ranges(batch.new)
+            log.warning("step %d: loss %s or its gradient is not finite; skipped %s", self.steps, result.loss, ranges)
+            return
+        self.non_finite_in_a_row = self.raised.steps_in_a_row = 0
+        rows = len(batch)
         self.rows_new += rows
         self.rows_replay += result.replayed
         self._trained_new.inc(rows)
@@ -290,20 +254,20 @@ class TrainingLoop:
         return accounts[index].position.offset if index < len(accounts) else 0
 
     def _ranges(self, columns: Mapping[str, Array]) -> str:
-        """Name events as `topic[partition]@first..last`, for a person to look them up."""
+        """Return ranges of events as `topic[partition]@first..last`, for logs."""
         parts = []
         for index in np.unique(columns["partition"]).tolist():
-            name = self._parts.source.partitions[index].name
+            name = self._names[index]
             offsets = columns["offset"][columns["partition"] == index]
             parts.append(f"{name.topic}[{name.partition}]@{offsets.min()}..{offsets.max()}")
         return ", ".join(parts)
 
-    def _meet_partitions(self) -> None:
-        """Open an account for each partition that was added, and note how far the broker is."""
+    def _register_partitions(self) -> None:
+        """Open an account for each partition that was added, and update the ends of all and the lag."""
         self._parts.source.receive()
         partitions = self._parts.source.partitions
-        if partitions is not self._met:
-            self._met = partitions
+        if partitions is not self._partitions:
+            self._partitions, self._names = partitions, [partition.name for partition in partitions]
             self._parts.erasure.register_partitions(partitions, lambda: self.ledger.positions)
             for index, partition in enumerate(partitions):
                 if index == len(self.ledger.partitions):
@@ -324,8 +288,13 @@ class TrainingLoop:
 
     @property
     def spoiled(self) -> bool:
-        """Whether so many steps in a row were not finite that the weights are to be doubted. Any thread may ask."""
+        """Whether many consecutive steps were not finite, maybe because of the weights. Any thread may call this."""
         return self.non_finite_in_a_row >= _MANY_NON_FINITE
+
+    @property
+    def _is_sound(self) -> bool:
+        """Whether a checkpoint of the current state may replace earlier ones."""
+        return self._parts.erasure.settled and not self.non_finite_in_a_row and not self.raised.is_all
 
     @property
     def problem(self) -> str | None:
@@ -339,12 +308,12 @@ class TrainingLoop:
 
     @property
     def warning(self) -> str | None:
-        """One sentence on what the learner did to go on, though it is healthy."""
+        """One sentence on what the learner changed to continue, although it is healthy."""
         return self._parts.trainer.warning
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Take up a checkpoint, before the first step, but for the store's part; raises CheckpointError when it does
-        not fit."""
+        """Restore a checkpoint, except the store's part, before the first step; raises CheckpointError if it does not
+        fit."""
         parts, state = self._parts, checkpoint.state
         if checkpoint.begins:
             self.ledger.restore(state["ledger"])
@@ -359,16 +328,14 @@ class TrainingLoop:
             self._respond()
 
     def _stateful_parts(self) -> Mapping[str, Stateful]:
-        """Return the parts whose state a checkpoint keeps, beside tensors: the ledger first, which others refer to."""
+        """Return the parts whose state a checkpoint keeps, besides tensors: the ledger first, which others refer to."""
         publisher = self._parts.publisher
         return {
             "ledger": self.ledger,
-            "rates": StatefulPart(
-                self._measured_rates, lambda rates: self.rates.restore(rates, self.ledger.partitions)
-            ),
+            "rates": StatefulPart(self._measured_rates, self._restore_rates),
             "monitor": self.monitor,
-            "retention": StatefulPart(lambda: publisher.retention.state(), self._restore_retention),
-            "rows": StatefulPart(lambda: (self.rows_new, self.rows_replay), self._restore_rows),
+            "retention": StatefulPart(publisher.retention_state, publisher.restore_retention),
+            "rows": StatefulPart(self._rows, self._restore_rows),
             "replay_feed": self._replay,
             "batches": self._batches,
             "lag": self._parts.lag,
@@ -379,8 +346,11 @@ class TrainingLoop:
         self.rates.measure(self.ledger.partitions)
         return self.rates.state()
 
-    def _restore_retention(self, state: Mapping[str, Any]) -> None:
-        self._parts.publisher.retention = retention_of(state)
+    def _restore_rates(self, state: Mapping[str, Any]) -> None:
+        self.rates.restore(state, self.ledger.partitions)
+
+    def _rows(self) -> tuple[int, int]:
+        return self.rows_new, self.rows_replay
 
     def _restore_rows(self, rows: Sequence[int]) -> None:
         self.rows_new, self.rows_replay = rows
@@ -406,7 +376,7 @@ class TrainingLoop:
         )
 
     def _progress(self) -> Progress:
-        """What tells one version from the next: steps, and positions, which held-out and bad events move as well."""
+        """Return what differs between versions: steps, and positions, which held-out and bad events change as well."""
         return self.steps, tuple(self.ledger.positions.values())
 
     def _snapshot(self) -> Snapshot:
@@ -421,27 +391,34 @@ class TrainingLoop:
 
     def publish_if_due(self) -> None:
         """Publish a version when one is due and there is progress."""
-        self._parts.publisher.publish_if_due(self._progress, self._snapshot)
+        publisher = self._parts.publisher
+        if time.monotonic() >= publisher.due:
+            publisher.publish_if_due(self._progress(), self._snapshot)
 
-    def watch_if_due(self) -> None:
+    def monitor_served_if_due(self) -> None:
         """Score the served version on the holdout set about once a second."""
-        self._parts.publisher.watch_if_due(lambda: self._parts.holdout.held)
+        publisher = self._parts.publisher
+        if time.monotonic() >= publisher.watch_due:
+            publisher.watch(self._parts.holdout)
+
+    def rebalance_readers(self) -> None:
+        """Assign partitions to the hosts that read them by their rates, where several hosts read."""
+        self._parts.source.rebalance(self.rates.now)
 
     def checkpoint_if_due(self) -> None:
-        """Write a checkpoint when it is due, but not while steps are not finite: it may be the weights, and the good
-        checkpoints go.
+        """Write a checkpoint when one is due.
 
-        Nor while the model raises on everything: when it was corrected, the events since are learned after all.
+        None is written while steps are not finite: the weights may be the cause, and good checkpoints would be deleted.
+        Nor while the model raises on all events: once it is corrected, a restart trains on the events since.
         """
-        if self._parts.erasure.settled and not self.non_finite_in_a_row and not self.raised.is_all:
-            self._parts.checkpointer.checkpoint_if_due(self._capture, self._fingerprint)
-        else:
-            self._parts.checkpointer.end_snapshot_if_written()
-        if self.monitor.drift.pending and not self._parts.checkpointer.requested:
+        checkpointer = self._parts.checkpointer
+        if checkpointer.is_due() and self._is_sound:
+            checkpointer.checkpoint(self._capture, self._fingerprint)
+        if self.monitor.drift.pending and not checkpointer.requested:
             self._respond()
 
     def commit_if_due(self) -> None:
-        """Commit the positions of all partitions every few seconds, for tools that show the lag of a group."""
+        """Commit the positions of all partitions every few seconds, for tools that show the lag of a consumer group."""
         if time.monotonic() >= self._next_commit:
             offsets = {index: account.position.offset for index, account in enumerate(self.ledger.partitions)}
             self._parts.source.commit(offsets)

@@ -15,7 +15,8 @@ from prometheus_client import Histogram
 from ingest.events.block import Array
 from ingest.events.partition import TopicPartition
 from learner.adaptation.forgetting_probe import Probe
-from learner.adaptation.replay_ratio import Ratio, ScoreSum
+from learner.adaptation.replay_ratio import ScoreSum
+from learner.adaptation.stream_monitor import StreamMonitor
 from learner.config import LearnerSettings
 from learner.evaluation.holdout import HoldoutSet
 from learner.strategies.base import Strategy
@@ -69,8 +70,8 @@ class ReplayFeed(Protocol):
         """Hashes of holdout events on which the model raised, with the error: the loop removes both."""
         ...
 
-    def sample(self, step: int, new: int, ratio: float) -> Replay:
-        """Return the old events to replay with `new` new ones at a ratio."""
+    def sample(self, step: int, new: int) -> Replay:
+        """Return the old events to replay with `new` new ones."""
         ...
 
     def remove(self, replay: Replay, rows: NDArray[np.bool_]) -> tuple[Replay, NDArray[np.void]]:
@@ -80,10 +81,11 @@ class ReplayFeed(Protocol):
     def add(
         self, step: int, batch: Batch, replay: Replay, result: StepResult | None, names: Sequence[TopicPartition]
     ) -> None:
-        """Add the events of a finished step to the store, and update the priorities of those that it replayed."""
+        """Add the events of a finished step to the store, update the priorities of those that it replayed, and prefetch
+        the samples of the next steps, the first of which is `step`."""
         ...
 
-    def prefetch(self, step: int, ratio: float) -> None:
+    def prefetch(self, step: int) -> None:
         """Choose the samples of the next steps, the first of which is `step`."""
         ...
 
@@ -104,19 +106,19 @@ def make_feed(
     store: BackgroundStore | None,
     settings: LearnerSettings,
     ranks: int,
-    ratio: Ratio,
+    monitor: StreamMonitor,
     holdout: HoldoutSet,
     trainer: Trainer,
     timer: Histogram,
 ) -> ReplayFeed:
-    """Return the feed of a store, or of none; `ratio` says which steps measure forgetting."""
+    """Return the feed of a store, or of none; `monitor` sets how much a step replays, and which measure forgetting."""
     if store is None:
         return NoFeed()
-    probe = Probe(ratio, holdout, trainer, settings.batch_size)
+    probe = Probe(monitor.ratio, holdout, trainer, settings.batch_size)
     return StoreFeed(
         store,
         trainer.strategy,
-        ratio,
+        monitor,
         probe,
         batch_size=settings.batch_size,
         step_size=settings.batch_size * ranks,
@@ -133,7 +135,7 @@ class NoFeed:
     def __init__(self) -> None:
         self.raised: deque[tuple[NDArray[np.uint64], str]] = deque()
 
-    def sample(self, step: int, new: int, ratio: float) -> Replay:  # noqa: ARG002
+    def sample(self, step: int, new: int) -> Replay:  # noqa: ARG002
         """Return no events."""
         return NOTHING
 
@@ -146,7 +148,7 @@ class NoFeed:
     ) -> None:
         """Store nothing."""
 
-    def prefetch(self, step: int, ratio: float) -> None:
+    def prefetch(self, step: int) -> None:
         """Choose nothing."""
 
     def begin_snapshot(self, checkpoint: int) -> None:
@@ -172,7 +174,7 @@ class StoreFeed:
         self,
         store: BackgroundStore,
         strategy: Strategy,
-        ratio: Ratio,
+        monitor: StreamMonitor,
         probe: Probe,
         batch_size: int,
         step_size: int,
@@ -181,9 +183,9 @@ class StoreFeed:
         """Start with no debt.
 
         Args:
-            store: which nobody else samples from.
-            strategy: says how many samples a step takes, and of how many events.
-            ratio: says in which steps old events are scored.
+            store: from which only this feed samples.
+            strategy: determines how many samples a step takes, and of how many events.
+            monitor: determines the replay ratio, and in which steps old events are scored.
             probe: scores them.
             batch_size: events that a probe scores.
             step_size: new events of a full step.
@@ -191,13 +193,13 @@ class StoreFeed:
         """
         self._store = store
         self._strategy = strategy
-        self._ratio = ratio
+        self._monitor = monitor
         self._probe = probe
         self._batch_size = batch_size
         self._step_size = step_size
         self._timer = timer
         self._debt = 0.0
-        """Old events that rounding left over."""
+        """The fraction of an event that rounding left over, for the next steps."""
 
     @property
     def output_shape(self) -> list[int] | None:
@@ -210,10 +212,13 @@ class StoreFeed:
         """Hashes of holdout events on which the probe's pass raised, with the error."""
         return self._probe.raised
 
-    def sample(self, step: int, new: int, ratio: float) -> Replay:
+    def sample(self, step: int, new: int) -> Replay:
         """Return the old events to replay with `new` new ones, after scoring some where the step measures."""
-        planned, measures = bool(self._store.planned(step)), self._ratio.probes(step)
-        samples = self._strategy.samples(self._replayed(new, ratio) if planned else 0)
+        planned, measures = bool(self._store.planned(step)), self._monitor.ratio.probes(step)
+        if planned:
+            self._debt += new * self._monitor.adjustments.replay_ratio
+        samples = self._strategy.samples(int(self._debt) if planned else 0)
+        self._debt %= 1.0
         replayed = sum(samples)
         probes = self._probe.sampled(step) if planned and measures else 0
         sampled: Sample | None = None
@@ -225,13 +230,6 @@ class StoreFeed:
             return Replay(probed=probed)
         sample = sampled.first(replayed) if probes else sampled
         return Replay(examples_of(sample, samples) if len(sample.slots) else (), sample, probed)
-
-    def _replayed(self, new: int, ratio: float) -> int:
-        """Return how many events to replay; the next steps make up for what rounding leaves."""
-        self._debt += new * ratio
-        replayed = int(self._debt)
-        self._debt -= replayed
-        return replayed
 
     def remove(self, replay: Replay, rows: NDArray[np.bool_]) -> tuple[Replay, NDArray[np.void]]:
         """Remove rows of a sample from the store; return the other ones, and the records of those removed."""
@@ -246,7 +244,8 @@ class StoreFeed:
     def add(
         self, step: int, batch: Batch, replay: Replay, result: StepResult | None, names: Sequence[TopicPartition]
     ) -> None:
-        """Update priorities by a step's losses, then add its events with embedding and output, where those are stored.
+        """Update priorities by a step's losses, then add its events with embedding and output, where those are stored,
+        and prefetch the samples of the next steps.
 
         Events without a label are added as well; new ones only where the step was finite. On a device that is not the
         host the copies wait for the update, which was queued before them; a store that does not ask costs no copy.
@@ -259,6 +258,7 @@ class StoreFeed:
         if columns:
             embedding = columns.get(_EMBEDDING)
             self._store.add(columns, names, None if embedding is None else embedding.astype(np.float32))
+        self._store.plan_ahead(step, self._planned_rows)
 
     def _add_outputs(self, step: int, new: dict[str, Array], sample: Sample | None, result: StepResult) -> None:
         """Add columns of what the model returned for new events, and send the store what it returned for old ones."""
@@ -274,11 +274,14 @@ class StoreFeed:
         if self._store.listens and sample is not None and len(sample.slots) and result.old_R is not None:
             self._store.update_priorities(sample, result.old_R.float().cpu().numpy(), old)
 
-    def prefetch(self, step: int, ratio: float) -> None:
-        """Choose the samples of the next steps, each as large as a full step or a probe may need."""
-        largest = sum(self._strategy.samples(int(self._step_size * ratio) + 1))
-        probing = max(largest, self._batch_size)
-        self._store.plan_ahead(step, lambda each: probing if self._probe.sampled(each) else largest)
+    def prefetch(self, step: int) -> None:
+        """Choose the samples of the next steps, the first of which is `step`."""
+        self._store.plan_ahead(step, self._planned_rows)
+
+    def _planned_rows(self, step: int) -> int:
+        """Return how many events are planned for a step: as many as a full step or its probe may need."""
+        largest = int(self._step_size * self._monitor.adjustments.replay_ratio) + 1
+        return max(sum(self._strategy.samples(largest)), self._probe.sampled(step))
 
     def begin_snapshot(self, checkpoint: int) -> CapturedStore:
         """Return the store's part of a checkpoint, which its thread reads in the background."""

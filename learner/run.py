@@ -1,4 +1,4 @@
-"""The learner as a whole: what it is made of, and in which order it starts and stops."""
+"""Builds the learner from its parts, runs it, and stops it in order."""
 
 import contextlib
 import functools
@@ -20,7 +20,7 @@ from learner.build import LearnerSpec, TrainingSetup, build_training_setup
 from learner.checkpointing.checkpointer import Checkpointer
 from learner.checkpointing.erasure import Erasure
 from learner.device_sharing.cuda_limits import confined, limit_threads
-from learner.device_sharing.sharing import device_sharing
+from learner.device_sharing.sharing import device_sharing, step_hooks
 from learner.distributed.channel import Channel, lead
 from learner.distributed.data_parallel import DataParallelGroup
 from learner.distributed.leader import Leader
@@ -43,6 +43,7 @@ from learner.state_dir.lock import check_generation, hold_state_directory
 from learner.state_dir.version import Versions, reference_to
 from learner.stream.lag import LagPolicy
 from learner.training.out_of_memory import oom_warning
+from learner.training.passes import StepHooks
 from learner.training.trainer import Trainer
 from replay.background_store import BackgroundStore
 from replay.erasure.erasure_log import NAME as LOG
@@ -62,7 +63,7 @@ log = logging.getLogger(__name__)
 def learn(
     deployment: LearnerSpec,
     stop: threading.Event,
-    place: RankAssignment | None = None,
+    assignment: RankAssignment | None = None,
     source: BlockReader | MultiHostReader | None = None,
 ) -> None:
     """Build the learner and run it until `stop` is set.
@@ -70,11 +71,11 @@ def learn(
     Args:
         deployment: all of its settings.
         stop: ends it.
-        place: the rank that leads the others; None: there are none.
+        assignment: of this rank, which leads others; None: there are no others.
         source: reads the stream, and may have been started already.
     """
     with contextlib.ExitStack() as stack:
-        learner = Learner(deployment, stop, place, stack)
+        learner = Learner(deployment, stop, assignment, stack)
         if learner.build(source):
             learner.run()
 
@@ -82,13 +83,13 @@ def learn(
 def between_steps(loop: TrainingLoop, erasure: Erasure, while_waiting: Sequence[Task]) -> tuple[Task, ...]:
     """Return all work between steps, in the order of its side effects: the log of erasures first, offsets last.
 
-    `while_waiting` comes after it: work that goes on while the loop waits for the disk as well.
+    `while_waiting` comes last: work that also runs while the loop waits for the disk.
     """
     return (
         erasure.poll_if_due,
+        loop.raising_events.clean_holdout,
         loop.publish_if_due,
-        loop.watch_if_due,
-        loop.drop_raising_holdout,
+        loop.monitor_served_if_due,
         loop.checkpoint_if_due,
         loop.commit_if_due,
         *while_waiting,
@@ -98,22 +99,22 @@ def between_steps(loop: TrainingLoop, erasure: Erasure, while_waiting: Sequence[
 class Learner:
     """A process that trains: built, run, and stopped in order. Used by one thread.
 
-    `build` finds all that can be wrong before the first step: settings, model, the lock, the address, the broker.
+    Errors of settings, model, lock, address and broker are raised by `build`, before the first step.
     """
 
     def __init__(
         self,
         deployment: LearnerSpec,
         stop: threading.Event,
-        place: RankAssignment | None,
+        assignment: RankAssignment | None,
         stack: contextlib.ExitStack,
     ) -> None:
         """Build nothing yet; `stack` closes what `build` opens."""
         self._deployment = deployment
         self._stop = stop
-        self._place = place
+        self._assignment = assignment
         self._stack = stack
-        self._ranks = place.size if place is not None else 1
+        self._ranks = assignment.size if assignment is not None else 1
         self._registry = CollectorRegistry()
         self._metrics = LoopMetrics(
             IngestMetrics(self._registry), ReplayMetrics(self._registry), LearnerMetrics(self._registry)
@@ -133,23 +134,14 @@ class Learner:
         stack.enter_context(hard_stop_after(self._stop, deployment.learner.stop_timeout))
         limit_threads(deployment.device_sharing.settings)
         self._build_training()
-        self._sharing = stack.enter_context(
-            device_sharing(
-                deployment.device_sharing,
-                deployment.state_dir,
-                self._bench.device,
-                self._stop,
-                self._metrics.learner.device_sharing_wait,
-            )
-        )
-        self._source = source or _source(deployment, self._place)
+        self._source = source or _source(deployment, self._assignment)
         self._build_loop(*self._build_store())
         self._build_reporter()
         return self._open_source()
 
     def run(self) -> None:
         """Train until `stop` is set, or the stream has a gap that the config does not allow, then stop in order."""
-        gc.freeze()  # a look at all that is imported takes as long as ten steps
+        gc.freeze()  # a collection of all imported modules takes as long as ten steps
         gc.enable()
         self._profiler = ProfilerWindow(self._deployment.learner.profile, self._deployment.state_dir)
         self._stack.callback(self._profiler.close)
@@ -177,36 +169,47 @@ class Learner:
 
     def _build_training(self) -> None:
         """Build what trains and what publishes, on the device, and lock the state directory."""
-        deployment, place, stack = self._deployment, self._place, self._stack
-        channel = stack.enter_context(lead(place, deployment.learner)) if place is not None else None
+        deployment, assignment, stack = self._deployment, self._assignment, self._stack
+        channel = stack.enter_context(lead(assignment, deployment.learner)) if assignment is not None else None
         device = channel.device if channel is not None else choose_device(deployment.learner.device)
         stack.enter_context(without_denormals(device))
-        self._bench = build_training_setup(deployment, device)
+        self._setup = build_training_setup(deployment, device)
         known = functools.partial(_latest_generation, deployment.state_dir)
         self._generation = stack.enter_context(
             hold_state_directory(deployment.state_dir, self._stop, deployment.learner.stop_timeout, known)
         )
-        self._alone = functools.partial(check_generation, deployment.state_dir, self._generation)
-        self._publisher = _publisher(deployment, self._bench, self._generation, self._metrics, self._alone)
-        self._trainer = _trainer(self._bench, channel, place.rows if place is not None else None)
-        self._trainer.lane = stack.enter_context(confined(deployment.device_sharing.settings, device))
+        self._check = functools.partial(check_generation, deployment.state_dir, self._generation)
+        self._sharing = stack.enter_context(
+            device_sharing(
+                deployment.device_sharing,
+                deployment.state_dir,
+                device,
+                self._stop,
+                self._metrics.learner.device_sharing_wait,
+            )
+        )
+        hooks = step_hooks(self._sharing, stack.enter_context(confined(deployment.device_sharing.settings, device)))
+        self._publisher = _publisher(deployment, self._setup, self._generation, self._metrics, self._check)
+        self._trainer = _trainer(self._setup, channel, hooks, assignment.rows if assignment is not None else None)
+        if self._sharing is not None:
+            self._sharing.attach(self._trainer.model, self._ranks)
 
     def _build_store(self) -> tuple[ResumePoint, BackgroundStore | None, Checkpoints, ErasureLog]:
         """Read the newest checkpoint, and build the store with what it has."""
         deployment = self._deployment
         written = ErasureLog(deployment.state_dir / LOG)
         written.refresh()
-        checkpoints = Checkpoints(deployment.state_dir / "checkpoints", self._bench.schema.digest, self._generation)
+        checkpoints = Checkpoints(deployment.state_dir / "checkpoints", self._setup.schema.digest, self._generation)
         with away_is_dependency(_AWAY.format(checkpoints.path)):
             resumed = ResumePoint.newest(checkpoints, written)
-        store = resumed.store(deployment, self._bench, self._ranks)
-        # Metal does not bear that two threads give it work at once.
-        in_background = self._bench.device.type != "mps"
-        background = BackgroundStore(store, in_background=in_background) if store is not None else None
+        store = resumed.store(deployment, self._setup, self._ranks)
+        # Two threads must not launch work on Metal at once.
+        background = (
+            BackgroundStore(store, in_background=self._setup.device.type != "mps") if store is not None else None
+        )
         if background is not None:
             self._stack.callback(background.close)
-        if isinstance(self._trainer, Leader):
-            self._trainer.listens = background is not None and background.listens
+        self._trainer.set_losses_needed(needed=background is not None and background.listens)
         return resumed, background, checkpoints, written
 
     def _build_loop(
@@ -215,7 +218,7 @@ class Learner:
         """Build the loop, and restore the checkpoint."""
         deployment, metrics, settings = self._deployment, self._metrics, self._deployment.learner
         self._store = store
-        holdout = HoldoutSet(self._bench.schema, deployment.gate.holdout_rows)
+        holdout = HoldoutSet(self._setup.schema, deployment.gate.holdout_rows)
         with away_is_dependency(_AWAY.format(checkpoints.path)):
             checkpointer = Checkpointer(
                 checkpoints,
@@ -223,18 +226,18 @@ class Learner:
                 store,
                 metrics.learner,
                 segments=resumed.segments,
-                check=self._alone,
+                check=self._check,
             )
         erasure = Erasure(written, checkpoints, deployment.state_dir / "replay" / RANK, store, holdout, checkpointer)
         erasure.record_erased(*resumed.less)
         keyed = deployment.events.key is not None
         lag = LagPolicy(deployment.stream.lag_policy, deployment.seed, self._source, reads=keyed)
-        monitor = StreamMonitor(settings, bounded=self._bench.schema.label.classes is not None)
+        monitor = StreamMonitor(settings, bounded=self._setup.schema.label.classes is not None)
         replay = make_feed(
             store,
             settings,
             ranks=self._ranks,
-            ratio=monitor.ratio,
+            monitor=monitor,
             holdout=holdout,
             trainer=self._trainer,
             timer=metrics.replay.sample,
@@ -263,14 +266,13 @@ class Learner:
             self._parts,
             self._metrics,
             strategy=deployment.learner.strategy.name,
-            classification=self._bench.schema.label.classes is not None,
+            classification=self._setup.schema.label.classes is not None,
             store=self._store,
-            assignment=self._place,
+            assignment=self._assignment,
             sharing=self._sharing,
         )
         if self._sharing is not None:
-            self._sharing.attach(self._trainer, self._ranks)
-            self._sharing.while_waiting = self._reporter.report_if_due
+            self._sharing.set_waiting_task(self._reporter.report_if_due)
         token, reporter = deployment.read_token, self._reporter
         self._port = self._stack.enter_context(
             serve_status(
@@ -284,37 +286,40 @@ class Learner:
         )
 
     def _open_source(self) -> bool:
-        """Read the stream from where the ledger stands; return False when the learner was stopped meanwhile."""
+        """Read the stream from the positions of the ledger; return False when the learner was stopped meanwhile."""
         source, loop = self._source, self._loop
         self._stack.callback(source.close)
-        if isinstance(source, MultiHostReader):
-            source.rates = loop.rates.now
+        source.set_rates(loop.rates.now)
         source.open(loop.ledger.positions, self._stop, marks=loop.ledger.marks)
         if self._stop.is_set():
             return False
         log.info(
             "learning %s on %s in %s; metrics on port %d",
-            *(", ".join(self._deployment.stream.topics), self._bench.device, self._bench.precision.name, self._port),
+            *(", ".join(self._deployment.stream.topics), self._setup.device, self._setup.precision.name, self._port),
         )
         return True
 
     def _while_waiting(self) -> tuple[Task, ...]:
-        """Return the work between steps that goes on while the loop waits for the disk as well."""
-        source, trainer, sharing, loop = self._source, self._trainer, self._sharing, self._loop
-        tasks: list[Task] = [self._reporter.report_if_due]
-        if isinstance(source, MultiHostReader):
-            tasks.append(lambda: source.rebalance(loop.rates.now))
-        tasks.append(lambda: self._profiler.step(loop.steps))
-        if sharing is not None:
-            tasks.append(lambda: sharing.adjust(trainer, loop.rows_of_step))
-        if isinstance(trainer, Leader):
-            tasks.append(trainer.beat)
-        return tuple(tasks)
+        """Return the work between steps that also runs while the loop waits for the disk."""
+        return (
+            self._reporter.report_if_due,
+            self._loop.rebalance_readers,
+            self._advance_profiler,
+            self._adjust_micro_batches,
+            self._trainer.send_keepalive,
+        )
+
+    def _advance_profiler(self) -> None:
+        self._profiler.step(self._loop.steps)
+
+    def _adjust_micro_batches(self) -> None:
+        if self._sharing is not None:
+            self._sharing.adjust(self._trainer, self._loop.rows_of_step)
 
 
 def _latest_generation(state_dir: Path) -> int:
     """Return the latest generation of a learner that wrote a version or a checkpoint; 0 when there is none."""
-    with away_is_dependency(f"what lies in {state_dir} cannot be read"):
+    with away_is_dependency(f"the state in {state_dir} cannot be read"):
         return max(
             Versions(state_dir / "versions").generation(),
             Checkpoints(state_dir / "checkpoints", schema="", generation=0).generation(),
@@ -322,29 +327,36 @@ def _latest_generation(state_dir: Path) -> int:
 
 
 def _publisher(
-    deployment: LearnerSpec, bench: TrainingSetup, generation: int, metrics: LoopMetrics, alone: Callable[[], None]
+    deployment: LearnerSpec, setup: TrainingSetup, generation: int, metrics: LoopMetrics, check: Callable[[], None]
 ) -> Publisher:
-    """Make what publishes, with the gate that judges what it publishes."""
+    """Return the publisher, with its quality gate."""
     versions = Versions(deployment.state_dir / "versions")
     versions.clean()
     reference = reference_to(deployment.model)
-    scorer = Scorer(bench.model, bench.task, bench.schema, bench.device)
+    scorer = Scorer(setup.model, setup.task, setup.schema, setup.device)
     gate = QualityGate(versions, deployment.gate, scorer, reference)
     settings = deployment.versions
-    return Publisher(*(versions, settings, reference, bench.schema, scorer, gate, generation, metrics.learner, alone))
+    return Publisher(*(versions, settings, reference, setup.schema, scorer, gate, generation, metrics.learner, check))
 
 
-def _source(deployment: LearnerSpec, place: RankAssignment | None) -> BlockReader | MultiHostReader:
-    """Make what reads the stream, on other hosts too where they do."""
+def _source(deployment: LearnerSpec, assignment: RankAssignment | None) -> BlockReader | MultiHostReader:
+    """Return the reader of the stream: of all hosts that read it, or of this one."""
     settings = deployment.stream, deployment.events, deployment.gate.hold_out(deployment.seed)
-    return MultiHostReader(*settings, place.readers) if place is not None and place.readers else BlockReader(*settings)
+    if assignment is not None and assignment.readers:
+        return MultiHostReader(*settings, assignment.readers)
+    return BlockReader(*settings)
 
 
-def _trainer(bench: TrainingSetup, channel: Channel | None, rows: int | None) -> Trainer:
-    """Make the trainer, of all ranks when there are more; `rows`: what a micro-batch has since memory ran out."""
+def _trainer(
+    setup: TrainingSetup, channel: Channel | None, hooks: StepHooks | None = None, rows: int | None = None
+) -> Trainer:
+    """Return the trainer, of all ranks if there are others.
+
+    `rows`: size to which micro-batches were reduced before this start, after memory ran out.
+    """
     if channel is None:
-        return Trainer(**bench.arguments)
-    check_scaling(bench.precision, bench.settings.sharding, bench.settings.sync_every)
-    trainer = Leader(channel, DataParallelGroup(bench.settings, search=bench.leaves_some_out), **bench.arguments)
-    trainer.warning = oom_warning(bench.device, rows) if rows is not None else None
-    return trainer
+        return Trainer(**setup.arguments, hooks=hooks)
+    check_scaling(setup.precision, setup.settings.sharding, setup.settings.sync_every)
+    replicas = DataParallelGroup(setup.settings, search=setup.leaves_some_out)
+    warning = oom_warning(setup.device, rows) if rows is not None else None
+    return Leader(channel, replicas, **setup.arguments, hooks=hooks, warning=warning)

@@ -1,4 +1,7 @@
-"""The ranks but the first: they compute what the leader deals, and touch neither the stream nor the state directory."""
+"""The ranks except the first: they train on the events that the leader scatters.
+
+They use neither the stream nor the state directory, except the locks of device sharing.
+"""
 
 import gc
 import threading
@@ -6,7 +9,7 @@ from dataclasses import replace
 
 from learner.build import LearnerSpec, build_training_setup
 from learner.device_sharing.cuda_limits import confined, limit_threads
-from learner.device_sharing.sharing import device_sharing
+from learner.device_sharing.sharing import device_sharing, step_hooks
 from learner.distributed.channel import Channel
 from learner.distributed.data_parallel import DataParallelGroup
 from learner.distributed.leader import follow
@@ -16,31 +19,30 @@ from learner.runtime.shutdown import hard_stop_after
 from learner.training.trainer import Trainer
 
 
-def follow_leader(deployment: LearnerSpec, stop: threading.Event, place: RankAssignment) -> None:
-    """Step with the leader until it says stop; `stop` alone ends nothing before `learner.stop_timeout` is over.
+def follow_leader(deployment: LearnerSpec, stop: threading.Event, assignment: RankAssignment) -> None:
+    """Step with the leader until it sends STOP; `stop` alone ends nothing before `learner.stop_timeout` is over.
 
     Raises:
         RankLostError: the leader is gone.
     """
-    if isinstance(place.rendezvous, RendezvousAddress) and place.first:
+    if isinstance(assignment.rendezvous, RendezvousAddress) and assignment.first:
         deployment = _unshared(deployment)
     limit_threads(deployment.device_sharing.settings)
     with (
         hard_stop_after(stop, deployment.learner.stop_timeout),
-        join_group(place, deployment.learner) as device,
+        join_group(assignment, deployment.learner) as device,
         without_denormals(device),
-        confined(deployment.device_sharing.settings, device) as lane,
+        confined(deployment.device_sharing.settings, device) as launch_context,
         device_sharing(deployment.device_sharing, deployment.state_dir, device, stop) as sharing,
     ):
         channel = Channel(device)
 
         def make() -> tuple[Trainer, DataParallelGroup]:
-            bench = build_training_setup(deployment, device, place.rank)
-            replicas = DataParallelGroup(deployment.learner, search=bench.leaves_some_out)
-            trainer = Trainer(**bench.arguments, ranks=replicas)
-            trainer.lane = lane
+            setup = build_training_setup(deployment, device, assignment.rank)
+            replicas = DataParallelGroup(deployment.learner, search=setup.leaves_some_out)
+            trainer = Trainer(**setup.arguments, ranks=replicas, hooks=step_hooks(sharing, launch_context))
             if sharing is not None:
-                sharing.attach(trainer, place.size)
+                sharing.attach(trainer.model, assignment.size)
             gc.freeze()  # as rank 0 does
             gc.enable()
             return trainer, replicas
@@ -49,6 +51,6 @@ def follow_leader(deployment: LearnerSpec, stop: threading.Event, place: RankAss
 
 
 def _unshared(deployment: LearnerSpec) -> LearnerSpec:
-    """Return that of a host without servers: the lease of device sharing is of one host's memory and locks."""
+    """Return the sections for a host without servers: the lease of device sharing needs one host's memory and locks."""
     settings = deployment.device_sharing.settings.model_copy(update={"policy": "exclusive"})
     return replace(deployment, device_sharing=replace(deployment.device_sharing, settings=settings))

@@ -17,6 +17,7 @@ from ingest.events.block import Array
 from ingest.events.partition import TopicPartition
 from replay.checkpoint.capture import CapturedStore
 from replay.plan import Sample
+from replay.planner import AHEAD
 from replay.snapshot import StoreDelta, StoreState
 from replay.store import Store
 
@@ -89,11 +90,12 @@ class BackgroundStore:
     def plan_ahead(self, step: int, n: int | Callable[[int], int]) -> None:
         """Plan for the steps from `step` on, as `SamplePlanner.blocks` says; drop the plans for earlier steps."""
         self._step = step
-        blocks = self._store.planner.blocks(step, self._through, n)
-        if blocks or self._store.tiers.has_lost:
+        missing = self._through < step + AHEAD - 1
+        blocks = self._store.planner.blocks(step, self._through, n) if missing else []
+        if missing or self._store.tiers.has_lost:
             self._jobs.append(partial(self._store.plan_blocks, step, blocks))
             self._due = True
-        if blocks:
+        if missing:
             self._through = blocks[-1][-1][0]
 
     def planned(self, step: int) -> int:
@@ -102,7 +104,7 @@ class BackgroundStore:
 
     def sample(self, step: int, n: int) -> Sample:
         """Return the first n events of the plan for a step, as `Store.sample` does, and start the jobs that are due."""
-        sample = self._with_plan(step).sample(step, n)
+        sample = self._with_plan(step).planner.sample(step, n)
         if self._due:
             self._begin()
         return sample
@@ -126,10 +128,9 @@ class BackgroundStore:
         """Return whether there are slots for the events of a step and those of the jobs."""
         return self._at_rest().has_room(self._added) or self.flush().has_room()
 
-    @property
-    def slots_waiting(self) -> int:
-        """Slots that may be written once a checkpoint is removed."""
-        return self._at_rest().slots.waiting
+    def many_slots_wait(self, checkpoints: int) -> bool:
+        """Return whether the slots that wait for one checkpoint to be removed exceed a part of the spare ones."""
+        return self._at_rest().slots.waiting * checkpoints > self.spare
 
     def contents(self, held: CapturedStore) -> tuple[StoreState, StoreDelta]:
         """Return the captured state, as `Store.contents` does; any thread may call it."""
@@ -156,7 +157,7 @@ class BackgroundStore:
     def _at_rest(self) -> Store:
         """Return the store once the thread does not use it; jobs may be pending."""
         if self._thread.busy:
-            waited = self._thread.wait()  # first, since the jobs change the sum and restore it
+            waited = self._thread.wait()  # before the sum is read: jobs change it, and restore it at their end
             self._store.tiers.stats.stall_seconds += waited
         self._raise()
         return self._store

@@ -86,8 +86,8 @@ class Sample(msgspec.Struct, frozen=True, eq=False):
 
 def fetch_sample(plan: SamplePlan, layout: RowLayout, tiers: TierHierarchy, n: int | None) -> Sample:
     """Wait for the first n events of a plan, or for all; fewer when the rows of some cannot be read."""
-    columns = layout.unpack(tiers.wait(plan.rows, n))
-    which = plan.rows.which(n)
+    rows, which = tiers.wait(plan.rows, n), plan.rows.which(n)
+    columns = layout.unpack(rows)
     label = columns["label"]
     weights = _ones(label.shape[0], label.device)
     if plan.rates is not None and plan.shares is not None:

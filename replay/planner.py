@@ -66,7 +66,7 @@ class SamplePlanner:
 
     def planned(self, step: int) -> int:
         """Return how many events can be sampled for a step."""
-        return next((len(plan) for plan in self._plans if plan.step == step), 0)
+        return next((len(plan.slots) for plan in self._plans if plan.step == step), 0)
 
     def blocks(self, step: int, through: int, n: int | Callable[[int], int]) -> list[Request]:
         """Return the requests that are missing for AHEAD steps from `step` on, when steps up to `through` are planned.

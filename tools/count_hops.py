@@ -3,8 +3,8 @@
     python tools/count_hops.py [--steps N] [--route]
 
 A hop is a call of a function of another module than the one before; the route is the modules in that order. `--route`
-prints that of a median step. Beside it stands the count with returns: there each return to a caller of ours takes part
-in the order as well, so that a call and its return are two hops.
+prints that of a median step. The count with returns includes each return to a caller of ours, so that a call and its
+return are two hops.
 
 The step is one of the real loop, after a warm-up: strategy ER, a store with a disk tier, one rank, no device sharing;
 no version and no checkpoint is due. Blocks of events are made ahead, so that the reader takes no part, and other
@@ -96,7 +96,7 @@ class HopCounter:
             self._step.entered.append(name)
 
     def _module(self, frame: FrameType) -> str | None:
-        """Return a frame's module, as a path without suffix; None when it lies below none of the folders."""
+        """Return a frame's module, as a path without suffix; None when it is below none of the folders."""
         file = frame.f_code.co_filename
         if file not in self._names:
             above = [folder.parent for folder in self._folders if Path(file).is_relative_to(folder)]
@@ -132,12 +132,12 @@ class MadeAhead:
 
 
 def training_steps(steps: int, folder: Path) -> list[Step]:
-    """Train in a folder, and return what was recorded of so many steps after the warm-up."""
+    """Train in a folder, and return the `steps` steps after the warm-up."""
     # Only once the checkout comes first on the path, in which the tests are as well.
     from ingest.config import SchemaSettings
     from ingest.events.schema import Schema
 
-    wiring = import_module("tests.learner.learner_bench")  # the loop is put together in one place for both
+    wiring = import_module("tests.learner.learner_bench")  # the loop is put together in one module for both
     features = {"x": {"dtype": "float32", "shape": [3]}}
     schema = Schema(SchemaSettings.model_validate({"features": features, "label": {"name": "y", "classes": 3}}))
     blocks = WARM_UP + steps

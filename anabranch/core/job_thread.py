@@ -23,13 +23,11 @@ class JobThread:
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._submitted = self._done = self._pending_bytes = 0
-        self._bug: BaseException | None = None
-        self._thread: threading.Thread | None = None
-
-    @property
-    def busy(self) -> bool:
+        self.busy = False
         """Whether a job is pending or running."""
-        return self._done < self._submitted
+        self.bug: BaseException | None = None
+        """The exception of the last job that failed."""
+        self._thread: threading.Thread | None = None
 
     def submit(self, job: Callable[[], object], size: int = 0) -> float:
         """Run a job that holds `size` bytes until it ends. Blocks while too many bytes are pending.
@@ -39,6 +37,7 @@ class JobThread:
         with self._changed:
             waited = 0.0 if self._has_room(size) else self._wait_for(lambda: self._has_room(size))
             self._submitted += 1
+            self.busy = True
             self._pending_bytes += size
             self._tasks.put((job, size))
             if self._thread is None:
@@ -54,8 +53,8 @@ class JobThread:
 
     def raise_bug(self) -> None:
         """Raise the exception of the last job that failed, if any has."""
-        if self._bug is not None:
-            raise self._bug
+        if self.bug is not None:
+            raise self.bug
 
     def close(self) -> None:
         """Run all submitted jobs, then end the thread."""
@@ -77,9 +76,10 @@ class JobThread:
             try:
                 job()
             except BaseException as exc:  # noqa: BLE001 the top of a thread: `raise_bug` raises it
-                self._bug = exc
+                self.bug = exc
             del job, task  # a job may hold a copy of the weights, which must not outlive it
             with self._changed:
                 self._done += 1
+                self.busy = self._done < self._submitted
                 self._pending_bytes -= size
                 self._changed.notify_all()

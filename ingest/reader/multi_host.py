@@ -49,8 +49,12 @@ class MultiHostReader:
         self._joined: list[Partition] = []
         self._joined_of: list[object] = []
         """The inputs of `_joined`, which stays the same list until one of them changes."""
-        self.rates: Sequence[float] = ()
-        """Events a second of each known partition, as last passed to `rebalance`."""
+        self._rates: Sequence[float] = ()
+        """Events a second of each known partition, as last passed to `set_rates` or `rebalance`."""
+
+    def set_rates(self, rates: Sequence[float]) -> None:
+        """Set the events a second of each known partition, by which `open` assigns them."""
+        self._rates = rates
 
     def open(
         self,
@@ -58,7 +62,7 @@ class MultiHostReader:
         stop: threading.Event,
         marks: Mapping[TopicPartition, PartitionFingerprint],
     ) -> None:
-        """Start reading, with partitions assigned by `rates`; raises what `BlockReader.open` raises."""
+        """Start reading, with partitions assigned by their rates; raises what `BlockReader.open` raises."""
         self._stop = stop
         self._begin({name: (position, marks[name]) for name, position in positions.items()})
 
@@ -118,9 +122,9 @@ class MultiHostReader:
         if self._first.problem or (self._stop and self._stop.is_set()):
             return
         recovered = self._failed_readers.poll_recovered(self._received)
-        if recovered is None and (rates is self.rates or not self._others):
+        if recovered is None and (rates is self._rates or not self._others):
             return
-        self.rates = rates
+        self._rates = rates
         if recovered is not None:
             received = self._end()
             self._others.append(recovered)
@@ -203,7 +207,7 @@ class MultiHostReader:
     def _begin(self, received: Received) -> None:
         """Assign the partitions, and start each reader that has some."""
         while True:
-            rates = [*self.rates, *[0.0] * (len(received) - len(self.rates))]
+            rates = [*self._rates, *[0.0] * (len(received) - len(self._rates))]
             lost = self._open(received, assign(rates, 1 + len(self._others)))
             if lost is None:
                 if not received:

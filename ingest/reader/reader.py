@@ -229,6 +229,12 @@ class BlockReader:
         self._paused = False
         self._process.send(Resume())
 
+    def set_rates(self, rates: Sequence[float]) -> None:
+        """Do nothing: this reader reads all partitions."""
+
+    def rebalance(self, rates: Sequence[float]) -> None:
+        """Do nothing: this reader reads all partitions."""
+
     def pass_over(self) -> None:
         """Continue at the end of every partition; a block covers the skipped offsets. Does nothing while it skips."""
         if not self._is_skipping:

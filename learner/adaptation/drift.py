@@ -30,12 +30,14 @@ class Drift:
         """The step at which the newest one was detected."""
         self.pending = False
         """Whether the newest one still waits for `respond`."""
+        self.factors = (1.0, 1.0)
+        """Factors of learning rate and replay ratio in the next step; both 1 unless a drift was recent."""
 
     def add(self, step: int, scored: Scored) -> bool:
         """Add the scores of a step's new events, and return whether they show a drift; ignores a non-finite score."""
         if not self._settings.actions:
             return False
-        self._left = max(0, self._left - 1)
+        self._set_left(max(0, self._left - 1))
         if not math.isfinite(scored.score):
             return False
         error = scored.rows - scored.score if self._bounded else -scored.score
@@ -51,17 +53,13 @@ class Drift:
 
     def respond(self) -> None:
         """Apply the actions of the config from the next step on."""
-        self.pending, self._left = False, self._settings.steps
+        self.pending = False
+        self._set_left(self._settings.steps)
 
     @property
     def checkpoints(self) -> bool:
         """Whether a checkpoint is written before the actions are applied."""
         return "checkpoint" in self._settings.actions
-
-    @property
-    def factors(self) -> tuple[float, float]:
-        """Factors of the learning rate and of the replay ratio in the next step; both 1 unless a drift was recent."""
-        return (self.lr_factor, self.replay_factor) if self._left else (1.0, 1.0)
 
     @property
     def lr_factor(self) -> float:
@@ -86,8 +84,13 @@ class Drift:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore the state of a checkpoint."""
         self._window.restore(state["window"])
-        self._left, self.count, self.step = state["left"], state["count"], state["step"]
-        self.pending = state["pending"]
+        self.count, self.step, self.pending = state["count"], state["step"], state["pending"]
+        self._set_left(state["left"])
+
+    def _set_left(self, steps: int) -> None:
+        """Set how many steps are left in which the actions apply."""
+        self._left = steps
+        self.factors = (self.lr_factor, self.replay_factor) if steps else (1.0, 1.0)
 
     def _factor(self, max_factor: float) -> float:
         """Return a factor that decreases linearly from `max_factor` to 1 over the steps after a drift."""

@@ -35,7 +35,7 @@ class StreamMonitor:
     """Prequential score, drift and replay ratio, which all follow from the scores of a step. Used by one thread."""
 
     def __init__(self, settings: LearnerSettings, *, bounded: bool = True) -> None:
-        """Start without measurements; `bounded`: whether the task's scores lie between 0 and 1."""
+        """Start without measurements; `bounded`: whether the task's scores are between 0 and 1."""
         self.prequential = Prequential(bounded=bounded)
         self.drift = Drift(settings.drift, bounded=bounded)
         self.ratio = make_ratio(settings, bounded=bounded)
@@ -58,7 +58,7 @@ class StreamMonitor:
             self._warned = True
             log.warning(
                 "step %d: the task's score of its events is %s; scores that are not finite are left out of what is "
-                "measured, and not told of again",
+                "measured, and not logged again",
                 *(step, new.score),
             )
         drifted = self.drift.add(step, new)

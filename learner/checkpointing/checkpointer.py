@@ -83,17 +83,24 @@ class Checkpointer:
         return self._background.overdue(self._checkpoints.path, self._every) or self._problem
 
     def request(self) -> None:
-        """Make a checkpoint due: the next `checkpoint_if_due` that finds the thread idle starts it."""
+        """Make a checkpoint due: the next `checkpoint` that finds the thread idle starts it."""
         self._due, self.requested = time.monotonic(), True
 
-    def checkpoint_if_due(
-        self, capture: Callable[[int], CapturedState], fingerprint: Callable[[], object] = object
-    ) -> None:
-        """Start a checkpoint when one is due and none is being written.
+    def is_due(self) -> bool:
+        """End the snapshot of a checkpoint that is written; return whether `checkpoint` has something to do.
 
-        A checkpoint starts early when many slots of the store wait for checkpoints. When the store has no free slot,
-        this waits for checkpoints to be written and counts the time in the metrics; if they cannot be written, the
-        store declines events.
+        A checkpoint starts early when many slots of the store wait for checkpoints.
+        """
+        self.end_snapshot_if_written()
+        store = self._background_store
+        early = store is not None and (store.many_slots_wait(self._keep + 2) or not store.has_room())
+        return early or time.monotonic() >= self._due
+
+    def checkpoint(self, capture: Callable[[int], CapturedState], fingerprint: Callable[[], object] = object) -> None:
+        """Start a checkpoint unless one is being written; called when `is_due`.
+
+        When the store has no free slot, this waits for checkpoints to be written and counts the time in the metrics; if
+        they cannot be written, the store declines events.
 
         Args:
             capture: returns a copy of the state for the checkpoint of this number.
@@ -105,29 +112,24 @@ class Checkpointer:
             self._due, now = time.monotonic() + self._every, fingerprint()
             if now != self._written or self._many_slots_wait():
                 self._start(capture, now)
-        if self._background_store is not None and not self._background_store.has_room():
+        if not self._has_room():
             begin = time.perf_counter()
-            self._free_slots(self._background_store, capture, fingerprint)
+            self._free_slots(capture, fingerprint)
             self._metrics.checkpoint_stall.inc(time.perf_counter() - begin)
+
+    def _has_room(self) -> bool:
+        return self._background_store is None or self._background_store.has_room()
 
     def _many_slots_wait(self) -> bool:
         """Return whether a checkpoint should start early, since slots are reused only after `keep` more checkpoints."""
-        return (
-            self._background_store is not None
-            and self._background_store.slots_waiting * (self._keep + 2) > self._background_store.spare
-        )
+        return self._background_store is not None and self._background_store.many_slots_wait(self._keep + 2)
 
-    def _free_slots(
-        self,
-        background_store: BackgroundStore,
-        capture: Callable[[int], CapturedState],
-        fingerprint: Callable[[], object],
-    ) -> None:
+    def _free_slots(self, capture: Callable[[int], CapturedState], fingerprint: Callable[[], object]) -> None:
         """Write checkpoints until the store has free slots; `keep` checkpoints free all slots that can be freed."""
         for _ in range(self._keep + 1):
             self._background.wait()
             self.end_snapshot_if_written()
-            if background_store.has_room() or self._problem is not None:
+            if self._has_room() or self._problem is not None:
                 return
             self._start(capture, fingerprint())
 

@@ -9,7 +9,7 @@ import torch
 
 from anabranch.core.errors import SettingsError
 from learner.config import DeviceSharingSettings
-from learner.training.trainer import LaunchContext
+from learner.training.passes import LaunchContext
 
 _MPS_PERCENTAGE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 _MPS_PIPE = "CUDA_MPS_PIPE_DIRECTORY"

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from prometheus_client import Histogram
+from torch import nn
 
 from learner.config import DeviceSharingSettings
 from learner.device_sharing.cpu_priority import nice_level, step_back
@@ -22,6 +23,7 @@ from learner.device_sharing.lease import Field, Servers, Slot, hold_learner
 from learner.device_sharing.micro_batch_pacing import MicroBatchController, TrainingBudget
 from learner.distributed.process_group import SILENCE
 from learner.state_dir.report import DeviceSharingReport
+from learner.training.passes import LaunchContext, StepHooks
 from learner.training.trainer import Trainer
 
 _POLL_SECONDS = 1e-4
@@ -67,8 +69,7 @@ class DeviceSharing:
         stop: threading.Event,
         waits: Histogram | None = None,
     ) -> None:
-        self.while_waiting: Callable[[], None] | None = None
-        """Called repeatedly while training yields, to show that it has not ended."""
+        self._while_waiting: Callable[[], object] | None = None
         self._stop = stop
         self._spec = spec
         self._servers = servers
@@ -91,13 +92,19 @@ class DeviceSharing:
         self._counts = (0, 0)
         self._due = self._refresh_due = 0.0
 
-    def attach(self, trainer: Trainer, ranks: int) -> None:
-        """Make a trainer yield where `device_sharing.yield_at` says; `ranks`: how many train together."""
+    def attach(self, model: nn.Module, ranks: int) -> None:
+        """Yield between the layers of a model too, where `device_sharing.yield_at` says so.
+
+        `ranks`: how many train together.
+        """
         if ranks > 1:
             self._longest_in_pass = _LONGEST_IN_PASS_SECONDS
-        trainer.yield_to_serving = self.yield_to_serving
         if self._spec.settings.yield_at == "layer":
-            call_between_layers(trainer.model, self.yield_within_micro_batch)
+            call_between_layers(model, self.yield_within_micro_batch)
+
+    def set_waiting_task(self, task: Callable[[], object]) -> None:
+        """Set what is called repeatedly while training yields, to show that it has not ended."""
+        self._while_waiting = task
 
     def yield_to_serving(self, index: int) -> None:
         """Wait until no request needs the device, or it is training's turn.
@@ -147,7 +154,7 @@ class DeviceSharing:
             if trainer.micro_batch_size != self._controller.rows:
                 self._limit = trainer.micro_batch_size  # by the config, or after running out of memory
             rows_now = self._controller.interval(min(rows, self._limit or rows), answered, late, self._longest)
-            trainer.micro_batch_size = rows_now or self._limit
+            trainer.set_micro_batch_size(rows_now or self._limit)
         self._counts, self._longest = counts, 0.0
         self._slot[Field.ROWS] = trainer.micro_batch_size or 0
         self._marks.append((self._trained, self._yielded))
@@ -194,8 +201,8 @@ class DeviceSharing:
         while self._servers.since(self._field) and time.monotonic() - begin < longest:
             if self._stop.wait(_POLL_SECONDS):
                 break
-            if self.while_waiting is not None:
-                self.while_waiting()
+            if self._while_waiting is not None:
+                self._while_waiting()
         self._slot[Field.YIELDING] = 0
         seconds = time.monotonic() - begin
         self._yielded += seconds
@@ -208,6 +215,11 @@ class DeviceSharing:
         self._waits.append(wait)
         if self._observed is not None:
             self._observed.observe(wait)
+
+
+def step_hooks(sharing: DeviceSharing | None, launch_context: LaunchContext) -> StepHooks:
+    """Return the hooks of a trainer that yields to serving before each micro-batch, if the device is shared."""
+    return StepHooks(None if sharing is None else sharing.yield_to_serving, launch_context)
 
 
 @contextlib.contextmanager

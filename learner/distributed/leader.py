@@ -44,9 +44,6 @@ _LOSSES, _EMBEDDINGS, _OUTPUTS = 1, 2, 4
 class Leader(Trainer):
     """A trainer that runs each step on all ranks. Used by rank 0; the other ranks run `follow`."""
 
-    listens = True
-    """Whether the losses of old events are used."""
-
     def __init__(self, channel: Channel, replicas: DataParallelGroup, **given: Any) -> None:
         """Take the same arguments as `Trainer`, except `ranks`."""
         channel.send_all(Action.BEGIN)
@@ -55,6 +52,11 @@ class Leader(Trainer):
         self._replicas = replicas
         self._layouts: list[TensorLayout] = []
         self._gathered = False
+        self._losses_needed = True
+
+    def set_losses_needed(self, *, needed: bool) -> None:
+        """Set whether the losses of old events are used; the other ranks do not send them otherwise."""
+        self._losses_needed = needed
 
     def step(self, new: Examples, old: Sequence[Examples] = (), rows: int | None = None) -> StepResult:
         """Scatter events to all ranks and take a step; the result, or the error, covers all events."""
@@ -63,7 +65,7 @@ class Leader(Trainer):
         self._send_layouts([layout_of(events) for events in groups])
         slices = scatter([len(events) for events in groups], self._channel.size)
         batches = [RankBatch.of(groups, of_rank) for of_rank in slices]
-        flags = _LOSSES * (self.listens and bool(old)) | _EMBEDDINGS * (self._embedding is not None)
+        flags = _LOSSES * (self._losses_needed and bool(old)) | _EMBEDDINGS * (self._embedding is not None)
         flags |= _OUTPUTS * self.strategy.keeps_output
         for rank in self._channel.others:
             rank_batch = batches[rank]
@@ -139,7 +141,7 @@ class Leader(Trainer):
         self._channel.send_all(Action.DRIFT)  # first: strategies may sum over all ranks
         super().on_drift()
 
-    def beat(self) -> None:
+    def send_keepalive(self) -> None:
         """Send a keepalive to the other ranks when nothing was sent for a second."""
         if self._channel.idle:
             self._channel.send_all(Action.WAIT)
@@ -248,7 +250,7 @@ def _step(
     flags, micro, lr_factor, *counts = numbers
     counts, real = counts[: len(layouts)], counts[len(layouts) :]
     rank_batch = RankBatch(unpacked(message, layouts, counts), real)
-    trainer.micro_batch_size = micro or None if max_rows is None else min(micro or max_rows, max_rows)
+    trainer.set_micro_batch_size(micro or None if max_rows is None else min(micro or max_rows, max_rows))
     trainer.scale_learning_rate(_number(lr_factor))
     try:
         result = trainer.step(rank_batch.parts[0], rank_batch.parts[1:], real[0])

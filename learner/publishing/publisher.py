@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,8 +17,8 @@ from ingest.events.position import Position
 from ingest.events.schema import Schema
 from learner.config import VersionsSettings
 from learner.errors import VersionError
-from learner.evaluation.forgetting_metric import ForgettingState
-from learner.evaluation.holdout import HoldoutRows
+from learner.evaluation.forgetting_metric import ForgettingState, retention_of
+from learner.evaluation.holdout import HoldoutRows, HoldoutSet
 from learner.evaluation.scoring import Evaluation, Scorer, Scores, evaluation_of, newcomers
 from learner.metrics import LearnerMetrics
 from learner.publishing.gatekeeper import QualityGate
@@ -81,7 +82,11 @@ class Publisher:
         self._generation = generation
         self._metrics = metrics
         self._every = settings.publish_every.total_seconds()
-        self._due = self._watch_due = self._rested_at = 0.0
+        self.due = 0.0
+        """When the next version may be published, by `time.monotonic`."""
+        self.watch_due = 0.0
+        """When the served version is monitored next, by `time.monotonic`."""
+        self._rested_at = 0.0
         self._watching = False
         self._progress: Progress | None = None
         self._newly_trained = RecordTimes()
@@ -112,33 +117,43 @@ class Publisher:
         """One sentence when the last version could not be written, or this one takes too long. Any thread may ask."""
         return self._background.overdue(self._versions.path, self._every) or self._problem
 
-    def publish_if_due(self, progress_now: Callable[[], Progress], take: Callable[[], Snapshot]) -> None:
-        """Publish the snapshot that `take` returns if a version is due and there is progress.
+    def retention_state(self) -> dict[str, Any]:
+        """Return the state of `retention` as plain values, for a checkpoint."""
+        return self.retention.state()
 
-        Called at every step boundary.
+    def restore_retention(self, state: Mapping[str, Any]) -> None:
+        """Restore `retention` from a checkpoint."""
+        self.retention = retention_of(state)
+
+    def publish_if_due(self, progress: Progress, take: Callable[[], Snapshot]) -> None:
+        """Publish the snapshot of `take` when a version is due and there is progress; called at a step boundary.
+
+        Before `due` this does nothing, so that the caller need not compute the progress.
         """
-        self._background.raise_bug()
         now = time.monotonic()
-        if now < self._due:
+        if now < self.due:
             return
-        busy, progress = self._background.busy, progress_now()
+        busy = self._background.busy
         if not self._is_new(progress) or (busy and self._watching):
             return
-        self._due = now + self._every
+        self.due = now + self._every
         if busy or now < self._rested_at:
             self.skipped += 1
             self._metrics.publish_skipped.inc()
             return
         self._start(progress, take())
 
-    def watch_if_due(self, rows: Callable[[], HoldoutRows]) -> None:
-        """Monitor the served version about once a second, on the held-out events that `rows` returns."""
-        now = time.monotonic()
-        if now >= self._watch_due and not self._background.busy:
-            self._watch_due = now + _WATCH_SECONDS
-            holdout = rows()
+    def watch(self, holdout: HoldoutSet) -> None:
+        """Score the served version on the holdout set, unless the thread is busy; called once `watch_due` has passed.
+
+        An exception of the thread's work before is a bug, and raised here.
+        """
+        self._background.raise_bug()
+        if not self._background.busy:
+            self.watch_due = time.monotonic() + _WATCH_SECONDS
+            rows = holdout.held
             self._watching = True
-            self._background.start(lambda: self._watch(holdout))
+            self._background.start(lambda: self._watch(rows))
 
     def published_through(self) -> Mapping[str, PartitionProgress]:
         """Return how far the newest version is trained, by `topic:partition`; empty when its manifest is damaged."""

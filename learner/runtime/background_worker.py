@@ -48,4 +48,5 @@ class BackgroundWorker:
 
     def raise_bug(self) -> None:
         """Raise the exception of the work, if there was one."""
-        self._thread.raise_bug()
+        if self._thread.bug is not None:
+            raise self._thread.bug

@@ -26,9 +26,8 @@ class ExperienceReplay(Strategy):
 
     def loss(self, forward: Forward, new: Examples, old: Sequence[Examples], whole: StepWeights) -> MicroBatchLoss:
         """Return the weighted mean loss of new and old events together."""
-        everything = concat([new, *old])
+        rows, everything = len(new), concat([new, *old])
         output = forward(everything.features)
         losses = self.learner.task.loss(output, everything.label_B)
-        total = weighted(losses, everything.weight_B, sum(whole.old, whole.new))
-        known, n = losses.detach(), len(new)
-        return MicroBatchLoss(total, output[:n].detach(), [known[n:]] if old else (), known[:n])
+        total, values = weighted(losses, everything.weight_B, sum(whole.old, whole.new)), losses.detach()
+        return MicroBatchLoss(total, output[:rows].detach(), [values[rows:]] if old else (), values[:rows])

@@ -84,13 +84,12 @@ _FEATURE = "feature."
 def examples_of(sample: Sample, samples: Sequence[int]) -> list[Examples]:
     """Split a sample into examples of the sizes `samples`: smaller ones if it has fewer events, none if too few.
 
-
     Their weight is 0 where there is no label. The sample's importance corrects for how events were kept and sampled:
     with `[schema.weight]` heavy events are kept more often, and yet the rehearsed loss is that of the stream.
     """
     columns = sample.columns
     labelled, label, weight = columns["labelled"], columns["label"], sample.importance
-    # Mostly all are labelled, but a check on a device would wait for it. Both are copied: contiguous and unshared.
+    # On a CPU it is cheap to see that all are labelled, the usual case. Both are copied: contiguous and unshared.
     if labelled.is_cpu and labelled.numpy().all():
         label, weight = label.clone(memory_format=torch.contiguous_format), weight.clone()
     else:
@@ -98,9 +97,10 @@ def examples_of(sample: Sample, samples: Sequence[int]) -> list[Examples]:
         label = torch.where(known, label, torch.zeros_like(label))
         weight = torch.where(labelled, weight, 0.0)
     features = {name.removeprefix(_FEATURE): column for name, column in columns.items() if name.startswith(_FEATURE)}
-    everything, n, total = Examples(features, label, weight, columns.get(OUTPUT)), len(sample), sum(samples)
+    everything = Examples(features, label, weight, columns.get(OUTPUT))
     if len(samples) == 1:
         return [everything]
+    n, total = len(sample), sum(samples)
     ends = [sum(samples[: index + 1]) * n // total for index in range(len(samples))]
     parts = [everything[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
     return parts if all(map(len, parts)) else []

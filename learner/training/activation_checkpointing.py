@@ -40,7 +40,7 @@ def _chosen(model: nn.Module, which: bool | Sequence[str]) -> list[nn.Module]:
     modules = dict(model.named_modules())
     for name in which:
         if not name or name not in modules:
-            names = ", ".join(each for each in modules if each)
+            names = ", ".join(filter(None, modules))
             raise SettingsError(f'learner.activation_checkpointing: the model has no module "{name}", but {names}')
     return [modules[name] for name in which]
 
@@ -82,7 +82,7 @@ class _OnCopiesOfBuffers:
         self._kept: list[tuple[dict[str, Tensor | None], dict[str, Tensor | None]]] = []
 
     def __enter__(self) -> None:
-        self._kept = [(each._buffers, dict(each._buffers)) for each in self._module.modules()]
+        self._kept = [(module._buffers, dict(module._buffers)) for module in self._module.modules()]
         for owner, buffers in self._kept:
             owner.update({name: None if buffer is None else buffer.clone() for name, buffer in buffers.items()})
 

@@ -9,9 +9,8 @@ from torch import nn
 from ingest.events.schema import Schema
 from learner.model.device import Precision
 from learner.model.factory import forward, sample
-from learner.training.buffers import Buffers
-from learner.training.out_of_memory import RngSnapshot
 from learner.training.parallelism import Ranks
+from learner.training.step_snapshot import Snapshots
 
 BACKEND = "inductor"
 _ROWS = (8, 12)
@@ -28,8 +27,7 @@ def compiled(module: nn.Module, schema: Schema, device: torch.device, precision:
     """
     failed = torch.zeros((), dtype=torch.bool, device=device)
     fast = cast("nn.Module", torch.compile(module, backend=BACKEND))
-    buffers, rng = Buffers(module), RngSnapshot(device)
-    saved = buffers.saved()
+    before = Snapshots(module, device).take()
     try:
         for rows in _ROWS:
             # Without averaging: if it failed on one rank, the others would wait for its gradient.
@@ -42,8 +40,7 @@ def compiled(module: nn.Module, schema: Schema, device: torch.device, precision:
         failed.fill_(True)
     for weight in module.parameters():
         weight.grad = None
-    buffers.put_back(saved)
-    rng.put_back()
+    before.restore()
     if ranks.any(failed).item():
         return module
     torch._dynamo.config.suppress_errors = True

@@ -20,24 +20,26 @@ def micro_batches(new: Examples, old: Sequence[Examples], max_rows: int | None) 
 
     No part has a single event, for which batch norm has no statistics, unless the step has only one.
     """
+    if max_rows is None:
+        return [(new, list(old))]
     counts = [len(new), *map(len, old)]
-    parts, limit = 1, max(1, max(counts) // 2)
-    if max_rows is not None:
-        parts = max(1, math.ceil(sum(counts) / max_rows))
-        while parts < limit and sum(math.ceil(count / parts) for count in counts) > max_rows:
-            parts += 1
+    limit = max(1, max(counts) // 2)
+    parts = max(1, math.ceil(sum(counts) / max_rows))
+    while parts < limit and sum(math.ceil(count / parts) for count in counts) > max_rows:
+        parts += 1
     parts = min(parts, limit)
     if parts == 1:
         return [(new, list(old))]
     return [
-        (_part(new, index, parts), [_part(each, index, parts) for each in old if len(each)]) for index in range(parts)
+        (_part(new, index, parts), [_part(events, index, parts) for events in old if len(events)])
+        for index in range(parts)
     ]
 
 
 def idle(new: Examples, old: Sequence[Examples]) -> Part:
     """Return events of weight 0, two of each group, for a pass that other ranks need this rank to run."""
-    first, *others = [each[:2] if len(each) > 1 else pad_single(each) for each in (new, *old) if len(each)]
-    return _weightless(first), [_weightless(each) for each in others]
+    first, *others = [events[:2] if len(events) > 1 else pad_single(events) for events in (new, *old) if len(events)]
+    return _weightless(first), [_weightless(events) for events in others]
 
 
 def _weightless(examples: Examples) -> Examples:

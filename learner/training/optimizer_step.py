@@ -9,9 +9,8 @@ from torch import Tensor, nn
 
 from anabranch.core.errors import SettingsError
 from anabranch.core.failures import out_of_memory
-from learner.config import LearnerSettings
+from learner.config import LearnerSettings, ScheduleSettings
 from learner.model.device import Precision
-from learner.training.lr_schedule import Schedule
 from learner.training.optimizers import build_optimizer, load_optimizer, param_of, state_scalars, state_tensors
 from learner.training.parallelism import Ranks, Weights, WholeWeights
 
@@ -23,7 +22,7 @@ class OptimizerStep:
         self, settings: LearnerSettings, model: nn.Module, precision: Precision, device: torch.device, ranks: Ranks
     ) -> None:
         self.gradients = Gradients(
-            [each for each in model.parameters() if each.requires_grad], settings.max_grad_norm, ranks.weights
+            [weight for weight in model.parameters() if weight.requires_grad], settings.max_grad_norm, ranks.weights
         )
         self.optimizer = ranks.shard(build_optimizer(settings.optimizer, model.parameters()))
         self.schedule = Schedule(settings.schedule)
@@ -33,11 +32,11 @@ class OptimizerStep:
         self._weights = ranks.weights
         self._device = device
         self._name = settings.optimizer.name
-        self._is_whole = False
+        self._has_state = False
         """Whether the optimizer has allocated its state."""
 
     def unscale(self) -> None:
-        """Divide the gradients by the loss scale, once all of them are there."""
+        """Divide the gradients by the loss scale, once all micro-batches have added theirs."""
         self.scaler.unscale_(self.optimizer)
         self._unscaled = self._scaled
 
@@ -62,18 +61,19 @@ class OptimizerStep:
         try:
             self.scaler.step(self.optimizer)
         except RuntimeError as exc:
-            if self._is_whole or not out_of_memory(exc):
+            if self._has_state or not out_of_memory(exc):
                 raise
-            said = " ".join(str(exc).split())
+            message = " ".join(str(exc).split())
             raise SettingsError(
                 f"learner.optimizer: {self._device} runs out of memory with what {self._name} keeps of each weight; "
                 'take one that keeps less, such as "adafactor" or "sgd", learner.sharding where there are ranks, or a '
-                f"smaller model: {said}"
+                f"smaller model: {message}"
             ) from exc
-        self._is_whole = True
+        self._has_state = True
 
     def begin(self, step: int) -> None:
-        """Set the learning rate for a step."""
+        """Clear the gradients, and set the learning rate for a step."""
+        self.gradients.clear()
         self.schedule.apply(step, self.optimizer.param_groups)
 
     def rate(self) -> float:
@@ -100,11 +100,57 @@ class OptimizerStep:
         """
         self.schedule.scale = 1.0
         load_optimizer(self.optimizer, self._weights.shard_like(kept, param_of(self.optimizer, kept)), state)
-        self._is_whole = bool(kept)
+        self._has_state = bool(kept)
         if self._scaled and state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
         self.schedule.restore(state["schedule"])
         return int(state["schedule"]["step"])
+
+
+class Schedule:
+    """The factor for the configured learning rate, for a stream without an end: warm-up, constant, warm-up after drift.
+
+    It depends on steps and drifts alone, not on time.
+    """
+
+    def __init__(self, settings: ScheduleSettings) -> None:
+        self._settings = settings
+        self._since = 0
+        self._rates: list[float] | None = None
+        self._factor = 1.0
+        self.scale = 1.0
+        """A further factor, such as for some steps after a drift; not kept in a checkpoint."""
+
+    def rate(self, step: int) -> float:
+        """Return the factor for a step; the first step is 0.
+
+        A warm-up rises evenly, and ends with the factor 1 at its last step.
+        """
+        warm = self._settings.warmup_steps
+        return self.scale * (min(1.0, (step - self._since + 1) / warm) if warm else 1.0)
+
+    def apply(self, step: int, groups: Sequence[dict[str, Any]]) -> None:
+        """Set the learning rates of an optimizer's groups, which have the configured rates at the first call."""
+        if self._rates is None:
+            self._rates = [group["lr"] for group in groups]
+        factor = self.rate(step)
+        if factor != self._factor:
+            self._factor = factor
+            for group, rate in zip(groups, self._rates, strict=True):
+                group["lr"] = rate * factor
+
+    def on_drift(self, step: int) -> None:
+        """Restart the warm-up at `step` if `learner.schedule.restart` is "drift"."""
+        if self._settings.restart == "drift":
+            self._since = step
+
+    def state(self) -> dict[str, Any]:
+        """Return the state for a checkpoint, as JSON values."""
+        return {"since": self._since}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Restore the state of a checkpoint."""
+        self._since = int(state["since"])
 
 
 class Gradients:
@@ -135,7 +181,7 @@ class Gradients:
             return self._weights[0].new_zeros(())
         if math.isinf(self._max_norm) and gradients[0].is_cpu:
             # Only whether it is finite matters then, and this takes half the time.
-            squares = [torch.dot(each, each) for each in (gradient.reshape(-1) for gradient in gradients)]
+            squares = [torch.dot(flat, flat) for flat in (gradient.reshape(-1) for gradient in gradients)]
             return self._shards.norm(torch.stack(squares).sum().sqrt())
         norm = self._shards.norm(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))))
         if math.isinf(self._max_norm) or (norm.is_cpu and not norm.item() + 1e-6 > self._max_norm):

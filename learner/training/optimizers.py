@@ -65,7 +65,7 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
 
 def param_of(optimizer: torch.optim.Optimizer, tensors: Iterable[str]) -> dict[str, Tensor]:
     """Return the parameter of each name that `state_tensors` gives, if the optimizer has it."""
-    weights = [each for group in optimizer.param_groups for each in group["params"]]
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     indices = {name: int(name.partition(".")[0]) for name in tensors}
     return {name: weights[index] for name, index in indices.items() if index < len(weights)}
 

@@ -3,7 +3,6 @@
 import logging
 
 import torch
-from torch import Tensor
 
 from anabranch.core.errors import SettingsError
 from learner.errors import RankTooLargeError
@@ -11,7 +10,7 @@ from learner.errors import RankTooLargeError
 log = logging.getLogger(__name__)
 
 
-def halve_micro_batch(rows: int, max_rows: int | None, device: torch.device, ranks: int, said: str) -> int:
+def halve_micro_batch(rows: int, max_rows: int | None, device: torch.device, ranks: int, message: str) -> int:
     """Return half the size of the micro-batch that did not fit, and log an error.
 
     Args:
@@ -19,23 +18,24 @@ def halve_micro_batch(rows: int, max_rows: int | None, device: torch.device, ran
         max_rows: largest micro-batch until now; None: all of a step.
         device: on which memory ran out.
         ranks: how many train together.
-        said: the error message.
+        message: the error message.
 
     Raises:
         SettingsError: not even a few events fit.
         RankTooLargeError: there are other ranks, which wait for this one in the middle of their passes.
     """
     now = min(rows, max_rows or rows)
-    if now // 2 < 2:
+    half = now // 2
+    if half < 2:
         raise SettingsError(
             f"model.factory: {device} runs out of memory with {now} events at once; take a smaller model, "
-            f"learner.activation_checkpointing, or another learner.device: {said}"
+            f"learner.activation_checkpointing, or another learner.device: {message}"
         )
-    log.info("what %s said: %s", device, said)
+    log.info("the error of %s: %s", device, message)
     if ranks > 1:
-        raise RankTooLargeError(now // 2, oom_warning(device, now // 2))
-    log.error("%s", oom_warning(device, now // 2))
-    return now // 2
+        raise RankTooLargeError(half, oom_warning(device, half))
+    log.error("%s", oom_warning(device, half))
+    return half
 
 
 def oom_warning(device: torch.device, rows: int) -> str:
@@ -44,21 +44,6 @@ def oom_warning(device: torch.device, rows: int) -> str:
         f"{device} ran out of memory: from now on {rows} events go through the model at once, with the same gradient; "
         f"learner.micro_batch_size = {rows} does so from the start"
     )
-
-
-class RngSnapshot:
-    """Snapshot of torch's RNG state on the CPU and one device, for retrying a failed pass."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._cpu = torch.get_rng_state()
-        self._cuda: Tensor | None = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-    def put_back(self) -> None:
-        """Restore the snapshot."""
-        torch.set_rng_state(self._cpu)
-        if self._cuda is not None:
-            torch.cuda.set_rng_state(self._cuda, self._device)
 
 
 def release(device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Collects the outputs of a step's micro-batches, and joins them.
+"""The outputs of a step's micro-batches, and the result that they make up.
 
 Legend: B new events, R replayed ones, N both, D numbers of an embedding.
 """
@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-
-from learner.strategies.base import MicroBatchLoss
 
 
 @dataclass(frozen=True)
@@ -41,48 +39,59 @@ class StepResult:
 
 
 @dataclass
-class StepAccumulator:
-    """Collects the outputs of micro-batches, one after the other."""
+class StepOutputs:
+    """The outputs of the passes of a step: one entry a micro-batch, new events before replayed ones."""
 
-    total: list[Tensor] = field(default_factory=list)
     output: list[Tensor] = field(default_factory=list)
+    """The model's output for new events."""
+    output_B: Tensor = field(init=False)
+    """The same of all micro-batches, joined."""
     new: list[Tensor] = field(default_factory=list)
+    """The loss of each new event, where the strategy returns it."""
     old: list[Sequence[Tensor]] = field(default_factory=list)
+    """The loss of each old event, by sample."""
     embedding: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    """Embeddings of new and of old events."""
+    loss: float = math.nan
+    """Of the step, over all ranks."""
+    score: float = math.nan
+    """The sum of the scores of new events, over all ranks."""
+    loss_new: float = math.nan
+    """The sum of the losses of new events, over all ranks."""
+    finite: bool = False
+    """Whether the step has changed the weights."""
+    picked: Sequence[Tensor] | None = None
+    """Indices of the old events that were trained on, by sample; None: all."""
 
-    def add(self, loss: MicroBatchLoss, embedding_N: Tensor | None) -> None:
-        """Add the outputs of a micro-batch, new events before replayed ones."""
-        self.total.append(loss.total.detach())
-        self.output.append(loss.output_B)
-        if loss.new_B is not None:
-            self.new.append(loss.new_B)
-        self.old.append(loss.old)
-        if embedding_N is not None:
-            rows = len(loss.output_B)
-            self.embedding.append((embedding_N[:rows], embedding_N[rows:]))
+    def result(self, rows: int, sampled: Sequence[int]) -> StepResult:
+        """Return the result of a step with `rows` new events, and samples of these sizes: joined, in their order."""
+        replayed = sum(sampled) if self.picked is None else sum(map(len, self.picked))
+        old_R, embedding_N = self._old_losses(sampled), self._embeddings(rows, sampled)
+        return StepResult(
+            self.finite, self.loss, self.score, self.loss_new, old_R, embedding_N, self.output_B[:rows], replayed
+        )
 
-
-def collect_outputs(
-    accumulated: StepAccumulator, sampled: Sequence[int], picked: Sequence[Tensor] | None, rows: int
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return the loss of each sampled event and the embeddings of all events, in their order in the step."""
-    old_R: Tensor | None = None
-    samples = [cat(parts) for parts in zip(*(each for each in accumulated.old if each), strict=False)]
-    if samples:
-        if picked is not None:
-            samples = [
-                torch.full((n,), math.nan, device=losses.device).index_copy(0, places, losses.float())
-                for n, places, losses in zip(sampled, picked, samples, strict=True)
+    def _old_losses(self, sampled: Sequence[int]) -> Tensor | None:
+        samples = [cat(parts) for parts in zip(*filter(None, self.old), strict=False)]
+        if not samples:
+            return None
+        if self.picked is None:
+            return cat(samples)
+        return torch.cat(
+            [
+                torch.full((n,), math.nan, device=losses.device).index_copy(0, indices, losses.float())
+                for n, indices, losses in zip(sampled, self.picked, samples, strict=True)
             ]
-        old_R = cat(samples)
-    embedding_N: Tensor | None = None
-    if accumulated.embedding:
-        new = torch.cat([each for each, _ in accumulated.embedding])[:rows]
-        old = torch.cat([each for _, each in accumulated.embedding])
-        if picked is not None or len(sampled) > 1 or len(old) != sum(sampled):
+        )
+
+    def _embeddings(self, rows: int, sampled: Sequence[int]) -> Tensor | None:
+        if not self.embedding:
+            return None
+        new = torch.cat([part for part, _ in self.embedding])[:rows]
+        old = torch.cat([part for _, part in self.embedding])
+        if self.picked is not None or len(sampled) > 1 or len(old) != sum(sampled):
             old = new.new_full((sum(sampled), new.shape[1]), math.nan)
-        embedding_N = torch.cat([new, old])
-    return old_R, embedding_N
+        return torch.cat([new, old])
 
 
 def cat(parts: Sequence[Tensor]) -> Tensor:

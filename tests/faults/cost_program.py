@@ -43,7 +43,7 @@ class RecordingLoop(TrainingLoop):
         self._records, self._blocked = array("d"), 0.0
         self._schedule: int | None = None
         publisher, checkpointer = self._parts.publisher, self._parts.checkpointer
-        for part, name in ((publisher, "publish_if_due"), (checkpointer, "checkpoint_if_due")):
+        for part, name in ((publisher, "publish_if_due"), (checkpointer, "is_due"), (checkpointer, "checkpoint")):
             setattr(part, name, self._timed(getattr(part, name)))
 
     def run(self, stop: threading.Event, between_steps: Sequence[Task]) -> None:

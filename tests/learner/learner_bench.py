@@ -136,6 +136,7 @@ class LearnerBench:
         replay: Mapping[str, Any] | None = None,
         strategy: Strategy | None = None,
         learner: Mapping[str, Any] | None = None,
+        task: Classification | None = None,
     ) -> None:
         self.stop, self.closed = threading.Event(), False
         self.stream = Stream(schema, blocks, self.stop)
@@ -144,7 +145,7 @@ class LearnerBench:
         )
         registry = CollectorRegistry()
         self.metrics = LoopMetrics(IngestMetrics(registry), ReplayMetrics(registry), LearnerMetrics(registry))
-        task = Classification()
+        task = task or Classification()
         strategy = strategy or STRATEGIES["er"]()
         embedding = Embedding(model, "3") if strategy.embeds else None
         trainer = Trainer(model, task, strategy, schema, settings, CPU, choose_precision("auto", CPU), embedding)
@@ -180,7 +181,7 @@ class LearnerBench:
         lag = LagPolicy(LagPolicySettings(), 0, source)
         monitor = StreamMonitor(settings)
         sampling = self.metrics.replay.sample
-        feed = make_feed(self.background_store, settings, 1, monitor.ratio, holdout, trainer, sampling)
+        feed = make_feed(self.background_store, settings, 1, monitor, holdout, trainer, sampling)
         parts = LoopComponents(source, trainer, monitor, feed, holdout, publisher, self.checkpointer, erasure, lag)
         self.loop = TrainingLoop(settings, parts, self.metrics)
         self.trainer, self.holdout, self.publisher, self.erasure = trainer, holdout, publisher, erasure

@@ -28,8 +28,7 @@ def test_non_finite_scores_are_ignored_also_after_a_restart(
     make_bench: Callable[..., LearnerBench], caplog: pytest.LogCaptureFixture
 ) -> None:
     settings = {"replay_ratio": "auto", "drift": {"actions": ["raise-lr"]}}
-    bench = make_bench(120, learner=settings)
-    bench.trainer.task = NonFiniteScores(range(60))
+    bench = make_bench(120, learner=settings, task=NonFiniteScores(range(60)))
     bench.run()
     bench.finish()
     assert sum("the task's score of its events is nan" in record.getMessage() for record in caplog.records) == 1

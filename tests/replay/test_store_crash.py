@@ -141,9 +141,10 @@ class Life(Rehearsal):
         )
 
     def checkpoint_if_due(self) -> None:
-        self._checkpointer.checkpoint_if_due(
-            lambda number: CapturedState(self.step, {}, {}, self.store.begin_snapshot(number))
-        )
+        if self._checkpointer.is_due():
+            self._checkpointer.checkpoint(
+                lambda number: CapturedState(self.step, {}, {}, self.store.begin_snapshot(number))
+            )
         assert self._checkpointer.problem is None
 
     def close(self) -> None:

@@ -28,7 +28,8 @@ ERRORS = [errno.EIO, errno.EMFILE, errno.ESTALE, errno.EACCES]
 class FakeStore:
     """A fake background store with free slots, which records the arguments of `end_snapshot`."""
 
-    spare, slots_waiting = 100, 0
+    def many_slots_wait(self, _checkpoints: int) -> bool:
+        return False
 
     def __init__(self) -> None:
         self.calls: list[tuple[int | None, bool]] = []
@@ -57,7 +58,8 @@ def captured(state: dict[str, Any]) -> CapturedState:
 
 def checkpoint(checkpointer: Checkpointer, state: dict[str, Any] | None = None) -> None:
     checkpointer.request()
-    checkpointer.checkpoint_if_due(lambda _: captured(state or {}))
+    assert checkpointer.is_due()
+    checkpointer.checkpoint(lambda _: captured(state or {}))
     checkpointer.wait(Deadline(timedelta(seconds=30)))
 
 

@@ -17,29 +17,30 @@ from learner.device_sharing.cuda_limits import confined, lacks_green_contexts, l
 from learner.model.device import choose_precision
 from learner.model.task import Classification
 from learner.strategies.registry import STRATEGIES
+from learner.training.passes import StepHooks
 from learner.training.trainer import Trainer
 
 CPU = torch.device("cpu")
 
 
 def test_training_is_not_confined_unless_somebody_says_so() -> None:
-    with confined(DeviceSharingSettings(), CPU) as lane:
-        assert lane is contextlib.nullcontext
+    with confined(DeviceSharingSettings(), CPU) as launch_context:
+        assert launch_context is contextlib.nullcontext
 
 
-def test_all_passes_of_a_step_and_the_update_are_given_to_the_lane(schema: Schema) -> None:
+def test_all_passes_of_a_step_and_the_update_run_in_the_launch_context(schema: Schema) -> None:
     model, given = nn.Linear(3, 3), []
-    trainer = Trainer(
-        *(model, Classification(), STRATEGIES["mir"](), schema, LearnerSettings(), CPU, choose_precision("fp32", CPU))
-    )
 
     @contextlib.contextmanager
-    def lane() -> Iterator[None]:
+    def launch_context() -> Iterator[None]:
         given.append("begin")
         yield
         given.append("end")
 
-    trainer.lane = lane
+    trainer = Trainer(
+        *(model, Classification(), STRATEGIES["mir"](), schema, LearnerSettings(), CPU, choose_precision("fp32", CPU)),
+        hooks=StepHooks(launch_context=launch_context),
+    )
     model.register_forward_pre_hook(lambda *_: given.append("forward"))
     model.weight.register_hook(lambda _: given.append("backward"))
     before = model.weight.detach().clone()

@@ -23,6 +23,7 @@ from learner.device_sharing.sharing import DeviceSharing, DeviceSharingSpec, dev
 from learner.model.device import choose_precision
 from learner.model.task import Classification
 from learner.strategies.registry import STRATEGIES
+from learner.training.passes import StepHooks
 from learner.training.trainer import Trainer
 from tests.pipelines import LINEAR, Learner, encoded, events
 
@@ -230,6 +231,9 @@ class FakeTrainer:
 
     micro_batch_size: int | None = None
 
+    def set_micro_batch_size(self, rows: int | None) -> None:
+        self.micro_batch_size = rows
+
 
 @pytest.fixture(autouse=True)
 def _stay(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,7 +249,7 @@ def adjusted(tmp_path: Path, trainer: FakeTrainer, *, fixed: bool = False) -> No
         device_sharing(spec, tmp_path, torch.device("cpu"), threading.Event()) as sharing,
     ):
         assert sharing is not None
-        sharing.while_waiting = mark.rest
+        sharing.set_waiting_task(mark.rest)
         with mark.waiting():
             mark.run()
             sharing.yield_to_serving(0)
@@ -327,10 +331,13 @@ def test_training_yields_to_a_request_at_the_next_border(
             said.append("yields")
             mark.rest()
 
-        sharing.while_waiting = answer
+        sharing.set_waiting_task(answer)
         model = nn.Sequential(*(Traced(name, say) for name in "abc"))
-        trainer = Trainer(*(model, Classification(), STRATEGIES["none"](), schema, LearnerSettings(), cpu, precision))
-        sharing.attach(trainer, 1)
+        trainer = Trainer(
+            *(model, Classification(), STRATEGIES["none"](), schema, LearnerSettings(), cpu, precision),
+            hooks=StepHooks(before_micro_batch=sharing.yield_to_serving),
+        )
+        sharing.attach(model, 1)
         new = trainer.examples(fake_columns(schema, range(4), label=[0, 1, 2]))
         trainer.step(new)
         steps = len(said)
@@ -352,15 +359,19 @@ def test_other_ranks_are_kept_waiting_for_so_long_in_a_step_at_most_however_many
     cpu, precision = torch.device("cpu"), choose_precision("fp32", torch.device("cpu"))
     spec = DeviceSharingSpec(DeviceSharingSettings(), SLO, timedelta(minutes=10))
     settings = LearnerSettings(micro_batch_size=2)
-    trainer = Trainer(*(nn.Linear(3, 3), Classification(), STRATEGIES["none"](), schema, settings, cpu, precision))
-    new = trainer.examples(fake_columns(schema, range(12), label=[0, 1, 2]))
+    model = nn.Linear(3, 3)
     with (
         hold_server(tmp_path, spec.slo) as mark,
         device_sharing(spec, tmp_path, cpu, threading.Event()) as sharing,
         mark.waiting(),
     ):
         assert sharing is not None
-        sharing.attach(trainer, ranks)
+        trainer = Trainer(
+            *(model, Classification(), STRATEGIES["none"](), schema, settings, cpu, precision),
+            hooks=StepHooks(before_micro_batch=sharing.yield_to_serving),
+        )
+        new = trainer.examples(fake_columns(schema, range(12), label=[0, 1, 2]))
+        sharing.attach(model, ranks)
         mark.run()
         for step in (1, 2):
             trainer.step(new)

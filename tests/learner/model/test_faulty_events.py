@@ -328,7 +328,7 @@ def test_a_held_out_event_that_raises_leaves_the_set_and_spoils_no_verdict(
     bench = make_bench(100, lambda columns: np.isin(columns["offset"], [5 + 3 * ROWS, 5 + 60 * ROWS]))
     bench.run()
     bench.finish()
-    bench.loop.drop_raising_holdout()
+    bench.loop.raising_events.clean_holdout()
     assert len(bench.holdout) == 98
     assert bench.metrics.learner.raised.labels("held_out")._value.get() == 2
     assert bench.publisher.verdict == "inconclusive"

@@ -128,7 +128,7 @@ def test_a_manifest_has_no_score_that_is_not_finite(
 
 def test_no_version_is_published_before_the_first_step(make_bench: Callable[..., Bench]) -> None:
     bench = make_bench()
-    bench.publisher.publish_if_due(lambda: (0, ()), bench.snapshot)
+    bench.publisher.publish_if_due((0, ()), bench.snapshot)
     bench.publisher.publish_last((0, ()), bench.snapshot, Deadline(SOON))
     assert bench.versions.numbers() == []
 
@@ -144,7 +144,7 @@ def test_a_version_that_is_due_while_another_is_written_is_skipped_and_counted(
     while bench.publisher.skipped < 2:
         assert time.monotonic() - published < 20
         bench.step += 1
-        bench.publisher.publish_if_due(lambda: (bench.step, ()), bench.snapshot)
+        bench.publisher.publish_if_due((bench.step, ()), bench.snapshot)
     go.set()
     bench.publish()
     assert bench.versions.numbers() == [1, 2]
@@ -162,7 +162,7 @@ def test_a_slow_gate_makes_versions_rarer_and_judges_each(
     while bench.publisher.skipped < 3:
         assert time.monotonic() < begin + 9, "there is no pause after scoring"
         bench.step += 1
-        bench.publisher.publish_if_due(lambda: (bench.step, ()), bench.snapshot)
+        bench.publisher.publish_if_due((bench.step, ()), bench.snapshot)
     assert bench.versions.numbers() == [1]
     bench.publish()  # the last version does not wait for the pause
     assert bench.versions.numbers() == [1, 2]
@@ -317,7 +317,7 @@ def test_a_hanging_disk_is_a_problem_until_the_version_is_written(
     monkeypatch.setattr("anabranch.core.atomic_files.os.fsync", lambda descriptor: (go.wait(20), sync(descriptor))[1])
     bench = make_bench()
     bench.step += 1
-    bench.publisher.publish_if_due(lambda: (bench.step, ()), bench.snapshot)
+    bench.publisher.publish_if_due((bench.step, ()), bench.snapshot)
     now[0] += 60
     assert bench.publisher.problem is None
     now[0] += 1

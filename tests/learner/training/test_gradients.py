@@ -1,4 +1,4 @@
-"""What gradients and buffers of a step are, against torch's own functions."""
+"""Gradients and buffers of a step, against torch's functions."""
 
 import math
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from learner.training.buffers import Buffers
 from learner.training.optimizer_step import Gradients
+from learner.training.step_snapshot import Snapshots
 
 
 @pytest.mark.parametrize("most", [0.1, 1.0, 1e6, math.inf])
@@ -52,16 +52,15 @@ class Rebinding(nn.Module):
         return x
 
 
-def test_buffers_are_put_back_and_what_was_bound_to_them_is_not_written_to() -> None:
+def test_buffers_are_restored_and_a_tensor_that_was_bound_to_them_is_unchanged() -> None:
     model = nn.Sequential(Rebinding(), nn.BatchNorm1d(3))
-    buffers = Buffers(model)
-    saved = buffers.saved()
+    snapshot = Snapshots(model, torch.device("cpu")).take()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     x = torch.tensor([[1.0, 2, math.inf], [4, 5, 6]])
     kept = x.clone()
     model(x)
-    assert any(bool(each) for each in buffers.spoiled(saved))
-    buffers.put_back(saved)
-    assert not any(bool(each) for each in buffers.spoiled(saved))
+    assert any(bool(each) for each in snapshot.non_finite_buffers())
+    snapshot.restore_buffers()
+    assert not any(bool(each) for each in snapshot.non_finite_buffers())
     assert torch.equal(x, kept)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

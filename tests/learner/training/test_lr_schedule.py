@@ -11,7 +11,7 @@ from learner.config import LearnerSettings, ScheduleSettings
 from learner.model.device import choose_precision
 from learner.model.task import Classification
 from learner.strategies.registry import STRATEGIES
-from learner.training.lr_schedule import Schedule
+from learner.training.optimizer_step import Schedule
 from learner.training.trainer import Trainer
 
 CPU = torch.device("cpu")

@@ -32,9 +32,9 @@ def numbered(n: int) -> Examples:
 def test_every_event_is_in_one_part_in_order_and_none_is_alone(n: int, sampled: list[int], most: int | None) -> None:
     parts = micro_batches(numbered(n), [numbered(each) for each in sampled], most)
     assert torch.cat([new.label_B for new, _ in parts]).tolist() == list(range(n))
-    for place, each in enumerate(sampled):
+    for sample, each in enumerate(sampled):
         if len(parts) == 1 or each:
-            index = place if len(parts) == 1 else sum(1 for before in sampled[:place] if before)
+            index = sample if len(parts) == 1 else sum(1 for before in sampled[:sample] if before)
             assert torch.cat([old[index].label_B for _, old in parts]).tolist() == list(range(each))
     sizes = [len(new) + sum(map(len, old)) for new, old in parts]
     assert len(sizes) == 1 or min(sizes) > 1
@@ -69,11 +69,12 @@ def test_the_gradient_of_micro_batches_is_that_of_the_large_batch(schema: Schema
             columns = fake_columns(schema, range(begin, begin + n), label=[0, 1, 2])
             columns["weight"][::3] = 2.5
             found = trainer.examples(columns)
-            said = torch.randn(n, 3, generator=torch.Generator().manual_seed(n))
-            batches.append(Examples({"x": found.features["x"].double()}, found.label_B, found.weight_B.double(), said))
+            output_B = torch.randn(n, 3, generator=torch.Generator().manual_seed(n))
+            features = {"x": found.features["x"].double()}
+            batches.append(Examples(features, found.label_B, found.weight_B.double(), output_B))
         new, old = batches
         samples = len(trainer.strategy.samples(len(old)))
         for _ in range(3):
-            assert trainer.step(new, [old[place::samples] for place in range(samples)]).finite
+            assert trainer.step(new, [old[first::samples] for first in range(samples)]).finite
         weights.append(torch.cat([each.reshape(-1) for each in trainer.snapshot().values()]))
     assert torch.allclose(weights[0], weights[1], rtol=0, atol=1e-6)

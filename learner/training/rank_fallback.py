@@ -1,4 +1,4 @@
-"""Lets a rank on which the model raises continue with all-zero events, so that no other rank waits for it forever."""
+"""Completes a step with all-zero events on a rank where the model raises, so that no other rank waits for it."""
 
 import traceback
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ class RankRaisedError(Exception):
     """The model raised on some rank in a step; every rank raises this at the same point, at the end of the step."""
 
 
-class StandIn:
+class RankFallback:
     """Completes a step of several ranks when the model raises on one of them. Such a step is undone.
 
     With sharded weights that is impossible: in the middle of a pass the other ranks need this rank's shard of the next
@@ -29,15 +29,17 @@ class StandIn:
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._able = ranks.size > 1 and not ranks.weights.sharded
+        self.able = ranks.size > 1 and not ranks.weights.sharded
+        """Whether `run` can complete a pass that raises."""
         self._averaged = 0
         self._skipped = 0
         self.error: Exception | None = None
         """The first error of this step on this rank."""
 
-    def begin(self) -> None:
-        """Start a step: clear the error."""
-        self.error = None
+    def take_error(self) -> Exception | None:
+        """Return the error of this step, and clear it for the next one."""
+        error, self.error = self.error, None
+        return error
 
     def average(self, tensors: Sequence[Tensor]) -> None:
         """Average tensors over the ranks, except those that a pass which raised has averaged already."""
@@ -64,7 +66,7 @@ class StandIn:
         for label in (0, 1):
             self._skipped = self._averaged
             try:
-                return run_pass(_zeros(new, label), [_zeros(each, label) for each in old])
+                return run_pass(_zeros(new, label), [_zeros(events, label) for events in old])
             except Exception as exc:
                 if not self.recorded(exc):
                     raise
@@ -72,7 +74,7 @@ class StandIn:
 
     def recorded(self, error: Exception) -> bool:
         """Record an error and return whether this rank can continue; if not, the caller has to raise it again."""
-        recorded = self._able and may_be_of_events(error)
+        recorded = self.able and may_be_of_events(error)
         if recorded:
             self.error = self.error or error
         return recorded

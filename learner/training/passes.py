@@ -1,0 +1,290 @@
+"""The forward and backward passes of a step, in micro-batches that fit the device.
+
+Legend: B new events, C classes.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial, reduce
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from anabranch.core.failures import out_of_memory
+from learner.config import LearnerSettings
+from learner.model.device import Precision
+from learner.model.embedding import Embeddings
+from learner.model.factory import forward
+from learner.model.task import Task
+from learner.strategies.base import MicroBatchLoss, StepWeights, Strategy
+from learner.strategies.examples import Examples
+from learner.training.micro_batches import idle, micro_batches
+from learner.training.optimizer_step import OptimizerStep
+from learner.training.out_of_memory import halve_micro_batch, oom_warning, release
+from learner.training.parallelism import Ranks
+from learner.training.rank_fallback import RankFallback, RankRaisedError
+from learner.training.step_result import StepOutputs, cat
+from learner.training.step_snapshot import Snapshots, StepSnapshot
+
+_SCALE_RETRIES = 16
+"""How often fp16 may halve its loss scale within a step before the events themselves are to blame."""
+
+_T = TypeVar("_T")
+
+LaunchContext = Callable[[], contextlib.AbstractContextManager[object]]
+"""Returns the context manager under which device work is launched."""
+
+
+@dataclass(frozen=True)
+class StepHooks:
+    """Where device sharing takes part in a step.
+
+    Attributes:
+        before_micro_batch: called before each micro-batch of a pass, with its index; may wait. None: nothing is called.
+        launch_context: returns the context manager under which a step launches device work.
+    """
+
+    before_micro_batch: Callable[[int], object] | None = None
+    launch_context: LaunchContext = contextlib.nullcontext
+
+
+class Passes:
+    """Runs the passes of steps, and updates the weights where all numbers of a step are finite. Used by one thread."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        trained: nn.Module,
+        task: Task,
+        strategy: Strategy,
+        settings: LearnerSettings,
+        classes: int | None,
+        device: torch.device,
+        precision: Precision,
+        embedding: Embeddings | None,
+        ranks: Ranks,
+        fallback: RankFallback,
+        update: OptimizerStep,
+        hooks: StepHooks,
+        warning: str | None = None,
+    ) -> None:
+        """Take the model, and `trained`, which runs it so that gradients are averaged; `classes`: of the label."""
+        self.task = task
+        self.strategy = strategy
+        self.device = device
+        self.embedding = embedding
+        self.update = update
+        self.forward = partial(forward, model)
+        """Runs the model on this rank alone and without the compiler."""
+        self.autocast = partial(precision.autocast, device) if precision.dtype is not None else contextlib.nullcontext
+        self.micro_batch_size = settings.micro_batch_size
+        """Most events of a micro-batch; None: all of a step."""
+        self.warning = warning
+        """One sentence when micro-batches were made smaller after running out of memory."""
+        self._forward_trained = partial(forward, trained)
+        self._classes = classes if strategy.sees_classes else None
+        self._fixed = settings.deterministic
+        self._attempts = _SCALE_RETRIES if precision.scaled and strategy.learns_gradient else 1
+        self._ranks = ranks
+        self._fallback = fallback
+        self.snapshots = Snapshots(model, device)
+        """From which passes can be undone or retried."""
+        self._before_micro_batch = hooks.before_micro_batch
+
+    def run(self, new: Examples, old: Sequence[Examples], rows: int, before: StepSnapshot) -> StepOutputs:
+        """Compute the gradient of a step and, if all is finite, update the weights; nothing else is changed.
+
+        Args:
+            new: new events, of which only the first `rows` count.
+            old: replayed events, by sample.
+            rows: number of new events.
+            before: the state before the step.
+
+        Raises:
+            RankRaisedError: the model raised on one of the ranks.
+        """
+        picked = self._pick(new, old, before) if self.strategy.picks and any(map(len, old)) else None
+        if picked is not None:
+            old = [events[indices] for events, indices in zip(old, picked, strict=True)]
+            before = before.with_current_rng()
+        weights = self._step_weights(new, old)
+        scaler = self.update.scaler
+        # With fp16 this waits for the device. The scale before the step shows whether it caused an overflow.
+        scale, scaled = scaler.get_scale(), self._attempts > 1
+        for attempt in range(self._attempts):
+            if attempt:
+                self.update.gradients.clear()
+                before = before.with_current_rng()
+            outputs = self.fitting(partial(self._attempt, new, old, rows, weights, before), [[new, *old]], before)
+            if not outputs.finite:
+                before.restore_buffers()
+                self._ranks.reset_comm_state()
+            elif self.strategy.learns_gradient:
+                self.update.apply()
+            if scaled:
+                self.update.rescale()
+            if outputs.finite or not math.isfinite(outputs.loss):
+                break
+        if scaled and not outputs.finite:
+            # The events caused it, not the scale.
+            self.update.rescale(scale)
+        outputs.picked = picked
+        return outputs
+
+    def fitting(self, passes: Callable[[], _T], at_once: Sequence[Sequence[Examples]], before: StepSnapshot) -> _T:
+        """Run passes; if memory runs out, restart them from a snapshot, with micro-batches of half the size.
+
+        The strategy restores the weights when one of its passes fails. `at_once`: groups of events, each of which goes
+        through the model together unless micro-batches are smaller.
+        """
+        while True:
+            try:
+                return passes()
+            except RuntimeError as exc:
+                if not out_of_memory(exc) or self._fixed:
+                    raise
+                message = " ".join(str(exc).split())
+            # After the handler, since the error references tensors of the pass.
+            self.update.give_up()
+            release(self.device)
+            rows = max(sum(map(len, group)) for group in at_once)
+            size = halve_micro_batch(rows, self.micro_batch_size, self.device, self._ranks.size, message)
+            self.micro_batch_size, self.warning = size, oom_warning(self.device, size)
+            before.restore()
+
+    def parts(self, events: Examples) -> list[Examples]:
+        """Split events into parts that are small enough for one pass of the model."""
+        return [part for part, _ in micro_batches(events, (), self.micro_batch_size)]
+
+    def present(self, new: Examples) -> Tensor | None:
+        """Return which classes are among this rank's new events, bool `[C]`; None where the strategy needs none."""
+        if self._classes is None:
+            return None
+        # One extra entry takes the labels of weight 0: to filter them would be to wait for the device.
+        present = torch.zeros(self._classes + 1, dtype=torch.bool, device=self.device)
+        present.index_fill_(0, torch.where(new.weight_B > 0, new.label_B, self._classes), True)
+        return present[: self._classes]
+
+    def _pick(self, new: Examples, old: Sequence[Examples], before: StepSnapshot) -> Sequence[Tensor] | None:
+        """Let the strategy pick among the old events; the model is unchanged afterwards."""
+
+        def pick(new: Examples, old: Sequence[Examples]) -> Sequence[Tensor] | None:
+            with self.autocast():
+                return self.strategy.select(self.forward, new, old)
+
+        picked = self.fitting(partial(self._run, pick, new, old), [[events] for events in (new, *old)], before)
+        self.update.gradients.clear()
+        if picked is not None:
+            before.restore_buffers()
+        return picked
+
+    def _step_weights(self, new: Examples, old: Sequence[Examples]) -> StepWeights:
+        """Return the event weights of a step, averaged over all ranks."""
+        weights = [events.weight_B.sum() for events in (new, *old)]
+        if self._ranks.size > 1:
+            together = torch.stack(weights)
+            self._ranks.average([together])
+            weights = list(together)
+        present = self.present(new)
+        return StepWeights(weights[0], weights[1:], None if present is None else self._ranks.any(present))
+
+    def _attempt(
+        self, new: Examples, old: Sequence[Examples], rows: int, weights: StepWeights, before: StepSnapshot
+    ) -> StepOutputs:
+        """Compute the gradient of the step, transformed by the strategy and clipped, and read back its numbers."""
+        self.strategy.on_step_start()
+        outputs, totals = StepOutputs(), list[Tensor]()
+        parts, idle_passes = micro_batches(new, old, self.micro_batch_size), 0
+        if self._ranks.weights.sharded:  # before the first pass, in which ranks wait for each other
+            idle_passes = self._ranks.weights.num_forwards(len(parts)) - len(parts)
+        for index, (some_new, some_old) in enumerate(parts):
+            if self._before_micro_batch is not None:
+                self._before_micro_batch(index)
+            with self._ranks.no_sync() if index < len(parts) - 1 else contextlib.nullcontext():
+                totals.append(self._forward_backward(some_new, some_old, weights, outputs))
+        for _ in range(idle_passes):
+            self._run_idle(new, old, weights)
+        if self.strategy.learns_gradient:
+            if self._attempts > 1:
+                self.update.unscale()
+            self.strategy.transform_gradients(self.update.scaler.get_scale())
+        self._read_numbers(outputs, reduce(torch.add, totals), new, rows, before)
+        return outputs
+
+    def _run_idle(self, new: Examples, old: Sequence[Examples], weights: StepWeights) -> None:
+        """Run a pass of weight 0, which other ranks with more micro-batches need this rank to run."""
+        before = self.snapshots.take()
+        self._forward_backward(*idle(new, old), weights, StepOutputs())
+        before.restore_buffers()
+
+    def _forward_backward(
+        self, new: Examples, old: Sequence[Examples], weights: StepWeights, outputs: StepOutputs
+    ) -> Tensor:
+        """Add the gradient of a micro-batch to that of the step, and its outputs to `outputs`; return its loss."""
+
+        def run(new: Examples, old: Sequence[Examples]) -> MicroBatchLoss:
+            if self.embedding is not None:
+                self.embedding.capture_next()
+            with self.autocast():
+                loss = self.strategy.loss(self._forward_trained, new, old, weights)
+            if self.strategy.learns_gradient:
+                self.strategy.backward(loss, self.update.scaler.scale)
+            return loss
+
+        loss = self._run(run, new, old)
+        outputs.output.append(loss.output_B)
+        if loss.new_B is not None:
+            outputs.new.append(loss.new_B)
+        outputs.old.append(loss.old)
+        if self.embedding is not None:
+            try:
+                embedding_N, rows = self.embedding.captured(), len(loss.output_B)
+                outputs.embedding.append((embedding_N[:rows], embedding_N[rows:]))
+            except Exception as exc:  # the user's own code may raise anything
+                if not self._fallback.recorded(exc):
+                    raise
+        return loss.total.detach()
+
+    def _run(
+        self, run_pass: Callable[[Examples, Sequence[Examples]], _T], new: Examples, old: Sequence[Examples]
+    ) -> _T:
+        """Run a pass; where other ranks need this one to go on, with all-zero events in place of those that raise."""
+        return self._fallback.run(run_pass, new, old) if self._fallback.able else run_pass(new, old)
+
+    def _read_numbers(
+        self, outputs: StepOutputs, total: Tensor, new: Examples, rows: int, before: StepSnapshot
+    ) -> None:
+        """Clip the gradient, and read back the numbers that decide whether the step is taken, over all ranks.
+
+        Raises:
+            RankRaisedError: the model raised on one of them.
+        """
+        norm = self.update.gradients.clip()
+        with torch.no_grad():
+            outputs.output_B = cat(outputs.output)
+            output_B, label_B = outputs.output_B[:rows], new.label_B[:rows]
+            try:
+                loss_B = cat(outputs.new)[:rows] if outputs.new else self.task.loss(output_B, label_B)
+                score, loss_new = self.task.score(output_B, label_B).sum(), loss_B.sum()
+            except Exception as exc:  # the user's own code may raise anything
+                if not self._fallback.recorded(exc):
+                    raise
+                score = loss_new = norm.new_zeros(())
+            # An overflow can make running statistics non-finite while loss and gradient are finite.
+            numbers = [total, norm, score, loss_new, *before.non_finite_buffers()]
+            raised = 0.0
+            if self._ranks.size == 1 and self.device.type == "cpu":
+                outputs.loss, norm_, outputs.score, outputs.loss_new, *spoiled = map(Tensor.item, numbers)
+            else:
+                numbers.append(norm.new_full((), self._fallback.error is not None))
+                together = torch.stack([number.float() for number in numbers])
+                self._ranks.average([together])
+                # The one wait for the device in a step: whether it is taken has to be known before the next.
+                outputs.loss, norm_, score_, loss_, *spoiled, raised = together.tolist()
+                outputs.score, outputs.loss_new = score_ * self._ranks.size, loss_ * self._ranks.size
+        if raised:
+            raise RankRaisedError
+        outputs.finite = math.isfinite(outputs.loss) and math.isfinite(norm_) and not any(spoiled)
