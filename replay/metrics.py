@@ -71,7 +71,9 @@ INDEX_METRICS: Sequence[StateGauge[IndexStats]] = (
         "stat",
     ),
     StateGauge(
-        "anabranch_replay_index_stale_rows", "Embeddings that are to be made anew.", lambda stats: stats.process.stale
+        "anabranch_replay_index_stale_rows",
+        "Embeddings that are to be computed again.",
+        lambda stats: stats.process.stale,
     ),
     StateGauge("anabranch_replay_index_bytes", "Memory of the index.", lambda stats: stats.process.bytes),
     StateGauge("anabranch_replay_index_waiting_requests", "Requests without a reply.", lambda stats: stats.waiting),

@@ -20,7 +20,7 @@ def words(text: str) -> list[str]:
     return text.split()
 
 
-HOME = {
+ALLOWED_IN = {
     "confluent_kafka": {"ingest"},
     "faiss": {"replay/embedding_index/faiss_lists.py"},
     "kafka": {"ingest"},
@@ -58,9 +58,9 @@ HOME = {
 WALL_CLOCK = {
     "anabranch/demo/load_generator.py": "compares with the record times of the stream",
     "anabranch/demo/producer.py": "compares with the record times of the stream",
-    "anabranch/doctor/kafka_checks.py": "looks whether the two machines' clocks agree",
+    "anabranch/doctor/kafka_checks.py": "checks whether the two machines' clocks agree",
     "anabranch/doctor/network_checks.py": "a certificate ends at a date",
-    "anabranch/doctor/state_dir_checks.py": "looks whether a file system's clock agrees",
+    "anabranch/doctor/state_dir_checks.py": "checks whether a file system's clock agrees",
     "anabranch/commands/rollout.py": "a command that reads once a report of another process",
     "anabranch/commands/status.py": "a command that reads once a report of another process",
     "anabranch/runtime/serving_workers.py": "a report's time",
@@ -186,11 +186,11 @@ def test_imports_run_against_the_data_flow():
 def test_each_third_party_is_known_to_one_part_of_the_house():
     strangers = []
     for path in FILES:
-        place = path.relative_to(ROOT).as_posix()
+        module = path.relative_to(ROOT).as_posix()
         for name in imports(path):
-            home = HOME.get(name.partition(".")[0])
-            if home is not None and not any(place == part or place.startswith(f"{part}/") for part in home):
-                strangers.append(f"{place} imports {name}")
+            allowed = ALLOWED_IN.get(name.partition(".")[0])
+            if allowed is not None and not any(module == part or module.startswith(f"{part}/") for part in allowed):
+                strangers.append(f"{module} imports {name}")
     assert strangers == []
 
 
@@ -222,13 +222,13 @@ def test_the_packages_hold_a_docstring_and_nothing_else():
         assert isinstance(body[0].value.value, str)
 
 
-def test_no_class_name_stands_for_two_things():
-    places = {}
+def test_no_class_name_has_two_meanings():
+    modules = {}
     for path in FILES:
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.ClassDef):
-                places.setdefault(node.name, []).append(path.relative_to(ROOT).as_posix())
-    assert {name: paths for name, paths in places.items() if len(paths) > 1} == {}
+                modules.setdefault(node.name, []).append(path.relative_to(ROOT).as_posix())
+    assert {name: paths for name, paths in modules.items() if len(paths) > 1} == {}
 
 
 def test_no_folder_holds_more_than_a_reader_takes_in():
@@ -287,7 +287,7 @@ def test_the_names_of_the_metrics_are_frozen():
     assert sorted(reference.metrics()) == sorted(METRICS_OF_THE_DESIGN + METRICS_ADDED)
 
 
-def test_no_metric_is_defined_beside_those():
+def test_no_metric_is_defined_besides_those():
     names = set()
     for path in FILES:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -60,7 +60,7 @@ BASE = """
 
 
 class Fence(NamedTuple):
-    """A fenced block: what stands in comments directly above it, its language and its text."""
+    """A fenced block: the comments directly above it, its language and its text."""
 
     page: str
     marks: str
@@ -76,9 +76,9 @@ class Fence(NamedTuple):
 BLOCKS = [Fence(page, *match.groups()) for page, text in PAGES.items() for match in FENCED.finditer(text)]
 
 
-def blocks(**wanted: str) -> list[Fence]:
-    found = [block for block in BLOCKS if all(getattr(block, name) == value for name, value in wanted.items())]
-    assert found, wanted
+def blocks(**attributes: str) -> list[Fence]:
+    found = [block for block in BLOCKS if all(getattr(block, name) == value for name, value in attributes.items())]
+    assert found, attributes
     return found
 
 
@@ -238,7 +238,7 @@ def test_sentences_are_those_of_the_code():
     assert len(sentences) > 60
     unknown = []
     for sentence in sentences:
-        # What differs stands as ..., or as the value of an example.
+        # What differs is written as ..., or as the value of an example.
         pieces = re.split(
             r'\.\.\.|my_model|build|task "\w+"|\[[^\]]*\]|\{[^}]*\}|torch\.float32|\b3\b|amount', sentence
         )
@@ -358,12 +358,12 @@ class TestMessages:
         decoded = decoder.decode([record.value for record in consume_all(kafka.bootstrap, topic, at_least=1)])
         assert (list(decoded.rejects), len(decoded.message) > 0) == ([], True)
 
-    def test_dead_letters_can_be_looked_at_and_sent_again(self, kafka, make_topic, produce, consume_all, tmp_path):
+    def test_dead_letters_can_be_read_and_sent_again(self, kafka, make_topic, produce, consume_all, tmp_path):
         topic = make_topic()
         headers = [("anabranch-error", b"too large"), ("anabranch-source", b"payments[0]@7")]
         produce(kafka.bootstrap, f"{topic}.dead", [b'{"fraud": 7}'] * 2, headers=headers)  # twice, as after a crash
-        look, again = (block for block in BLOCKS if block.mark("run") == "kafka letters")
-        assert run(self.script(look, kafka, topic), tmp_path) == "payments[0]@7 too large all\n" * 2
+        show, again = (block for block in BLOCKS if block.mark("run") == "kafka letters")
+        assert run(self.script(show, kafka, topic), tmp_path) == "payments[0]@7 too large all\n" * 2
         run(self.script(again, kafka, topic), tmp_path)
         assert [record.value for record in consume_all(kafka.bootstrap, topic, at_least=1)] == [b'{"fraud": 1}']
 
@@ -376,9 +376,9 @@ class TestMessages:
     def test_the_row_of_the_table_has_the_size_that_it_says(self, tmp_path):
         write_files("docs/guides/messages.md", tmp_path)
         row = row_dtype(Schema(load_config(tmp_path / "pipeline.toml", {}).pipeline.events))
-        places = [(row.fields[name][1], row.fields[name][0].itemsize) for name in row.names]
+        ranges = [(row.fields[name][1], row.fields[name][0].itemsize) for name in row.names]
         written = re.findall(r"^\| (\d+) to (\d+) \| `\w+` \|", PAGES["docs/guides/messages.md"], re.MULTILINE)
-        assert [(int(first), int(last) - int(first) + 1) for first, last in written] == places
+        assert [(int(first), int(last) - int(first) + 1) for first, last in written] == ranges
 
     def test_the_columns_of_the_csv_are_fields(self, tmp_path):
         write_files("docs/guides/messages.md", tmp_path)

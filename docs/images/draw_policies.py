@@ -33,22 +33,22 @@ CLUSTERS = 12
 CENTRES = np.array([[0.30, 0.66], [0.60, 0.44], [0.20, 0.22], [0.82, 0.80]])
 SPREADS = np.array([0.085, 0.11, 0.06, 0.07])
 
-NOTES = {
+CAPTIONS = {
     "reservoir": "a fair sample of all that was ever seen",
     "class-balanced": "equally many of each class, and each a fair sample",
     "recent": "half as many for each 1.5 days that they are older",
     "diverse": "equally many of each region of the embedding",
 }
-DRAW_NOTES = {
+SAMPLE_CAPTIONS = {
     "uniform": "each as often as any other",
     "class-balanced": "each class as often as any other",
     "recent": "half as often for each 1.5 days that it is older",
-    "loss": "what the model gets wrong: here, where A meets B",
+    "loss": "what the model gets wrong: here, on the border of A and B",
     "similar": "what is near to the new events of the step (crosses)",
     "diverse": "each region of the embedding as often as any other",
 }
 
-# Places in the picture.
+# Positions in the picture.
 WIDTH, CELL, LANE = 860, 420, 19
 TIME_X, TIME_W, COUNT_X, MAP_X, MAP_W = 22, 250, 308, 322, 86
 LANES_Y, CELL_H = 42, 140
@@ -97,7 +97,7 @@ class Events:
 
 
 class Map:
-    """Stands for the index process: knows clusters, and what is near to the newest events."""
+    """Replaces the index process: has the clusters, and the neighbours of the newest events."""
 
     training = 1
 
@@ -115,7 +115,7 @@ class Map:
         return np.ones(len(slots), np.bool_)
 
     def cluster_of(self, at: Floats) -> NDArray[np.int16]:
-        """Return the nearest centre of each place."""
+        """Return the nearest centre of each point."""
         clusters: NDArray[np.int16] = _distances(at, self._centres).argmin(axis=1).astype(np.int16)
         return clusters
 
@@ -184,15 +184,15 @@ def _centres(at: Floats) -> Floats:
 
 
 def _dots(x: Floats, y: Floats) -> str:
-    places = zip(x.tolist(), y.tolist(), strict=True)
-    return "".join(f"M{x:.1f} {y:.1f}h0" for x, y in places)
+    points = zip(x.tolist(), y.tolist(), strict=True)
+    return "".join(f"M{x:.1f} {y:.1f}h0" for x, y in points)
 
 
 def _text(x: float, y: float, text: str, kind: str = "") -> str:
     return f'<text x="{x:g}" y="{y:g}" class="{kind}">{text}</text>'
 
 
-def _places(events: Events) -> list[tuple[Floats, Floats]]:
+def _positions(events: Events) -> list[tuple[Floats, Floats]]:
     """Return where dots are in a cell: over time, and in the embedding."""
     lane_y = LANES_Y + (events.label + 0.12 + 0.76 * events.lane) * LANE
     time_x = TIME_X + 4 + events.day / DAYS * (TIME_W - 8)
@@ -201,13 +201,13 @@ def _places(events: Events) -> list[tuple[Floats, Floats]]:
 
 
 def _size(times: Ints) -> Floats:
-    """Return how large the dot of an event is that was drawn so often."""
+    """Return the size of the dot of an event that was sampled `times` times."""
     return np.where(times > 0, np.round(1.7 * np.sqrt(times) + 0.8, 1), 1.0)
 
 
 def _events(events: Events, sizes: Floats) -> Iterator[str]:
     """Draw events as dots of their sizes in both views."""
-    for x, y in _places(events):
+    for x, y in _positions(events):
         for number, letter in enumerate(CLASSES):
             for size in np.unique(sizes[events.label == number]).tolist():
                 which = (events.label == number) & (sizes == size)
@@ -218,14 +218,14 @@ def _definitions(stream: Events) -> Iterator[str]:
     """Define the dots of the whole stream, which are in many cells, in the colour of whoever uses them."""
     yield '<defs><g id="stream">'
     for number, letter in enumerate(CLASSES):
-        dots = "".join(_dots(x, y) for x, y in _places(stream[stream.label == number]))
+        dots = "".join(_dots(x, y) for x, y in _positions(stream[stream.label == number]))
         yield f'<path id="{letter}" stroke-width="1.6" d="{dots}"/>'
     yield "</g></defs>"
 
 
-def _cell(name: str, note: str, counts: list[str], inner: Iterator[str] | list[str]) -> Iterator[str]:
+def _cell(name: str, caption: str, counts: list[str], inner: Iterator[str] | list[str]) -> Iterator[str]:
     yield _text(TIME_X, 15, name, "name")
-    yield _text(TIME_X, 32, note)
+    yield _text(TIME_X, 32, caption)
     for number, letter in enumerate(CLASSES):
         middle = LANES_Y + (number + 0.5) * LANE + 4.5
         yield _text(6, middle, letter, f"t{letter}")
@@ -241,8 +241,8 @@ def _cell(name: str, note: str, counts: list[str], inner: Iterator[str] | list[s
 
 def _stream_cell(stream: Events) -> Iterator[str]:
     counts = [str(int((stream.label == each).sum())) for each in range(len(CLASSES))]
-    note = f"{EVENTS:,} events; C was seen in the first 3 days only"
-    yield from _cell("the stream", note, counts, [f'<use href="#{each}" class="{each}"/>' for each in CLASSES])
+    caption = f"{EVENTS:,} events; C was seen in the first 3 days only"
+    yield from _cell("the stream", caption, counts, [f'<use href="#{each}" class="{each}"/>' for each in CLASSES])
 
 
 def _admission_cell(name: str, stream: Events, around: Map) -> Iterator[str]:
@@ -250,7 +250,7 @@ def _admission_cell(name: str, stream: Events, around: Map) -> Iterator[str]:
     held = stream[which]
     counts = [str(int((held.label == each).sum())) for each in range(len(CLASSES))]
     inner = ['<use href="#stream" class="pale"/>', *_events(held, np.full(len(held), 4.2))]
-    yield from _cell(name, NOTES[name], counts, inner)
+    yield from _cell(name, CAPTIONS[name], counts, inner)
 
 
 def _sampler_cell(name: str, held: Events, around: Map, new_Q: Floats) -> Iterator[str]:
@@ -260,7 +260,7 @@ def _sampler_cell(name: str, held: Events, around: Map, new_Q: Floats) -> Iterat
     if name == "similar":
         crosses = zip(MAP_X + new_Q[:, 0] * MAP_W, LANES_Y + (1 - new_Q[:, 1]) * LANE * len(CLASSES), strict=True)
         inner += [f'<path class="new" d="M{x - 2:.1f} {y - 2:.1f}l4 4m0 -4l-4 4"/>' for x, y in crosses]
-    yield from _cell(name, DRAW_NOTES[name], [f"{share:.0f}%" for share in shares], inner)
+    yield from _cell(name, SAMPLE_CAPTIONS[name], [f"{share:.0f}%" for share in shares], inner)
 
 
 def _group(x: float, y: float, parts: Iterator[str]) -> Iterator[str]:
@@ -275,7 +275,7 @@ def draw() -> Iterator[str]:
     stream = make_stream(rng)
     new_Q = np.array([0.76, 0.62]) + rng.standard_normal((14, 2)) * [0.05, 0.12]
     around = Map(stream, stream, new_Q)
-    rows = (len(ADMISSIONS) + 1) // 2, (len(DRAW_NOTES) + 1) // 2
+    rows = (len(ADMISSIONS) + 1) // 2, (len(SAMPLE_CAPTIONS) + 1) // 2
     height = 16 + CELL_H + sum(34 + CELL_H * each for each in rows)
     yield f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" aria-labelledby="title">'
     yield '<title id="title">What each admission policy keeps of a stream, and what each sampler draws of it</title>'
@@ -290,7 +290,7 @@ def draw() -> Iterator[str]:
     yield from _section(top, "replay.admission: who is kept", f"{HELD} of {EVENTS:,}; the rest is pale", cells)
     top += 34 + CELL_H * rows[0]
     around = Map(stream, held, new_Q)
-    cells = [(name, list(_sampler_cell(name, held, around, new_Q))) for name in DRAW_NOTES]
+    cells = [(name, list(_sampler_cell(name, held, around, new_Q))) for name in SAMPLE_CAPTIONS]
     what = f"of what reservoir keeps, in {STEPS} draws of {A_DRAW}"
     yield from _section(top, "replay.sampling: who is drawn", what, cells)
     yield from _group(600, top + 13, _sizes())
@@ -299,13 +299,13 @@ def draw() -> Iterator[str]:
 
 def _section(top: float, head: str, what: str, cells: list[tuple[str, list[str]]]) -> Iterator[str]:
     yield f'<text x="14" y="{top + 18:g}"><tspan class="head">{head}</tspan>  ({what})</text>'
-    for place, (_, parts) in enumerate(cells):
-        yield from _group(8 + place % 2 * (CELL + 10), top + 34 + place // 2 * CELL_H, iter(parts))
+    for index, (_, parts) in enumerate(cells):
+        yield from _group(8 + index % 2 * (CELL + 10), top + 34 + index // 2 * CELL_H, iter(parts))
 
 
 def _sizes() -> Iterator[str]:
-    for place, times in enumerate((0, 1, 5, 20)):
-        x = 52 * place + 14 * (place > 0)
+    for index, times in enumerate((0, 1, 5, 20)):
+        x = 52 * index + 14 * (index > 0)
         yield f'<path class="size" stroke-width="{_size(np.array([times]))[0]:g}" d="M{x} 0h0"/>'
         yield _text(x + 8, 4.5, f"{times}" if times else "never")
     yield _text(52 * 3 + 44, 4.5, "times")
@@ -315,9 +315,9 @@ def _how_to_read() -> Iterator[str]:
     lines = [
         "Every dot is an event, its colour is its class, A to D.",
         "Left: when it came. Right: where the model's embedding",
-        "puts it; what the model takes for alike lies together.",
-        "Numbers: how many of each class are there, or the share",
-        "of the draws that goes to it.",
+        "puts it; similar events are close to each other.",
+        "Numbers: how many events each class has, or which",
+        "fraction of the samples is of that class.",
     ]
     yield _text(TIME_X, 15, "how to read this", "name")
     for number, line in enumerate(lines):

@@ -81,7 +81,7 @@ def unpack(checkpoint: Checkpoint) -> tuple[StoreSnapshot, Sequence[Segment]] | 
         file=None if state["file"] is None else TierRef(*state["file"]),
         retired=tensors["retired"].numpy(),
         thresholds=tensors["thresholds"].numpy(),
-        added=tensors["offered"].numpy(),
+        added=tensors["added"].numpy(),
         weight=state["weight"],
         bases=state["bases"],
         watermarks={index: (offset, row) for index, offset, row in state["watermarks"]},
@@ -101,7 +101,7 @@ def _tensors(store: StoreState, segments: Sequence[Segment]) -> dict[str, Tensor
     tensors = {
         "retired": torch.from_numpy(store.retired),
         "thresholds": torch.from_numpy(store.thresholds),
-        "offered": torch.from_numpy(store.added),
+        "added": torch.from_numpy(store.added),
         **{f"live.{segment.number}": torch.from_numpy(np.packbits(segment.live)) for segment in segments},
         **{f"sampler.{name}": torch.from_numpy(values) for name, values in store.sampler.items()},
     }

@@ -327,7 +327,7 @@ def test_it_ends_with_its_supervisor(
 def test_a_topic_that_was_created_again_ends_it_with_2_or_is_read_from_its_beginning_as_on_gap_says(
     kafka: Any,
     make_topic: Callable[..., str],
-    make_anew: Callable[[str, str], None],
+    recreate_topic: Callable[[str, str], None],
     produce: Callable[..., list[int]],
     pipeline: Callable[..., Path],
     start: Callable[..., Learner],
@@ -340,13 +340,13 @@ def test_a_topic_that_was_created_again_ends_it_with_2_or_is_read_from_its_begin
     learner = start(config)
     learner.wait_for(lambda each: total(each) == 100)
     assert learner.stop() == 0
-    make_anew(kafka.bootstrap, topic)
+    recreate_topic(kafka.bootstrap, topic)
     produce(kafka.bootstrap, topic, events(60))
     code, sentence = ended(config)
     assert (code, "deleted and created again" in sentence) == (2, True), sentence
     learner = start(config, ANABRANCH__STREAM__ON_GAP="earliest")
     learner.wait_for(lambda each: total(each) == 160)
-    make_anew(kafka.bootstrap, topic)
+    recreate_topic(kafka.bootstrap, topic)
     produce(kafka.bootstrap, topic, events(30))
     report = learner.wait_for(lambda each: total(each) == 190)
     assert adds_up(report)

@@ -95,8 +95,8 @@ def create_topic() -> TopicCreator:
 
 
 @pytest.fixture
-def make_anew() -> TopicCreator:
-    """Deletes a topic, and creates an empty one of that name: `make_anew(bootstrap, topic, partitions=1)`."""
+def recreate_topic() -> TopicCreator:
+    """Deletes a topic, and creates an empty one of that name: `recreate_topic(bootstrap, topic, partitions=1)`."""
     return _recreate_topic
 
 

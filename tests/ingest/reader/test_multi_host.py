@@ -246,7 +246,7 @@ def test_partitions_are_assigned_again_while_the_broker_is_away_and_nothing_ends
 def test_a_topic_that_is_recreated_while_two_hosts_read_is_read_from_its_beginning_by_both_or_ends_the_reading(
     kafka: Any,
     make_topic: Callable[..., str],
-    make_anew: Callable[..., None],
+    recreate_topic: Callable[..., None],
     produce: Callable[..., list[int]],
     client: str,
     events: int,
@@ -266,7 +266,7 @@ def test_a_topic_that_is_recreated_while_two_hosts_read_is_read_from_its_beginni
         sources.rebalance([1.0, 1.0])
         assert sources._assignment == [0, 1]
         read(sources, seen, 6)
-        make_anew(kafka.bootstrap, topic, 2)
+        recreate_topic(kafka.bootstrap, topic, 2)
         send(events)
         if on_gap == "fail":
             with pytest.raises(RecreatedError, match="deleted and created again"):

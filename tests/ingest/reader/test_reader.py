@@ -254,7 +254,7 @@ class TestATopicThatIsRecreated:
         request: pytest.FixtureRequest,
         kafka: Any,
         make_topic: Callable[..., str],
-        make_anew: Callable[[str, str], None],
+        recreate_topic: Callable[[str, str], None],
         produce: Callable[..., list[int]],
     ) -> Iterator[tuple[str, int, Callable[[], None]]]:
         """A topic of which three events can be read, how many the next one has, and what makes that."""
@@ -262,7 +262,7 @@ class TestATopicThatIsRecreated:
         produce(kafka.bootstrap, topic, [GOOD] * 3)
 
         def make() -> None:
-            make_anew(kafka.bootstrap, topic)
+            recreate_topic(kafka.bootstrap, topic)
             produce(kafka.bootstrap, topic, [GOOD] * events)
 
         return topic, events, make

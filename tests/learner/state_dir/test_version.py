@@ -218,7 +218,7 @@ class PowerCutError(BaseException):
 
 
 class Disk:
-    """Allows `steps` operations on the disk, and then cuts the power: data that was not fsynced is lost."""
+    """Allows `steps` operations on the disk, and then fails like a power loss: data that was not fsynced is lost."""
 
     def __init__(self, monkeypatch, steps):
         self.left = steps

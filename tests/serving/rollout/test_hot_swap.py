@@ -739,9 +739,7 @@ def newly_trained(rows: int, *ages: float) -> NewlyTrained:
     return NewlyTrained(rows, [int(1000 * (now - age)) for age in ages])
 
 
-def test_freshness_counts_all_events_that_a_version_is_the_first_served_one_to_have_learned(
-    numbers: Any, watched: Watched
-) -> None:
+def test_freshness_counts_the_events_of_which_a_version_is_the_first_served_one(numbers: Any, watched: Watched) -> None:
     numbers.publish(1, learned=newly_trained(1000, 90))
     watched.poll()
     assert watched.registry.get_sample_value(COUNT) == 0, "what was learned before this process began says nothing"
