@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from learner.config import GateSettings
@@ -17,7 +18,7 @@ from learner.errors import VersionError
 from learner.evaluation.holdout import YOUNG, HoldoutRows
 from learner.evaluation.scoring import Scorer, Scores, class_marks
 from learner.publishing.baseline import Baseline
-from learner.publishing.gate import GateInput, compare, judge, surpasses
+from learner.publishing.gate import Drop, GateInput, compare, judge, surpasses
 from learner.publishing.hold import Hold
 from learner.state_dir.version import ModelReference, RegistryState, Verdict, Versions
 
@@ -101,6 +102,9 @@ class QualityGate:
 
         Versions are published faster than held-out events come, so all since then are on probation together. The
         comparison is repeated each time the events have grown by half: one after each event would fail by chance.
+
+        A last good version that is certainly worse on the events held out before does not come back: it has learned too
+        little, and where labels are wrong it may well be the better one on the newest events.
         """
         self._refresh(rows)
         served, last_good = self._served, self._last_good
@@ -111,12 +115,14 @@ class QualityGate:
         if count < self._next_check_at:
             return
         self._next_check_at = min(count + count // 2, self._enough)
-        now_G, before_G = (each.scores(self._scorer, rows.columns)[fresh] for each in (served, last_good))
-        finite = np.isfinite(now_G) & np.isfinite(before_G)
-        if not finite.any():
+        served_G, last_good_G = (each.scores(self._scorer, rows.columns) for each in (served, last_good))
+        drop = self._drop(served_G, last_good_G, fresh)
+        if drop is None:
             return
-        drop = compare(now_G[finite], before_G[finite], bounded=self._scorer.bounded)
         if drop.rows >= MONITOR_ROWS and drop.certain(self._settings.max_drop_new):
+            undone = self._drop(last_good_G, served_G, ~fresh)
+            if undone is not None and undone.certain(self._settings.max_drop_old):
+                return
             reason = (
                 f"monitoring found it worse than version {last_good.number} on {drop.rows} events that came after it"
             )
@@ -124,6 +130,11 @@ class QualityGate:
             self._withdraw(Verdict("fail", [reason], numbers), last_good, self._first_on_probation)
         elif count >= self._enough:
             self._last_good, self._first_on_probation = served, None
+
+    def _drop(self, candidate_G: Scores, baseline_G: Scores, marked_G: NDArray[np.bool_]) -> Drop | None:
+        """Compare two versions on the marked events; None without one on which the scores of both are finite."""
+        both = marked_G & np.isfinite(candidate_G) & np.isfinite(baseline_G)
+        return compare(candidate_G[both], baseline_G[both], bounded=self._scorer.bounded) if both.any() else None
 
     @property
     def needed(self) -> set[int]:

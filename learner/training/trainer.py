@@ -86,12 +86,13 @@ class Trainer:
         self._ranks.weights.split(model)
         self.update = OptimizerStep(settings, model, precision, device, self._ranks)
         checkpoint_activations(self.model, settings.activation_checkpointing)
-        trained = self._ranks.wrap(self.model)
+        self.trained_module = self._ranks.wrap(self.model)
+        """The model as steps run it: in a group of ranks, or compiled."""
         if settings.compile:
-            trained = compiled(trained, schema, device, precision, self._ranks)
+            self.trained_module = compiled(self.trained_module, schema, device, precision, self._ranks)
         self._passes = Passes(
             model,
-            trained,
+            self.trained_module,
             task,
             strategy,
             settings,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from replay.build import _most_events as most_events
+from replay.build import _max_events as most_events
 from replay.tiers.disk import DiskTier
 from tests.faults import __main__ as harness
 from tests.faults import recovery

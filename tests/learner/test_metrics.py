@@ -52,7 +52,7 @@ def test_the_problems_are_those_of_all_components(tmp_path: Any) -> None:
     bad, good = SimpleNamespace(problem="the disk is full"), SimpleNamespace(problem=None)
     loop: Any = SimpleNamespace(problem="steps are not finite", warning=None, steps=0, rows_new=0, rows_replay=0)
     lag = SimpleNamespace(warning="behind")
-    publisher = SimpleNamespace(problem=None, gate=good)
+    publisher = SimpleNamespace(problem=None, gate=SimpleNamespace(hold=good))
     parts: Any = SimpleNamespace(source=good, publisher=publisher, checkpointer=bad, erasure=good, lag=lag)
     metrics: Any = SimpleNamespace(learner=LearnerMetrics(CollectorRegistry()))
     reporter = Reporter(tmp_path, 1, loop, parts, metrics, strategy="none", classification=True)

@@ -287,6 +287,22 @@ def test_monitoring_withdraws_a_worse_version_and_restores_the_one_before_as_bas
     assert bench.publish(GOOD) == "pass"
 
 
+def test_monitoring_does_not_return_to_a_version_that_had_learned_too_little(make_bench: Callable[..., Bench]) -> None:
+    """On wrong labels the version that knows nothing beats the one that is right."""
+    bench = make_bench(min_rows=10_000)
+    bench.hold_out(6)
+    assert bench.publish(WORSE) == "inconclusive"
+    bench.hold_out(100)
+    assert bench.publish(GOOD) == "inconclusive"
+    bench.hold_out(MONITOR_ROWS, shift=1)
+    bench.watch()
+    assert bench.verdict(2) == "inconclusive"
+    bench.hold_out(MONITOR_ENOUGH, shift=1)
+    bench.watch()
+    assert bench.verdict(2) == "inconclusive"
+    assert bench.gate._first_on_probation == 2, "it counts as good although it is worse on all new events"
+
+
 def test_memory_is_bounded_while_many_versions_are_on_probation(make_bench: Callable[..., Bench]) -> None:
     """Without held-out events probation does not end."""
     bench = make_bench(holdout_fraction=0.0)

@@ -51,7 +51,7 @@ def test_a_compiled_model_learns_the_same_under_the_same_names(
     with caplog.at_level(logging.WARNING):
         fast = make_trainer(schema, compile_=True)
     assert caplog.records == []
-    assert isinstance(fast._trained, torch._dynamo.OptimizedModule)
+    assert isinstance(fast.trained_module, torch._dynamo.OptimizedModule)
     expected = make_trainer(schema, compile_=False).snapshot()
     found = fast.snapshot()
     assert found.keys() == expected.keys()
