@@ -26,8 +26,8 @@ from learner.training.step_result import StepResult
 from learner.training.trainer import Trainer
 from replay.background_store import BackgroundStore
 from replay.checkpoint.capture import CapturedStore
-from replay.plan import Sample
 from replay.row_layout import Fields
+from replay.sample_plan import Sample
 
 _EMBEDDING = "embedding"
 """A column that the feed adds to the events of a step: their embedding, NaN where it is not known."""
@@ -155,8 +155,8 @@ class NoFeed:
         """Return None: there is no store."""
 
     def state(self) -> dict[str, Any]:
-        """Return no values."""
-        return {}
+        """Return no debt, from which a feed with a store goes on."""
+        return {"debt": 0.0}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore nothing."""
@@ -292,7 +292,7 @@ class StoreFeed:
         return {"debt": self._debt}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore the state of a checkpoint; one of a learner that replayed nothing leaves no debt."""
+        """Restore the state of a checkpoint."""
         self._debt = state["debt"]
 
 

@@ -16,8 +16,8 @@ from anabranch.core.job_thread import JobThread
 from ingest.events.block import Array
 from ingest.events.partition import TopicPartition
 from replay.checkpoint.capture import CapturedStore
-from replay.plan import Sample
-from replay.planner import AHEAD
+from replay.sample_plan import Sample
+from replay.sample_planner import AHEAD
 from replay.snapshot import StoreDelta, StoreState
 from replay.store import Store
 

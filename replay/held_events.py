@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 from replay.checkpoint.slot_allocator import SlotAllocator
 from replay.payload.hierarchy import Pack, TierHierarchy
-from replay.planner import SamplePlanner
 from replay.policies import Policies
 from replay.reservoir.pending_events import PendingEvents
 from replay.reservoir.reservoir import Reservoir, ScoredEvents
 from replay.row_layout import RowLayout
+from replay.sample_planner import SamplePlanner
 
 _LOG_INTERVAL_SECONDS = 10.0
 

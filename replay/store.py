@@ -20,13 +20,13 @@ from replay.embedding_index.client import NeighbourClient
 from replay.erasure.erased_events import ErasedEvents
 from replay.held_events import HeldEvents
 from replay.payload.hierarchy import TierHierarchy
-from replay.plan import Sample, SamplePlan
-from replay.planner import BLOCK, Request, SamplePlanner
 from replay.policies import Policies
 from replay.reservoir.event_table import EventTable
 from replay.reservoir.pending_events import PendingEvents, pending_limit
 from replay.reservoir.reservoir import Reservoir
 from replay.row_layout import Fields, RowLayout
+from replay.sample_plan import Sample, SamplePlan
+from replay.sample_planner import BLOCK, Request, SamplePlanner
 from replay.snapshot import StoreDelta, StoreSnapshot, StoreState
 from replay.tiers.tier import Tier
 

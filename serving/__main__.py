@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from anabranch.runtime.daemon import enter, exit_at_once
-from serving.allocator import return_freed_memory
+from serving.freed_memory import return_freed_memory
 
 if TYPE_CHECKING:
     from anabranch.config.loader import Config

@@ -13,7 +13,7 @@ from learner.evaluation.holdout import HoldoutSet
 from learner.model.faulty_events import RaisingEventsError
 from learner.strategies.examples import examples_of
 from learner.training.trainer import Trainer
-from replay.plan import Sample
+from replay.sample_plan import Sample
 from replay.sampling.step_rng import StepRng
 
 ENOUGH = 100

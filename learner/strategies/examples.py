@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from replay.plan import Sample
 from replay.row_layout import Fields
+from replay.sample_plan import Sample
 
 Tensors = Mapping[str, Tensor]
 

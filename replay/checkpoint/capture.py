@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from replay.payload.hierarchy import TierHierarchy
-from replay.plan import SamplePlan, saved_plan
+from replay.sample_plan import SamplePlan, saved_plan
 from replay.snapshot import StoreDelta, StoreState
 
 

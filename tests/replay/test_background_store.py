@@ -22,8 +22,8 @@ from replay.build import build_store
 from replay.config import ReplaySettings
 from replay.erasure.erased_events import ByRange, ErasedEvents
 from replay.fake import plan_ahead
-from replay.plan import Sample
 from replay.reservoir.pending_events import MAX_PENDING
+from replay.sample_plan import Sample
 from replay.store import Store
 
 PARTITIONS = [TopicPartition("events", 0)]

@@ -20,7 +20,7 @@ from ingest.kafka.fake import fake_columns
 from replay.build import build_store
 from replay.config import ReplaySettings
 from replay.fake import FakeCheckpoints, add_now, plan_ahead
-from replay.planner import AHEAD
+from replay.sample_planner import AHEAD
 from replay.snapshot import StoreSnapshot
 from replay.store import Store
 from replay.tiers.disk import DiskTier

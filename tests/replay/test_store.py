@@ -23,9 +23,9 @@ from replay.build import build_store
 from replay.config import ReplaySettings
 from replay.erasure.erased_events import ByRange, ErasedEvents
 from replay.fake import FakeCheckpoints, add_now, plan_ahead
-from replay.planner import AHEAD, BLOCK
 from replay.reservoir.admission import exponentials
 from replay.reservoir.pending_events import MAX_PENDING, MAX_PENDING_BYTES
+from replay.sample_planner import AHEAD, BLOCK
 from replay.store import Store
 from replay.tiers import registry as kinds
 from replay.tiers.redis_tier import RedisTier

@@ -36,8 +36,8 @@ from replay.background_store import BackgroundStore
 from replay.build import build_store
 from replay.config import ReplaySettings
 from replay.fake import plan_ahead
-from replay.plan import Sample
-from replay.planner import AHEAD
+from replay.sample_plan import Sample
+from replay.sample_planner import AHEAD
 from replay.store import Store
 from replay.tiers import redis_server as redis
 

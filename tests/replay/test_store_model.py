@@ -35,8 +35,8 @@ from replay.checkpoint.capture import CapturedStore
 from replay.config import ReplaySettings
 from replay.erasure.erased_events import ByKey, ByRange, ErasedEvents, Record
 from replay.fake import FakeCheckpoints, plan_ahead
-from replay.plan import Sample
-from replay.planner import AHEAD
+from replay.sample_plan import Sample
+from replay.sample_planner import AHEAD
 from replay.sampling.base import BY_POSITION
 from replay.snapshot import StoreSnapshot
 from replay.store import Store

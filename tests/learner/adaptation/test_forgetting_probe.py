@@ -18,8 +18,8 @@ from learner.model.device import choose_precision
 from learner.model.task import Classification
 from learner.strategies.registry import STRATEGIES
 from learner.training.trainer import Trainer
-from replay.plan import Sample
 from replay.reservoir.event_table import RECORD
+from replay.sample_plan import Sample
 
 NAMES = [TopicPartition("events", 0)]
 ROWS = 8

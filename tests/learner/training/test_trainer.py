@@ -22,8 +22,8 @@ from learner.strategies.examples import examples_of
 from learner.strategies.registry import STRATEGIES
 from learner.training.host_to_device import Transfer
 from learner.training.trainer import Examples, Trainer
-from replay.plan import Sample
 from replay.reservoir.event_table import RECORD
+from replay.sample_plan import Sample
 
 CPU = torch.device("cpu")
 MakeModel = Callable[[], nn.Module]

@@ -18,7 +18,7 @@ from replay.build import build_store
 from replay.config import ReplaySettings, TierSettings
 from replay.fake import FakeCheckpoints, add_now, plan_ahead
 from replay.payload.clock_cache import Budget
-from replay.planner import AHEAD
+from replay.sample_planner import AHEAD
 from replay.snapshot import StoreSnapshot
 from replay.store import Store
 from replay.tiers import registry as kinds

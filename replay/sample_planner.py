@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 from replay.erasure.erased_events import ErasedEvents
 from replay.payload.hierarchy import TierHierarchy
-from replay.plan import Sample, SamplePlan, fetch_sample, restore_plan
 from replay.policies import Policies
 from replay.reservoir.event_table import columns_of
 from replay.reservoir.reservoir import Reservoir
 from replay.row_layout import RowLayout
+from replay.sample_plan import Sample, SamplePlan, fetch_sample, restore_plan
 from replay.sampling.step_rng import StepRng
 from replay.snapshot import SavedPlan
 

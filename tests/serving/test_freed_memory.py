@@ -8,7 +8,7 @@ import pytest
 
 CODE = """
 import psutil
-from serving.allocator import return_freed_memory
+from serving.freed_memory import return_freed_memory
 {call}
 process = psutil.Process()
 bytearray(31_000_000)  # from here on glibc would take such blocks from its heap
