@@ -19,13 +19,18 @@ from learner.config import (
     VersionsSettings,
 )
 from learner.device_sharing.sharing import DeviceSharingSpec
-from learner.distributed.data_parallel import leaves_some_out
-from learner.model.device import Precision, choose_precision, compute_deterministically
+from learner.distributed.channel import Channel
+from learner.distributed.data_parallel import DataParallelGroup, leaves_some_out
+from learner.distributed.leader import Leader
+from learner.model.device import Precision, check_scaling, choose_precision, compute_deterministically
 from learner.model.embedding import Embedding, Embeddings, TaskEmbedding
 from learner.model.factory import build_model, check_model, check_task, make_task, sample
 from learner.model.task import Embeds, Task
 from learner.strategies.base import Strategy
 from learner.strategies.registry import build_strategy
+from learner.training.out_of_memory import oom_warning
+from learner.training.passes import StepHooks
+from learner.training.trainer import Trainer
 from replay.config import COMPARING, ReplaySettings
 
 _SEARCH_ROWS = 2
@@ -139,3 +144,18 @@ def build_embedding_source(
     if embedding is not None:
         embedding.capture_next()
     return embedding
+
+
+def build_trainer(
+    setup: TrainingSetup, channel: Channel | None, hooks: StepHooks | None = None, rows: int | None = None
+) -> Trainer:
+    """Return the trainer, of all ranks if there are others.
+
+    `rows`: size to which micro-batches were reduced before this start, after memory ran out.
+    """
+    if channel is None:
+        return Trainer(**setup.arguments, hooks=hooks)
+    check_scaling(setup.precision, setup.settings.sharding, setup.settings.sync_every)
+    replicas = DataParallelGroup(setup.settings, search=setup.leaves_some_out)
+    warning = oom_warning(setup.device, rows) if rows is not None else None
+    return Leader(channel, replicas, **setup.arguments, hooks=hooks, warning=warning)

@@ -5,7 +5,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -13,31 +12,20 @@ from ingest.events.block import Array, Outcome, SkipReason
 from ingest.events.partition import TopicPartition
 from ingest.metrics import IngestMetrics
 from ingest.reader.cursors import Partition
-from ingest.reader.multi_host import MultiHostReader
-from ingest.reader.reader import BlockReader
-from learner.adaptation.stream_monitor import StreamMonitor
-from learner.checkpointing.checkpointer import CapturedState, Checkpointer
-from learner.checkpointing.erasure import Erasure
-from learner.checkpointing.stateful import Stateful, StatefulPart, restore_states, states_of
 from learner.config import LearnerSettings
-from learner.evaluation.holdout import HoldoutSet
 from learner.evaluation.prequential import Scored
+from learner.loop_state import LoopComponents, LoopState
 from learner.metrics import LearnerMetrics
 from learner.model.faulty_events import RaisingEventsError
-from learner.publishing.publisher import Progress, Publisher, Snapshot
 from learner.raising_events import RaisingEvents
-from learner.replay_feed import NOTHING, Replay, ReplayFeed
+from learner.replay_feed import NOTHING, Replay
 from learner.runtime.shutdown import Deadline
-from learner.state_dir.checkpoint import ERASED, Checkpoint
-from learner.strategies.examples import OUTPUT
+from learner.state_dir.checkpoint import Checkpoint
 from learner.stream.batches import Batch, Batches
-from learner.stream.lag import LagPolicy
 from learner.stream.ledger import Ledger
 from learner.stream.outcome_counters import OutcomeCounters
-from learner.stream.partition_rates import Rates
 from learner.stream.round_robin import RoundRobin
 from learner.training.step_result import StepResult
-from learner.training.trainer import Trainer
 from replay.metrics import ReplayMetrics
 
 _COMMIT_SECONDS = 5.0
@@ -47,21 +35,6 @@ Task = Callable[[], object]
 """Work between steps; it checks itself whether it is due."""
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class LoopComponents:
-    """The parts of the loop; each is used by the loop's thread alone."""
-
-    source: BlockReader | MultiHostReader
-    trainer: Trainer
-    monitor: StreamMonitor
-    replay: ReplayFeed
-    holdout: HoldoutSet
-    publisher: Publisher
-    checkpointer: Checkpointer
-    erasure: Erasure
-    lag: LagPolicy
 
 
 @dataclass(frozen=True)
@@ -91,26 +64,22 @@ class TrainingLoop:
         self._metrics = metrics
         self._counters = OutcomeCounters(metrics.ingest.rows)
         self._trained_new, self._trained_old = (metrics.learner.rows.labels(source) for source in ("new", "replay"))
+        self.ledger = Ledger(parts.publisher.published_through())
         self._batches = (
             RoundRobin(parts.source, self._step_size, self._settled)
             if settings.deterministic
             else Batches(parts.source, self._step_size, settings.max_delay, parts.lag.settle)
         )
         self._next_commit = 0.0
-        self.ledger = Ledger(parts.publisher.published_through())
+        self.state = LoopState(parts, self.ledger, self._batches)
         self._partitions: Sequence[Partition] = ()
         self._names: Sequence[TopicPartition] = ()
-        self.rates = Rates()
         self.monitor = parts.monitor
         self._replay = parts.replay
-        self.steps = 0
-        self.rows_new = 0
-        self.rows_replay = 0
         self.non_finite_in_a_row = 0
         queues = parts.publisher.raised, parts.replay.raised
         self.raising_events = RaisingEvents(self.ledger, parts.replay, parts.holdout, queues, metrics.learner.raised)
         self.raised = self.raising_events.raised
-        self._stateful = self._stateful_parts()
 
     def begin(self, stop: threading.Event, while_waiting: Sequence[Task]) -> None:
         """Write a checkpoint of where each partition starts, unless there is a checkpoint; called before `run`.
@@ -130,7 +99,7 @@ class TrainingLoop:
         Raises:
             GapError: offsets to be read are gone, and `stream.on_gap` is `fail`.
         """
-        self._replay.prefetch(self.steps)
+        self._replay.prefetch(self.state.steps)
         self.checkpoint_if_due()  # a restored checkpoint may have left too few slots for a step
         while not stop.is_set():
             batch = self._batches.next(stop)
@@ -151,10 +120,10 @@ class TrainingLoop:
         """
         self._parts.erasure.poll()
         if self._parts.erasure.settled and not self.spoiled and not self.raised.is_all:
-            self._parts.checkpointer.checkpoint_last(self._capture, deadline, self._fingerprint)
+            self._parts.checkpointer.checkpoint_last(self.state.capture, deadline, self.state.fingerprint)
         else:
             self._parts.checkpointer.wait(deadline)
-        self._parts.publisher.publish_last(self._progress(), self._snapshot, deadline)
+        self._parts.publisher.publish_last(self.state.progress(), self.state.snapshot, deadline)
         self._next_commit = 0.0
         self.commit_if_due()
         self._parts.erasure.finish(deadline)
@@ -177,10 +146,10 @@ class TrainingLoop:
         batch = self._parts.erasure.exclude(batch)
         if batch.new:
             begin = time.perf_counter()
-            replay = self._replay.sample(self.steps, len(batch))
+            replay = self._replay.sample(self.state.steps, len(batch))
             replay, result = self._train(batch, replay)
             self._observe(batch, replay, result, time.perf_counter() - begin)
-        self._replay.add(self.steps, batch, replay, result, names)
+        self._replay.add(self.state.steps, batch, replay, result, names)
         self._parts.holdout.add(batch.held_out, names)
         finite = result is None or result.finite
         outcome, reason = (Outcome.TRAINED, SkipReason.NONE) if finite else (Outcome.SKIPPED, SkipReason.NON_FINITE)
@@ -207,12 +176,12 @@ class TrainingLoop:
                 return replay, trainer.step(trainer.examples(batch.new), replay.examples)
             except RaisingEventsError as exc:
                 error = exc
-            replay = self.raising_events.remove(batch, replay, error, self.rows_new)
+            replay = self.raising_events.remove(batch, replay, error, self.state.rows_new)
         return replay, None
 
     def _observe(self, batch: Batch, replay: Replay, result: StepResult | None, seconds: float) -> None:
         """Count a step that took `seconds`, measure it where it is finite, and respond where it shows a drift."""
-        self.steps += 1
+        self.state.steps += 1
         self._metrics.learner.steps.inc()
         self._metrics.learner.step.observe(seconds)
         if result is None:
@@ -222,15 +191,17 @@ class TrainingLoop:
             self._metrics.learner.non_finite.inc()
             self.non_finite_in_a_row += 1
             ranges = self._ranges(batch.new)
-            log.warning("step %d: loss %s or its gradient is not finite; skipped %s", self.steps, result.loss, ranges)
+            log.warning(
+                "step %d: loss %s or its gradient is not finite; skipped %s", self.state.steps, result.loss, ranges
+            )
             return
         self.non_finite_in_a_row = self.raised.steps_in_a_row = 0
         rows = len(batch)
-        self.rows_new += rows
-        self.rows_replay += result.replayed
+        self.state.rows_new += rows
+        self.state.rows_replay += result.replayed
         self._trained_new.inc(rows)
         self._trained_old.inc(result.replayed)
-        adjustments = self.monitor.observe(self.steps, Scored(rows, result.score, result.loss_new), replay.probed)
+        adjustments = self.monitor.observe(self.state.steps, Scored(rows, result.score, result.loss_new), replay.probed)
         if adjustments.drifted:
             self._metrics.learner.drifts.inc()
             if adjustments.checkpoint_first:
@@ -300,7 +271,7 @@ class TrainingLoop:
     def problem(self) -> str | None:
         """One sentence when steps are not finite, or the model raises on too many new events. Any thread may ask."""
         if not self.spoiled:
-            return self.raised.problem(self.rows_new + self.raised.new)
+            return self.raised.problem(self.state.rows_new + self.raised.new)
         return (
             f"the last {self.non_finite_in_a_row} steps were skipped because loss or gradient was not finite: "
             "are the weights? No checkpoint is made until a step is finite, so that a restart goes on from before"
@@ -314,86 +285,15 @@ class TrainingLoop:
     def restore(self, checkpoint: Checkpoint) -> None:
         """Restore a checkpoint, except the store's part, before the first step; raises CheckpointError if it does not
         fit."""
-        parts, state = self._parts, checkpoint.state
-        if checkpoint.begins:
-            self.ledger.restore(state["ledger"])
-            return
-        parts.trainer.restore(checkpoint.tensors, state["trainer"])
-        parts.holdout.restore(checkpoint.tensors["holdout"])
-        self.steps = checkpoint.step
-        restore_states(self._stateful, state)
-        parts.publisher.skip_published(self._progress(), self.ledger.trained_through)
-        parts.trainer.restore_generators(checkpoint.tensors["rng"], state["rng"])
-        if self.monitor.drift.pending:
+        self.state.restore(checkpoint)
+        if not checkpoint.begins and self.monitor.drift.pending:
             self._respond()
-
-    def _stateful_parts(self) -> Mapping[str, Stateful]:
-        """Return the parts whose state a checkpoint keeps, besides tensors: the ledger first, which others refer to."""
-        publisher = self._parts.publisher
-        return {
-            "ledger": self.ledger,
-            "rates": StatefulPart(self._measured_rates, self._restore_rates),
-            "monitor": self.monitor,
-            "retention": StatefulPart(publisher.retention_state, publisher.restore_retention),
-            "rows": StatefulPart(self._rows, self._restore_rows),
-            "replay_feed": self._replay,
-            "batches": self._batches,
-            "lag": self._parts.lag,
-            "gate": publisher.gate.hold,
-        }
-
-    def _measured_rates(self) -> dict[str, Any]:
-        self.rates.measure(self.ledger.partitions)
-        return self.rates.state()
-
-    def _restore_rates(self, state: Mapping[str, Any]) -> None:
-        self.rates.restore(state, self.ledger.partitions)
-
-    def _rows(self) -> tuple[int, int]:
-        return self.rows_new, self.rows_replay
-
-    def _restore_rows(self, rows: Sequence[int]) -> None:
-        self.rows_new, self.rows_replay = rows
-
-    def _capture(self, number: int) -> CapturedState:
-        """Return a copy of the state for checkpoint `number`; called between steps."""
-        parts = self._parts
-        tensors = parts.trainer.tensors() | {"holdout": parts.holdout.tensors()}
-        tensors["rng"], rng = parts.trainer.generators()
-        facts = {OUTPUT: self._replay.output_shape, ERASED: parts.erasure.excluded_through}
-        state = {"trainer": parts.trainer.state(), "rng": rng, **states_of(self._stateful), **facts}
-        return CapturedState(self.steps, tensors, state, self._replay.begin_snapshot(number))
-
-    def _fingerprint(self) -> object:
-        """Return a value that changes with the state of a checkpoint: all other state changes only with these."""
-        parts = self._parts
-        return (
-            self.steps,
-            self.ledger.state(),
-            self.monitor.drift.state(),
-            parts.publisher.retention,
-            parts.erasure.records,
-        )
-
-    def _progress(self) -> Progress:
-        """Return what differs between versions: steps, and positions, which held-out and bad events change as well."""
-        return self.steps, tuple(self.ledger.positions.values())
-
-    def _snapshot(self) -> Snapshot:
-        return Snapshot(
-            step=self.steps,
-            weights=self._parts.trainer.snapshot(),
-            trained_through=self.ledger.trained_through,
-            holdout=self._parts.holdout.held,
-            accuracy_now=self.monitor.prequential.mean,
-            newly_trained=self.ledger.take_newly_trained(),
-        )
 
     def publish_if_due(self) -> None:
         """Publish a version when one is due and there is progress."""
         publisher = self._parts.publisher
         if time.monotonic() >= publisher.due:
-            publisher.publish_if_due(self._progress(), self._snapshot)
+            publisher.publish_if_due(self.state.progress(), self.state.snapshot)
 
     def monitor_served_if_due(self) -> None:
         """Score the served version on the holdout set about once a second."""
@@ -403,7 +303,7 @@ class TrainingLoop:
 
     def rebalance_readers(self) -> None:
         """Assign partitions to the hosts that read them by their rates, where several hosts read."""
-        self._parts.source.rebalance(self.rates.now)
+        self._parts.source.rebalance(self.state.rates.now)
 
     def checkpoint_if_due(self) -> None:
         """Write a checkpoint when one is due.
@@ -413,7 +313,7 @@ class TrainingLoop:
         """
         checkpointer = self._parts.checkpointer
         if checkpointer.is_due() and self._is_sound:
-            checkpointer.checkpoint(self._capture, self._fingerprint)
+            checkpointer.checkpoint(self.state.capture, self.state.fingerprint)
         if self.monitor.drift.pending and not checkpointer.requested:
             self._respond()
 

@@ -9,7 +9,8 @@ from typing import Protocol
 
 from learner.device_sharing.sharing import DeviceSharing
 from learner.distributed.process_group import RankAssignment
-from learner.loop import LoopComponents, LoopMetrics, TrainingLoop
+from learner.loop import LoopMetrics, TrainingLoop
+from learner.loop_state import LoopComponents
 from learner.runtime.heartbeat import Heartbeat
 from learner.state_dir.lock import check_generation
 from learner.state_dir.report import LearnerReport, write_report
@@ -59,7 +60,7 @@ class Reporter:
         self._store = store
         self._sharing = sharing
         self._launcher = os.getppid() if assignment is not None else None
-        self._resumed_at = loop.steps
+        self._resumed_at = loop.state.steps
         self._started = time.time()
         self._due = 0.0
         self._heartbeat = Heartbeat(metrics.learner.heartbeat)
@@ -129,8 +130,8 @@ class Reporter:
             started=self._started,
             time=time.time(),
             strategy=self._strategy,
-            steps=loop.steps,
-            steps_since_start=loop.steps - self._resumed_at,
+            steps=loop.state.steps,
+            steps_since_start=loop.state.steps - self._resumed_at,
             checkpoint=parts.checkpointer.number or None,
             checkpoint_time=parts.checkpointer.time,
             problems=self.problems(),
@@ -194,7 +195,7 @@ class Reporter:
         return {name: (now[i] - then[i]) / seconds for i, name in enumerate(names, start=1)}
 
     def _mark(self) -> tuple[float, int, int, int]:
-        return time.monotonic(), self._loop.steps, self._loop.rows_new, self._loop.rows_replay
+        return time.monotonic(), self._loop.state.steps, self._loop.state.rows_new, self._loop.state.rows_replay
 
 
 def _errors(scores: Mapping[str, float]) -> dict[str, float]:

@@ -16,20 +16,19 @@ from ingest.metrics import IngestMetrics
 from ingest.reader.multi_host import MultiHostReader
 from ingest.reader.reader import BlockReader
 from learner.adaptation.stream_monitor import StreamMonitor
-from learner.build import LearnerSpec, TrainingSetup, build_training_setup
+from learner.build import LearnerSpec, TrainingSetup, build_trainer, build_training_setup
 from learner.checkpointing.checkpointer import Checkpointer
 from learner.checkpointing.erasure import Erasure
 from learner.device_sharing.cuda_limits import confined, limit_threads
 from learner.device_sharing.sharing import device_sharing, step_hooks
-from learner.distributed.channel import Channel, lead
-from learner.distributed.data_parallel import DataParallelGroup
-from learner.distributed.leader import Leader
+from learner.distributed.channel import lead
 from learner.distributed.process_group import RankAssignment
 from learner.evaluation.holdout import HoldoutSet
 from learner.evaluation.scoring import Scorer
-from learner.loop import LoopComponents, LoopMetrics, Task, TrainingLoop
+from learner.loop import LoopMetrics, Task, TrainingLoop
+from learner.loop_state import LoopComponents
 from learner.metrics import LearnerMetrics
-from learner.model.device import check_scaling, choose_device, without_denormals
+from learner.model.device import choose_device, without_denormals
 from learner.publishing.gatekeeper import QualityGate
 from learner.publishing.publisher import Publisher
 from learner.replay_feed import make_feed
@@ -42,9 +41,6 @@ from learner.state_dir.checkpoint import RANK, Checkpoints
 from learner.state_dir.lock import check_generation, hold_state_directory
 from learner.state_dir.version import Versions, reference_to
 from learner.stream.lag import LagPolicy
-from learner.training.out_of_memory import oom_warning
-from learner.training.passes import StepHooks
-from learner.training.trainer import Trainer
 from replay.background_store import BackgroundStore
 from replay.erasure.erasure_log import NAME as LOG
 from replay.erasure.erasure_log import ErasureLog
@@ -53,8 +49,7 @@ from replay.metrics import ReplayMetrics
 _FINISHING_SHARE = 0.8
 _AWAY = (
     "the checkpoints in {} cannot be read for now, and no older one takes the place of the newest; start again once "
-    "its disk "
-    "answers, or move the folder of a checkpoint away that it has lost"
+    "its disk answers, or move the folder of a checkpoint away that it has lost"
 )
 
 log = logging.getLogger(__name__)
@@ -155,7 +150,7 @@ class Learner:
             self.stop()
             raise
         self.stop()
-        log.info("stopped after %d steps, version %s", self._loop.steps, self._parts.publisher.number)
+        log.info("stopped after %d steps, version %s", self._loop.state.steps, self._parts.publisher.number)
 
     def stop(self) -> None:
         """Stop in order. The step has ended, and nothing is polled any more.
@@ -190,7 +185,7 @@ class Learner:
         )
         hooks = step_hooks(self._sharing, stack.enter_context(confined(deployment.device_sharing.settings, device)))
         self._publisher = _publisher(deployment, self._setup, self._generation, self._metrics, self._check)
-        self._trainer = _trainer(self._setup, channel, hooks, assignment.rows if assignment is not None else None)
+        self._trainer = build_trainer(self._setup, channel, hooks, assignment.rows if assignment is not None else None)
         if self._sharing is not None:
             self._sharing.attach(self._trainer.model, self._ranks)
 
@@ -289,7 +284,7 @@ class Learner:
         """Read the stream from the positions of the ledger; return False when the learner was stopped meanwhile."""
         source, loop = self._source, self._loop
         self._stack.callback(source.close)
-        source.set_rates(loop.rates.now)
+        source.set_rates(loop.state.rates.now)
         source.open(loop.ledger.positions, self._stop, marks=loop.ledger.marks)
         if self._stop.is_set():
             return False
@@ -310,7 +305,7 @@ class Learner:
         )
 
     def _advance_profiler(self) -> None:
-        self._profiler.step(self._loop.steps)
+        self._profiler.step(self._loop.state.steps)
 
     def _adjust_micro_batches(self) -> None:
         if self._sharing is not None:
@@ -345,18 +340,3 @@ def _source(deployment: LearnerSpec, assignment: RankAssignment | None) -> Block
     if assignment is not None and assignment.readers:
         return MultiHostReader(*settings, assignment.readers)
     return BlockReader(*settings)
-
-
-def _trainer(
-    setup: TrainingSetup, channel: Channel | None, hooks: StepHooks | None = None, rows: int | None = None
-) -> Trainer:
-    """Return the trainer, of all ranks if there are others.
-
-    `rows`: size to which micro-batches were reduced before this start, after memory ran out.
-    """
-    if channel is None:
-        return Trainer(**setup.arguments, hooks=hooks)
-    check_scaling(setup.precision, setup.settings.sharding, setup.settings.sync_every)
-    replicas = DataParallelGroup(setup.settings, search=setup.leaves_some_out)
-    warning = oom_warning(setup.device, rows) if rows is not None else None
-    return Leader(channel, replicas, **setup.arguments, hooks=hooks, warning=warning)

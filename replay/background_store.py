@@ -48,6 +48,8 @@ class BackgroundStore:
         self._failed: BaseException | None = None
         self._in_background = in_background
         self._thread = JobThread("store")
+        if in_background:
+            self._thread.start()
         self.listens = store.listens
         """Whether `update_priorities` changes anything."""
         self.fields = store.fields

@@ -248,7 +248,7 @@ def checkpoints(year: Year) -> Driven:
 
 
 def reporter(year: Year) -> Driven:
-    loop: Any = SimpleNamespace(steps=0, rows_new=0, rows_replay=0)
+    loop: Any = SimpleNamespace(state=SimpleNamespace(steps=0, rows_new=0, rows_replay=0))
     parts: Any = SimpleNamespace(
         source=None, publisher=SimpleNamespace(gate=SimpleNamespace(hold=None)), checkpointer=None, erasure=None
     )
@@ -258,7 +258,7 @@ def reporter(year: Year) -> Driven:
     )  # type: ignore[arg-type]
 
     def report(tick: int) -> None:
-        loop.steps, loop.rows_new = tick, 64 * tick
+        loop.state.steps, loop.state.rows_new = tick, 64 * tick
         groups = {f"{key:016x}": 0.5 for key in year.dice.integers(0, 2**60, 8).tolist()}
         newest = LearnerReport(
             pid=1, generation=1, started=0.0, time=year.now, steps=tick, rates=reports._rates(), accuracy={"now": 0.5},

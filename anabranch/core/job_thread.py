@@ -10,7 +10,7 @@ _Task = tuple[Callable[[], object], int]
 
 
 class JobThread:
-    """A daemon thread, started by the first job and kept: on a busy core the start of a thread takes long.
+    """A daemon thread, started by the first job or by `start`, and kept: on a busy core the start takes long.
 
     Any thread may call the methods. A job sees the effects of those submitted before it. An exception of a job is a
     bug: jobs handle the errors that they expect. The bug is kept for `raise_bug`; later jobs run all the same.
@@ -29,6 +29,13 @@ class JobThread:
         """The exception of the last job that failed."""
         self._thread: threading.Thread | None = None
 
+    def start(self) -> None:
+        """Start the thread, so that the first job need not."""
+        with self._changed:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
+
     def submit(self, job: Callable[[], object], size: int = 0) -> float:
         """Run a job that holds `size` bytes until it ends. Blocks while too many bytes are pending.
 
@@ -40,9 +47,8 @@ class JobThread:
             self.busy = True
             self._pending_bytes += size
             self._tasks.put((job, size))
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._thread.start()
+        if self._thread is None:
+            self.start()
         return waited
 
     def wait(self, seconds: float | None = None) -> float:

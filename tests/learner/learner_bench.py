@@ -34,7 +34,8 @@ from learner.config import (
 )
 from learner.evaluation.holdout import HoldoutSet
 from learner.evaluation.scoring import Scorer
-from learner.loop import LoopComponents, LoopMetrics, Task, TrainingLoop
+from learner.loop import LoopMetrics, Task, TrainingLoop
+from learner.loop_state import LoopComponents
 from learner.metrics import LearnerMetrics
 from learner.model.device import choose_precision
 from learner.model.embedding import Embedding

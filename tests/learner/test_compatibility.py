@@ -12,14 +12,13 @@ from anabranch.core.errors import SettingsError
 from ingest.config import StreamSettings
 from ingest.events.schema import Schema
 from ingest.kafka.fake import fake_columns
-from learner.build import TrainingSetup
+from learner.build import TrainingSetup, build_trainer
 from learner.compatibility import RULES, conflicts, facts
 from learner.config import DeviceSharingSettings, LearnerSettings
 from learner.distributed.channel import Channel
 from learner.model.device import Precision, choose_precision
 from learner.model.embedding import Embedding
 from learner.model.task import Classification
-from learner.run import _trainer
 from learner.strategies.registry import STRATEGIES
 from learner.training import compile as compiled
 from learner.training.trainer import Trainer
@@ -203,4 +202,4 @@ def test_a_device_that_makes_auto_fp16_is_refused_where_losses_would_be_scaled_d
         *(schema, Classification(), nn.Linear(3, 3), None, half, CPU, strategy, settings), output_shape=(3,)
     )
     with pytest.raises(SettingsError, match=rf'learner.precision = "auto" is fp16 here.*{key}.*{value}.*"fp32"'):
-        _trainer(bench, cast("Channel", object()), None)
+        build_trainer(bench, cast("Channel", object()), None)

@@ -50,7 +50,9 @@ def test_groups_of_regression_have_no_accuracy() -> None:
 
 def test_the_problems_are_those_of_all_components(tmp_path: Any) -> None:
     bad, good = SimpleNamespace(problem="the disk is full"), SimpleNamespace(problem=None)
-    loop: Any = SimpleNamespace(problem="steps are not finite", warning=None, steps=0, rows_new=0, rows_replay=0)
+    loop: Any = SimpleNamespace(
+        problem="steps are not finite", warning=None, state=SimpleNamespace(steps=0, rows_new=0, rows_replay=0)
+    )
     lag = SimpleNamespace(warning="behind")
     publisher = SimpleNamespace(problem=None, gate=SimpleNamespace(hold=good))
     parts: Any = SimpleNamespace(source=good, publisher=publisher, checkpointer=bad, erasure=good, lag=lag)

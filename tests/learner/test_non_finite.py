@@ -42,7 +42,7 @@ def test_non_finite_scores_are_ignored_also_after_a_restart(
     resumed.resume()
     assert resumed.loop.monitor.prequential.overall == overall
     resumed.run()
-    assert resumed.loop.steps == 160
+    assert resumed.loop.state.steps == 160
 
 
 def test_non_finite_weights_are_not_saved_and_a_restart_restores_the_ones_before(
@@ -57,7 +57,7 @@ def test_non_finite_weights_are_not_saved_and_a_restart_restores_the_ones_before
     bench.close()
     resumed = make_bench(60)
     resumed.resume()
-    assert resumed.loop.steps == 20
+    assert resumed.loop.state.steps == 20
     resumed.run()
     resumed.finish()
     assert resumed.loop.ledger.outcomes["trained"] == 60 * (ROWS - 1)

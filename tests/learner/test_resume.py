@@ -72,7 +72,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
     interrupted.close()
     resumed = make_bench(60, replay=replay)
     resumed.resume()
-    assert resumed.loop.steps == 25
+    assert resumed.loop.state.steps == 25
     resumed.run()
     for name, value in uninterrupted.trainer.snapshot().items():
         assert torch.equal(resumed.trainer.snapshot()[name], value), name
@@ -80,9 +80,9 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
         assert torch.equal(resumed.trainer.tensors()["optimizer"][name], value), name
     assert resumed.loop.ledger.state() == uninterrupted.loop.ledger.state()
     assert resumed.loop.monitor.prequential.state() == uninterrupted.loop.monitor.prequential.state()
-    assert (resumed.loop.rows_new, resumed.loop.rows_replay) == (
-        uninterrupted.loop.rows_new,
-        uninterrupted.loop.rows_replay,
+    assert (resumed.loop.state.rows_new, resumed.loop.state.rows_replay) == (
+        uninterrupted.loop.state.rows_new,
+        uninterrupted.loop.state.rows_replay,
     )
     assert all(
         (resumed.holdout.held.columns[name] == column).all()
@@ -134,10 +134,10 @@ def test_a_resumed_run_has_the_replay_ratio_and_drift_of_the_uninterrupted_one(
     interrupted.close()
     resumed = make_bench(110, replay=TIERS["disk with a small cache"], learner=learner)
     resumed.resume()
-    assert resumed.loop.steps == 60
+    assert resumed.loop.state.steps == 60
     resumed.run()
-    assert uninterrupted.loop.rows_replay > 0, "nothing is replayed in either run"
-    assert resumed.loop.rows_replay == uninterrupted.loop.rows_replay
+    assert uninterrupted.loop.state.rows_replay > 0, "nothing is replayed in either run"
+    assert resumed.loop.state.rows_replay == uninterrupted.loop.state.rows_replay
     assert resumed.loop.monitor.ratio.state() == uninterrupted.loop.monitor.ratio.state()
     assert resumed.loop.monitor.drift.state() == uninterrupted.loop.monitor.drift.state()
     for name, value in uninterrupted.trainer.snapshot().items():
@@ -150,7 +150,7 @@ def test_the_progress_of_a_checkpoint_without_a_version_is_published_after_a_cra
     soon = Deadline(timedelta(seconds=20))
     bench = make_bench(25)
     bench.run()
-    bench.checkpointer.checkpoint_last(bench.loop._capture, soon)
+    bench.checkpointer.checkpoint_last(bench.loop.state.capture, soon)
     bench.publisher._background.wait(soon)
     assert bench.versions.manifest(1).step < 25
     bench.close()
@@ -235,7 +235,7 @@ def test_a_strategy_restores_the_checkpoint_of_another_without_its_state(
         resumed.resume()
     assert "made under the strategy ElasticWeights: Distillation starts without state" in caplog.text
     resumed.run()
-    assert resumed.loop.steps == 20
+    assert resumed.loop.state.steps == 20
 
 
 class RecordingStrategy(DarkReplayPlus):
@@ -298,7 +298,7 @@ def test_checkpoints_that_were_moved_away_are_restored_once_they_are_back(
     assert again.store.lost == 0
     again.run()
     again.finish()
-    assert again.loop.steps == 14
+    assert again.loop.state.steps == 14
 
 
 def _deployment(path: Path, schema: Schema, strategy: str, replay: Mapping[str, Any] | None = None) -> LearnerSpec:

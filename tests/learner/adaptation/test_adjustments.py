@@ -19,7 +19,7 @@ def test_probing_old_events_does_not_change_the_weights(make_bench: Callable[...
     measured = make_bench(60, learner={"replay_ratio": "auto", "old_weight": 0.0})
     measured.run()
     assert measured.loop.monitor.ratio.state()["old"][2] > 0, "nothing was scored"
-    assert measured.loop.rows_replay == 0
+    assert measured.loop.state.rows_replay == 0
     for name, value in bare.trainer.snapshot().items():
         assert torch.equal(measured.trainer.snapshot()[name], value), name
 
@@ -43,7 +43,7 @@ def test_a_drift_raises_the_configured_factors_and_notifies_the_strategy(
     bench = make_bench(400, learner={"drift": actions})
     bench.stream.drifts_at = 300 * ROWS
     notified, seen = list[int](), list[tuple[float, float]]()
-    monkeypatch.setattr(bench.trainer.strategy, "on_drift", lambda: notified.append(bench.loop.steps))
+    monkeypatch.setattr(bench.trainer.strategy, "on_drift", lambda: notified.append(bench.loop.state.steps))
     bench.run(lambda: seen.append((bench.trainer.update.rate(), bench.loop.replay_ratio)))
     assert notified == [bench.loop.monitor.drift.step]
     before, after = seen[: notified[0]], seen[notified[0] :]
@@ -61,7 +61,7 @@ def test_the_checkpoint_of_a_drift_is_written_before_the_response(
     bench, gate, left = make_bench(400, learner=settings), threading.Event(), [20]
     bench.stream.drifts_at = 300 * ROWS
     notified, rates = list[int](), list[float]()
-    monkeypatch.setattr(bench.trainer.strategy, "on_drift", lambda: notified.append(bench.loop.steps))
+    monkeypatch.setattr(bench.trainer.strategy, "on_drift", lambda: notified.append(bench.loop.state.steps))
     assert bench.checkpointer.run(lambda: gate.wait(30))
 
     def at_boundary() -> None:
@@ -82,7 +82,7 @@ def test_the_checkpoint_of_a_drift_is_written_before_the_response(
     assert max(rates) == rates[notified[0]] == pytest.approx(5e-3)
     bench.close()
     resumed = make_bench(400, learner=settings)
-    monkeypatch.setattr(resumed.trainer.strategy, "on_drift", lambda: notified.append(resumed.loop.steps))
+    monkeypatch.setattr(resumed.trainer.strategy, "on_drift", lambda: notified.append(resumed.loop.state.steps))
     resumed.resume()
     assert notified == [found[1].step] * 2
     assert resumed.loop.monitor.drift.lr_factor == 5.0

@@ -31,7 +31,7 @@ def test_checkpoints_are_written_during_training(
     assert numbers[-1] == bench.checkpointer.number > 3
     found = bench.checkpoints.newest()
     assert found is not None
-    assert found[1].step == bench.loop.steps
+    assert found[1].step == bench.loop.state.steps
     output_field = bench.store.tiers.slots - len(bench.store) - bench.store.slots.free
     assert output_field == 0 or replay, "slots are kept after the last checkpoint, which has the payload"
 
@@ -44,7 +44,7 @@ def test_large_steps_wait_for_free_slots(make_bench: Callable[..., LearnerBench]
     bench = make_bench(288, every="1ms", replay=replay, learner=learner)
     bench.run()
     bench.finish()
-    assert bench.loop.steps == 6
+    assert bench.loop.state.steps == 6
     assert bench.store.lost == 0
 
 
@@ -83,7 +83,7 @@ def test_a_learner_that_lost_its_lock_writes_no_more_checkpoints(
     bench.finish()
     (tmp_path / GENERATION).write_text("2")
     with pytest.raises(SecondLearnerError):
-        bench.checkpointer.checkpoint_last(bench.loop._capture, Deadline(timedelta(seconds=20)))
+        bench.checkpointer.checkpoint_last(bench.loop.state.capture, Deadline(timedelta(seconds=20)))
     assert bench.checkpoints.numbers() == [1]
 
 
@@ -95,11 +95,11 @@ def test_a_full_disk_stops_neither_training_nor_deletes_earlier_checkpoints(
     bench.finish()
     with monkeypatch.context() as patch:
         patch.setattr("anabranch.core.atomic_files.os.fsync", no_space)
-        bench.checkpointer.checkpoint_last(bench.loop._capture, Deadline(timedelta(seconds=20)))
+        bench.checkpointer.checkpoint_last(bench.loop.state.capture, Deadline(timedelta(seconds=20)))
     assert bench.checkpointer.problem is not None
     assert "No space left" in bench.checkpointer.problem
     assert bench.checkpoints.numbers() == [1]
-    bench.checkpointer.checkpoint_last(bench.loop._capture, Deadline(timedelta(seconds=20)))
+    bench.checkpointer.checkpoint_last(bench.loop.state.capture, Deadline(timedelta(seconds=20)))
     assert bench.checkpointer.problem is None
     assert bench.checkpoints.numbers() == [1, 3], "the number of a failed checkpoint was used again"
     (histogram,) = bench.metrics.learner.checkpoint.collect()
@@ -148,7 +148,7 @@ def test_new_checkpoints_are_written_if_old_ones_cannot_be_deleted(
     bench.run()
     monkeypatch.setattr(Checkpoints, "prune", lambda *_: no_space(0))
     for _ in range(2):
-        bench.checkpointer.checkpoint_last(bench.loop._capture, Deadline(timedelta(seconds=20)))
+        bench.checkpointer.checkpoint_last(bench.loop.state.capture, Deadline(timedelta(seconds=20)))
     assert bench.checkpoints.numbers() == [1, 2]
     assert bench.checkpointer.problem is not None
     assert "old checkpoints cannot be deleted" in bench.checkpointer.problem

@@ -295,7 +295,7 @@ def test_new_events_that_raise_are_skipped_and_nothing_else_is(
         "skipped": 3,
     }
     assert loop.ledger.skipped == {"model": 3}
-    assert loop.rows_new == 6 * (ROWS - 1) - 3
+    assert loop.state.rows_new == 6 * (ROWS - 1) - 3
     assert len(bench.store) == 6 * (ROWS - 1) - 3
     assert loop.ledger.partitions[0].position.offset == 6 * ROWS
     assert "the model raises on events[0]@40, events[0]@41, which are skipped: IndexError: index out" in caplog.text
@@ -340,7 +340,7 @@ def test_a_probe_takes_a_held_out_event_that_raises_out_of_the_set(make_bench: C
     bench = make_bench(200, lambda columns: columns["offset"] % (20 * ROWS) == 5, learner={"replay_ratio": "auto"})
     bench.run()
     assert bench.metrics.learner.raised.labels("held_out")._value.get() > 0
-    assert bench.loop.steps == 200
+    assert bench.loop.state.steps == 200
 
 
 def test_a_stream_of_which_half_raises_is_learned_and_is_unhealthy(make_bench: Callable[..., LearnerBench]) -> None:

@@ -288,7 +288,7 @@ def test_monitoring_withdraws_a_worse_version_and_restores_the_one_before_as_bas
 
 
 def test_monitoring_does_not_return_to_a_version_that_had_learned_too_little(make_bench: Callable[..., Bench]) -> None:
-    """On wrong labels the version that knows nothing beats the one that is right."""
+    """On wrong labels a version that has learned nothing beats the one that is right."""
     bench = make_bench(min_rows=10_000)
     bench.hold_out(6)
     assert bench.publish(WORSE) == "inconclusive"

@@ -1,0 +1,126 @@
+"""The state of the training loop between two steps, from which checkpoints and versions are made."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ingest.reader.multi_host import MultiHostReader
+from ingest.reader.reader import BlockReader
+from learner.adaptation.stream_monitor import StreamMonitor
+from learner.checkpointing.checkpointer import CapturedState, Checkpointer
+from learner.checkpointing.erasure import Erasure
+from learner.checkpointing.stateful import Stateful, StatefulPart, restore_states, states_of
+from learner.evaluation.holdout import HoldoutSet
+from learner.publishing.publisher import Progress, Publisher, Snapshot
+from learner.replay_feed import ReplayFeed
+from learner.state_dir.checkpoint import ERASED, Checkpoint
+from learner.strategies.examples import OUTPUT
+from learner.stream.lag import LagPolicy
+from learner.stream.ledger import Ledger
+from learner.stream.partition_rates import Rates
+from learner.training.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class LoopComponents:
+    """The parts of the loop; each is used by the loop's thread alone."""
+
+    source: BlockReader | MultiHostReader
+    trainer: Trainer
+    monitor: StreamMonitor
+    replay: ReplayFeed
+    holdout: HoldoutSet
+    publisher: Publisher
+    checkpointer: Checkpointer
+    erasure: Erasure
+    lag: LagPolicy
+
+
+class LoopState:
+    """Steps, positions and counts of a loop, and the state of its parts. Used by the loop's thread; any may read."""
+
+    def __init__(self, parts: LoopComponents, ledger: Ledger, batches: Stateful) -> None:
+        """Start at step 0; `ledger` has an account for each partition, `batches` builds the batches of the steps."""
+        self._parts = parts
+        self.ledger = ledger
+        self.rates = Rates()
+        self.steps = 0
+        self.rows_new = 0
+        self.rows_replay = 0
+        self._stateful: Mapping[str, Stateful] = {
+            "ledger": ledger,  # the first, since others refer to its partitions
+            "rates": StatefulPart(self._measured_rates, self._restore_rates),
+            "monitor": parts.monitor,
+            "retention": StatefulPart(parts.publisher.retention_state, parts.publisher.restore_retention),
+            "rows": StatefulPart(self._rows, self._restore_rows),
+            "replay_feed": parts.replay,
+            "batches": batches,
+            "lag": parts.lag,
+            "gate": parts.publisher.gate.hold,
+        }
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Restore a checkpoint, except the store's part, before the first step.
+
+        Raises:
+            CheckpointError: it does not fit.
+        """
+        parts, state = self._parts, checkpoint.state
+        if checkpoint.begins:
+            self.ledger.restore(state["ledger"])
+            return
+        parts.trainer.restore(checkpoint.tensors, state["trainer"])
+        parts.holdout.restore(checkpoint.tensors["holdout"])
+        self.steps = checkpoint.step
+        restore_states(self._stateful, state)
+        parts.publisher.skip_published(self.progress(), self.ledger.trained_through)
+        parts.trainer.restore_generators(checkpoint.tensors["rng"], state["rng"])
+
+    def capture(self, number: int) -> CapturedState:
+        """Return a copy of the state for checkpoint `number`; called between steps."""
+        parts = self._parts
+        tensors = parts.trainer.tensors() | {"holdout": parts.holdout.tensors()}
+        tensors["rng"], rng = parts.trainer.generators()
+        facts = {OUTPUT: parts.replay.output_shape, ERASED: parts.erasure.excluded_through}
+        state = {"trainer": parts.trainer.state(), "rng": rng, **states_of(self._stateful), **facts}
+        return CapturedState(self.steps, tensors, state, parts.replay.begin_snapshot(number))
+
+    def fingerprint(self) -> object:
+        """Return a value that changes with the state of a checkpoint: all other state changes only with these."""
+        parts = self._parts
+        return (
+            self.steps,
+            self.ledger.state(),
+            parts.monitor.drift.state(),
+            parts.publisher.retention,
+            parts.erasure.records,
+        )
+
+    def progress(self) -> Progress:
+        """Return what differs between versions: steps, and positions, which held-out and bad events change as well."""
+        return self.steps, tuple(self.ledger.positions.values())
+
+    def snapshot(self) -> Snapshot:
+        """Return what a version is made of, with a copy of the weights."""
+        parts = self._parts
+        return Snapshot(
+            step=self.steps,
+            weights=parts.trainer.snapshot(),
+            trained_through=self.ledger.trained_through,
+            holdout=parts.holdout.held,
+            accuracy_now=parts.monitor.prequential.mean,
+            newly_trained=self.ledger.take_newly_trained(),
+        )
+
+    def _measured_rates(self) -> dict[str, Any]:
+        self.rates.measure(self.ledger.partitions)
+        return self.rates.state()
+
+    def _restore_rates(self, state: Mapping[str, Any]) -> None:
+        self.rates.restore(state, self.ledger.partitions)
+
+    def _rows(self) -> tuple[int, int]:
+        return self.rows_new, self.rows_replay
+
+    def _restore_rows(self, rows: Sequence[int]) -> None:
+        self.rows_new, self.rows_replay = rows
