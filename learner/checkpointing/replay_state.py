@@ -86,7 +86,7 @@ def unpack(checkpoint: Checkpoint) -> tuple[StoreSnapshot, Sequence[Segment]] | 
         bases=state["bases"],
         watermarks={index: (offset, row) for index, offset, row in state["watermarks"]},
         plans=[
-            SavedPlan(step, tensors[f"plan.{step}"], _array(tensors[f"planned.{step}"], PLANNED))
+            SavedPlan(step, tensors[f"plan.{step}"], records_of(tensors[f"planned.{step}"], PLANNED))
             for step in state["plans"]
             if f"plan.{step}" in tensors  # those with erased events are planned again
         ],
@@ -133,5 +133,6 @@ def _part(segment: Segment) -> str:
     return f"{SEGMENT}{segment.number}"
 
 
-def _array(values: Tensor, dtype: np.dtype[np.void]) -> NDArray[np.void]:
+def records_of(values: Tensor, dtype: np.dtype[np.void]) -> NDArray[np.void]:
+    """Return a tensor of bytes as records of `dtype`, without a copy."""
     return values.numpy().reshape(-1).view(dtype)

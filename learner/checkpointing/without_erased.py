@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ingest.events.identity import partition_base
 from ingest.events.partition import TopicPartition
+from learner.checkpointing.replay_state import records_of
 from learner.errors import MisfitError
 from learner.state_dir.checkpoint import ERASED, SEGMENT, Checkpoint
 from replay.erasure.erased_events import ErasedEvents
@@ -48,7 +49,7 @@ def erased_parts(tensors: Mapping[str, Tensors], state: Mapping[str, Any], erase
     hits = {}
     for part in tensors:
         if part.startswith(SEGMENT):
-            covered = erased.covers(bases, columns_of(_array(tensors[part]["index"], ENTRY)))
+            covered = erased.covers(bases, columns_of(records_of(tensors[part]["index"], ENTRY)))
             if covered.any():
                 hits[int(part.removeprefix(SEGMENT))] = covered
                 changed[part] = _zeroed(tensors[part], covered)
@@ -91,7 +92,7 @@ def named_slots(tensors: Mapping[str, Tensors], state: Mapping[str, Any]) -> NDA
         part = f"{SEGMENT}{number}"
         if part in tensors:
             live = _live(tensors["replay"], number, rows)
-            slots.append(_array(tensors[part]["index"], ENTRY)["slot"][live].astype(np.int64))
+            slots.append(records_of(tensors[part]["index"], ENTRY)["slot"][live].astype(np.int64))
     return np.concatenate(slots)
 
 
@@ -105,7 +106,7 @@ def _zeroed(segment: Tensors, covered: NDArray[np.bool_]) -> Tensors:
     changed = {name: tensor.clone() for name, tensor in segment.items()}
     for tensor in changed.values():
         tensor[torch.from_numpy(covered)] = 0
-    _array(changed["index"], ENTRY)["offset"][covered] = _NO_EVENT
+    records_of(changed["index"], ENTRY)["offset"][covered] = _NO_EVENT
     return changed
 
 
@@ -141,14 +142,10 @@ def _dropped_plans(
     """Return the steps from the first one on whose plan has an erased event; they are planned again."""
     planned = [step for step in steps if f"plan.{step}" in tensors]
     for index, step in enumerate(planned):
-        if erased.covers(bases, columns_of(_array(tensors[f"planned.{step}"], PLANNED))).any():
+        if erased.covers(bases, columns_of(records_of(tensors[f"planned.{step}"], PLANNED))).any():
             return planned[index:]
     return ()
 
 
 def _live(tensors: Tensors, number: int, rows: int) -> NDArray[np.bool_]:
     return np.unpackbits(tensors[f"live.{number}"].numpy(), count=rows).astype(np.bool_)
-
-
-def _array(values: Tensor, dtype: np.dtype[np.void]) -> NDArray[np.void]:
-    return values.numpy().reshape(-1).view(dtype)

@@ -4,7 +4,7 @@ Zhao et al. 2023, "PyTorch FSDP: experiences on scaling fully sharded data paral
 module only where `learner.sharding` asks for it: that takes seconds.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from anabranch.core.errors import SettingsError
+from learner.training.activation_checkpointing import sequences
 
 
 class ShardedWeights:
@@ -85,13 +86,5 @@ def _units(model: nn.Module) -> list[nn.Module]:
     ids = [id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False)]
     if len(set(ids)) < len(ids):
         return []
-    children = [child for sequence in _sequences(model) for child in sequence.children()]
+    children = [child for sequence in sequences(model, nn.Sequential | nn.ModuleList) for child in sequence.children()]
     return [child for child in children if next(child.parameters(), None) is not None]
-
-
-def _sequences(module: nn.Module) -> Iterator[nn.Module]:
-    if isinstance(module, nn.Sequential | nn.ModuleList):
-        yield module
-    else:
-        for child in module.children():
-            yield from _sequences(child)

@@ -5,6 +5,7 @@ Chen et al. 2016, "Training deep nets with sublinear memory cost".
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from types import UnionType
 from typing import Any
 
 import torch
@@ -30,7 +31,9 @@ def checkpoint_activations(model: nn.Module, which: bool | Sequence[str]) -> Non
 
 def _chosen(model: nn.Module, which: bool | Sequence[str]) -> list[nn.Module]:
     if isinstance(which, bool):
-        chosen = [child for sequence in _sequences(model) for child in sequence.children()] if which else []
+        chosen = (
+            [child for sequence in sequences(model, nn.Sequential) for child in sequence.children()] if which else []
+        )
         if which and not chosen:
             raise SettingsError(
                 "learner.activation_checkpointing = true: the model has no nn.Sequential; write a list of names of "
@@ -45,12 +48,13 @@ def _chosen(model: nn.Module, which: bool | Sequence[str]) -> list[nn.Module]:
     return [modules[name] for name in which]
 
 
-def _sequences(module: nn.Module) -> Iterator[nn.Module]:
-    if isinstance(module, nn.Sequential):
+def sequences(module: nn.Module, kinds: type | UnionType) -> Iterator[nn.Module]:
+    """Return the outermost modules of these kinds, whose children run one after the other."""
+    if isinstance(module, kinds):
         yield module
     else:
         for child in module.children():
-            yield from _sequences(child)
+            yield from sequences(child, kinds)
 
 
 def _checkpointed(kind: type[nn.Module]) -> type[nn.Module]:
