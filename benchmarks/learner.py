@@ -40,6 +40,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness.baseline_loop import BaselineLoop, Loop
+from benchmarks.harness.cores import split
 from benchmarks.harness.event_feed import EventFeed
 from benchmarks.harness.interleave import Spread, interleave, ratio
 from benchmarks.harness.pipeline import (
@@ -81,17 +82,7 @@ class Sizes:
 
 
 QUICK, FULL = Sizes(1.5, 0.5, 3), Sizes(8.0, 2.0, 8)
-
-
-def _cores() -> tuple[set[int] | None, set[int] | None]:
-    """Return the core for the two loops, and the others; None where cores cannot be chosen."""
-    if not hasattr(os, "sched_setaffinity"):
-        return None, None
-    first, *others = sorted(os.sched_getaffinity(0))
-    return {first}, set(others) or {first}
-
-
-CORE, OTHERS = _cores()
+CORE, OTHERS = split()
 
 
 class Live:

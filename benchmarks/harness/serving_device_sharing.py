@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 import psutil
 
+from benchmarks.harness.cores import split
 from benchmarks.harness.event_feed import EventFeed
 from benchmarks.harness.interleave import Spread, ratio
 from benchmarks.harness.load import Answers, Load
@@ -66,17 +67,7 @@ class Sizes:
 
 
 QUICK, FULL = Sizes(1.5, 0.5, 3, 1), Sizes(10.0, 1.0, 10, 4)
-
-
-def _cores() -> tuple[set[int] | None, set[int] | None]:
-    """Return the core for both, and the others; None where cores cannot be chosen."""
-    if not hasattr(os, "sched_setaffinity"):
-        return None, None
-    first, *others = sorted(os.sched_getaffinity(0))
-    return {first}, set(others) or {first}
-
-
-CORE, OTHERS = _cores()
+CORE, OTHERS = split()
 
 
 class Core:
