@@ -78,7 +78,7 @@ class TrainingLoop:
         self._replay = parts.replay
         self.non_finite_in_a_row = 0
         queues = parts.publisher.raised, parts.replay.raised
-        self.raising_events = RaisingEvents(self.ledger, parts.replay, parts.holdout, queues, metrics.learner.raised)
+        self.raising_events = RaisingEvents(self.state, parts.replay, parts.holdout, queues, metrics.learner.raised)
         self.raised = self.raising_events.raised
 
     def begin(self, stop: threading.Event, while_waiting: Sequence[Task]) -> None:
@@ -176,7 +176,7 @@ class TrainingLoop:
                 return replay, trainer.step(trainer.examples(batch.new), replay.examples)
             except RaisingEventsError as exc:
                 error = exc
-            replay = self.raising_events.remove(batch, replay, error, self.state.rows_new)
+            replay = self.raising_events.remove(batch, replay, error)
         return replay, None
 
     def _observe(self, batch: Batch, replay: Replay, result: StepResult | None, seconds: float) -> None:
@@ -269,9 +269,9 @@ class TrainingLoop:
 
     @property
     def problem(self) -> str | None:
-        """One sentence when steps are not finite, or the model raises on too many new events. Any thread may ask."""
+        """One sentence when many consecutive steps are not finite. Any thread may ask."""
         if not self.spoiled:
-            return self.raised.problem(self.state.rows_new + self.raised.new)
+            return None
         return (
             f"the last {self.non_finite_in_a_row} steps were skipped because loss or gradient was not finite: "
             "are the weights? No checkpoint is made until a step is finite, so that a restart goes on from before"

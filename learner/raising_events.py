@@ -9,10 +9,10 @@ from prometheus_client import Counter
 
 from ingest.events.block import Array, SkipReason
 from learner.evaluation.holdout import HoldoutSet
+from learner.loop_state import LoopState
 from learner.model.faulty_events import Raised, RaisingEventsError
 from learner.replay_feed import Replay, ReplayFeed
 from learner.stream.batches import Batch
-from learner.stream.ledger import Ledger
 
 
 class RaisingEvents:
@@ -20,7 +20,7 @@ class RaisingEvents:
 
     def __init__(
         self,
-        ledger: Ledger,
+        state: LoopState,
         replay: ReplayFeed,
         holdout: HoldoutSet,
         queues: Sequence[deque[tuple[NDArray[np.uint64], str]]],
@@ -29,24 +29,31 @@ class RaisingEvents:
         """Start with no such events.
 
         Args:
-            ledger: names partitions by their index.
+            state: of the loop, with the partitions and the number of new events so far.
             replay: from whose store old events are removed.
             holdout: from which held-out events are removed.
             queues: hashes of held-out events on which the model raised, with the error; other threads add to them.
             metric: counts events, by where they were removed.
         """
-        self._ledger = ledger
+        self._state = state
         self._replay = replay
         self._holdout = holdout
         self._queues = queues
         self._metric = metric
         self.raised = Raised()
 
-    def remove(self, batch: Batch, replay: Replay, error: RaisingEventsError, rows_new: int) -> Replay:
-        """Skip the new events that `error` names, and remove the old ones from the store; return the remaining ones.
+    @property
+    def problem(self) -> str | None:
+        """One sentence when the model raises on too many new events. Any thread may ask."""
+        return self.raised.problem(self._seen)
 
-        `rows_new`: new events that were trained on before.
-        """
+    @property
+    def _seen(self) -> int:
+        """New events so far: those that were trained on, and those on which the model raised."""
+        return self._state.rows_new + self.raised.new
+
+    def remove(self, batch: Batch, replay: Replay, error: RaisingEventsError) -> Replay:
+        """Skip the new events that `error` names, and remove the old ones from the store; return the remaining ones."""
         count = len(batch)
         raised = np.zeros(count + sum(map(len, replay.examples)), np.bool_)
         raised[error.indices] = True
@@ -59,7 +66,7 @@ class RaisingEvents:
             skipped = {name: batch.new[name][new] for name in ("partition", "offset")}
             batch.skip(new, SkipReason.MODEL)
             self._metric.labels("new").inc(rows)
-            self.raised.add(rows_new + self.raised.new + rows, rows, error.message)
+            self.raised.add(self._seen + rows, rows, error.message)
             self.raised.log("which are skipped", self._names(skipped), error.message)
         return replay
 
@@ -75,6 +82,6 @@ class RaisingEvents:
 
     def _names(self, columns: Mapping[str, Array] | NDArray[np.void]) -> list[str]:
         """Return the names of events, as `topic[partition]@offset`."""
-        names = [account.name for account in self._ledger.partitions]
+        names = [account.name for account in self._state.ledger.partitions]
         events = zip(columns["partition"].tolist(), columns["offset"].tolist(), strict=True)
         return [f"{names[index].topic}[{names[index].partition}]@{offset}" for index, offset in events]

@@ -79,6 +79,7 @@ class Reporter:
                 parts.erasure,
                 self,
                 loop,
+                loop.raising_events,
             ),
             *(other for other in others if other is not None),
         )

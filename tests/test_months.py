@@ -248,7 +248,7 @@ def checkpoints(year: Year) -> Driven:
 
 
 def reporter(year: Year) -> Driven:
-    loop: Any = SimpleNamespace(state=SimpleNamespace(steps=0, rows_new=0, rows_replay=0))
+    loop: Any = SimpleNamespace(state=SimpleNamespace(steps=0, rows_new=0, rows_replay=0), raising_events=None)
     parts: Any = SimpleNamespace(
         source=None, publisher=SimpleNamespace(gate=SimpleNamespace(hold=None)), checkpointer=None, erasure=None
     )

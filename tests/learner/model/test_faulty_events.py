@@ -299,7 +299,7 @@ def test_new_events_that_raise_are_skipped_and_nothing_else_is(
     assert len(bench.store) == 6 * (ROWS - 1) - 3
     assert loop.ledger.partitions[0].position.offset == 6 * ROWS
     assert "the model raises on events[0]@40, events[0]@41, which are skipped: IndexError: index out" in caplog.text
-    assert loop.problem is None
+    assert loop.raising_events.problem is None
 
 
 @pytest.mark.parametrize("replay", [{}, {"disk": {"bytes": "1MB"}, "device_bytes": "1kB"}], ids=["device", "disk"])
@@ -348,7 +348,7 @@ def test_a_stream_of_which_half_raises_is_learned_and_is_unhealthy(make_bench: C
     bench.run()
     assert bench.loop.ledger.outcomes["trained"] + bench.loop.ledger.outcomes["skipped"] == 20 * (ROWS - 1)
     assert bench.loop.ledger.outcomes["skipped"] == 20 * ROWS // 2
-    problem = bench.loop.problem
+    problem = bench.loop.raising_events.problem
     assert problem is not None
     assert "the model raised on 320 of the last 620 new events" in problem
 
@@ -360,7 +360,7 @@ def test_while_the_model_takes_nothing_no_checkpoint_passes_by_the_events(
     bench.run()
     bench.finish()
     assert bench.loop.ledger.skipped == {"model": 25 * (ROWS - 1)}
-    problem = bench.loop.problem
+    problem = bench.loop.raising_events.problem
     assert problem is not None
     assert "no checkpoint is made" in problem
     newest = bench.checkpoints.newest()
