@@ -6,7 +6,7 @@
         match failure_of(exc):
             case Failure.DAMAGED: ...           # refuse this one until its contents change
             case Failure.AWAY | Failure.MEMORY: ...  # keep it, and try again later, with a back-off
-            case None: raise                    # a bug
+            case Failure.DEVICE | None: raise   # the process cannot continue; a bug
 
 Imports no torch: readers of reports need none.
 """
@@ -33,8 +33,13 @@ _MEMORY_WORDS = (
     "CUDA out of memory",
     "HIP out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUBLAS_STATUS_NOT_INITIALIZED",  # its handle does not fit
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "failure 2 'out of memory'",  # of NCCL: "Cuda failure 2 ...", or "CUDA failure 2 ..."
 )
 """Parts of torch's sentences about memory, in errors that have no class."""
+_DEVICE_WORDS = ("CUDA error", "device-side assert", "HIP error", "MPS error", "NCCL error")
+"""Parts of torch's sentences about a device that failed, in errors that have no class."""
 UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """Errors that msgspec raises for bytes that it cannot decode."""
 
@@ -55,6 +60,8 @@ class Failure(Enum):
     """
     MEMORY = auto()
     """A device or the host is out of memory: the same may work later, or with less."""
+    DEVICE = auto()
+    """The device is lost for this process: each later call fails too, until the process ends. Let it end."""
 
 
 def failure_of(error: BaseException) -> Failure | None:
@@ -66,6 +73,8 @@ def failure_of(error: BaseException) -> Failure | None:
     causes = list(_causes(error))
     if any(out_of_memory(each) for each in causes):
         return Failure.MEMORY
+    if any(map(device_lost, causes)):
+        return Failure.DEVICE
     for each in causes:
         if isinstance(each, OSError):
             return Failure.DAMAGED if isinstance(each, _NO_FILE) or each.errno in _NO_NAME else Failure.AWAY
@@ -78,9 +87,24 @@ def out_of_memory(error: BaseException) -> bool:
     """Return whether an error is due to too little memory, on the host or on a device."""
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return True
-    kinds = {f"{kind.__module__}.{kind.__name__}" for kind in type(error).__mro__}
     message = str(error) if isinstance(error, RuntimeError) else ""
-    return "torch.OutOfMemoryError" in kinds or any(words in message for words in _MEMORY_WORDS)
+    return _is_a(error, "torch.OutOfMemoryError") or any(words in message for words in _MEMORY_WORDS)
+
+
+def device_lost(error: BaseException) -> bool:
+    """Return whether a device can no longer be used by this process, as after a device-side assert or a fatal Xid.
+
+    CUDA's errors are sticky: after one, every later call of the process fails with the same.
+    """
+    if out_of_memory(error):
+        return False
+    message = str(error) if isinstance(error, RuntimeError) else ""
+    return _is_a(error, "torch.AcceleratorError") or any(words in message for words in _DEVICE_WORDS)
+
+
+def _is_a(error: BaseException, kind: str) -> bool:
+    """Return whether an error is of a class by its full name, without importing it."""
+    return any(f"{base.__module__}.{base.__name__}" == kind for base in type(error).__mro__)
 
 
 def decoded(content: bytes, kind: type[_T]) -> _T:

@@ -13,13 +13,11 @@ import torch
 from torch import Tensor
 
 from anabranch.core.errors import AnabranchError
-from anabranch.core.failures import out_of_memory
+from anabranch.core.failures import device_lost, out_of_memory
 from ingest.events.schema import Schema
 from learner.errors import RankLostError, RankTooLargeError, is_of_a_lost_rank
 from learner.model.factory import in_one_line, sample, tensor_dtype
 
-_DEVICE_WORDS = ("CUDA error", "device-side assert", "HIP error", "MPS error", "NCCL error")
-"""Parts of torch's messages when a device no longer works in this process."""
 _ZERO_ROWS = 3
 _WINDOW = 1000
 """New events over which the fraction that raises is measured."""
@@ -55,8 +53,7 @@ def may_be_of_events(error: Exception) -> bool:
         return False
     if not isinstance(error, RuntimeError):
         return True
-    sticky = any(words in str(error) for words in _DEVICE_WORDS)
-    return not (sticky or out_of_memory(error) or is_of_a_lost_rank(error))
+    return not (device_lost(error) or out_of_memory(error) or is_of_a_lost_rank(error))
 
 
 def raising(rows: int, check: Check) -> dict[int, str]:

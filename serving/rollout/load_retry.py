@@ -23,9 +23,9 @@ class _Failed:
 
 
 def may_pass(error: BaseException) -> bool:
-    """Return whether a retry may succeed; raises the error when it is a bug."""
+    """Return whether a retry may succeed; raises the error when it is a bug, or the device is lost."""
     failure = failure_of(error)
-    if failure is None:
+    if failure in (None, Failure.DEVICE):
         raise error
     return failure is not Failure.DAMAGED
 

@@ -46,14 +46,33 @@ def test_a_file_that_is_missing_or_no_file_is_damage(number: int) -> None:
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
         RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"),
         RuntimeError("CUDA error: out of memory"),
+        torch.AcceleratorError("CUDA error: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+        RuntimeError("NCCL Error 1: unhandled cuda error, Cuda failure 2 'out of memory'"),
         MemoryError(),
         system_error(errno.ENOMEM),
     ],
-    ids=["torch", "cpu", "driver", "python", "errno"],
+    ids=["torch", "cpu", "driver", "launch", "cublas", "cudnn", "nccl", "python", "errno"],
 )
 def test_what_runs_out_of_memory_is_no_damage_whatever_wraps_it(error: BaseException) -> None:
     assert failure_of(error) is Failure.MEMORY
     assert failure_of(chained(VersionError("version 1: OutOfMemoryError"), error)) is Failure.MEMORY
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.AcceleratorError("CUDA error: device-side assert triggered"),
+        torch.AcceleratorError("CUDA error: an illegal memory access was encountered"),
+        RuntimeError("CUDA error: unspecified launch failure"),
+        RuntimeError("CUDA error: uncorrectable ECC error encountered"),
+    ],
+    ids=["assert", "access", "launch", "ecc"],
+)
+def test_a_sticky_error_of_a_device_is_neither_damage_nor_a_lack_of_memory(error: BaseException) -> None:
+    assert failure_of(error) is Failure.DEVICE
+    assert failure_of(chained(VersionError("version 1: AcceleratorError"), error)) is Failure.DEVICE
 
 
 def test_damage_dependencies_and_bugs_are_distinguished() -> None:
@@ -61,7 +80,7 @@ def test_damage_dependencies_and_bugs_are_distinguished() -> None:
     assert failure_of(SettingsError("another schema")) is Failure.DAMAGED
     assert failure_of(chained(VersionError("version 1"), RuntimeError("size mismatch"))) is Failure.DAMAGED
     assert failure_of(BrokerError("no answer")) is Failure.AWAY
-    assert failure_of(RuntimeError("device-side assert")) is None
+    assert failure_of(RuntimeError("shape mismatch")) is None
     assert failure_of(KeyError("bug")) is None
 
 
