@@ -4,7 +4,7 @@ Zhao et al. 2023, "PyTorch FSDP: experiences on scaling fully sharded data paral
 module only where `learner.sharding` asks for it: that takes seconds.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -55,15 +55,20 @@ class ShardedWeights:
         dist.all_reduce(squares)
         return squares.sqrt()
 
-    def full_copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return full copies, gathered from all ranks in the order of the names.
+    def full_tensors(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yield full tensors, each gathered from all ranks when it is due, in the order of the names.
 
         Sorted, since every rank has to gather in the same sequence, and ranks may have restored tensors in different
         ones.
         """
+        for name, value in sorted(tensors.items()):
+            yield name, value.full_tensor() if isinstance(value, DTensor) else value.detach()
+
+    def full_copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return full copies, gathered from all ranks."""
         return {
-            name: value.full_tensor() if isinstance(value, DTensor) else value.detach().clone()
-            for name, value in sorted(tensors.items())
+            name: full if isinstance(tensors[name], DTensor) else full.clone()
+            for name, full in self.full_tensors(tensors)
         }
 
     def shard_like(self, tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
 """What a trainer needs of the ranks that train one model together: averaging, and the layout of weights."""
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -28,6 +28,10 @@ class Weights(Protocol):
 
     def norm(self, norm: Tensor) -> Tensor:
         """Return the norm of the full tensors, given that of this rank's shards; both are scalars."""
+        ...
+
+    def full_tensors(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the name of each tensor and the full tensor, on the device: copy it before the next step or item."""
         ...
 
     def full_copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -59,9 +63,14 @@ class WholeWeights:
         """Return the norm unchanged."""
         return norm
 
+    def full_tensors(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors themselves, in their order."""
+        for name, value in tensors.items():
+            yield name, value.detach()
+
     def full_copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return copies."""
-        return {name: value.detach().clone() for name, value in tensors.items()}
+        return {name: value.clone() for name, value in self.full_tensors(tensors)}
 
     def shard_like(self, tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:  # noqa: ARG002
         """Return the tensors."""
