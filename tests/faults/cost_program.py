@@ -55,7 +55,7 @@ class RecordingLoop(TrainingLoop):
             version = publisher.published + publisher.skipped + 1 if busy and not watching else 0
             checkpoint = checkpointer._highest if checkpointer.busy else 0
             moment = time.perf_counter(), time.thread_time(), self._queued()
-            self._records.extend((*moment, self._blocked, self.steps, version, checkpoint, busy and watching))
+            self._records.extend((*moment, self._blocked, self.state.steps, version, checkpoint, busy and watching))
             self._blocked = 0.0
 
         schedule = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")

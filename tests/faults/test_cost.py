@@ -1,9 +1,12 @@
 """The cost of a write is found among steps that are slow for other reasons."""
 
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 
-from tests.faults.cost import lost
+from tests.faults.cost import lost, recorded
 from tests.faults.cost_program import RECORD
 
 STEP, SLOW, WAITED = 0.010, 0.004, 0.003
@@ -24,3 +27,13 @@ def test_the_cost_of_a_write_is_distinguished_from_the_noise_of_the_machine() ->
     assert costs.mean() == pytest.approx(WAITED + 3 * SLOW, abs=0.006)
     assert costs.waited.mean() == pytest.approx(WAITED)
     assert costs.shams.mean() > 0.02, "the noise of the machine is not measured"
+
+
+@pytest.mark.slow
+@pytest.mark.any_broker
+def test_a_real_learner_is_recorded_at_the_end_of_each_step(kafka: Any, tmp_path: Path) -> None:
+    records = recorded(tmp_path, kafka.bootstrap, seconds=2, checkpoint_seconds=1)
+    assert len(records) > 10
+    assert np.all(np.diff(records["steps"]) >= 0)
+    assert records["version"].max() >= 1
+    assert records["checkpoint"].max() >= 1
