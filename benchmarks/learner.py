@@ -143,8 +143,9 @@ def live(bootstrap: str, model: dict[str, Any], form: str, sizes: Sizes, folder:
     make_topic(stream)
     rows = packed(described, columns, label)
     payload = list(messages(rows)) if form == "rows" else _json(columns["x"], label)
+    rows_a_message = _POOL_ROWS / len(payload) if form == "rows" else 1.0
     with (
-        EventFeed(stream, payload, _POOL_ROWS / len(payload), OTHERS) as feed,
+        EventFeed(stream, payload, rows_a_message, OTHERS) as feed,
         LearnerProcess(folder, document(stream, model, form, batch), CORE) as learner,
     ):
         feed.watch(learner.state_dir)
