@@ -9,7 +9,7 @@ import multiprocessing
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -42,6 +42,7 @@ from learner.run import learn
 from learner.training.optimizers import build_optimizer
 from replay.config import ReplaySettings
 from replay.row_layout import RowLayout
+from replay.tiers.memory import MemoryTier
 
 NAME = "gpu"
 SLO = timedelta(milliseconds=20)
@@ -190,7 +191,7 @@ class LearnerProcess:
         return self.end()
 
     def memory(self) -> tuple[int, int]:
-        """Return the most bytes of device memory that tensors took, and the number of the model's parameters."""
+        """Return the most bytes of device memory that tensors took, without the store, and the model's parameters."""
         self._ours.send("memory")
         most, parameters = self._answer()
         return most, parameters
@@ -208,9 +209,16 @@ class LearnerProcess:
 def _serve(
     workload: Workload, state_dir: Path, device: str, saving: Saving, policy: str, connection: Connection
 ) -> None:
-    source, stop = MemorySource(workload), threading.Event()
-    thread = threading.Thread(target=_control, args=(source, workload, device, connection, stop), daemon=True)
-    thread.start()
+    source, stop, tiers = MemorySource(workload), threading.Event(), list[MemoryTier]()
+    allocate = MemoryTier.__init__
+
+    def recorded(tier: MemoryTier, *arguments: Any, **named: Any) -> None:
+        allocate(tier, *arguments, **named)
+        tiers.append(tier)
+
+    MemoryTier.__init__ = recorded  # type: ignore[method-assign]
+    control = (source, workload, device, tiers, connection, stop)
+    threading.Thread(target=_control, args=control, daemon=True).start()
     try:
         learn(spec_of(workload, state_dir, device, saving, policy), stop, source=cast("BlockReader", source))
     finally:
@@ -218,7 +226,12 @@ def _serve(
 
 
 def _control(
-    source: MemorySource, workload: Workload, device: str, connection: Connection, stop: threading.Event
+    source: MemorySource,
+    workload: Workload,
+    device: str,
+    tiers: Sequence[MemoryTier],
+    connection: Connection,
+    stop: threading.Event,
 ) -> None:
     """Answer the commands of the benchmark, until it closes the pipe."""
     try:
@@ -226,7 +239,8 @@ def _control(
             command = connection.recv()
             if command == "memory":
                 most = torch.cuda.max_memory_allocated() if device != "cpu" else 0
-                connection.send((most, _parameters(workload)))
+                store = sum(tier.slots * tier.slot_bytes for tier in tiers)
+                connection.send((max(0, most - store), _parameters(workload)))
             else:
                 connection.send(_turn(source, *command))
     except (EOFError, OSError):
@@ -251,8 +265,8 @@ def _turn(source: MemorySource, warm_up: float, seconds: float) -> float:
     source.polled.clear()
     time.sleep(seconds)
     source.running.clear()
+    time.sleep(0.2)  # until the last step has ended, and no block is taken any more
     times = list(source.polled)
-    time.sleep(0.2)  # until the last step has ended
     return (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else 0.0
 
 
