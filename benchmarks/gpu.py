@@ -15,7 +15,7 @@
     memory      bytes of device memory for each parameter, without the store, at the highest point of training,
                 publishing and checkpoints
 
-It needs neither Kafka, Redis nor FAISS. Learner and server are processes of their own, as in production, with events
+It needs neither Kafka, Redis nor FAISS. Learner and server are separate processes, as in production, with events
 from memory and requests by calls: `harness/gpu_learner.py` and `harness/gpu_server.py` say how. Without a CUDA device
 it ends with code 2.
 
@@ -61,7 +61,7 @@ TARGETS = {
     "memory_bytes_per_parameter": Target(24),
 }
 XSCHED = 1.01
-"""The ratio that XSched's authors published for a request's 99th percentile beside training (OSDI 2025)."""
+"""The ratio that XSched's authors published for a request's 99th percentile during training (OSDI 2025)."""
 _BATCH, _FLOATS = 256, 784
 _USED = 0.2
 _MOST_RATE = 1500.0
@@ -102,7 +102,7 @@ class Bench:
     folder: Path
 
     def learner(self, name: str, workload: Workload, saving: Saving, policy: str = "exclusive") -> LearnerProcess:
-        """Start a learner with a state directory of its own."""
+        """Start a learner with its own state directory."""
         return LearnerProcess(workload, self.folder / name, str(self.device), saving, policy)
 
     def synchronize(self) -> None:

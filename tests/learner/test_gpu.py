@@ -1,4 +1,4 @@
-"""The learner on a CUDA device; where there is none, on the recorder's, which computes on the CPU.
+"""The learner on a CUDA device; where there is none, on that of the recorder, which computes on the CPU.
 
 Each test that needs the real device alone is marked `gpu`, and so is one run of each of the others.
 """
@@ -151,7 +151,7 @@ def test_a_marked_request_stops_training_within_the_micro_batches_that_are_queue
 @pytest.mark.gpu
 @pytest.mark.process
 def test_a_deterministic_learner_has_the_same_weights_bit_for_bit() -> None:
-    """Each in a process of its own: cuBLAS reads its variable when its first handle is made."""
+    """Each in its own process: cuBLAS reads its variable when its first handle is made."""
     code = f"""
 import hashlib, sys
 sys.path.insert(0, {str(Path(__file__).parents[2])!r})

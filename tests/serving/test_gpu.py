@@ -1,4 +1,4 @@
-"""Serving on a CUDA device; where there is none, on the recorder's, which computes on the CPU."""
+"""Serving on a CUDA device; where there is none, on that of the recorder, which computes on the CPU."""
 
 import asyncio
 import gc

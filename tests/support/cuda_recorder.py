@@ -1,4 +1,4 @@
-"""A stand-in for torch.cuda on a CPU, which records streams, events and copies and checks their order.
+"""Replaces torch.cuda on a CPU, records streams, events and copies, and checks their order.
 
 Tensors of a "CUDA" device are CPU tensors with a recorded device: code under test takes its CUDA branches, and computes
 correct results at once. The recorder keeps the program order of each stream, the edges that events add (vector clocks),
@@ -66,7 +66,7 @@ class _Memory:
     device: torch.device
     size: int
     begin: int
-    home: "FakeStream | None"
+    owner: "FakeStream | None"
     """The stream that allocated it; None on the host."""
     site: str
     pinned: bool = False
@@ -77,7 +77,7 @@ class _Memory:
 
 
 class FakeStream:
-    """Stands in for torch.cuda.Stream."""
+    """Replaces torch.cuda.Stream."""
 
     _numbers: ClassVar[Iterator[int]] = iter(range(1, 1 << 30))
 
@@ -108,7 +108,7 @@ class FakeStream:
     def wait_event(self, event: "FakeEvent") -> None:
         recorder = CudaRecorder.active()
         with recorder.lock:
-            recorder.note("wait_event", repr(event), self)
+            recorder.record("wait_event", repr(event), self)
             _join(self.clock, event.clock)
 
     def wait_stream(self, stream: "FakeStream") -> None:
@@ -122,7 +122,7 @@ class FakeStream:
 
 
 class FakeEvent:
-    """Stands in for torch.cuda.Event."""
+    """Replaces torch.cuda.Event."""
 
     def __init__(self, *_args: Any, **options: Any) -> None:
         self.options = options
@@ -133,7 +133,7 @@ class FakeEvent:
         recorder = CudaRecorder.active()
         with recorder.lock:
             self.stream = stream or recorder.current_stream()
-            recorder.note("record", "Event.record", self.stream)
+            recorder.record("record", "Event.record", self.stream)
             self.clock = dict(self.stream.clock)
 
     def wait(self, stream: FakeStream | None = None) -> None:
@@ -187,8 +187,8 @@ class CudaRecorder:
         CudaRecorder._active = self
         stack = self._stack
         stack.callback(setattr, CudaRecorder, "_active", None)
-        for name, stand_in in self._stand_ins().items():
-            stack.enter_context(mock.patch.object(torch.cuda, name, stand_in))
+        for name, fake in self._fakes().items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, fake))
         stack.enter_context(mock.patch.object(Tensor, "record_stream", self._record_stream))
         start = threading.Thread.start
         recorder = self
@@ -216,7 +216,7 @@ class CudaRecorder:
         stack.enter_context(_Functions(self))
         return stack
 
-    def _stand_ins(self) -> dict[str, Any]:
+    def _fakes(self) -> dict[str, Any]:
         return {
             "Stream": FakeStream,
             "Event": FakeEvent,
@@ -300,7 +300,7 @@ class CudaRecorder:
 
     @contextlib.contextmanager
     def stream(self, stream: FakeStream | None) -> Iterator[None]:
-        """Stand in for torch.cuda.stream."""
+        """Replace torch.cuda.stream."""
         if stream is None:
             yield
             return
@@ -319,9 +319,9 @@ class CudaRecorder:
                 _join(clock, stream.clock)
         self.host_waits("torch.cuda.synchronize", clock)
 
-    # The order.
+    # Happens-before.
 
-    def note(self, kind: str, name: str, stream: FakeStream | None = None) -> str:
+    def record(self, kind: str, name: str, stream: FakeStream | None = None) -> str:
         """Append to the log; return the call site."""
         self._free_unused()
         site, line = _call_site()
@@ -331,12 +331,12 @@ class CudaRecorder:
     def host_waits(self, what: str, clock: Clock) -> None:
         """Let the host, and everything that it queues later, come after `clock`."""
         with self.lock:
-            self.note("wait", what)
+            self.record("wait", what)
             self.waits[self.log[-1].site] += 1
             _join(self._host, clock)
 
     def asked(self, clock: Clock) -> bool:
-        """Answer `query`; a True tells the host what `synchronize` would."""
+        """Answer `query`; a True shows the host what `synchronize` would."""
         with self.lock:
             if not self.busy:
                 _join(self._host, clock)
@@ -365,13 +365,13 @@ class CudaRecorder:
         return self.memory_of(tensor).device
 
     def memory_of(
-        self, tensor: Tensor, device: torch.device = HOST, home: FakeStream | None = None, site: str = ""
+        self, tensor: Tensor, device: torch.device = HOST, owner: FakeStream | None = None, site: str = ""
     ) -> _Memory:
         """Return what is recorded of a tensor's storage, by default that it is on the host."""
         storage = tensor.untyped_storage()
         with self.lock:
             if (memory := self._memories.get(storage._cdata)) is None:
-                memory = _Memory(StorageWeakRef(storage), device, storage.nbytes(), storage.data_ptr(), home, site)
+                memory = _Memory(StorageWeakRef(storage), device, storage.nbytes(), storage.data_ptr(), owner, site)
                 self._memories[storage._cdata] = memory
                 if device.type == "cuda":
                     self.live_bytes += memory.size
@@ -387,26 +387,26 @@ class CudaRecorder:
 
     def _record_stream(self, tensor: Tensor, stream: FakeStream) -> None:
         with self.lock:
-            self.note("record_stream", "record_stream", stream)
+            self.record("record_stream", "record_stream", stream)
             self.memory_of(tensor).recorded.add(stream)
 
     def _free_unused(self) -> None:
         """Check storages that were freed since the last call: their memory goes to the stream that allocated it."""
         for key, memory in [(key, memory) for key, memory in self._memories.items() if memory.reference.expired()]:
             del self._memories[key]
-            if memory.home is None:
+            if memory.owner is None:
                 continue
             self.live_bytes -= memory.size
-            _join(memory.home.clock, self._host)
+            _join(memory.owner.clock, self._host)
             for stream, (count, site) in memory.used.items():
                 if (
-                    stream is not memory.home
+                    stream is not memory.owner
                     and stream not in memory.recorded
-                    and memory.home.clock.get(stream, 0) < count
+                    and memory.owner.clock.get(stream, 0) < count
                 ):
                     self.problems.append(
-                        f"memory of {memory.home}, allocated at {memory.site}, is freed while {stream} may use it, "
-                        f"since {site}: call record_stream, or let {memory.home} wait"
+                        f"memory of {memory.owner}, allocated at {memory.site}, is freed while {stream} may use it, "
+                        f"since {site}: call record_stream, or let {memory.owner} wait"
                     )
 
     def _launch(self, stream: FakeStream) -> int:
@@ -526,7 +526,7 @@ class CudaRecorder:
         args: tuple[Any, ...],
     ) -> None:
         stream = self.current_stream(device)
-        site = self.note("op", name, stream)
+        site = self.record("op", name, stream)
         count = self._launch(stream)
         for tensor in reads:
             memory = self.memory_of(tensor)
@@ -550,7 +550,7 @@ class CudaRecorder:
         device = target if target.type == "cuda" else origin.device
         stream = self.current_stream(device)
         name = f"{origin.device.type} to {target.type}" + (", non_blocking" if non_blocking else "")
-        site = self.note("copy", name, stream)
+        site = self.record("copy", name, stream)
         arrival = self.memory_of(destination, target, stream if target.type == "cuda" else None, site)
         if non_blocking and target.type == "cpu" and arrival.site == site:
             arrival.pinned = True  # as torch allocates the result of a non_blocking `to`

@@ -1,4 +1,4 @@
-"""A CUDA device for tests, or the recorder in its place; and how exactly results of two devices agree."""
+"""A CUDA device for tests, or the recorder instead; and how exactly results of two devices agree."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -26,7 +26,7 @@ def cuda(request: pytest.FixtureRequest) -> Iterator["torch.device"]:
 def rtol(dtype: "torch.dtype", steps: int = 1) -> float:
     """Return the relative tolerance for results of two devices after some steps of training in float32 or float64.
 
-    Each step sums in another order and with other fused multiplications, which changes a few units in the last place;
+    Each step sums in another order and with other fused multiplications, which changes a few units of least precision;
     later steps start from that. 64 units a step is far above what was seen on CPUs, and far below what an event that is
     left out, or counted twice, would change. Compare with `atol` of the same size for values of about 1. For half
     precision this would allow anything: compare what was learned.
