@@ -24,9 +24,9 @@ class Precision:
     def configure(self) -> None:
         """Set torch's flags of this process, for `tf32` alone: matrix products and convolutions round their inputs."""
         if self.name == "tf32":
-            torch.backends.cuda.matmul.fp32_precision = "tf32"
-            torch.backends.cudnn.conv.fp32_precision = "tf32"  # type: ignore[attr-defined]
-            torch.backends.cudnn.rnn.fp32_precision = "tf32"  # type: ignore[attr-defined]
+            # Torch raises where both these and its newer `fp32_precision` are set, and the user's code may read either.
+            torch.set_float32_matmul_precision("high")
+            torch.backends.cudnn.allow_tf32 = True
 
     @property
     def scaled(self) -> bool:

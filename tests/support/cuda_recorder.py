@@ -189,7 +189,7 @@ class CudaRecorder:
         stack.callback(setattr, CudaRecorder, "_active", None)
         for name, fake in self._fakes().items():
             stack.enter_context(mock.patch.object(torch.cuda, name, fake))
-        stack.enter_context(mock.patch.object(Tensor, "record_stream", self._record_stream))
+        stack.enter_context(mock.patch.object(Tensor, "record_stream", lambda *given: self._record_stream(*given)))
         start = threading.Thread.start
         recorder = self
 
