@@ -110,6 +110,7 @@ class MemorySource:
     polled: deque[float] = field(default_factory=deque)
     """When each block was taken, by `time.perf_counter`."""
     problem: str | None = None
+    ends_time: float | None = None
     oldest_ends_time: float | None = None
     unknown_fields = 0
     local: tuple[()] = ()
