@@ -62,6 +62,15 @@ def test_an_asynchronous_copy_needs_pinned_memory() -> None:
         cuda.check()
 
 
+def test_a_copy_in_inference_mode_is_recorded_as_any_other() -> None:
+    with CudaRecorder() as cuda, torch.inference_mode():
+        there = torch.ones(4).to(CUDA, torch.float64)
+        assert there.is_cuda
+        assert there.sum().cpu().device.type == "cpu"
+    cuda.check()
+    assert cuda.sites("copy") == ["cpu to cuda", "cuda to cpu"]
+
+
 def test_the_host_reads_a_copy_after_its_event_alone() -> None:
     with CudaRecorder() as cuda:
         host = torch.empty(4, pin_memory=True)

@@ -472,7 +472,7 @@ class CudaRecorder:
         with self.lock:
             moves = self._moves(name, args, result)
             if moves:
-                non_blocking = bool(kwargs.get("non_blocking", args[2] if len(args) > 2 else False))
+                non_blocking = bool(_argument(func, args, kwargs, "non_blocking"))
                 for source, destination, target in moves:
                     self._copy(source, destination, target, non_blocking=non_blocking)
             elif (reads or writes or fresh) and device.type == "cpu":
@@ -715,6 +715,12 @@ def _accesses(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
         else:
             views += tensors
     return reads, writes, views
+
+
+def _argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
+    """Return an operation's argument, which may be given by position; None without one."""
+    position = [argument.name for argument in func._schema.arguments].index(name)
+    return args[position] if position < len(args) else kwargs.get(name)
 
 
 def _plain(tensor: Tensor) -> bool:
