@@ -43,9 +43,10 @@ FIGURES = {
 
 def test_tests_for_gpus_are_collected_without_kafka_redis_and_faiss(tmp_path: Path) -> None:
     (tmp_path / "anabranch_test_without.py").write_text(WITHOUT)
+    plugins = ["-p", "pytest_timeout", "-p", "anabranch_test_without"]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "anabranch_test_without", "-m", "gpu", "--collect-only", "-q", "tests"],
-        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+        [sys.executable, "-m", "pytest", *plugins, "-m", "gpu", "--collect-only", "-q", "tests"],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         cwd=ROOT,
         capture_output=True,
         text=True,
