@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,6 +15,9 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
+from ingest.config import SchemaSettings
+from ingest.events.schema import Schema
+from learner.config import ModelSettings
 from learner.device_sharing.lease import hold_server
 from serving.config import ServingSettings
 from serving.errors import RequestError
@@ -138,3 +142,30 @@ def test_requests_are_answered_while_another_stream_keeps_the_device_busy(number
     finally:
         stop.set()
         thread.join()
+
+
+def test_a_version_is_served_with_its_channels_last_and_answers_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deploy: Callable[..., Any]
+) -> None:
+    """Weights are loaded into the memory format of the configured model, from a file that does not depend on it."""
+    layers = "nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(64, 3)"
+    source = f"from torch import nn\n\ndef build():\n    return nn.Sequential({layers})\n"
+    (tmp_path / "anabranch_test_images.py").write_text(source)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    features = {"x": {"dtype": "float32", "shape": [3, 6, 6]}}
+    schema = Schema(SchemaSettings.model_validate({"features": features, "label": {"name": "y", "classes": 3}}))
+    publisher, answers = deploy("linear"), []
+    x = np.random.default_rng(0).standard_normal((2, 3, 6, 6), np.float32)
+    weights: dict[str, torch.Tensor] = {}
+    for number, last in enumerate((False, True), 1):
+        model = ModelSettings(factory="anabranch_test_images:build", channels_last=last)
+        publisher.deployment = replace(publisher.deployment, schema=schema, model=model, folder=tmp_path)
+        weights = weights or publisher.deployment.template.module.state_dict()
+        publisher.publish(number, weights)
+        swapper = swapper_of(publisher)
+        swapper.poll()
+        assert swapper.current is not None
+        weight = next(swapper.current._module.parameters())
+        assert weight.is_contiguous(memory_format=torch.channels_last) == last
+        answers.append(swapper.current.run({"x": x})["probabilities"])
+    np.testing.assert_allclose(answers[1], answers[0], rtol=1e-4, atol=1e-6)
