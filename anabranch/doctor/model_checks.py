@@ -20,6 +20,7 @@ from learner.errors import CheckpointError
 from learner.model.device import Precision, check_scaling, choose_device, choose_precision
 from learner.model.embedding import Embedding
 from learner.model.factory import build_on_device, check_model, check_task, check_training_pass, make_task
+from learner.model.float8 import use_float8
 from learner.resume import check_columns
 from learner.state_dir.checkpoint import Checkpoint, Checkpoints
 from learner.strategies.examples import output_field
@@ -82,6 +83,9 @@ def try_model(asked: Asked, device: torch.device, send: Callable[[Step | ProbeFi
     try:
         model = build_on_device(settings, folder, device)
         send(Size(sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())))
+        precision = _precision(learner, device)
+        if precision.name == "fp8":
+            model = use_float8(model, device)
         send(Step("running the model on three events of zeros"))
         kind = "model.output"
         task = make_task(settings.task, folder)
@@ -100,7 +104,7 @@ def try_model(asked: Asked, device: torch.device, send: Callable[[Step | ProbeFi
         strategy = build_strategy(learner.strategy, settings, task)
         if strategy.learns_gradient:
             kind = "model.output"
-            check_training_pass(model, task, schema, device, _precision(learner, device))
+            check_training_pass(model, task, schema, device, precision)
         if strategy.keeps_output:
             columns |= output_field(shape)
         kind = "replay.policy"
