@@ -27,9 +27,9 @@ def rtol(dtype: "torch.dtype", steps: int = 1) -> float:
     """Return the relative tolerance for results of two devices after some steps of training in float32 or float64.
 
     Each step sums in another order and with other fused multiplications, which changes a few units of least precision;
-    later steps start from that. 64 units a step is far above what was seen on CPUs, and far below what an event that is
-    left out, or counted twice, would change. Compare with `atol` of the same size for values of about 1. For half
-    precision this would allow anything: compare what was learned.
+    later steps start from that. 64 units a step allow for it, and are far below what an event that is left out, or
+    counted twice, would change. Compare with `atol` of the same size for values of about 1. For half precision this
+    would allow anything: compare what was learned.
     """
     import torch
 
