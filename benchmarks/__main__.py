@@ -23,7 +23,7 @@ QUICK_MINUTES = {
     "faults": 6.0,
     "forgetting": 20.0,
 }
-"""Approximate duration of the quick forms."""
+"""Approximate duration of the quick forms. `benchmarks.gpu` is not among them, since it needs a CUDA device."""
 MODULES = {"faults": "tests.faults"}
 """Those that are not in this package."""
 

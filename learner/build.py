@@ -24,7 +24,8 @@ from learner.distributed.data_parallel import DataParallelGroup, leaves_some_out
 from learner.distributed.leader import Leader
 from learner.model.device import Precision, check_scaling, choose_precision, compute_deterministically
 from learner.model.embedding import Embedding, Embeddings, TaskEmbedding
-from learner.model.factory import build_model, check_model, check_task, make_task, sample
+from learner.model.factory import build_on_device, check_model, check_task, check_training_pass, make_task, sample
+from learner.model.float8 import use_float8
 from learner.model.task import Embeds, Task
 from learner.strategies.base import Strategy
 from learner.strategies.registry import build_strategy
@@ -93,9 +94,12 @@ def build_training_setup(deployment: LearnerSpec, device: torch.device, rank: in
     if deployment.learner.deterministic:
         compute_deterministically()
     precision = choose_precision(deployment.learner.precision, device)
+    precision.configure()
     torch.manual_seed(deployment.seed + rank)
     task = make_task(deployment.model.task, deployment.folder)
-    model = build_model(deployment.model.factory, deployment.model.args, deployment.folder).to(device)
+    model = build_on_device(deployment.model, deployment.folder, device)
+    if precision.name == "fp8":
+        model = use_float8(model, device)
     embedding = build_embedding_source(
         settings=deployment.model,
         strategy=deployment.learner.strategy,
@@ -107,6 +111,8 @@ def build_training_setup(deployment: LearnerSpec, device: torch.device, rank: in
     output_shape = check_model(model, task, schema, device)
     check_task(task, output_shape, schema.label, device)
     strategy = build_strategy(deployment.learner.strategy, deployment.model, task)
+    if strategy.learns_gradient:
+        check_training_pass(model, task, schema, device, precision)
     return TrainingSetup(
         schema=schema,
         task=task,

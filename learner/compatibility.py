@@ -54,6 +54,7 @@ _NO_STORE = "that strategy has no store"
 _NO_SCALE = "replicas agree on the loss scale when they exchange gradients"
 _PARTS = "it needs full weights or gradients, and each replica has a shard of them"
 _GATHERED = "the compiler does not support modules that are gathered from shards"
+_GATHERED_WHOLE = "weights are gathered in more bits, and converted by each replica"
 _OWN_EXCHANGE = "sharded modules exchange gradients in their own way"
 _ONE_SCALE = "replicas with shards of the gradients would scale losses differently"
 _ALL_RUN = "all replicas have to run a sharded model, and only the first scores old events with it"
@@ -77,6 +78,7 @@ RULES = (
     Conflict("learner.compile", _ON, "learner.sharding", ("fsdp",), _GATHERED, "set it to false"),
     Conflict("learner.comm_hook", _SET, "learner.sharding", ("fsdp",), _OWN_EXCHANGE, 'write "none"'),
     Conflict("learner.precision", ("fp16",), "learner.sharding", ("fsdp",), _ONE_SCALE, 'write "bf16" or "fp32"'),
+    Conflict("learner.precision", ("fp8",), "learner.sharding", ("fsdp",), _GATHERED_WHOLE, 'write "bf16"'),
     Conflict("learner.replay_ratio", ("auto",), "learner.sharding", ("fsdp",), _ALL_RUN, "write a number"),
     Conflict("replay.sampling", COMPARING, "learner.sharding", ("fsdp",), _HALF_RUN, 'take "uniform"'),
     Conflict("replay.admission", COMPARING, "learner.sharding", ("fsdp",), _HALF_RUN, 'take "reservoir"'),

@@ -46,6 +46,9 @@ class ModelSettings(Section):
     embedding: str = ""
     """Name of the submodule whose output is the embedding of an event, such as `body.2`; the last but one is best. For
     `replay.sampling` and `replay.admission` that compare events, and requests with `return_embedding`. Empty: none."""
+    channels_last: bool = False
+    """Whether 4-D weights and features are stored with their channels last, in which convolutions run faster on GPUs
+    with half precision. Versions and checkpoints do not depend on it."""
 
 
 class OptimizerSettings(BaseModel):
@@ -162,8 +165,10 @@ class LearnerSettings(Section):
     """How the learning rate changes."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """Gradients with a larger norm are scaled down to it; `inf` leaves them as they are."""
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Arithmetic of the forward pass; `auto` is bf16 on CUDA devices that have it, else fp16 there, else fp32."""
+    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16", "fp8"] = "auto"
+    """Arithmetic of the forward pass; `auto` is bf16 on CUDA devices that have it, else fp16 there, else fp32. `tf32`:
+    float32, with inputs of matrix products and convolutions rounded to 10 bits of mantissa. `fp8`: bf16, with linear
+    layers in 8 bits; needs the extra `fp8`. `tf32`, `fp16` and `fp8` need a CUDA device."""
     activation_checkpointing: bool | list[str] = False
     """Names of modules that keep only their inputs, and recompute activations for the gradient: less memory for a third
     more time. `true`: the members of the model's outermost `nn.Sequential`."""

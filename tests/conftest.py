@@ -8,21 +8,28 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-pytest_plugins = [
-    "tests.support.ports",
-    "tests.support.processes",
-    "tests.support.tls",
-    "tests.support.kafka",
-    "tests.support.topics",
-    "tests.support.redis",
-    "tests.support.browser",
-]
-"""Each after the plugins that it imports: pytest rewrites the assertions of a module when it is first imported."""
+_PLUGINS = {
+    "tests.support.ports": "",
+    "tests.support.processes": "",
+    "tests.support.gpu": "",
+    "tests.support.tls": "cryptography",
+    "tests.support.kafka": "kafka",
+    "tests.support.topics": "kafka",
+    "tests.support.redis": "",
+    "tests.support.browser": "",
+}
+"""Plugins, and the package that each requires: without Kafka's client, `pytest -m gpu` is still possible.
+
+Each is after the plugins that it imports: pytest rewrites the assertions of a module when it is first imported.
+"""
+pytest_plugins = [name for name, package in _PLUGINS.items() if not package or find_spec(package)]
 
 PROCESS_FIXTURES = {"holder", "make_index", "nursery", "play", "spawn", "standby", "start"}
 """Fixtures that start a Python, besides those of services: a test that takes one is marked `process`."""
@@ -92,6 +99,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.browser)
         if item.get_closest_marker("gpu") and not _has_cuda():
             item.add_marker(pytest.mark.skip(reason="there is no CUDA device"))
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With `-m gpu`, collect only modules with such tests: others may import packages that a GPU machine lacks."""
+    if config.option.markexpr.strip() != "gpu" or not collection_path.name.startswith("test_"):
+        return None
+    text = collection_path.read_text(encoding="utf-8") if collection_path.is_file() else "mark.gpu"
+    return None if "mark.gpu" in text or "cuda: torch.device" in text else True
 
 
 def _has_cuda() -> bool:

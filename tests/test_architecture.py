@@ -111,7 +111,7 @@ KEYS_ADDED = words("""
     learner.activation_checkpointing learner.compile learner.profile.start learner.profile.steps
     learner.comm_hook learner.sync_every learner.sharding
     learner.hosts learner.host_rank learner.rendezvous learner.interface learner.join_timeout
-    learner.standby
+    learner.standby model.channels_last
     serving.max_queue serving.max_body_bytes serving.max_held_bytes serving.timeout serving.device
     serving.baseline serving.request_log serving.workers serving.shadow
     device_sharing.fraction device_sharing.yield_at

@@ -19,7 +19,8 @@ from learner.distributed.rendezvous import connect_hosts
 from learner.errors import CheckpointError
 from learner.model.device import Precision, check_scaling, choose_device, choose_precision
 from learner.model.embedding import Embedding
-from learner.model.factory import build_model, check_model, check_task, make_task
+from learner.model.factory import build_on_device, check_model, check_task, check_training_pass, make_task
+from learner.model.float8 import use_float8
 from learner.resume import check_columns
 from learner.state_dir.checkpoint import Checkpoint, Checkpoints
 from learner.strategies.examples import output_field
@@ -80,8 +81,11 @@ def try_model(asked: Asked, device: torch.device, send: Callable[[Step | ProbeFi
     columns, folder, kind = schema.payload(), Path(asked.folder), "model.factory"
     send(Step(f"building {settings.factory}"))
     try:
-        model = build_model(settings.factory, settings.args, folder).to(device)
+        model = build_on_device(settings, folder, device)
         send(Size(sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())))
+        precision = _precision(learner, device)
+        if precision.name == "fp8":
+            model = use_float8(model, device)
         send(Step("running the model on three events of zeros"))
         kind = "model.output"
         task = make_task(settings.task, folder)
@@ -98,6 +102,9 @@ def try_model(asked: Asked, device: torch.device, send: Callable[[Step | ProbeFi
         dim = None if embedding is None else embedding.captured().shape[1]
         kind = "model.strategy"
         strategy = build_strategy(learner.strategy, settings, task)
+        if strategy.learns_gradient:
+            kind = "model.output"
+            check_training_pass(model, task, schema, device, precision)
         if strategy.keeps_output:
             columns |= output_field(shape)
         kind = "replay.policy"
@@ -127,6 +134,14 @@ def try_model(asked: Asked, device: torch.device, send: Callable[[Step | ProbeFi
             )
         )
     return columns
+
+
+def _precision(learner: LearnerSettings, device: torch.device) -> Precision:
+    """Return the learner's precision; float32 where the device refuses it, which is a finding of the device."""
+    try:
+        return choose_precision(learner.precision, device)
+    except SettingsError:
+        return _FULL
 
 
 def _try_restore(

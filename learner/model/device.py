@@ -12,10 +12,21 @@ from anabranch.core.errors import SettingsError
 
 @dataclass(frozen=True)
 class Precision:
-    """The arithmetic of the forward pass; weights stay float32."""
+    """The arithmetic of the forward pass; weights stay float32.
+
+    Attributes:
+        dtype: to which autocast converts; None: no autocast.
+    """
 
     name: str
     dtype: torch.dtype | None
+
+    def configure(self) -> None:
+        """Set torch's flags of this process, for `tf32` alone: matrix products and convolutions round their inputs."""
+        if self.name == "tf32":
+            # Torch raises where both these and its newer `fp32_precision` are set, and the user's code may read either.
+            torch.set_float32_matmul_precision("high")
+            torch.backends.cudnn.allow_tf32 = True
 
     @property
     def scaled(self) -> bool:
@@ -74,11 +85,20 @@ def choose_precision(name: str, device: torch.device) -> Precision:
             if torch.cuda.is_bf16_supported(including_emulation=False)
             else "fp16"
         )
-    if name == "fp16" and device.type != "cuda":
-        raise SettingsError(f'learner.precision = "fp16" needs a CUDA device, but the device is {device}; try "auto"')
-    return Precision(name, {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[name])
+    if name in {"fp8", "fp16", "tf32"} and device.type != "cuda":
+        raise SettingsError(f'learner.precision = "{name}" needs a CUDA device, but the device is {device}; try "auto"')
+    least = _CAPABILITIES.get(name)
+    if least is not None and torch.cuda.get_device_capability(device) < least:
+        needs = ".".join(map(str, least))
+        raise SettingsError(
+            f'learner.precision = "{name}" needs compute capability {needs}, which {device} lacks; try "auto"'
+        )
+    return Precision(name, _AUTOCAST.get(name))
 
 
+_AUTOCAST = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}
+_CAPABILITIES = {"tf32": (8, 0), "fp8": (8, 9)}
+"""The first compute capability that has it."""
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
 

@@ -5,6 +5,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,8 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from anabranch.core.failures import device_lost, out_of_memory
 from ingest.events.schema import Label, Schema
+from learner.config import ModelSettings
 from learner.errors import ModelError
+from learner.model.device import Precision
 from learner.model.task import METHODS, TASKS, Task
 
 _OTHERS = (
@@ -49,6 +53,30 @@ def build_model(factory: str, args: Mapping[str, Any], folder: Path) -> nn.Modul
             "first call: call the model once in the factory, or name its sizes"
         )
     return model
+
+
+def build_on_device(settings: ModelSettings, folder: Path, device: torch.device) -> nn.Module:
+    """Build the model of `[model]` on a device, in the memory format of `model.channels_last`.
+
+    Raises:
+        ModelError: as `build_model`.
+    """
+    model = build_model(settings.factory, settings.args, folder).to(device)
+    if settings.channels_last:
+        for weight in model.parameters():
+            weight.data = _channels_last(weight.data)
+        model.register_forward_pre_hook(_features_channels_last, with_kwargs=True)
+    return model
+
+
+def _features_channels_last(
+    _model: nn.Module, positional: tuple[Tensor, ...], named: dict[str, Tensor]
+) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+    return tuple(map(_channels_last, positional)), {name: _channels_last(value) for name, value in named.items()}
+
+
+def _channels_last(tensor: Tensor) -> Tensor:
+    return tensor.contiguous(memory_format=torch.channels_last) if tensor.ndim == 4 else tensor
 
 
 def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -114,6 +142,73 @@ def check_model(model: nn.Module, task: Task, schema: Schema, device: torch.devi
         model.load_state_dict(before)
 
 
+def check_training_pass(
+    model: nn.Module, task: Task, schema: Schema, device: torch.device, precision: Precision
+) -> None:
+    """Run one pass as a step does: forward, loss and score in the precision of training, then backward.
+
+    Call it after `check_model` and `check_task`, which describe other faults better. Weights, buffers, gradients, mode
+    and random generators are unchanged afterwards.
+
+    Raises:
+        ModelError: something fails that did not fail in float32 and without gradients.
+    """
+    was_training = model.training
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    gradients = {weight: weight.grad for weight in model.parameters()}
+    what = "model.factory: the forward pass"
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            with precision.autocast(device):
+                output_B = forward(model.train(), sample(schema, _CHECK_ROWS, device))
+                what = f"model.task: {type(task).__name__}.loss"
+                loss = _first_that_works(partial(_sum_of_losses, task, output_B, schema.label))
+                what = f"model.task: {type(task).__name__}.score"
+                with torch.no_grad():
+                    _first_that_works(partial(_score, task, output_B.detach(), schema.label))
+            what = "model.factory: the backward pass"
+            if loss.requires_grad:
+                loss.backward()  # type: ignore[no-untyped-call]
+    except Exception as exc:  # the user's own code may raise anything
+        if out_of_memory(exc) or device_lost(exc):
+            raise
+        raise ModelError(f"{what} fails in training, {_arithmetic(precision)}: {in_one_line(exc)}") from exc
+    finally:
+        model.train(was_training)
+        model.load_state_dict(before)
+        for weight, gradient in gradients.items():
+            weight.grad = gradient
+
+
+def _arithmetic(precision: Precision) -> str:
+    """Describe the arithmetic of training, and the way out if it may be the cause."""
+    how = "with deterministic algorithms" if torch.are_deterministic_algorithms_enabled() else "with gradients"
+    if precision.dtype is None:
+        return f"in {precision.name} and {how}"
+    return f'in {precision.name} by autocast and {how} (learner.precision = "fp32" trains without autocast)'
+
+
+def _first_that_works(run: Callable[[int], Tensor]) -> Tensor:
+    """Return what `run` gives for labels of 0, or of 1 where it refuses 0, as a task of prices may."""
+    try:
+        return run(0)
+    except Exception:  # noqa: BLE001 the user's own code may raise anything
+        return run(1)
+
+
+def _labels(label: Label, value: int, device: torch.device) -> Tensor:
+    return torch.full((_CHECK_ROWS, *label.shape), value, device=device).to(tensor_dtype(label.dtype.name))
+
+
+def _sum_of_losses(task: Task, output_B: Tensor, label: Label, value: int) -> Tensor:
+    # As in training: not a leaf, so that the task may change it in place.
+    return task.loss(output_B.clone(), _labels(label, value, output_B.device)).float().sum()
+
+
+def _score(task: Task, output_B: Tensor, label: Label, value: int) -> Tensor:
+    return task.score(output_B.clone(), _labels(label, value, output_B.device))
+
+
 def check_task(task: Task, output_shape: tuple[int, ...], label: Label, device: torch.device) -> None:
     """Run the task's loss and score on an output of the model's shape, with labels of 0 and of 1.
 
@@ -141,8 +236,7 @@ def _refusal(
     task: Task, method: str, output_shape: tuple[int, ...], label: Label, value: int, device: torch.device
 ) -> _Refusal | None:
     """Return what is wrong with a task's result for a few events with a label; None when it is correct."""
-    dtype = tensor_dtype(label.dtype.name)
-    label_B = torch.full((_CHECK_ROWS, *label.shape), value, device=device).to(dtype)
+    label_B = _labels(label, value, device)
     output_B = torch.zeros((_CHECK_ROWS, *output_shape), device=device)
     try:
         if method == "loss":
@@ -152,7 +246,7 @@ def _refusal(
             with torch.no_grad():
                 result = task.score(output_B, label_B)
     except Exception as exc:  # noqa: BLE001 the user's own code may raise anything
-        shapes = f"an output {list(output_B.shape)} and labels {list(label_B.shape)} {dtype} of 0 and of 1"
+        shapes = f"an output {list(output_B.shape)} and labels {list(label_B.shape)} {label_B.dtype} of 0 and of 1"
         return _Refusal(f"fails on {shapes}: {in_one_line(exc)}")
     returned = f"{result.dtype} {list(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
     if not isinstance(result, Tensor) or result.shape != (_CHECK_ROWS,):

@@ -89,15 +89,26 @@ def load_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tenso
     if state["kind"] != _kind(optimizer):
         raise ValueError(f"the checkpoint is of {state['kind']}, and learner.optimizer is {_kind(optimizer)}")
     restored: dict[int, dict[str, Any]] = {int(index): dict(values) for index, values in state["others"].items()}
+    weights = param_of(optimizer, tensors)
     for key, value in tensors.items():
         index, _, name = key.partition(".")
-        restored.setdefault(int(index), {})[name] = value
+        restored.setdefault(int(index), {})[name] = _in_format_of(weights.get(key), value)
     groups = _groups(optimizer)
     if [len(group["params"]) for group in groups] != [len(group["params"]) for group in state["groups"]]:
         raise ValueError("the optimizer has other parameters")
     optimizer.load_state_dict({"state": restored, "param_groups": groups})
     if (inner := getattr(optimizer, "optim", None)) is not None:
         _keep_once(optimizer, inner)
+
+
+def _in_format_of(weight: Tensor | None, value: Tensor) -> Tensor:
+    """Return a value of the optimizer's state in the memory format of its weight, which fused optimizers require.
+
+    It differs from that of a file for weights in `torch.channels_last`.
+    """
+    if weight is None or weight.shape != value.shape or weight.is_contiguous():
+        return value
+    return torch.empty_like(weight, dtype=value.dtype, requires_grad=False).copy_(value)
 
 
 def _keep_once(optimizer: torch.optim.Optimizer, inner: torch.optim.Optimizer) -> None:

@@ -13,7 +13,7 @@ from anabranch.core.errors import SettingsError
 from ingest.events.schema import Schema
 from learner.config import ModelSettings
 from learner.model.embedding import Embedding, Embeddings, TaskEmbedding
-from learner.model.factory import build_model, check_model, make_task
+from learner.model.factory import build_on_device, check_model, make_task
 from learner.model.task import Embeds, Task
 from learner.state_dir.version import Versions
 from serving.protocol.tensors import TensorSpec
@@ -88,7 +88,7 @@ class Deployment:
         Raises:
             ModelError: it cannot be built, fails, or its output does not fit the task.
         """
-        module = build_model(self.model.factory, self.model.args, self.folder).to(self.device)
+        module = build_on_device(self.model, self.folder, self.device)
         shape = check_model(module, self.task, self.schema, self.device)
         self.embedding_of(copy.deepcopy(module))
         return ModelTemplate(module.cpu().eval().requires_grad_(False), shape)

@@ -284,6 +284,23 @@ class TestModel:
         findings = [finding for finding in diagnose("model") if finding.kind]
         assert [finding.fix.partition(" =")[0] for finding in findings] == ["Set learner.device", "Set serving.device"]
 
+    @pytest.mark.finds("model.output")
+    def test_a_model_that_fails_in_the_precision_of_training(
+        self, diagnose: Callable[..., list[Finding]], setting: Callable[..., None], example: Path
+    ) -> None:
+        source = (
+            "import torch\nfrom torch import nn\n\n\nclass Own(nn.Linear):\n    def forward(self, x):\n"
+            "        if torch.is_autocast_enabled('cpu'):\n            raise RuntimeError('no kernel')\n"
+            "        return super().forward(x)\n\n\ndef build(hidden):\n    return Own(64, 10)\n"
+        )
+        (example / "my_model.py").write_text(source)
+        setting("learner.device", "cpu")
+        setting("learner.precision", "fp32")
+        assert kinds(diagnose("model")) == []
+        setting("learner.precision", "bf16")
+        message = only(diagnose("model"), "model.output").message
+        assert message.startswith("model.factory: the forward pass fails in training, in bf16 by autocast")
+
     @pytest.mark.finds("device.precision", "model.optimizer")
     def test_a_precision_and_an_optimizer_that_cannot_be(
         self, diagnose: Callable[..., list[Finding]], setting: Callable[..., None], edit: Callable[..., None]

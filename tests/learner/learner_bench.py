@@ -138,6 +138,7 @@ class LearnerBench:
         strategy: Strategy | None = None,
         learner: Mapping[str, Any] | None = None,
         task: Classification | None = None,
+        device: torch.device = CPU,
     ) -> None:
         self.stop, self.closed = threading.Event(), False
         self.stream = Stream(schema, blocks, self.stop)
@@ -149,7 +150,8 @@ class LearnerBench:
         task = task or Classification()
         strategy = strategy or STRATEGIES["er"]()
         embedding = Embedding(model, "3") if strategy.embeds else None
-        trainer = Trainer(model, task, strategy, schema, settings, CPU, choose_precision("auto", CPU), embedding)
+        precision = choose_precision(settings.precision, device)
+        trainer = Trainer(model.to(device), task, strategy, schema, settings, device, precision, embedding)
         self.checkpoints = Checkpoints(path / "checkpoints", schema.digest, 1)
         self.checkpoints.clean()
         self.found = self.checkpoints.newest()
@@ -158,7 +160,7 @@ class LearnerBench:
         columns = output_field((3,)) if strategy.keeps_output else None
         step = most_added(settings, StreamSettings(topics=("events",)), 1)
         self.background_store = BackgroundStore(
-            build_store(options, schema, CPU, 0, path / "replay" / RANK, contents, columns, step=step)
+            build_store(options, schema, device, 0, path / "replay" / RANK, contents, columns, step=step)
         )
         settings_of_checkpoints = CheckpointSettings.model_validate({"every": every})
         check = functools.partial(check_generation, path, 1)
@@ -167,7 +169,7 @@ class LearnerBench:
         )
         versions, reference = Versions(path / "versions"), reference_to(ModelSettings(factory="m:build"))
         self.versions = versions
-        scorer = Scorer(model, task, schema, CPU)
+        scorer = Scorer(model, task, schema, device)
         publisher = Publisher(
             *(versions, VersionsSettings.model_validate({"publish_every": "1h"}), reference, schema, scorer),
             *(QualityGate(versions, GateSettings(), scorer, reference), 1, self.metrics.learner),

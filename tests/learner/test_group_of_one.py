@@ -24,6 +24,7 @@ from learner.model.task import Classification
 from learner.strategies.examples import Examples
 from learner.strategies.registry import STRATEGIES
 from learner.training.trainer import Trainer
+from tests.support.gpu import rtol
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +83,7 @@ def test_weights_in_parts_learn_what_whole_ones_do(
     whole = trained(schema, None, strategy, device=kind, optimizer=optimizer)
     split = trained(schema, tmp_path / "rendezvous", strategy, device=kind, optimizer=optimizer, sharding="fsdp")
     assert whole.keys() == split.keys()
-    assert distance(whole, split) < 1e-5
+    assert distance(whole, split) < (1e-5 if kind == "cpu" else rtol(torch.float32, 14))
 
 
 def hooks() -> Iterator[Any]:

@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from replay.tiers.disk import DiskTier
 from replay.tiers.memory import MemoryTier
-from replay.tiers.redis_server import RedisServer
 from replay.tiers.redis_tier import RedisTier
 from replay.tiers.tier import SlowTier, Tier
 
@@ -33,6 +32,8 @@ def opened(kind: str, path: Path, request: pytest.FixtureRequest) -> Iterator[Op
             file = path / f"{row_bytes}.rows"
             tiers.append(DiskTier.open(file) if file.exists() else DiskTier.create(file, row_bytes, slots))
         else:
+            from replay.tiers.redis_server import RedisServer  # whose client a GPU machine may lack
+
             server = RedisServer(request.getfixturevalue("shared_redis").url, "anabranch:test:rank-0:")
             server.open(needed=True)
             tiers.append(RedisTier(server, f"g{row_bytes}", row_bytes, slots))

@@ -27,6 +27,7 @@ from learner.distributed.scatter import (
 from learner.state_dir.checkpoint import Checkpoints
 from learner.strategies.examples import Examples
 from learner.strategies.registry import STRATEGIES
+from tests.support.gpu import rtol
 
 LONG = "ANABRANCH_TEST_STEPS"
 UNEVEN = [[11, 9], [1, 0], [1, 1], [2, 0], [1, 5], [3, 1], [7, 0]]
@@ -143,8 +144,9 @@ def test_two_ranks_on_two_gpus_learn_what_one_learns_on_the_cpu(play: Play) -> N
         some = [each for each in scenarios if sharding != "fsdp" or each["strategy"] != "lwf"]
         together = play(2, [each | {"settings": settings} for each in some])
         for scenario, one, two in zip(some, alone, together, strict=False):
+            within = rtol(torch.float32, len(UNEVEN))  # weights are float64 here, losses float32
             for name in (name for name in one if name.startswith("model.")):
-                assert torch.allclose(one[name], two[name].cpu(), rtol=0, atol=1e-6), (sharding, scenario, name)
+                assert torch.allclose(one[name], two[name].cpu(), rtol=within, atol=within), (sharding, scenario, name)
 
 
 def test_ranks_pick_what_one_picks_that_sees_the_new_events_of_all(play: Play) -> None:

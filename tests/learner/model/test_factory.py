@@ -10,11 +10,24 @@ from torch import nn
 
 from ingest.config import SchemaSettings
 from ingest.events.schema import Schema
+from learner.config import ModelSettings
 from learner.errors import ModelError
-from learner.model.factory import build_model, check_model, check_task, forward, make_task, tensor_dtype
-from learner.model.task import MultiLabel, Regression
+from learner.model.device import Precision
+from learner.model.factory import (
+    build_model,
+    build_on_device,
+    check_model,
+    check_task,
+    check_training_pass,
+    forward,
+    make_task,
+    tensor_dtype,
+)
+from learner.model.task import Classification, MultiLabel, Regression
+from learner.state_dir.safetensors_file import pieces_of
 
 CPU = torch.device("cpu")
+FP32, BF16 = Precision("fp32", None), Precision("bf16", torch.bfloat16)
 HEAD = "import torch\nfrom torch import nn\n"
 names = (f"anabranch_test_model_{number}" for number in itertools.count())
 
@@ -243,3 +256,134 @@ def test_a_single_feature_is_passed_by_position():
 @pytest.mark.parametrize("name", ["bool", "int8", "uint16", "uint64", "float16", "float64"])
 def test_every_dtype_of_the_schema_is_one_of_torch(name):
     assert tensor_dtype(name) == getattr(torch, name)
+
+
+class TestATrainingPass:
+    """What fails only in the arithmetic of steps, or only in the backward pass, is one sentence before the first."""
+
+    def check(self, model, task=None, precision=BF16):
+        check_training_pass(model, task or Classification(), schema_of(), CPU, precision)
+
+    def test_a_task_that_fails_under_autocast_is_one_sentence(self):
+        class Own(Classification):
+            def loss(self, output_B, label_B):
+                if torch.is_autocast_enabled("cpu"):
+                    raise RuntimeError("binary_cross_entropy is unsafe to autocast")
+                return super().loss(output_B, label_B)
+
+        check_task(Own(), (3,), schema_of().label, CPU)
+        self.check(nn.Linear(4, 3), Own(), FP32)
+        with pytest.raises(
+            ModelError, match=r"^model\.task: Own\.loss fails in training, in bf16 by autocast"
+        ) as caught:
+            self.check(nn.Linear(4, 3), Own())
+        assert 'learner.precision = "fp32"' in str(caught.value)
+        assert "unsafe to autocast" in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+    def test_a_score_that_lacks_half_precision_is_one_sentence(self):
+        class Own(Classification):
+            def score(self, output_B, label_B):
+                if output_B.dtype is torch.bfloat16:
+                    raise RuntimeError("not implemented for 'BFloat16'")
+                return super().score(output_B, label_B)
+
+        with pytest.raises(ModelError, match=r"^model\.task: Own\.score fails in training, in bf16"):
+            self.check(nn.Linear(4, 3), Own())
+
+    def test_a_model_without_half_precision_is_one_sentence(self):
+        class Own(nn.Linear):
+            def forward(self, x):
+                output = super().forward(x)
+                if output.dtype is torch.bfloat16:
+                    raise RuntimeError("not implemented for 'BFloat16'")
+                return output
+
+        check_model(Own(4, 3), Classification(), schema_of(), CPU)
+        with pytest.raises(ModelError, match=r"^model\.factory: the forward pass fails in training, in bf16"):
+            self.check(Own(4, 3))
+
+    @pytest.mark.parametrize("precision", [FP32, BF16], ids=lambda each: each.name)
+    def test_a_backward_pass_that_fails_is_one_sentence(self, precision):
+        class Backwards(torch.autograd.Function):
+            @staticmethod
+            def forward(_ctx, x):
+                return x.clone()
+
+            @staticmethod
+            def backward(_ctx, _gradient):
+                raise RuntimeError("cumsum_cuda_kernel does not have a deterministic implementation")
+
+        class Own(nn.Linear):
+            def forward(self, x):
+                return Backwards.apply(super().forward(x))
+
+        with pytest.raises(ModelError, match=r"^model\.factory: the backward pass fails in training, in .*cumsum"):
+            self.check(Own(4, 3), precision=precision)
+
+    @pytest.mark.parametrize("message", ["CUDA out of memory", "CUDA error: device-side assert triggered"])
+    def test_a_device_that_fails_is_not_the_models_fault(self, message):
+        class Own(nn.Linear):
+            def forward(self, x):
+                raise RuntimeError(message)
+
+        with pytest.raises(RuntimeError, match=message):
+            self.check(Own(4, 3))
+
+    def test_it_leaves_model_gradients_and_generators_as_they_were(self):
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 3)).eval()
+        model[0].weight.grad = torch.ones(4, 4)
+        before, generator = {name: value.clone() for name, value in model.state_dict().items()}, torch.get_rng_state()
+        self.check(model)
+        assert not model.training
+        assert torch.equal(torch.get_rng_state(), generator)
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        assert [weight.grad is None for weight in model.parameters()] == [False] + [True] * 5
+        assert model[0].weight.grad.eq(1).all()
+
+    def test_a_task_that_refuses_labels_of_zero_and_a_frozen_model_pass(self):
+        class Own(Classification):
+            def loss(self, output_B, label_B):
+                if not label_B.all():
+                    raise ValueError("no label is 0")
+                return super().loss(output_B, label_B)
+
+        self.check(nn.Linear(4, 3), Own())
+        self.check(nn.Linear(4, 3).requires_grad_(False))
+
+
+class TestChannelsLast:
+    """`model.channels_last`: another order in memory, with equal results and the same files."""
+
+    def conv(self, folder, *, last):
+        layers = "nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 3)"
+        body = f"def build():\n    torch.manual_seed(0)\n    return nn.Sequential({layers})\n"
+        (folder / "anabranch_test_conv.py").write_text(HEAD + body)
+        return build_on_device(ModelSettings(factory="anabranch_test_conv:build", channels_last=last), folder, CPU)
+
+    @pytest.mark.parametrize("precision", [FP32, BF16], ids=lambda each: each.name)
+    def test_weights_and_features_are_in_that_order_and_results_are_equal(self, tmp_path, monkeypatch, precision):
+        monkeypatch.setattr(sys, "path", [*sys.path])
+        plain, other = self.conv(tmp_path, last=False), self.conv(tmp_path, last=True)
+        seen = []
+        other[0].register_forward_pre_hook(
+            lambda _, given: seen.append(given[0].is_contiguous(memory_format=torch.channels_last))
+        )
+        x, outputs = torch.randn(4, 3, 8, 8), []
+        for model in (plain, other):
+            with precision.autocast(CPU):
+                outputs.append(forward(model, {"x": x}).float())
+            outputs[-1].square().sum().backward()
+        assert seen == [True]
+        weight = other[0].weight
+        assert weight.is_contiguous(memory_format=torch.channels_last)
+        assert weight.grad.is_contiguous(memory_format=torch.channels_last)
+        assert not weight.is_contiguous()
+        within = 1e-5 if precision is FP32 else 2e-2
+        torch.testing.assert_close(outputs[1], outputs[0], rtol=within, atol=within)
+        torch.testing.assert_close(weight.grad, plain[0].weight.grad, rtol=within, atol=50 * within)
+
+    def test_files_do_not_depend_on_it(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(sys, "path", [*sys.path])
+        files = [b"".join(pieces_of(self.conv(tmp_path, last=last).state_dict())) for last in (False, True)]
+        assert files[0] == files[1]

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from ingest.config import SchemaSettings
 from ingest.events.schema import Schema
 from ingest.kafka.fake import fake_columns
 from learner.config import LearnerSettings, OptimizerSettings
@@ -60,3 +61,37 @@ def test_the_fused_form_is_taken_where_it_is_faster_and_the_user_says_nothing(
     settings = OptimizerSettings.model_validate(arguments)
     optimizer = build_optimizer(settings, [nn.Parameter(torch.ones(3))])
     assert optimizer.param_groups[0].get("fused") is fused
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_weights_with_their_channels_last_go_on_from_a_checkpoint_bit_for_bit(name: str) -> None:
+    """A file has contiguous moments, which fused optimizers would pair with other elements of the weights."""
+    features = {"x": {"dtype": "float32", "shape": [3, 6, 6]}}
+    images = Schema(SchemaSettings.model_validate({"features": features, "label": {"name": "y", "classes": 3}}))
+
+    def make() -> Trainer:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3))
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        settings = LearnerSettings.model_validate({"optimizer": {"name": name, "lr": 0.01}})
+        precision = choose_precision("fp32", CPU)
+        return Trainer(model, Classification(), STRATEGIES["none"](), images, settings, CPU, precision)
+
+    first = make()
+    columns = fake_columns(images, range(12), label=[0, 1, 2])
+    columns["feature.x"][:] = torch.randn(12, 3, 6, 6, generator=torch.Generator().manual_seed(0)).numpy()
+    examples = first.examples(columns)
+    for _ in range(3):
+        first.step(examples)
+    second, tensors = make(), first.tensors()
+    contiguous = {part: {key: value.contiguous() for key, value in each.items()} for part, each in tensors.items()}
+    second.restore(contiguous, first.state())
+    for trainer in (first, second):
+        for _ in range(3):
+            trainer.step(examples)
+    expected = first.snapshot()
+    assert all(torch.equal(value, expected[key]) for key, value in second.snapshot().items())
+    weight = next(second.model.parameters())
+    assert weight.is_contiguous(memory_format=torch.channels_last)
+    moments = [value for value in second.optimizer_state().values() if value.shape == weight.shape]
+    assert all(value.is_contiguous(memory_format=torch.channels_last) for value in moments)

@@ -1,6 +1,8 @@
 """A step against a plain PyTorch loop, bit for bit, and what happens when numbers are not finite."""
 
 import math
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -311,9 +313,35 @@ def test_bf16_learns_a_separable_stream(schema: Schema, make_model: MakeModel) -
 
 
 class TestSettings:
-    def test_fp16_without_cuda_is_refused(self) -> None:
-        with pytest.raises(SettingsError, match=r'learner.precision = "fp16" needs a CUDA device'):
-            choose_precision("fp16", CPU)
+    @pytest.mark.parametrize("name", ["fp8", "fp16", "tf32"])
+    def test_what_needs_cuda_is_refused_without(self, name: str) -> None:
+        with pytest.raises(SettingsError, match=rf'learner.precision = "{name}" needs a CUDA device'):
+            choose_precision(name, CPU)
+
+    @pytest.mark.parametrize(("name", "capability"), [("tf32", (8, 0)), ("fp8", (8, 9))])
+    def test_a_device_that_is_too_old_is_refused(
+        self, name: str, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        cuda, has = torch.device("cuda"), [capability]
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: has[0])
+        assert choose_precision(name, cuda).dtype is {"tf32": None, "fp8": torch.bfloat16}[name]
+        has[0] = (7, 5)
+        sentence = rf'precision = "{name}" needs compute capability 8\.\d, which cuda lacks'
+        with pytest.raises(SettingsError, match=sentence):
+            choose_precision(name, cuda)
+
+    @pytest.mark.process
+    def test_tf32_sets_the_flags_of_its_process_and_other_precisions_none(self) -> None:
+        code = (
+            "import torch; from learner.model.device import Precision\n"
+            "def flags(): return (torch.backends.cuda.matmul.fp32_precision, torch.get_float32_matmul_precision())\n"
+            "before = flags()\n"
+            "Precision('fp32', None).configure(); Precision('bf16', torch.bfloat16).configure()\n"
+            "assert flags() == before, flags()\n"
+            "Precision('tf32', None).configure(); print(*flags(), torch.backends.cudnn.conv.fp32_precision)"
+        )
+        done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)
+        assert done.stdout.split() == ["tf32", "high", "tf32"], done.stderr
 
     def test_auto_is_fp32_on_a_cpu(self) -> None:
         assert choose_precision("auto", CPU).dtype is None

@@ -878,8 +878,8 @@ def test_the_factory_is_called_once_and_versions_share_no_weights(
     numbers: Any, watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built: list[object] = []
-    build = deployment.build_model
-    monkeypatch.setattr(deployment, "build_model", lambda *arguments: built.append(arguments) or build(*arguments))
+    build = deployment.build_on_device
+    monkeypatch.setattr(deployment, "build_on_device", lambda *arguments: built.append(arguments) or build(*arguments))
     numbers.publish(1)
     watched.poll()
     first = watched.swap.current

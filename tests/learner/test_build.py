@@ -1,0 +1,117 @@
+"""What a start builds for training: in the arithmetic, the memory format and with the checks of the settings."""
+
+import itertools
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ingest.config import SchemaSettings, StreamSettings
+from ingest.kafka.fake import fake_columns
+from learner.build import LearnerSpec, build_trainer, build_training_setup
+from learner.config import (
+    CheckpointSettings,
+    DeviceSharingSettings,
+    GateSettings,
+    LearnerSettings,
+    ModelSettings,
+    VersionsSettings,
+)
+from learner.device_sharing.sharing import DeviceSharingSpec
+from learner.errors import ModelError
+from learner.strategies.examples import Examples
+from learner.strategies.registry import STRATEGIES
+from replay.config import ReplaySettings
+
+CPU = torch.device("cpu")
+SOURCE = """
+import torch
+from torch import nn
+from learner.model.task import Classification
+
+
+def build():
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 16, 3))
+
+
+class Own(Classification):
+    def loss(self, output_B, label_B):
+        if torch.is_autocast_enabled("cpu"):
+            raise RuntimeError("binary_cross_entropy and BCELoss are unsafe to autocast")
+        return super().loss(output_B, label_B)
+"""
+EVENTS = {"features": {"x": {"dtype": "float32", "shape": [3, 6, 6]}}, "label": {"name": "y", "classes": 3}}
+names = (f"anabranch_test_build_{number}" for number in itertools.count())
+
+
+@pytest.fixture
+def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., LearnerSpec]:
+    """`spec(model={}, **learner)`: the settings of a learner of small images."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    name = next(names)
+    (tmp_path / f"{name}.py").write_text(SOURCE)
+
+    def make(model: dict[str, Any] | None = None, **learner: Any) -> LearnerSpec:
+        task = (model or {}).get("task", "classification")
+        task = f"{name}:{task}" if task == "Own" else task
+        return LearnerSpec(
+            name="test",
+            stream=StreamSettings(topics=("events",)),
+            events=SchemaSettings.model_validate(EVENTS),
+            model=ModelSettings.model_validate({"factory": f"{name}:build", **(model or {}), "task": task}),
+            learner=LearnerSettings.model_validate({"device": "cpu", **learner}),
+            replay=ReplaySettings(),
+            versions=VersionsSettings(),
+            checkpoints=CheckpointSettings(),
+            gate=GateSettings(),
+            seed=0,
+            folder=tmp_path,
+            state_dir=tmp_path,
+            read_token="",
+            device_sharing=DeviceSharingSpec(DeviceSharingSettings(), timedelta(seconds=1), timedelta(seconds=1)),
+        )
+
+    return make
+
+
+def test_a_task_that_fails_under_autocast_is_refused_before_the_first_step(spec: Callable[..., LearnerSpec]) -> None:
+    build_training_setup(spec({"task": "Own"}, precision="fp32"), CPU)
+    with pytest.raises(ModelError, match=r"Own\.loss fails in training, in bf16 by autocast .*unsafe to autocast"):
+        build_training_setup(spec({"task": "Own"}, precision="bf16"), CPU)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_channels_last_learns_what_contiguous_weights_learn(
+    spec: Callable[..., LearnerSpec], strategy: str, precision: str
+) -> None:
+    """With each strategy, and from a checkpoint on, whose tensors are contiguous."""
+    losses = []
+    for last in (False, True):
+        embedding = "3" if strategy in {"slda", "ncm"} else ""
+        chosen = {"channels_last": last, "embedding": embedding}
+        options = {"strategy": strategy, "precision": precision, "optimizer": {"name": "adamw", "lr": 0.01}}
+        setup = build_training_setup(spec(chosen, **options), CPU)
+        trainer, found = build_trainer(setup, None), []
+        columns = fake_columns(setup.schema, range(12), label=[0, 1, 2])
+        columns["feature.x"][:] = torch.randn(12, 3, 6, 6, generator=torch.Generator().manual_seed(0)).numpy()
+        new = trainer.examples(columns)
+        old = Examples(new.features, new.label_B, new.weight_B, torch.zeros(12, 3))
+        for step in range(6):
+            result = trainer.step(new, [old] * len(trainer.strategy.samples(12)))
+            assert result.finite
+            found.append(result.loss)
+            if step == 2:
+                tensors = trainer.tensors()
+                trainer.restore(
+                    {part: {key: each.contiguous() for key, each in named.items()} for part, named in tensors.items()},
+                    trainer.state(),
+                )
+        weight = next(trainer.model.parameters())
+        assert weight.is_contiguous(memory_format=torch.channels_last) == last
+        losses.append(found)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3 if precision == "fp32" else 0.1, abs=1e-4)

@@ -1,0 +1,36 @@
+"""A CUDA device for tests, or the recorder instead; and how exactly results of two devices agree."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    import torch
+
+
+@pytest.fixture(params=["recorded", pytest.param("real", marks=pytest.mark.gpu)])
+def cuda(request: pytest.FixtureRequest) -> Iterator["torch.device"]:
+    """A CUDA device. Each test runs twice: on a real one, and on a CPU under `CudaRecorder`."""
+    import torch
+
+    from tests.support.cuda_recorder import CudaRecorder
+
+    if request.param == "real":
+        yield torch.device("cuda", 0)
+        return
+    with CudaRecorder():
+        yield torch.device("cuda", 0)
+
+
+def rtol(dtype: "torch.dtype", steps: int = 1) -> float:
+    """Return the relative tolerance for results of two devices after some steps of training in float32 or float64.
+
+    Each step sums in another order and with other fused multiplications, which changes a few units of least precision;
+    later steps start from that. 64 units a step allow for it, and are far below what an event that is left out, or
+    counted twice, would change. Compare with `atol` of the same size for values of about 1. For half precision this
+    would allow anything: compare what was learned.
+    """
+    import torch
+
+    return 64 * steps * torch.finfo(dtype).eps
