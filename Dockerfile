@@ -17,6 +17,9 @@ RUN pip wheel --no-cache-dir --no-build-isolation --no-deps --wheel-dir /dist .
 
 FROM python:${PYTHON_TAG}
 ARG TORCH=cpu
+# With TORCH=cuda: an index of wheels for an older driver, such as https://download.pytorch.org/whl/cu126; the wheels of
+# PyPI are for CUDA 13, which needs driver 580.
+ARG TORCH_INDEX=""
 # Extras of pyproject.toml, separated by commas; beside codecs, since it is the producers who choose a compression.
 ARG EXTRAS=""
 ENV PATH=/opt/anabranch/bin:$PATH \
@@ -27,14 +30,20 @@ ENV PATH=/opt/anabranch/bin:$PATH \
 # From what seldom changes to what often does: a new release adds only the last of these layers.
 RUN groupadd --gid 10001 anabranch \
     && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp --shell /usr/sbin/nologin anabranch \
-    && install -d -o 10001 -g 10001 -m 0750 /var/lib/anabranch \
+    && install -d -o 10001 -g 10001 -m 0750 /var/lib/anabranch /var/cache/anabranch \
     && install -d /pipeline \
     && python -m venv --without-pip /opt/anabranch
+# For learner.compile: Triton compiles the launchers of its kernels where they run.
+RUN if [ "$TORCH" = cuda ]; then \
+        apt-get update \
+        && apt-get install --yes --no-install-recommends gcc libc6-dev \
+        && rm -rf /var/lib/apt/lists/*; \
+    fi
 RUN --mount=type=bind,source=constraints.txt,target=/tmp/constraints.txt \
     torch="$(grep '^torch==' /tmp/constraints.txt)" \
     && case "$TORCH" in \
          cpu) set -- --extra-index-url https://download.pytorch.org/whl/cpu "$torch+cpu" ;; \
-         cuda) set -- "$torch" ;; \
+         cuda) set -- ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} "$torch${TORCH_INDEX:++${TORCH_INDEX##*/}}" ;; \
          *) echo "TORCH=$TORCH is not known: it is cpu or cuda" >&2; exit 2 ;; \
        esac \
     && pip --python /opt/anabranch install -c /tmp/constraints.txt "$@"
@@ -57,6 +66,10 @@ LABEL org.opencontainers.image.title="Anabranch" \
 # The pipeline's folder is mounted here, read-only; all state is in the volume.
 WORKDIR /pipeline
 ENV ANABRANCH__STATE_DIR=/var/lib/anabranch
+# For what learner.compile compiles: not /tmp, from which compose lets nothing be executed, nor the state, which is data
+# that can run no code. compose.gpu.yaml mounts a volume there, for the learner alone.
+ENV TORCHINDUCTOR_CACHE_DIR=/var/cache/anabranch/inductor \
+    TRITON_CACHE_DIR=/var/cache/anabranch/triton
 USER 10001:10001
 EXPOSE 8000 8001
 STOPSIGNAL SIGTERM

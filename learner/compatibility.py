@@ -59,6 +59,7 @@ _OWN_EXCHANGE = "sharded modules exchange gradients in their own way"
 _ONE_SCALE = "replicas with shards of the gradients would scale losses differently"
 _ALL_RUN = "all replicas have to run a sharded model, and only the first scores old events with it"
 _HALF_RUN = "a sharded model can only be run in full"
+_MPS_DECIDES = "a percentage under MPS overrides how many multiprocessors a green context has"
 _FUSED = "compiled code runs across the borders of layers"
 _ALONE = "a standby replaces one process"
 _SHAPES = "it keeps averages over rows and columns, and each shard has a part of them"
@@ -85,6 +86,7 @@ RULES = (
     Conflict("learner.precision", ("fp16",), "learner.sync_every", _MANY, _NO_SCALE, 'write "bf16" or "fp32"'),
     Conflict("learner.replicas", _MANY, "learner.deterministic", _ON, _ROUNDED, "set it to 1"),
     Conflict("device_sharing.yield_at", ("layer",), "learner.compile", _ON, _FUSED, 'write "micro-batch"'),
+    Conflict("device_sharing.sms", Except(), "device_sharing.mps_percentage", Except(), _MPS_DECIDES, "take one out"),
     Conflict("learner.hosts", _MANY, "learner.deterministic", _ON, _ROUNDED, "set it to 1"),
     Conflict("learner.standby", _ON, "learner.replicas", _MANY, _ALONE, "set it to false"),
     Conflict("learner.standby", _ON, "learner.hosts", _MANY, _ALONE, "set it to false"),

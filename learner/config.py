@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from anabranch.core.durations import PositiveDuration
-from anabranch.core.settings import DeviceName, Section, written
+from anabranch.core.settings import DeviceNames, Section, uuids_in, written
 from ingest.config import HoldOut
 
 _HOLDOUT_SALT = 0x5F3759DF
@@ -18,6 +18,10 @@ WITHOUT_REPLAY = frozenset({"none", "ewc", "lwf", "slda", "ncm"})
 """The strategies that replay no old events."""
 TASK_NAMES = ("classification", "multilabel", "regression")
 """The tasks that come with the learner."""
+_LEARNER_MEMORY = 0.7
+"""Training keeps six copies of the weights and activations; a server keeps three, and activations of small batches."""
+CONTEXTS_MEMORY = 0.05
+"""Fraction of a device's memory for CUDA's contexts and libraries, which torch's allocator does not count."""
 
 
 def _host_and_port(value: str) -> str:
@@ -193,8 +197,9 @@ class LearnerSettings(Section):
     """Steps after which replicas average their weights, training separately until then; 1: they average gradients."""
     sharding: Literal["none", "zero1", "fsdp"] = "none"
     """State to shard over replicas: `zero1` the optimizer's, `fsdp` also the weights and gradients."""
-    device: DeviceName = "auto"
-    """Device to train on; `auto` takes CUDA, else Apple's MPS, else the CPU."""
+    device: DeviceNames = "auto"
+    """Device to train on; `auto` takes CUDA, else Apple's MPS, else the CPU. A GPU or an instance of MIG may be
+    given by its UUID; with `replicas` above 1, write a UUID for each, with commas between."""
     drift: DriftSettings = DriftSettings()
     """The response when the stream changes."""
     deterministic: bool = False
@@ -215,6 +220,20 @@ class LearnerSettings(Section):
             raise ValueError(
                 'schedule.restart = "drift", but drift.actions is empty, so that none is detected; add "mark"'
             )
+        return self
+
+    @model_validator(mode="after")
+    def _each_replica_has_a_device(self) -> Self:
+        uuids = uuids_in(self.device)
+        if not uuids:
+            return self
+        if self.replicas * self.hosts > 1 and any(uuid.startswith("MIG-") for uuid in uuids):
+            raise ValueError(
+                f'device = "{self.device}" is an instance of MIG, over which NCCL does not work; set replicas and '
+                "hosts to 1, or take GPUs that are not split"
+            )
+        if len(set(uuids)) != self.replicas:
+            raise ValueError(f"device names {len(set(uuids))} devices, but replicas = {self.replicas}: one for each")
         return self
 
     @model_validator(mode="after")
@@ -282,6 +301,9 @@ class DeviceSharingSettings(Section):
     """Smallest fraction of the time for training with `policy = "fraction"`, while it has work."""
     yield_at: Literal["micro-batch", "layer"] = "micro-batch"
     """Where training yields: before each micro-batch, or also between the model's layers within it."""
+    memory: Annotated[float, Field(ge=0.05, le=0.9)] | None = None
+    """On a CUDA device: fraction of its memory that each process of the learner may take; serving's processes divide
+    the rest, less 5 % for CUDA's contexts. Absent: 0.7, or no bound for either with `policy = "exclusive"`."""
     stream_priority: bool = True
     """On a CUDA device: whether serving's stream has the highest priority; between processes it counts under MPS."""
     mps_percentage: Annotated[int, Field(ge=1, le=100)] | None = None
@@ -293,3 +315,14 @@ class DeviceSharingSettings(Section):
     def least(self) -> float:
         """The smallest fraction of the time for training."""
         return self.fraction if self.policy == "fraction" else 0.0
+
+    @property
+    def learner_memory(self) -> float | None:
+        """Fraction of a CUDA device's memory for each process of the learner; None: no bound."""
+        return _LEARNER_MEMORY if self.memory is None and self.policy != "exclusive" else self.memory
+
+    def server_memory(self, workers: int) -> float | None:
+        """Fraction of a CUDA device's memory for each of `workers` processes of serving; None: no bound."""
+        if self.policy == "exclusive":
+            return None
+        return (1 - CONTEXTS_MEMORY - (self.learner_memory or 0.0)) / workers

@@ -47,6 +47,7 @@ class Reporter:
         classification: bool,
         store: BackgroundStore | None = None,
         assignment: RankAssignment | None = None,
+        unused_device: Monitored | None = None,
         sharing: DeviceSharing | None = None,
     ) -> None:
         """Report on `loop` and its `parts`; `assignment` is given where the launcher started this process."""
@@ -68,7 +69,7 @@ class Reporter:
         self._marks.append(self._mark())
         self.problem: str | None = None
         """One sentence when the last report could not be written."""
-        publisher, others = parts.publisher, (store, assignment)
+        publisher, others = parts.publisher, (store, assignment, unused_device)
         self._monitored: tuple[Monitored, ...] = (
             *(
                 self._heartbeat,

@@ -19,7 +19,7 @@ from learner.adaptation.stream_monitor import StreamMonitor
 from learner.build import LearnerSpec, TrainingSetup, build_trainer, build_training_setup
 from learner.checkpointing.checkpointer import Checkpointer
 from learner.checkpointing.erasure import Erasure
-from learner.device_sharing.cuda_limits import confined, limit_threads
+from learner.device_sharing.cuda_limits import confined, prepare_cuda, using_device
 from learner.device_sharing.sharing import device_sharing, step_hooks
 from learner.distributed.channel import lead
 from learner.distributed.process_group import RankAssignment
@@ -28,7 +28,7 @@ from learner.evaluation.scoring import Scorer
 from learner.loop import LoopMetrics, Task, TrainingLoop
 from learner.loop_state import LoopComponents
 from learner.metrics import LearnerMetrics
-from learner.model.device import choose_device, without_denormals
+from learner.model.device import UnusedDevice, choose_device, without_denormals
 from learner.publishing.gatekeeper import QualityGate
 from learner.publishing.publisher import Publisher
 from learner.replay_feed import make_feed
@@ -127,7 +127,6 @@ class Learner:
         """
         deployment, stack = self._deployment, self._stack
         stack.enter_context(hard_stop_after(self._stop, deployment.learner.stop_timeout))
-        limit_threads(deployment.device_sharing.settings)
         self._build_training()
         self._source = source or _source(deployment, self._assignment)
         self._build_loop(*self._build_store())
@@ -165,8 +164,11 @@ class Learner:
     def _build_training(self) -> None:
         """Build what trains and what publishes, on the device, and lock the state directory."""
         deployment, assignment, stack = self._deployment, self._assignment, self._stack
+        prepare_cuda(deployment.learner.device, deployment.device_sharing.settings)
         channel = stack.enter_context(lead(assignment, deployment.learner)) if assignment is not None else None
         device = channel.device if channel is not None else choose_device(deployment.learner.device)
+        reserve = deployment.learner.deterministic
+        stack.enter_context(using_device(deployment.device_sharing.settings, device, reserve=reserve))
         stack.enter_context(without_denormals(device))
         self._setup = build_training_setup(deployment, device)
         known = functools.partial(_latest_generation, deployment.state_dir)
@@ -264,6 +266,7 @@ class Learner:
             classification=self._setup.schema.label.classes is not None,
             store=self._store,
             assignment=self._assignment,
+            unused_device=UnusedDevice.of("learner.device", deployment.learner.device, self._setup.device),
             sharing=self._sharing,
         )
         if self._sharing is not None:

@@ -8,7 +8,7 @@ import threading
 from dataclasses import replace
 
 from learner.build import LearnerSpec, build_training_setup
-from learner.device_sharing.cuda_limits import confined, limit_threads
+from learner.device_sharing.cuda_limits import confined, prepare_cuda, using_device
 from learner.device_sharing.sharing import device_sharing, step_hooks
 from learner.distributed.channel import Channel
 from learner.distributed.data_parallel import DataParallelGroup
@@ -27,12 +27,14 @@ def follow_leader(deployment: LearnerSpec, stop: threading.Event, assignment: Ra
     """
     if isinstance(assignment.rendezvous, RendezvousAddress) and assignment.first:
         deployment = _unshared(deployment)
-    limit_threads(deployment.device_sharing.settings)
+    settings = deployment.device_sharing.settings
+    prepare_cuda(deployment.learner.device, settings)
     with (
         hard_stop_after(stop, deployment.learner.stop_timeout),
         join_group(assignment, deployment.learner) as device,
+        using_device(settings, device),
         without_denormals(device),
-        confined(deployment.device_sharing.settings, device) as launch_context,
+        confined(settings, device) as launch_context,
         device_sharing(deployment.device_sharing, deployment.state_dir, device, stop) as sharing,
     ):
         channel = Channel(device)

@@ -58,18 +58,24 @@ def _work(config: "Config", stop: threading.Event, options: argparse.Namespace) 
 
 
 def _deployment(config: "Config") -> "Deployment":
+    from anabranch.core.settings import uuids_in
     from ingest.events.schema import Schema
+    from learner.device_sharing.cuda_limits import limit_server_memory
+    from learner.model.device import UnusedDevice, choose_device
     from serving.model.deployment import Deployment, pick_device
 
-    pipeline = config.pipeline
+    pipeline, sharing, name = config.pipeline, config.pipeline.device_sharing, config.pipeline.serving.device
+    # An error names the UUID, and CUDA sees that device as its first.
+    device = pick_device(choose_device(name, "serving.device").type if uuids_in(name) else name)
     return Deployment(
         name=pipeline.name,
         schema=Schema(pipeline.events),
         model=pipeline.model,
         folder=config.folder,
         state_dir=config.state_dir,
-        device=pick_device(pipeline.serving.device),
-        stream_priority=pipeline.device_sharing.stream_priority,
+        device=limit_server_memory(sharing, device, pipeline.serving.workers),
+        stream_priority=sharing.stream_priority,
+        device_problem=UnusedDevice.of("serving.device", name, device).problem,
     )
 
 

@@ -159,6 +159,7 @@ class _Process:
             *([] if version else ["no version can be served yet"]),
             *self._swap.problems,
             *self._report_problems,
+            *([self._deployment.device_problem] if self._deployment.device_problem else []),
         ]
         self._metrics.problems.set(len(problems))
         return ServingReport(

@@ -115,7 +115,7 @@ KEYS_ADDED = words("""
     serving.max_queue serving.max_body_bytes serving.max_held_bytes serving.timeout serving.device
     serving.baseline serving.request_log serving.workers serving.shadow
     device_sharing.fraction device_sharing.yield_at
-    device_sharing.stream_priority device_sharing.mps_percentage device_sharing.sms
+    device_sharing.stream_priority device_sharing.mps_percentage device_sharing.sms device_sharing.memory
     replay.half_life replay.device_memory
 """)
 

@@ -54,7 +54,7 @@ RULES = [
 
 
 def in_compose_files() -> Iterator[re.Match[str]]:
-    for name in ("compose.yaml", "compose.gpu.yaml"):
+    for name in ("compose.yaml", "compose.gpu.yaml", "compose.mps.yaml"):
         yield from VARIABLE.finditer((ROOT / name).read_text(encoding="utf-8"))
 
 
@@ -102,6 +102,44 @@ class TestImage:
         project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
         for package in project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]:
             assert f"COPY {package} {package}\n" in DOCKERFILE
+
+    def test_a_gpu_image_has_what_compiles_models(self):
+        (run,) = re.findall(r"^RUN (if \[ \"\$TORCH\" = cuda \].*?fi)$", DOCKERFILE.replace("\\\n", ""), re.MULTILINE)
+        assert "apt-get install --yes --no-install-recommends gcc libc6-dev" in run
+        # Its results outlive the container, are not on a tmpfs, which Docker mounts noexec, and not among the state.
+        folders = re.findall(r"(TORCHINDUCTOR_CACHE_DIR|TRITON_CACHE_DIR)=(\S+)", DOCKERFILE)
+        assert [name for name, _ in folders] == ["TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"]
+        override = compose("compose.gpu.yaml")
+        (volume,) = override["services"]["learner"]["volumes"]
+        name, _, path = volume.partition(":")
+        assert name in override["volumes"]
+        assert all(folder.startswith(f"{path}/") for _, folder in folders)
+        assert re.search(rf"install -d -o 10001 -g 10001 -m 0750 \S+ {path} ", DOCKERFILE)
+        assert "volumes" not in override["services"]["serving"]
+
+    @pytest.mark.process
+    @pytest.mark.parametrize(
+        ("torch", "index", "installed"),
+        [
+            ("cpu", "", "--extra-index-url https://download.pytorch.org/whl/cpu torch==2.0+cpu"),
+            ("cuda", "", "torch==2.0"),
+            (
+                "cuda",
+                "https://download.pytorch.org/whl/cu126",
+                "--extra-index-url https://download.pytorch.org/whl/cu126 torch==2.0+cu126",
+            ),
+            ("rocm", "", None),
+        ],
+    )
+    def test_torch_is_the_build_that_was_asked_for(self, torch, index, installed):
+        case = re.search(r"case \"\$TORCH\" in.*?esac", DOCKERFILE, re.DOTALL)[0]
+        done = subprocess.run(
+            ["sh", "-c", f'torch=torch==2.0; {case} && echo "$@"'],
+            env={"TORCH": torch, "TORCH_INDEX": index},
+            capture_output=True,
+            text=True,
+        )
+        assert (done.stdout.strip() or None, done.returncode) == (installed, 0 if installed else 2), done.stderr
 
     @pytest.mark.process
     def test_as_pid_1_it_ends_on_a_signal_while_it_loads(self):
@@ -220,6 +258,25 @@ class TestCompose:
         override = compose("compose.gpu.yaml")["services"]
         assert set(override) == set(OURS)
         assert {(it["image"], it["build"]["args"]["TORCH"]) for it in override.values()} == {("anabranch:cuda", "cuda")}
+
+    def test_gpus_exchange_data_in_more_shared_memory_than_docker_gives(self):
+        override = compose("compose.gpu.yaml")["services"]
+        for name in ("learner", "serving"):
+            assert override[name]["shm_size"] == "2g"
+            assert override[name]["ulimits"] == {"memlock": -1, "stack": 64 << 20}
+            assert override[name]["deploy"]["resources"]["reservations"]["devices"][0]["capabilities"] == ["gpu"]
+
+    def test_the_mps_override_shows_the_daemon_of_the_host_to_both_its_clients(self):
+        override = compose("compose.mps.yaml")["services"]
+        assert set(override) == {"learner", "serving"}
+        for service in override.values():
+            (pipe,) = service["volumes"]
+            assert (pipe["type"], pipe["source"]) == ("bind", "/tmp/nvidia-mps")
+            assert pipe["bind"] == {"create_host_path": False}
+            assert service["environment"] == {"CUDA_MPS_PIPE_DIRECTORY": pipe["target"]}
+            # Not below the containers' own /tmp, which would hide it.
+            assert not pipe["target"].startswith("/tmp")
+            assert service["ipc"] == "host"
 
 
 @pytest.mark.parametrize(("problems", "code"), [([], 0), (["the broker is gone"], 1)])

@@ -281,13 +281,14 @@ def doctor(
     config: ConfigPath = PIPELINE,
     as_json: AsJson = False,
     timeout: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="Time limit of each check.")] = 30.0,
+    device: Annotated[bool, typer.Option("--device", help="Try the model on its device even if in use.")] = False,
 ) -> int:
     """Check config, broker, model and machine, and suggest fixes. Read-only."""
 
     def start() -> Exit:
         from anabranch.doctor.runner import report
 
-        return report(config.absolute(), timeout, as_json=as_json)
+        return report(config.absolute(), timeout, as_json=as_json, on_device=device)
 
     return run_command(start)
 

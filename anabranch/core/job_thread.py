@@ -1,12 +1,27 @@
 """A background thread that runs jobs one at a time, in the order in which they are submitted."""
 
+import contextlib
 import queue
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 _Task = tuple[Callable[[], object], int]
+_first_calls: list[Callable[[], object]] = []
+
+
+@contextlib.contextmanager
+def at_start_of_job_threads(call: Callable[[], object]) -> Iterator[None]:
+    """Let each `JobThread` that starts while the block runs make this call first, in its own thread.
+
+    CUDA's current device, for example, belongs to a thread: a new one begins with device 0.
+    """
+    _first_calls.append(call)
+    try:
+        yield
+    finally:
+        _first_calls.remove(call)
 
 
 class JobThread:
@@ -33,7 +48,8 @@ class JobThread:
         """Start the thread, so that the first job need not."""
         with self._changed:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                first = tuple(_first_calls)
+                self._thread = threading.Thread(target=self._run, args=(first,), name=self._name, daemon=True)
                 self._thread.start()
 
     def submit(self, job: Callable[[], object], size: int = 0) -> float:
@@ -76,7 +92,12 @@ class JobThread:
         self._changed.wait_for(condition, seconds)
         return time.perf_counter() - begin
 
-    def _run(self) -> None:
+    def _run(self, first: Sequence[Callable[[], object]]) -> None:
+        try:
+            for call in first:
+                call()
+        except BaseException as exc:  # noqa: BLE001 the top of a thread: `raise_bug` raises it
+            self.bug = exc
         while (task := self._tasks.get()) is not None:
             job, size = task
             try:

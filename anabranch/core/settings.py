@@ -21,7 +21,17 @@ def written(pattern: str, how: str) -> AfterValidator:
     return AfterValidator(match)
 
 
-DeviceName = Annotated[str, written(r"auto|cpu|mps|cuda(:\d+)?", '"auto", "cpu", "mps", "cuda" or such as "cuda:1"')]
+_UUID = r"(GPU|MIG)-[0-9A-Fa-f][0-9A-Fa-f-]*"
+_DEVICE = r"auto|cpu|mps|cuda(:\d+)?"
+_FORMS = '"auto", "cpu", "mps", "cuda", such as "cuda:1", or a UUID such as "GPU-5ea7..." or "MIG-5ea7..."'
+DeviceName = Annotated[str, written(rf"{_DEVICE}|{_UUID}", _FORMS)]
+DeviceNames = Annotated[str, written(rf"{_DEVICE}|{_UUID}(,{_UUID})*", f"{_FORMS}; several UUIDs with commas between")]
+"""One device, or a UUID for each of several processes."""
+
+
+def uuids_in(devices: str) -> list[str]:
+    """Return the UUIDs in the value of a `DeviceNames`; none where it names devices in another way."""
+    return devices.split(",") if devices.startswith(("GPU-", "MIG-")) else []
 
 
 class Section(BaseModel):

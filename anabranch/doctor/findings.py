@@ -42,15 +42,31 @@ FINDINGS: dict[str, FindingType] = {
     "install.torch": FindingType("problem", "Install torch again: pip install --force-reinstall torch."),
     "install.crc32c": FindingType("warning", "Install it: pip install crc32c."),
     "install.extra": FindingType("problem", "Install it: pip install 'anabranch[{extra}]'."),
+    "compile.compiler": FindingType(
+        "warning", "Install it: apt-get install gcc libc6-dev (g++ for a CPU). Or set learner.compile = false."
+    ),
+    "compile.folder": FindingType(
+        "warning", "Set {key} to a folder that the learner can write, of a file system that is mounted exec."
+    ),
     "limit.files": FindingType(
         "warning", 'Raise it before the start: "ulimit -n {needed}", or LimitNOFILE in a unit file.'
     ),
     "device.missing": FindingType("problem", 'Set {key} = "auto", or install a torch that has the device.'),
+    "device.driver": FindingType(
+        "problem", "Update NVIDIA's driver, or build the image with TORCH_INDEX; docs/deploy/gpu.md says which."
+    ),
+    "device.busy": FindingType("warning", "Stop what uses the device, or run doctor without --device."),
+    "device.ledger": FindingType(
+        "problem",
+        "Lower replay.device_bytes or serving.workers, raise learner.replicas with learner.sharding, set "
+        "device_sharing.memory, or give serving another device.",
+    ),
     "device.precision": FindingType("problem", 'Set learner.precision = "auto".'),
     "device_sharing.refinement": FindingType(
         "problem", "Take the key out, or give the learner a device that can do it."
     ),
     "device_sharing.mps": FindingType("warning", "Start the daemon: nvidia-cuda-mps-control -d. Or take the key out."),
+    "device_sharing.sms": FindingType("warning", "Start the daemon: nvidia-cuda-mps-control -d. Or take the key out."),
     "device.memory": FindingType("problem", "Lower replay.device_bytes or replay.capacity."),
     "model.factory": FindingType("problem", "Fix the function that model.factory names, or model.args."),
     "model.output": FindingType("problem", "Fix the model's forward, model.task or [schema]."),
@@ -171,6 +187,8 @@ class CheckContext:
     """Seconds that a check may take."""
     pipeline: Config | None = None
     """None while the config is unknown or unusable."""
+    on_device: bool = False
+    """Whether the model is tried on the learner's device, whoever uses that."""
     secrets: set[str] = field(default_factory=set)
     model_bytes: int = 0
     """Size of the weights; 0 while it is unknown."""

@@ -45,9 +45,13 @@ class Asked(msgspec.Struct):
     learner: str
     replay: str
     serving_device: str
+    serving_workers: int
+    serving_shadow: bool
     device_sharing: str
     folder: str
     state_dir: str
+    on_device: bool = False
+    """Whether the model is tried on the learner's device, whoever uses that."""
 
 
 def _without_secret(replay: ReplaySettings) -> str:
@@ -121,9 +125,12 @@ def check_model(context: CheckContext, launch: Launcher = in_a_process) -> Itera
         pipeline.learner.model_dump_json(),
         _without_secret(pipeline.replay),
         pipeline.serving.device,
+        pipeline.serving.workers,
+        pipeline.serving.shadow > 0,
         pipeline.device_sharing.model_dump_json(),
         str(context.config.folder),
         str(context.config.state_dir),
+        context.on_device,
     )
     result, doing = launch(asked, seconds), "starting Python"
     for sent in result.messages:

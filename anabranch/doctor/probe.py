@@ -1,16 +1,26 @@
 """`python -m anabranch.doctor.probe FD`: the process in which doctor tries torch, the device and the model."""
 
+import functools
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from anabranch.core.errors import SettingsError
+from anabranch.core.settings import uuids_in
+from anabranch.doctor.accelerator_checks import (
+    DeviceLoad,
+    ServerLoad,
+    check_compiler,
+    learner_ledger,
+    list_devices,
+)
 from anabranch.doctor.model_process import Asked, ProbeFinding, Size, Step
 from learner.config import DeviceSharingSettings, LearnerSettings
+from learner.model.visible_devices import VISIBLE, machine_devices, visible_devices
 from replay.config import ReplaySettings
 
 if TYPE_CHECKING:
@@ -45,30 +55,62 @@ def run_probe(asked: Asked, send: Callable[[Step | ProbeFinding | Size], None]) 
         send(ProbeFinding("install.torch", f"torch cannot be imported: {exc}."))
         return
     send(ProbeFinding("", f"torch {torch.__version__} can be imported."))
-    from anabranch.doctor.model_checks import try_device, try_model
-    from serving.model.deployment import pick_device
+    from anabranch.doctor.model_checks import choose, try_device, try_model
 
     learner = LearnerSettings.model_validate_json(asked.learner)
+    sharing = DeviceSharingSettings.model_validate_json(asked.device_sharing)
+    visible = dict(os.environ)
     send(Step("choosing the device"))
+    for finding in list_devices():
+        send(finding)
     device = try_device(learner, send)
+    server = _try_server(asked.serving_device, device, visible, functools.partial(choose, send=send), send)
+    for finding in _share(sharing, device):
+        send(finding)
+    if learner.compile:
+        for finding in check_compiler(device.type):
+            send(finding)
+    replay = ReplaySettings.model_validate_json(asked.replay)
+    on_host = replay.device_memory == "host" or device.type != "cuda"
+    columns, elements = try_model(asked, device, send)
+    needed = _needed_bytes(replay, columns) if learner.strategy.replays else 0
+    if on_host and needed > (free := _free()):
+        message = f"replay.device_bytes needs {needed / 1e6:,.0f} MB, but cpu has {free / 1e6:,.0f} MB free."
+        send(ProbeFinding("device.memory", message))
+    if device.type == "cuda" and elements:
+        serving = ServerLoad(asked.serving_workers, asked.serving_shadow).ledger(elements) if server == device else {}
+        total = int(torch.cuda.get_device_properties(device).total_memory)
+        load = DeviceLoad(str(device), total, learner_ledger(elements, learner, 0 if on_host else needed), serving)
+        for finding in load.check(sharing):
+            send(finding)
+
+
+def _try_server(
+    name: str,
+    device: "torch.device",
+    visible: Mapping[str, str],
+    choose: "Callable[[str, str], torch.device | None]",
+    send: Callable[[ProbeFinding], None],
+) -> "torch.device | None":
+    """Return serving's device, the learner's `device` where both name the same; None where it is another or missing.
+
+    CUDA, which the learner's device has begun, cannot show those that a UUID names any more: only its UUID is checked,
+    against the devices that were `visible` before.
+    """
+    if not uuids_in(name):
+        chosen, narrowed = choose("serving.device", name), os.environ.get(VISIBLE) != visible.get(VISIBLE)
+        return None if narrowed and len(machine_devices()) > 1 else chosen
     try:
-        pick_device(asked.serving_device)
+        shown = visible_devices("serving.device", name, visible)
     except SettingsError as exc:
         send(ProbeFinding("device.missing", f"{exc}.", "serving.device"))
-    for finding in _share(DeviceSharingSettings.model_validate_json(asked.device_sharing), device):
-        send(finding)
-    replay = ReplaySettings.model_validate_json(asked.replay)
-    near = torch.device("cpu") if replay.device_memory == "host" else device
-    free = _free(near)
-    needed = _needed_bytes(replay, try_model(asked, device, send))
-    if learner.strategy.replays and needed > free:
-        message = f"replay.device_bytes needs {needed / 1e6:,.0f} MB, but {near} has {free / 1e6:,.0f} MB free."
-        send(ProbeFinding("device.memory", message))
+        return None
+    return device if os.environ.get(VISIBLE) == shown[VISIBLE] else None
 
 
 def _share(sharing: DeviceSharingSettings, device: "torch.device") -> Iterator[ProbeFinding]:
     """Yield how the device is shared, and which refinements it lacks."""
-    from learner.device_sharing.cuda_limits import lacks_green_contexts, lacks_mps
+    from learner.device_sharing.cuda_limits import lacks_green_contexts, lacks_mps, mps_fault
 
     also = ["; its threads run at a lower priority"] if device.type == "cpu" and sharing.policy != "exclusive" else []
     if device.type == "cuda" and sharing.stream_priority:
@@ -78,6 +120,9 @@ def _share(sharing: DeviceSharingSettings, device: "torch.device") -> Iterator[P
             yield ProbeFinding("device_sharing.refinement", f"device_sharing.sms = {sharing.sms} {fault}.")
         else:
             also.append(f"; steps keep to {sharing.sms} multiprocessors")
+            if fault := mps_fault():
+                message = f"device_sharing.sms = {sharing.sms} slows training and gives serving nothing: {fault}."
+                yield ProbeFinding("device_sharing.sms", message)
     if sharing.mps_percentage is not None:
         if fault := lacks_mps(device):
             yield ProbeFinding(
@@ -100,13 +145,8 @@ def _needed_bytes(replay: ReplaySettings, columns: "Fields") -> int:
     return min(int(replay.device_bytes), most)
 
 
-def _free(device: object) -> int:
-    """Return the free bytes of a device; all bytes of a host that does not report them."""
-    import torch
-
-    assert isinstance(device, torch.device)
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+def _free() -> int:
+    """Return the free bytes of the host; all of them where it does not report that."""
     free = []
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()

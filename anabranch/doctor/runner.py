@@ -58,12 +58,16 @@ CHECKS: Sequence[Check] = (
 )
 
 
-def report(path: Path, timeout: float, *, as_json: bool) -> Exit:
-    """Examine the pipeline of a file, print what is found, and return the exit code."""
+def report(path: Path, timeout: float, *, as_json: bool, on_device: bool = False) -> Exit:
+    """Examine the pipeline of a file, print what is found, and return the exit code.
+
+    `on_device`: try the model on the learner's device, whoever uses that.
+    """
     console = PlainConsole()
     watched = sys.stderr.isatty() and not as_json
     diagnoses = []
-    for diagnosis in examine(path, timeout, _spinner if watched else contextlib.nullcontext, CHECKS):
+    busy = _spinner if watched else contextlib.nullcontext
+    for diagnosis in examine(path, timeout, busy, CHECKS, on_device=on_device):
         diagnoses.append(diagnosis)
         if not as_json:
             show(console, diagnosis)
@@ -90,12 +94,14 @@ def examine(
     timeout: float,
     busy: Callable[[str], AbstractContextManager[object]] = contextlib.nullcontext,
     checks: Sequence[Check] = CHECKS,
+    *,
+    on_device: bool = False,
 ) -> Iterator[CheckResult]:
     """Yield what every check finds, as it finds it; `busy` is entered with a check's name while that runs.
 
     Raises what a check raised that is a bug of ours, once the others are done.
     """
-    context = CheckContext(path, timeout)
+    context = CheckContext(path, timeout, on_device=on_device)
     faulty: set[str] = set()
     for finding in _check_config(context, faulty):
         yield CheckResult("config", _scrubbed(finding, context))

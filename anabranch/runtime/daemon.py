@@ -6,9 +6,10 @@ Imports nothing of the four packages before it has seen that they are this distr
 import argparse
 import gc
 import logging
+import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -17,6 +18,8 @@ from anabranch.runtime.package_check import refuse_intruders
 
 if TYPE_CHECKING:
     from anabranch.config.loader import Config
+
+_ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +54,7 @@ def enter(
         parser.add_argument("--standby", action="store_true", help="begin when a line comes on stdin")
     options = parser.parse_args(arguments)
     refuse_intruders()
+    set_allocator(os.environ)
     from anabranch.config.loader import load_config
     from anabranch.runtime.lifecycle import (
         raise_descriptor_limit,
@@ -79,6 +83,16 @@ def enter(
                 work(config, stop)
 
     return run(work_until_stopped)
+
+
+def set_allocator(environment: MutableMapping[str, str]) -> None:
+    """Let torch's allocator on CUDA grow its segments, unless the environment configures it already.
+
+    The sizes of batches vary, and segments that cannot grow keep free pieces that no later batch fits. Torch reads the
+    variable once, at the latest when CUDA is initialized.
+    """
+    if not _ALLOCATOR & environment.keys():
+        environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def exit_at_once(code: int) -> NoReturn:

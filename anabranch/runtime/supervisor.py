@@ -36,6 +36,7 @@ from anabranch.runtime.child_process import (
     spawn,
 )
 from anabranch.runtime.lifecycle import Exit
+from learner.model.visible_devices import visible_devices
 from learner.state_dir.report import REPORT as LEARNER_REPORT
 from serving.reporting.report import REPORT as SERVING_REPORT
 
@@ -261,11 +262,16 @@ class Supervisor:
 def pipeline_parts(config: Config, environment: Mapping[str, str] = os.environ) -> list[Part]:
     """Return learner and serving of a pipeline whose config was loaded with these variables.
 
-    The learner, with its ingest and the user's model, is not given the admin token, which is for serving.
+    The learner, with its ingest and the user's model, is not given the admin token, which is for serving. A part whose
+    device is given by its UUID sees that one alone.
+
+    Raises:
+        SettingsError: this machine has no device of a UUID.
     """
+    pipeline = config.pipeline
     # The path is made absolute because a part may not be started from the same folder.
     arguments = ("-c", str(config.path), "--supervised", *log_arguments())
-    learner_timeout = config.pipeline.learner.stop_timeout + _BEYOND_STOP_TIMEOUT
+    learner_timeout = pipeline.learner.stop_timeout + _BEYOND_STOP_TIMEOUT
     learner = (sys.executable, "-P", "-m", "learner", *arguments)
     has_run_before = _has_versions(config.state_dir)
     return [
@@ -273,15 +279,19 @@ def pipeline_parts(config: Config, environment: Mapping[str, str] = os.environ) 
             "learner",
             learner,
             config.state_dir / LEARNER_REPORT,
-            without_admin_token(config.pipeline.serving.tokens, environment),
+            {
+                **without_admin_token(pipeline.serving.tokens, environment),
+                **visible_devices("learner.device", pipeline.learner.device, environment),
+            },
             stop_timeout=learner_timeout,
             has_run_before=has_run_before,
-            standby=(*learner, "--standby") if config.pipeline.learner.standby else None,
+            standby=(*learner, "--standby") if pipeline.learner.standby else None,
         ),
         Part(
             "serving",
             (sys.executable, "-P", "-m", "serving", *arguments),
             config.state_dir / SERVING_REPORT,
+            visible_devices("serving.device", pipeline.serving.device, environment),
             stop_timeout=learner_timeout,
             has_run_before=has_run_before,
         ),

@@ -223,7 +223,7 @@ def follow(channel: Channel, make: Callable[[], tuple[Trainer, DataParallelGroup
             assert message is not None
             _restore(trainer, message)
         elif action is Action.GENERATORS and message is not None:
-            restore_rng(*_loaded(message))
+            restore_rng(*_loaded(message), channel.device)
         elif action is Action.GENERATORS:
             channel.reply_with_size(_saved(rng_tensors(channel.device), rng_values()).to(channel.device))
         elif action is Action.GATHER:

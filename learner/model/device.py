@@ -1,13 +1,21 @@
 """The device, precision and determinism of training, from `learner.device`, `learner.precision` and others."""
 
 import contextlib
+import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from anabranch.core.errors import SettingsError
+from learner.model.visible_devices import VISIBLE, show_only
+
+DRIVER = Path("/dev/nvidiactl")
+"""Exists where NVIDIA's driver is loaded, also in a container that has devices."""
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -40,15 +48,57 @@ class Precision:
         return torch.autocast(device.type, dtype=self.dtype)
 
 
-def choose_device(name: str) -> torch.device:
-    """Return the device that the setting names; raises SettingsError when torch has no such device."""
+def choose_device(devices: str, key: str = "learner.device") -> torch.device:
+    """Return the device that the setting `key` names, the first of several; a CUDA device has its index.
+
+    Call it before CUDA is initialized: of devices that are named by UUID, CUDA sees no others then.
+
+    Raises:
+        SettingsError: torch has no such device.
+    """
+    name = show_only(key, devices)
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     device = torch.device(name)
-    present = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}[device.type]
+    if device.type == "cpu":
+        return device  # without a question to CUDA, which would initialize it
+    present = torch.cuda.is_available() if device.type == "cuda" else torch.backends.mps.is_available()
     if not present or (device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count()):
-        raise SettingsError(f'learner.device = "{name}": torch {torch.__version__} sees no such device; try "auto"')
-    return device
+        why = driver_fault() or f"torch {torch.__version__} sees no such device"
+        raise SettingsError(f'{key} = "{devices}": {why}; try "auto"')
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
+
+
+def driver_fault() -> str | None:
+    """Return why torch sees no CUDA device on a machine that has NVIDIA's driver, as a clause; None without a fault."""
+    if torch.version.cuda is None or torch.cuda.is_available():
+        return None
+    visible = os.environ.get(VISIBLE)
+    if visible in ("", "-1") or not (visible or DRIVER.exists()):
+        return None  # devices are hidden on purpose, or there are none
+    sign = f'{VISIBLE} = "{visible}"' if visible else f"{DRIVER} exists"
+    return (
+        f"torch {torch.__version__} is built for CUDA {torch.version.cuda} and sees no device, although {sign}; is the "
+        "driver too old (CUDA 13 needs 580 or later), or the device away?"
+    )
+
+
+@dataclass(frozen=True)
+class UnusedDevice:
+    """What `auto` could not take, as a component of a report."""
+
+    problem: str | None
+    """One sentence when the CPU computes on a machine that seems to have a GPU."""
+
+    @classmethod
+    def of(cls, key: str, devices: str, device: torch.device) -> "UnusedDevice":
+        """Check the device that was chosen for a setting, and log a problem."""
+        fault = driver_fault() if devices == "auto" and device.type == "cpu" else None
+        if fault is None:
+            return cls(None)
+        problem = f'{key} = "auto" takes the CPU: {fault}'
+        log.warning("%s", problem)
+        return cls(problem)
 
 
 @contextlib.contextmanager
@@ -109,5 +159,7 @@ def compute_deterministically() -> None:
     """
     os.environ.setdefault(_CUBLAS, ":4096:8")  # required by cuBLAS
     torch.use_deterministic_algorithms(True)
+    # It would write every new tensor, pinned buffers too, to show reads of what was never written.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = False
     torch.set_num_threads(1)

@@ -9,13 +9,11 @@ import torch
 from torch import Tensor
 
 
-def rng_tensors(device: torch.device | None = None) -> dict[str, Tensor]:
-    """Return the states of torch's generators: the CPU's, and every CUDA device's, or the one's given as `cuda`."""
+def rng_tensors(device: torch.device) -> dict[str, Tensor]:
+    """Return the states of torch's generators: the CPU's, and as `cuda` the device's if it is a CUDA device."""
     states = {"cpu": torch.get_rng_state()}
-    if device is not None:
-        states |= {"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}
-    elif torch.cuda.is_available():
-        states |= {f"cuda.{index}": state for index, state in enumerate(torch.cuda.get_rng_state_all())}
+    if device.type == "cuda":  # not those of all devices: a learner on the CPU must not initialize CUDA
+        states["cuda"] = torch.cuda.get_rng_state(device)
     return states
 
 
@@ -29,15 +27,11 @@ def rng_values() -> dict[str, Any]:
     }
 
 
-def restore_rng(tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-    """Restore all generators, except those of missing CUDA devices; `cuda` is the current device."""
+def restore_rng(tensors: Mapping[str, Tensor], values: Mapping[str, Any], device: torch.device) -> None:
+    """Restore all generators; that of a CUDA device if this process computes on one, whatever its number."""
     torch.set_rng_state(tensors["cpu"])
-    for name, state in tensors.items():
-        device, _, index = name.partition(".")
-        if device == "cuda" and torch.cuda.is_available():
-            number = int(index or torch.cuda.current_device())
-            if number < torch.cuda.device_count():
-                torch.cuda.set_rng_state(state, number)
+    if device.type == "cuda" and "cuda" in tensors:
+        torch.cuda.set_rng_state(tensors["cuda"], device)
     version, words, gauss = values["python"]
     random.setstate((version, tuple(words), gauss))
     name, keys, position, has_gauss, cached = values["numpy"]

@@ -286,11 +286,11 @@ class Trainer:
 
     def generators(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return the states of all random generators, as tensors and as JSON values, for a checkpoint."""
-        return rng_tensors(), rng_values()
+        return rng_tensors(self.device), rng_values()
 
     def restore_generators(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """Restore the states of all random generators; called after `restore`."""
-        restore_rng(tensors, values)
+        restore_rng(tensors, values, self.device)
 
     def _restore_strategy(self, tensors: Tensors, state: Mapping[str, Any]) -> None:
         """Restore the strategy, unless the checkpoint is of another strategy."""

@@ -36,6 +36,8 @@ class Deployment:
     device: torch.device
     stream_priority: bool = True
     """Whether a CUDA device runs serving's work first."""
+    device_problem: str | None = None
+    """One sentence when the CPU computes on a machine that seems to have a GPU."""
 
     @property
     def versions(self) -> Versions:

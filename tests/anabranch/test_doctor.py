@@ -22,6 +22,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import psutil
@@ -34,15 +35,21 @@ from kafka import KafkaAdminClient
 import anabranch.doctor.state_dir_checks
 from anabranch.cli import app as cli
 from anabranch.config.loader import load_config
+from anabranch.doctor import accelerator_checks, probe
 from anabranch.doctor import runner as examination
+from anabranch.doctor.accelerator_checks import DeviceLoad, check_compiler
 from anabranch.doctor.environment_checks import check_install
 from anabranch.doctor.findings import FINDINGS, CheckContext, Finding, found, ok
+from anabranch.doctor.model_checks import _device_of_trial
 from anabranch.doctor.model_process import Asked, ProbeResult, check_model
 from anabranch.doctor.probe import _share, run_probe
 from anabranch.doctor.runner import CHECKS, examine, exit_code, summary
 from anabranch.runtime.lifecycle import Exit
 from ingest.events.schema import Schema
 from learner.config import DeviceSharingSettings
+from learner.device_sharing import cuda_limits
+from learner.model import device as learner_device
+from learner.model import visible_devices
 from learner.model.device import Precision
 from learner.model.task import Classification
 from learner.state_dir.checkpoint import Checkpoint, Checkpoints
@@ -382,6 +389,23 @@ class TestModel:
         message = 'learner.comm_hook = "bf16" needs CUDA devices; write "fp16", or "none".'
         assert only(diagnose("model"), "learner.replicas").message == message
 
+    @pytest.mark.finds("device_sharing.sms")
+    def test_multiprocessors_without_mps_give_serving_nothing(
+        self, diagnose: Callable[..., list[Finding]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        monkeypatch.setattr(cuda_limits, "lacks_green_contexts", lambda _: None)
+        monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+        sharing = DeviceSharingSettings(sms=16)
+        said, how = _share(sharing, torch.device("cuda"))
+        diagnose.seen.add(said.kind)
+        assert said.message == (
+            "device_sharing.sms = 16 slows training and gives serving nothing: no MPS daemon listens, since there is "
+            f"no {tmp_path / 'control'}."
+        )
+        assert "steps keep to 16 multiprocessors" in how.message
+        monkeypatch.setattr(cuda_limits, "mps_fault", lambda: None)
+        assert [finding.kind for finding in _share(sharing, torch.device("cuda"))] == [""]
+
     @pytest.mark.finds("device_sharing.refinement", "device_sharing.mps")
     def test_refinements_of_device_sharing_that_the_device_lacks(
         self, diagnose: Callable[..., list[Finding]], setting: Callable[..., None]
@@ -399,8 +423,8 @@ class TestModel:
             == "device_sharing.mps_percentage = 50 needs a CUDA device, but the device is cpu."
         )
 
-    def test_refinements_that_are_there_are_reported(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    def test_refinements_that_are_there_are_reported(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(cuda_limits, "mps_fault", lambda: None)
         (said,) = _share(DeviceSharingSettings(mps_percentage=30), torch.device("cuda"))
         assert said.message == (
             "Training yields to requests on cuda; serving's kernels are taken first; "
@@ -414,6 +438,181 @@ class TestModel:
         setting("device_sharing.policy", "fraction")
         sentence = "Training yields to requests on cpu, and gets at least 50% of it; its threads run at a lower"
         assert any(finding.message.startswith(sentence) for finding in diagnose("model"))
+
+    @pytest.mark.finds("device.driver")
+    def test_a_driver_that_is_too_old(
+        self,
+        diagnose: Callable[..., list[Finding]],
+        setting: Callable[..., None],
+        monkeypatch: pytest.MonkeyPatch,
+        tmp_path: Path,
+    ) -> None:
+        monkeypatch.setattr(learner_device, "DRIVER", tmp_path)
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        messages = [finding.message for finding in diagnose("model") if finding.kind]
+        assert len(messages) == 2
+        for key, message in zip(("learner", "serving"), messages, strict=True):
+            assert message.startswith(
+                f'{key}.device = "auto" takes the CPU: torch {torch.__version__} is built for CUDA'
+            )
+        setting("learner.device", "cuda")
+        (finding,) = (finding for finding in diagnose("model") if finding.message.startswith("learner.device"))
+        assert (finding.kind, finding.fix.partition(",")[0]) == ("device.driver", "Update NVIDIA's driver")
+
+    def test_uuids_of_the_machine_are_listed_and_one_that_is_absent_is_a_problem(
+        self,
+        diagnose: Callable[..., list[Finding]],
+        setting: Callable[..., None],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        for module in (accelerator_checks, visible_devices, probe):
+            monkeypatch.setattr(module, "machine_devices", lambda: {"GPU-aa11": [], "GPU-bb22": ["MIG-cc33"]})
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        setting("learner.device", "GPU-dd44")
+        setting("serving.device", "MIG-ee55")
+        findings = diagnose("model")
+        assert any(f.message == "The machine's GPUs are GPU-aa11, GPU-bb22 (instances MIG-cc33)." for f in findings)
+        missing = [finding.message for finding in findings if finding.kind == "device.missing"]
+        there = "this machine has no such device; it has GPU-aa11, GPU-bb22, MIG-cc33."
+        assert missing == [f'learner.device = "GPU-dd44": {there}', f'serving.device = "MIG-ee55": {there}']
+
+    @pytest.mark.finds("compile.compiler", "compile.folder")
+    def test_what_the_compiler_lacks(
+        self,
+        diagnose: Callable[..., list[Finding]],
+        setting: Callable[..., None],
+        monkeypatch: pytest.MonkeyPatch,
+        tmp_path: Path,
+    ) -> None:
+        setting("learner.device", "cpu")
+        setting("learner.compile", "true")
+        for name in ("CC", "CXX"):
+            monkeypatch.setenv(name, str(tmp_path / "compiler"))
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "not" / "there"))
+        monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+        asked, noexec = [], SimpleNamespace(f_flag=accelerator_checks._NOEXEC | os.ST_RDONLY)
+        monkeypatch.setattr(accelerator_checks.os, "statvfs", lambda path: asked.append(path) or noexec)
+        messages = {finding.kind: finding for finding in diagnose("model")}
+        assert messages["compile.compiler"].message == (
+            f"learner.compile needs a C compiler, but there is no {tmp_path / 'compiler'}."
+        )
+        assert messages["compile.folder"].message == (
+            f"learner.compile loads what it compiles from {tmp_path / 'not' / 'there'}, which is mounted noexec."
+        )
+        assert messages["compile.folder"].fix.startswith("Set TORCHINDUCTOR_CACHE_DIR to a folder")
+        assert asked == [tmp_path]
+
+    def test_a_compiler_and_its_folders_that_can_be_used(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        (tmp_path / "cc").touch(mode=0o755)
+        monkeypatch.setenv("PATH", str(tmp_path))
+        (finding,) = check_compiler("cuda", {"TRITON_CACHE_DIR": str(tmp_path)})
+        assert finding.kind == ""
+        kinds = [finding.kind for finding in check_compiler("cpu", {})]
+        assert kinds == ["compile.compiler"]
+
+    def test_a_folder_that_cannot_be_written(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        monkeypatch.setattr(accelerator_checks.os, "access", lambda path, _mode: path != tmp_path)
+        folder = str(tmp_path / "compiled")
+        (finding,) = check_compiler("cpu", {"CXX": sys.executable, "TORCHINDUCTOR_CACHE_DIR": folder})
+        assert finding.message == f"learner.compile loads what it compiles from {folder}, which cannot be written."
+
+    def test_triton_has_its_own_folder(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        flags = {str(tmp_path): accelerator_checks._NOEXEC}
+        monkeypatch.setattr(
+            accelerator_checks.os, "statvfs", lambda path: SimpleNamespace(f_flag=flags.get(str(path), 0))
+        )
+        environment = {"CC": sys.executable, "TRITON_CACHE_DIR": str(tmp_path)}
+        (finding,) = check_compiler("cuda", environment)
+        assert (finding.kind, finding.key) == ("compile.folder", "TRITON_CACHE_DIR")
+        assert [finding.kind for finding in check_compiler("cpu", {**environment, "CXX": sys.executable})] == [""]
+
+    @pytest.fixture
+    def small_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A CUDA device of 200 kB, to which no model can be moved."""
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=200_000))
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2 * 26_122 * 4 - 1, 200_000))
+        move = torch.nn.Module.to
+
+        def refuse(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
+            if device.type == "cuda":
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nSee the documentation")
+            return move(model, device)
+
+        monkeypatch.setattr(torch.nn.Module, "to", refuse)
+
+    @pytest.mark.finds("device.ledger")
+    @pytest.mark.usefixtures("small_device")
+    def test_a_model_that_needs_more_than_its_part_of_a_device(self, diagnose: Callable[..., list[Finding]]) -> None:
+        findings = diagnose("model")
+        assert set(kinds(findings)) == {"device.ledger"}
+        messages = [finding.message for finding in findings]
+        assert any("26,122 parameters" in message for message in messages)  # tried on the CPU, for lack of room
+        message, of_serving = [finding.message for finding in findings if finding.kind == "device.ledger"]
+        assert of_serving.startswith("Serving needs at least 0.")
+        assert message.startswith("The learner needs at least 0.")
+        assert "but cuda:0 has 0.0 GB for it with device_sharing.memory = 0.7; most is replay 0." in message
+
+    def test_a_ledger_names_the_largest_items(self) -> None:
+        learner = {"weights": 10, "optimizer": 20, "scorer": 25, "replay": 6, "contexts": 1}
+        serving = {"versions": 8, "held_version": 4, "contexts": 1}
+
+        def found_for(total: int, **settings: Any) -> str:
+            load = DeviceLoad("cuda:0", total * 10**9, *({k: v * 10**9 for k, v in it.items()} for it in items))
+            return " ".join(f.message for f in load.check(DeviceSharingSettings.model_validate(settings)))
+
+        items = learner, serving
+        assert found_for(100) == (
+            "Of 100.0 GB of cuda:0, the learner takes at least 62.0 GB and serving takes at least 13.0 GB; activations "
+            "come on top."
+        )
+        assert found_for(80) == (
+            "The learner needs at least 61.0 GB without activations, but cuda:0 has 56.0 GB for it with "
+            "device_sharing.memory = 0.7; most is scorer 25.0 GB, optimizer 20.0 GB, weights 10.0 GB."
+        )
+        assert found_for(80, memory=0.9) == (
+            "Serving needs at least 12.0 GB without activations, but cuda:0 has 4.0 GB for it with "
+            "device_sharing.memory = 0.9; most is versions 8.0 GB, held_version 4.0 GB."
+        )
+        assert found_for(40).count("without activations") == 2
+        # Neither has a part of it, and so only both together can be too much.
+        assert found_for(70, policy="exclusive") == (
+            "The pipeline needs at least 75.0 GB without activations, but cuda:0 has 70.0 GB; most is scorer 25.0 GB, "
+            "optimizer 20.0 GB, weights 10.0 GB."
+        )
+        items = learner, {}
+        assert found_for(62, policy="exclusive") == (
+            "Of 62.0 GB of cuda:0, the learner takes at least 62.0 GB; activations come on top."
+        )
+
+    @pytest.mark.finds("device.busy")
+    @pytest.mark.usefixtures("small_device")
+    def test_a_device_that_is_full_is_one_finding_and_the_model_is_tried_on_the_cpu(
+        self, diagnose: Callable[..., list[Finding]], example: Path, checks: list[Any]
+    ) -> None:
+        chosen = [check for check in checks if check.name == "model"]
+        findings = [finding for _, finding in examine(example / "pipeline.toml", 60, checks=chosen, on_device=True)]
+        diagnose.seen.update(kinds(findings))
+        message = "cuda:0 has too little free memory to try the model: CUDA out of memory. Tried to allocate 2.00 GiB."
+        assert only(findings, "device.busy").message == message
+        assert any("26,122 parameters" in finding.message for finding in findings)
+
+    def test_a_running_learner_is_not_disturbed(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        def refuse(_: object) -> None:
+            raise AssertionError("that takes a context")
+
+        cuda = torch.device("cuda", 0)
+        asked = cast("Asked", SimpleNamespace(on_device=False, state_dir=str(tmp_path)))
+        monkeypatch.setattr(torch.cuda, "mem_get_info", refuse)
+        with hold_state_directory(tmp_path):
+            assert _device_of_trial(asked, cuda, 100) == torch.device("cpu")
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (200, 1000))
+        assert _device_of_trial(asked, cuda, 100) == cuda
+        assert _device_of_trial(asked, cuda, 101) == torch.device("cpu")
 
     @pytest.mark.finds("device.memory")
     def test_more_replay_than_there_is_memory(
@@ -1097,6 +1296,23 @@ class TestCommand:
             frozenset({"check", "kind", "level", "message", "fix", "unreachable"})
         }
         assert findings[0]["check"] == "config"
+
+    @pytest.mark.parametrize(("arguments", "on_device"), [((), False), (("--device",), True)])
+    def test_the_model_is_tried_on_a_busy_device_on_request(self, doctor, monkeypatch, arguments, on_device):
+        asked = []
+
+        def check(context):
+            def launch(probed, _seconds):
+                asked.append(probed.on_device)
+                return ProbeResult([], 0, "")
+
+            yield from check_model(context, launch)
+
+        monkeypatch.setattr(
+            examination, "CHECKS", [check_._replace(run=check) for check_ in CHECKS if check_.name == "model"]
+        )
+        doctor(*arguments)
+        assert asked == [on_device]
 
     def test_secrets_are_not_printed(self, doctor, edit, monkeypatch):
         monkeypatch.setenv("DOCTOR_PASSWORD", "hunter-2-secret")

@@ -186,6 +186,19 @@ def test_compiled_code_has_no_layers_to_yield_between() -> None:
     )
 
 
+def test_a_percentage_under_mps_overrides_multiprocessors() -> None:
+    for settings in ({"sms": 16}, {"mps_percentage": 50}):
+        alone = DeviceSharingSettings.model_validate(settings)
+        assert list(conflicts(facts(LearnerSettings(), ReplaySettings(), sharing=alone))) == []
+    both = DeviceSharingSettings(sms=16, mps_percentage=50)
+    ((key, said),) = conflicts(facts(LearnerSettings(), ReplaySettings(), sharing=both))
+    assert key == "device_sharing.sms"
+    assert said == (
+        "device_sharing.sms = 16 does not go with device_sharing.mps_percentage = 50: "
+        "a percentage under MPS overrides how many multiprocessors a green context has; take one out"
+    )
+
+
 def test_each_rule_is_of_keys_that_there_are() -> None:
     known = set(facts(LearnerSettings(), ReplaySettings(), StreamSettings(topics=("events",)), DeviceSharingSettings()))
     assert {key for rule in RULES for key in (rule.key, rule.other)} <= known

@@ -6,6 +6,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from learner.metrics import LearnerMetrics
+from learner.model.device import UnusedDevice
 from learner.reporter import Reporter
 from learner.state_dir.report import LearnerReport, PartitionReport
 
@@ -58,9 +59,11 @@ def test_the_problems_are_those_of_all_components(tmp_path: Any) -> None:
     publisher = SimpleNamespace(problem=None, gate=SimpleNamespace(hold=good))
     parts: Any = SimpleNamespace(source=good, publisher=publisher, checkpointer=bad, erasure=good, lag=lag)
     metrics: Any = SimpleNamespace(learner=LearnerMetrics(CollectorRegistry()))
-    reporter = Reporter(tmp_path, 1, loop, parts, metrics, strategy="none", classification=True)
-    assert reporter.problems() == ["the disk is full", "steps are not finite", "the model raises"]
+    unused = UnusedDevice("auto takes the CPU")
+    arguments: Any = {"strategy": "none", "classification": True, "unused_device": unused}
+    reporter = Reporter(tmp_path, 1, loop, parts, metrics, **arguments)
+    assert reporter.problems() == ["the disk is full", "steps are not finite", "the model raises", "auto takes the CPU"]
     assert reporter.warnings() == ["behind"]
     reporter.problem = "cannot be written to"
     assert "cannot be written to" in reporter.problems()
-    assert len(reporter.problems()) == 4
+    assert len(reporter.problems()) == 5

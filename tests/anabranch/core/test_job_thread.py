@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from anabranch.core.job_thread import JobThread
+from anabranch.core.job_thread import JobThread, at_start_of_job_threads
 
 
 @pytest.fixture
@@ -73,3 +73,27 @@ def test_close_runs_the_jobs_that_were_submitted() -> None:
     thread.close()
     assert done == list(range(50))
     JobThread("idle").close()
+
+
+def test_a_thread_makes_the_calls_of_its_start_first() -> None:
+    done: list[object] = []
+    before, within, after = JobThread("before"), JobThread("within"), JobThread("after")
+    before.start()
+    with at_start_of_job_threads(lambda: done.append(threading.current_thread().name)):
+        for each in (before, within):
+            each.submit(lambda: done.append("job"))
+            each.wait()
+    after.submit(lambda: done.append("job"))
+    for each in (before, within, after):
+        each.close()
+    assert done == ["job", "within", "job", "job"]
+
+
+def test_a_call_at_the_start_that_fails_is_a_bug_of_the_thread() -> None:
+    thread, done = JobThread("test"), list[int]()
+    with at_start_of_job_threads(lambda: 1 / 0):
+        thread.submit(lambda: done.append(1))
+        thread.close()
+    assert done == [1]
+    with pytest.raises(ZeroDivisionError):
+        thread.raise_bug()

@@ -16,9 +16,11 @@ import psutil
 import pytest
 
 from anabranch.config.loader import load_config
-from anabranch.runtime.child_process import Part
+from anabranch.core.errors import SettingsError
+from anabranch.runtime.child_process import Part, close_pipe, spawn
 from anabranch.runtime.lifecycle import Exit
 from anabranch.runtime.supervisor import RestartPolicy, Supervisor, pipeline_parts
+from learner.model import visible_devices
 
 pytestmark = pytest.mark.process
 
@@ -624,3 +626,31 @@ def test_a_learner_has_a_standby_where_the_config_says_so(example: Path) -> None
     learner, serving = pipeline_parts(load_config(example / "pipeline.toml", {"ANABRANCH__LEARNER__STANDBY": "true"}))
     assert learner.standby == (*learner.command, "--standby")
     assert serving.standby is None
+
+
+def test_a_part_sees_only_the_device_that_its_uuid_names(example: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(visible_devices, "machine_devices", lambda: {"GPU-aa11": [], "GPU-bb22": ["MIG-cc33"]})
+    settings = {"ANABRANCH__LEARNER__DEVICE": "GPU-aa11", "ANABRANCH__SERVING__DEVICE": "MIG-cc33"}
+    config = load_config(example / "pipeline.toml", settings)
+    seen = [part.environment.get("CUDA_VISIBLE_DEVICES") for part in pipeline_parts(config, {})]
+    assert seen == ["GPU-aa11", "MIG-cc33"]
+    seen = [part.environment.get("CUDA_VISIBLE_DEVICES") for part in pipeline_parts(load_config(config.path, {}), {})]
+    assert seen == [None, None]
+    with pytest.raises(
+        SettingsError, match='CUDA_VISIBLE_DEVICES = "GPU-bb22" has no such device; it has GPU-bb22, MIG'
+    ):
+        pipeline_parts(config, {"CUDA_VISIBLE_DEVICES": "GPU-bb22"})
+
+
+def test_a_child_is_started_with_the_devices_of_its_part(tmp_path: Path) -> None:
+    output = tmp_path / "seen"
+    part = Part(
+        "child",
+        (sys.executable, "-c", "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"),
+        environment={"CUDA_VISIBLE_DEVICES": "GPU-aa11"},
+        output=output,
+    )
+    process = spawn(part, part.command)
+    assert process.wait(30) == 0
+    close_pipe(process)
+    assert output.read_text() == "GPU-aa11\n"

@@ -1,21 +1,37 @@
 """Limits on a CUDA device, as far as they can be tested without one."""
 
 import contextlib
-import subprocess
+import os
+import socket
 import sys
+import threading
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
 
 from anabranch.core.errors import SettingsError
+from anabranch.core.job_thread import JobThread
 from ingest.events.schema import Schema
 from ingest.kafka.fake import fake_columns
 from learner.config import DeviceSharingSettings, LearnerSettings
-from learner.device_sharing.cuda_limits import confined, lacks_green_contexts, lacks_mps
+from learner.device_sharing import cuda_limits as module
+from learner.device_sharing.cuda_limits import (
+    confined,
+    lacks_green_contexts,
+    lacks_mps,
+    limit_server_memory,
+    prepare_cuda,
+    using_device,
+)
+from learner.model import visible_devices
 from learner.model.device import choose_precision
 from learner.model.task import Classification
+from learner.runtime.background_worker import BackgroundWorker
 from learner.strategies.registry import STRATEGIES
 from learner.training.passes import StepHooks
 from learner.training.trainer import Trainer
@@ -58,18 +74,206 @@ def test_multiprocessors_of_a_device_that_has_none_are_one_sentence() -> None:
     assert lacks_mps(CPU)
 
 
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str]:
+    """The environment of `prepare_cuda`, at first empty but for the folder in which MPS would listen."""
+    variables = {"CUDA_MPS_PIPE_DIRECTORY": str(tmp_path)}
+    monkeypatch.setattr(module.os, "environ", variables)
+    return variables
+
+
+@pytest.fixture
+def mps(tmp_path: Path) -> Iterator[None]:
+    """A socket on which an MPS daemon would listen."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "control"))
+        listener.listen()
+        yield
+
+
 @pytest.mark.parametrize(("before", "after"), [(None, "30"), ("70", "70")])
-@pytest.mark.process
-def test_the_part_that_training_may_take_is_set_unless_it_was_set_before(before: str | None, after: str) -> None:
-    code = (
-        "import os; from learner.config import DeviceSharingSettings;"
-        "from learner.device_sharing.cuda_limits import limit_threads;"
-        "limit_threads(DeviceSharingSettings(mps_percentage=30)); "
-        "print(os.environ['CUDA_MPS_ACTIVE_THREAD_PERCENTAGE'])"
+def test_the_part_that_training_may_take_is_set_unless_it_was_set_before(
+    environment: dict[str, str], before: str | None, after: str
+) -> None:
+    if before is not None:
+        environment["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = before
+    prepare_cuda("auto", DeviceSharingSettings(mps_percentage=30))
+    assert environment["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == after
+
+
+@pytest.mark.usefixtures("mps")
+def test_training_has_a_lower_priority_and_less_memory_under_mps(
+    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "device_bytes", lambda: [1000 << 20, 2000 << 20])
+    prepare_cuda("auto", DeviceSharingSettings())
+    assert environment["CUDA_MPS_CLIENT_PRIORITY"] == "1"
+    assert environment["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=750M,1=1500M"  # its part, and that of contexts
+    environment["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] = "0=9G"
+    prepare_cuda("auto", DeviceSharingSettings(memory=0.5))
+    assert environment["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=9G"
+
+
+@pytest.mark.parametrize("settings", [{"policy": "exclusive"}, {"memory": 0.5}, {}])
+def test_without_mps_no_memory_of_its_clients_is_bounded(
+    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(module, "device_bytes", lambda: [1000 << 20])
+    prepare_cuda("auto", DeviceSharingSettings(**settings))
+    assert "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT" not in environment
+    assert ("CUDA_MPS_CLIENT_PRIORITY" in environment) == (settings.get("policy") != "exclusive")
+
+
+def test_devices_are_chosen_before_their_memory_is_asked_for(
+    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, mps: None
+) -> None:
+    del mps
+    seen = []
+    monkeypatch.setattr(visible_devices, "machine_devices", dict)
+    monkeypatch.setattr(module, "device_bytes", lambda: seen.append(dict(environment)) or [])
+    prepare_cuda("GPU-aaaa", DeviceSharingSettings())
+    assert seen[0]["CUDA_VISIBLE_DEVICES"] == "GPU-aaaa"
+
+
+def test_an_mps_daemon_has_to_listen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    cuda, control = torch.device("cuda"), tmp_path / "control"
+    assert lacks_mps(cuda) == f"has no effect: no MPS daemon listens, since there is no {control}"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(control))
+        listener.listen()
+        assert lacks_mps(cuda) is None
+    assert lacks_mps(cuda) == f"has no effect: no MPS daemon listens at {control}: Connection refused"
+    control.unlink()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(control))
+        listener.listen()
+        assert lacks_mps(cuda) is None
+    control.unlink()
+    os.mkfifo(control)
+    assert "no MPS daemon listens" in str(lacks_mps(cuda))
+    reader = os.open(control, os.O_RDONLY | os.O_NONBLOCK)
+    assert lacks_mps(cuda) is None
+    os.close(reader)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """The calls of torch that choose a device, bound its memory or allocate, in order; a device has 1,000 MiB."""
+    made: list[tuple[Any, ...]] = []
+    empty = torch.empty
+
+    def allocate(*shape: int, **options: Any) -> torch.Tensor:
+        if torch.device(options.get("device", "cpu")).type == "cuda":
+            made.append(("empty", shape[0] >> 20))
+            return empty(0)
+        return empty(*shape, **options)
+
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: made.append(("set_device", index)))
+    monkeypatch.setattr(
+        torch.cuda, "set_per_process_memory_fraction", lambda part, index: made.append(("fraction", part, index))
     )
-    environment = {} if before is None else {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": before}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
-    assert done.stdout.strip() == after, done.stderr
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=1000 << 20))
+    monkeypatch.setattr(torch, "empty", allocate)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("settings", "reserve", "then"),
+    [
+        ({}, False, [("fraction", 0.7, 1)]),
+        ({"policy": "fraction", "memory": 0.5}, False, [("fraction", 0.5, 1)]),
+        ({"policy": "exclusive"}, True, []),
+        ({"policy": "exclusive", "memory": 0.9}, False, [("fraction", 0.9, 1)]),
+        ({"memory": 0.5}, True, [("fraction", 0.5, 1), ("empty", 500 - 64)]),
+    ],
+)
+def test_memory_is_bounded_on_the_device_that_is_current(
+    calls: list[tuple[Any, ...]], settings: dict[str, Any], reserve: bool, then: list[tuple[Any, ...]]
+) -> None:
+    with using_device(DeviceSharingSettings(**settings), torch.device("cuda", 1), reserve=reserve):
+        assert calls == [("set_device", 1), *then]
+
+
+def test_threads_of_the_learner_use_its_device(calls: list[tuple[Any, ...]]) -> None:
+    background, store = BackgroundWorker("publisher"), JobThread("store")
+    with using_device(DeviceSharingSettings(), torch.device("cuda", 1)):
+        calls.clear()
+        background.start(lambda: calls.append(("publish", threading.current_thread().name)))
+        background.wait()
+        store.start()
+        store.close()
+    assert calls == [("set_device", 1), ("publish", "publisher"), ("set_device", 1)]
+
+
+def test_a_cpu_is_used_as_it_is(calls: list[tuple[Any, ...]]) -> None:
+    with using_device(DeviceSharingSettings(), CPU, reserve=True):
+        assert calls == []
+
+
+def test_memory_that_others_hold_is_not_reserved(
+    calls: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(torch, "empty", refuse)
+    with using_device(DeviceSharingSettings(), torch.device("cuda", 0), reserve=True):
+        assert calls[-1] == ("fraction", 0.7, 0)
+    assert caplog.messages == [
+        f"learner.deterministic: cuda:0 has less than {(700 - 64) << 20} bytes free; results may differ"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("settings", "workers", "part"),
+    [({}, 1, 0.25), ({}, 5, 0.05), ({"memory": 0.45}, 2, 0.25), ({"memory": 0.9}, 1, 0.05)],
+)
+def test_servers_divide_what_the_learner_leaves(
+    calls: list[tuple[Any, ...]], settings: dict[str, Any], workers: int, part: float
+) -> None:
+    device = torch.device("cuda", 1)
+    assert limit_server_memory(DeviceSharingSettings(**settings), device, workers) == device
+    ((_, fraction, index),) = calls
+    assert (round(fraction, 6), index) == (part, 1)
+
+
+def test_servers_with_their_own_device_have_no_bound(calls: list[tuple[Any, ...]]) -> None:
+    limit_server_memory(DeviceSharingSettings(policy="exclusive"), torch.device("cuda"), 1)
+    limit_server_memory(DeviceSharingSettings(), CPU, 1)
+    assert calls == []
+
+
+class Refused:
+    """A green context that cannot be used."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def create(self, **_: object) -> "Refused":
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        raise self._error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("Green contexts need driver 550"),
+        AttributeError("'GreenContext' object has no attribute 'Stream'"),
+        ImportError("No module named 'cuda.bindings'"),
+    ],
+)
+def test_green_contexts_that_torch_cannot_make_are_one_sentence(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "lacks_green_contexts", lambda _: None)
+    monkeypatch.setitem(
+        sys.modules, "torch.cuda.green_contexts", cast("Any", SimpleNamespace(GreenContext=Refused(error)))
+    )
+    with pytest.raises(SettingsError, match=rf"device_sharing\.sms = 8 is refused by cuda:0: {error}"):
+        confined(DeviceSharingSettings(sms=8), torch.device("cuda", 0)).__enter__()
 
 
 @pytest.mark.gpu
