@@ -1,0 +1,89 @@
+"""The ledger of device memory: bytes by purpose, computed from settings. Imports no torch.
+
+It counts what is sure to be there at the same time at the worst moment of a learner, which is a checkpoint during the
+scoring of a version. Activations, which depend on the micro-batch size, and a module that FSDP has gathered for its
+forward pass are not in it.
+
+    weights 1   gradients 1   AdamW's moments 2   scorer modules 2   = 6 float32 copies = 24 bytes a parameter
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+_FLOAT32 = 4
+_HALF = {"bf16", "fp16", "fp8"}
+SCORER_MODULES = 2
+"""Modules on the device that score held-out events: one of the candidate, one of the served version."""
+CONTEXT_BYTES = 600_000_000
+"""A CUDA context with cuBLAS' workspaces, for one process; an estimate, which depends on driver and device."""
+
+_MOMENTS = {"adamw": 2, "adam": 2, "sgd": 0, "adafactor": 0, "adagrad": 1, "rmsprop": 1}
+"""Copies of the weights that an optimizer keeps; Adafactor keeps a row and a column of each matrix."""
+_MORE_MOMENTS = {"adamw": ("amsgrad",), "adam": ("amsgrad",), "sgd": ("momentum",), "rmsprop": ("momentum", "centered")}
+"""Arguments that make it keep one more copy each."""
+_UNFUSED = {"adafactor", "adagrad", "rmsprop"}
+"""Optimizers without a fused form: their step allocates another copy."""
+_STRATEGY = {"ewc": 3, "lwf": 1, "mir": 2, "agem": 1}
+"""Copies that a strategy keeps, or takes in a step."""
+_WITHOUT_GRADIENT = {"slda", "ncm"}
+
+
+def ledger(
+    parameters: int,
+    *,
+    optimizer: str = "adamw",
+    optimizer_arguments: Mapping[str, Any] | None = None,
+    strategy: str = "er",
+    precision: str = "fp32",
+    sharding: str = "none",
+    ranks: int = 1,
+    leads: bool = True,
+    cloned: bool = False,
+    replay_bytes: int = 0,
+    processes: int = 1,
+) -> dict[str, int]:
+    """Return the bytes of one rank of a learner on its device, by purpose.
+
+    Args:
+        parameters: number of the model's parameters, and of the elements of its buffers.
+        optimizer: `learner.optimizer.name`.
+        optimizer_arguments: its other keys, such as `momentum`.
+        strategy: `learner.strategy.name`.
+        precision: as resolved: "fp32", "bf16", "fp16" ("auto" counts as the larger, "bf16").
+        sharding: `learner.sharding`.
+        ranks: how many train together.
+        leads: whether it is rank 0, which scores versions.
+        cloned: whether copies for versions and checkpoints are cloned on the device first, which they are only where
+            there is room to spare.
+        replay_bytes: the memory tier of the store, if it is on the device.
+        processes: processes with a CUDA context on the device.
+    """
+    copy, arguments = _FLOAT32 * parameters, optimizer_arguments or {}
+    mine, trains = (-(-copy // ranks) if sharding == "fsdp" else copy), strategy not in _WITHOUT_GRADIENT
+    of_optimizer = copy if sharding == "none" else -(-copy // ranks)
+    moments = _MOMENTS[optimizer] + sum(bool(arguments.get(name)) for name in _MORE_MOMENTS.get(optimizer, ()))
+    tensors = {
+        "weights": mine,
+        "gradients": mine * trains,
+        "buckets": mine * (trains and ranks > 1 and sharding != "fsdp"),
+        "optimizer": moments * of_optimizer * trains,
+        "optimizer_step": of_optimizer * (trains and optimizer in _UNFUSED),
+        "strategy": _STRATEGY.get(strategy, 0) * mine,
+        "autocast": copy // 2 * (precision in {*_HALF, "auto"} and sharding != "fsdp"),
+        "scorer": SCORER_MODULES * copy * leads,
+    }
+    kept = tensors["weights"] + tensors["optimizer"] + tensors["strategy"]
+    return {
+        **tensors,
+        "snapshot": tensors["weights"] * (cloned and leads),
+        "checkpoint_staging": kept * cloned,
+        "replay": replay_bytes,
+        "contexts": CONTEXT_BYTES * processes,
+    }
+
+
+def serving_ledger(parameters: int, *, workers: int = 1, shadow: bool = False) -> dict[str, int]:
+    """Return the bytes of all serving processes on a device, by purpose: two versions are there while one is swapped
+    in, and a third where a shadow is compared."""
+    copy = _FLOAT32 * parameters * workers
+    return {"versions": 2 * copy, "shadow": copy * shadow, "contexts": CONTEXT_BYTES * workers}
