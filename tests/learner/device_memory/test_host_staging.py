@@ -231,9 +231,11 @@ def test_a_cpu_takes_one_clone_at_once() -> None:
         assert not len(tensor.reshape(-1)) or copies[name].data_ptr() != tensor.data_ptr()
 
 
-def make_trainer(schema: Schema, device: torch.device, strategy: str = "er") -> Trainer:
+def make_trainer(schema: Schema, device: torch.device, strategy: str = "er", layers: int = 4) -> Trainer:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 128), *(nn.Linear(128, 128) for _ in range(4)), nn.Linear(128, 3)).to(device)
+    model = nn.Sequential(nn.Linear(3, 128), *(nn.Linear(128, 128) for _ in range(layers)), nn.Linear(128, 3)).to(
+        device
+    )
     settings = LearnerSettings.model_validate({"strategy": strategy})
     fp32 = Precision("fp32", None)
     return Trainer(model, Classification(), STRATEGIES[strategy](), schema, settings, device, fp32)
