@@ -121,7 +121,7 @@ REPORT_METRICS: Sequence[StateGauge[LearnerReport]] = (
         lambda report: None if report.held_since is None else max(0.0, report.time - report.held_since),
     ),
     StateGauge(
-        "anabranch_device_memory_bytes",
+        "anabranch_learner_device_memory_bytes",
         "Memory of the learner's device by purpose; on a CPU that of the host.",
         lambda report: report.device_memory,
         "purpose",

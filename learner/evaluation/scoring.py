@@ -56,7 +56,7 @@ def evaluate(model: nn.Module, task: Task, schema: Schema, rows: HoldoutRows, de
     """Return the evaluation of a model, in evaluation mode, on the held-out events."""
     if len(rows) < 2 * YOUNG:
         return Evaluation()
-    return evaluation_of(score_each(model, task, schema, rows.columns, Chunks(device)), schema, rows)
+    return evaluation_of(score_each(model, task, schema, rows.columns, device), schema, rows)
 
 
 def evaluation_of(scores_G: NDArray[np.float64], schema: Schema, rows: HoldoutRows) -> Evaluation:
@@ -98,7 +98,8 @@ def score_each(
     task: Task,
     schema: Schema,
     columns: Mapping[str, Array],
-    chunks: Chunks,
+    device: torch.device,
+    chunks: Chunks | None = None,
     raised: dict[int, str] | None = None,
 ) -> NDArray[np.float64]:
     """Return the score of each of G events, float64 `[G]`; the model is in evaluation mode.
@@ -109,7 +110,8 @@ def score_each(
     Raises:
         Exception: every event raises, and so do events of zeros.
     """
-    total, begin, device = len(columns["label"]), 0, chunks.device
+    chunks = chunks or Chunks(device)
+    total, begin = len(columns["label"]), 0
     scores_G, errors, too_large = np.full(total, np.nan), dict[int, str](), False
 
     def check(first: int, last: int) -> None:
@@ -275,7 +277,7 @@ class Scorer:
         raised: dict[int, str] = {}
         with self._chunks.on_stream():
             model = self._models.of(weights)
-            scores_G = score_each(model, self._task, self.schema, columns, self._chunks, raised)
+            scores_G = score_each(model, self._task, self.schema, columns, self._chunks.device, self._chunks, raised)
         if not raised:
             return scores_G, no_hashes
         hashes = columns["hash"].astype(np.uint64)[list(raised)]

@@ -51,7 +51,8 @@ def test_groups_of_regression_have_no_accuracy() -> None:
 def test_the_memory_of_the_device_is_reported_by_purpose() -> None:
     registry = values(device_memory={"weights": 400, "scorer": 800})
     assert [
-        registry.get_sample_value("anabranch_device_memory_bytes", {"purpose": name}) for name in ("weights", "scorer")
+        registry.get_sample_value("anabranch_learner_device_memory_bytes", {"purpose": name})
+        for name in ("weights", "scorer")
     ] == [400, 800]
 
 
