@@ -160,7 +160,7 @@ class HostStaging:
                 copies[name] = clone
                 continue
             copies[name] = host = _page_locked(clone)
-            for to, piece in _pieces(host, clone):
+            for to, piece in pieces(host, clone):
                 if not size:
                     self.before_chunk()
                 _queue(to, piece, stream)
@@ -220,7 +220,7 @@ def _page_locked(like: Tensor) -> Tensor:
     return torch.empty_strided(like.shape, stride, dtype=like.dtype)
 
 
-def _pieces(to: Tensor, tensor: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def pieces(to: Tensor, tensor: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield pieces of at most a chunk, of a tensor and its copy; a tensor that is not contiguous is one piece."""
     if tensor.nbytes <= CHUNK_BYTES or not (tensor.is_contiguous() and to.is_contiguous()):
         yield to, tensor

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from torch import Tensor, nn
 
 from anabranch.core.failures import out_of_memory
-from learner.device_memory.host_staging import CHUNK_BYTES
+from learner.device_memory.host_staging import CHUNK_BYTES, pieces
 from learner.device_memory.ledger import SCORER_MODULES
 from learner.evaluation.chunks import Chunks
 
@@ -74,11 +74,17 @@ class ResidentModels:
         if self._chunks.device.type != "cuda":
             module.load_state_dict(dict(weights))
             return
-        if weights.keys() != module.state_dict().keys():
-            raise RuntimeError(
-                f"the weights are of another model: {sorted(weights.keys() ^ module.state_dict().keys())}"
-            )
-        for part in _parts(weights):
+        there = module.state_dict()
+        if weights.keys() != there.keys():
+            raise RuntimeError(f"the weights are of another model: {sorted(weights.keys() ^ there.keys())}")
+        large = {name for name, tensor in weights.items() if tensor.nbytes > CHUNK_BYTES}
+        for name in large:
+            if weights[name].shape != there[name].shape:
+                raise RuntimeError(f"the weights are of another model: {name} has the shape {weights[name].shape}")
+            for to, piece in pieces(there[name], weights[name]):
+                with self._chunks.timed():
+                    to.copy_(piece)
+        for part in _parts({name: tensor for name, tensor in weights.items() if name not in large}):
             with self._chunks.timed():
                 module.load_state_dict(part, strict=False)
 

@@ -17,8 +17,9 @@ from ingest.events.partition import TopicPartition
 from ingest.events.schema import Schema
 from ingest.kafka.fake import fake_columns
 from learner.config import GateSettings, ModelSettings, VersionsSettings
+from learner.device_memory import host_staging
 from learner.errors import CopyMemoryError
-from learner.evaluation import chunks
+from learner.evaluation import chunks, resident_models
 from learner.evaluation.chunks import Chunks
 from learner.evaluation.holdout import HoldoutSet
 from learner.evaluation.resident_models import ResidentModels
@@ -106,6 +107,21 @@ def test_weights_of_another_model_do_not_fit(cuda: CudaRecorder, schema: Schema)
     assert not scorer.fits(good | {"bias": torch.zeros(4)})
     columns = held_out(schema, 10)
     assert np.array_equal(scorer.score(good, columns), make_scorer(schema, CPU).score(good, columns))
+
+
+def test_large_weights_are_copied_in_chunks(
+    cuda: CudaRecorder, schema: Schema, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (resident_models, host_staging):
+        monkeypatch.setattr(module, "CHUNK_BYTES", 20)
+    calls: list[int] = []
+    scorer, columns = make_scorer(schema, before_chunk=lambda: calls.append(len(cuda.log))), held_out(schema, 10)
+    weights, expected = some_weights(3), make_scorer(schema, CPU)
+    assert np.array_equal(scorer.score(weights, columns), expected.score(weights, columns))
+    assert len(calls) == 2 + 1 + 1, "two pieces of the weight, the bias, and the events"
+    assert not scorer.fits(weights | {"weight": torch.zeros(4, 3)})
+    assert not scorer.fits(weights | {"bias": torch.zeros(4)})
+    cuda.check()
 
 
 def test_at_most_two_models_are_on_the_device_and_one_where_a_second_does_not_fit(
