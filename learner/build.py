@@ -1,6 +1,6 @@
 """Builds from the settings what each rank of a learner trains with."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,16 @@ from learner.device_sharing.sharing import DeviceSharingSpec
 from learner.distributed.channel import Channel
 from learner.distributed.data_parallel import DataParallelGroup, leaves_some_out
 from learner.distributed.leader import Leader
+from learner.evaluation.scoring import Scorer
+from learner.metrics import LearnerMetrics
 from learner.model.device import Precision, check_scaling, choose_precision, compute_deterministically
 from learner.model.embedding import Embedding, Embeddings, TaskEmbedding
 from learner.model.factory import build_on_device, check_model, check_task, check_training_pass, make_task, sample
 from learner.model.float8 import use_float8
 from learner.model.task import Embeds, Task
+from learner.publishing.gatekeeper import QualityGate
+from learner.publishing.publisher import Publisher
+from learner.state_dir.version import Versions, reference_to
 from learner.strategies.base import Strategy
 from learner.strategies.registry import build_strategy
 from learner.training.out_of_memory import oom_warning
@@ -165,3 +170,30 @@ def build_trainer(
     replicas = DataParallelGroup(setup.settings, search=setup.leaves_some_out)
     warning = oom_warning(setup.device, rows) if rows is not None else None
     return Leader(channel, replicas, **setup.arguments, hooks=hooks, warning=warning)
+
+
+def build_publisher(
+    deployment: LearnerSpec,
+    setup: TrainingSetup,
+    generation: int,
+    metrics: LearnerMetrics,
+    check: Callable[[], None],
+    before_chunk: Callable[[], object],
+) -> Publisher:
+    """Return the publisher with its quality gate, which copies the model.
+
+    Args:
+        deployment: all settings.
+        setup: has the model, before it is split among ranks.
+        generation: of this learner.
+        metrics: of versions.
+        check: called before each version is scored and written.
+        before_chunk: called before each chunk of scoring; waits while requests need the device.
+    """
+    versions = Versions(deployment.state_dir / "versions")
+    versions.clean()
+    reference = reference_to(deployment.model)
+    scorer = Scorer(setup.model, setup.task, setup.schema, setup.device, setup.precision, before_chunk)
+    gate = QualityGate(versions, deployment.gate, scorer, reference)
+    settings = deployment.versions
+    return Publisher(*(versions, settings, reference, setup.schema, scorer, gate, generation, metrics, check))

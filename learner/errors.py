@@ -10,6 +10,7 @@ AnabranchError
 `-- DependencyError           something outside cannot be reached: wait or fix it, then start again (exit 3)
     `-- StateBusyError        a command holds the lock on the state directory
 
+CopyMemoryError           there is no memory for the copy of a version or checkpoint, which is skipped
 RankLostError             another rank is gone: this rank ends, and all ranks restart from the newest checkpoint
 RankTooLargeError         a device ran out of memory: the same, with smaller micro-batches on this host
 """
@@ -41,6 +42,10 @@ class SecondLearnerError(SettingsError):
 
 class StateBusyError(DependencyError):
     """A command, which ends by itself, holds the lock on this state directory."""
+
+
+class CopyMemoryError(MemoryError):
+    """There is no memory for a copy of the weights or of other state; nothing was exchanged with other ranks."""
 
 
 class RankLostError(Exception):

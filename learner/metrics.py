@@ -121,6 +121,12 @@ REPORT_METRICS: Sequence[StateGauge[LearnerReport]] = (
         lambda report: None if report.held_since is None else max(0.0, report.time - report.held_since),
     ),
     StateGauge(
+        "anabranch_learner_device_memory_bytes",
+        "Memory of the learner's device by purpose; on a CPU that of the host.",
+        lambda report: report.device_memory,
+        "purpose",
+    ),
+    StateGauge(
         "anabranch_device_sharing_training_ratio",
         "Part of the time of steps that was not given to requests.",
         lambda report: None if report.device_sharing is None else report.device_sharing.training,

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
+from learner.device_memory.live import live_bytes
 from learner.device_sharing.sharing import DeviceSharing
 from learner.distributed.process_group import RankAssignment
 from learner.loop import LoopMetrics, TrainingLoop
@@ -164,6 +165,7 @@ class Reporter:
             replay_bounds=store.bounds if store is not None else {},
             replay_lost=store.lost if store is not None else 0,
             holdout_rows=len(parts.holdout),
+            device_memory=self._device_memory(store),
             device_sharing=self._sharing.report if self._sharing is not None else None,
             erased=parts.erasure.records,
             erased_through=parts.erasure.through,
@@ -175,6 +177,15 @@ class Reporter:
             versions_published=publisher.published,
             publish_skipped=publisher.skipped,
         )
+
+    def _device_memory(self, store: Store | None) -> dict[str, int]:
+        trainer = self._parts.trainer
+        others = {
+            "scorer": self._parts.publisher.gate.device_bytes,
+            "checkpoint_staging": trainer.staging.cloned_bytes,
+            "replay": store.tiers.device_bytes if store is not None else 0,
+        }
+        return live_bytes(trainer.device, trainer.model, trainer.update.optimizer, others)
 
     def _windows(self) -> dict[str, float]:
         """Mean scores: of new events before training on them, and of the holdout set."""

@@ -5,7 +5,7 @@ import functools
 import gc
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
@@ -16,21 +16,19 @@ from ingest.metrics import IngestMetrics
 from ingest.reader.multi_host import MultiHostReader
 from ingest.reader.reader import BlockReader
 from learner.adaptation.stream_monitor import StreamMonitor
-from learner.build import LearnerSpec, TrainingSetup, build_trainer, build_training_setup
+from learner.build import LearnerSpec, build_publisher, build_trainer, build_training_setup
 from learner.checkpointing.checkpointer import Checkpointer
 from learner.checkpointing.erasure import Erasure
+from learner.device_sharing.background_yield import background_yield
 from learner.device_sharing.cuda_limits import confined, prepare_cuda, using_device
 from learner.device_sharing.sharing import device_sharing, step_hooks
 from learner.distributed.channel import lead
 from learner.distributed.process_group import RankAssignment
 from learner.evaluation.holdout import HoldoutSet
-from learner.evaluation.scoring import Scorer
 from learner.loop import LoopMetrics, Task, TrainingLoop
 from learner.loop_state import LoopComponents
 from learner.metrics import LearnerMetrics
 from learner.model.device import UnusedDevice, choose_device, without_denormals
-from learner.publishing.gatekeeper import QualityGate
-from learner.publishing.publisher import Publisher
 from learner.replay_feed import make_feed
 from learner.reporter import Reporter
 from learner.resume import ResumePoint
@@ -39,7 +37,7 @@ from learner.runtime.shutdown import Deadline, hard_stop_after
 from learner.runtime.status_server import serve_status
 from learner.state_dir.checkpoint import RANK, Checkpoints
 from learner.state_dir.lock import check_generation, hold_state_directory
-from learner.state_dir.version import Versions, reference_to
+from learner.state_dir.version import Versions
 from learner.stream.lag import LagPolicy
 from replay.background_store import BackgroundStore
 from replay.erasure.erasure_log import NAME as LOG
@@ -186,8 +184,14 @@ class Learner:
             )
         )
         hooks = step_hooks(self._sharing, stack.enter_context(confined(deployment.device_sharing.settings, device)))
-        self._publisher = _publisher(deployment, self._setup, self._generation, self._metrics, self._check)
+        before_chunk = stack.enter_context(
+            background_yield(deployment.device_sharing, deployment.state_dir, device, self._stop)
+        )
+        self._publisher = build_publisher(
+            deployment, self._setup, self._generation, self._metrics.learner, self._check, before_chunk
+        )
         self._trainer = build_trainer(self._setup, channel, hooks, assignment.rows if assignment is not None else None)
+        self._trainer.staging.before_chunk = before_chunk
         if self._sharing is not None:
             self._sharing.attach(self._trainer.model, self._ranks)
 
@@ -322,19 +326,6 @@ def _latest_generation(state_dir: Path) -> int:
             Versions(state_dir / "versions").generation(),
             Checkpoints(state_dir / "checkpoints", schema="", generation=0).generation(),
         )
-
-
-def _publisher(
-    deployment: LearnerSpec, setup: TrainingSetup, generation: int, metrics: LoopMetrics, check: Callable[[], None]
-) -> Publisher:
-    """Return the publisher, with its quality gate."""
-    versions = Versions(deployment.state_dir / "versions")
-    versions.clean()
-    reference = reference_to(deployment.model)
-    scorer = Scorer(setup.model, setup.task, setup.schema, setup.device)
-    gate = QualityGate(versions, deployment.gate, scorer, reference)
-    settings = deployment.versions
-    return Publisher(*(versions, settings, reference, setup.schema, scorer, gate, generation, metrics.learner, check))
 
 
 def _source(deployment: LearnerSpec, assignment: RankAssignment | None) -> BlockReader | MultiHostReader:

@@ -152,6 +152,7 @@ METRICS_ADDED = words("""
     anabranch_ingest_passed_offsets
     anabranch_ingest_letters_dropped_total
     anabranch_gate_withdrawn_total anabranch_gate_hold_seconds
+    anabranch_learner_device_memory_bytes
     anabranch_serving_shadow_rows_total anabranch_serving_shadow_disagreement_total
 """)
 

@@ -211,6 +211,11 @@ class RandomScorer:
     ) -> tuple[NDArray[np.float64], NDArray[np.uint64]]:
         return self.score(weights, columns), np.empty(0, np.uint64)
 
+    def seconds(self) -> float:
+        return 0.0
+
+    def keep_on_device(self, weights: Mapping[str, torch.Tensor] | None) -> None: ...
+
 
 def publisher(year: Year, *, holds_out: bool) -> Driven:
     """The holdout set, the publisher and its gate; one version of ten is bad. Serving does not run."""

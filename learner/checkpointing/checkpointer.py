@@ -13,9 +13,10 @@ import msgspec
 from torch import Tensor
 
 from anabranch.core.errors import DependencyError
+from anabranch.core.failures import out_of_memory
 from learner.checkpointing.replay_state import pack
 from learner.config import CheckpointSettings
-from learner.errors import CheckpointError
+from learner.errors import CheckpointError, CopyMemoryError
 from learner.metrics import LearnerMetrics
 from learner.runtime.background_worker import BackgroundWorker
 from learner.runtime.shutdown import Deadline
@@ -190,10 +191,21 @@ class Checkpointer:
 
     def _start(self, capture: Callable[[int], CapturedState], fingerprint: object) -> None:
         number = self._highest = self._highest + 1  # a number that failed is not used again
-        captured = _encoded(capture(number))
         self.requested = False
+        try:
+            captured = _encoded(capture(number))
+        except CopyMemoryError as exc:
+            self._skip_for_memory(number, exc)
+            return
         self._in_snapshot = self._background_store is not None
         self._background.start(lambda: self._write(number, captured, fingerprint))
+
+    def _skip_for_memory(self, number: int, exc: Exception) -> None:
+        """Skip a checkpoint for which there is no memory now: training goes on, and earlier checkpoints stay."""
+        if not out_of_memory(exc):
+            raise exc
+        self._problem = f"checkpoint {number} could not be made for lack of memory: {' '.join(str(exc).split())}"
+        log.error("%s", self._problem)
 
     def end_snapshot_if_written(self) -> None:
         """End the store's snapshot once the checkpoint is written or has failed, so that slots are reused.
@@ -229,6 +241,8 @@ class Checkpointer:
             )
             self._problem = f"{what} {self._checkpoints.path}: {getattr(exc, 'strerror', None) or exc}"
             log.error("%s", self._problem)  # noqa: TRY400 the sentence is complete
+        except (RuntimeError, MemoryError) as exc:
+            self._skip_for_memory(number, exc)
         else:
             self._problem = None
 

@@ -112,7 +112,7 @@ class Leader(Trainer):
                 self._channel.send(rank, Action.GENERATORS, (), kept.to(self.device))
         self._channel.wait_sent()
 
-    def snapshot(self) -> dict[str, Tensor]:
+    def snapshot(self) -> Mapping[str, Tensor]:
         """Copy the weights and buffers as they are now, averaged over the ranks where those have diverged."""
         if self._replicas.weights.sharded:
             self._channel.send_all(Action.SNAPSHOT)
@@ -120,14 +120,14 @@ class Leader(Trainer):
             self._gather()
         return super().snapshot()
 
-    def optimizer_state(self) -> dict[str, Tensor]:
+    def optimizer_state(self) -> Mapping[str, Tensor]:
         """Copy the optimizer's tensors of all ranks."""
         if self._replicas.weights.sharded:
             self._channel.send_all(Action.MOMENTS)
         return super().optimizer_state()
 
-    def tensors(self) -> dict[str, dict[str, Tensor]]:
-        """Copy the weights and the optimizer's tensors of all ranks on the device, for a checkpoint."""
+    def tensors(self) -> dict[str, Mapping[str, Tensor]]:
+        """Copy the weights and the optimizer's tensors of all ranks, for a checkpoint."""
         self._gather()
         return super().tensors()
 

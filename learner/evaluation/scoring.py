@@ -3,7 +3,6 @@
 Legend: G held-out events, C classes.
 """
 
-import copy
 import logging
 import math
 from collections import deque
@@ -18,7 +17,10 @@ from torch import Tensor, nn
 from anabranch.core.failures import out_of_memory
 from ingest.events.block import Array
 from ingest.events.schema import Schema
+from learner.evaluation.chunks import Chunks
 from learner.evaluation.holdout import YOUNG, HoldoutRows
+from learner.evaluation.resident_models import ResidentModels
+from learner.model.device import Precision
 from learner.model.factory import forward
 from learner.model.faulty_events import Check, may_be_of_events, raising, works_on_zeros
 from learner.model.task import Task
@@ -28,7 +30,8 @@ _FEWEST = 10
 """Smallest number of events for which a class or group is listed."""
 _MOST = 64
 """Largest number of classes, and of groups, that are listed: those with the most events."""
-_CHUNK = 1024
+
+_HALF = {torch.float16, torch.bfloat16}
 
 log = logging.getLogger(__name__)
 
@@ -47,13 +50,6 @@ class Evaluation:
     windows: Mapping[str, float] = field(default_factory=dict)
     classes: Mapping[str, float] = field(default_factory=dict)
     groups: Mapping[str, float] = field(default_factory=dict)
-
-
-@dataclass
-class Chunk:
-    """How many events are scored at once; reduced when memory runs out. Used by one thread."""
-
-    rows: int = _CHUNK
 
 
 def evaluate(model: nn.Module, task: Task, schema: Schema, rows: HoldoutRows, device: torch.device) -> Evaluation:
@@ -103,26 +99,27 @@ def score_each(
     schema: Schema,
     columns: Mapping[str, Array],
     device: torch.device,
-    chunk: Chunk | None = None,
+    chunks: Chunks | None = None,
     raised: dict[int, str] | None = None,
 ) -> NDArray[np.float64]:
     """Return the score of each of G events, float64 `[G]`; the model is in evaluation mode.
 
     The score is NaN where the output has one, even if the task returns another, and where model or task raises: the
-    error is put into `raised` by the index of the event. `chunk` is the size that earlier calls have found to fit.
+    error is put into `raised` by the index of the event. `chunks` keeps the size that earlier calls have found to fit.
 
     Raises:
         Exception: every event raises, and so do events of zeros.
     """
-    chunk = chunk or Chunk()
-    total, rows_before, begin = len(columns["label"]), chunk.rows, 0
-    scores_G, errors = np.full(total, np.nan), dict[int, str]()
+    chunks = chunks or Chunks(device)
+    total, begin = len(columns["label"]), 0
+    scores_G, errors, too_large = np.full(total, np.nan), dict[int, str](), False
 
     def check(first: int, last: int) -> None:
-        scores_G[first:last] = _scores(model, task, schema, columns, slice(first, last), device)
+        with chunks.timed(last - first):
+            scores_G[first:last] = _scores(model, task, schema, columns, slice(first, last), device)
 
     while begin < total:
-        end = min(total, begin + chunk.rows)
+        end = min(total, begin + chunks.rows)
         try:
             errors |= _raising_in(begin, end, check)
         except RuntimeError as exc:
@@ -133,9 +130,10 @@ def score_each(
             continue
         # After the handler, since the error references tensors of the pass.
         release(device)
-        chunk.rows = (end - begin) // 2
-    if chunk.rows < rows_before:
-        log.warning("%s ran out of memory: from now on %d held-out events are scored at once", device, chunk.rows)
+        too_large = True
+        chunks.limit((end - begin) // 2)
+    if too_large:
+        log.warning("%s ran out of memory: from now on %d held-out events are scored at once", device, chunks.rows)
     if errors and len(errors) == total and not works_on_zeros(_scoring(model, task), schema, device):
         check(0, total)
     if raised is not None:
@@ -174,7 +172,9 @@ def _scores(
             for feature in schema.features
         }
         output_B = forward(model, features)
-        score_B = task.score(output_B, torch.from_numpy(columns["label"][part]).to(device)).float()
+        label_B = torch.from_numpy(columns["label"][part]).to(device)
+        with torch.autocast(device.type, enabled=False):  # the score is of the weights' own precision
+            score_B = task.score(output_B.float() if output_B.dtype in _HALF else output_B, label_B).float()
         score_B[output_B.reshape(len(score_B), -1).isnan().any(1)] = torch.nan
         scores: NDArray[np.float32] = score_B.cpu().numpy()
     return scores
@@ -227,20 +227,41 @@ Scores = NDArray[np.float64]
 
 
 class Scorer:
-    """Scores weights with a copy of the model. Used by one thread."""
+    """Scores weights with copies of the model. Used by one thread."""
 
-    def __init__(self, model: nn.Module, task: Task, schema: Schema, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        task: Task,
+        schema: Schema,
+        device: torch.device,
+        precision: Precision | None = None,
+        before_chunk: Callable[[], object] = bool,
+    ) -> None:
+        """Take training's arithmetic, and `before_chunk`, which waits until no request needs the device."""
         self.schema = schema
         self.bounded = schema.label.classes is not None
         """Whether scores are between 0 and 1."""
-        self._model = copy.deepcopy(model).eval()
         self._task = task
-        self._device = device
-        self._chunk = Chunk()
-        self._loaded: Mapping[str, Tensor] | None = None
+        self._chunks = Chunks(device, precision, before_chunk)
+        self._models = ResidentModels(model, self._chunks)
         self.raised: deque[tuple[NDArray[np.uint64], str]] = deque()
         """Hashes of events on which the model raised, whose score is NaN, and the error on the first of them; the
         loop's thread removes them from the holdout set."""
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of the copies of the model. Any thread may ask."""
+        return self._models.nbytes
+
+    def seconds(self) -> float:
+        """Return a time of which differences are what scoring takes; see `Chunks.seconds`."""
+        return self._chunks.seconds()
+
+    def keep_on_device(self, weights: Mapping[str, Tensor] | None) -> None:
+        """Keep these weights on the device where there is memory for two models: later versions are compared with
+        them."""
+        self._models.kept = weights
 
     def score(self, weights: Mapping[str, Tensor], columns: Mapping[str, Array]) -> Scores:
         """Return the scores of G events, columns `[G, ...]`, NaN where the model raises; the weights have to fit."""
@@ -253,12 +274,10 @@ class Scorer:
         no_hashes = np.empty(0, np.uint64)
         if not columns:
             return np.empty(0), no_hashes
-        if weights is not self._loaded:
-            self._loaded = None
-            self._model.load_state_dict(dict(weights))
-            self._loaded = weights
         raised: dict[int, str] = {}
-        scores_G = score_each(self._model, self._task, self.schema, columns, self._device, self._chunk, raised)
+        with self._chunks.on_stream():
+            model = self._models.of(weights)
+            scores_G = score_each(model, self._task, self.schema, columns, self._chunks.device, self._chunks, raised)
         if not raised:
             return scores_G, no_hashes
         hashes = columns["hash"].astype(np.uint64)[list(raised)]
@@ -267,9 +286,11 @@ class Scorer:
 
     def fits(self, weights: Mapping[str, Tensor]) -> bool:
         """Return whether the weights are of this model."""
-        self._loaded = None
         try:
-            self._model.load_state_dict(dict(weights))
-        except RuntimeError:
+            with self._chunks.on_stream():
+                self._models.of(weights)
+        except RuntimeError as exc:
+            if out_of_memory(exc):
+                raise
             return False
         return True

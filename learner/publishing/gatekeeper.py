@@ -94,7 +94,7 @@ class QualityGate:
             self._first_on_probation = number
         if self._best is None or self._surpasses:
             self._compare_with(baseline)
-        self._served = baseline
+        self._serve(baseline)
         self.hold.end()
 
     def monitor(self, rows: HoldoutRows) -> None:
@@ -137,6 +137,11 @@ class QualityGate:
         return compare(candidate_G[both], baseline_G[both], bounded=self._scorer.bounded) if both.any() else None
 
     @property
+    def device_bytes(self) -> int:
+        """Bytes on the device of the models that score versions. Any thread may ask."""
+        return self._scorer.device_bytes
+
+    @property
     def needed(self) -> set[int]:
         """Versions that serving may roll back to, and that must not be deleted."""
         return {each.number for each in (self._served, self._last_good) if each is not None}
@@ -165,6 +170,10 @@ class QualityGate:
         self._best, self._best_served = best, time.monotonic()
         return best
 
+    def _serve(self, served: Baseline) -> None:
+        self._served = served
+        self._scorer.keep_on_device(served.weights)
+
     def _start_hold(self, reasons: list[str]) -> None:
         served = self._served.number if self._served is not None else None
         self.hold.start(served, reasons)
@@ -185,7 +194,8 @@ class QualityGate:
         self.withdrawn += 1
         if self._best is not None and self._best.number >= first:
             self._compare_with(last_good)
-        self._served, self._first_on_probation = last_good, None
+        self._serve(last_good)
+        self._first_on_probation = None
         self._start_hold(verdict.reasons)
 
     def _refresh(self, rows: HoldoutRows) -> None:
@@ -225,8 +235,9 @@ class QualityGate:
 
     def _start_with(self, baseline: Baseline | None) -> None:
         if baseline is not None:
-            self._served = self._last_good = self._compare_with(baseline)
+            self._last_good = self._compare_with(baseline)
             self._first_on_probation = None
+            self._serve(baseline)
 
     def _read(self, number: int, rows: HoldoutRows) -> Baseline | None:
         """Read a version; None when it has another schema or model, or is damaged or gone."""

@@ -13,10 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from anabranch.core.failures import out_of_memory
 from ingest.events.position import Position
 from ingest.events.schema import Schema
 from learner.config import VersionsSettings
-from learner.errors import VersionError
+from learner.errors import CopyMemoryError, VersionError
 from learner.evaluation.forgetting_metric import ForgettingState, retention_of
 from learner.evaluation.holdout import HoldoutRows, HoldoutSet
 from learner.evaluation.scoring import Evaluation, Scorer, Scores, evaluation_of, newcomers
@@ -32,8 +33,9 @@ _MANIFEST_TIMES = 32
 """Quantiles of record times that a manifest has for its newly trained events."""
 
 _SCORING_SHARE = 4
-"""Scoring uses at most 1 / `_SCORING_SHARE` of a core; versions that fall due meanwhile are skipped and counted."""
+"""Scoring uses at most 1 / `_SCORING_SHARE` of a core or CUDA device; versions due meanwhile are skipped."""
 _WATCH_SECONDS = 1.0
+_NO_VERSION = "no version could be made"
 
 Progress = tuple[int, tuple[Position, ...]]
 """Steps, and the position of each partition."""
@@ -141,7 +143,7 @@ class Publisher:
             self.skipped += 1
             self._metrics.publish_skipped.inc()
             return
-        self._start(progress, take())
+        self._start(progress, take)
 
     def watch(self, holdout: HoldoutSet) -> None:
         """Score the served version on the holdout set, unless the thread is busy; called once `watch_due` has passed.
@@ -187,7 +189,7 @@ class Publisher:
         """Publish the progress since the last version, and wait until it is written."""
         self._background.wait(deadline)
         if self._is_new(progress) and not self._background.busy:
-            self._start(progress, take())
+            self._start(progress, take)
             self._background.wait(deadline)
         self._background.raise_bug()
 
@@ -195,10 +197,22 @@ class Publisher:
         """Return whether there is progress: none before the first step, and none that was published."""
         return progress[0] > 0 and progress != self._progress
 
-    def _start(self, progress: Progress, snapshot: Snapshot) -> None:
+    def _start(self, progress: Progress, take: Callable[[], Snapshot]) -> None:
+        try:
+            snapshot = take()
+        except CopyMemoryError as exc:
+            self._report_memory(exc, _NO_VERSION)
+            return
         self._progress = progress
         self._watching = False
         self._background.start(lambda: self._publish(snapshot))
+
+    def _report_memory(self, exc: Exception, what: str) -> None:
+        """Report that there is no memory now; the next attempt follows when it is due. Other errors are raised."""
+        if not out_of_memory(exc):
+            raise exc
+        self._problem = f"{what}, for lack of memory: {' '.join(str(exc).split())}"
+        log.error("%s", self._problem)
 
     def _watch(self, rows: HoldoutRows) -> None:
         before = self.gate.withdrawn
@@ -206,17 +220,28 @@ class Publisher:
             self.gate.monitor(rows)
         except OSError as exc:
             log.error("a verdict in %s cannot be written: %s", self._versions.path, exc.strerror or exc)  # noqa: TRY400
+        except (RuntimeError, MemoryError) as exc:
+            self._report_memory(exc, "the served version is not monitored now")
         self._metrics.withdrawn.inc(self.gate.withdrawn - before)
 
     def _publish(self, snapshot: Snapshot) -> None:
-        """Score, judge and write a version, and delete old ones. On a full disk the version is skipped."""
-        scores_G, holdout = self._score(snapshot)
-        verdict = self.gate.judge(scores_G, holdout)
-        number = self._highest = self._highest + 1  # a number that failed is not used again
-        now = {} if snapshot.accuracy_now is None else {"now": snapshot.accuracy_now}
-        metrics = now | dict(self.evaluation.windows)
+        """Score, judge and write a version, whose weights come to the host first, and delete old versions.
+
+        On a full disk, and for lack of memory, the version is skipped.
+        """
         self._newly_trained.join(snapshot.newly_trained)
-        weights = {name: tensor.cpu() for name, tensor in snapshot.weights.items()}
+        try:
+            weights = {name: tensor.cpu() for name, tensor in snapshot.weights.items()}
+            scores_G, holdout = self._score(weights, snapshot.holdout)
+            verdict = self.gate.judge(scores_G, holdout)
+        except (RuntimeError, MemoryError) as exc:
+            self._report_memory(exc, _NO_VERSION)
+            self._progress = None  # to try again, even without new progress
+            return
+        number = self._highest = self._highest + 1  # a number that failed is not used again
+        metrics = ({} if snapshot.accuracy_now is None else {"now": snapshot.accuracy_now}) | dict(
+            self.evaluation.windows
+        )
         manifest = Manifest(
             number=number,
             generation=self._generation,
@@ -257,26 +282,22 @@ class Publisher:
         else:
             self._problem = None
 
-    def _score(self, snapshot: Snapshot) -> tuple[Scores, HoldoutRows]:
+    def _score(self, weights: Mapping[str, Tensor], holdout: HoldoutRows) -> tuple[Scores, HoldoutRows]:
         """Score a version on the holdout set, and the version before it on events that came since.
 
-        Returns:
-            The scores and their events, without those on which the model raises.
+        Return the scores and their events, without those on which the model raises.
         """
-        begin = time.thread_time()  # CPU time, since other processes may have the cores
-        self._score_near_future(snapshot.holdout)
-        holdout = snapshot.holdout
-        scores_G, raised = self._scorer.score_and_find(snapshot.weights, holdout.columns)
+        begin = self._scorer.seconds()
+        self._score_near_future(holdout)
+        scores_G, raised = self._scorer.score_and_find(weights, holdout.columns)
         if len(raised):
-            scores_G, holdout = (
-                scores_G[~np.isin(holdout.columns["hash"].astype(np.uint64), raised)],
-                holdout.without(raised),
-            )
-        self._scored = holdout, snapshot.weights
+            scores_G = scores_G[~np.isin(holdout.columns["hash"].astype(np.uint64), raised)]
+            holdout = holdout.without(raised)
+        self._scored = holdout, weights
         self.evaluation = evaluation_of(scores_G, self._schema, holdout)
         if self.evaluation.windows:
             self.retention = self.retention.followed_by(self.evaluation)
-        self._rested_at = time.monotonic() + (_SCORING_SHARE - 1) * (time.thread_time() - begin)
+        self._rested_at = time.monotonic() + (_SCORING_SHARE - 1) * (self._scorer.seconds() - begin)
         return scores_G, holdout
 
     def _score_near_future(self, holdout: HoldoutRows) -> None:

@@ -130,6 +130,8 @@ class LearnerReport(msgspec.Struct, frozen=True, kw_only=True):
     replay_lost: int = 0
     """Events of the store whose payload a tier could not keep or give back, since the start of the process."""
     holdout_rows: int = 0
+    device_memory: dict[str, int] = {}
+    """Bytes that the learner takes on its device, by purpose, such as `weights`; on a CPU those of the host."""
     device_sharing: DeviceSharingReport | None = None
     """None where the device is not shared."""
     erased: int = 0

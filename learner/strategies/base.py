@@ -162,7 +162,7 @@ class Strategy:
         """Combine the state of all ranks for `tensors`; called by every rank before a checkpoint."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the state for a checkpoint, as tensors that later steps do not change."""
+        """Return the tensors of a checkpoint; the caller copies them before the next step may change them."""
         return {}
 
     def state(self) -> dict[str, Any]:

@@ -87,9 +87,7 @@ class ElasticWeights(NoReplay):
     def tensors(self) -> dict[str, Tensor]:
         """Return Fisher information, anchors, and the sums since then over all ranks."""
         kinds = {"sum": self._sum_of_all or self._sum, "fisher": self._fisher, "anchor": self._anchor}
-        return {
-            f"{name}.{index}": each.clone() for name, tensors in kinds.items() for index, each in enumerate(tensors)
-        }
+        return {f"{name}.{index}": each for name, tensors in kinds.items() for index, each in enumerate(tensors)}
 
     def state(self) -> dict[str, Any]:
         """Return the steps so far."""

@@ -122,7 +122,7 @@ class NearestClassMean(Strategy):
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the sums."""
-        return {str(index): each.clone() for index, each in enumerate(self._totals())}
+        return {str(index): each for index, each in enumerate(self._totals())}
 
     def restore(self, tensors: Tensors, _state: object) -> None:
         """Restore the sums of a checkpoint."""

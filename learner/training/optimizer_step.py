@@ -11,7 +11,7 @@ from anabranch.core.errors import SettingsError
 from anabranch.core.failures import out_of_memory
 from learner.config import LearnerSettings, ScheduleSettings
 from learner.model.device import Precision
-from learner.training.optimizers import build_optimizer, load_optimizer, param_of, state_scalars, state_tensors
+from learner.training.optimizers import build_optimizer, load_optimizer, param_of, state_scalars
 from learner.training.parallelism import Ranks, Weights, WholeWeights
 
 
@@ -79,10 +79,6 @@ class OptimizerStep:
     def rate(self) -> float:
         """Return the learning rate of the step that was begun last."""
         return float(self.optimizer.param_groups[0]["lr"])
-
-    def optimizer_state(self) -> dict[str, Tensor]:
-        """Copy the optimizer's tensors, on the device."""
-        return self._weights.full_copy(state_tensors(self.optimizer))
 
     def state(self, step: int) -> dict[str, Any]:
         """Return the state of optimizer, scaler and schedule before `step`, besides tensors, as JSON values."""

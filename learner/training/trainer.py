@@ -15,6 +15,7 @@ from anabranch.core.failures import out_of_memory
 from ingest.events.block import Array
 from ingest.events.schema import Schema
 from learner.config import LearnerSettings
+from learner.device_memory.host_staging import HostStaging
 from learner.errors import CheckpointError
 from learner.model.device import Precision
 from learner.model.embedding import Embeddings
@@ -28,6 +29,7 @@ from learner.training.activation_checkpointing import checkpoint_activations
 from learner.training.compile import compiled
 from learner.training.host_to_device import Transfer
 from learner.training.optimizer_step import OptimizerStep
+from learner.training.optimizers import state_tensors
 from learner.training.parallelism import Ranks, SingleRank
 from learner.training.passes import Passes, StepHooks
 from learner.training.raising_search import RaisingSearch
@@ -78,6 +80,8 @@ class Trainer:
         hooks = hooks or StepHooks()
         self._launch_context = hooks.launch_context
         self._transfer = Transfer(device)
+        self.staging = HostStaging(device)
+        """Makes the copies that versions and checkpoints are written from."""
         self._steps = 0
         self._embedding = embedding
         self._features = [feature.name for feature in schema.features]
@@ -244,19 +248,23 @@ class Trainer:
         self.update.schedule.on_drift(self._steps)
         self.strategy.on_drift()
 
-    def snapshot(self) -> dict[str, Tensor]:
-        """Copy the weights and buffers as they are now, on the device; later steps do not change the copy."""
-        return self._ranks.weights.full_copy(self.model.state_dict())
+    def snapshot(self) -> Mapping[str, Tensor]:
+        """Copy the weights and buffers as they are now; later steps do not change the copy. See `HostStaging`."""
+        return self._copied(self.model.state_dict())
 
-    def optimizer_state(self) -> dict[str, Tensor]:
-        """Copy the optimizer's tensors, on the device; later steps do not change the copy."""
-        return self.update.optimizer_state()
+    def optimizer_state(self) -> Mapping[str, Tensor]:
+        """Copy the optimizer's tensors; later steps do not change the copy."""
+        return self._copied(state_tensors(self.update.optimizer))
 
-    def tensors(self) -> dict[str, dict[str, Tensor]]:
-        """Copy the tensors of model, optimizer and strategy on the device, for a checkpoint."""
-        strategy = self.strategy.tensors()
+    def tensors(self) -> dict[str, Mapping[str, Tensor]]:
+        """Copy the tensors of model, optimizer and strategy, for a checkpoint."""
         tensors = {"model": self.snapshot(), "optimizer": self.optimizer_state()}
-        return tensors | ({"strategy": strategy} if strategy else {})
+        strategy = self.strategy.tensors()
+        return tensors | ({"strategy": self.staging.copy(strategy.items())} if strategy else {})
+
+    def _copied(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        weights = self._ranks.weights
+        return self.staging.copy(weights.full_tensors(tensors), gathered=weights.sharded)
 
     def state(self) -> dict[str, Any]:
         """Return the state of optimizer, scaler and strategy besides tensors, as JSON values, for a checkpoint."""

@@ -47,6 +47,12 @@ class TierHierarchy:
         return bool(self.slow)
 
     @property
+    def device_bytes(self) -> int:
+        """Bytes of the memory tier on the learner's device; 0 where the host has it."""
+        memory = self._memory
+        return memory.slots * memory.slot_bytes if memory.storage == memory.device else 0
+
+    @property
     def file(self) -> TierRef | None:
         """The reference to the primary tier in a checkpoint; None where the checkpoint has to contain the payload."""
         return self.slow[-1].file if self.slow else None

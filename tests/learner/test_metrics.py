@@ -49,6 +49,14 @@ def test_groups_of_regression_have_no_accuracy() -> None:
     assert values(error={"old": 0.5}, groups={"00": 0.5}).get_sample_value(name, labels) is None
 
 
+def test_the_memory_of_the_device_is_reported_by_purpose() -> None:
+    registry = values(device_memory={"weights": 400, "scorer": 800})
+    assert [
+        registry.get_sample_value("anabranch_learner_device_memory_bytes", {"purpose": name})
+        for name in ("weights", "scorer")
+    ] == [400, 800]
+
+
 def test_the_problems_are_those_of_all_components(tmp_path: Any) -> None:
     bad, good = SimpleNamespace(problem="the disk is full"), SimpleNamespace(problem=None)
     loop: Any = SimpleNamespace(

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,11 +17,14 @@ from prometheus_client import CollectorRegistry
 from anabranch.core.errors import DependencyError
 from learner.checkpointing.checkpointer import CapturedState, Checkpointer
 from learner.config import CheckpointSettings
+from learner.device_memory.host_staging import HostCopies, HostStaging
+from learner.errors import CopyMemoryError
 from learner.metrics import LearnerMetrics
 from learner.runtime.shutdown import Deadline
 from learner.state_dir.checkpoint import Checkpoints
 from learner.state_dir.folders import LocalStorage
 from replay.background_store import BackgroundStore
+from tests.learner.learner_bench import NAME, ROWS, LearnerBench
 
 ERRORS = [errno.EIO, errno.EMFILE, errno.ESTALE, errno.EACCES]
 
@@ -163,3 +167,61 @@ def test_a_stop_ends_the_wait_for_the_first_checkpoint(tmp_path: Path, monkeypat
     assert checkpointer.busy
     go.set()
     checkpointer.wait(Deadline(timedelta(seconds=30)))
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("CUDA error: out of memory"), MemoryError()]
+)
+@pytest.mark.parametrize("where", ["capture", "read"])
+def test_a_checkpoint_for_which_there_is_no_memory_is_skipped_and_the_next_one_written(
+    tmp_path: Path, error: Exception, where: str
+) -> None:
+    def fail(*_: object) -> Any:
+        raise CopyMemoryError(str(error)) if where == "capture" else error
+
+    checkpointer, checkpoints = make(tmp_path)
+    checkpointer.request()
+    copies = CapturedState(1, {"model": HostCopies(fail)}, {}, None)
+    checkpointer.checkpoint(fail if where == "capture" else lambda _: copies)
+    checkpointer.wait(Deadline(timedelta(seconds=30)))
+    assert checkpointer.problem is not None
+    assert "checkpoint 1 could not be made for lack of memory" in checkpointer.problem
+    assert not checkpointer.requested, "the next one follows when it is due"
+    checkpoint(checkpointer)
+    assert checkpointer.problem is None
+    assert checkpoints.numbers() == [2]
+
+
+def test_other_errors_of_a_capture_are_raised(tmp_path: Path) -> None:
+    """Out of memory too: other ranks may be in the middle of what they exchange for the checkpoint."""
+    checkpointer, _ = make(tmp_path)
+    for error in (RuntimeError("CUDA error: device-side assert"), torch.OutOfMemoryError("CUDA out of memory")):
+        checkpointer.request()
+        with pytest.raises(RuntimeError, match="CUDA"):
+            checkpointer.checkpoint(lambda _, error=error: (_ for _ in ()).throw(error))
+
+
+@pytest.mark.parametrize("failing", [range(1), range(1, 2), range(2, 6), range(1000)])
+def test_copies_that_run_out_of_memory_lose_no_event_and_a_checkpoint_is_written_in_the_end(
+    make_bench: Callable[..., LearnerBench], failing: range, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, copy = [0], HostStaging.copy
+
+    def fail_at_times(*args: Any, **options: Any) -> Any:
+        calls[0] += 1
+        if calls[0] - 1 in failing:
+            raise CopyMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return copy(*args, **options)
+
+    monkeypatch.setattr(HostStaging, "copy", fail_at_times)
+    bench = make_bench(30, every="1ms")
+    bench.run()
+    assert calls[0] > failing.start, "nothing has failed"
+    calls[0] = 1000
+    bench.finish()
+    assert bench.loop.state.steps == 30
+    found = bench.checkpoints.newest()
+    assert found is not None
+    assert found[1].step == 30
+    assert bench.publisher.problem is None
+    assert bench.loop.ledger.positions[NAME].offset == 30 * ROWS

@@ -1,0 +1,55 @@
+"""The ledger of device memory: bytes by purpose from settings."""
+
+import subprocess
+import sys
+
+import pytest
+
+from learner.device_memory.ledger import CONTEXT_BYTES, ledger, serving_ledger
+
+PARAMETERS = 1_000_000
+
+
+def bytes_a_parameter(**settings: object) -> float:
+    found = ledger(PARAMETERS, **settings)  # type: ignore[arg-type]
+    return (sum(found.values()) - found["replay"] - found["contexts"]) / PARAMETERS
+
+
+def test_plain_replay_with_adamw_takes_24_bytes_a_parameter_at_a_checkpoint() -> None:
+    assert bytes_a_parameter() == 24
+    assert bytes_a_parameter(leads=False) == 16, "the other ranks score nothing"
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"optimizer": "sgd"}, 16),
+        ({"optimizer": "sgd", "optimizer_arguments": {"momentum": 0.9, "nesterov": True}}, 20),
+        ({"optimizer": "adam", "optimizer_arguments": {"amsgrad": True}}, 28),
+        ({"optimizer": "adafactor"}, 20),
+        ({"strategy": "ewc"}, 36),
+        ({"strategy": "slda"}, 12),
+        ({"precision": "bf16"}, 26),
+        ({"ranks": 4, "sharding": "zero1"}, 4 + 4 + 4 + 2 + 8),
+        ({"ranks": 4, "sharding": "fsdp"}, (4 + 4 + 8) / 4 + 8),
+        ({"cloned": True}, 24 + 4 + 12),
+    ],
+)
+def test_each_setting_adds_what_it_keeps(settings: dict[str, object], expected: float) -> None:
+    assert bytes_a_parameter(**settings) == pytest.approx(expected)
+
+
+def test_the_tier_and_the_contexts_come_on_top() -> None:
+    found = ledger(PARAMETERS, replay_bytes=7, processes=3)
+    assert (found["replay"], found["contexts"]) == (7, 3 * CONTEXT_BYTES)
+
+
+def test_serving_holds_two_versions_at_a_swap_and_a_third_with_a_shadow() -> None:
+    found = serving_ledger(PARAMETERS, workers=2, shadow=True)
+    assert found == {"versions": 16 * PARAMETERS, "shadow": 8 * PARAMETERS, "contexts": 2 * CONTEXT_BYTES}
+
+
+@pytest.mark.process
+def test_it_imports_no_torch() -> None:
+    code = "import sys, learner.device_memory.ledger; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

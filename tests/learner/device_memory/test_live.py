@@ -1,0 +1,37 @@
+"""Device memory as it is counted from tensors."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from learner.device_memory.live import live_bytes
+from tests.learner.learner_bench import LearnerBench
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def test_tensors_are_counted_by_purpose() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    assert live_bytes(CPU, model, optimizer, {}) == {"weights": 4 * (12 + 6 + 6) + 8}
+    model(torch.randn(4, 3)).sum().backward()
+    optimizer.step()
+    found = live_bytes(CPU, model, optimizer, {"scorer": 5, "replay": 0})
+    assert found == {"weights": 104, "gradients": 72, "optimizer": 72, "scorer": 5}
+
+
+def test_on_cuda_the_rest_of_what_is_allocated_and_reserved_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    stats = {"allocated_bytes.all.current": 100, "reserved_bytes.all.current": 250}
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda _: stats)
+    model = nn.Linear(3, 3)
+    found = live_bytes(CUDA, model, torch.optim.SGD(model.parameters(), lr=0.1), {"replay": 30})
+    assert found == {"weights": 48, "replay": 30, "other": 22, "cached": 150}
+    assert sum(found.values()) == 250
+
+
+def test_the_tier_of_the_store_is_counted_where_the_device_has_it(make_bench: Callable[..., LearnerBench]) -> None:
+    bench = make_bench(3)
+    tier = bench.store.tiers.all[0]
+    assert bench.store.tiers.device_bytes == tier.slots * tier.slot_bytes > 0

@@ -1,0 +1,122 @@
+"""Each allocation of a publish and of a checkpoint runs out of memory: nothing ends, and the next one is written."""
+
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from prometheus_client import CollectorRegistry
+
+from ingest.events.partition import TopicPartition
+from ingest.events.schema import Schema
+from ingest.kafka.fake import fake_columns
+from learner.checkpointing.checkpointer import CapturedState, Checkpointer
+from learner.config import CheckpointSettings, GateSettings, ModelSettings, VersionsSettings
+from learner.evaluation.holdout import HoldoutSet
+from learner.evaluation.scoring import Scorer
+from learner.metrics import LearnerMetrics
+from learner.model.task import Classification
+from learner.publishing.gatekeeper import QualityGate
+from learner.publishing.publisher import Publisher, Snapshot
+from learner.runtime.shutdown import Deadline
+from learner.state_dir.checkpoint import Checkpoints
+from learner.state_dir.trained_through import PartitionProgress
+from learner.state_dir.version import Versions, reference_to
+from learner.stream.record_times import RecordTimes
+from tests.learner.device_memory.test_host_staging import CUDA, make_trainer, step
+from tests.support.cuda_recorder import CudaRecorder
+
+SOON = timedelta(seconds=60)
+
+
+class FailingDevice(CudaRecorder):
+    """Raises out of memory at one operation that allocates, on the device or page-locked on the host."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.allocations = 0
+        self.fails_at = 0
+
+    def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not any(returned.alias_info for returned in func._schema.returns) and func._schema.returns:
+            self.allocations += 1
+            if self.allocations == self.fails_at:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return super().operate(func, args, kwargs)
+
+    def fail_at(self, number: int) -> None:
+        self.allocations, self.fails_at = 0, number
+
+
+@pytest.fixture(params=[80 << 30, 0], ids=["with room for clones", "without room"])
+def device(request: pytest.FixtureRequest) -> Iterator[FailingDevice]:
+    with FailingDevice(memory=request.param) as recorder:
+        yield recorder
+
+
+def each_allocation(device: FailingDevice, work: Callable[[], object]) -> Iterator[int]:
+    """Yield after each run of `work`, of which the n-th fails at its n-th allocation, until none is left."""
+    number = 0
+    while not number or device.allocations >= device.fails_at:
+        number += 1
+        device.fail_at(number)
+        work()
+        found, device.fails_at = device.allocations, 0
+        yield number
+        device.allocations, device.fails_at = found, number
+    assert number > 5, "few allocations were seen"
+
+
+@pytest.mark.slow
+def test_a_publish(device: FailingDevice, tmp_path: Path, schema: Schema) -> None:
+    trainer = make_trainer(schema, CUDA, layers=1)
+    scorer = Scorer(trainer.model, Classification(), schema, CUDA)
+    versions, reference = Versions(tmp_path / "versions"), reference_to(ModelSettings(factory="m:build"))
+    gate = QualityGate(versions, GateSettings.model_validate({"min_rows": 10}), scorer, reference)
+    metrics = LearnerMetrics(CollectorRegistry())
+    publisher = Publisher(versions, VersionsSettings(), reference, schema, scorer, gate, 1, metrics)
+    holdout, steps = HoldoutSet(schema, 60), 0
+
+    def publish() -> None:
+        nonlocal steps
+        steps += 1
+        scorer._chunks.limit(64)  # an earlier run has made it smaller
+        columns = fake_columns(schema, range(50 * steps, 50 * steps + 50), label=[0, 1, 2])
+        holdout.add(columns, [TopicPartition("events", 0)])
+        publisher.publish_last(
+            (steps, ()),
+            lambda: Snapshot(
+                steps, trainer.snapshot(), {"events:0": PartitionProgress(1)}, holdout.held, None, RecordTimes()
+            ),
+            Deadline(SOON),
+        )
+        publisher.watch(holdout)
+        publisher._background.wait()
+
+    for number in each_allocation(device, publish):
+        publish()
+        assert publisher.problem is None, number
+        assert versions.manifest(max(versions.numbers())).step == steps, number
+    device.check()
+
+
+@pytest.mark.slow
+def test_a_checkpoint(device: FailingDevice, tmp_path: Path, schema: Schema) -> None:
+    trainer = make_trainer(schema, CUDA, "ewc", layers=1)
+    step(trainer, schema)
+    checkpoints = Checkpoints(tmp_path / "checkpoints", "schema", 1)
+    checkpointer = Checkpointer(checkpoints, CheckpointSettings(), None, LearnerMetrics(CollectorRegistry()))
+
+    def checkpoint() -> None:
+        checkpointer.request()
+        checkpointer.checkpoint(lambda _: CapturedState(1, trainer.tensors(), {}, None))
+        checkpointer.wait(Deadline(SOON))
+
+    for number in each_allocation(device, checkpoint):
+        checkpoint()
+        assert checkpointer.problem is None, number
+        assert checkpointer.number == max(checkpoints.numbers()), number
+        step(trainer, schema)
+    device.check()
