@@ -21,6 +21,7 @@ pytest_plugins = [
     "tests.support.topics",
     "tests.support.redis",
     "tests.support.browser",
+    "tests.support.nvml",
 ]
 """Each after the plugins that it imports: pytest rewrites the assertions of a module when it is first imported."""
 
