@@ -38,7 +38,11 @@ _PROCESSES_EVERY = 10
 
 
 class NvmlError(Exception):
-    """NVML cannot be used: no package, no library, no driver, or no such device."""
+    """NVML cannot be used for now: the driver fails or hangs, or the device is gone."""
+
+
+class NvmlMissingError(NvmlError):
+    """There is no package, no library, or no NVIDIA device: that stays so."""
 
 
 class Nvml:
@@ -48,11 +52,11 @@ class Nvml:
         try:
             ctypes.CDLL(_LIBRARY)  # before the package, whose import takes longer
         except OSError:
-            raise NvmlError(f"there is no {_LIBRARY}, which belongs to NVIDIA's driver") from None
+            raise NvmlMissingError(f"there is no {_LIBRARY}, which belongs to NVIDIA's driver") from None
         try:
             import pynvml
         except ImportError:
-            raise NvmlError("nvidia-ml-py is not installed: pip install 'anabranch[gpu]'") from None
+            raise NvmlMissingError("nvidia-ml-py is not installed: pip install 'anabranch[gpu]'") from None
         self.api: Any = pynvml
         try:
             pynvml.nvmlInit()
@@ -96,13 +100,13 @@ class Nvml:
     def open(self, uuid: str) -> "NvmlDevice":
         """Return a device; raises NvmlError when NVML has none of this UUID, which may lack its `GPU-` or `MIG-`."""
         names = [uuid] if uuid.startswith(("GPU-", "MIG-")) else [f"GPU-{uuid}", f"MIG-{uuid}"]
-        error: Exception | None = None
+        errors: list[Exception] = []
         for name in names:
             try:
                 return NvmlDevice(self.api, name)
             except self.api.NVMLError as exc:
-                error = exc
-        raise NvmlError(f"NVML has no device {uuid}: {error}") from error
+                errors.append(exc)
+        raise NvmlError(f"NVML has no device {uuid}: {errors[0]}") from errors[0]
 
 
 class NvmlDevice:

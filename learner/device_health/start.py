@@ -5,6 +5,7 @@ Both are harmless where there is no NVIDIA device: they do nothing.
 
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any, TypeVar
@@ -14,7 +15,7 @@ import torch
 from anabranch.core.errors import SettingsError
 from anabranch.core.state_metrics import StateCollector
 from learner.device_health.config import DeviceSettings
-from learner.device_health.nvml import Nvml, NvmlError
+from learner.device_health.nvml import Nvml, NvmlError, NvmlMissingError
 from learner.device_health.rules import is_usable
 from learner.device_health.sniff_test import SniffTest
 from learner.device_health.watch import HealthWatch, ReadableDevice
@@ -38,16 +39,22 @@ def start_watch(
 ) -> HealthWatch | None:
     """Start to watch the devices of this process; return None where there is nothing to watch, or `enabled` is off.
 
+    With `device.enabled = "on"`, a device that cannot be watched for now ends the process with code 1.
+
     Raises:
-        SettingsError: `device.enabled = "on"`, and the devices cannot be watched.
+        SettingsError: `device.enabled = "on"`, and there is no NVIDIA device, or no NVML.
     """
     if settings.enabled == "off":
         return None
     try:
         opened = _open(devices)
     except NvmlError as exc:
+        sentence = f'device.enabled = "{settings.enabled}", but {exc}'
+        if settings.enabled == "on" and isinstance(exc, NvmlMissingError):
+            raise SettingsError(sentence) from exc
         if settings.enabled == "on":
-            raise SettingsError(f'device.enabled = "on", but {exc}') from exc
+            log.error("%s", sentence)  # noqa: TRY400 the sentence says all
+            sys.exit(1)
         log.info("the health of the device is not watched: %s", exc)
         return None
     watch = HealthWatch(opened, settings, request_checkpoint, metrics, ranks=ranks, sniff=sniff)
@@ -89,7 +96,7 @@ def _open(devices: Sequence[torch.device]) -> Sequence[ReadableDevice]:
     """Return the devices, by the UUIDs that torch has of them."""
     for device in devices:
         if device.type != "cuda":
-            raise NvmlError(f"{device} is no NVIDIA device")
+            raise NvmlMissingError(f"{device} is no NVIDIA device")
     uuids = [str(torch.cuda.get_device_properties(device).uuid) for device in devices]
     return _within(_open_uuids, uuids)
 

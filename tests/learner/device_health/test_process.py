@@ -25,6 +25,11 @@ def build():
 """
 
 
+def script_of(path: Path, at_start: str = "") -> Path:
+    path.write_text(f"{UUID}\n{WELL} {at_start}\n")
+    return path
+
+
 def test_a_learner_checkpoints_at_a_warning_ends_at_a_fault_and_goes_on_from_there(
     kafka: Any,
     make_topic: Callable[..., str],
@@ -34,8 +39,7 @@ def test_a_learner_checkpoints_at_a_warning_ends_at_a_fault_and_goes_on_from_the
     fake_library: Path,
     tmp_path: Path,
 ) -> None:
-    topic, script = make_topic(), tmp_path / "script"
-    script.write_text(f"{UUID}\n{WELL}\n")
+    topic, script = make_topic(), script_of(tmp_path / "script")
     config = write_pipeline(kafka.bootstrap, topic, CONFIG, MODEL.format(library=fake_library, uuid=UUID))
     produce(kafka.bootstrap, topic, encoded(events(300)))
     learner = start(config, FAKE_NVML_SCRIPT=str(script))
@@ -57,7 +61,10 @@ def test_a_learner_checkpoints_at_a_warning_ends_at_a_fault_and_goes_on_from_the
     assert "the learner ends, to go on from the newest checkpoint" in log
     assert "Traceback" not in log
 
-    script.write_text(f"{UUID}\n{WELL}\n")
+    gone = start(config, FAKE_NVML_SCRIPT=str(script_of(script, "error=15")))
+    assert gone.process.wait(60) == 1, "the supervisor tries again"
+
+    script_of(script)
     again = start(config, FAKE_NVML_SCRIPT=str(script)).wait_for(lambda report: report.device)
     assert again.checkpoint == warned.checkpoint
     assert again.steps >= trained.steps

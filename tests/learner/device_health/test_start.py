@@ -46,6 +46,15 @@ def test_on_a_device_that_cannot_be_watched_is_refused():
         start_watch(DeviceSettings(enabled="on"), [CPU], lambda: None)
 
 
+def test_on_a_device_that_is_gone_for_now_is_no_fault_of_the_settings(fake_nvml, torch_device, caplog):
+    fake_nvml(at_start="error=15")
+    with pytest.raises(SystemExit) as ended:
+        start_watch(DeviceSettings(enabled="on"), [CUDA], lambda: None)
+    assert ended.value.code == 1
+    assert "GPU is lost" in caplog.text
+    assert start_watch(DeviceSettings(), [CUDA], lambda: None) is None
+
+
 def test_the_device_of_torch_is_watched_by_its_uuid(fake_nvml, torch_device):
     fake_nvml(uuids=(OTHER, UUID))
     watch = start_watch(DeviceSettings(), [CUDA], lambda: None)
