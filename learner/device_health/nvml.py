@@ -120,20 +120,15 @@ class NvmlDevice:
         self._unsupported: set[str] = set()
         self._fields = self._supported_fields()
         self._events = self._register()
-        self._links = [link for link in range(_MOST_LINKS) if self._link_is_up(link)]
+        self._links = [link for link in range(_MOST_LINKS) if self._link_state(link)]
         self._count = 0
         self._processes: dict[int, int] | None = None
-        threshold = api.nvmlDeviceGetTemperatureThreshold
         self.info = DeviceInfo(
             uuid=uuid,
             nvlinks=len(self._links),
             name=str(self._ask("name", lambda: api.nvmlDeviceGetName(self._board)) or "NVIDIA device"),
-            slowdown_celsius=self._ask(
-                "slowdown", lambda: threshold(self._board, api.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN)
-            ),
-            memory_max_celsius=self._ask(
-                "memory max", lambda: threshold(self._board, api.NVML_TEMPERATURE_THRESHOLD_MEM_MAX)
-            ),
+            slowdown_celsius=self._ask("slowdown", lambda: self._threshold(api.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN)),
+            memory_max_celsius=self._ask("memory max", lambda: self._threshold(api.NVML_TEMPERATURE_THRESHOLD_MEM_MAX)),
         )
 
     def read(self, now: float) -> Reading | None:
@@ -178,7 +173,7 @@ class NvmlDevice:
             sm_clock=_scaled(sm_clock, 1e6),
             memory_clock=_scaled(memory_clock, 1e6),
             slowdown=ask("slowdown reasons", lambda: api.nvmlDeviceGetCurrentClocksEventReasons(board)),
-            nvlink_active=sum(map(self._link_is_up, self._links)) if self._links else None,
+            nvlink_active=self._count_links(),
             xids=self._take_xids(),
             processes=self._processes,
             **counters,
@@ -204,7 +199,12 @@ class NvmlDevice:
                 api.NVML_ERROR_INVALID_ARGUMENT,
             ):
                 self._unsupported.add(name)
-            return None
+        except AttributeError:  # this version of the package has no such query
+            self._unsupported.add(name)
+        return None
+
+    def _threshold(self, which: int) -> float:
+        return float(self._api.nvmlDeviceGetTemperatureThreshold(self._board, which))
 
     def _supported_fields(self) -> list[tuple[str, int]]:
         """Return reading fields with the number of NVML's value, where this version of the package has a number."""
@@ -222,8 +222,14 @@ class NvmlDevice:
                 found[field] = found.get(field, 0) + int(getattr(value.value, _VALUES[value.valueType]))
         return found
 
-    def _link_is_up(self, link: int) -> bool:
-        return bool(self._ask(f"link {link}", lambda: self._api.nvmlDeviceGetNvLinkState(self._board, link)))
+    def _link_state(self, link: int) -> int | None:
+        return self._ask(f"link {link}", lambda: int(self._api.nvmlDeviceGetNvLinkState(self._board, link)))
+
+    def _count_links(self) -> int | None:
+        """Return how many of the links are up; None without any, or when the state of one cannot be had for now."""
+        states = {link: self._link_state(link) for link in self._links}
+        unclear = [link for link, state in states.items() if state is None and f"link {link}" not in self._unsupported]
+        return None if unclear or not states else sum(map(bool, states.values()))
 
     def _list_processes(self) -> dict[int, int]:
         listed: Iterable[Any] = self._api.nvmlDeviceGetComputeRunningProcesses(self._handle)

@@ -48,9 +48,35 @@ def test_what_a_device_does_not_report_is_none_and_not_queried_again(fake_nvml, 
     assert calls() - before == 4  # memory, fields, temperature, events
 
 
+def test_a_query_that_the_package_does_not_have_is_left_out(fake_nvml, monkeypatch):
+    import pynvml
+
+    for name in (
+        "nvmlDeviceGetTemperature",
+        "nvmlDeviceGetTemperatureThreshold",
+        "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION",
+    ):
+        monkeypatch.delattr(pynvml, name)
+    device = fake_nvml().open(UUID)
+    reading = device.read(0.0)
+    assert (device.info.slowdown_celsius, reading.temperature, reading.recovery) == (None, None, None)
+    assert reading.power == 520.0
+
+
 def test_xid_events_are_in_the_next_reading_alone(fake_nvml):
     device = fake_nvml(["xid=63 xid=13", ""]).open(UUID)
     assert [device.read(float(time)).xids for time in range(2)] == [(63, 13), ()]
+
+
+def test_links_whose_state_cannot_be_had_for_now_are_not_down(fake_nvml, monkeypatch):
+    import pynvml
+
+    device = fake_nvml(["", "", "links_up=3"]).open(UUID)
+    assert device.read(0.0).nvlink_active == 4
+    with monkeypatch.context() as patch:
+        patch.setattr(pynvml, "nvmlDeviceGetNvLinkState", lambda *_: pynvml._nvmlCheckReturn(999))
+        assert device.read(1.0).nvlink_active is None
+    assert device.read(2.0).nvlink_active == 3
 
 
 def test_a_device_that_is_lost_is_reported_with_its_last_event(fake_nvml):

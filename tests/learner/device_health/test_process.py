@@ -4,6 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.pipelines import Learner, encoded, events
 from tests.support.nvml import UUID, WELL
 
@@ -68,3 +70,32 @@ def test_a_learner_checkpoints_at_a_warning_ends_at_a_fault_and_goes_on_from_the
     again = start(config, FAKE_NVML_SCRIPT=str(script)).wait_for(lambda report: report.device)
     assert again.checkpoint == warned.checkpoint
     assert again.steps >= trained.steps
+
+
+@pytest.mark.slow
+def test_ranks_start_again_from_the_checkpoint_when_a_device_has_failed(
+    kafka: Any,
+    make_topic: Callable[..., str],
+    produce: Callable[..., list[int]],
+    write_pipeline: Callable[..., Path],
+    start: Callable[..., Learner],
+    fake_library: Path,
+    tmp_path: Path,
+) -> None:
+    topic, script = make_topic(), script_of(tmp_path / "script")
+    model = MODEL.format(library=fake_library, uuid=UUID)
+    config = write_pipeline(kafka.bootstrap, topic, f'replicas = 2\ndevice = "cpu"\n{CONFIG}', model)
+    produce(kafka.bootstrap, topic, encoded(events(300)))
+    learner = start(config, FAKE_NVML_SCRIPT=str(script))
+    trained = learner.wait_for(lambda report: report.steps and report.device and report.device.devices)
+    with script.open("a") as file:
+        file.write("corrected=100\n")
+    warned = learner.wait_for(lambda report: (report.checkpoint or 0) > (trained.checkpoint or 0))
+    with script.open("a") as file:
+        file.write("xid=48 uncorrected=1\n")
+    learner.until(lambda: "the learner ends, to go on from the newest checkpoint" in learner.log.read_text())
+    script_of(script)
+    again = learner.wait_for(lambda report: bool(report.device), no_more=trained.pid)
+    assert again.checkpoint == warned.checkpoint
+    assert again.steps >= trained.steps
+    assert again.problems == []
