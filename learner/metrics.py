@@ -150,7 +150,7 @@ DEVICE_METRICS: Sequence[StateGauge[DeviceHealthReport]] = (
         "uuid",
     ),
     StateGauge(
-        "anabranch_device_memory_bytes",
+        "anabranch_device_memory_capacity_bytes",
         "Memory of the device.",
         _by_device(lambda device: device.memory_total),
         "uuid",

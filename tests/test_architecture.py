@@ -156,7 +156,7 @@ METRICS_ADDED = words("""
     anabranch_ingest_letters_dropped_total
     anabranch_gate_withdrawn_total anabranch_gate_hold_seconds
     anabranch_serving_shadow_rows_total anabranch_serving_shadow_disagreement_total
-    anabranch_device_memory_used_bytes anabranch_device_memory_bytes anabranch_device_utilization_ratio
+    anabranch_device_memory_used_bytes anabranch_device_memory_capacity_bytes anabranch_device_utilization_ratio
     anabranch_device_temperature_celsius anabranch_device_power_watts anabranch_device_power_limit_watts
     anabranch_device_energy_joules_total anabranch_device_clock_hertz anabranch_device_slowdown
     anabranch_device_ecc_errors_total anabranch_device_ecc_lifetime_errors anabranch_device_remapped_rows

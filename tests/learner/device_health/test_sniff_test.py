@@ -78,11 +78,16 @@ def test_all_ranks_are_timed_and_train_on(play):
 def test_a_rank_without_memory_is_left_out_and_the_collective_with_it():
     sent = []
     answers = {1: 0.5, 2: math.nan}
+
+    def receive(rank, size=8):
+        return torch.tensor([answers[rank]], dtype=torch.float64).view(torch.uint8)[:size]
+
     channel = SimpleNamespace(
         others=range(1, 3),
         size=3,
         send_all=lambda action, numbers: sent.append((action, numbers)),
-        receive_bytes=lambda rank, size: torch.tensor([answers[rank]], dtype=torch.float64).view(torch.uint8)[:size],
+        receive_bytes=receive,
+        receive_reply=receive,
     )
     leader = SimpleNamespace(_channel=channel, device=torch.device("cpu"))
     assert set(Leader.sniff(leader)) == {"rank 0", "rank 1"}
