@@ -157,6 +157,7 @@ def deployment_of(config: "Config", rows: int | None = None) -> "LearnerSpec":
             fixed=pipeline.learner.deterministic,
         ),
         admin_token=pipeline.serving.tokens.admin.get_secret_value(),
+        device=pipeline.device,
     )
 
 

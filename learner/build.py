@@ -1,7 +1,8 @@
 """Builds from the settings what each rank of a learner trains with."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,15 @@ from learner.config import (
     StrategySettings,
     VersionsSettings,
 )
-from learner.device_sharing.sharing import DeviceSharingSpec
+from learner.device_health.config import DeviceSettings
+from learner.device_health.sniff_test import SniffTest, time_product
+from learner.device_health.start import start_watch
+from learner.device_health.watch import HealthWatch
+from learner.device_sharing.sharing import DeviceSharing, DeviceSharingSpec
 from learner.distributed.channel import Channel
 from learner.distributed.data_parallel import DataParallelGroup, leaves_some_out
 from learner.distributed.leader import Leader
+from learner.distributed.process_group import devices_of_host
 from learner.evaluation.scoring import Scorer
 from learner.metrics import LearnerMetrics
 from learner.model.device import Precision, check_scaling, choose_precision, compute_deterministically
@@ -65,6 +71,7 @@ class LearnerSpec:
     device_sharing: DeviceSharingSpec
     admin_token: str = ""
     """Accepted by `/metrics` in place of the read token; empty where this process is not given it."""
+    device: DeviceSettings = field(default_factory=DeviceSettings)
 
 
 @dataclass(frozen=True)
@@ -197,3 +204,32 @@ def build_publisher(
     gate = QualityGate(versions, deployment.gate, scorer, reference)
     settings = deployment.versions
     return Publisher(*(versions, settings, reference, setup.schema, scorer, gate, generation, metrics, check))
+
+
+@contextlib.contextmanager
+def watch_health(
+    deployment: LearnerSpec,
+    trainer: Trainer,
+    sharing: DeviceSharing | None,
+    request_checkpoint: Callable[[], object],
+    metrics: LearnerMetrics,
+    ranks: int,
+) -> Iterator[HealthWatch | None]:
+    """Watch the devices of the ranks of this host while the block runs; yield None where none can be watched."""
+
+    def measure() -> Mapping[str, float]:
+        if sharing is not None:  # the sniff test yields as a micro-batch does
+            sharing.yield_to_serving(0)
+            sharing.pause()
+        if isinstance(trainer, Leader):
+            return trainer.sniff()
+        return {str(trainer.device): time_product(trainer.device)}
+
+    devices = [trainer.device] if ranks == 1 else devices_of_host(trainer.device, deployment.learner)
+    sniff = SniffTest(measure, deployment.device.sniff_deviation)
+    watch = start_watch(deployment.device, devices, request_checkpoint, metrics.device, ranks=ranks, sniff=sniff)
+    try:
+        yield watch
+    finally:
+        if watch is not None:
+            watch.close()

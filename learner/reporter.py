@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
+
+from learner.device_health.watch import HealthWatch
 from learner.device_memory.live import live_bytes
 from learner.device_sharing.sharing import DeviceSharing
 from learner.distributed.process_group import RankAssignment
@@ -14,7 +17,7 @@ from learner.loop import LoopMetrics, TrainingLoop
 from learner.loop_state import LoopComponents
 from learner.runtime.heartbeat import Heartbeat
 from learner.state_dir.lock import check_generation
-from learner.state_dir.report import LearnerReport, write_report
+from learner.state_dir.report import DeviceHealthReport, LearnerReport, write_report
 from replay.background_store import BackgroundStore
 from replay.store import Store
 
@@ -50,6 +53,7 @@ class Reporter:
         assignment: RankAssignment | None = None,
         unused_device: Monitored | None = None,
         sharing: DeviceSharing | None = None,
+        health: HealthWatch | None = None,
     ) -> None:
         """Report on `loop` and its `parts`; `assignment` is given where the launcher started this process."""
         self._state_dir = state_dir
@@ -61,16 +65,17 @@ class Reporter:
         self._classification = classification
         self._store = store
         self._sharing = sharing
+        self._health = health
         self._launcher = os.getppid() if assignment is not None else None
         self._resumed_at = loop.state.steps
         self._started = time.time()
         self._due = 0.0
         self._heartbeat = Heartbeat(metrics.learner.heartbeat)
-        self._marks: deque[tuple[float, int, int, int]] = deque(maxlen=_RATE_MARKS)
+        self._marks: deque[tuple[float, ...]] = deque(maxlen=_RATE_MARKS)
         self._marks.append(self._mark())
         self.problem: str | None = None
         """One sentence when the last report could not be written."""
-        publisher, others = parts.publisher, (store, assignment, unused_device)
+        publisher, others = parts.publisher, (store, assignment, unused_device, health)
         self._monitored: tuple[Monitored, ...] = (
             *(
                 self._heartbeat,
@@ -91,8 +96,9 @@ class Reporter:
         return [problem for component in self._monitored if (problem := component.problem)]
 
     def warnings(self) -> list[str]:
-        """One sentence for each workaround that the learner applied, and that a person may change. Thread-safe."""
-        return [warning for component in (self._loop, self._parts.lag) if (warning := component.warning)]
+        """One sentence for each workaround that the learner applied, or early warning. Thread-safe."""
+        components = self._loop, self._parts.lag, self._health
+        return [warning for component in components if component and (warning := component.warning)]
 
     def report_if_due(self) -> None:
         """Record that the loop is alive, and report when half a second has passed since the last report."""
@@ -125,7 +131,7 @@ class Reporter:
     def _report(self, store: Store | None) -> LearnerReport:
         loop, parts, publisher = self._loop, self._parts, self._parts.publisher
         windows, groups = self._windows(), publisher.evaluation.groups
-        lag_time = parts.source.oldest_ends_time
+        lag_time, rates = parts.source.oldest_ends_time, self._rates()
         return LearnerReport(
             pid=os.getpid(),
             launcher=self._launcher,
@@ -158,7 +164,7 @@ class Reporter:
             drift_step=loop.monitor.drift.step,
             replay_ratio=loop.replay_ratio,
             micro_batch_size=loop.micro_batch_size,
-            rates=self._rates(),
+            rates=rates,
             replay_rows=store.rows if store is not None else {},
             replay_bytes=store.bytes if store is not None else {},
             replay_capacity=store.capacity if store is not None else None,
@@ -167,6 +173,7 @@ class Reporter:
             holdout_rows=len(parts.holdout),
             device_memory=self._device_memory(store),
             device_sharing=self._sharing.report if self._sharing is not None else None,
+            device=self._device(rates),
             erased=parts.erasure.records,
             erased_through=parts.erasure.through,
             version=publisher.number,
@@ -200,15 +207,26 @@ class Reporter:
         now, overall = self._loop.monitor.prequential.loss, self._loop.monitor.prequential.overall_loss
         return {} if now is None or overall is None else {"now": now, "overall": overall}
 
+    def _device(self, rates: Mapping[str, float]) -> DeviceHealthReport | None:
+        """The health of the devices, with the energy by event, from the rates of both."""
+        if self._health is None:
+            return None
+        joules = rates["joules"] / rates["rows_new"] if rates["rows_new"] and rates["joules"] else None
+        return msgspec.structs.replace(self._health.report, joules_per_event=joules)
+
     def _rates(self) -> dict[str, float]:
         then, now = self._marks[0], self._mark()
         self._marks.append(now)
         seconds = max(1e-6, now[0] - then[0])
-        names = ("steps", "rows_new", "rows_replay")
+        names = ("steps", "rows_new", "rows_replay", "joules")[: len(now) - 1]
         return {name: (now[i] - then[i]) / seconds for i, name in enumerate(names, start=1)}
 
-    def _mark(self) -> tuple[float, int, int, int]:
-        return time.monotonic(), self._loop.state.steps, self._loop.state.rows_new, self._loop.state.rows_replay
+    def _mark(self) -> tuple[float, ...]:
+        state = self._loop.state
+        counts = time.monotonic(), state.steps, state.rows_new, state.rows_replay
+        if self._health is None:
+            return counts
+        return *counts, sum(device.energy or 0.0 for device in self._health.report.devices)
 
 
 def _errors(scores: Mapping[str, float]) -> dict[str, float]:

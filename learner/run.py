@@ -16,9 +16,10 @@ from ingest.metrics import IngestMetrics
 from ingest.reader.multi_host import MultiHostReader
 from ingest.reader.reader import BlockReader
 from learner.adaptation.stream_monitor import StreamMonitor
-from learner.build import LearnerSpec, build_publisher, build_trainer, build_training_setup
+from learner.build import LearnerSpec, build_publisher, build_trainer, build_training_setup, watch_health
 from learner.checkpointing.checkpointer import Checkpointer
 from learner.checkpointing.erasure import Erasure
+from learner.device_health.start import leave_out_unusable
 from learner.device_sharing.background_yield import background_yield
 from learner.device_sharing.cuda_limits import confined, prepare_cuda, using_device
 from learner.device_sharing.sharing import device_sharing, step_hooks
@@ -121,7 +122,7 @@ class Learner:
         3. The publisher, then the trainer: the publisher copies the model, which is split among ranks after that.
         4. The newest checkpoint, and the store with what it has.
         5. The loop, which the checkpoint restores.
-        6. The address of the status server, and the reader of the stream.
+        6. The watch of the devices, the address of the status server, and the reader of the stream.
         """
         deployment, stack = self._deployment, self._stack
         stack.enter_context(hard_stop_after(self._stop, deployment.learner.stop_timeout))
@@ -142,7 +143,9 @@ class Learner:
         if self._stop.is_set():
             return
         try:
-            self._loop.run(self._stop, between_steps(self._loop, self._parts.erasure, while_waiting))
+            # First: after a fatal symptom no checkpoint is made.
+            first = () if self._health is None else (self._health.act_if_needed,)
+            self._loop.run(self._stop, (*first, *between_steps(self._loop, self._parts.erasure, while_waiting)))
         except GapError:
             self.stop()
             raise
@@ -162,6 +165,8 @@ class Learner:
     def _build_training(self) -> None:
         """Build what trains and what publishes, on the device, and lock the state directory."""
         deployment, assignment, stack = self._deployment, self._assignment, self._stack
+        if assignment is None:
+            leave_out_unusable(deployment.device, deployment.learner.device)
         prepare_cuda(deployment.learner.device, deployment.device_sharing.settings)
         channel = stack.enter_context(lead(assignment, deployment.learner)) if assignment is not None else None
         device = channel.device if channel is not None else choose_device(deployment.learner.device)
@@ -258,8 +263,10 @@ class Learner:
         resumed.restore(self._loop)
 
     def _build_reporter(self) -> None:
-        """Build the reporter, and serve its status."""
-        deployment = self._deployment
+        """Watch the devices, build the reporter, and serve its status."""
+        deployment, request, metrics = self._deployment, self._parts.checkpointer.request, self._metrics.learner
+        watch = watch_health(deployment, self._trainer, self._sharing, request, metrics, self._ranks)
+        self._health = self._stack.enter_context(watch)
         self._reporter = Reporter(
             deployment.state_dir,
             self._generation,
@@ -272,6 +279,7 @@ class Learner:
             assignment=self._assignment,
             unused_device=UnusedDevice.of("learner.device", deployment.learner.device, self._setup.device),
             sharing=self._sharing,
+            health=self._health,
         )
         if self._sharing is not None:
             self._sharing.set_waiting_task(self._reporter.report_if_due)

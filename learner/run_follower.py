@@ -8,12 +8,13 @@ import threading
 from dataclasses import replace
 
 from learner.build import LearnerSpec, build_training_setup
+from learner.device_health.start import start_watch
 from learner.device_sharing.cuda_limits import confined, prepare_cuda, using_device
 from learner.device_sharing.sharing import device_sharing, step_hooks
 from learner.distributed.channel import Channel
 from learner.distributed.data_parallel import DataParallelGroup
 from learner.distributed.leader import follow
-from learner.distributed.process_group import RankAssignment, RendezvousAddress, join_group
+from learner.distributed.process_group import RankAssignment, RendezvousAddress, devices_of_host, join_group
 from learner.model.device import without_denormals
 from learner.runtime.shutdown import hard_stop_after
 from learner.training.trainer import Trainer
@@ -37,6 +38,9 @@ def follow_leader(deployment: LearnerSpec, stop: threading.Event, assignment: Ra
         confined(settings, device) as launch_context,
         device_sharing(deployment.device_sharing, deployment.state_dir, device, stop) as sharing,
     ):
+        if assignment.first and assignment.rank == assignment.first:  # host 0 watches the devices of its ranks
+            devices = devices_of_host(device, deployment.learner)
+            start_watch(deployment.device, devices, lambda: None, ranks=assignment.size)
         channel = Channel(device)
 
         def make() -> tuple[Trainer, DataParallelGroup]:

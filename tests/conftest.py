@@ -24,6 +24,7 @@ _PLUGINS = {
     "tests.support.topics": "kafka",
     "tests.support.redis": "",
     "tests.support.browser": "",
+    "tests.support.nvml": "",
 }
 """Plugins, and the package that each requires: without Kafka's client, `pytest -m gpu` is still possible.
 

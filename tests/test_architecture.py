@@ -24,6 +24,7 @@ ALLOWED_IN = {
     "confluent_kafka": {"ingest"},
     "faiss": {"replay/embedding_index/faiss_lists.py"},
     "kafka": {"ingest"},
+    "pynvml": {"learner/device_health/nvml.py"},
     "pyarrow": {
         "ingest/formats/arrow_writer.py",
         "ingest/formats/arrow.py",
@@ -117,6 +118,8 @@ KEYS_ADDED = words("""
     device_sharing.fraction device_sharing.yield_at
     device_sharing.stream_priority device_sharing.mps_percentage device_sharing.sms device_sharing.memory
     replay.half_life replay.device_memory
+    device.enabled device.every device.timeout device.window device.corrected_errors device.pcie_replays
+    device.nvlink_errors device.temperature_margin device.sniff_every device.sniff_deviation
 """)
 
 METRICS_OF_THE_DESIGN = words("""
@@ -154,6 +157,13 @@ METRICS_ADDED = words("""
     anabranch_gate_withdrawn_total anabranch_gate_hold_seconds
     anabranch_learner_device_memory_bytes
     anabranch_serving_shadow_rows_total anabranch_serving_shadow_disagreement_total
+    anabranch_device_memory_used_bytes anabranch_device_memory_capacity_bytes anabranch_device_utilization_ratio
+    anabranch_device_temperature_celsius anabranch_device_power_watts anabranch_device_power_limit_watts
+    anabranch_device_energy_joules_total anabranch_device_clock_hertz anabranch_device_slowdown
+    anabranch_device_ecc_errors_total anabranch_device_ecc_lifetime_errors anabranch_device_remapped_rows
+    anabranch_device_xid_events_total anabranch_device_pcie_replays_total anabranch_device_nvlink_active
+    anabranch_device_nvlink_errors_total anabranch_device_silence_seconds anabranch_device_symptoms
+    anabranch_device_sniff_seconds
 """)
 
 COMMANDS = {"demo", "init", "up", "learn", "serve", "produce", "status", "doctor", "versions ls", "versions show"}
@@ -252,6 +262,8 @@ def test_tests_are_no_packages():
         ("anabranch.commands.rollout", ["torch", "kafka", "starlette"]),
         ("ingest.reader.reader", ["torch", "kafka", "confluent_kafka"]),
         ("replay.embedding_index.client", ["torch", "faiss"]),
+        ("learner.device_health.nvml", ["torch", "pynvml"]),
+        ("anabranch.doctor.device_checks", ["torch", "pynvml"]),
         ("replay.embedding_index.process", ["torch", "pydantic"]),
         ("ingest.__main__", ["torch", "confluent_kafka", "pyarrow"]),
         *(

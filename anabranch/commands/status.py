@@ -14,7 +14,7 @@ from rich.text import Text
 from anabranch.config.loader import Config
 from anabranch.runtime.console import PlainConsole
 from anabranch.runtime.lifecycle import Exit, stop_on_signals
-from learner.state_dir.report import LAG_STALE, DeviceSharingReport, LearnerReport
+from learner.state_dir.report import LAG_STALE, DeviceReport, DeviceSharingReport, LearnerReport
 from learner.state_dir.report import read_report as read_learner
 from serving.reporting.health import SILENT
 from serving.reporting.report import ServingReport, ShadowReport
@@ -134,6 +134,8 @@ def _learner(report: LearnerReport, now: float) -> RenderableType:
     table.add_row("held out", f"{report.holdout_rows:,}")
     if report.device_sharing is not None:
         table.add_row("device sharing", _sharing(report.device_sharing))
+    for device in report.device.devices if report.device else ():
+        table.add_row("device", _device(device, report.device.joules_per_event if report.device else None))
     made = "" if report.checkpoint_time is None else f", made {_age(time.time() - report.checkpoint_time)} ago"
     table.add_row("checkpoint", "none yet" if report.checkpoint is None else f"{report.checkpoint}{made}")
     newest = "none yet" if report.version is None else str(report.version)
@@ -165,6 +167,22 @@ def _sharing(sharing: DeviceSharingReport) -> str:
     wait = "" if sharing.wait_p99_seconds is None else f", p99 {sharing.wait_p99_seconds * 1000:.1f} ms to yield"
     size = "" if sharing.micro_batch_size is None else f", micro-batches of {sharing.micro_batch_size:,}"
     return f"{sharing.policy}: {sharing.training:.0%} training, {_count(sharing.servers, 'server')}{wait}{size}"
+
+
+def _device(device: DeviceReport, joules_per_event: float | None) -> Text:
+    """Return the state of a device, in yellow with the first of its problems and warnings."""
+    used, total, hot = device.memory_used, device.memory_total, device.temperatures.get("gpu")
+    facts = [
+        device.name,
+        None if hot is None else f"{hot:.0f} °C",
+        None if used is None or total is None else f"{used / 1e9:.1f} of {total / 1e9:.1f} GB",
+        None if device.power is None else f"{device.power:.0f} W",
+        None if joules_per_event is None else f"{joules_per_event:.3g} J an event",
+    ]
+    line = Text(", ".join(fact for fact in facts if fact))
+    for sentence in (*device.problems, *device.warnings)[:1]:
+        line = line.append(f": {sentence}", style="yellow")
+    return line
 
 
 def _count(count: int, noun: str) -> str:

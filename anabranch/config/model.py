@@ -16,6 +16,7 @@ from learner.config import (
     ModelSettings,
     VersionsSettings,
 )
+from learner.device_health.config import DeviceSettings
 from replay.config import ReplaySettings
 from serving.config import ServingSettings
 
@@ -51,6 +52,8 @@ class Pipeline(Section):
     """Predictions over HTTP."""
     device_sharing: DeviceSharingSettings = DeviceSharingSettings()
     """How serving borrows the device from the learner."""
+    device: DeviceSettings = DeviceSettings()
+    """How the learner watches the health of its devices."""
 
 
 def alternatives(kind: Any) -> list[Any]:

@@ -62,6 +62,13 @@ FINDINGS: dict[str, FindingType] = {
         "device_sharing.memory, or give serving another device.",
     ),
     "device.precision": FindingType("problem", 'Set learner.precision = "auto".'),
+    "device.unwatched": FindingType(
+        "info", "Install it: pip install 'anabranch[gpu]'. Or set device.enabled = \"off\"."
+    ),
+    "device.failing": FindingType(
+        "problem", "Drain the machine and reset the device; if it is so again, have it replaced."
+    ),
+    "device.warning": FindingType("warning", "See docs/operate/device-health.md; reset the device when it is idle."),
     "device_sharing.refinement": FindingType(
         "problem", "Take the key out, or give the learner a device that can do it."
     ),

@@ -18,6 +18,7 @@ from rich.text import Text
 from anabranch.config.loader import examine_config
 from anabranch.core.errors import SettingsError
 from anabranch.doctor.artifact_checks import check_checkpoints, check_versions
+from anabranch.doctor.device_checks import check_device
 from anabranch.doctor.environment_checks import check_install, check_limits
 from anabranch.doctor.findings import CheckContext, Finding, found, ok
 from anabranch.doctor.kafka_checks import check_broker
@@ -48,6 +49,7 @@ CHECKS: Sequence[Check] = (
     Check("schema", check_schema, ("schema", "stream")),
     Check("model", check_model, ("schema", "model", "learner", "replay", "serving")),
     Check("replicas", check_alone, ("learner",)),
+    Check("device", check_device, ("device",)),
     Check("broker", check_broker, ("stream", "schema")),
     Check("redis", check_redis, ("replay", "name")),
     Check("state", check_state, ("state_dir", "learner", "replay", "checkpoints", "versions", "schema")),

@@ -35,6 +35,7 @@ class Action(IntEnum):
     SNAPSHOT = 8
     MOMENTS = 9
     GENERATORS = 10
+    SNIFF = 11
 
 
 class Channel:

@@ -16,6 +16,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from learner.device_health.sniff_test import COLLECTIVE, product_or_nan, time_collective
 from learner.distributed.channel import Action, Channel
 from learner.distributed.data_parallel import DataParallelGroup
 from learner.distributed.scatter import (
@@ -39,6 +40,8 @@ _PARTS = ("model", "optimizer", "strategy")
 """The parts of a checkpoint that all ranks restore."""
 _LOSSES, _EMBEDDINGS, _OUTPUTS = 1, 2, 4
 """Flags: the results of a step that the other ranks send back."""
+_PRODUCT, _COLLECTIVE = 0, 1
+"""Parts of the sniff test."""
 
 
 class Leader(Trainer):
@@ -146,6 +149,21 @@ class Leader(Trainer):
         if self._channel.idle:
             self._channel.send_all(Action.WAIT)
 
+    def sniff(self) -> dict[str, float]:
+        """Run the sniff test on all ranks; return the seconds of each, and those of the collective.
+
+        A rank that is out of memory is left out, and the collective with it.
+        """
+        self._channel.send_all(Action.SNIFF, [_PRODUCT])
+        seconds = {"rank 0": product_or_nan(self.device)}
+        for rank in self._channel.others:
+            seconds[f"rank {rank}"] = float(self._channel.receive_bytes(rank, 8).view(torch.float64))
+        measured = {name: value for name, value in seconds.items() if not math.isnan(value)}
+        if len(measured) == self._channel.size:
+            self._channel.send_all(Action.SNIFF, [_COLLECTIVE])
+            measured[COLLECTIVE] = time_collective(self.device)
+        return measured
+
     def _gather(self) -> None:
         if not self._gathered:
             self._channel.send_all(Action.GATHER)
@@ -235,6 +253,11 @@ def follow(channel: Channel, make: Callable[[], tuple[Trainer, DataParallelGroup
             trainer.snapshot()
         elif action is Action.MOMENTS:
             trainer.optimizer_state()
+        elif action is Action.SNIFF and numbers == [_COLLECTIVE]:
+            time_collective(channel.device)
+        elif action is Action.SNIFF:
+            seconds = torch.tensor([product_or_nan(channel.device)], dtype=torch.float64, device=channel.device)
+            channel.reply(seconds.view(torch.uint8))
 
 
 def _step(

@@ -109,3 +109,8 @@ def device_of(assignment: RankAssignment, settings: LearnerSettings) -> torch.de
     if torch.cuda.device_count() < settings.replicas:
         raise SettingsError(f"{what} needs as many CUDA devices, but there are {torch.cuda.device_count()}")
     return torch.device("cuda", assignment.rank - assignment.first)
+
+
+def devices_of_host(device: torch.device, settings: LearnerSettings) -> list[torch.device]:
+    """Return the devices of all ranks of this host, given that of one of them."""
+    return [torch.device("cuda", index) for index in range(settings.replicas)] if device.type == "cuda" else [device]

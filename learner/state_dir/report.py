@@ -56,6 +56,58 @@ class DeviceSharingReport(msgspec.Struct, frozen=True, kw_only=True):
     """CPU priority of training while it shares cores with serving, such as `nice 19`; None: unchanged."""
 
 
+class DeviceReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The health of one NVIDIA device; None or absent where the device does not report a value."""
+
+    uuid: str
+    name: str
+    silence_seconds: float = 0.0
+    """How long the device has not answered; 0 while it does."""
+    memory_used: int | None = None
+    """Bytes, of all processes."""
+    memory_total: int | None = None
+    utilization: float | None = None
+    """Fraction of the last second in which a kernel ran, 0 to 1."""
+    temperatures: dict[str, float] = {}
+    """Degrees Celsius by sensor: gpu, memory."""
+    power: float | None = None
+    """Watts."""
+    power_limit: float | None = None
+    energy: float | None = None
+    """Joules since the driver was loaded, of all processes."""
+    clocks: dict[str, float] = {}
+    """Hertz by clock: sm, memory."""
+    slowdown: list[str] = []
+    """Why clocks are below their maximum: idle, power_cap, thermal, hardware_thermal, power_brake and others."""
+    ecc_errors: dict[str, int] = {}
+    """Memory errors since the driver was loaded: corrected, uncorrected."""
+    ecc_lifetime_errors: dict[str, int] = {}
+    """The same over the life of the device."""
+    remapped_rows: dict[str, int] = {}
+    """Rows of memory with a spare: corrected, uncorrected by cause; pending and failed are 1 or 0."""
+    xids: dict[str, int] = {}
+    """Xid events since the start of the learner, by number."""
+    pcie_replays: int | None = None
+    nvlink_active: int | None = None
+    """NVLink connections that are up; None without any."""
+    nvlink_errors: int | None = None
+    processes: dict[str, int] = {}
+    """Bytes of device memory by process id."""
+    warnings: list[str] = []
+    """One sentence for each early warning."""
+    problems: list[str] = []
+
+
+class DeviceHealthReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The health of the devices that the learner watches."""
+
+    devices: list[DeviceReport] = []
+    sniff_seconds: dict[str, float] = {}
+    """Times of the last sniff test: by rank those of a matrix product, and that of a collective."""
+    joules_per_event: float | None = None
+    """Energy of all devices by new events, over the last five seconds; None without new events."""
+
+
 class LearnerReport(msgspec.Struct, frozen=True, kw_only=True):
     """The state of a learner at one point in time."""
 
@@ -78,7 +130,7 @@ class LearnerReport(msgspec.Struct, frozen=True, kw_only=True):
     problems: list[str] = []
     """One sentence for each part that does not work; empty when the learner is healthy."""
     warnings: list[str] = []
-    """One sentence for each workaround that the learner applied, and that a person may change."""
+    """One sentence for each workaround that the learner applied and a person may change, or early warning."""
     outcomes: dict[str, int] = {}
     """Events by outcome: trained, stored_only, held_out, dead_lettered, skipped."""
     skipped: dict[str, int] = {}
@@ -118,7 +170,7 @@ class LearnerReport(msgspec.Struct, frozen=True, kw_only=True):
     micro_batch_size: int | None = None
     """Largest number of events that go through the model at once; None: all of a step."""
     rates: dict[str, float] = {}
-    """Per second over the last five seconds: steps, rows_new, rows_replay."""
+    """Per second over the last five seconds: steps, rows_new, rows_replay, and joules where devices are watched."""
     replay_rows: dict[str, int] = {}
     """Events held, by tier."""
     replay_bytes: dict[str, int] = {}
@@ -134,6 +186,8 @@ class LearnerReport(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes that the learner takes on its device, by purpose, such as `weights`; on a CPU those of the host."""
     device_sharing: DeviceSharingReport | None = None
     """None where the device is not shared."""
+    device: DeviceHealthReport | None = None
+    """None where no device is watched."""
     erased: int = 0
     """Erasure records that apply; their events are not trained on or stored from then on."""
     erased_through: int = 0

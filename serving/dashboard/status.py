@@ -28,6 +28,7 @@ SERIES = (
     "freshness_p99_seconds",
     "request_p50_seconds",
     "request_p99_seconds",
+    "device_temperature",
 )
 """The series that are kept over time; the windows hold the accuracy, or for regression the error."""
 
@@ -64,6 +65,7 @@ class Overview:
             values |= {name: learner.rates.get(name) for name in _RATES}
             if (learner.lag_age_seconds or 0.0) < LAG_STALE.total_seconds():
                 values["lag"] = sum(partition.pending for partition in learner.partitions.values())
+            values["device_temperature"] = _hottest(learner)
         if baseline is not None and not self._baseline_age.is_silent(baseline):
             values |= {f"baseline_{name}": score for name, score in _scores(baseline).items() if name in _WINDOWS}
         self.history.add(now, values)
@@ -96,6 +98,12 @@ class Overview:
 
 def _read(state_dir: Path | None) -> LearnerReport | None:
     return read_report(state_dir) if state_dir else None
+
+
+def _hottest(report: LearnerReport) -> float | None:
+    """Return the highest temperature of the devices that the learner watches."""
+    devices = report.device.devices if report.device else []
+    return max((device.temperatures["gpu"] for device in devices if "gpu" in device.temperatures), default=None)
 
 
 def _scores(report: LearnerReport) -> dict[str, float]:

@@ -59,6 +59,7 @@ from learner.state_dir.version import Manifest, ModelReference, Verdict, Version
 from learner.strategies.er import ExperienceReplay
 from learner.strategies.examples import OUTPUT
 from learner.training.trainer import Trainer
+from tests.support.nvml import OTHER, UUID
 
 EVENT = {"x": [0.5] * 64, "y": 7}
 
@@ -274,6 +275,40 @@ class TestInstallation:
 
     def test_a_sound_one_has_no_finding(self, diagnose: Callable[..., list[Finding]]) -> None:
         assert kinds(diagnose("install") + diagnose("limits") + diagnose("schema")) == []
+
+
+class TestDevice:
+    def test_a_device_that_is_well_has_no_finding(self, diagnose: Callable[..., list[Finding]], fake_nvml) -> None:
+        fake_nvml()
+        (finding,) = diagnose("device")
+        assert finding.level == "ok"
+        assert finding.message.startswith(f"NVIDIA Fake ({UUID}) is well, 62 °C, 20.0 of 80.0 GB")
+
+    @pytest.mark.finds("device.failing", "device.warning")
+    def test_devices_that_fail_or_may_soon(self, diagnose: Callable[..., list[Finding]], fake_nvml) -> None:
+        fake_nvml(["remap_failed=1 1:remap_pending=1"], uuids=(UUID, OTHER))
+        findings = diagnose("device")
+        assert f"({UUID}): no spare row of memory is left" in only(findings, "device.failing").message
+        assert OTHER in only(findings, "device.warning").message
+
+    @pytest.mark.finds("device.failing")
+    def test_a_device_that_is_lost(self, diagnose: Callable[..., list[Finding]], fake_nvml) -> None:
+        fake_nvml(["error=15"])
+        assert "GPU is lost" in only(diagnose("device"), "device.failing").message
+        fake_nvml(at_start="error=15")
+        assert "fallen off the bus" in only(diagnose("device"), "device.failing").message
+
+    @pytest.mark.finds("device.unwatched")
+    def test_devices_that_cannot_be_watched(
+        self, diagnose: Callable[..., list[Finding]], setting: Callable[..., None], fake_nvml, monkeypatch
+    ) -> None:
+        monkeypatch.setenv("FAKE_NVML_SCRIPT", "")
+        setting("device.enabled", "on")
+        assert "Driver Not Loaded" in only(diagnose("device"), "device.unwatched").message
+
+    def test_off_none_is_read(self, diagnose: Callable[..., list[Finding]], setting: Callable[..., None]) -> None:
+        setting("device.enabled", "off")
+        assert kinds(diagnose("device")) == []
 
 
 class TestModel:

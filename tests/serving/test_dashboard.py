@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from anabranch.core.atomic_files import replace_file
-from learner.state_dir.report import LearnerReport, PartitionReport, write_report
+from learner.state_dir.report import DeviceHealthReport, DeviceReport, LearnerReport, PartitionReport, write_report
 from serving.dashboard.status import SERIES
 from serving.rollout.commands import COMMANDS
 
@@ -519,6 +519,38 @@ def test_in_a_browser_events_are_marks_on_the_time_axis_and_the_axis_can_be_zoom
         page.reload()
         await_sentence(page, "All is well.")
         assert page.is_checked("#zoom")
+        page.close()
+
+
+def test_in_a_browser_a_watched_device_has_its_tile(browser: Any, numbers: Any, served: Served) -> None:
+    numbers.publish(1)
+    state_dir = numbers.deployment.state_dir
+    devices = [
+        DeviceReport(
+            uuid=f"GPU-{number}",
+            name="NVIDIA H100",
+            temperatures={"gpu": 60.0 + number},
+            memory_used=12 * 10**9,
+            memory_total=80 * 10**9,
+            power=500.0,
+            warnings=["it slows down because it is hot"] if number else [],
+        )
+        for number in range(2)
+    ]
+    write_report(state_dir, learner_report())
+    with served(numbers) as server:
+        page = browser.new_page()
+        page.goto(server.url)
+        await_sentence(page, "All is well.")
+        assert not page.is_visible("#device")
+        health = DeviceHealthReport(devices=devices, joules_per_event=0.25)
+        write_report(state_dir, learner_report(device=health))
+        page.wait_for_selector("#device", state="visible")
+        assert page.text_content("[data-figure=device_temperature]") == "61 °C"
+        assert page.text_content("[data-figure=device_name]") == "hottest of 2"
+        assert page.text_content("[data-figure=device_use]") == "24 GB of 160 GB, 1,000 W, 0.25 J an event"
+        assert page.text_content("[data-figure=device_state]") == "it slows down because it is hot"
+        page.wait_for_selector("[data-spark=device_temperature] path", state="attached")
         page.close()
 
 

@@ -20,6 +20,7 @@ const HELP = {
   trained_through: "The last offset, inclusive, up to which every event of the partition has its outcome.",
   checkpoint: "What a restart resumes from: model, optimizer, replay store and offsets, written together.",
   holdout: "Labelled events that are never trained on. The gate judges versions by them.",
+  device: "The NVIDIA devices that the learner trains on, by the driver's own readings. The temperature is that of the hottest.",
   capacity: "Old events that are sampled together with new ones. The store evicts when it is 1/32 above its capacity, back to it.",
   forgetting: "Best accuracy ever less accuracy now on the holdout set, mean over the classes.",
   loss: "Mean loss of new events before the model trains on them.",
@@ -286,6 +287,7 @@ function renderTiles() {
   figure("behind", !learner || health.silent ? "" : stale ? `${count(lag)} as of ${age(asked)} ago` : lag === 0 ? "nothing waits" : behind);
   figure("lag_seconds", learner && !health.silent && !stale ? `oldest waits ${duration(learner.lag_seconds)}${learner.behind ? ", lag policy holds" : ""}` : "age not known");
   figure("partitions", `${partitions.length} ${partitions.length === 1 ? "partition" : "partitions"}`);
+  renderDevice(health.silent ? null : learner?.device);
   for (const host of document.querySelectorAll("[data-spark]")) {
     /* Series of one unit and meaning share a band; "|" begins another. */
     const bands = host.dataset.spark.split(" | ").map((names) => names.split(" ")), names = bands.flat();
@@ -296,6 +298,24 @@ function renderTiles() {
     }));
     spark(host, groups, times, from, to, gap, names[0].endsWith("_seconds") ? duration : rate);
   }
+}
+
+function renderDevice(health) {
+  const devices = health?.devices ?? [], of = (name) => devices.map((device) => device[name]).filter(known);
+  $("device").hidden = !devices.length;
+  if (!devices.length) return;
+  const hot = devices.map((device) => device.temperatures.gpu).filter(known);
+  figure("device_temperature", hot.length ? `${rate(Math.max(...hot))} °C` : NONE);
+  figure("device_name", devices.length > 1 ? `hottest of ${devices.length}` : "");
+  const power = of("power"), used = of("memory_used"), total = of("memory_total");
+  figure("device_use", [
+    ...(used.length ? [`${bytes(sum(used))} of ${bytes(sum(total))}`] : []),
+    ...(power.length ? [`${rate(sum(power))} W`] : []),
+    ...(known(health.joules_per_event) ? [`${digits(health.joules_per_event)} J an event`] : []),
+  ].join(", "));
+  const problems = of("problems").flat(), warnings = of("warnings").flat(), state = document.querySelector('[data-figure="device_state"]');
+  state.textContent = [...problems, ...warnings][0] ?? "no warnings";
+  state.className = `remark ${problems.length ? "bad" : warnings.length ? "warn" : ""}`;
 }
 
 const VERDICTS = { pass: "✓", fail: "✕", inconclusive: "○" };

@@ -15,7 +15,13 @@ from anabranch.cli import app as cli
 from anabranch.cli.common import show
 from anabranch.commands.status import read_status, render
 from anabranch.config.loader import Config, load_config
-from learner.state_dir.report import DeviceSharingReport, LearnerReport, PartitionReport
+from learner.state_dir.report import (
+    DeviceHealthReport,
+    DeviceReport,
+    DeviceSharingReport,
+    LearnerReport,
+    PartitionReport,
+)
 from serving.reporting.report import ServingReport
 
 PARTITION = PartitionReport(
@@ -101,6 +107,22 @@ def test_device_sharing_is_on_the_screen(config: Config) -> None:
     )
     learner.state_dir.report.write_report(config.state_dir, learner_report(device_sharing=share))
     assert "device sharing fraction: 75% training, 1 server, p99 3.4 ms to yield, micro-batches of 32" in screen(config)
+
+
+def test_the_device_is_on_the_screen_with_its_gravest_sentence(config: Config) -> None:
+    device = DeviceReport(
+        uuid="GPU-1",
+        name="NVIDIA H100",
+        temperatures={"gpu": 71.0},
+        memory_used=12_300_000_000,
+        memory_total=80_000_000_000,
+        power=512.3,
+        warnings=["it slows down because it is hot"],
+    )
+    health = DeviceHealthReport(devices=[device], joules_per_event=0.125)
+    learner.state_dir.report.write_report(config.state_dir, learner_report(device=health))
+    line = "device NVIDIA H100, 71 °C, 12.3 of 80.0 GB, 512 W, 0.125 J an event: it slows down because it is hot"
+    assert line in screen(config)
 
 
 def test_what_a_report_says_gives_no_orders_to_the_terminal(config: Config, capsys: pytest.CaptureFixture[str]) -> None:
