@@ -142,11 +142,9 @@ class Trainer:
 
     def examples(self, columns: Mapping[str, Array]) -> Examples:
         """Return the columns of B labelled events as tensors on the device."""
-        return Examples(
-            {name: self._transfer(columns[f"feature.{name}"]) for name in self._features},
-            self._transfer(columns["label"]),
-            self._transfer(columns["weight"]),
-        )
+        arrays = [columns[f"feature.{name}"] for name in self._features]
+        *features, label_B, weight_B = self._transfer([*arrays, columns["label"], columns["weight"]])
+        return Examples(dict(zip(self._features, features, strict=True)), label_B, weight_B)
 
     def probe(self, old: Examples) -> tuple[int, float]:
         """Score old events in evaluation mode, without training on them.
