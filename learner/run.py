@@ -41,6 +41,7 @@ from learner.state_dir.checkpoint import RANK, Checkpoints
 from learner.state_dir.lock import check_generation, hold_state_directory
 from learner.state_dir.version import Versions, reference_to
 from learner.stream.lag import LagPolicy
+from learner.training.out_of_memory import MemoryRetry
 from replay.background_store import BackgroundStore
 from replay.erasure.erasure_log import NAME as LOG
 from replay.erasure.erasure_log import ErasureLog
@@ -168,7 +169,8 @@ class Learner:
         channel = stack.enter_context(lead(assignment, deployment.learner)) if assignment is not None else None
         device = channel.device if channel is not None else choose_device(deployment.learner.device)
         stack.enter_context(without_denormals(device))
-        self._setup = build_training_setup(deployment, device)
+        retry = MemoryRetry(device, self._stop)
+        self._setup = retry(lambda: build_training_setup(deployment, device))
         known = functools.partial(_latest_generation, deployment.state_dir)
         self._generation = stack.enter_context(
             hold_state_directory(deployment.state_dir, self._stop, deployment.learner.stop_timeout, known)
@@ -184,7 +186,9 @@ class Learner:
             )
         )
         hooks = step_hooks(self._sharing, stack.enter_context(confined(deployment.device_sharing.settings, device)))
-        self._publisher = _publisher(deployment, self._setup, self._generation, self._metrics, self._check)
+        self._publisher = retry(
+            lambda: _publisher(deployment, self._setup, self._generation, self._metrics, self._check)
+        )
         self._trainer = build_trainer(self._setup, channel, hooks, assignment.rows if assignment is not None else None)
         if self._sharing is not None:
             self._sharing.attach(self._trainer.model, self._ranks)
@@ -197,7 +201,8 @@ class Learner:
         checkpoints = Checkpoints(deployment.state_dir / "checkpoints", self._setup.schema.digest, self._generation)
         with away_is_dependency(_AWAY.format(checkpoints.path)):
             resumed = ResumePoint.newest(checkpoints, written)
-        store = resumed.store(deployment, self._setup, self._ranks)
+        retry = MemoryRetry(self._setup.device, self._stop, (self._trainer.send_keepalive,))
+        store = retry(lambda: resumed.store(deployment, self._setup, self._ranks))
         # Two threads must not launch work on Metal at once.
         background = (
             BackgroundStore(store, in_background=self._setup.device.type != "mps") if store is not None else None

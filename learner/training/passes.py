@@ -150,10 +150,10 @@ class Passes:
             # After the handler, since the error references tensors of the pass.
             self.update.give_up()
             release(self.device)
+            before.restore()
             rows = max(sum(map(len, group)) for group in at_once)
             size = halve_micro_batch(rows, self.micro_batch_size, self.device, self._ranks.size, message)
             self.micro_batch_size, self.warning = size, oom_warning(self.device, size)
-            before.restore()
 
     def parts(self, events: Examples) -> list[Examples]:
         """Split events into parts that are small enough for one pass of the model."""
