@@ -22,7 +22,7 @@ from learner.strategies.registry import STRATEGIES
 from learner.training import out_of_memory as handling
 from learner.training.out_of_memory import MemoryUse
 from replay.background_store import BackgroundStore
-from replay.tiers import memory
+from replay.tiers import device_rows, memory
 from tests.learner import learner_bench
 from tests.learner.learner_bench import ROWS, LearnerBench, small_model
 
@@ -95,14 +95,14 @@ def live(make: Callable[[], LearnerBench], at: int) -> tuple[int, int]:
     return fault.count, processes
 
 
-def sweep(schema: Schema, path: Path, strategy: str, first: int, stride: int) -> list[int]:
+def sweep(schema: Schema, path: Path, strategy: str, first: int, stride: int, sampling: str = "uniform") -> list[int]:
     """Run out of memory at each `stride`-th operation; return how many processes each run took."""
 
     def learner_in(folder: Path) -> Callable[[], LearnerBench]:
         def make() -> LearnerBench:
             torch.manual_seed(0)
-            options: dict[str, Any] = {"strategy": STRATEGIES[strategy](), "every": "1h"}
-            return LearnerBench(folder, schema, small_model(), BLOCKS, **options)
+            replay = {"sampling": sampling}
+            return LearnerBench(folder, schema, small_model(), BLOCKS, strategy=STRATEGIES[strategy](), replay=replay)
 
         return make
 
@@ -118,9 +118,11 @@ def test_memory_that_runs_out_anywhere_loses_no_event(schema: Schema, tmp_path: 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("strategy", ["er", "der"])
-def test_memory_that_runs_out_at_any_operation_loses_no_event(schema: Schema, tmp_path: Path, strategy: str) -> None:
-    processes = sweep(schema, tmp_path, strategy, first=2, stride=3)
+@pytest.mark.parametrize(("strategy", "sampling"), [("er", "loss"), ("der", "uniform")])
+def test_memory_that_runs_out_at_any_operation_loses_no_event(
+    schema: Schema, tmp_path: Path, strategy: str, sampling: str
+) -> None:
+    processes = sweep(schema, tmp_path, strategy, first=2, stride=3, sampling=sampling)
     assert processes.count(1) > len(processes) / 2, "most faults are survived"
 
 
@@ -148,6 +150,33 @@ def test_a_learner_that_is_stopped_while_it_waits_for_memory_saves_its_progress(
     other.run()
     other.finish()
     assert other.loop.state.rows_new == len(TRAINED)
+    assert sorted(other.store.event_table.copy()["offset"].tolist()) == TRAINED
+
+
+def test_a_checkpoint_without_memory_to_read_the_store_is_skipped_and_the_next_one_is_written(
+    make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench, errors = make_bench(BLOCKS), [torch.OutOfMemoryError(OOM)]
+    bench.run()
+    read = device_rows.DeviceRows.read
+
+    def short(rows: device_rows.DeviceRows, *given: Any) -> torch.Tensor:
+        if errors:
+            raise errors.pop()
+        return read(rows, *given)
+
+    monkeypatch.setattr(device_rows.DeviceRows, "read", short)
+    bench.finish()
+    assert not errors
+    assert bench.checkpointer.problem is not None
+    assert f"no memory to read the stored events: {OOM}" in bench.checkpointer.problem
+    assert bench.checkpoints.newest() is None
+    bench.finish()
+    assert bench.checkpointer.problem is None
+    assert newest(bench).step == BLOCKS
+    bench.close()
+    other = make_bench(BLOCKS)
+    other.resume()
     assert sorted(other.store.event_table.copy()["offset"].tolist()) == TRAINED
 
 

@@ -243,3 +243,38 @@ def test_a_cache_without_memory_for_new_rows_leaves_them_to_the_slower_tier(
     add_now(store, fake_columns(schema, range(100, 140), label=[0, 1, 2, 3]), PARTITIONS)
     assert store.rows["device"] > 0, "the room is used again"
     store.close()
+
+
+@pytest.mark.gpu
+@each_arrangement
+def test_a_sample_on_a_gpu_waits_for_nothing(schema: Schema, tmp_path: Path, options: dict[str, Any]) -> None:
+    store = open_store(schema, CUDA, tmp_path, **options)
+    for step in range(12):
+        columns = fake_columns(schema, range(step * 40, step * 40 + 40), label=[0, 1, 2, 3])
+        add_now(store, columns, PARTITIONS)
+        plan_ahead(store, step, 16)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            sample = store.sample(step, 16)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert len(sample)
+    store.close()
+
+
+@pytest.mark.gpu
+def test_a_sample_on_a_gpu_is_read_after_rows_that_are_still_being_written(schema: Schema, tmp_path: Path) -> None:
+    store = open_store(schema, CUDA, tmp_path)
+    memory_tier = store.tiers.all[0]
+    assert isinstance(memory_tier, MemoryTier)
+    assert memory_tier.stream is not None
+    every = fake_columns(schema, range(2000), label=[0, 1, 2, 3])
+    for step in range(20):
+        with memory_tier.stream.work():
+            torch.cuda._sleep(10_000_000)  # a few milliseconds
+        part = {name: column[step * 100 : step * 100 + 100] for name, column in every.items()}
+        add_now(store, part, PARTITIONS)
+        plan_ahead(store, step, 16)
+        sample = store.sample(step, 16)
+        assert np.array_equal(sample.columns["feature.x"].cpu().numpy(), every["feature.x"][sample.records["offset"]])
+    store.close()
