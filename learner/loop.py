@@ -23,6 +23,7 @@ from learner.raising_events import RaisingEvents
 from learner.replay_feed import NOTHING, Replay
 from learner.runtime.shutdown import Deadline
 from learner.state_dir.checkpoint import Checkpoint
+from learner.stream.batch_prefetch import BatchPrefetch
 from learner.stream.batches import Batch, Batches
 from learner.stream.ledger import Ledger
 from learner.stream.outcome_counters import OutcomeCounters
@@ -73,6 +74,8 @@ class TrainingLoop:
             if settings.deterministic
             else Batches(parts.source, self._step_size, settings.max_delay, parts.lag.settle)
         )
+        self._prefetch = BatchPrefetch(self._batches, parts.trainer.examples)
+        parts.trainer.set_before_wait(self._prefetch.take_next)
         self._next_commit = 0.0
         self.state = LoopState(parts, self.ledger, self._batches)
         self._partitions: Sequence[Partition] = ()
@@ -110,7 +113,7 @@ class TrainingLoop:
         self._replay.prefetch(self.state.steps)
         self.checkpoint_if_due()  # a restored checkpoint may have left too few slots for a step
         while not stop.is_set():
-            batch = self._batches.next(stop)
+            batch = self._prefetch.next(stop)
             self._register_partitions()
             if batch is None:
                 self.count()
@@ -137,13 +140,11 @@ class TrainingLoop:
         self._parts.erasure.finish(deadline)
 
     def _learns(self, batch: Batch, stop: threading.Event) -> bool:
-        """Train on one batch; return False if it waited for memory when `stop` was set, and nothing is settled.
-
-        A checkpoint may follow then, unless it has to repeat bit for bit: the sample of the step is gone.
-        """
+        """Train on one batch; return False if it waited for memory when `stop` was set, and nothing is settled."""
         try:
             self._learn(batch)
         except MemoryShortageError as exc:
+            # A checkpoint that has to repeat bit for bit cannot follow: the sample of the step is gone.
             if not (exc.undone and stop.is_set()) or self._settings.deterministic:
                 raise
             return False
@@ -195,7 +196,7 @@ class TrainingLoop:
         trainer.scale_learning_rate(self.monitor.adjustments.lr_factor)
         while batch.new:
             try:
-                new = self._memory(lambda: trainer.examples(batch.new))
+                new = self._memory(lambda: self._prefetch.copied(batch.new))
                 return replay, self._memory(partial(trainer.step, new, replay.examples), repeatable=False)
             except RaisingEventsError as exc:
                 error = exc

@@ -93,6 +93,8 @@ class Passes:
         self.snapshots = Snapshots(model, device)
         """From which passes can be undone or retried."""
         self._before_micro_batch = hooks.before_micro_batch
+        self.before_wait: Callable[[], object] | None = None
+        """Called when the work of a step is queued, before the host waits for its numbers."""
 
     def run(self, new: Examples, old: Sequence[Examples], rows: int, before: StepSnapshot) -> StepOutputs:
         """Compute the gradient of a step and, if all is finite, update the weights; nothing else is changed.
@@ -276,6 +278,8 @@ class Passes:
             # An overflow can make running statistics non-finite while loss and gradient are finite.
             numbers = [total, norm, score, loss_new, *before.non_finite_buffers()]
             raised = 0.0
+            if self.before_wait is not None:
+                self.before_wait()
             if self._ranks.size == 1 and self.device.type == "cpu":
                 outputs.loss, norm_, outputs.score, outputs.loss_new, *spoiled = map(Tensor.item, numbers)
             else:

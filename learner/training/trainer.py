@@ -4,7 +4,7 @@ Legend: B new events.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial, reduce
 from typing import Any
 
@@ -133,6 +133,11 @@ class Trainer:
     def set_micro_batch_size(self, rows: int | None) -> None:
         """Set the most events of a micro-batch from the next step on; None: all of a step."""
         self._passes.micro_batch_size = rows
+
+    def set_before_wait(self, call: Callable[[], object]) -> None:
+        """Set what is called in each step while the device computes it; on a CPU nothing is."""
+        if overlaps(self.device):
+            self._passes.before_wait = call
 
     def set_losses_needed(self, *, needed: bool) -> None:
         """Set whether the losses of old events are used; other ranks need not send them otherwise."""
@@ -304,6 +309,11 @@ class Trainer:
         self._embedding.capture_next()
         output = forward(self.model, features)
         return self._embedding.captured(), output
+
+
+def overlaps(device: torch.device) -> bool:
+    """Return whether the host can work while a device computes."""
+    return device.type == "cuda"
 
 
 def _first_clause(error: Exception) -> str:
