@@ -48,6 +48,8 @@ class MemoryTier(Tier):
         self.slots = slots
         self.slot_bytes = row_bytes
         self.device = device
+        self.storage = torch.device("cpu") if on_host else device
+        """The device that stores the rows."""
         self.stream = None if is_host(device) else StoreStream(device)
         """In which rows are written and gathered; None where the device is the host."""
         self.by_host = on_host or self.stream is None
