@@ -17,9 +17,11 @@ from anabranch.core.backoff import Backoff
 from anabranch.core.errors import AnabranchError
 from ingest.events.schema import Schema
 from learner.errors import MemoryShortageError
+from learner.runtime.shutdown import Deadline
 from learner.state_dir.checkpoint import Checkpoint
 from learner.strategies.registry import STRATEGIES
 from learner.training import out_of_memory as handling
+from learner.training import trainer
 from learner.training.out_of_memory import MemoryUse
 from replay.background_store import BackgroundStore
 from replay.tiers import device_rows, memory
@@ -55,6 +57,7 @@ def as_a_shared_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handling, "memory_use", lambda _device: MemoryUse(10**9, 80 * 10**9, 10**9))
     monkeypatch.setattr(handling, "_BACKOFF", Backoff(timedelta(seconds=0.01), timedelta(seconds=0.01)))
     monkeypatch.setattr(memory, "is_host", lambda _device: False)
+    monkeypatch.setattr(trainer, "overlaps", lambda _device: True)
     monkeypatch.setattr(learner_bench, "BackgroundStore", functools.partial(BackgroundStore, in_background=False))
 
 
@@ -64,11 +67,17 @@ def newest(bench: LearnerBench) -> Checkpoint:
     return found[1]
 
 
-def live(make: Callable[[], LearnerBench], at: int) -> tuple[int, int]:
-    """Run a learner with a fault, and others after it until one has reached the end.
+def live(make: Callable[[], LearnerBench], at: int, checkpoint_at: int | None) -> tuple[int, int]:
+    """Run a learner with a fault and a checkpoint after a step, and others after it until one has reached the end.
 
     Returns the operations that allocate, of the first, and how many processes there were.
     """
+
+    def checkpoint() -> None:
+        if bench.loop.state.steps == checkpoint_at:
+            bench.checkpointer.request()
+        bench.checkpointer.wait(Deadline(timedelta(seconds=30)))
+
     fault = OneFault(at)
     for processes in (1, 2):
         bench, error = make(), None
@@ -76,7 +85,7 @@ def live(make: Callable[[], LearnerBench], at: int) -> tuple[int, int]:
             bench.resume()
         try:
             with fault:
-                bench.run()
+                bench.run(checkpoint)
                 bench.finish()
         except Exception as exc:  # noqa: BLE001 any error ends a process
             error = exc
@@ -89,30 +98,41 @@ def live(make: Callable[[], LearnerBench], at: int) -> tuple[int, int]:
     assert bench.loop.state.rows_new == len(TRAINED)
     assert sorted(bench.store.event_table.copy()["offset"].tolist()) == TRAINED
     steps = {int(state["step"]) for state in bench.trainer.update.optimizer.state.values()}
-    assert steps == {BLOCKS}, "no event is trained on twice"
-    assert newest(bench).step == BLOCKS
+    assert steps == {bench.loop.state.steps}, "no event is trained on twice"
+    assert newest(bench).step == bench.loop.state.steps
     bench.close()
     return fault.count, processes
 
 
-def sweep(schema: Schema, path: Path, strategy: str, first: int, stride: int, sampling: str = "uniform") -> list[int]:
+def sweep(
+    schema: Schema,
+    path: Path,
+    strategy: str,
+    first: int,
+    stride: int,
+    sampling: str = "uniform",
+    batch_size: int = ROWS - 1,
+) -> list[int]:
     """Run out of memory at each `stride`-th operation; return how many processes each run took."""
+    # A learner of the bench cannot resume within a block.
+    checkpoint_at = 3 if batch_size == ROWS - 1 else None
 
     def learner_in(folder: Path) -> Callable[[], LearnerBench]:
         def make() -> LearnerBench:
             torch.manual_seed(0)
-            replay = {"sampling": sampling}
-            return LearnerBench(folder, schema, small_model(), BLOCKS, strategy=STRATEGIES[strategy](), replay=replay)
+            options: dict[str, Any] = {"strategy": STRATEGIES[strategy](), "replay": {"sampling": sampling}}
+            learner = {"batch_size": batch_size, "max_delay": "10s"}
+            return LearnerBench(folder, schema, small_model(), BLOCKS, learner=learner, **options)
 
         return make
 
-    total, _ = live(learner_in(path / "0"), 0)
+    total, _ = live(learner_in(path / "0"), 0, checkpoint_at)
     assert total > 100
-    return [live(learner_in(path / str(at)), at)[1] for at in range(first, total + 1, stride)]
+    return [live(learner_in(path / str(at)), at, checkpoint_at)[1] for at in range(first, total + 1, stride)]
 
 
 def test_memory_that_runs_out_anywhere_loses_no_event(schema: Schema, tmp_path: Path) -> None:
-    processes = sweep(schema, tmp_path, "er", first=1, stride=97)
+    processes = sweep(schema, tmp_path, "er", first=1, stride=151)
     assert 1 in processes, "most faults are survived"
 
 
@@ -123,6 +143,13 @@ def test_memory_that_runs_out_at_any_operation_loses_no_event(
     schema: Schema, tmp_path: Path, strategy: str, sampling: str
 ) -> None:
     processes = sweep(schema, tmp_path, strategy, first=2, stride=3, sampling=sampling)
+    assert processes.count(1) > len(processes) / 2, "most faults are survived"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_memory_that_runs_out_while_a_batch_is_taken_early_loses_no_event(schema: Schema, tmp_path: Path) -> None:
+    processes = sweep(schema, tmp_path, "er", first=2, stride=7, batch_size=10)
     assert processes.count(1) > len(processes) / 2, "most faults are survived"
 
 
