@@ -93,7 +93,7 @@ class Passes:
         self.snapshots = Snapshots(model, device)
         """From which passes can be undone or retried."""
         self._before_micro_batch = hooks.before_micro_batch
-        self.before_wait: Callable[[], object] | None = None
+        self.before_wait: Callable[[], object] = bool
         """Called when the work of a step is queued, before the host waits for its numbers."""
 
     def run(self, new: Examples, old: Sequence[Examples], rows: int, before: StepSnapshot) -> StepOutputs:
@@ -278,14 +278,14 @@ class Passes:
             # An overflow can make running statistics non-finite while loss and gradient are finite.
             numbers = [total, norm, score, loss_new, *before.non_finite_buffers()]
             raised = 0.0
-            if self.before_wait is not None:
-                self.before_wait()
             if self._ranks.size == 1 and self.device.type == "cpu":
+                self.before_wait()
                 outputs.loss, norm_, outputs.score, outputs.loss_new, *spoiled = map(Tensor.item, numbers)
             else:
                 numbers.append(norm.new_full((), self._fallback.error is not None))
                 together = torch.stack([number.float() for number in numbers])
                 self._ranks.average([together])
+                self.before_wait()
                 # The one wait for the device in a step: whether it is taken has to be known before the next.
                 outputs.loss, norm_, score_, loss_, *spoiled, raised = together.tolist()
                 outputs.score, outputs.loss_new = score_ * self._ranks.size, loss_ * self._ranks.size
