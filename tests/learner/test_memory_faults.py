@@ -131,6 +131,7 @@ def sweep(
     return [live(learner_in(path / str(at)), at, checkpoint_at)[1] for at in range(first, total + 1, stride)]
 
 
+@pytest.mark.timeout(60)
 def test_memory_that_runs_out_anywhere_loses_no_event(schema: Schema, tmp_path: Path) -> None:
     processes = sweep(schema, tmp_path, "er", first=1, stride=151)
     assert 1 in processes, "most faults are survived"
