@@ -5,11 +5,13 @@ ranks of itself, and passes each a folder with its assignment.
 """
 
 import argparse
+import contextlib
 import gc
 import logging
 import os
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -68,7 +70,8 @@ def learn_config(config: "Config", stop: threading.Event) -> None:
     try:
         from learner.run import learn
 
-        learn(deployment_of(config), stop, source=source)
+        with _shortage_ends(stop):
+            learn(deployment_of(config), stop, source=source)
     finally:
         source.close()
 
@@ -110,7 +113,9 @@ def _rank(group: Path, arguments: list[str]) -> int:
         stop_with_launcher(stop)
         assignment = read_assignment(group, config.pipeline.learner)
         try:
-            (learn if assignment.rank == 0 else follow_leader)(deployment_of(config, assignment.rows), stop, assignment)
+            with _shortage_ends(stop):
+                run = learn if assignment.rank == 0 else follow_leader
+                run(deployment_of(config, assignment.rows), stop, assignment)
         except RankTooLargeError as exc:
             log.error("%s", exc)  # noqa: TRY400 the sentence says all
             leave_rows(group, exc.rows)
@@ -128,6 +133,22 @@ def _rank(group: Path, arguments: list[str]) -> int:
     if os.environ["RANK"] == "0" or code in REFUSED:
         write_outcome(group, code)
     return 0 if code in REFUSED else code
+
+
+@contextlib.contextmanager
+def _shortage_ends(stop: threading.Event) -> Iterator[None]:
+    """Let a device that has too little memory for now end the process with exit code 1, after which it may start again.
+
+    Unless `stop` ended the wait for memory: then the block just ends.
+    """
+    from learner.errors import MemoryShortageError
+
+    try:
+        yield
+    except MemoryShortageError as exc:
+        if not stop.is_set():
+            log.error("%s", exc)  # noqa: TRY400 the sentence says all
+            sys.exit(1)
 
 
 def deployment_of(config: "Config", rows: int | None = None) -> "LearnerSpec":

@@ -13,6 +13,7 @@ AnabranchError
 CopyMemoryError           there is no memory for the copy of a version or checkpoint, which is skipped
 RankLostError             another rank is gone: this rank ends, and all ranks restart from the newest checkpoint
 RankTooLargeError         a device ran out of memory: the same, with smaller micro-batches on this host
+MemoryShortageError       a device has too little memory for now: the process ends with exit code 1, and may start again
 """
 
 import re
@@ -67,3 +68,15 @@ class RankTooLargeError(Exception):
     def __init__(self, rows: int, said: str) -> None:
         super().__init__(said)
         self.rows = rows
+
+
+class MemoryShortageError(MemoryError):
+    """A device has too little memory for now, since other processes use it too.
+
+    Attributes:
+        undone: whether the work that failed has changed nothing, so that it can be repeated.
+    """
+
+    def __init__(self, said: str, *, undone: bool) -> None:
+        super().__init__(said)
+        self.undone = undone

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from ingest.events.partition import TopicPartition
 from ingest.metrics import IngestMetrics
 from ingest.reader.cursors import Partition
 from learner.config import LearnerSettings
+from learner.errors import MemoryShortageError
 from learner.evaluation.prequential import Scored
 from learner.loop_state import LoopComponents, LoopState
 from learner.metrics import LearnerMetrics
@@ -21,10 +23,12 @@ from learner.raising_events import RaisingEvents
 from learner.replay_feed import NOTHING, Replay
 from learner.runtime.shutdown import Deadline
 from learner.state_dir.checkpoint import Checkpoint
+from learner.stream.batch_prefetch import BatchPrefetch
 from learner.stream.batches import Batch, Batches
 from learner.stream.ledger import Ledger
 from learner.stream.outcome_counters import OutcomeCounters
 from learner.stream.round_robin import RoundRobin
+from learner.training.out_of_memory import MemoryRetry
 from learner.training.step_result import StepResult
 from replay.metrics import ReplayMetrics
 
@@ -70,12 +74,16 @@ class TrainingLoop:
             if settings.deterministic
             else Batches(parts.source, self._step_size, settings.max_delay, parts.lag.settle)
         )
+        self._prefetch = BatchPrefetch(self._batches, parts.trainer.examples)
+        parts.trainer.set_before_wait(self._prefetch.take_next)
         self._next_commit = 0.0
         self.state = LoopState(parts, self.ledger, self._batches)
         self._partitions: Sequence[Partition] = ()
         self._names: Sequence[TopicPartition] = ()
         self.monitor = parts.monitor
         self._replay = parts.replay
+        self._memory = MemoryRetry(parts.trainer.device, threading.Event())
+        self._while_waiting: Sequence[Task] = ()
         self.non_finite_in_a_row = 0
         queues = parts.publisher.raised, parts.replay.raised
         self.raising_events = RaisingEvents(self.state, parts.replay, parts.holdout, queues, metrics.learner.raised)
@@ -90,6 +98,7 @@ class TrainingLoop:
         Raises:
             DependencyError: it cannot be written.
         """
+        self._while_waiting = while_waiting
         self._register_partitions()
         self._parts.checkpointer.checkpoint_first({"ledger": self.ledger.state()}, stop, while_waiting)
 
@@ -98,16 +107,18 @@ class TrainingLoop:
 
         Raises:
             GapError: offsets to be read are gone, and `stream.on_gap` is `fail`.
+            MemoryShortageError: the device has had too little memory for a step for too long.
         """
+        self._memory = MemoryRetry(self._parts.trainer.device, stop, self._while_waiting)
         self._replay.prefetch(self.state.steps)
         self.checkpoint_if_due()  # a restored checkpoint may have left too few slots for a step
         while not stop.is_set():
-            batch = self._batches.next(stop)
+            batch = self._prefetch.next(stop)
             self._register_partitions()
-            if batch is not None:
-                self._learn(batch)
-            else:
+            if batch is None:
                 self.count()
+            elif not self._learns(batch, stop):
+                break
             for run_if_due in between_steps:
                 run_if_due()
         self.count()
@@ -128,6 +139,17 @@ class TrainingLoop:
         self.commit_if_due()
         self._parts.erasure.finish(deadline)
 
+    def _learns(self, batch: Batch, stop: threading.Event) -> bool:
+        """Train on one batch; return False if it waited for memory when `stop` was set, and nothing is settled."""
+        try:
+            self._learn(batch)
+        except MemoryShortageError as exc:
+            # A checkpoint that has to repeat bit for bit cannot follow: the sample of the step is gone.
+            if not (exc.undone and stop.is_set()) or self._settings.deterministic:
+                raise
+            return False
+        return True
+
     def _learn(self, batch: Batch) -> None:
         """Train on one batch, in an order in which a crash loses nothing.
 
@@ -146,10 +168,11 @@ class TrainingLoop:
         batch = self._parts.erasure.exclude(batch)
         if batch.new:
             begin = time.perf_counter()
-            replay = self._replay.sample(self.state.steps, len(batch))
+            replay = self._memory(lambda: self._replay.sample(self.state.steps, len(batch)))
             replay, result = self._train(batch, replay)
             self._observe(batch, replay, result, time.perf_counter() - begin)
-        self._replay.add(self.state.steps, batch, replay, result, names)
+        step = self.state.steps
+        self._memory(lambda: self._replay.add(step, batch, replay, result, names), undone=False)
         self._parts.holdout.add(batch.held_out, names)
         finite = result is None or result.finite
         outcome, reason = (Outcome.TRAINED, SkipReason.NONE) if finite else (Outcome.SKIPPED, SkipReason.NON_FINITE)
@@ -173,7 +196,8 @@ class TrainingLoop:
         trainer.scale_learning_rate(self.monitor.adjustments.lr_factor)
         while batch.new:
             try:
-                return replay, trainer.step(trainer.examples(batch.new), replay.examples)
+                new = self._memory(lambda: self._prefetch.copied(batch.new))
+                return replay, self._memory(partial(trainer.step, new, replay.examples), repeatable=False)
             except RaisingEventsError as exc:
                 error = exc
             replay = self.raising_events.remove(batch, replay, error)
@@ -280,7 +304,7 @@ class TrainingLoop:
     @property
     def warning(self) -> str | None:
         """One sentence on what the learner changed to continue, although it is healthy."""
-        return self._parts.trainer.warning
+        return self._memory.waiting or self._parts.trainer.warning
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Restore a checkpoint, except the store's part, before the first step; raises CheckpointError if it does not

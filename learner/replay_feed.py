@@ -200,6 +200,8 @@ class StoreFeed:
         self._timer = timer
         self._debt = 0.0
         """The fraction of an event that rounding left over, for the next steps."""
+        self._sampled: tuple[int, Sample] | None = None
+        """The sample of a step that ran out of memory after the store had sampled."""
 
     @property
     def output_shape(self) -> list[int] | None:
@@ -213,23 +215,26 @@ class StoreFeed:
         return self._probe.raised
 
     def sample(self, step: int, new: int) -> Replay:
-        """Return the old events to replay with `new` new ones, after scoring some where the step measures."""
-        planned, measures = bool(self._store.planned(step)), self._monitor.ratio.probes(step)
-        if planned:
-            self._debt += new * self._monitor.adjustments.replay_ratio
-        samples = self._strategy.samples(int(self._debt) if planned else 0)
-        self._debt %= 1.0
+        """Return the old events to replay with `new` new ones, after scoring some where the step measures.
+
+        May be called again for a step after the device had no memory.
+        """
+        before = self._sampled[1] if self._sampled is not None and self._sampled[0] == step else None
+        planned, measures = before is not None or bool(self._store.planned(step)), self._monitor.ratio.probes(step)
+        debt = self._debt + new * self._monitor.adjustments.replay_ratio if planned else self._debt
+        samples = self._strategy.samples(int(debt) if planned else 0)
         replayed = sum(samples)
         probes = self._probe.sampled(step) if planned and measures else 0
-        sampled: Sample | None = None
-        if max(replayed, probes):
+        sampled = before
+        if sampled is None and max(replayed, probes):
             with self._timer.time():
                 sampled = self._store.sample(step, max(replayed, probes))
+            self._sampled = step, sampled
         probed = self._probe.score(step, sampled) if measures else None
-        if sampled is None:
-            return Replay(probed=probed)
-        sample = sampled.first(replayed) if probes else sampled
-        return Replay(examples_of(sample, samples) if len(sample.slots) else (), sample, probed)
+        sample = sampled.first(replayed) if probes and sampled is not None else sampled
+        examples = examples_of(sample, samples) if sample is not None and len(sample.slots) else ()
+        self._debt, self._sampled = debt % 1.0, None
+        return Replay(examples, sample, probed)
 
     def remove(self, replay: Replay, rows: NDArray[np.bool_]) -> tuple[Replay, NDArray[np.void]]:
         """Remove rows of a sample from the store; return the other ones, and the records of those removed."""
@@ -249,6 +254,7 @@ class StoreFeed:
 
         Events without a label are added as well; new ones only where the step was finite. On a device that is not the
         host the copies wait for the update, which was queued before them; a store that does not ask costs no copy.
+        Nothing is added when they run out of memory, so that this may be called again.
         """
         finite = result is None or result.finite
         new = dict(batch.new) if finite else {}
@@ -262,17 +268,20 @@ class StoreFeed:
 
     def _add_outputs(self, step: int, new: dict[str, Array], sample: Sample | None, result: StepResult) -> None:
         """Add columns of what the model returned for new events, and send the store what it returned for old ones."""
+        # All copies come first: one that runs out of memory leaves the store as it was.
+        losses: NDArray[np.float32] | None = None
+        if self._store.listens and sample is not None and len(sample.slots) and result.old_R is not None:
+            losses = result.old_R.float().cpu().numpy()
+        if self._strategy.keeps_output and result.output_B is not None:
+            new[OUTPUT] = result.output_B.float().cpu().numpy()
         old: NDArray[np.float32] | None = None
         if result.embedding_N is not None:
             embedding_ND: NDArray[np.float32] = result.embedding_N.cpu().numpy()
             count = len(new["offset"])
-            fresh, old = embedding_ND[:count], embedding_ND[count:]
-            new[_EMBEDDING] = fresh
-            self._store.query_neighbours(step, fresh)
-        if self._strategy.keeps_output and result.output_B is not None:
-            new[OUTPUT] = result.output_B.float().cpu().numpy()
-        if self._store.listens and sample is not None and len(sample.slots) and result.old_R is not None:
-            self._store.update_priorities(sample, result.old_R.float().cpu().numpy(), old)
+            new[_EMBEDDING], old = embedding_ND[:count], embedding_ND[count:]
+            self._store.query_neighbours(step, embedding_ND[:count])
+        if losses is not None and sample is not None:
+            self._store.update_priorities(sample, losses, old)
 
     def prefetch(self, step: int) -> None:
         """Choose the samples of the next steps, the first of which is `step`."""

@@ -40,6 +40,7 @@ from learner.state_dir.checkpoint import RANK, Checkpoints
 from learner.state_dir.lock import check_generation, hold_state_directory
 from learner.state_dir.version import Versions
 from learner.stream.lag import LagPolicy
+from learner.training.out_of_memory import MemoryRetry
 from replay.background_store import BackgroundStore
 from replay.erasure.erasure_log import NAME as LOG
 from replay.erasure.erasure_log import ErasureLog
@@ -173,7 +174,8 @@ class Learner:
         reserve = deployment.learner.deterministic
         stack.enter_context(using_device(deployment.device_sharing.settings, device, reserve=reserve))
         stack.enter_context(without_denormals(device))
-        self._setup = build_training_setup(deployment, device)
+        retry = MemoryRetry(device, self._stop)
+        self._setup = retry(lambda: build_training_setup(deployment, device))
         known = functools.partial(_latest_generation, deployment.state_dir)
         self._generation = stack.enter_context(
             hold_state_directory(deployment.state_dir, self._stop, deployment.learner.stop_timeout, known)
@@ -192,8 +194,10 @@ class Learner:
         before_chunk = stack.enter_context(
             background_yield(deployment.device_sharing, deployment.state_dir, device, self._stop)
         )
-        self._publisher = build_publisher(
-            deployment, self._setup, self._generation, self._metrics.learner, self._check, before_chunk
+        self._publisher = retry(
+            lambda: build_publisher(
+                deployment, self._setup, self._generation, self._metrics.learner, self._check, before_chunk
+            )
         )
         self._trainer = build_trainer(self._setup, channel, hooks, assignment.rows if assignment is not None else None)
         self._trainer.staging.before_chunk = before_chunk
@@ -208,7 +212,8 @@ class Learner:
         checkpoints = Checkpoints(deployment.state_dir / "checkpoints", self._setup.schema.digest, self._generation)
         with away_is_dependency(_AWAY.format(checkpoints.path)):
             resumed = ResumePoint.newest(checkpoints, written)
-        store = resumed.store(deployment, self._setup, self._ranks)
+        retry = MemoryRetry(self._setup.device, self._stop, (self._trainer.send_keepalive,))
+        store = retry(lambda: resumed.store(deployment, self._setup, self._ranks))
         # Two threads must not launch work on Metal at once.
         background = (
             BackgroundStore(store, in_background=self._setup.device.type != "mps") if store is not None else None

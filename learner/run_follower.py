@@ -17,6 +17,7 @@ from learner.distributed.leader import follow
 from learner.distributed.process_group import RankAssignment, RendezvousAddress, devices_of_host, join_group
 from learner.model.device import without_denormals
 from learner.runtime.shutdown import hard_stop_after
+from learner.training.out_of_memory import MemoryRetry
 from learner.training.trainer import Trainer
 
 
@@ -44,7 +45,7 @@ def follow_leader(deployment: LearnerSpec, stop: threading.Event, assignment: Ra
         channel = Channel(device)
 
         def make() -> tuple[Trainer, DataParallelGroup]:
-            setup = build_training_setup(deployment, device, assignment.rank)
+            setup = MemoryRetry(device, stop)(lambda: build_training_setup(deployment, device, assignment.rank))
             replicas = DataParallelGroup(deployment.learner, search=setup.leaves_some_out)
             trainer = Trainer(**setup.arguments, ranks=replicas, hooks=step_hooks(sharing, launch_context))
             if sharing is not None:

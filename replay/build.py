@@ -71,6 +71,9 @@ def build_store(
     chain = {name: kind for name, kind in kinds.items() if name in settings.slower}
     k, count = _size(settings, chain, layout.row_bytes, step)
     with contextlib.ExitStack() as opened:
+        # First: where the device is short of memory, this is called again.
+        memory = _memory(settings, layout.row_bytes, count, device)
+        opened.callback(memory.close)
         owner = kind_with(contents, kinds.values())
         for kind in kinds.values():
             kind.connect(opened, needed=kind is owner or kind in [*chain.values()][-1:])
@@ -78,8 +81,6 @@ def build_store(
         slow = _slow([*chain.values()], source, count)
         if source is not None and slow and slow[-1].file == source.file:
             source = None
-        memory = _memory(settings, layout.row_bytes, count, device)
-        opened.callback(memory.close)
         promote = settings.sampling not in _EVEN_SAMPLERS
         tiers = CachedHierarchy(memory, slow, promote=promote) if slow else TierHierarchy(memory)
         store = _store(settings, schema, layout, tiers, k, seed, dim, step)

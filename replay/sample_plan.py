@@ -90,11 +90,13 @@ def fetch_sample(plan: SamplePlan, layout: RowLayout, tiers: TierHierarchy, n: i
     columns = layout.unpack(rows)
     label = columns["label"]
     weights = _ones(label.shape[0], label.device)
-    if plan.rates is not None and plan.shares is not None:
-        rate, share = (torch.from_numpy(values[which]).to(label.device) for values in (plan.rates, plan.shares))
-        weights = importance(columns["weight"], rate, share)
-    if plan.correction is not None:
-        weights = weights * torch.from_numpy(plan.correction[which]).to(label.device).float()
+    if plan.rates is not None or plan.correction is not None:
+        numbers = [values for values in (plan.rates, plan.shares, plan.correction) if values is not None]
+        on_device = tiers.upload([values[which] for values in numbers])
+        if plan.rates is not None:
+            weights = importance(columns["weight"], *on_device[:2])
+        if plan.correction is not None:
+            weights = weights * on_device[-1].float()
     return Sample(columns, weights, plan.slots[which], plan.records[which])
 
 
@@ -117,8 +119,7 @@ def saved_plan(plan: SamplePlan) -> SavedPlan:
     events["slot"] = plan.slots
     for name, values in (("rate", plan.rates), ("share", plan.shares), ("correction", plan.correction)):
         events[name] = 1.0 if values is None else values
-    rows = torch.as_tensor(plan.rows.rows()).to("cpu", copy=True)
-    return SavedPlan(plan.step, rows, events[plan.rows.which()])
+    return SavedPlan(plan.step, plan.rows.host_copy(), events[plan.rows.which()])
 
 
 def restore_plan(plan: SavedPlan, rows: StagedRows, slots: NDArray[np.int32], *, weighted: bool) -> SamplePlan:

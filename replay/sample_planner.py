@@ -112,13 +112,19 @@ class SamplePlanner:
     def sample(self, step: int, n: int) -> Sample:
         """Return the first n events of the plan for a step, and drop it and earlier plans.
 
-        The caller owns the columns and may write into them.
+        The caller owns the columns and may write into them. After an error, such as of a device without free memory,
+        the plan is still there.
         """
         self.drop_before(step)
-        plan = self._plans.popleft()
+        plan = self._plans[0]
         assert plan.step == step
         sample = self.fetch(plan, n)
-        return sample.copy() if step <= self._captured_through else sample
+        if step <= self._captured_through:
+            sample = sample.copy()
+        self._plans.popleft()
+        if self._plans:
+            self._plans[0].rows.prefetch()
+        return sample
 
     def fetch(self, plan: SamplePlan, n: int | None = None) -> Sample:
         """Return the first n events of a plan, or all; fewer when the rows of some cannot be read."""

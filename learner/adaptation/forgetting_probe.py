@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from ingest.events.block import Array
 from learner.adaptation.replay_ratio import Ratio, ScoreSum
+from learner.errors import MemoryShortageError
 from learner.evaluation.holdout import HoldoutSet
 from learner.model.faulty_events import RaisingEventsError
 from learner.strategies.examples import examples_of
@@ -44,7 +45,8 @@ class Probe:
     def score(self, step: int, sample: Sample | None) -> ScoreSum | None:
         """Score old events if the step probes.
 
-        Returns None in other steps, without old events, where the model raises, and for scores that are not finite.
+        Returns None in other steps, without old events, where the model raises, where the device has no memory for it,
+        and for scores that are not finite.
         """
         if not self._ratio.probes(step):
             return None
@@ -61,5 +63,7 @@ class Probe:
         except RaisingEventsError as exc:
             if held_out:
                 self.raised.append((held_out["hash"].astype(np.uint64)[exc.indices], exc.message))
+            return None
+        except MemoryShortageError:
             return None
         return ScoreSum(rows, score) if math.isfinite(score) else None

@@ -210,6 +210,15 @@ class Batches:
         self._release()
         return batch
 
+    def is_full(self) -> bool:
+        """Return whether the current block has all events of the next batch, so that `next` returns it at once."""
+        if self._block is None:
+            return False
+        rows = self._block.rows(self._cursor, min(len(self._block), self._cursor + 2 * self._batch_size))
+        settled = rows if self._settle is None else self._settle(rows)
+        trained = (settled["outcome"] == PENDING) & settled["labelled"].astype(np.bool_, copy=False)
+        return int(np.count_nonzero(trained)) >= self._batch_size
+
     def _next_block(self, parts: BatchBuilder, seconds: float) -> Block | None:
         """Return the next block, or None when none arrives within `seconds`, and within 100 ms.
 

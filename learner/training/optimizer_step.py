@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anabranch.core.errors import SettingsError
 from anabranch.core.failures import out_of_memory
 from learner.config import LearnerSettings, ScheduleSettings
 from learner.model.device import Precision
 from learner.training.optimizers import build_optimizer, load_optimizer, param_of, state_scalars
+from learner.training.out_of_memory import memory_error
 from learner.training.parallelism import Ranks, Weights, WholeWeights
 
 
@@ -57,6 +57,7 @@ class OptimizerStep:
 
         Raises:
             SettingsError: there is no memory for the optimizer's state, which it allocates at its first step.
+            MemoryShortageError: there is none now, since other processes use the device; some weights may have changed.
         """
         try:
             self.scaler.step(self.optimizer)
@@ -64,11 +65,12 @@ class OptimizerStep:
             if self._has_state or not out_of_memory(exc):
                 raise
             message = " ".join(str(exc).split())
-            raise SettingsError(
+            advice = (
                 f"learner.optimizer: {self._device} runs out of memory with what {self._name} keeps of each weight; "
                 'take one that keeps less, such as "adafactor" or "sgd", learner.sharding where there are ranks, or a '
-                f"smaller model: {message}"
-            ) from exc
+                "smaller model"
+            )
+            raise memory_error(self._device, message, advice, undone=False) from exc
         self._has_state = True
 
     def begin(self, step: int) -> None:

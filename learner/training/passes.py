@@ -93,6 +93,8 @@ class Passes:
         self.snapshots = Snapshots(model, device)
         """From which passes can be undone or retried."""
         self._before_micro_batch = hooks.before_micro_batch
+        self.before_wait: Callable[[], object] = bool
+        """Called when the work of a step is queued, before the host waits for its numbers."""
 
     def run(self, new: Examples, old: Sequence[Examples], rows: int, before: StepSnapshot) -> StepOutputs:
         """Compute the gradient of a step and, if all is finite, update the weights; nothing else is changed.
@@ -150,10 +152,10 @@ class Passes:
             # After the handler, since the error references tensors of the pass.
             self.update.give_up()
             release(self.device)
+            before.restore()
             rows = max(sum(map(len, group)) for group in at_once)
             size = halve_micro_batch(rows, self.micro_batch_size, self.device, self._ranks.size, message)
             self.micro_batch_size, self.warning = size, oom_warning(self.device, size)
-            before.restore()
 
     def parts(self, events: Examples) -> list[Examples]:
         """Split events into parts that are small enough for one pass of the model."""
@@ -277,11 +279,13 @@ class Passes:
             numbers = [total, norm, score, loss_new, *before.non_finite_buffers()]
             raised = 0.0
             if self._ranks.size == 1 and self.device.type == "cpu":
+                self.before_wait()
                 outputs.loss, norm_, outputs.score, outputs.loss_new, *spoiled = map(Tensor.item, numbers)
             else:
                 numbers.append(norm.new_full((), self._fallback.error is not None))
                 together = torch.stack([number.float() for number in numbers])
                 self._ranks.average([together])
+                self.before_wait()
                 # The one wait for the device in a step: whether it is taken has to be known before the next.
                 outputs.loss, norm_, score_, loss_, *spoiled, raised = together.tolist()
                 outputs.score, outputs.loss_new = score_ * self._ranks.size, loss_ * self._ranks.size

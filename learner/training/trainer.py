@@ -4,7 +4,7 @@ Legend: B new events.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial, reduce
 from typing import Any
 
@@ -138,6 +138,11 @@ class Trainer:
         """Set the most events of a micro-batch from the next step on; None: all of a step."""
         self._passes.micro_batch_size = rows
 
+    def set_before_wait(self, call: Callable[[], object]) -> None:
+        """Set what is called in each step while the device computes it; on a CPU nothing is."""
+        if overlaps(self.device):
+            self._passes.before_wait = call
+
     def set_losses_needed(self, *, needed: bool) -> None:
         """Set whether the losses of old events are used; other ranks need not send them otherwise."""
 
@@ -146,11 +151,9 @@ class Trainer:
 
     def examples(self, columns: Mapping[str, Array]) -> Examples:
         """Return the columns of B labelled events as tensors on the device."""
-        return Examples(
-            {name: self._transfer(columns[f"feature.{name}"]) for name in self._features},
-            self._transfer(columns["label"]),
-            self._transfer(columns["weight"]),
-        )
+        arrays = [columns[f"feature.{name}"] for name in self._features]
+        *features, label_B, weight_B = self._transfer([*arrays, columns["label"], columns["weight"]])
+        return Examples(dict(zip(self._features, features, strict=True)), label_B, weight_B)
 
     def probe(self, old: Examples) -> tuple[int, float]:
         """Score old events in evaluation mode, without training on them.
@@ -314,6 +317,11 @@ class Trainer:
         self._embedding.capture_next()
         output = forward(self.model, features)
         return self._embedding.captured(), output
+
+
+def overlaps(device: torch.device) -> bool:
+    """Return whether the host can work while a device computes."""
+    return device.type == "cuda"
 
 
 def _first_clause(error: Exception) -> str:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from anabranch.core.failures import out_of_memory
 from replay.tiers.memory import MemoryTier
 
 _NO_POSITION = -1
@@ -76,6 +77,8 @@ class ClockCache:
     def keep(self, slots: NDArray[np.int64], rows: Callable[[int], Tensor]) -> int:
         """Put rows that are not cached into free positions, or replace others; return how many of the n rows found one.
 
+        None does where the device has no memory for the copy: a slower tier has the rows.
+
         Args:
             slots: `[n]`.
             rows: called with a number, returns that many of the first rows, uint8 `[<= n, R]` on any device.
@@ -83,7 +86,13 @@ class ClockCache:
         positions = self.reserve(len(slots))
         n = len(positions)
         if n:
-            self.memory.put(positions, rows(n))
+            try:
+                self.memory.put(positions, rows(n))
+            except RuntimeError as exc:
+                if not out_of_memory(exc):
+                    raise
+                self._release(positions)
+                return 0
             self._fill(slots[:n], positions)
         return n
 

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ingest.events.block import Array
 from replay.payload.lost_rows import NO_SLOTS
 from replay.row_layout import PackedRows
 from replay.snapshot import TierRef
@@ -115,8 +116,12 @@ class TierHierarchy:
         """Register n events whose rows the primary tier already has; the memory tier fills as they are sampled."""
 
     def staged(self, rows_nR: Tensor) -> StagedRows:
-        """Return rows on the host, uint8 `[n, R]`, as the rows of a plan."""
-        return StagedRows(rows_nR.to(self._memory.device))
+        """Return rows on the host, uint8 `[n, R]`, as the rows of a plan, which are copied when they are sampled."""
+        return StagedRows(rows_nR, stream=self._memory.stream)
+
+    def upload(self, arrays: Sequence[Array]) -> list[Tensor]:
+        """Return arrays of the host on the device of the rows."""
+        return self._memory.upload(arrays)
 
     def free(self, slots: NDArray[np.int64]) -> None:
         """Remove n events, whose slots may be written again, from caches."""
@@ -127,8 +132,7 @@ class TierHierarchy:
         Raises:
             OSError: the primary tier cannot be read.
         """
-        rows_nR, valid = self.primary.read(slots, identity)
-        return rows_nR.cpu(), valid
+        return self.primary.read(slots, identity)
 
     def sync(self) -> None:
         """Wait until all rows written before survive a restart; raises OSError when they do not.

@@ -42,12 +42,12 @@ class ReadPath(TierPath):
         misses = np.flatnonzero(in_memory < 0)
         self.stats.add_read("device", len(slots) - len(misses))
         if not len(misses):
-            return StagedRows(self.cache.memory.gather(in_memory))
+            return self.cache.memory.copy(in_memory)
         missed = slots[misses]
         reserved = self.cache.reserve(len(misses))
         missing = MissingRows(misses, missed, identify(missed), self.cache.generation(missed), reserved)
-        pinned = self.cache.memory.device.type == "cuda"
-        staged = StagedRows(self._gather(in_memory, len(misses)), missing, pinned=pinned)
+        # A miss gets the row of position 0 at first: one gather instead of a gather and a scatter.
+        staged = self.cache.memory.copy(np.maximum(in_memory, 0), missing)
         if len(reserved):
             self._arriving.append(staged)
         size = len(misses) * self.cache.memory.slot_bytes
@@ -75,24 +75,17 @@ class ReadPath(TierPath):
     def _admit_arrived(self) -> None:
         """Add the rows that have arrived since the previous call to the memory tier."""
         while self._arriving and self._arriving[0].arrived:
-            staged = self._arriving.popleft()
+            staged = self._arriving[0]
             missing = staged.missing
             assert missing is not None
             n = len(missing.reserved)
-            keep = self.cache.fill(missing.slots[:n], missing.generation[:n], missing.reserved, staged.valid[:n])
-            storage = self.cache.memory.storage
-            if storage.type != "cpu" and keep.any():
-                kept = torch.from_numpy(np.flatnonzero(keep)).to(storage)
-                rows_nR = staged.first_read(n).to(storage, non_blocking=True)
-                self.cache.memory.put(missing.reserved[keep], rows_nR[kept])
+            valid = staged.valid[:n]
+            if not self.cache.memory.by_host and valid.any():
+                # First, so that a device without free memory changes nothing: no thread reads reserved positions.
+                self.cache.memory.put(missing.reserved[valid], staged.read_rows(np.flatnonzero(valid)))
+            keep = self.cache.fill(missing.slots[:n], missing.generation[:n], missing.reserved, valid)
+            self._arriving.popleft()
             self.stats.add_moved("device", "written", int(keep.sum()))
-
-    def _gather(self, in_memory: NDArray[np.int64], misses: int) -> Tensor:
-        if misses == len(in_memory):
-            shape = (misses, self.cache.memory.slot_bytes)
-            return torch.empty(shape, dtype=torch.uint8, device=self.cache.memory.device)
-        # A miss gets the row of position 0 at first: one gather instead of a gather and a scatter.
-        return self.cache.memory.gather(np.maximum(in_memory, 0))
 
     def _read_through(self, staged: StagedRows, missing: MissingRows) -> None:
         """Read the missing rows from the first tier that has each, and refill caches; in the I/O thread."""
@@ -107,7 +100,7 @@ class ReadPath(TierPath):
                 back = back[: self.refill.take(len(back), self.cache.memory.slot_bytes)]
                 # Copied before the rows are released: a step may change the rows of its sample.
                 refills.append((tier, back, rows_NR.numpy()[positions[back]]))
-            if self.cache.memory.storage.type == "cpu":
+            if self.cache.memory.by_host:
                 # No thread reads reserved positions. On a GPU this would have to run in order with the step's kernels.
                 kept = np.flatnonzero(valid[: len(missing.reserved)])
                 self.cache.memory.put(missing.reserved[kept], torch.from_numpy(rows_NR.numpy()[positions[kept]]))

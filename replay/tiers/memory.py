@@ -4,6 +4,7 @@ Legend: S slots, R bytes of a row, n rows of a call.
 """
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -11,9 +12,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
+from anabranch.core.failures import out_of_memory
+from ingest.events.block import Array
 from replay.row_layout import LINE, LONG
+from replay.tiers.device_rows import DeviceRows, LazyDeviceRows
 from replay.tiers.prefault import Pages
-from replay.tiers.staged_rows import LazyRows, StagedRows
+from replay.tiers.staged_rows import LazyRows, MissingRows, StagedRows
+from replay.tiers.store_stream import StoreStream
 from replay.tiers.tier import Tier
 
 _BYTES = np.dtype(np.uint8)
@@ -45,13 +50,18 @@ class MemoryTier(Tier):
         self.device = device
         self.storage = torch.device("cpu") if on_host else device
         """The device that stores the rows."""
-        self._words = _zeros((slots, row_bytes // 8), self.storage)
-        self._host_words: NDArray[np.int64] | None = self._words.numpy() if self.storage.type == "cpu" else None
-        self._copies_to_gpu = device.type == "cuda" and self.storage.type == "cpu"
+        self.stream = None if is_host(device) else StoreStream(device)
+        """In which rows are written and gathered; None where the device is the host."""
+        self.by_host = on_host or self.stream is None
+        """Whether the host stores the rows."""
+        self._rows = DeviceRows(row_bytes, slots, self.stream) if self.stream is not None and not on_host else None
+        self._words = self._rows.words if self._rows is not None else _zeros((slots, row_bytes // 8))
+        self._host_words: NDArray[np.int64] | None = self._words.numpy() if self._rows is None else None
+        self._copies_to_gpu = device.type == "cuda" and on_host
         self._pages: Pages | None = None
         if self._copies_to_gpu and slots:
             _pin(self._words)
-        elif self.storage.type == "cpu":
+        elif self._rows is None:
             self._pages = Pages(self._words.data_ptr(), self._words.nbytes)
 
     @override
@@ -59,7 +69,7 @@ class MemoryTier(Tier):
         self.put(slots, torch.from_numpy(rows_nR))
 
     def put(self, slots: NDArray[np.int64], rows_nR: Tensor) -> None:
-        """Scatter n rows from any device; a copy from host to host does not wait for a device."""
+        """Scatter n rows from any device; a copy from the host does not wait for a device."""
         if not len(slots):
             return
         words = rows_nR.view(torch.int64)
@@ -69,28 +79,55 @@ class MemoryTier(Tier):
             # Takes half the time of index_copy_, which checks more.
             self._host_words[slots] = words.numpy(force=True)
             return
-        where = torch.from_numpy(slots).to(self.device)
-        self._words.index_copy_(0, where, words.to(self.device, non_blocking=True))
+        assert self._rows is not None
+        self._rows.put(slots, words)
 
     @override
     def read(self, slots: NDArray[np.int64], _identity: NDArray[np.uint64]) -> tuple[Tensor, NDArray[np.bool_]]:
-        return self._gather(slots, pinned=False), np.ones(len(slots), np.bool_)
+        return self._read(slots), np.ones(len(slots), np.bool_)
 
     def gather(self, slots: NDArray[np.int64]) -> Tensor:
-        """Return the rows of n slots, uint8 `[n, R]` on the device; a copy from the host is asynchronous."""
-        rows_nR = self._gather(slots, pinned=self._copies_to_gpu)
-        return rows_nR.to(self.device, non_blocking=True) if self._copies_to_gpu else rows_nR
+        """Return the rows of n slots, uint8 `[n, R]` on the device, for work that is queued later."""
+        if self.stream is None:
+            return self._read(slots)
+        rows_nR = self._gather(slots)
+        return self.stream.hand_over(rows_nR, self.stream.record())
 
     def stage(self, slots: NDArray[np.int64]) -> StagedRows:
         """Return the rows of n slots as the rows of a plan; a copy from the host to the device starts at once."""
-        if self._copies_to_gpu:
-            return StagedRows(self.gather(slots))
+        if self._rows is not None and self.stream is not None:
+            rows = self._rows
+            return LazyDeviceRows(len(slots), lambda: rows.gather(slots), lambda: rows.read(slots), self.stream)
+        if self.stream is not None:
+            return self.copy(slots)
         words = self._host_words
-        return LazyRows(len(slots), lambda: self.gather(slots) if words is None else self._gather_on_host(words, slots))
+        assert words is not None
+        return LazyRows(len(slots), lambda: self._gather_on_host(words, slots))
+
+    def copy(self, slots: NDArray[np.int64], missing: MissingRows | None = None) -> StagedRows:
+        """Return a copy of the rows of n slots as the rows of a plan.
+
+        It is on the host where the device has no memory for it, until the plan is sampled. The rows of `missing` are
+        still to be read; any slots may be named for them.
+        """
+        all_missing = missing is not None and len(missing.positions) == len(slots)
+        return StagedRows(self._gather_or_read(slots, all_missing=all_missing), missing, self.stream)
+
+    def upload(self, arrays: Sequence[Array]) -> list[Tensor]:
+        """Return arrays of the host on the device, in one copy, for work that is queued later."""
+        if self.stream is None:
+            return [torch.from_numpy(array) for array in arrays]
+        with self.stream.work():
+            tensors = self.stream.upload(*arrays)
+        ready = self.stream.record()
+        return [self.stream.hand_over(tensor, ready) for tensor in tensors]
 
     @override
     def erase(self, slots: NDArray[np.int64]) -> None:
-        self._words.index_fill_(0, torch.from_numpy(slots).to(self.storage), 0)
+        if self._rows is not None:
+            self._rows.erase(slots)
+        else:
+            self._words.index_fill_(0, torch.from_numpy(slots), 0)
 
     @override
     def close(self) -> None:
@@ -99,15 +136,45 @@ class MemoryTier(Tier):
         if self._pages is not None:
             self._pages.close()
         self._words, self._host_words = self._words.new_empty((0, self.slot_bytes // 8)), None
+        if self._rows is not None:
+            self._rows.words = self._words
 
-    def _gather(self, slots: NDArray[np.int64], *, pinned: bool) -> Tensor:
-        if self._host_words is None:
-            return self._words.index_select(0, torch.from_numpy(slots).to(self.device)).view(torch.uint8)
-        if pinned:
-            words = torch.empty((len(slots), self._words.shape[1]), dtype=torch.int64, pin_memory=True)
-            self._gather_on_host(self._host_words, slots, words.numpy())
-            return words.view(torch.uint8)
+    def _read(self, slots: NDArray[np.int64]) -> Tensor:
+        """Return the rows of n slots on the host."""
+        if self._rows is not None:
+            return self._rows.read(slots)
+        assert self._host_words is not None
         return torch.from_numpy(self._gather_on_host(self._host_words, slots))
+
+    def _gather(self, slots: NDArray[np.int64]) -> Tensor:
+        """Return the rows of n slots on a device that is not the host, in the store's stream."""
+        if self._rows is not None:
+            return self._rows.gather(slots)
+        assert self._host_words is not None
+        assert self.stream is not None
+        words = torch.empty((len(slots), self._words.shape[1]), dtype=torch.int64, pin_memory=self._copies_to_gpu)
+        self._gather_on_host(self._host_words, slots, words.numpy())
+        with self.stream.work():
+            return self.stream.send(words).view(torch.uint8)
+
+    def _gather_or_read(self, slots: NDArray[np.int64], *, all_missing: bool) -> Tensor:
+        """Return the rows of n slots on the device, or on the host where the device has no memory for them.
+
+        `all_missing`: their values do not matter.
+        """
+        shape = len(slots), self.slot_bytes
+        if self.stream is None:
+            return torch.empty(shape, dtype=torch.uint8) if all_missing else self._read(slots)
+        try:
+            if not all_missing:
+                return self._gather(slots)
+            with self.stream.work():
+                return torch.empty(shape, dtype=torch.uint8, device=self.device)
+        except RuntimeError as exc:
+            if not out_of_memory(exc):
+                raise
+        torch.cuda.empty_cache()
+        return torch.empty(shape, dtype=torch.uint8) if all_missing else self._read(slots)
 
     def _gather_on_host(
         self, words_SW: NDArray[np.int64], slots: NDArray[np.int64], out: NDArray[np.int64] | None = None
@@ -124,17 +191,20 @@ class MemoryTier(Tier):
         return words_SW.take(slots, 0, out, "clip").view(_BYTES)
 
 
-def _zeros(shape: tuple[int, int], device: torch.device) -> Tensor:
-    """Return zeroed words of 8 bytes; on the host from numpy, whose huge pages save a fifth of a gather.
+def is_host(device: torch.device) -> bool:
+    """Return whether a device has the host's memory."""
+    return device.type == "cpu"
+
+
+def _zeros(shape: tuple[int, int]) -> Tensor:
+    """Return zeroed words of 8 bytes on the host, from numpy, whose huge pages save a fifth of a gather.
 
     They begin at a line of the processor's cache.
     """
-    if device.type == "cpu":
-        spare_words = LINE // 8
-        words = np.zeros(math.prod(shape) + spare_words, np.int64)
-        begin = -words.ctypes.data // 8 % spare_words
-        return torch.from_numpy(words[begin : begin + math.prod(shape)].reshape(shape))
-    return torch.zeros(shape, dtype=torch.int64, device=device)
+    spare_words = LINE // 8
+    words = np.zeros(math.prod(shape) + spare_words, np.int64)
+    begin = -words.ctypes.data // 8 % spare_words
+    return torch.from_numpy(words[begin : begin + math.prod(shape)].reshape(shape))
 
 
 def _pin(words: Tensor) -> None:

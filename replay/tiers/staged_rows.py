@@ -3,6 +3,7 @@
 Legend: n rows of a plan, m of them that the device does not have yet, R bytes of a row.
 """
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from replay.row_layout import PackedRows
+from replay.tiers.store_stream import StoreStream
 
 
 @dataclass(frozen=True)
@@ -38,16 +40,29 @@ class StagedRows:
     """
 
     missing: MissingRows | None = None
-    _read_mR: Tensor | None = None
+    _stream: StoreStream | None = None
+    _target: tuple[Tensor, NDArray[np.int64]] | None = None
+    """Rows on the host, and the m positions in them that are read."""
+    _merged = False
+    """Whether the rows on the device include those that were read on the host."""
+    _ready: torch.cuda.Event | None = None
     _done: threading.Event | None = None
     _valid: NDArray[np.bool_] | None = None
     _lost: NDArray[np.bool_] | None = None
 
-    def __init__(self, rows_nR: Tensor, missing: MissingRows | None = None, *, pinned: bool = False) -> None:
-        """Take rows on the device; those of `missing` are still to be read, into pinned memory if `pinned`."""
+    def __init__(self, rows_nR: Tensor, missing: MissingRows | None = None, stream: StoreStream | None = None) -> None:
+        """Take the rows; those of `missing` are still to be read.
+
+        Args:
+            rows_nR: on the device, or on the host where they are copied to the device when they are sampled.
+            missing: which are to be read.
+            stream: in which `rows_nR` is written on the device; None: the device is the host.
+        """
         self.n = len(rows_nR)
         self._rows_nR = rows_nR
-        self._pinned = pinned
+        self._stream = stream
+        if stream is not None:
+            self._ready = stream.record()
         if missing is not None:
             self.missing, self._done = missing, threading.Event()
 
@@ -55,10 +70,12 @@ class StagedRows:
         """Return rows on the host and the m positions in them to read into. Called by the thread that reads them."""
         assert self.missing is not None
         if self._rows_nR.device.type == "cpu":
-            return self._rows_nR, self.missing.positions
-        m = len(self.missing.positions)
-        self._read_mR = torch.empty((m, self._rows_nR.shape[1]), dtype=torch.uint8, pin_memory=self._pinned)
-        return self._read_mR, np.arange(m)
+            self._target, self._merged = (self._rows_nR, self.missing.positions), True
+        else:
+            m, row_bytes = len(self.missing.positions), self._rows_nR.shape[1]
+            pinned = self._rows_nR.device.type == "cuda"
+            self._target = torch.empty((m, row_bytes), dtype=torch.uint8, pin_memory=pinned), np.arange(m)
+        return self._target
 
     def complete(self, valid: NDArray[np.bool_], lost: NDArray[np.bool_]) -> None:
         """Set which of the m rows are valid and which are lost, and end the wait; the others could not be read now."""
@@ -78,27 +95,61 @@ class StagedRows:
         self._done.wait()
         return time.perf_counter() - begin
 
+    def prefetch(self) -> bool:
+        """Copy rows that are in slots of a device, in the store's stream; return whether there was memory for them."""
+        return True
+
     def materialize(self) -> None:
         """Copy rows that are still in their slots, so that the slots may be written again."""
 
     def clear(self) -> None:
         """Overwrite the rows, once they have arrived."""
         self.wait()
-        for rows in (self._rows_nR, self._read_mR):
-            if rows is not None:
-                rows.zero_()
+        if self._target is not None:
+            self._target[0].zero_()
+        with contextlib.nullcontext() if self._stream is None else self._stream.work():
+            self._rows_nR.zero_()
 
     def rows(self, n: int | None = None) -> PackedRows:
         """Return the valid ones of the first n rows, or of all, `[<= n, R]` on the device; call `wait` before."""
-        rows_nR = self._rows_nR
-        if self.missing is None:
-            return rows_nR if n is None or n >= self.n else rows_nR[:n]
-        if self._read_mR is not None:
-            where = torch.from_numpy(self.missing.positions).to(rows_nR.device)
-            rows_nR.index_copy_(0, where, self._read_mR.to(rows_nR.device, non_blocking=True))
+        if self._stream is not None:
+            with self._stream.work():
+                rows_nR = self._valid_of(self._on_device(), n)
+                ready = self._ready if self._valid is None else self._stream.record()
+            return self._stream.hand_over(rows_nR, ready)
+        return self._valid_of(self._rows_nR, n)
+
+    def host_copy(self) -> Tensor:
+        """Return a copy of the valid rows on the host; call `wait` before. Any thread may call it."""
+        if self._stream is None:
+            return self._valid_of(self._rows_nR, None).clone()
+        with self._stream.work():
+            rows_nR = self._valid_of(self._on_device(), None)
+            copy_nR = torch.empty(rows_nR.shape, dtype=torch.uint8)
+            self._stream.download(rows_nR, copy_nR)
+        return copy_nR
+
+    def _on_device(self) -> Tensor:
+        """Return the n rows on the device; called within the stream's `work`."""
+        assert self._stream is not None
+        if self._rows_nR.device.type != self._stream.device.type:
+            (self._rows_nR,) = self._stream.upload(self._rows_nR.numpy())
+            self._ready = self._stream.record()
+        elif self._target is not None and not self._merged:
+            assert self.missing is not None
+            (where,) = self._stream.upload(self.missing.positions)
+            self._rows_nR.index_copy_(0, where, self._stream.send(self._target[0]))
+            self._merged, self._ready = True, self._stream.record()
+        return self._rows_nR
+
+    def _valid_of(self, rows_nR: Tensor, n: int | None) -> Tensor:
+        """Return the valid ones of the first n rows."""
         if self._valid is None:
-            return rows_nR[:n]
-        return rows_nR[torch.from_numpy(np.flatnonzero(self._valid[:n])).to(rows_nR.device)]
+            return rows_nR if n is None or n >= self.n else rows_nR[:n]
+        which = np.flatnonzero(self._valid[:n])
+        if self._stream is None:
+            return rows_nR[torch.from_numpy(which)]
+        return rows_nR.index_select(0, self._stream.upload(which)[0])
 
     def which(self, n: int | None = None) -> slice | NDArray[np.intp]:
         """Return which of the first n rows are valid, as an index; call `wait` before."""
@@ -109,10 +160,11 @@ class StagedRows:
         """Whether all rows have arrived."""
         return self._done is None or self._done.is_set()
 
-    def first_read(self, n: int) -> Tensor:
-        """Return the first n of the m rows in host memory, of a tier on another device; once they have arrived."""
-        assert self._read_mR is not None
-        return self._read_mR[:n]
+    def read_rows(self, which: NDArray[np.intp]) -> Tensor:
+        """Return some of the m rows on the host, by their indices; once they have arrived."""
+        assert self._target is not None
+        rows_NR, positions = self._target
+        return rows_NR[torch.from_numpy(positions[which])]
 
     @property
     def valid(self) -> NDArray[np.bool_]:
@@ -152,6 +204,10 @@ class LazyRows(StagedRows):
     @override
     def clear(self) -> None:
         self.rows()[...] = 0
+
+    @override
+    def host_copy(self) -> Tensor:
+        return torch.as_tensor(self.rows()).to("cpu", copy=True)
 
     @override
     def rows(self, n: int | None = None) -> PackedRows:

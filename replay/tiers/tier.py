@@ -35,7 +35,7 @@ class Tier(Protocol):
         ...
 
     def read(self, slots: NDArray[np.int64], identity: NDArray[np.uint64], /) -> tuple[Tensor, NDArray[np.bool_]]:
-        """Return the rows of slots `[n]`, uint8 `[n, R]` on the tier's device, and which are valid, bool `[n]`.
+        """Return the rows of slots `[n]`, uint8 `[n, R]` on the host, and which are valid, bool `[n]`.
 
         A row is valid if its last write was for the event `identity`; the bytes of other rows are undefined.
         """

@@ -1,27 +1,43 @@
 """Less memory: micro-batches that halve when it runs out, activations that are computed again."""
 
+import contextlib
 import copy
 import logging
+import threading
 from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from anabranch.core.backoff import Backoff
 from anabranch.core.errors import SettingsError
 from anabranch.core.failures import out_of_memory
 from ingest.events.schema import Schema
 from ingest.kafka.fake import fake_columns
+from learner import __main__ as program
 from learner.config import LearnerSettings
+from learner.errors import MemoryShortageError
 from learner.evaluation.scoring import Scorer
 from learner.model.device import Precision, choose_precision
 from learner.model.task import Classification
 from learner.strategies.registry import STRATEGIES
+from learner.training import out_of_memory as handling
 from learner.training.activation_checkpointing import checkpoint_activations
+from learner.training.out_of_memory import MemoryRetry, MemoryUse, halve_micro_batch, memory_error
 from learner.training.trainer import Trainer
+from replay import build
+from replay.build import build_store
+from replay.config import ReplaySettings
 
 CPU = torch.device("cpu")
+CUDA = torch.device("cuda")
+GB = 10**9
+OTHERS = MemoryUse(free=GB, limit=80 * GB, own=10 * GB)
+"""Other processes have most of the device."""
 FP32 = choose_precision("fp32", CPU)
 
 
@@ -284,3 +300,187 @@ def test_a_graph_that_is_kept_may_be_gone_through_twice() -> None:
 def test_a_module_that_is_not_there_is_named(model: nn.Module, which: bool | list[str], message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         checkpoint_activations(model, which)
+
+
+OF_TORCH = (
+    "CUDA out of memory. Tried to allocate {asked} GiB. GPU 0 has a total capacity of 74.51 GiB of which 1.00 GiB is "
+    "free. Including non-PyTorch memory, this process has {own} GiB memory in use."
+)
+
+
+@pytest.mark.parametrize(
+    ("use", "message", "of_settings"),
+    [
+        (OTHERS, OF_TORCH.format(asked="2.00", own="9.50"), False),
+        (OTHERS, OF_TORCH.format(asked="66.00", own="9.50"), True),  # more than the device has
+        (OTHERS, OF_TORCH.format(asked="2.00", own="73.00"), True),  # what a pass had is released by now
+        (OTHERS._replace(limit=11 * GB), OF_TORCH.format(asked="2.00", own="9.50"), True),  # its own limit
+        (OTHERS._replace(own=79 * GB), OF_TORCH.format(asked="2.00", own="9.50"), True),
+        (OTHERS, "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)", False),
+        (None, OF_TORCH.format(asked="2.00", own="9.50"), False),
+    ],
+)
+def test_memory_that_others_hold_is_no_error_of_the_settings(
+    monkeypatch: pytest.MonkeyPatch, use: MemoryUse | None, message: str, of_settings: bool
+) -> None:
+    monkeypatch.setattr(handling, "memory_use", lambda _device: use)
+    error = memory_error(CUDA, message, "take a smaller model", undone=True)
+    assert isinstance(error, SettingsError) == of_settings
+    assert message in str(error)
+    if isinstance(error, MemoryShortageError):
+        assert error.undone
+        if use is not None:
+            assert "1.00 GB are free, and this process has reserved 10.00 GB of the 80.00 GB" in str(error)
+    assert isinstance(memory_error(CPU, message, "take a smaller model", undone=True), SettingsError)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_pass_of_two_events_that_does_not_fit_for_now_can_be_repeated_where_no_rank_waits(
+    monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    monkeypatch.setattr(handling, "memory_use", lambda _device: OTHERS)
+    with pytest.raises(MemoryShortageError) as raised:
+        halve_micro_batch(16, 2, CUDA, ranks, OF_TORCH.format(asked="2.00", own="9.50"))
+    assert raised.value.undone == (ranks == 1)
+
+
+@pytest.fixture
+def shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other processes use the memory of every device, and retries follow at once."""
+    monkeypatch.setattr(handling, "is_shared", lambda _device: True)
+    monkeypatch.setattr(handling, "memory_use", lambda _device: OTHERS)
+    monkeypatch.setattr(handling, "_BACKOFF", Backoff(timedelta(seconds=0.02), timedelta(seconds=0.02)))
+    monkeypatch.setattr(handling, "_POLL_SECONDS", 0.001)
+
+
+@pytest.mark.usefixtures("shared")
+def test_a_step_that_memory_was_too_short_for_has_changed_nothing(schema: Schema) -> None:
+    error = kinds()[0]
+    narrow, wide = make_trainer(schema, Narrow(1, error)), make_trainer(schema, Narrow(16, error), micro_batch_size=2)
+    torch.manual_seed(1)
+    with pytest.raises(MemoryShortageError) as raised:
+        learn(narrow, schema, [0])
+    assert raised.value.undone
+    assert isinstance(narrow.model, Narrow)
+    narrow.model.most = 16
+    learn(narrow, schema, [0])
+    torch.manual_seed(1)
+    learn(wide, schema, [0])
+    expected = wide.snapshot()
+    assert all(torch.equal(value, expected[name]) for name, value in narrow.snapshot().items())
+
+
+@pytest.mark.usefixtures("shared")
+def test_an_optimizer_whose_state_does_not_fit_for_now_ends_the_process_without_blame(
+    schema: Schema, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise kinds()[0]()
+
+    trainer = make_trainer(schema, nn.Linear(3, 3), optimizer={"name": "adam"})
+    monkeypatch.setattr(trainer.update.optimizer, "step", fail)
+    with pytest.raises(MemoryShortageError) as raised:
+        learn(trainer, schema, [0])
+    assert not raised.value.undone, "some weights may have changed"
+
+
+class Scarce:
+    """Work that runs out of memory so many times."""
+
+    def __init__(self, times: int, error: Callable[[], Exception]) -> None:
+        self.left, self.error, self.calls = times, error, 0
+
+    def __call__(self) -> str:
+        self.calls += 1
+        if self.left:
+            self.left -= 1
+            raise self.error()
+        return "done"
+
+
+def oom() -> Exception:
+    return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB")
+
+
+@pytest.mark.usefixtures("shared")
+def test_work_that_runs_out_of_memory_is_repeated_while_the_learner_reports() -> None:
+    waiting: list[str | None] = []
+    retry = MemoryRetry(CPU, threading.Event(), [lambda: waiting.append(retry.waiting)])
+    assert retry(Scarce(3, oom)) == "done"
+    assert set(waiting) == {"waits for memory of cpu: CUDA out of memory. Tried to allocate 2.00 MiB"}
+    assert retry.waiting is None
+    assert retry(Scarce(1, lambda: MemoryShortageError("short", undone=True)), repeatable=False) == "done"
+
+
+@pytest.mark.usefixtures("shared")
+def test_work_is_repeated_a_few_times_and_then_a_sentence_names_what_is_known() -> None:
+    work = Scarce(100, oom)
+    with pytest.raises(MemoryShortageError, match=r"^cpu has too little memory: 1.00 GB are free") as raised:
+        MemoryRetry(CPU, threading.Event())(work, undone=False)
+    assert 2 < work.calls < 20
+    assert not raised.value.undone
+
+
+@pytest.mark.usefixtures("shared")
+def test_a_stop_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handling, "_BACKOFF", Backoff(timedelta(hours=1), timedelta(hours=1)))
+    stop, work = threading.Event(), Scarce(100, oom)
+    with pytest.raises(MemoryShortageError):
+        MemoryRetry(CPU, stop, [stop.set])(work)
+    assert work.calls == 2
+
+
+@pytest.mark.usefixtures("shared")
+@pytest.mark.parametrize(
+    ("error", "repeatable"),
+    [
+        (lambda: RuntimeError("shapes cannot be multiplied"), True),
+        (lambda: SettingsError("no such module"), True),
+        (oom, False),
+        (lambda: MemoryShortageError("short", undone=False), False),
+    ],
+)
+def test_work_with_another_error_or_with_effects_is_not_repeated(
+    error: Callable[[], Exception], repeatable: bool
+) -> None:
+    work = Scarce(1, error)
+    with pytest.raises(type(error())):
+        MemoryRetry(CPU, threading.Event())(work, repeatable=repeatable)
+    assert work.calls == 1
+
+
+@pytest.mark.usefixtures("shared")
+@pytest.mark.parametrize("of_settings", [False, True])
+def test_a_memory_tier_that_does_not_fit_at_the_start_is_tried_again_unless_it_never_will(
+    schema: Schema, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_settings: bool
+) -> None:
+    made, tier = [0], build.MemoryTier
+
+    def make(*given: object, **options: object) -> object:
+        made[0] += 1
+        if made[0] <= 2:
+            raise oom()
+        return tier(*given, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(build, "MemoryTier", make)
+    if of_settings:
+        monkeypatch.setattr(handling, "memory_use", lambda _device: OTHERS._replace(own=80 * GB))
+    settings = ReplaySettings.model_validate({"disk": {"bytes": "1MB"}, "capacity": 100})
+    ends = pytest.raises(SettingsError, match="do not fit on") if of_settings else contextlib.nullcontext()
+    with ends:
+        store = MemoryRetry(CPU, threading.Event())(lambda: build_store(settings, schema, CPU, 0, tmp_path))
+        store.close()
+    assert made[0] == (1 if of_settings else 3)
+
+
+def test_a_shortage_ends_the_process_with_code_1_and_a_stop_meanwhile_with_none(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    stop = threading.Event()
+    with pytest.raises(SystemExit) as ended, program._shortage_ends(stop):
+        raise MemoryShortageError("cuda has too little memory", undone=True)
+    assert ended.value.code == 1
+    assert "cuda has too little memory" in caplog.text
+    stop.set()
+    with program._shortage_ends(stop):
+        raise MemoryShortageError("cuda has too little memory", undone=True)

@@ -374,7 +374,7 @@ class TestSettings:
 def test_columns_come_to_the_gpu_as_they_were_when_they_were_given() -> None:
     transfer = Transfer(torch.device("cuda"))
     column = np.arange(1 << 20, dtype=np.float32)
-    there = transfer(column)
+    (there,) = transfer([column])
     column[:] = 0
     assert torch.equal(there.cpu(), torch.arange(1 << 20, dtype=torch.float32))
 

@@ -1,0 +1,122 @@
+"""The next batch is taken and copied while the device computes a step, and nothing else changes."""
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ingest.events.schema import Schema
+from ingest.kafka.fake import fake_columns
+from learner.config import LearnerSettings
+from learner.model.device import choose_precision
+from learner.model.task import Classification
+from learner.strategies.examples import Examples
+from learner.strategies.registry import STRATEGIES
+from learner.training import trainer
+from learner.training.trainer import Trainer
+from replay.erasure.erased_events import ByRange
+from tests.learner.learner_bench import ROWS, LearnerBench, small_model
+from tests.support.cuda_recorder import CudaRecorder
+
+BLOCKS, BATCH = 6, 10
+MakeBench = Callable[..., LearnerBench]
+
+
+def run(schema: Schema, path: Path, *tasks: Callable[[], object]) -> tuple[LearnerBench, list[str]]:
+    """Run a learner; return it and the order in which batches are copied and steps are taken."""
+    torch.manual_seed(0)
+    bench = LearnerBench(path, schema, small_model(), BLOCKS, learner={"batch_size": BATCH, "max_delay": "10s"})
+    order, step, copy = list[str](), bench.trainer.step, bench.loop._prefetch._copy
+
+    def stepped(*given: Any) -> Any:
+        order.append("step")
+        result = step(*given)
+        order.append("wait")
+        return result
+
+    def copied(columns: Any) -> Any:
+        order.append(f"copy {columns['offset'][0]}")
+        return copy(columns)
+
+    bench.trainer.step, bench.loop._prefetch._copy = stepped, copied  # type: ignore[method-assign]
+    bench.run(*(lambda task=task: task(bench) for task in tasks))  # type: ignore[misc]
+    return bench, order
+
+
+def test_a_full_batch_is_copied_before_the_step_before_it_is_waited_for_and_the_weights_are_the_same(
+    schema: Schema, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, order = run(schema, tmp_path / "plain")
+    assert order[:4] == ["copy 0", "step", "wait", "copy 11"]
+    monkeypatch.setattr(trainer, "overlaps", lambda _device: True)
+    early, order = run(schema, tmp_path / "early")
+    assert order[:5] == ["copy 0", "step", "copy 11", "wait", "step"]
+    copies = Counter(name for name in order if name.startswith("copy"))
+    assert set(copies.values()) == {1}, "no batch is copied twice"
+    expected = plain.trainer.snapshot()
+    assert all(torch.equal(value, expected[name]) for name, value in early.trainer.snapshot().items())
+    assert early.loop.ledger.state() == plain.loop.ledger.state()
+    assert early.store.event_table.copy().tobytes() == plain.store.event_table.copy().tobytes()
+    for bench in (plain, early):
+        bench.close()
+
+
+def test_events_that_are_erased_after_their_batch_was_copied_are_not_trained_on(
+    schema: Schema, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer, "overlaps", lambda _device: True)
+    done = []
+
+    def erase(bench: LearnerBench) -> None:
+        if not done:
+            assert bench.loop._prefetch._copied is not None, "the second batch is on the device"
+            done.append(bench.log.append([ByRange(time=0.0, by="test", partition="events#0[0]", first=12, last=13)]))
+            bench.erasure.poll()
+
+    bench, order = run(schema, tmp_path, erase)
+    assert order.count("copy 11") == 2, "the rest of the batch is copied again"
+    assert not set(bench.store.event_table.copy()["offset"].tolist()) & {12, 13}
+    assert bench.loop.state.rows_new == BLOCKS * (ROWS - 1) - 2
+    bench.close()
+
+
+def test_a_batch_that_was_taken_early_is_trained_on_by_the_next_learner_after_a_stop(
+    schema: Schema, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_bench: MakeBench
+) -> None:
+    monkeypatch.setattr(trainer, "overlaps", lambda _device: True)
+    bench, _ = run(schema, tmp_path, lambda bench: bench.stop.set())
+    assert bench.loop._prefetch._batch is not None
+    bench.finish()
+    found = bench.checkpoints.newest()
+    assert found is not None
+    assert [found[1].step, bench.loop.ledger.partitions[0].position.offset] == [1, 11]
+    bench.close()
+
+
+def test_the_copies_of_the_next_batch_are_queued_before_the_wait_for_a_step(schema: Schema) -> None:
+    cuda_device = torch.device("cuda")
+    options = LearnerSettings.model_validate({"optimizer": {"name": "sgd", "lr": 0.1}, "precision": "fp32"})
+    columns = fake_columns(schema, range(16), label=[0, 1, 2])
+    with CudaRecorder() as cuda:
+        parts = (small_model().to("cuda"), Classification(), STRATEGIES["none"](), schema, options, cuda_device)
+        learner = Trainer(*parts, choose_precision("fp32", cuda_device))
+        learner.step(learner.examples(columns))
+        ahead = list[Examples]()
+        learner.set_before_wait(lambda: ahead.append(learner.examples(columns)))
+        new = learner.examples(columns)
+        begin = len(cuda.log)
+        learner.step(new)
+        kinds = [(entry.kind, entry.name) for entry in cuda.log[begin:]]
+        copied = kinds.index(("copy", "cpu to cuda, non_blocking"))
+        waits = [index for index, (kind, _) in enumerate(kinds) if kind == "wait"]
+        assert len(ahead) == 1
+        assert waits
+        assert copied < waits[0]
+        assert np.array_equal(ahead[0].label_B.cpu().numpy(), columns["label"])
+        ahead.clear()
+        del new
+    cuda.check()
