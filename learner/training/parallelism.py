@@ -18,8 +18,23 @@ class Weights(Protocol):
         """Keep only this rank's shards of the model's parameters, which are replaced."""
         ...
 
+    can_repeat: bool
+    """Whether a pass that raises can be repeated while other ranks wait in the midst of theirs."""
+
     def num_forwards(self, n: int) -> int:
         """Return how many forward passes this rank has to run in a step of which it has `n` micro-batches."""
+        ...
+
+    def largest(self, n: int) -> int:
+        """Return the largest `n` of the ranks that have to run the same passes: of all, or of this one."""
+        ...
+
+    def begin_pass(self) -> None:
+        """Begin a pass, which may be repeated."""
+        ...
+
+    def repeat_pass(self) -> None:
+        """Begin the pass again after it raised: without the exchanges with other ranks that it has had already."""
         ...
 
     def local_shards(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -47,6 +62,7 @@ class WholeWeights:
     """Weights that every rank has in full."""
 
     sharded = False
+    can_repeat = True
 
     def split(self, model: nn.Module) -> None:
         """Leave the model as it is."""
@@ -54,6 +70,16 @@ class WholeWeights:
     def num_forwards(self, n: int) -> int:
         """Return `n`."""
         return n
+
+    def largest(self, n: int) -> int:
+        """Return `n`."""
+        return n
+
+    def begin_pass(self) -> None:
+        """Do nothing."""
+
+    def repeat_pass(self) -> None:
+        """Do nothing: ranks exchange nothing before the backward pass."""
 
     def local_shards(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the tensors."""
