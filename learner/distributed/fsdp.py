@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from anabranch.core.errors import SettingsError
-from learner.distributed.fsdp_exchanges import AllGather, Exchanges, ReduceScatter
+from learner.distributed.fsdp_exchanges import AllGather, Exchanges, ReduceScatter, reset
 from learner.model.device import choose_precision
 from learner.training.activation_checkpointing import sequences
 
@@ -29,8 +29,6 @@ class ShardedWeights:
     """Weights split along their first dimension, as evenly as possible."""
 
     sharded = True
-    can_repeat = hasattr(FSDPModule, "reset_iter_state")
-    """Torch 2.13 and later can reset a module that raised."""
 
     def __init__(self, precision: str = "fp32") -> None:
         """Take `learner.precision`: in which a module is gathered and run."""
@@ -68,11 +66,10 @@ class ShardedWeights:
             ) from exc
         assert isinstance(model, FSDPModule)
         self._model = model
-        if self.can_repeat:
-            for module in model.modules():
-                if isinstance(module, FSDPModule):
-                    module.set_custom_all_gather(AllGather(self._exchanges))
-                    module.set_custom_reduce_scatter(ReduceScatter(self._exchanges))
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_custom_all_gather(AllGather(self._exchanges))
+                module.set_custom_reduce_scatter(ReduceScatter(self._exchanges))
         fits = weights * _GRADIENT_BYTES * _WHOLE_GRADIENTS <= _memory(device)
         self._keeps_gradients = self.largest(int(not fits)) == 0
 
@@ -98,7 +95,7 @@ class ShardedWeights:
     def repeat_pass(self) -> None:
         """Reset the modules, and leave out the exchanges that other ranks have had with this one."""
         assert self._model is not None
-        self._model.reset_iter_state()
+        reset(self._model)
         self._exchanges.repeat()
 
     def local_shards(self, tensors: Sequence[Tensor]) -> list[Tensor]:

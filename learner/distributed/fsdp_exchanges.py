@@ -5,9 +5,14 @@ the others wait for its next exchange. It runs the pass again from the beginning
 exchanges that it has had already, then with the remaining ones. The result is wrong on all ranks, which undo the step.
 """
 
+from typing import Any
+
+import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 
 class Exchanges:
@@ -69,3 +74,36 @@ class ReduceScatter(DefaultReduceScatter):
             return super().__call__(output_tensor, input_tensor, group, op, async_op)
         output_tensor.zero_()
         return dist.Work()
+
+
+def reset(model: FSDPModule) -> None:
+    """Make the modules of a model as they are between two passes, after a pass that raised."""
+    if hasattr(model, "reset_iter_state"):  # torch 2.13 and later
+        model.reset_iter_state()
+        return
+    root: Any = model._get_fsdp_state()
+    shared, groups = root._comm_ctx, list[Any]()
+    for state in root._state_ctx.all_states:
+        state._training_state = TrainingState.IDLE
+        several = getattr(state, "_fsdp_param_groups", None)
+        groups += filter(None, [state._fsdp_param_group] if several is None else several)
+    for group in groups:
+        pending = group._all_gather_result
+        if pending is not None and pending.all_gather_work is not None:
+            pending.all_gather_work.wait()
+    if root._device.type == "cuda":
+        torch.cuda.synchronize(root._device)
+    for group in groups:
+        for name in ("_all_gather_result", "_post_reduce_event", "_all_reduce_state", "_reshard_after_forward_event"):
+            setattr(group, name, None)
+        group._post_forward_indices.clear()
+        group._training_state = TrainingState.IDLE
+        group._to_sharded()
+    shared.all_gather_state = None
+    if hasattr(shared, "reduce_scatter_states"):
+        shared.reduce_scatter_states.clear()
+    else:
+        shared.reduce_scatter_state = None
+    shared.post_forward_order.clear()
+    root._state_ctx.iter_forward_root = None
+    root._state_ctx.post_backward_final_callback_queued = False

@@ -18,9 +18,6 @@ class Weights(Protocol):
         """Keep only this rank's shards of the model's parameters, which are replaced."""
         ...
 
-    can_repeat: bool
-    """Whether a pass that raises can be repeated while other ranks wait in the midst of theirs."""
-
     def num_forwards(self, n: int) -> int:
         """Return how many forward passes this rank has to run in a step of which it has `n` micro-batches."""
         ...
@@ -62,7 +59,6 @@ class WholeWeights:
     """Weights that every rank has in full."""
 
     sharded = False
-    can_repeat = True
 
     def split(self, model: nn.Module) -> None:
         """Leave the model as it is."""

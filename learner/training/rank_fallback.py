@@ -41,13 +41,13 @@ class RankFallback:
     With sharded weights, other ranks need this rank's shard of each next module, also while it searches for the events
     that raise: all ranks then run the passes of the search together.
 
-    Where that is impossible, and with one rank, errors are raised as they are; so are errors of a backward pass that
-    has begun to average gradients of whole weights.
+    With one rank, errors are raised as they are; so are errors of a backward pass that has begun to average gradients
+    of whole weights.
     """
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self.able = ranks.size > 1 and ranks.weights.can_repeat
+        self.able = ranks.size > 1
         """Whether `run` can complete a pass that raises."""
         self._averaged = 0
         self._skipped = 0

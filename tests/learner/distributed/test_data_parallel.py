@@ -144,7 +144,9 @@ def test_events_on_which_a_sharded_model_raises_are_left_out_on_all_ranks(play: 
     scenarios.append({"strategy": "er", "steps": steps, "raises": "loss", "refused": 0, "settings": small})
     scenarios.append({"strategy": "er", "steps": steps, "raises": "within", "settings": {}})
     split = [each | {"settings": each["settings"] | {"replicas": 2, "sharding": "fsdp"}} for each in scenarios]
-    for scenario, one, two in zip(scenarios, play(1, scenarios), play(2, split, 250), strict=True):
+    older = [each | {"without_reset": number == 0} for number, each in enumerate(split)]
+    alone = play(1, scenarios)
+    for scenario, one, two in zip([*scenarios] * 2, [*alone] * 2, play(2, split + older, 250), strict=True):
         del two["seconds"]
         assert one.keys() == two.keys(), scenario
         assert len(one["raised"]) >= 8
