@@ -106,7 +106,8 @@ def exiting_at_once() -> Iterator[None]:
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(exc.code if isinstance(exc, SystemExit) and isinstance(exc.code, int) else 1)
+        code = exc.code if isinstance(exc, SystemExit) else 1
+        os._exit(code if isinstance(code, int) else int(code is not None))
 
 
 def record_collectives(folder: Path) -> None:

@@ -88,6 +88,17 @@ def test_weights_in_parts_learn_what_whole_ones_do(
     assert distance(whole, split) < 1e-5
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_in_parts_learn_in_bf16_what_whole_ones_do(schema: Schema, tmp_path: Path, kind: str) -> None:
+    """About: whole weights are cast by each operation, those in parts when they are gathered."""
+    settings: dict[str, Any] = {"device": kind, "precision": "bf16", "micro_batch_size": 8}
+    full = trained(schema, None, **settings | {"precision": "fp32"})
+    whole = trained(schema, None, **settings)
+    split = trained(schema, tmp_path / "rendezvous", **settings, sharding="fsdp")
+    assert distance(whole, full) > 0
+    assert distance(whole, split) < 0.01
+
+
 def hooks() -> Iterator[Any]:
     for kind, name in (("cpu", "fp16"), ("cpu", "powersgd"), ("cuda", "bf16"), ("cuda", "fp16"), ("cuda", "powersgd")):
         yield pytest.param(kind, name, marks=pytest.mark.gpu if kind == "cuda" else ())

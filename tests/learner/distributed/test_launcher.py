@@ -273,6 +273,32 @@ def test_a_rank_that_waits_in_c_for_one_that_has_died_is_ended_within_two_second
     assert again - died < 2.0 + max(1.0, os.getloadavg()[0]), "with the start of the next ranks"
 
 
+class Losing(SingleHost):
+    """Loses another host as soon as there is a file, once."""
+
+    def __init__(self, blocked: Path) -> None:
+        super().__init__(1)
+        self._blocked = blocked
+        self.lost = 0.0
+
+    def poll(self) -> MembershipChange:
+        if self.lost or not self._blocked.exists():
+            return MembershipChange.NONE
+        self.lost = time.monotonic()
+        self._blocked.with_name("died").touch()
+        return MembershipChange.LOST
+
+
+@pytest.mark.process
+def test_a_rank_that_waits_in_c_for_another_host_that_is_lost_is_ended_within_two_seconds(tmp_path: Path) -> None:
+    program, hosts = tmp_path / "rank.py", Losing(tmp_path / "blocked")
+    program.write_text(BLOCKED.replace('os.environ["RANK"] == "0"', "False"))
+    command = (sys.executable, str(program), str(tmp_path))
+    assert launch(LearnerSettings(device="cpu"), hosts, command, threading.Event()) == 0
+    again = float((tmp_path / "again").read_text())
+    assert again - hosts.lost < 2.0 + max(1.0, os.getloadavg()[0]), "with the start of the next rank"
+
+
 @pytest.mark.process
 def test_a_rank_that_fails_ends_without_the_destructors_of_its_group() -> None:
     code = """
@@ -282,7 +308,11 @@ atexit.register(print, "destroyed")
 with exiting_at_once():
     {}
 """
-    for statement, code_, said in (("sys.exit(3)", 3, ""), ("raise ValueError('a bug')", 1, "ValueError: a bug")):
+    for statement, code_, said in (
+        ("sys.exit(3)", 3, ""),
+        ("sys.exit()", 0, ""),
+        ("raise ValueError('a bug')", 1, "ValueError: a bug"),
+    ):
         done = subprocess.run(
             [sys.executable, "-c", code.format(statement)], capture_output=True, text=True, timeout=100
         )
