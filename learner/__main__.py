@@ -82,9 +82,13 @@ def _launch(config: "Config", stop: threading.Event) -> int | None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from anabranch.core.logs import log_arguments
     from learner.distributed.launcher import launch
+    from learner.distributed.process_group import record_collectives
     from learner.distributed.rendezvous import connect_hosts
+    from learner.runtime.profiler import FOLDER
 
     settings = config.pipeline.learner
+    if settings.host_rank == 0 and settings.device != "cpu":
+        record_collectives(config.state_dir / FOLDER)
     command = (sys.executable, "-P", "-m", "learner", "-c", str(config.path), *log_arguments())
     with connect_hosts(settings, config.pipeline.stream, _alike(config)) as hosts:
         return launch(settings, hosts, command, stop)
@@ -103,6 +107,7 @@ def _alike(config: "Config") -> "dict[str, object]":
 def _rank(group: Path, arguments: list[str]) -> int:
     """Run one of the launcher's ranks, and return its exit code; 0 means that it must not be restarted."""
     from learner.distributed.launcher import REFUSED, leave_rows, read_assignment, stop_with_launcher, write_outcome
+    from learner.distributed.process_group import exiting_at_once
 
     def learn_in_group(config: "Config", stop: threading.Event) -> None:
         from learner.errors import RankLostError, RankTooLargeError, is_of_a_lost_rank
@@ -129,10 +134,13 @@ def _rank(group: Path, arguments: list[str]) -> int:
             log.error("rank %d ends: another rank is gone: %s", assignment.rank, str(exc).splitlines()[0])  # noqa: TRY400
             sys.exit(1)
 
-    code = enter("learner", "One rank of a learner.", learn_in_group, arguments)
-    if os.environ["RANK"] == "0" or code in REFUSED:
-        write_outcome(group, code)
-    return 0 if code in REFUSED else code
+    with exiting_at_once():
+        code = enter("learner", "One rank of a learner.", learn_in_group, arguments)
+        if os.environ["RANK"] == "0" or code in REFUSED:
+            write_outcome(group, code)
+        if code:
+            sys.exit(0 if code in REFUSED else code)
+    return 0
 
 
 @contextlib.contextmanager

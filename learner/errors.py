@@ -12,7 +12,8 @@ AnabranchError
 
 CopyMemoryError           there is no memory for the copy of a version or checkpoint, which is skipped
 RankLostError             another rank is gone: this rank ends, and all ranks restart from the newest checkpoint
-RankTooLargeError         a device ran out of memory: the same, with smaller micro-batches on this host
+RankTooLargeError         a device ran out of memory where ranks cannot repeat the step: the same, with smaller
+                          micro-batches on this host
 MemoryShortageError       a device has too little memory for now: the process ends with exit code 1, and may start again
 """
 
@@ -53,9 +54,19 @@ class RankLostError(Exception):
     """Another rank is gone."""
 
 
+_LOST_RANK = re.compile(
+    # gloo
+    "Connection closed by peer|Connection reset by peer|writev .*Broken pipe|Timed out waiting [0-9]+ms for"
+    # NCCL
+    "|remote process exit|ncclRemoteError|NCCL communicator was aborted|NCCL communicator encountered error"
+    "|Watchdog caught collective operation timeout|Some NCCL operations have failed or timed out"
+)
+"""Parts of torch's sentences about another rank, in errors that have no class."""
+
+
 def is_of_a_lost_rank(error: RuntimeError) -> bool:
-    """Return whether torch raised the error because the connection to another rank has ended."""
-    return re.search("Connection closed by peer|Connection reset by peer|remote process exited", str(error)) is not None
+    """Return whether torch raised the error because another rank has ended or does not answer."""
+    return _LOST_RANK.search(str(error)) is not None
 
 
 class RankTooLargeError(Exception):

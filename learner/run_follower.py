@@ -13,7 +13,7 @@ from learner.device_sharing.cuda_limits import confined, prepare_cuda, using_dev
 from learner.device_sharing.sharing import device_sharing, step_hooks
 from learner.distributed.channel import Channel
 from learner.distributed.data_parallel import DataParallelGroup
-from learner.distributed.leader import follow
+from learner.distributed.follower import follow
 from learner.distributed.process_group import RankAssignment, RendezvousAddress, devices_of_host, join_group
 from learner.model.device import without_denormals
 from learner.runtime.shutdown import hard_stop_after

@@ -33,7 +33,11 @@ ALLOWED_IN = {
     },
     "redis": {"replay/tiers/redis_server.py"},
     "rich": {"anabranch"},
-    "safetensors": {"learner/state_dir/version.py", "learner/state_dir/checkpoint.py", "learner/distributed/leader.py"},
+    "safetensors": {
+        "learner/state_dir/version.py",
+        "learner/state_dir/checkpoint.py",
+        "learner/distributed/messages.py",
+    },
     "sklearn": {"anabranch/demo"},
     "starlette": {"serving/http/app.py", "serving/http/middleware.py", "serving/http/server.py"},
     "torch": {

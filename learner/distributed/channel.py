@@ -1,4 +1,9 @@
-"""Messages between the leader and the other ranks: a header of int64 on the CPU, and optionally bytes on the device."""
+"""Messages between the leader and the other ranks.
+
+Headers, and bytes with them, go from host to host over gloo. The events and the results of a step stay on the device:
+they take one scatter and one gather of all ranks, since NCCL makes a communicator for each two ranks that exchange
+messages.
+"""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -15,7 +20,7 @@ from learner.config import LearnerSettings
 from learner.distributed.process_group import SILENCE, RankAssignment, join_group
 from learner.errors import RankLostError
 
-_HEADER = 24
+_HEADER = 32
 _STOP_TIMEOUT = timedelta(seconds=2)
 _KEEPALIVE_SECONDS = 1.0
 """The leader sends a keepalive after so long without a message, so that no rank times out while the stream is idle."""
@@ -39,7 +44,7 @@ class Action(IntEnum):
 
 
 class Channel:
-    """Sends and receives headers and bytes between the leader and the other ranks. Used by every rank."""
+    """Exchanges headers, bytes and tensors between the leader and the other ranks. Used by every rank."""
 
     def __init__(self, device: torch.device) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
@@ -58,7 +63,7 @@ class Channel:
         return time.monotonic() >= self._due
 
     def send(self, rank: int, action: Action, numbers: Sequence[int] = (), message: Tensor | None = None) -> None:
-        """Send a header, and a message with it, without waiting until they are received."""
+        """Send a header, and bytes of the host with it, without waiting until they are received."""
         header = torch.zeros(_HEADER, dtype=torch.int64)
         size = -1 if message is None else len(message)
         header[: 3 + len(numbers)] = torch.tensor([action, size, len(numbers), *numbers])
@@ -77,39 +82,56 @@ class Channel:
 
     def wait_sent(self, timeout: timedelta = SILENCE) -> None:
         """Wait until everything sent was received; raises RuntimeError when a rank does not receive."""
-        for work, _ in self._sent:
+        for work, sent in self._sent:
             if work is not None:
-                work.wait(timeout)
+                work.wait(timeout) if sent.is_cpu else work.wait()  # of a device, with a timeout the host would wait
         self._sent.clear()
 
     def receive(self) -> tuple[Action, list[int], Tensor | None]:
-        """Wait for the leader's next header and its message."""
+        """Wait for the leader's next header and its bytes."""
         header = torch.zeros(_HEADER, dtype=torch.int64)
         try:
             dist.recv(header, 0)
         except RuntimeError as exc:
             raise RankLostError(f"rank 0 is gone: {exc}") from exc
         action, size, count, *numbers = header.tolist()
-        return Action(action), numbers[:count], None if size < 0 else self.receive_bytes(0, size)
+        return Action(action), numbers[:count], None if size < 0 else self._receive_bytes(0, size)
 
     def reply(self, message: Tensor) -> None:
-        """Send bytes to the leader."""
+        """Send bytes of the host to the leader, their number first."""
+        dist.send(torch.tensor([len(message)]), 0)
         dist.send(message, 0)
 
-    def reply_with_size(self, message: Tensor) -> None:
-        """Send bytes to the leader, their number first."""
-        dist.send(torch.tensor([len(message)]), 0)
-        self.reply(message)
-
-    def receive_with_size(self, rank: int) -> Tensor:
-        """Wait for the bytes that a rank sends with `reply_with_size`."""
+    def receive_reply(self, rank: int) -> Tensor:
+        """Wait for the bytes that a rank sends with `reply`; return them as uint8 on the host."""
         size = torch.empty(1, dtype=torch.int64)
         dist.recv(size, rank)
-        return self.receive_bytes(rank, int(size))
+        return self._receive_bytes(rank, int(size))
 
-    def receive_bytes(self, rank: int, size: int) -> Tensor:
-        """Wait for `size` bytes from a rank; return them as uint8 on the learner's device."""
+    def scatter(self, messages: Tensor) -> None:
+        """Send each row of `messages`, uint8 `[N, b]` on the device, to its rank, without waiting. Called by rank 0."""
+        own = torch.empty_like(messages[0])
+        self._sent.append((dist.scatter(own, list(messages.unbind()), async_op=True), messages))
+
+    def receive_scattered(self, size: int) -> Tensor:
+        """Wait for this rank's row of `scatter`. Called by all other ranks."""
         message = torch.empty(size, dtype=torch.uint8, device=self.device)
+        dist.scatter(message)
+        return message
+
+    def gather(self, values: Tensor) -> list[Tensor]:
+        """Return the `values` of all ranks on rank 0, and nothing on the others. All ranks give as many."""
+        of_ranks = [torch.empty_like(values) for _ in range(self.size)] if self.rank == 0 else []
+        dist.gather(values, of_ranks or None)
+        return of_ranks
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Copy a contiguous tensor of rank 0, on the host, to the same of all ranks."""
+        if tensor.numel():
+            dist.broadcast(tensor.view(-1).view(torch.uint8), 0)
+
+    def _receive_bytes(self, rank: int, size: int) -> Tensor:
+        message = torch.empty(size, dtype=torch.uint8)
         dist.recv(message, rank)
         return message
 

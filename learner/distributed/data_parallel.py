@@ -3,7 +3,7 @@
 import contextlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,9 @@ from torch.optim import Optimizer
 from learner.config import LearnerSettings
 from learner.model.factory import forward
 from learner.training.parallelism import Weights, WholeWeights
+
+if TYPE_CHECKING:
+    from learner.distributed.fsdp import ShardedWeights
 
 _POWERSGD_RANK = 2
 _POWERSGD_START = 10
@@ -40,11 +43,11 @@ class DataParallelGroup:
         self._steps_since_average = 0
         self._sharding = settings.sharding
         self.weights: Weights = WholeWeights()
+        self._sharded: ShardedWeights | None = None
         if self._sharding == "fsdp":
-            # Imported here since it takes seconds.
-            from learner.distributed.fsdp import ShardedWeights
+            from learner.distributed import fsdp  # here, since it takes seconds
 
-            self.weights = ShardedWeights()
+            self.weights = self._sharded = fsdp.ShardedWeights(settings.precision)
         self._consolidate: Callable[[], None] | None = None
         self._powersgd: Any = None
 
@@ -76,7 +79,14 @@ class DataParallelGroup:
 
     def no_sync(self) -> contextlib.AbstractContextManager[object]:
         """Return a context in which gradients accumulate on this rank alone."""
+        if self._sharded is not None:
+            return self._sharded.no_sync()
         return contextlib.nullcontext() if self._trained is None else self._trained.no_sync()
+
+    def expect_forwards(self, n: int) -> None:
+        """Set how many forward passes each rank runs in the next step, where weights are sharded; 0: not known."""
+        if self._sharded is not None:
+            self._sharded.expected = n
 
     def average(self, tensors: Sequence[Tensor]) -> None:
         """Average tensors over the ranks, in place."""

@@ -1,17 +1,19 @@
 """Starts the ranks of a learner under torch's elastic agent, which is what torchrun runs.
 
-When a rank dies, the agent ends the other ranks of this host, and the launcher starts all again, a few times; they
-resume from the newest checkpoint. It also restarts them when a host is lost or comes, and when a rank runs out of
-memory: the ranks of its host then take smaller micro-batches.
+When a rank dies, all ranks of this host end, and the launcher starts all again, a few times; they resume from the
+newest checkpoint. It also restarts them when a host is lost or comes, and when a rank runs out of memory where it
+cannot repeat the step: the ranks of its host then take smaller micro-batches.
 
 The agent runs in a thread. On a signal the launcher writes into the pipe that is stdin of every rank: rank 0 stops in
-order and stops the other ranks. When the pipe ends without a byte, the launcher was killed, and all ranks end at once,
-so that none is left when the launcher is started again.
+order and stops the other ranks. When the pipe ends without a byte, the launcher was killed or another rank has died,
+and the rank ends at once, whatever it waits for: NCCL's kernels wait without end for a rank that is gone, and no signal
+handler of Python runs meanwhile.
 """
 
 import json
 import logging
 import os
+import shutil
 import tempfile
 import threading
 import time
@@ -20,11 +22,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
-from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+from torch.numa.binding import AffinityMode, NumaOptions
+from typing_extensions import override
 
 from learner.config import LearnerSettings
 from learner.distributed.hosts import Hosts, MembershipChange
@@ -38,8 +43,10 @@ _NOWHERE = "127.0.0.1"
 """A placeholder for the agent's rendezvous address: ranks connect elsewhere."""
 _POLL_SECONDS = 0.1
 _BEYOND_STOP_TIMEOUT = timedelta(seconds=3)
+_NOTICE_TIMEOUT = timedelta(seconds=1)
+"""How long ranks may take to notice by themselves that others are gone, and to log it."""
 _EXIT_TIMEOUT = timedelta(seconds=10)
-"""How long ranks may take to notice that others are gone."""
+"""How long ranks may take to end once the pipe has."""
 _STOP_BYTES = 4096
 _RENDEZVOUS = "rendezvous"
 _RANK_SETTINGS = "rank_settings.json"
@@ -123,17 +130,16 @@ def _run(
             agent = _Agent(settings.replicas, (*command, "--group", name), stop_timeout, folder / _LOGS)
             agent.start()
             # A rank that refuses ends all: others may wait for it, and would be started again.
-            while agent.is_alive() and read_outcome(folder) not in REFUSED and not stop.wait(_POLL_SECONDS):
+            while agent.runs and read_outcome(folder) not in REFUSED and not stop.wait(_POLL_SECONDS):
                 change = hosts.poll()
                 if change is not MembershipChange.NONE:
                     break
             if stop.is_set():
                 hosts.leave()
-            gone = change in (MembershipChange.LOST, MembershipChange.DIED)
+            gone = agent.rank_died.is_set() or change in (MembershipChange.LOST, MembershipChange.DIED)
             if not gone:
                 lifeline.send_stop()
-            timeout = _EXIT_TIMEOUT if gone else stop_timeout + _BEYOND_STOP_TIMEOUT
-            agent.join(timeout.total_seconds())
+            agent.join((_NOTICE_TIMEOUT if gone else stop_timeout + _BEYOND_STOP_TIMEOUT).total_seconds())
         agent.join(_EXIT_TIMEOUT.total_seconds())  # ranks that were left ended with the pipe
         code = None if agent.is_alive() else read_outcome(folder)
         code = code if code or not agent.failed else None
@@ -198,7 +204,7 @@ def read_outcome(folder: Path) -> int | None:
 
 
 def stop_with_launcher(stop: threading.Event) -> None:
-    """Set `stop` when the launcher sends a byte, and end this process when it is gone. Called by every rank."""
+    """Set `stop` when the launcher sends a byte, and end this process when the pipe ends. Called by every rank."""
 
     def watch() -> None:
         if not os.read(0, 1):
@@ -262,6 +268,22 @@ class _Rendezvous(RendezvousHandler):
         return True
 
 
+class _WatchingAgent(LocalElasticAgent):
+    """Torch's agent, which sets an event as soon as a rank has died; after that it waits half a minute for the rest."""
+
+    def __init__(self, rank_died: threading.Event, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._rank_died = rank_died
+
+    @override
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        handlers = getattr(self._pcontext, "subprocess_handlers", {})
+        if any(handler.proc.poll() for handler in handlers.values()):
+            self._rank_died.set()
+        result: RunResult = super()._monitor_workers(worker_group)
+        return result
+
+
 class _Agent(threading.Thread):
     """Torch's agent for one host."""
 
@@ -277,11 +299,21 @@ class _Agent(threading.Thread):
             args=tuple(arguments),
             max_restarts=0,
             master_addr=_NOWHERE,
+            numa_options=numa_options(),
         )
-        self._agent = LocalElasticAgent(
-            spec, DefaultLogsSpecs(str(logs)), shutdown_timeout=int(stop_timeout.total_seconds()) + 1
+        self.rank_died = threading.Event()
+        self._agent = _WatchingAgent(
+            self.rank_died,
+            spec,
+            DefaultLogsSpecs(str(logs)),
+            shutdown_timeout=int(stop_timeout.total_seconds()) + 1,
         )
         self.failed = True
+
+    @property
+    def runs(self) -> bool:
+        """Whether all ranks that have ended have ended well, and some have not."""
+        return self.is_alive() and not self.rank_died.is_set()
 
     def run(self) -> None:
         """Start the ranks; end when all have ended well, or one has died."""
@@ -289,3 +321,10 @@ class _Agent(threading.Thread):
         self.failed = result.is_failed()
         for rank, failure in result.failures.items():
             log.error("rank %d of this host ended with %d", rank, failure.exitcode)
+
+
+def numa_options() -> NumaOptions | None:
+    """Return options that bind each rank to the processors near its GPU, where there are GPUs and `numactl`."""
+    if not (torch.cuda.is_available() and shutil.which("numactl")):
+        return None
+    return NumaOptions(AffinityMode.NODE, should_fall_back_if_binding_fails=True)

@@ -5,43 +5,42 @@ ranks, itself included; all take the same step, in which gradients are averaged;
 back. Rank 0 makes every decision and sends it in a header, so that all ranks follow it or none.
 """
 
-import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-import safetensors.torch
 import torch
 from torch import Tensor
 
 from learner.device_health.sniff_test import COLLECTIVE, product_or_nan, time_collective
 from learner.distributed.channel import Action, Channel
 from learner.distributed.data_parallel import DataParallelGroup
+from learner.distributed.messages import (
+    ALL_REDUCE,
+    MATRIX_PRODUCT,
+    PARTS,
+    float_to_bits,
+    json_from_bytes,
+    json_to_bytes,
+    smaller,
+    to_bytes,
+)
 from learner.distributed.scatter import (
     RankBatch,
     Slices,
     TensorLayout,
     layout_of,
-    layouts_from_json,
     layouts_to_json,
     packed,
     scatter,
-    unpacked,
 )
+from learner.distributed.step_results import EMBEDDINGS, LOSSES, OUTPUTS, gathered, groups_of, pieces_of
 from learner.model.faulty_events import RaisingEventsError, error_of
-from learner.model.rng import restore_rng, rng_tensors, rng_values
 from learner.strategies.examples import Examples
+from learner.training.micro_batches import num_parts
 from learner.training.step_result import StepResult
 from learner.training.trainer import Trainer
-
-_PARTS = ("model", "optimizer", "strategy")
-"""The parts of a checkpoint that all ranks restore."""
-_LOSSES, _EMBEDDINGS, _OUTPUTS = 1, 2, 4
-"""Flags: the results of a step that the other ranks send back."""
-_PRODUCT, _COLLECTIVE = 0, 1
-"""Parts of the sniff test."""
 
 
 class Leader(Trainer):
@@ -56,6 +55,8 @@ class Leader(Trainer):
         self._layouts: list[TensorLayout] = []
         self._gathered = False
         self._losses_needed = True
+        self._limits = [int(channel.receive_reply(rank).view(torch.int64)) for rank in channel.others]
+        """Most events of a micro-batch of each other rank; 0: as many as of this one."""
 
     def set_losses_needed(self, *, needed: bool) -> None:
         """Set whether the losses of old events are used; the other ranks do not send them otherwise."""
@@ -68,18 +69,10 @@ class Leader(Trainer):
         self._send_layouts([layout_of(events) for events in groups])
         slices = scatter([len(events) for events in groups], self._channel.size)
         batches = [RankBatch.of(groups, of_rank) for of_rank in slices]
-        flags = _LOSSES * (self._losses_needed and bool(old)) | _EMBEDDINGS * (self._embedding is not None)
-        flags |= _OUTPUTS * self.strategy.keeps_output
-        for rank in self._channel.others:
-            rank_batch = batches[rank]
-            numbers = [
-                flags,
-                self.micro_batch_size or 0,
-                _bits(self.update.schedule.scale),
-                *rank_batch.counts,
-                *rank_batch.real,
-            ]
-            self._channel.send(rank, Action.STEP, numbers, packed(rank_batch.parts))
+        flags = LOSSES * (self._losses_needed and bool(old)) | EMBEDDINGS * (self._embedding is not None)
+        flags |= OUTPUTS * self.strategy.keeps_output
+        most = [max(of_ranks) for of_ranks in zip(*(batch.real for batch in batches), strict=True)]
+        self._send_step(batches, flags, most)
         first, *others = batches[0].parts
         try:
             own_result = super().step(first, others, batches[0].real[0])
@@ -89,22 +82,23 @@ class Leader(Trainer):
         self._replicas.after_step()
         self._channel.wait_sent()
         self._gathered = False
-        return self._merged(own_result, batches, flags)
+        return self._merged(own_result, batches, flags, most)
 
     def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:
         """Restore the weights and the optimizer of a checkpoint, on all ranks."""
         super().restore(tensors, state)
         self._gathered = False
-        flat = {
-            f"{part}/{name}": value.cpu().clone() for part in _PARTS for name, value in tensors.get(part, {}).items()
-        }
-        self._channel.send_all(Action.RESTORE, (), _saved(flat, state).to(self.device))
+        flat = [(part, *named) for part in PARTS for named in tensors.get(part, {}).items()]
+        forms = [[part, name, str(value.dtype).removeprefix("torch."), value.shape] for part, name, value in flat]
+        self._channel.send_all(Action.RESTORE, (), json_to_bytes({"tensors": forms, "state": state}))
+        for _, _, value in flat:
+            self._channel.broadcast(value.cpu().contiguous())
 
     def generators(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return the states of the random generators of all ranks; those of each other rank are one tensor of bytes."""
         tensors, values = super().generators()
         self._channel.send_all(Action.GENERATORS)
-        others = {_of_rank(rank): self._channel.receive_with_size(rank) for rank in self._channel.others}
+        others = {_of_rank(rank): self._channel.receive_reply(rank) for rank in self._channel.others}
         return tensors | others, values
 
     def restore_generators(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
@@ -112,7 +106,7 @@ class Leader(Trainer):
         super().restore_generators(tensors, values)
         for rank in self._channel.others:
             if (kept := tensors.get(_of_rank(rank))) is not None:
-                self._channel.send(rank, Action.GENERATORS, (), kept.to(self.device))
+                self._channel.send(rank, Action.GENERATORS, (), kept.cpu())
         self._channel.wait_sent()
 
     def snapshot(self) -> Mapping[str, Tensor]:
@@ -154,13 +148,13 @@ class Leader(Trainer):
 
         A rank that is out of memory is left out, and the collective with it.
         """
-        self._channel.send_all(Action.SNIFF, [_PRODUCT])
+        self._channel.send_all(Action.SNIFF, [MATRIX_PRODUCT])
         seconds = {"rank 0": product_or_nan(self.device)}
         for rank in self._channel.others:
-            seconds[f"rank {rank}"] = float(self._channel.receive_bytes(rank, 8).view(torch.float64))
+            seconds[f"rank {rank}"] = float(self._channel.receive_reply(rank).view(torch.float64))
         measured = {name: value for name, value in seconds.items() if not math.isnan(value)}
         if len(measured) == self._channel.size:
-            self._channel.send_all(Action.SNIFF, [_COLLECTIVE])
+            self._channel.send_all(Action.SNIFF, [ALL_REDUCE])
             measured[COLLECTIVE] = time_collective(self.device)
         return measured
 
@@ -174,7 +168,24 @@ class Leader(Trainer):
     def _send_layouts(self, layouts: list[TensorLayout]) -> None:
         if layouts != self._layouts:
             self._layouts = layouts
-            self._channel.send_all(Action.LAYOUTS, (), _bytes(layouts_to_json(layouts)).to(self.device))
+            self._channel.send_all(Action.LAYOUTS, (), to_bytes(layouts_to_json(layouts)))
+
+    def _send_step(self, batches: Sequence[RankBatch], flags: int, most: Sequence[int]) -> None:
+        """Send each rank its events, and a header with what all have to agree on.
+
+        `most`: most events of each group on a rank, without placeholders.
+        """
+        micro, messages = self.micro_batch_size, packed([batch.parts for batch in batches])
+        forwards = 0
+        if self._replicas.weights.sharded and not self._fallback.shrunk:
+            limits = [micro, *(smaller(micro, limit or None) for limit in self._limits)]
+            forwards = max(num_parts(batch.counts, limit) for batch, limit in zip(batches, limits, strict=True))
+        common = [flags, micro or 0, float_to_bits(self.update.schedule.scale), forwards, messages.shape[1], *most]
+        for rank in self._channel.others:
+            self._channel.send(rank, Action.STEP, [*common, *batches[rank].counts, *batches[rank].real])
+        if self._channel.size > 1:
+            self._channel.scatter(messages)
+        self._replicas.expect_forwards(forwards)
 
     def _error_of_all(
         self, own_error: RaisingEventsError, batches: Sequence[RankBatch], slices: Sequence[Slices]
@@ -182,7 +193,7 @@ class Leader(Trainer):
         """Return an error that names the events on which the model raises on any rank; each rank reports its own."""
         named = [(list(own_error.indices), own_error.message)]
         for rank in self._channel.others:
-            named.append(json.loads(self._channel.receive_with_size(rank).cpu().numpy().tobytes()))
+            named.append(json_from_bytes(self._channel.receive_reply(rank)))
         sizes = [slices[-1][group].stop for group in range(len(slices[0]))]
         messages = {
             sum(sizes[:group]) + index: message
@@ -191,152 +202,28 @@ class Leader(Trainer):
         }
         return error_of(dict(sorted(messages.items())))
 
-    def _merged(self, own_result: StepResult, batches: Sequence[RankBatch], flags: int) -> StepResult:
+    def _merged(
+        self, own_result: StepResult, batches: Sequence[RankBatch], flags: int, most: Sequence[int]
+    ) -> StepResult:
         """Return the results of all ranks as one, in the order of the events."""
         picked = own_result.replayed < sum(batches[0].counts[1:])
         replayed = own_result.replayed * len(batches) if picked else sum(sum(batch.real[1:]) for batch in batches)
-        own_pieces = _pieces(own_result, batches[0], flags)
+        own_pieces = pieces_of(own_result, batches[0], flags)
         if not own_pieces:
             return replace(own_result, replayed=replayed)
-        by_rank, samples = [own_pieces], len(batches[0].real) - 1
-        groups = (
-            [*range(1, samples + 1)] * bool(flags & _LOSSES) + [*range(samples + 1)] * bool(flags & _EMBEDDINGS) + [0]
-        )
-        for rank in self._channel.others:
-            shapes = [
-                (batches[rank].real[group], *piece.shape[1:]) for group, piece in zip(groups, own_pieces, strict=False)
-            ]
-            sizes = [math.prod(shape) for shape in shapes]
-            numbers = self._channel.receive_bytes(rank, 4 * sum(sizes)).view(torch.float32)
-            by_rank.append([part.view(shape) for part, shape in zip(torch.split(numbers, sizes), shapes, strict=True)])
+        by_rank, samples, groups = [own_pieces], len(batches[0].real) - 1, groups_of(flags, len(most))
+        shapes = [(most[group], *piece.shape[1:]) for group, piece in zip(groups, own_pieces, strict=True)]
+        sizes = [math.prod(shape) for shape in shapes]
+        for batch, values in zip(batches[1:], gathered(self._channel, own_pieces, flags, most)[1:], strict=True):
+            pieces = zip(torch.split(values, sizes), shapes, groups, strict=True)
+            by_rank.append([piece.view(shape)[: batch.real[group]] for piece, shape, group in pieces])
         tensors = [torch.cat(pieces) for pieces in zip(*by_rank, strict=True)]
-        output_B = tensors.pop() if flags & _OUTPUTS else own_result.output_B
-        embedding_N = torch.cat(tensors[-samples - 1 :]) if flags & _EMBEDDINGS else None
-        old_R = torch.cat(tensors[:samples]) if flags & _LOSSES else None
+        output_B = tensors.pop() if flags & OUTPUTS else own_result.output_B
+        embedding_N = torch.cat(tensors[-samples - 1 :]) if flags & EMBEDDINGS else None
+        old_R = torch.cat(tensors[:samples]) if flags & LOSSES else None
         return replace(own_result, old_R=old_R, embedding_N=embedding_N, output_B=output_B, replayed=replayed)
-
-
-def follow(channel: Channel, make: Callable[[], tuple[Trainer, DataParallelGroup]]) -> None:
-    """Carry out the leader's actions until STOP; `make` builds the trainer, together with all ranks.
-
-    Raises:
-        RankLostError: the leader is gone.
-    """
-    action, numbers, message = channel.receive()
-    if action is Action.STOP:
-        return
-    assert action is Action.BEGIN
-    trainer, replicas = make()
-    max_rows = trainer.micro_batch_size
-    layouts: list[TensorLayout] = []
-    while action is not Action.STOP:
-        action, numbers, message = channel.receive()
-        if action is Action.STEP:
-            assert message is not None
-            _step(channel, trainer, replicas, layouts, numbers, message, max_rows)
-        elif action is Action.LAYOUTS:
-            assert message is not None
-            layouts = layouts_from_json(message.cpu().numpy().tobytes())
-        elif action is Action.RESTORE:
-            assert message is not None
-            _restore(trainer, message)
-        elif action is Action.GENERATORS and message is not None:
-            restore_rng(*_loaded(message), channel.device)
-        elif action is Action.GENERATORS:
-            channel.reply_with_size(_saved(rng_tensors(channel.device), rng_values()).to(channel.device))
-        elif action is Action.GATHER:
-            replicas.gather()
-            trainer.strategy.gather()
-        elif action is Action.DRIFT:
-            trainer.on_drift()
-        elif action is Action.SNAPSHOT:
-            trainer.snapshot()
-        elif action is Action.MOMENTS:
-            trainer.optimizer_state()
-        elif action is Action.SNIFF and numbers == [_COLLECTIVE]:
-            time_collective(channel.device)
-        elif action is Action.SNIFF:
-            seconds = torch.tensor([product_or_nan(channel.device)], dtype=torch.float64, device=channel.device)
-            channel.reply(seconds.view(torch.uint8))
-
-
-def _step(
-    channel: Channel,
-    trainer: Trainer,
-    replicas: DataParallelGroup,
-    layouts: list[TensorLayout],
-    numbers: list[int],
-    message: Tensor,
-    max_rows: int | None,
-) -> None:
-    """Take a step with the leader, in micro-batches of its size, or smaller ones that fit on this host."""
-    flags, micro, lr_factor, *counts = numbers
-    counts, real = counts[: len(layouts)], counts[len(layouts) :]
-    rank_batch = RankBatch(unpacked(message, layouts, counts), real)
-    trainer.set_micro_batch_size(micro or None if max_rows is None else min(micro or max_rows, max_rows))
-    trainer.scale_learning_rate(_number(lr_factor))
-    try:
-        result = trainer.step(rank_batch.parts[0], rank_batch.parts[1:], real[0])
-    except RaisingEventsError as exc:
-        channel.reply_with_size(_bytes(json.dumps([list(exc.indices), exc.message]).encode()).to(channel.device))
-        return
-    replicas.after_step()  # before the reply: the leader receives it after its own
-    pieces = _pieces(result, rank_batch, flags)
-    if pieces:
-        channel.reply(torch.cat([piece.reshape(-1) for piece in pieces]).view(torch.uint8))
-
-
-def _restore(trainer: Trainer, message: Tensor) -> None:
-    tensors: dict[str, dict[str, Tensor]] = {part: {} for part in _PARTS}
-    flat, state = _loaded(message)
-    for key, value in flat.items():
-        part, _, name = key.partition("/")
-        tensors[part][name] = value
-    trainer.restore(tensors, state)
-
-
-def _pieces(result: StepResult, rank_batch: RankBatch, flags: int) -> list[Tensor]:
-    """Return the results that `flags` name, without those of placeholder events: float32, one tensor per sample."""
-    pieces: list[Tensor] = []
-    counts, real = rank_batch.counts, rank_batch.real
-    if flags & _LOSSES:
-        nowhere = rank_batch.parts[0].weight_B.new_full((sum(counts[1:]),), math.nan)
-        old_R = (nowhere if result.old_R is None else result.old_R).float()
-        pieces += [part[:n] for part, n in zip(torch.split(old_R, counts[1:]), real[1:], strict=True)]
-    if flags & _EMBEDDINGS:
-        assert result.embedding_N is not None
-        parts = torch.split(result.embedding_N, [real[0], *counts[1:]])
-        pieces += [part[:n] for part, n in zip(parts, real, strict=True)]
-    if flags & _OUTPUTS:
-        assert result.output_B is not None
-        pieces.append(result.output_B.float())
-    return pieces
 
 
 def _of_rank(rank: int) -> str:
     """Return the name of the tensor that has the generators of another rank in a checkpoint."""
     return f"rank-{rank}"
-
-
-def _saved(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> Tensor:
-    """Return tensors and JSON values as bytes."""
-    return _bytes(safetensors.torch.save({**tensors, "/": _bytes(json.dumps(state).encode())}))
-
-
-def _loaded(message: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors and values that `_saved` turned into bytes."""
-    tensors = safetensors.torch.load(message.cpu().numpy().tobytes())
-    return tensors, json.loads(tensors.pop("/").numpy().tobytes())
-
-
-def _bits(number: float) -> int:
-    """Return the bits of a float as an integer, to be sent in a header."""
-    return int(np.float64(number).view(np.int64))
-
-
-def _number(bits: int) -> float:
-    return float(np.int64(bits).view(np.float64))
-
-
-def _bytes(text: bytes) -> Tensor:
-    return torch.from_numpy(np.frombuffer(text, np.uint8).copy())

@@ -1,6 +1,7 @@
 """How ranks find each other, and the process group that they form."""
 
 import contextlib
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -70,8 +71,8 @@ def join_group(assignment: RankAssignment, settings: LearnerSettings) -> Iterato
     device = device_of(assignment, settings)
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     interface = assignment.rendezvous.interface if isinstance(assignment.rendezvous, RendezvousAddress) else loopback
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        os.environ.setdefault(variable, interface)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without "=" it is a prefix: eth1 includes eth10
     if device.type == "cuda":
         torch.cuda.set_device(device)
     try:
@@ -81,12 +82,51 @@ def join_group(assignment: RankAssignment, settings: LearnerSettings) -> Iterato
             rank=assignment.rank,
             world_size=assignment.size,
             timeout=SILENCE,
+            # Connects all ranks now, with one NCCL communicator: no two ranks exchange messages over NCCL alone.
+            device_id=device if device.type == "cuda" else None,
         )
     except (RuntimeError, OSError) as exc:
         raise RankLostError(f"the {assignment.size} ranks did not connect: {exc}") from exc
     yield device
     # Not after an error: destroying a group whose ranks are lost may hang.
     dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def exiting_at_once() -> Iterator[None]:
+    """End the process when the block raises, SystemExit included, after its error was printed.
+
+    The destructors of NCCL, which an ordinary exit runs, may hang when other ranks are gone.
+    """
+    try:
+        yield
+    except BaseException as exc:  # noqa: BLE001 the process ends with it
+        if not isinstance(exc, SystemExit):
+            sys.excepthook(type(exc), exc, exc.__traceback__)
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        code = exc.code if isinstance(exc, SystemExit) else 1
+        os._exit(code if isinstance(code, int) else int(code is not None))
+
+
+def record_collectives(folder: Path) -> None:
+    """Make ranks that are started from now on keep their last NCCL collectives, and write them when one times out.
+
+    Each rank writes `folder/nccl-<rank>`, for `torchfrtrace`. What the user has set stays.
+    """
+    if not torch.cuda.is_available():
+        return
+    with contextlib.suppress(OSError):  # costs only the trace
+        folder.mkdir(parents=True, exist_ok=True)
+    defaults = {
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",  # end the process; to abort communicators first may hang
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_FR_BUFFER_SIZE": "2000",
+        "TORCH_FR_DUMP_TEMP_FILE": str(folder / "nccl-"),
+    }
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
 
 
 def _store_of(assignment: RankAssignment) -> Store:

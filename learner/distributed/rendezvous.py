@@ -16,7 +16,7 @@ from hashlib import sha256
 
 import msgspec
 import torch
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import Store, is_nccl_available  # type: ignore[attr-defined]
 
 from anabranch.core.errors import SettingsError
 from ingest.config import StreamSettings
@@ -33,6 +33,7 @@ from learner.distributed.membership import (
     reach,
     read_state,
 )
+from learner.model.device import choose_device, choose_precision
 
 _POLL_SECONDS = 0.1
 _OWN = {
@@ -47,6 +48,8 @@ _OWN = {
     "profile",
 }
 """Settings of the learner that may differ between hosts."""
+_READABLE = {"torch", "device type", "precision", "CUDA", "NCCL"}
+"""Values that have to be the same on all hosts and are published as they are, not as a digest."""
 _DUPLICATE_CHECK_SECONDS = 2.0
 """How long a launcher watches whether another one publishes states of the same host."""
 
@@ -125,7 +128,7 @@ class Coordinator:
 
     def _accepts(self, host: int, state: HostState) -> bool:
         """Return whether a host has the settings of this one; if not, log it once per start: that host ends itself."""
-        differing = _differing_settings(self._membership.state, state)
+        differing = differing_settings(state, self._membership.state)
         if differing and self._refused.get(host) != state.id:
             self._refused[host] = state.id
             log.warning("host %d is refused: its %s differ from those of host 0", host, differing)
@@ -252,7 +255,7 @@ class Member:
             self._remote.keep()
 
     def _check(self, leader: HostState) -> None:
-        if differing := _differing_settings(self._state, leader):
+        if differing := differing_settings(self._state, leader):
             raise SettingsError(
                 f"{differing} of host {self._host} differ from those of host 0; all hosts take the same ones"
             )
@@ -268,7 +271,7 @@ def connect_hosts(settings: LearnerSettings, stream: StreamSettings, others: Map
         others: further values that have to be the same on all hosts, by name.
 
     Raises:
-        SettingsError: `learner.rendezvous` cannot be listened on, or there is no `learner.interface`.
+        SettingsError: `learner.rendezvous` cannot be listened on, or there is no `learner.interface` or device.
     """
     if settings.hosts == 1:
         yield SingleHost(settings.replicas)
@@ -283,7 +286,7 @@ def connect_hosts(settings: LearnerSettings, stream: StreamSettings, others: Map
         raise SettingsError(f'learner.interface = "{settings.interface}": there are {interfaces}') from exc
     learner = settings.model_dump(mode="json", exclude=_OWN)
     alike = {name: _digest(values) for name, values in {**others, "[learner]": learner}.items()}
-    alike["torch"] = torch.__version__.partition("+")[0]
+    alike |= _releases(settings)
     hosts: Coordinator | Member
     hosts = (
         Coordinator(listen(address), settings, alike) if settings.host_rank == 0 else Member(settings, stream, alike)
@@ -294,10 +297,33 @@ def connect_hosts(settings: LearnerSettings, stream: StreamSettings, others: Map
         hosts.close()
 
 
-def _differing_settings(one: HostState, other: HostState) -> str:
-    """Return the names of the settings that differ between two hosts, joined by commas; empty when none does."""
-    names = sorted(one.settings.keys() | other.settings.keys())
-    return ", ".join(name for name in names if one.settings.get(name) != other.settings.get(name))
+def _releases(settings: LearnerSettings) -> dict[str, str]:
+    """Return the device type, precision and releases of this host, which the ranks of all hosts need alike.
+
+    Between a CPU and a CUDA device, or between two precisions, ranks would wait for each other without end.
+
+    Raises:
+        SettingsError: there is no such device, or it cannot do the precision.
+    """
+    device = choose_device(settings.device)
+    precision = choose_precision(settings.precision, device).name
+    alike = {"torch": torch.__version__.partition("+")[0], "device type": device.type, "precision": precision}
+    if device.type == "cuda":
+        alike["CUDA"] = str(torch.version.cuda)
+        nccl = torch.cuda.nccl.version() if is_nccl_available() else ("none",)  # type: ignore[no-untyped-call]
+        alike["NCCL"] = ".".join(map(str, nccl))
+    return alike
+
+
+def differing_settings(one: HostState, host_0: HostState) -> str:
+    """Return what differs between a host and host 0, joined by commas; empty when nothing does."""
+    ours, theirs = one.settings, host_0.settings
+    names = sorted((ours.keys() | theirs.keys()) - (_READABLE - (ours.keys() & theirs.keys())))
+    return ", ".join(
+        f"{name} ({ours[name]}, not {theirs[name]})" if name in _READABLE else name
+        for name in names
+        if ours.get(name) != theirs.get(name)
+    )
 
 
 def _digest(values: object) -> str:

@@ -87,19 +87,25 @@ def layout_of(examples: Examples) -> TensorLayout:
     )
 
 
-def packed(parts: Sequence[Examples]) -> Tensor:
-    """Return examples as one message, uint8 `[b]` on their device."""
-    columns = [value for part in parts for _, value in _columns(part)]
-    ends = list(accumulate(_aligned(value.nbytes) for value in columns))
-    message = torch.empty(ends[-1], dtype=torch.uint8, device=columns[0].device)
-    for value, end in zip(columns, ends, strict=True):
-        begin = end - _aligned(value.nbytes)
-        message[begin : begin + value.nbytes].view(value.dtype).copy_(value.reshape(-1))
-    return message
+def packed(parts_by_rank: Sequence[Sequence[Examples]]) -> Tensor:
+    """Return the examples of each rank as one message of equal size, uint8 `[N, b]` on their device.
+
+    The first row stays empty: rank 0 sends it to itself.
+    """
+    columns_by_rank = [[value for part in parts for _, value in _columns(part)] for parts in parts_by_rank]
+    sizes = [sum(_aligned(value.nbytes) for value in columns) for columns in columns_by_rank]
+    device = columns_by_rank[0][0].device
+    messages = torch.empty(len(sizes), max(_ALIGNMENT, *sizes), dtype=torch.uint8, device=device)
+    for message, columns in zip(messages[1:], columns_by_rank[1:], strict=True):
+        ends = accumulate(_aligned(value.nbytes) for value in columns)
+        for value, end in zip(columns, ends, strict=True):
+            begin = end - _aligned(value.nbytes)
+            message[begin : begin + value.nbytes].view(value.dtype).copy_(value.reshape(-1))
+    return messages
 
 
 def unpacked(message: Tensor, layouts: Sequence[TensorLayout], counts: Sequence[int]) -> list[Examples]:
-    """View a message of `packed` as examples, given the layout and the count of each."""
+    """View a rank's message of `packed` as examples, given the layout and the count of each."""
     offset, groups = 0, []
     for layout, count in zip(layouts, counts, strict=True):
         tensors = {}

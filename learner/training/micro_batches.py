@@ -20,20 +20,24 @@ def micro_batches(new: Examples, old: Sequence[Examples], max_rows: int | None) 
 
     No part has a single event, for which batch norm has no statistics, unless the step has only one.
     """
-    if max_rows is None:
-        return [(new, list(old))]
-    counts = [len(new), *map(len, old)]
-    limit = max(1, max(counts) // 2)
-    parts = max(1, math.ceil(sum(counts) / max_rows))
-    while parts < limit and sum(math.ceil(count / parts) for count in counts) > max_rows:
-        parts += 1
-    parts = min(parts, limit)
+    parts = num_parts([len(new), *map(len, old)], max_rows)
     if parts == 1:
         return [(new, list(old))]
     return [
         (_part(new, index, parts), [_part(events, index, parts) for events in old if len(events)])
         for index in range(parts)
     ]
+
+
+def num_parts(counts: Sequence[int], max_rows: int | None) -> int:
+    """Return the number of micro-batches of a step with so many new events, and of each sample."""
+    if max_rows is None:
+        return 1
+    limit = max(1, max(counts) // 2)
+    parts = max(1, math.ceil(sum(counts) / max_rows))
+    while parts < limit and sum(math.ceil(count / parts) for count in counts) > max_rows:
+        parts += 1
+    return min(parts, limit)
 
 
 def idle(new: Examples, old: Sequence[Examples]) -> Part:

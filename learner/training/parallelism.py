@@ -22,6 +22,18 @@ class Weights(Protocol):
         """Return how many forward passes this rank has to run in a step of which it has `n` micro-batches."""
         ...
 
+    def largest(self, n: int) -> int:
+        """Return the largest `n` of the ranks that have to run the same passes: of all, or of this one."""
+        ...
+
+    def begin_pass(self) -> None:
+        """Begin a pass, which may be repeated."""
+        ...
+
+    def repeat_pass(self) -> None:
+        """Begin the pass again after it raised: without the exchanges with other ranks that it has had already."""
+        ...
+
     def local_shards(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return this rank's shards of parameters or gradients, as tensors that share their memory."""
         ...
@@ -54,6 +66,16 @@ class WholeWeights:
     def num_forwards(self, n: int) -> int:
         """Return `n`."""
         return n
+
+    def largest(self, n: int) -> int:
+        """Return `n`."""
+        return n
+
+    def begin_pass(self) -> None:
+        """Do nothing."""
+
+    def repeat_pass(self) -> None:
+        """Do nothing: ranks exchange nothing before the backward pass."""
 
     def local_shards(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the tensors."""

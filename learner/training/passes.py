@@ -25,7 +25,7 @@ from learner.training.micro_batches import idle, micro_batches
 from learner.training.optimizer_step import OptimizerStep
 from learner.training.out_of_memory import halve_micro_batch, oom_warning, release
 from learner.training.parallelism import Ranks
-from learner.training.rank_fallback import RankFallback, RankRaisedError
+from learner.training.rank_fallback import RankFallback
 from learner.training.step_result import StepOutputs, cat
 from learner.training.step_snapshot import Snapshots, StepSnapshot
 
@@ -199,16 +199,16 @@ class Passes:
         """Compute the gradient of the step, transformed by the strategy and clipped, and read back its numbers."""
         self.strategy.on_step_start()
         outputs, totals = StepOutputs(), list[Tensor]()
-        parts, idle_passes = micro_batches(new, old, self.micro_batch_size), 0
-        if self._ranks.weights.sharded:  # before the first pass, in which ranks wait for each other
-            idle_passes = self._ranks.weights.num_forwards(len(parts)) - len(parts)
+        parts = micro_batches(new, old, self.micro_batch_size)
+        last = self._ranks.weights.num_forwards(len(parts)) - 1  # before the first pass, in which ranks wait
         for index, (some_new, some_old) in enumerate(parts):
             if self._before_micro_batch is not None:
                 self._before_micro_batch(index)
-            with self._ranks.no_sync() if index < len(parts) - 1 else contextlib.nullcontext():
+            with self._ranks.no_sync() if index < last else contextlib.nullcontext():
                 totals.append(self._forward_backward(some_new, some_old, weights, outputs))
-        for _ in range(idle_passes):
-            self._run_idle(new, old, weights)
+        for index in range(len(parts), last + 1):
+            with self._ranks.no_sync() if index < last else contextlib.nullcontext():
+                self._run_idle(new, old, weights)
         if self.strategy.learns_gradient:
             if self._attempts > 1:
                 self.update.unscale()
@@ -282,13 +282,12 @@ class Passes:
                 self.before_wait()
                 outputs.loss, norm_, outputs.score, outputs.loss_new, *spoiled = map(Tensor.item, numbers)
             else:
-                numbers.append(norm.new_full((), self._fallback.error is not None))
+                numbers.append(norm.new_full((), self._fallback.mark))
                 together = torch.stack([number.float() for number in numbers])
                 self._ranks.average([together])
                 self.before_wait()
                 # The one wait for the device in a step: whether it is taken has to be known before the next.
                 outputs.loss, norm_, score_, loss_, *spoiled, raised = together.tolist()
                 outputs.score, outputs.loss_new = score_ * self._ranks.size, loss_ * self._ranks.size
-        if raised:
-            raise RankRaisedError
+        self._fallback.check(raised)
         outputs.finite = math.isfinite(outputs.loss) and math.isfinite(norm_) and not any(spoiled)

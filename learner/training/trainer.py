@@ -16,11 +16,11 @@ from ingest.events.block import Array
 from ingest.events.schema import Schema
 from learner.config import LearnerSettings
 from learner.device_memory.host_staging import HostStaging
-from learner.errors import CheckpointError
+from learner.errors import CheckpointError, RankTooLargeError
 from learner.model.device import Precision
 from learner.model.embedding import Embeddings
 from learner.model.factory import forward, tensor_dtype
-from learner.model.faulty_events import RaisingEventsError, error_of, may_be_of_events, raising
+from learner.model.faulty_events import error_of, may_be_of_events, raising
 from learner.model.rng import restore_rng, rng_tensors, rng_values
 from learner.model.task import Task
 from learner.strategies.base import Strategy, StrategyContext
@@ -30,11 +30,12 @@ from learner.training.compile import compiled
 from learner.training.host_to_device import Transfer
 from learner.training.optimizer_step import OptimizerStep
 from learner.training.optimizers import state_tensors
+from learner.training.out_of_memory import halve_micro_batch
 from learner.training.parallelism import Ranks, SingleRank
 from learner.training.passes import Passes, StepHooks
 from learner.training.raising_search import RaisingSearch
 from learner.training.rank_fallback import RankFallback, RankRaisedError
-from learner.training.step_result import StepResult
+from learner.training.step_result import StepOutputs, StepResult
 
 _PROBES = 3
 
@@ -110,7 +111,7 @@ class Trainer:
             hooks=hooks,
             warning=warning,
         )
-        self._search = RaisingSearch(self._passes, schema)
+        self._search = RaisingSearch(self._passes, schema, self._fallback)
         strategy.setup(
             StrategyContext(
                 model=model,
@@ -227,24 +228,42 @@ class Trainer:
         self.update.begin(self._steps)
         before = self._passes.snapshots.take()
         try:
-            outputs = self._passes.run(new, old, rows, before)
+            outputs: StepOutputs | None = self._passes.run(new, old, rows, before)
         except RankRaisedError as exc:
             self._ranks.reset_comm_state()
             self._search.undo(before)
-            error = self._fallback.take_error()
-            if error is None:
-                raise RaisingEventsError((), "") from exc
-            self._search.raise_named(error, events, before)
-            raise error from None
+            error, too_large = self._fallback.take_error(), self._fallback.take_too_large()
+            if not exc.out_of_memory:
+                self._search.raise_named(error, events, before)
+                assert error is not None
+                raise error from None
+            self._shrink(too_large, error)
+            outputs = None  # the step is repeated after the handler, since the errors reference tensors
         except Exception as exc:  # the user's own code may raise anything
             if self._ranks.size > 1 or not may_be_of_events(exc):
                 raise
             self._search.raise_named(exc, events, before)
             raise
+        if outputs is None:
+            return self._step(new, old, rows)
         self._steps += 1
         if outputs.finite:
             self.strategy.after_step(new, outputs.output_B)
         return outputs.result(rows, sampled)
+
+    def _shrink(self, rows: int, error: Exception | None) -> None:
+        """Halve micro-batches after `rows` events of one ran out of memory on this rank; 0: on another rank."""
+        passes = self._passes
+        if not rows:
+            passes.warning = passes.warning or "another replica ran out of memory, and runs fewer events at once"
+            return
+        try:
+            halve_micro_batch(
+                rows, passes.micro_batch_size, self.device, self._ranks.size, " ".join(str(error).split())
+            )
+        except RankTooLargeError as exc:
+            log.error("%s", exc)  # noqa: TRY400 the sentence says all
+            passes.micro_batch_size, passes.warning = exc.rows, str(exc)
 
     def on_drift(self) -> None:
         """Apply a change of the stream: restart the schedule where `restart` says so, and consolidate the strategy."""

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import safetensors.torch
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ingest.config import SchemaSettings
@@ -24,7 +25,8 @@ from ingest.kafka.fake import fake_columns
 from learner.config import LearnerSettings
 from learner.distributed.channel import Channel
 from learner.distributed.data_parallel import DataParallelGroup
-from learner.distributed.leader import Leader, follow
+from learner.distributed.follower import follow
+from learner.distributed.leader import Leader
 from learner.distributed.process_group import RankAssignment, RendezvousAddress, join_group
 from learner.model.device import choose_precision
 from learner.model.embedding import Embedding
@@ -83,6 +85,52 @@ def refuse(_model: nn.Module, given: tuple[Tensor]) -> None:
         raise IndexError("index out of range in self")
 
 
+def refuse_within(model: nn.Sequential) -> None:
+    """Make the last module of a model raise when the events that come in are such that it does."""
+    bad = False
+
+    def read(_model: nn.Module, given: tuple[Tensor]) -> None:
+        nonlocal bad
+        bad = bool((given[0][:, 0] == BAD).any())
+
+    def refuse(_module: nn.Module, _given: tuple[Tensor]) -> None:
+        if bad:
+            raise IndexError("index out of range in self")
+
+    model.register_forward_pre_hook(read)
+    model[-1].register_forward_pre_hook(refuse)
+
+
+class Narrow:
+    """A hook that runs out of memory with more than so many events at once, as often as it is asked to."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+
+    def __call__(self, _model: nn.Module, given: tuple[Tensor]) -> None:
+        if len(given[0]) > self._most:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+class Counter:
+    """Counts the messages and exchanges of this process, and those of nothing."""
+
+    NAMES = ("send", "isend", "recv", "scatter", "gather", "broadcast")
+
+    def __init__(self) -> None:
+        self.counts = dict.fromkeys((*self.NAMES, "empty"), 0)
+        for name in self.NAMES:
+            setattr(dist, name, self._counted(name, getattr(dist, name)))
+
+    def _counted(self, name: str, function: Any) -> Any:
+        def call(tensor: Tensor, *arguments: Any, **options: Any) -> Any:
+            self.counts[name] += 1
+            self.counts["empty"] += not tensor.numel()
+            return function(tensor, *arguments, **options)
+
+        return call
+
+
 def refuse_gradient(_model: nn.Module, given: tuple[Tensor], output: Tensor) -> None:
     if output.requires_grad and (given[0][:, 0] == BAD).any():
         output.register_hook(no_gradient)
@@ -90,6 +138,13 @@ def refuse_gradient(_model: nn.Module, given: tuple[Tensor], output: Tensor) -> 
 
 def no_gradient(_gradient: Tensor) -> None:
     raise ValueError("no gradient of this")
+
+
+def without_reset() -> None:
+    """Take the call that resets a sharded module away, which torch has from 2.13 on."""
+    from torch.distributed.fsdp import FSDPModule
+
+    del FSDPModule.reset_iter_state
 
 
 def arguments_of(scenario: dict[str, Any], rank: int = 0, device: torch.device = CPU) -> dict[str, Any]:
@@ -104,8 +159,12 @@ def arguments_of(scenario: dict[str, Any], rank: int = 0, device: torch.device =
     settings = settings_of(scenario)
     if scenario.get("raises") == "forward":
         model.register_forward_pre_hook(refuse)
+    if scenario.get("raises") == "within":
+        refuse_within(model)
     if scenario.get("raises") == "backward":
         model.register_forward_hook(refuse_gradient)
+    if rank == scenario.get("narrow_rank"):
+        model.register_forward_pre_hook(Narrow(scenario["narrow"]))
     model.to(device)
     seed(rank)
     return {
@@ -192,7 +251,7 @@ def play(trainer: Trainer, scenario: dict[str, Any]) -> dict[str, torch.Tensor]:
             first, old = bent(first), [bent(each, scenario["candidates"]) for each in old]
         if scenario.get("separable"):
             first, old = separable(first), [separable(each) for each in old]
-        if scenario.get("raises") in ("forward", "backward"):
+        if scenario.get("raises") in ("forward", "within", "backward"):
             first, old = spoiled(first, 5), [spoiled(each, 7) for each in old]
         result = step_without(trainer, [first, *(old if trainer.strategy.replays else [])], raised)
         if result is None:
@@ -258,13 +317,19 @@ def main() -> None:
     rendezvous = RendezvousAddress(address.read_text(), "ranks", interface) if abroad else folder / "rendezvous"
     with join_group(RankAssignment(rank, size, rendezvous), settings_of(scenarios[0])) as device:
         for number, scenario in enumerate(scenarios):
+            if scenario.get("without_reset"):
+                without_reset()
             channel, replicas = Channel(device), DataParallelGroup(settings_of(scenario))
             arguments = arguments_of(scenario, rank, device)
             if rank == 0:
                 with channel.leading():
                     begin = time.monotonic()
-                    found = play(Leader(channel, replicas, **arguments), scenario)
-                    save(folder, number, found | {"seconds": torch.tensor(time.monotonic() - begin)})
+                    leader = Leader(channel, replicas, **arguments)
+                    counter = Counter() if scenario.get("counts") else None
+                    found = play(leader, scenario) | {"seconds": torch.tensor(time.monotonic() - begin)}
+                    if counter is not None:
+                        found |= {f"count.{name}": torch.tensor(n) for name, n in counter.counts.items()}
+                    save(folder, number, found)
             else:
                 follow(channel, lambda given=arguments, its=replicas: (Trainer(**given, ranks=its), its))
                 if abroad:

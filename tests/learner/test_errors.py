@@ -34,3 +34,18 @@ def test_a_lost_rank_is_distinguished_from_other_errors(tmp_path: Path) -> None:
         )
     assert (done.stdout, other.returncode) == (b"True", 9)
     assert not is_of_a_lost_rank(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:4711",
+        "[../third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 600000ms for recv operation",
+        "NCCL communicator was aborted on rank 1.",
+        "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE)",
+        "NCCL error in: ProcessGroupNCCL.cpp:3690, remote process exited or there was a network error",
+        "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.",
+    ],
+)
+def test_what_gloo_and_nccl_say_of_a_lost_rank_is_known(said: str) -> None:
+    assert is_of_a_lost_rank(RuntimeError(said))

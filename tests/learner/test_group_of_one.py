@@ -4,6 +4,7 @@ Ranks of several processes are in `test_ranks.py`.
 """
 
 import math
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,11 @@ from anabranch.core.errors import SettingsError
 from ingest.events.schema import Schema
 from ingest.kafka.fake import fake_columns
 from learner.config import LearnerSettings
+from learner.distributed import process_group
 from learner.distributed.data_parallel import DataParallelGroup
-from learner.distributed.process_group import RankAssignment, join_group
+from learner.distributed.process_group import RankAssignment, RendezvousAddress, join_group
 from learner.model.device import choose_precision
+from learner.model.faulty_events import RaisingEventsError
 from learner.model.task import Classification
 from learner.strategies.examples import Examples
 from learner.strategies.registry import STRATEGIES
@@ -84,6 +87,17 @@ def test_weights_in_parts_learn_what_whole_ones_do(
     split = trained(schema, tmp_path / "rendezvous", strategy, device=kind, optimizer=optimizer, sharding="fsdp")
     assert whole.keys() == split.keys()
     assert distance(whole, split) < (1e-5 if kind == "cpu" else rtol(torch.float32, 14))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_in_parts_learn_in_bf16_what_whole_ones_do(schema: Schema, tmp_path: Path, kind: str) -> None:
+    """About: whole weights are cast by each operation, those in parts when they are gathered."""
+    settings: dict[str, Any] = {"device": kind, "precision": "bf16", "micro_batch_size": 8}
+    full = trained(schema, None, **settings | {"precision": "fp32"})
+    whole = trained(schema, None, **settings)
+    split = trained(schema, tmp_path / "rendezvous", **settings, sharding="fsdp")
+    assert distance(whole, full) > 0
+    assert distance(whole, split) < 0.01
 
 
 def hooks() -> Iterator[Any]:
@@ -162,3 +176,43 @@ def test_a_fused_form_that_parts_do_not_have_is_refused(schema: Schema, tmp_path
     optimizer = {"name": "sgd", "lr": 0.1, "fused": True}
     with pytest.raises(SettingsError, match=r'sgd has no fused form for the weights of learner\.sharding = "fsdp"'):
         trained(schema, tmp_path / "rendezvous", device="cpu", optimizer=optimizer, sharding="fsdp")
+
+
+def test_a_sharded_model_that_raises_on_an_event_goes_on_without_it(schema: Schema, tmp_path: Path) -> None:
+    settings = LearnerSettings.model_validate({"sharding": "fsdp", "device": "cpu"})
+
+    def refuse(_module: nn.Module, _given: object, output: Tensor) -> None:
+        if (output[:, 0].detach() > 900).any():
+            raise IndexError("index out of range in self")
+
+    with join_group(RankAssignment(0, 1, tmp_path / "rendezvous"), settings) as device:
+        model = nn.Sequential(nn.Identity(), nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 3))
+        model[0].register_forward_hook(refuse)
+        parts = (model, Classification(), STRATEGIES["none"](), schema, settings, device)
+        trainer = Trainer(*parts, choose_precision("fp32", device), ranks=DataParallelGroup(settings))
+        good = trainer.examples(fake_columns(schema, range(12), label=[0, 1, 2]))
+        x = good.features["x"].clone()
+        x[[2, 7], 0] = 1000.0
+        for _ in range(2):
+            assert trainer.step(good).finite
+            with pytest.raises(RaisingEventsError) as raised:
+                trainer.step(Examples({"x": x}, good.label_B, good.weight_B))
+            assert list(raised.value.indices) == [2, 7]
+
+
+def test_ranks_use_their_interface_alone_and_one_communicator(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """NCCL takes a name as a prefix unless `=` is before it, and connects each pair unless it has the device."""
+    calls: list[dict[str, Any]] = []
+    environment: dict[str, str] = {}
+    monkeypatch.setattr(os, "environ", environment)
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **options: calls.append(options))
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _device: None)
+    rendezvous = RendezvousAddress("h:1", "round", "eth1")
+    monkeypatch.setattr(process_group, "_store_of", lambda _assignment: None)
+    for device in (torch.device("cuda", 1), torch.device("cpu")):
+        monkeypatch.setattr(process_group, "device_of", lambda *_, device=device: device)
+        with join_group(RankAssignment(1, 2, rendezvous), LearnerSettings()):
+            pass
+    assert [call["device_id"] for call in calls] == [torch.device("cuda", 1), None]
+    assert environment == {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "=eth1"}

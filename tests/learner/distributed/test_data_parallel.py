@@ -62,8 +62,10 @@ def test_examples_are_sent_unchanged(n: int, kept: bool) -> None:
         torch.rand(n, 4) if kept else None,
     )
     (layouts,) = (layouts_from_json(layouts_to_json([layout_of(examples)] * 2)),)
-    first, second = unpacked(packed([examples[:1], examples]), layouts, [min(n, 1), n])
+    messages = packed([[examples[:0]] * 2, [examples[:1], examples], [examples[:1]] * 2])
+    first, second = unpacked(messages[1], layouts, [min(n, 1), n])
     assert len(first) == min(n, 1)
+    assert len(unpacked(messages[2], layouts, [min(n, 1)] * 2)[1]) == min(n, 1)
     for ours, theirs in zip(examples.features.values(), second.features.values(), strict=True):
         assert torch.equal(ours, theirs)
     assert torch.equal(examples.label_B, second.label_B)
@@ -127,6 +129,65 @@ def test_events_on_which_the_model_raises_on_some_rank_are_left_out_on_all(play:
                 continue  # as above
             atol = 1e-6 if value.dtype is torch.float64 else 1e-5
             assert torch.allclose(value, two[name], rtol=0, atol=atol, equal_nan=True), (scenario, name)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_events_on_which_a_sharded_model_raises_are_left_out_on_all_ranks(play: Play) -> None:
+    """In each of its passes, on one rank or both, also where ranks have other numbers of micro-batches."""
+    steps = [[11, 9], [1, 0], [2, 0], [2, 5], [6, 3], [12, 0]]
+    small = {"micro_batch_size": 3, "optimizer": {"name": "adamw", "lr": 0.01}}
+    scenarios: list[dict[str, Any]] = [
+        {"strategy": "er", "steps": steps, "raises": index, "settings": small}
+        for index in ("forward", "backward", "loss", "score")
+    ]
+    # Zeros of the first label raise too: those of the second stand in.
+    scenarios.append({"strategy": "er", "steps": steps, "raises": "loss", "refused": 0, "settings": small})
+    scenarios.append({"strategy": "er", "steps": steps, "raises": "within", "settings": {}})
+    split = [each | {"settings": each["settings"] | {"replicas": 2, "sharding": "fsdp"}} for each in scenarios]
+    older = [each | {"without_reset": number == 0} for number, each in enumerate(split)]
+    alone = play(1, scenarios)
+    for scenario, one, two in zip([*scenarios] * 2, [*alone] * 2, play(2, split + older, 250), strict=True):
+        del two["seconds"]
+        assert one.keys() == two.keys(), scenario
+        assert len(one["raised"]) >= 8
+        for name, value in one.items():
+            atol = 1e-6 if value.dtype is torch.float64 else 1e-5
+            assert torch.allclose(value, two[name], rtol=0, atol=atol, equal_nan=True), (scenario, name)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("sharding", ["none", "fsdp"])
+def test_a_step_in_which_a_rank_runs_out_of_memory_is_repeated_by_all_with_the_same_result(
+    play: Play, sharding: str
+) -> None:
+    scenarios: list[dict[str, Any]] = [
+        {"strategy": strategy, "steps": UNEVEN, "settings": {}} for strategy in ("er", "der")
+    ]
+    scenarios.append({"strategy": "er", "steps": UNEVEN, "settings": {"micro_batch_size": 8}})
+    ranks = [
+        each | {"narrow_rank": rank, "narrow": 6, "settings": each["settings"] | {"replicas": 2, "sharding": sharding}}
+        for each in scenarios
+        for rank in (0, 1)
+    ]
+    alone, together = play(1, scenarios), play(2, ranks, 250)
+    for index, (scenario, two) in enumerate(zip(ranks, together, strict=True)):
+        for name, value in alone[index // 2].items():
+            atol = 1e-6 if value.dtype is torch.float64 else 1e-5
+            assert torch.allclose(value, two[name], rtol=0, atol=atol, equal_nan=True), (scenario, name)
+
+
+def test_the_events_and_results_of_a_step_take_one_exchange_each_and_nothing_empty_is_sent(play: Play) -> None:
+    """Of three ranks, of which some have no event at times; the other messages are one header for each other rank."""
+    settings = {"replicas": 3, "optimizer": {"name": "adamw", "lr": 0.01}}
+    (found,) = play(3, [{"strategy": "er", "steps": UNEVEN, "counts": True, "settings": settings}])
+    counts = {name.removeprefix("count."): int(value) for name, value in found.items() if name.startswith("count.")}
+    assert (counts["scatter"], counts["gather"]) == (len(UNEVEN), len(UNEVEN))
+    layouts = 6  # with and without old events, in turns; a header, and the layout
+    assert counts["isend"] == 2 * (len(UNEVEN) + 2 * layouts + 3), "and to gather and to restore a checkpoint"
+    assert (counts["send"], counts["recv"], counts["empty"]) == (0, 0, 0)
+    assert counts["broadcast"] == 4 + 4 * 3, "of the checkpoint: weights, two moments and a count of each"
 
 
 @pytest.mark.gpu

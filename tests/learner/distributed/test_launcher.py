@@ -1,5 +1,8 @@
 """A learner of several ranks as a process: what it learns, how it comes back, and how it ends."""
 
+import os
+import shutil
+import subprocess
 import sys
 import tempfile
 import threading
@@ -11,10 +14,13 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
+from torch.numa.binding import AffinityMode
 
 from learner.config import LearnerSettings
-from learner.distributed.launcher import launch
+from learner.distributed.launcher import launch, numa_options
 from learner.distributed.membership import HostAssignment, MembershipRound
+from learner.distributed.process_group import record_collectives
 from learner.distributed.rendezvous import MembershipChange, SingleHost
 from learner.state_dir.checkpoint import Checkpoints
 from learner.state_dir.lock import hold_state_directory
@@ -148,7 +154,7 @@ def test_what_starting_again_cannot_fix_ends_with_its_own_exit_code(
 
 
 @pytest.mark.slow
-def test_ranks_that_run_out_of_memory_come_back_with_smaller_micro_batches(
+def test_ranks_that_run_out_of_memory_go_on_with_smaller_micro_batches(
     kafka: Any,
     make_topic: Callable[..., str],
     produce: Callable[..., list[int]],
@@ -164,6 +170,7 @@ def test_ranks_that_run_out_of_memory_come_back_with_smaller_micro_batches(
     assert ["learner.micro_batch_size = 4" in warning for warning in report.warnings] == [True]
     said = learner.log.read_text()
     assert "learner.micro_batch_size = 4 does so" in said
+    assert "ended with" not in said, "no rank died for it"
     assert learner.stop(40) == 0
 
 
@@ -233,6 +240,116 @@ def test_ranks_that_die_four_times_in_a_row_end_the_learner_unless_it_was_of_ano
     settings = LearnerSettings(device="cpu", hosts=2, rendezvous="h:1", interface="i")
     assert launch(settings, hosts, (sys.executable, str(program), str(bad)), threading.Event()) == code
     assert hosts.rounds == (5 if code is None else 6)
+
+
+BLOCKED = """
+import ctypes, os, pathlib, signal, sys, threading, time
+folder, group = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[3])
+if (folder / "died").exists():
+    (folder / "again").write_text(str(time.monotonic()))
+    (group / "outcome").write_text("0")
+    sys.exit(0)
+if os.environ["RANK"] == "0":
+    while not (folder / "blocked").exists():
+        time.sleep(0.02)
+    (folder / "died").write_text(str(time.monotonic()))
+    os._exit(1)
+from learner.distributed.launcher import stop_with_launcher
+signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # for all threads that start from now on too
+stop_with_launcher(threading.Event())
+(folder / "blocked").touch()
+ctypes.CDLL(None).pause()
+"""
+"""Rank 1 waits in C, where no signal reaches it, as ranks wait for a kernel of NCCL; then rank 0 dies, once."""
+
+
+@pytest.mark.process
+def test_a_rank_that_waits_in_c_for_one_that_has_died_is_ended_within_two_seconds(tmp_path: Path) -> None:
+    program = tmp_path / "rank.py"
+    program.write_text(BLOCKED)
+    command, settings = (sys.executable, str(program), str(tmp_path)), LearnerSettings(device="cpu", replicas=2)
+    assert launch(settings, SingleHost(2), command, threading.Event()) == 0
+    died, again = (float((tmp_path / name).read_text()) for name in ("died", "again"))
+    assert again - died < 2.0 + max(1.0, os.getloadavg()[0]), "with the start of the next ranks"
+
+
+class Losing(SingleHost):
+    """Loses another host as soon as there is a file, once."""
+
+    def __init__(self, blocked: Path) -> None:
+        super().__init__(1)
+        self._blocked = blocked
+        self.lost = 0.0
+
+    def poll(self) -> MembershipChange:
+        if self.lost or not self._blocked.exists():
+            return MembershipChange.NONE
+        self.lost = time.monotonic()
+        self._blocked.with_name("died").touch()
+        return MembershipChange.LOST
+
+
+@pytest.mark.process
+def test_a_rank_that_waits_in_c_for_another_host_that_is_lost_is_ended_within_two_seconds(tmp_path: Path) -> None:
+    program, hosts = tmp_path / "rank.py", Losing(tmp_path / "blocked")
+    program.write_text(BLOCKED.replace('os.environ["RANK"] == "0"', "False"))
+    command = (sys.executable, str(program), str(tmp_path))
+    assert launch(LearnerSettings(device="cpu"), hosts, command, threading.Event()) == 0
+    again = float((tmp_path / "again").read_text())
+    assert again - hosts.lost < 2.0 + max(1.0, os.getloadavg()[0]), "with the start of the next rank"
+
+
+@pytest.mark.process
+def test_a_rank_that_fails_ends_without_the_destructors_of_its_group() -> None:
+    code = """
+import atexit, sys
+from learner.distributed.process_group import exiting_at_once
+atexit.register(print, "destroyed")
+with exiting_at_once():
+    {}
+"""
+    for statement, code_, said in (
+        ("sys.exit(3)", 3, ""),
+        ("sys.exit()", 0, ""),
+        ("raise ValueError('a bug')", 1, "ValueError: a bug"),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", code.format(statement)], capture_output=True, text=True, timeout=100
+        )
+        assert (done.returncode, done.stdout) == (code_, "")
+        assert said in done.stderr
+
+
+def test_ranks_are_bound_to_the_processors_near_their_gpus_where_there_are_gpus(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert torch.cuda.is_available() or numa_options() is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(shutil, "which", {"numactl": "/usr/bin/numactl"}.get)
+    options = numa_options()
+    assert options is not None
+    assert options.affinity_mode is AffinityMode.NODE
+    monkeypatch.setattr(shutil, "which", lambda _name: None)
+    assert numa_options() is None
+
+
+def test_nccls_last_collectives_are_recorded_in_the_state_directory_where_there_are_gpus(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    environment: dict[str, str] = {"TORCH_FR_BUFFER_SIZE": "7"}
+    monkeypatch.setattr(os, "environ", environment)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    record_collectives(tmp_path / "traces")
+    assert (environment, list(tmp_path.iterdir())) == ({"TORCH_FR_BUFFER_SIZE": "7"}, [])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    record_collectives(tmp_path / "traces")
+    assert (tmp_path / "traces").is_dir()
+    assert environment == {
+        "TORCH_FR_BUFFER_SIZE": "7",
+        "TORCH_FR_DUMP_TEMP_FILE": str(tmp_path / "traces" / "nccl-"),
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    }
 
 
 @pytest.mark.process

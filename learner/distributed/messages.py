@@ -1,0 +1,54 @@
+"""Values as bytes of the host, uint8 `[b]`, for messages between ranks."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import safetensors.torch
+import torch
+from torch import Tensor
+
+PARTS = ("model", "optimizer", "strategy")
+"""The parts of a checkpoint that all ranks restore."""
+
+
+def tensors_to_bytes(tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> Tensor:
+    """Return tensors and JSON values as bytes."""
+    return to_bytes(safetensors.torch.save({**tensors, "/": json_to_bytes(values)}))
+
+
+def tensors_from_bytes(message: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the tensors and values of `tensors_to_bytes`."""
+    tensors = safetensors.torch.load(message.numpy().tobytes())
+    return tensors, json_from_bytes(tensors.pop("/"))
+
+
+def json_to_bytes(values: object) -> Tensor:
+    """Return JSON values as bytes."""
+    return to_bytes(json.dumps(values).encode())
+
+
+def json_from_bytes(message: Tensor) -> Any:
+    """Return the values of `json_to_bytes`."""
+    return json.loads(message.numpy().tobytes())
+
+
+def to_bytes(text: bytes) -> Tensor:
+    """Return bytes as a tensor."""
+    return torch.from_numpy(np.frombuffer(text, np.uint8).copy())
+
+
+def float_to_bits(number: float) -> int:
+    """Return the bits of a float as an integer, for a header."""
+    return int(np.float64(number).view(np.int64))
+
+
+def float_from_bits(bits: int) -> float:
+    """Return the float of `float_to_bits`."""
+    return float(np.int64(bits).view(np.float64))
+
+
+def smaller(one: int | None, other: int | None) -> int | None:
+    """Return the smaller of two sizes of a micro-batch; None is without a limit."""
+    return min(filter(None, (one, other)), default=None)
