@@ -46,6 +46,7 @@ def run_probe(asked: Asked, send: Callable[[Step | ProbeFinding | Size], None]) 
         return
     send(ProbeFinding("", f"torch {torch.__version__} can be imported."))
     from anabranch.doctor.model_checks import try_device, try_model
+    from serving.errors import DeviceError
     from serving.model.deployment import pick_device
 
     learner = LearnerSettings.model_validate_json(asked.learner)
@@ -53,7 +54,7 @@ def run_probe(asked: Asked, send: Callable[[Step | ProbeFinding | Size], None]) 
     device = try_device(learner, send)
     try:
         pick_device(asked.serving_device)
-    except SettingsError as exc:
+    except (SettingsError, DeviceError) as exc:
         send(ProbeFinding("device.missing", f"{exc}.", "serving.device"))
     for finding in _share(DeviceSharingSettings.model_validate_json(asked.device_sharing), device):
         send(finding)

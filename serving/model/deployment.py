@@ -16,6 +16,8 @@ from learner.model.embedding import Embedding, Embeddings, TaskEmbedding
 from learner.model.factory import build_model, check_model, make_task
 from learner.model.task import Embeds, Task
 from learner.state_dir.version import Versions
+from serving.errors import DeviceError
+from serving.model.device import device_errors
 from serving.protocol.tensors import TensorSpec
 
 
@@ -104,16 +106,29 @@ def pick_device(name: str) -> torch.device:
 
     Raises:
         SettingsError: this machine has no such device.
+        DeviceError: it has too little memory for now, or fails.
     """
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        return torch.zeros(1, device=name).device
+        with device_errors():
+            device = torch.device(name)
+            if device.type == "cuda" and 0 < torch.cuda.device_count() <= (device.index or 0):
+                raise SettingsError(
+                    f'serving.device = "{name}" is not there: torch sees {torch.cuda.device_count()} CUDA devices'
+                )
+            return torch.zeros(1, device=device).device
+    except DeviceError as exc:
+        if _TOO_OLD not in str(exc):
+            raise
+        raise SettingsError(f'serving.device = "{name}" cannot be used here: {_sentence(exc)}') from exc
     except (RuntimeError, AssertionError) as exc:
         raise SettingsError(f'serving.device = "{name}" cannot be used here: {_sentence(exc)}') from exc
 
 
 _LONGEST_SENTENCE = 400
+_TOO_OLD = "no kernel image"
+"""Part of CUDA's sentence about a device for which this build of torch has no code."""
 
 
 _HIGHEST = -100

@@ -12,11 +12,13 @@ import numpy as np
 import torch
 from torch import nn
 
+from anabranch.core.failures import Failure, failure_of
 from learner.errors import ModelError, VersionError
 from learner.model.factory import forward
 from learner.state_dir.trained_through import format_trained_through
 from learner.state_dir.version import Manifest
 from serving.model.deployment import Deployment, _sentence
+from serving.model.device import use_device
 from serving.protocol.codec import EMBEDDING
 from serving.protocol.tensors import Array
 
@@ -70,17 +72,22 @@ class ServedVersion:
         """Return whether it answers a row of zeros: distinguishes a bad input from a broken model after a failure.
 
         Tried once a second at most: bad inputs may be frequent.
+
+        Raises:
+            Exception: memory does not suffice, or the device is lost; neither is the model's failure.
         """
         now = time.monotonic()
         if now >= self._works_until:
-            self._works_until = now + _WORKS_FOR.total_seconds()
             self._works = self._answers_zeros()
+            self._works_until = now + _WORKS_FOR.total_seconds()
         return self._works
 
     def _answers_zeros(self) -> bool:
         try:
             return all(is_finite(array) for array in self.run(self.zeros(1)).values())
-        except Exception:  # noqa: BLE001 - the module is the user's code, which may raise anything
+        except Exception as exc:  # the module is the user's code, which may raise anything
+            if failure_of(exc) in (Failure.MEMORY, Failure.DEVICE):
+                raise
             return False
 
 
@@ -96,6 +103,7 @@ def load_version(deployment: Deployment, manifest: Manifest, max_batch: int) -> 
     number = manifest.number
     weights = deployment.versions.weights(manifest)
     try:
+        use_device(deployment.device)  # any thread may load: the swap's, the shadow's, that of a rollout command
         template = deployment.template
         module = copy.deepcopy(template.module)
         module.load_state_dict(weights, strict=True)
