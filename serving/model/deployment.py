@@ -18,6 +18,7 @@ from learner.model.task import Embeds, Task
 from learner.state_dir.version import Versions
 from serving.errors import DeviceError
 from serving.model.device import device_errors
+from serving.model.tensor_slots import TensorSlots, loads_plainly
 from serving.protocol.tensors import TensorSpec
 
 
@@ -143,6 +144,13 @@ class ModelTemplate:
     output_shape: tuple[int, ...]
     warmed: set[int] = field(default_factory=set)
     """Batch sizes, in rows, that were warmed up: torch keeps its plans for their shapes."""
+    slots: TensorSlots = field(default_factory=TensorSlots)
+    """The tensors on the device that versions fill in turns."""
+
+    @cached_property
+    def loads_plainly(self) -> bool:
+        """Whether versions may be loaded into the tensors of others."""
+        return loads_plainly(self.module)
 
 
 def _sentence(exc: BaseException) -> str:

@@ -3,20 +3,23 @@
 Legend: B rows of a batch. Arrays are numpy on the host; the module is on the deployment's device.
 """
 
-import copy
+import contextlib
 import time
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from anabranch.core.failures import Failure, failure_of
 from learner.errors import ModelError, VersionError
+from learner.model.embedding import Embeddings
 from learner.model.factory import forward
 from learner.state_dir.trained_through import format_trained_through
 from learner.state_dir.version import Manifest
+from serving.model.batch_copies import to_device, to_host
 from serving.model.deployment import Deployment, _sentence
 from serving.model.device import use_device
 from serving.protocol.codec import EMBEDDING
@@ -39,6 +42,7 @@ class ServedVersion:
         self._embedding = deployment.embedding_of(module)
         self._deployment = deployment
         self._works, self._works_until = True, float("-inf")
+        self._stream: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
 
     def has_trained_through(self, offsets: Mapping[str, int]) -> bool:
         """Return whether it has learned at least up to `offsets`, on each of these partitions."""
@@ -51,15 +55,13 @@ class ServedVersion:
         Called by one thread at a time: the swap's until the version is served, then the batcher's. The embedding is
         float32 `[B, D]`; `Deployment.embeds` is whether there is one.
         """
-        device = self._deployment.device
-        with torch.inference_mode(), self._deployment.stream():
-            tensors = {name: torch.from_numpy(array).to(device) for name, array in features.items()}
-            if embed and self._embedding is not None:
-                self._embedding.capture_next()
-            predictions = self._deployment.task.predict(forward(self._module, tensors))
-            if embed and self._embedding is not None:
-                predictions = {**predictions, EMBEDDING: self._embedding.captured()}
-            return {name: value.cpu().numpy() for name, value in predictions.items()}
+        with torch.inference_mode(), self._stream():
+            tensors = to_device(features, self._deployment.device)
+            return to_host(_predict(self._deployment, self._module, tensors, self._embedding if embed else None))
+
+    def warm(self) -> None:
+        """Launch runs on the stream of requests from now on; until then they do not get ahead of requests."""
+        self._stream = self._deployment.stream
 
     def zeros(self, rows: int) -> dict[str, Array]:
         """Return features of zeros for `rows` rows, or of the allowed value nearest to zero."""
@@ -91,6 +93,15 @@ class ServedVersion:
             return False
 
 
+def _predict(
+    deployment: Deployment, module: nn.Module, features: Mapping[str, Tensor], embedding: Embeddings | None = None
+) -> dict[str, Tensor]:
+    if embedding is not None:
+        embedding.capture_next()
+    predictions = deployment.task.predict(forward(module, features))
+    return predictions if embedding is None else {**predictions, EMBEDDING: embedding.captured()}
+
+
 def load_version(deployment: Deployment, manifest: Manifest, max_batch: int) -> ServedVersion:
     """Load a version of the configured schema and model, and warm it up on batches of 1 and of `max_batch` rows.
 
@@ -104,15 +115,27 @@ def load_version(deployment: Deployment, manifest: Manifest, max_batch: int) -> 
     weights = deployment.versions.weights(manifest)
     try:
         use_device(deployment.device)  # any thread may load: the swap's, the shadow's, that of a rollout command
-        template = deployment.template
-        module = copy.deepcopy(template.module)
-        module.load_state_dict(weights, strict=True)
-        version = ServedVersion(manifest, module.to(deployment.device), deployment)
+        version = _loaded(deployment, manifest, weights, max_batch)
+    except Exception as exc:  # the factory and the module are the user's code, which may raise anything
+        raise VersionError(f"version {number}: {_sentence(exc)}") from exc
+    return version
+
+
+def _loaded(deployment: Deployment, manifest: Manifest, weights: Mapping[str, Tensor], max_batch: int) -> ServedVersion:
+    template = deployment.template
+    slot = template.slots.take()
+    try:
+        module = slot.load(template.module, weights, deployment.device, plainly=template.loads_plainly)
+        version = ServedVersion(manifest, module, deployment)
         _warm_up(version, 1)
         _warm_up(version, max_batch)
         _warm_up_sizes(version, max_batch, template.warmed)
-    except Exception as exc:  # the factory and the module are the user's code, which may raise anything
-        raise VersionError(f"version {number}: {_sentence(exc)}") from exc
+    except BaseException:
+        template.slots.put(slot)
+        raise
+    version.warm()
+    # Not in a cycle of references, which would keep the slot until the next garbage collection.
+    weakref.finalize(version, template.slots.put, slot).atexit = False
     return version
 
 
