@@ -60,16 +60,20 @@ def _work(config: "Config", stop: threading.Event, options: argparse.Namespace) 
 def _deployment(config: "Config") -> "Deployment":
     from ingest.events.schema import Schema
     from serving.model.deployment import Deployment, pick_device
+    from serving.model.graphs import capture_on
 
     pipeline = config.pipeline
+    device = pick_device(pipeline.serving.device)
     return Deployment(
         name=pipeline.name,
         schema=Schema(pipeline.events),
         model=pipeline.model,
         folder=config.folder,
         state_dir=config.state_dir,
-        device=pick_device(pipeline.serving.device),
+        device=device,
         stream_priority=pipeline.device_sharing.stream_priority,
+        precision=pipeline.serving.precision,
+        capture=capture_on(device) if pipeline.serving.graphs else None,
     )
 
 

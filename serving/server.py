@@ -28,7 +28,7 @@ from serving.inference.service import Service
 from serving.inference.shadow import Shadow
 from serving.metrics import ServingMetrics
 from serving.model.deployment import Deployment
-from serving.model.device import device_errors, use_device
+from serving.model.device import device_errors, use_device, use_precision
 from serving.model.loaded_version import ServedVersion
 from serving.reporting.report import STOPPED, ServingReport, write_report
 from serving.reporting.worker_pool import PoolWorker
@@ -62,6 +62,7 @@ def serve(
     """
     with device_errors():
         use_device(deployment.device)
+        use_precision(deployment.precision, deployment.device)
         deployment.check()
     try:
         deployment.state_dir.mkdir(parents=True, exist_ok=True)

@@ -78,7 +78,7 @@ class Shadow:
         `max_batch` rows of a request are compared. `on_error` gets the error by which the device was lost.
         """
         # The model that versions are copied from is used by one thread at a time.
-        self._deployment = dataclasses.replace(deployment, stream_priority=False)
+        self._deployment = dataclasses.replace(deployment, stream_priority=False, capture=None)
         self._requirements = Requirements(deployment.schema.digest, reference_to(deployment.model))
         self._fraction = fraction
         self._max_batch = max_batch

@@ -16,8 +16,10 @@ from learner.model.embedding import Embedding, Embeddings, TaskEmbedding
 from learner.model.factory import build_model, check_model, make_task
 from learner.model.task import Embeds, Task
 from learner.state_dir.version import Versions
+from serving.config import PrecisionName
 from serving.errors import DeviceError
-from serving.model.device import device_errors
+from serving.model.device import HALF, device_errors
+from serving.model.graphs import Capture
 from serving.model.tensor_slots import TensorSlots, loads_plainly
 from serving.protocol.tensors import TensorSpec
 
@@ -39,6 +41,10 @@ class Deployment:
     device: torch.device
     stream_priority: bool = True
     """Whether a CUDA device runs serving's work first."""
+    precision: PrecisionName = "fp32"
+    """Arithmetic of the model; see `use_precision`."""
+    capture: Capture | None = None
+    """Captures runs as CUDA graphs; None: they are not captured."""
 
     @property
     def versions(self) -> Versions:
@@ -69,6 +75,12 @@ class Deployment:
             return contextlib.nullcontext()
         return torch.cuda.stream(self._stream)
 
+    def autocast(self) -> contextlib.AbstractContextManager[object]:
+        """Return the context of the model's forward pass."""
+        if self.precision not in HALF:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=HALF[self.precision])
+
     @cached_property
     def _stream(self) -> torch.cuda.Stream | None:
         if self.device.type != "cuda" or not self.stream_priority:
@@ -92,7 +104,8 @@ class Deployment:
             ModelError: it cannot be built, fails, or its output does not fit the task.
         """
         module = build_model(self.model.factory, self.model.args, self.folder).to(self.device)
-        shape = check_model(module, self.task, self.schema, self.device)
+        with self.autocast():
+            shape = check_model(module, self.task, self.schema, self.device)
         self.embedding_of(copy.deepcopy(module))
         return ModelTemplate(module.cpu().eval().requires_grad_(False), shape)
 
@@ -146,6 +159,9 @@ class ModelTemplate:
     """Batch sizes, in rows, that were warmed up: torch keeps its plans for their shapes."""
     slots: TensorSlots = field(default_factory=TensorSlots)
     """The tensors on the device that versions fill in turns."""
+
+    without_graphs: list[int] = field(default_factory=list)
+    """The version with which CUDA graphs were found to be impossible, if they were."""
 
     @cached_property
     def loads_plainly(self) -> bool:

@@ -4,6 +4,8 @@ Legend: B rows of a batch. Arrays are numpy on the host; the module is on the de
 """
 
 import contextlib
+import functools
+import logging
 import time
 import weakref
 from collections.abc import Callable, Mapping
@@ -21,9 +23,12 @@ from learner.state_dir.trained_through import format_trained_through
 from learner.state_dir.version import Manifest
 from serving.model.batch_copies import to_device, to_host
 from serving.model.deployment import Deployment, _sentence
-from serving.model.device import use_device
+from serving.model.device import HALF, use_device
+from serving.model.graphs import Capture, Graphs
 from serving.protocol.codec import EMBEDDING
 from serving.protocol.tensors import Array
+
+log = logging.getLogger("anabranch.serving")
 
 _MOST_SIZES = 256
 _WARM_UP = timedelta(seconds=1)
@@ -43,6 +48,8 @@ class ServedVersion:
         self._deployment = deployment
         self._works, self._works_until = True, float("-inf")
         self._stream: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
+        self._graphs: Graphs | None = None
+        self._padding = {feature.name: feature.filler for feature in deployment.schema.features}
 
     def has_trained_through(self, offsets: Mapping[str, int]) -> bool:
         """Return whether it has learned at least up to `offsets`, on each of these partitions."""
@@ -56,8 +63,30 @@ class ServedVersion:
         float32 `[B, D]`; `Deployment.embeds` is whether there is one.
         """
         with torch.inference_mode(), self._stream():
+            if self._graphs is not None and not embed:
+                outputs = self._graphs.run(features, self._padding)
+                if outputs is not None:
+                    return outputs
             tensors = to_device(features, self._deployment.device)
             return to_host(_predict(self._deployment, self._module, tensors, self._embedding if embed else None))
+
+    def use_graphs(self, graphs: Graphs, capture: Capture, max_batch: int) -> None:
+        """Answer with CUDA graphs from now on, except for embeddings; capture them unless the slot has them.
+
+        Raises:
+            RuntimeError: the model cannot be captured.
+            ModelError: graphs answer otherwise than the model.
+        """
+        zeros = self.zeros(1)
+        expected = self.run(zeros)
+        predict = functools.partial(_predict, self._deployment, self._module)  # holds no version: graphs outlive it
+        with torch.inference_mode():
+            graphs.capture(capture, predict, self.zeros, max_batch, self._deployment.device)
+            found = graphs.run(zeros, self._padding) or {}
+        for name, array in expected.items():
+            if not np.allclose(found[name], array, rtol=1e-3, atol=1e-5, equal_nan=True):
+                raise ModelError(f"for a row of zeros, a CUDA graph has another {name} than the model")
+        self._graphs = graphs
 
     def warm(self) -> None:
         """Launch runs on the stream of requests from now on; until then they do not get ahead of requests."""
@@ -98,8 +127,13 @@ def _predict(
 ) -> dict[str, Tensor]:
     if embedding is not None:
         embedding.capture_next()
-    predictions = deployment.task.predict(forward(module, features))
-    return predictions if embedding is None else {**predictions, EMBEDDING: embedding.captured()}
+    with deployment.autocast():
+        output = forward(module, features)
+        captured = None if embedding is None else embedding.captured()
+    if deployment.precision in HALF and output.is_floating_point():
+        output = output.float()  # tasks predict, and clients receive, as in full precision
+    predictions = deployment.task.predict(output)
+    return predictions if captured is None else {**predictions, EMBEDDING: captured}
 
 
 def load_version(deployment: Deployment, manifest: Manifest, max_batch: int) -> ServedVersion:
@@ -128,6 +162,7 @@ def _loaded(deployment: Deployment, manifest: Manifest, weights: Mapping[str, Te
         module = slot.load(template.module, weights, deployment.device, plainly=template.loads_plainly)
         version = ServedVersion(manifest, module, deployment)
         _warm_up(version, 1)
+        _try_graphs(version, slot.graphs, deployment, max_batch)
         _warm_up(version, max_batch)
         _warm_up_sizes(version, max_batch, template.warmed)
     except BaseException:
@@ -137,6 +172,23 @@ def _loaded(deployment: Deployment, manifest: Manifest, weights: Mapping[str, Te
     # Not in a cycle of references, which would keep the slot until the next garbage collection.
     weakref.finalize(version, template.slots.put, slot).atexit = False
     return version
+
+
+def _try_graphs(version: ServedVersion, graphs: Graphs, deployment: Deployment, max_batch: int) -> None:
+    """Let a version run as CUDA graphs, if they are configured and the model can be captured."""
+    template = deployment.template
+    if deployment.capture is None or template.without_graphs:
+        return
+    try:
+        if not template.loads_plainly:
+            raise ModelError("the model's code takes part in loading weights")
+        version.use_graphs(graphs, deployment.capture, max_batch)
+    except Exception as exc:  # noqa: BLE001 - the module is the user's code, which may raise anything
+        log.warning("serving.graphs has no effect: the model cannot run as CUDA graphs: %s", _sentence(exc))
+        if failure_of(exc) is not Failure.MEMORY:
+            template.without_graphs.append(version.number)
+    # After the except clause: its exception keeps tensors. A capture that failed has not lost the device.
+    _warm_up(version, 1)
 
 
 def is_finite(array: Array) -> bool:

@@ -1,7 +1,7 @@
 """Parameters and buffers on the device which versions fill in turns, so that a swap allocates nothing.
 
 Two slots suffice: one has the served version, the other gets the next. A third is made while requests still hold the
-version before, and dropped afterwards. The tensors of a slot keep their addresses.
+version before, and dropped afterwards. The tensors of a slot keep their addresses, so CUDA graphs stay valid.
 """
 
 import copy
@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
+from serving.model.graphs import Graphs
+
 _SPARE = 1
 """Slots that are kept besides those in use."""
 
@@ -19,6 +21,8 @@ class TensorSlot:
     """The parameters and buffers of one version at a time, by name."""
 
     def __init__(self) -> None:
+        self.graphs = Graphs()
+        """Captured with these tensors."""
         self._tensors: dict[str, Tensor] = {}
 
     def load(
@@ -36,7 +40,10 @@ class TensorSlot:
             return module.to(device)
         module = copy.deepcopy(template, self._taken_over(template, weights, device)).to(device)
         module.load_state_dict(weights, strict=True)
-        self._tensors = dict(_tensors(module))
+        tensors = dict(_tensors(module))
+        if [each.data_ptr() for each in tensors.values()] != [each.data_ptr() for each in self._tensors.values()]:
+            self.graphs = Graphs()
+        self._tensors = tensors
         return module
 
     def _taken_over(

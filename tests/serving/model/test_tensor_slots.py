@@ -147,11 +147,16 @@ def test_tensors_that_the_template_shares_stay_shared_and_others_stay_separate()
 def test_a_tensor_that_does_not_fit_is_not_taken_over(change: Callable[[Tensor], Tensor]) -> None:
     slot, template = TensorSlot(), nn.Linear(2, 2).requires_grad_(False)
     first = slot.load(template, template.state_dict(), CPU, plainly=True)
+    graphs = slot.graphs
     slot._tensors["bias"] = nn.Parameter(change(first.bias), requires_grad=False)
     second = slot.load(template, template.state_dict(), CPU, plainly=True)
     assert isinstance(second, nn.Linear)
     assert second.weight.data_ptr() == first.weight.data_ptr()
     assert second.bias.tolist() == template.bias.tolist()
+    assert slot.graphs is not graphs, "graphs read the tensor that was replaced"
+    graphs = slot.graphs
+    slot.load(template, template.state_dict(), CPU, plainly=True)
+    assert slot.graphs is graphs
 
 
 class Deriving(nn.Module):
