@@ -1,5 +1,6 @@
 """A lost device ends the process, and a lack of memory at start is no wrong setting."""
 
+import asyncio
 import contextlib
 import importlib
 import threading
@@ -17,7 +18,10 @@ from anabranch.runtime.lifecycle import Exit
 from anabranch.runtime.supervisor import RestartPolicy, Supervisor, pipeline_parts
 from ingest.events.schema import Schema
 from serving import server as serving_server
+from serving.config import ServingSettings
+from serving.dashboard.status import Overview
 from serving.errors import ConflictError, DeviceError, UnavailableError
+from serving.http.app import build_app
 from serving.inference import batcher as serving_batcher
 from serving.inference.service import Service
 from serving.metrics import ServingMetrics
@@ -93,24 +97,30 @@ def test_a_device_error_is_not_one_that_ends_up() -> None:
     assert not issubclass(DeviceError, AnabranchError)
 
 
-def test_liveness_readiness_and_requests_are_503_once_the_process_is_about_to_end(
-    numbers: Any, served: Served, body_of: Body, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_liveness_readiness_and_requests_are_503_once_the_process_is_about_to_end(numbers: Any, body_of: Body) -> None:
     numbers.publish(1)
-    lost = threading.Event()
+    bugs: list[BaseException] = []
+    metrics, settings = ServingMetrics(CollectorRegistry()), ServingSettings()
+    swap = VersionSwapper(numbers.deployment, 8, metrics, lambda: None, bugs.append)
+    swap.poll()
+    unused: Any = None
+    service = Service(numbers.deployment, settings, swap, unused, unused, None, bugs)
+    app = build_app(service, settings, metrics, Overview(numbers.deployment, swap, "", None), unused)
 
-    def check_alive(_: Service) -> None:
-        if lost.is_set():
-            raise UnavailableError("about to end")
+    async def statuses() -> list[int]:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+            paths = ("/v2/health/live", "/v2/health/ready", "/v2/models/tiny/ready", "/v2/models/tiny/versions/1/ready")
+            return [(await client.get(path)).status_code for path in paths]
 
-    monkeypatch.setattr(Service, "check_alive", check_alive)
-    with served(numbers) as running:
-        assert httpx.get(f"{running.url}/v2/health/live").status_code == 200
-        lost.set()
-        assert httpx.get(f"{running.url}/v2/health/live").status_code == 503
-        assert httpx.get(f"{running.url}/v2/health/ready").status_code == 503
-        assert httpx.get(f"{running.url}/v2/models/tiny/ready").status_code == 503
-        assert httpx.post(running.infer, json=body_of(1)).status_code == 503
+    async def infer() -> int:
+        through = body_of(1, parameters={"min_trained_through": "events:0=10"})
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+            return (await client.post("/v2/models/tiny/infer", json=through)).status_code
+
+    assert asyncio.run(statuses()) == [200] * 4
+    bugs.append(LOST)
+    assert asyncio.run(statuses()) == [503] * 4
+    assert asyncio.run(infer()) == 503
 
 
 @pytest.mark.parametrize("where", ["load_version", "warm-up", "shadow", "command"])
