@@ -82,8 +82,9 @@ def joined(outputs: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, ByteRange]]
 
 def to_host(outputs: Mapping[str, Tensor]) -> dict[str, Array]:
     """Return outputs on the host, by one copy; waits until they are computed."""
-    if not all(value.is_cuda for value in outputs.values()):
-        return {name: value.cpu().numpy() for name, value in outputs.items()}
+    for value in outputs.values():
+        if not value.is_cuda:
+            return {name: value.cpu().numpy() for name, value in outputs.items()}
     return block_to_host(*joined(outputs))
 
 

@@ -163,8 +163,7 @@ def _loaded(deployment: Deployment, manifest: Manifest, weights: Mapping[str, Te
         version = ServedVersion(manifest, module, deployment)
         _warm_up(version, 1)
         _try_graphs(version, slot.graphs, deployment, max_batch)
-        _warm_up(version, max_batch)
-        _warm_up_sizes(version, max_batch, template.warmed)
+        _warm_up_batches(version, max_batch, template.warmed)
     except BaseException:
         template.slots.put(slot)
         raise
@@ -194,6 +193,17 @@ def _try_graphs(version: ServedVersion, graphs: Graphs, deployment: Deployment, 
 def is_finite(array: Array) -> bool:
     """Return whether no element is NaN or infinite; true for arrays that are not floats."""
     return array.dtype.kind != "f" or bool(np.isfinite(array).all())
+
+
+def _warm_up_batches(version: ServedVersion, max_batch: int, warmed: set[int]) -> None:
+    """Warm up on larger batches, as far as memory suffices: a batch that does not fit is run in pieces."""
+    try:
+        _warm_up(version, max_batch)
+        _warm_up_sizes(version, max_batch, warmed)
+    except Exception as exc:
+        if failure_of(exc) is not Failure.MEMORY:
+            raise
+        log.warning("version %d has too little memory for batches of %d rows: %s", version.number, max_batch, exc)
 
 
 def _warm_up_sizes(version: ServedVersion, max_batch: int, warmed: set[int]) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import importlib
 import threading
 from collections.abc import Callable, Iterator
@@ -311,3 +312,14 @@ def test_an_id_out_of_range_is_400_for_that_request_alone_and_never_reaches_the_
             )
             assert raw.status_code == 400
     assert seen == [1, 12]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_serving_on_the_second_gpu_takes_no_memory_on_the_first(numbers: Any, served: Served, body_of: Body) -> None:
+    before = torch.cuda.memory_reserved(0)
+    numbers.deployment = dataclasses.replace(numbers.deployment, device=torch.device("cuda", 1))
+    numbers.publish(1)
+    with served(numbers) as running:
+        assert httpx.post(running.infer, json=body_of(3)).status_code == 200
+    assert torch.cuda.memory_reserved(0) == before
