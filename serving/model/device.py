@@ -36,6 +36,7 @@ def use_precision(name: PrecisionName, device: torch.device) -> None:
         raise SettingsError(f'serving.precision = "bf16" is not supported by {device}; try "fp16"')
     if name == "tf32":
         torch.set_float32_matmul_precision("high")
+        torch.backends.cudnn.allow_tf32 = True
 
 
 def free_cached_memory(device: torch.device) -> None:

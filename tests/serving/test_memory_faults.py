@@ -180,3 +180,12 @@ def test_on_a_gpu_versions_are_swapped_while_requests_are_answered(
                 reply = client.post(running.infer, json=body_of(rows)).json()
                 assert reply["outputs"][0]["data"] == [float(reply["model_version"])] * rows
             eventually(lambda number=number: running.report().version == number)
+
+
+@pytest.mark.parametrize("error", [NO_MEMORY, LOST], ids=repr)
+def test_a_trial_of_zeros_that_fails_by_no_fault_of_the_model_is_no_verdict(numbers: Any, error: Exception) -> None:
+    numbers.publish(3)
+    version = load_version(numbers.deployment, numbers.versions.manifest(3), 8)
+    with FailsAt(1, error), pytest.raises(type(error)):
+        version.works()
+    assert version.works()

@@ -41,6 +41,8 @@ _OURS = (str(Path(torch.__file__).parent), __file__, contextlib.__file__, thread
 _WAITING = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive"}
 """Operations whose result, or its shape, the host waits for."""
 
+_MOVING = {"copy_", "_foreach_copy_", "_to_copy", "to"}
+"""Operations that take tensors of two devices; in inference mode `to` arrives whole."""
 _INDEXING = {"index", "index_put_", "_index_put_impl_"}
 
 Clock = dict["FakeStream", int]
@@ -454,33 +456,35 @@ class CudaRecorder:
     def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation of aten and record what it reads and writes, on the current stream of its device."""
         name = func.overloadpacket.__name__
-        reads, writes = _accesses(func, args, kwargs)
+        reads, writes, views = _accesses(func, args, kwargs)
         inputs = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor) and _plain(tensor)]
         pinned = bool(kwargs.pop("pin_memory", False))
         known = {tensor.untyped_storage()._cdata for tensor in inputs}
+        with self.lock:
+            device = self._device_of_operation(name, inputs)
         result = func(*args, **kwargs)
         fresh = [
             tensor
             for tensor in tree_leaves(result)
             if isinstance(tensor, Tensor) and _plain(tensor) and tensor.untyped_storage()._cdata not in known
         ]
+        reads += views if fresh else []
         with self.lock:
             moves = self._moves(name, args, result)
             if moves:
-                non_blocking = bool(kwargs.get("non_blocking", args[2] if len(args) > 2 else False))
+                non_blocking = bool(_argument(func, args, kwargs, "non_blocking"))
                 for source, destination, target in moves:
                     self._copy(source, destination, target, non_blocking=non_blocking)
+            elif (reads or writes or fresh) and device.type == "cpu":
+                self._run_on_host(name, reads, writes, fresh, pinned=pinned)
             elif reads or writes or fresh:
-                if (device := self._device_of_operation(name, inputs)).type == "cpu":
-                    self._run_on_host(name, reads, writes, fresh, pinned=pinned)
-                else:
-                    self._run_on_device(name, device, reads, writes, fresh, args)
+                self._run_on_device(name, device, reads, writes, fresh, args)
         return result
 
     def _moves(self, name: str, args: tuple[Any, ...], result: Any) -> list[tuple[Tensor, Tensor, torch.device]]:
         """Return source, destination and target device of each copy between devices that an operation is."""
         target = getattr(self._local, "target", None)
-        if name == "_to_copy" and target is not None and target != self.device_of(args[0]):
+        if name in {"_to_copy", "to"} and target is not None and target != self.device_of(args[0]):
             return [(args[0], result, target)]
         pairs: Any = ()
         if name == "copy_":
@@ -502,7 +506,7 @@ class CudaRecorder:
         on_device = sorted(
             {one for one in sized or map(self.device_of, inputs) if one.type == "cuda"}, key=lambda one: one.index
         )
-        if on_device and len(sized) > 1 and name not in _INDEXING:
+        if on_device and len(sized) > 1 and name not in _INDEXING | _MOVING:
             raise RuntimeError(f"Expected all tensors to be on the same device, but found {sorted(map(str, sized))}")
         return on_device[0] if on_device else HOST
 
@@ -533,7 +537,8 @@ class CudaRecorder:
             if memory.device.type == "cuda" and not name.endswith("_like") and not name.startswith("new_"):
                 self._touch(memory, stream, count, writes=False, name=name, site=site)
         for tensor in writes:
-            self._touch(self.memory_of(tensor), stream, count, writes=True, name=name, site=site)
+            # After `set_` it has another storage.
+            self._touch(self.memory_of(tensor, device, stream, site), stream, count, writes=True, name=name, site=site)
         for tensor in fresh:
             self._touch(self.memory_of(tensor, device, stream, site), stream, count, writes=True, name=name, site=site)
         # A mask is counted, and an index of the host is uploaded, before the kernel runs.
@@ -614,6 +619,9 @@ class _Functions(TorchFunctionMode):
             return there.detach().requires_grad_(there.requires_grad)
         with recorder.targeting(target, on_device[0] if on_device else HOST):
             result = func(*args, **kwargs)
+        if on_device and isinstance(result, Tensor) and _plain(result):
+            # A storage that no operation has made, as by copy.deepcopy, is on the device of its origin.
+            recorder.memory_of(result, on_device[0], recorder.current_stream(on_device[0]), name)
         if pinned:
             recorder.memory_of(result).pinned = True
         return result
@@ -692,10 +700,11 @@ class _Functions(TorchFunctionMode):
             )
 
 
-def _accesses(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the tensors that an operation reads and those that it writes, by its schema; views do neither."""
+def _accesses(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], ...]:
+    """Return the tensors that an operation reads, those that it writes, and those that it may return views of."""
     reads: list[Tensor] = []
     writes: list[Tensor] = []
+    views: list[Tensor] = []
     for number, argument in enumerate(func._schema.arguments):
         value = args[number] if number < len(args) else kwargs.get(argument.name)
         tensors = [one for one in tree_leaves(value) if isinstance(one, Tensor) and _plain(one)]
@@ -703,7 +712,15 @@ def _accesses(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
             reads += tensors
         elif argument.alias_info.is_write:
             writes += tensors
-    return reads, writes
+        else:
+            views += tensors
+    return reads, writes, views
+
+
+def _argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
+    """Return an operation's argument, which may be given by position; None without one."""
+    position = [argument.name for argument in func._schema.arguments].index(name)
+    return args[position] if position < len(args) else kwargs.get(name)
 
 
 def _plain(tensor: Tensor) -> bool:

@@ -94,8 +94,10 @@ def test_tf32_is_for_the_whole_process_and_others_leave_it_alone(monkeypatch: py
     for name in ("fp32", "bf16", "fp16"):
         use_precision(name, CUDA)  # type: ignore[arg-type]
     assert chosen == []
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     use_precision("tf32", CUDA)
     assert chosen == ["high"]
+    assert torch.backends.cudnn.allow_tf32
 
 
 def test_the_default_is_full_precision_without_graphs() -> None:
