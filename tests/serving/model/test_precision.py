@@ -10,11 +10,15 @@ import pytest
 import torch
 from torch import nn
 
+from anabranch.config.loader import load_config
 from anabranch.core.errors import SettingsError
+from serving.__main__ import _deployment
 from serving.config import ServingSettings
 from serving.model.device import use_precision
+from serving.model.graphs import CudaCapture
 from serving.model.loaded_version import ServedVersion, load_version
 from serving.protocol.codec import EMBEDDING
+from tests.support.cuda_recorder import CudaRecorder
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 ROWS = {"x": np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32)}
@@ -98,6 +102,17 @@ def test_tf32_is_for_the_whole_process_and_others_leave_it_alone(monkeypatch: py
     use_precision("tf32", CUDA)
     assert chosen == ["high"]
     assert torch.backends.cudnn.allow_tf32
+
+
+def test_the_process_serves_with_the_settings(pipeline: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
+    config = load_config(pipeline(more='device = "cpu"\nprecision = "bf16"\ngraphs = true'))
+    deployment = _deployment(config)
+    assert (deployment.precision, deployment.capture) == ("bf16", None)
+    assert "serving.graphs has no effect: it needs a CUDA device" in caplog.text
+    with CudaRecorder():
+        deployment = _deployment(load_config(pipeline(more='device = "cuda"\ngraphs = true')))
+    assert (deployment.device, deployment.precision) == (torch.device("cuda", 0), "fp32")
+    assert deployment.capture is CudaCapture
 
 
 def test_the_default_is_full_precision_without_graphs() -> None:
