@@ -88,7 +88,7 @@ class ServedVersion:
                 raise ModelError(f"for a row of zeros, a CUDA graph has another {name} than the model")
         self._graphs = graphs
 
-    def warm(self) -> None:
+    def use_request_stream(self) -> None:
         """Launch runs on the stream of requests from now on; until then they do not get ahead of requests."""
         self._stream = self._deployment.stream
 
@@ -161,13 +161,15 @@ def _loaded(deployment: Deployment, manifest: Manifest, weights: Mapping[str, Te
     try:
         module = slot.load(template.module, weights, deployment.device, plainly=template.loads_plainly)
         version = ServedVersion(manifest, module, deployment)
+        if template.slots.taken == 1:  # no request runs yet; the allocator takes memory for their stream
+            version.use_request_stream()
         _warm_up(version, 1)
         _try_graphs(version, slot.graphs, deployment, max_batch)
         _warm_up_batches(version, max_batch, template.warmed)
     except BaseException:
         template.slots.put(slot)
         raise
-    version.warm()
+    version.use_request_stream()
     # Not in a cycle of references, which would keep the slot until the next garbage collection.
     weakref.finalize(version, template.slots.put, slot).atexit = False
     return version

@@ -72,9 +72,12 @@ class TensorSlots:
 
     def __init__(self) -> None:
         self._free: deque[TensorSlot] = deque()
+        self.taken = 0
+        """How often a slot was taken."""
 
     def take(self) -> TensorSlot:
         """Return a free slot, or an empty one."""
+        self.taken += 1
         return self._free.popleft() if self._free else TensorSlot()
 
     def put(self, slot: TensorSlot) -> None:

@@ -49,10 +49,21 @@ def test_a_batch_is_one_copy_each_way_and_one_wait_on_the_stream_of_requests(mix
 
 def test_loading_and_warm_up_are_not_on_the_stream_of_requests(mixed: Any) -> None:
     with CudaRecorder(devices=2) as cuda:
-        load(mixed, 1)
+        first = load(mixed, 1)
+        first.run(FEATURES)
+        cuda.log.clear()
+        load(mixed, 2)
         streams = {each.stream for each in cuda.log if each.kind in ("op", "copy") and each.stream is not None}
         assert streams == {cuda.default_stream(DEVICE)}
         assert ("set_device", (1, "MainThread")) in cuda.calls
+    cuda.check()
+
+
+def test_the_first_warm_up_takes_memory_for_the_stream_of_requests(mixed: Any) -> None:
+    with CudaRecorder(devices=2) as cuda:
+        load(mixed, 1)
+        streams = {each.stream for each in cuda.log if each.kind in ("op", "copy") and each.stream is not None}
+        assert {stream.priority for stream in streams} == {0, -100}
     cuda.check()
 
 

@@ -208,7 +208,9 @@ def test_warm_up_is_launched_outside_of_the_stream_of_requests(numbers: Any, mon
     monkeypatch.setattr(
         type(numbers.deployment), "stream", lambda _: opened.append("requests") or torch.no_grad(), raising=True
     )
-    version = load(numbers, 1)
+    load(numbers, 1)
+    opened.clear()
+    version = load(numbers, 2)
     assert opened == []
     version.run(ROW)
     assert opened == ["requests"]
