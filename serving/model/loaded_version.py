@@ -23,7 +23,7 @@ from learner.state_dir.trained_through import format_trained_through
 from learner.state_dir.version import Manifest
 from serving.model.batch_copies import to_device, to_host
 from serving.model.deployment import Deployment, _sentence
-from serving.model.device import HALF, use_device
+from serving.model.device import HALF, free_cached_memory, use_device
 from serving.model.graphs import Capture, Graphs
 from serving.protocol.codec import EMBEDDING
 from serving.protocol.tensors import Array
@@ -188,8 +188,10 @@ def _try_graphs(version: ServedVersion, graphs: Graphs, deployment: Deployment, 
         log.warning("serving.graphs has no effect: the model cannot run as CUDA graphs: %s", _sentence(exc))
         if failure_of(exc) is not Failure.MEMORY:
             template.without_graphs.append(version.number)
-    # After the except clause: its exception keeps tensors. A capture that failed has not lost the device.
-    _warm_up(version, 1)
+    else:
+        return
+    free_cached_memory(deployment.device)  # after the except clause: its exception keeps tensors
+    _warm_up(version, 1)  # shows whether the device is lost, which errors of a capture alone do not
 
 
 def is_finite(array: Array) -> bool:
