@@ -63,19 +63,23 @@ def _deployment(config: "Config") -> "Deployment":
     from learner.device_sharing.cuda_limits import limit_server_memory
     from learner.model.device import UnusedDevice, choose_device
     from serving.model.deployment import Deployment, pick_device
+    from serving.model.graphs import capture_on
 
     pipeline, sharing, name = config.pipeline, config.pipeline.device_sharing, config.pipeline.serving.device
     # An error names the UUID, and CUDA sees that device as its first.
     device = pick_device(choose_device(name, "serving.device").type if uuids_in(name) else name)
+    device = limit_server_memory(sharing, device, pipeline.serving.workers)
     return Deployment(
         name=pipeline.name,
         schema=Schema(pipeline.events),
         model=pipeline.model,
         folder=config.folder,
         state_dir=config.state_dir,
-        device=limit_server_memory(sharing, device, pipeline.serving.workers),
+        device=device,
         stream_priority=sharing.stream_priority,
         device_problem=UnusedDevice.of("serving.device", name, device).problem,
+        precision=pipeline.serving.precision,
+        capture=capture_on(device) if pipeline.serving.graphs else None,
     )
 
 

@@ -11,6 +11,7 @@ from anabranch.core.net import is_loopback
 from anabranch.core.settings import DeviceName, Section
 
 RequestLogLevel = Literal["none", "errors", "all"]
+PrecisionName = Literal["fp32", "tf32", "bf16", "fp16"]
 
 
 class Tokens(Section):
@@ -62,6 +63,10 @@ class ServingSettings(Section):
     """Longest time that a request may take before it is answered 504."""
     device: DeviceName = "auto"
     """Device of the served model; `auto` is CUDA if there is one, else the CPU."""
+    precision: PrecisionName = "fp32"
+    """Arithmetic of the served model: `fp32`, or the less exact `tf32` (CUDA), `fp16` (CUDA) or `bf16`."""
+    graphs: bool = False
+    """Whether a CUDA device runs the model as CUDA graphs; batches are padded to 1, 2, 4 ... `max_batch` rows."""
     shadow: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Fraction of the requests that the newest unserved version answers too, for comparison; 0: none."""
     baseline: str = ""

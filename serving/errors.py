@@ -1,5 +1,6 @@
 """Errors of requests; each class is one thing that the client can do about it.
 
+DeviceError (a RuntimeError)                start the process again: the device failed, or had no memory
 AnabranchError
 `-- RequestError                         status, sentence
     |-- BadRequestError                  400  fix the request
@@ -102,7 +103,7 @@ class TooManyRequestsError(RequestError):
 
 
 class UnavailableError(RequestError):
-    """There is no version yet, or the server is stopping."""
+    """There is no version yet, too little memory for now, or the server stops or starts again."""
 
     status = 503
     retry_after = timedelta(seconds=1)
@@ -112,6 +113,13 @@ class FailedError(RequestError):
     """The model fails on every input."""
 
     status = 500
+
+
+class DeviceError(RuntimeError):
+    """The device failed, or had no memory at start: the process ends with exit code 1, and is started again.
+
+    No AnabranchError: those end the process with a code after which it is not started again.
+    """
 
 
 class DeadlineExceededError(RequestError):

@@ -28,6 +28,7 @@ from serving.inference.service import Service
 from serving.inference.shadow import Shadow
 from serving.metrics import ServingMetrics
 from serving.model.deployment import Deployment
+from serving.model.device import device_errors, use_device, use_precision
 from serving.model.loaded_version import ServedVersion
 from serving.reporting.report import STOPPED, ServingReport, write_report
 from serving.reporting.worker_pool import PoolWorker
@@ -57,8 +58,12 @@ def serve(
 
     Raises:
         SettingsError: the model cannot be built, the address or the port cannot be taken, or TLS files cannot be read.
+        DeviceError: the device is lost, or has too little memory at start.
     """
-    deployment.check()
+    with device_errors():
+        use_device(deployment.device)
+        use_precision(deployment.precision, deployment.device)
+        deployment.check()
     try:
         deployment.state_dir.mkdir(parents=True, exist_ok=True)
     except OSError as exc:
@@ -94,12 +99,13 @@ class _Process:
         3. the swap's thread ends, then the model's;
         4. the last report is written, with `ready` false.
 
-        A bug in a thread stops the process too, and is raised here.
+        A bug in a thread stops the process too, and is raised here; if the device is lost, as DeviceError.
         """
         loop = asyncio.get_running_loop()
         with ExitStack() as stack:
             mark = stack.enter_context(hold_server(self._deployment.state_dir, self._settings.slo))
-            batcher = stack.enter_context(Batcher(self._settings, self._bugs.append, mark))
+            device = self._deployment.device
+            batcher = stack.enter_context(Batcher(self._settings, self._bugs.append, mark, device))
             self._swap = VersionSwapper(
                 self._deployment,
                 self._settings.max_batch,
@@ -111,8 +117,12 @@ class _Process:
                 *(self._deployment, self._settings.shadow, self._settings.max_batch, self._metrics),
                 served=lambda: self._swap.current,
                 is_idle=lambda: batcher.is_idle,
+                on_error=self._bugs.append,
             )
-            self._service = Service(self._deployment, self._settings, self._swap, batcher, self._shadow, self._worker)
+            self._service = Service(
+                *(self._deployment, self._settings, self._swap, batcher, self._shadow, self._worker, self._bugs)
+            )
+            self._batcher = batcher
             self._overview = Overview(self._deployment, self._swap, self._settings.baseline, self._worker)
             app = build_app(self._service, self._settings, self._metrics, self._overview, self._report)
             http = HttpServer(app, self._settings, self._deployment.folder, shared=self._worker is not None)
@@ -125,7 +135,8 @@ class _Process:
             await asyncio.gather(self._answer(stop, http), self._until(stop, http))
         self._write(msgspec.structs.replace(self._report(), ready=False, problems=[STOPPED]))
         if self._bugs:
-            raise self._bugs[0]
+            with device_errors():
+                raise self._bugs[0]
 
     async def _answer(self, stop: threading.Event, http: HttpServer) -> None:
         """Answer requests; a worker without a version waits for its first while another worker serves."""
@@ -157,6 +168,7 @@ class _Process:
         freshness_p50, freshness_p99 = self._metrics.freshness_percentiles()
         problems = [
             *([] if version else ["no version can be served yet"]),
+            *([self._batcher.problem] if self._batcher.problem else []),
             *self._swap.problems,
             *self._report_problems,
             *([self._deployment.device_problem] if self._deployment.device_problem else []),

@@ -118,7 +118,7 @@ KEYS_ADDED = words("""
     learner.hosts learner.host_rank learner.rendezvous learner.interface learner.join_timeout
     learner.standby model.channels_last
     serving.max_queue serving.max_body_bytes serving.max_held_bytes serving.timeout serving.device
-    serving.baseline serving.request_log serving.workers serving.shadow
+    serving.baseline serving.request_log serving.workers serving.shadow serving.precision serving.graphs
     device_sharing.fraction device_sharing.yield_at
     device_sharing.stream_priority device_sharing.mps_percentage device_sharing.sms device_sharing.memory
     replay.half_life replay.device_memory

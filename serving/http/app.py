@@ -153,6 +153,7 @@ class _Api:
         return json_response({"name": "anabranch", "version": _version(), "extensions": ["binary_tensor_data"]})
 
     async def live(self, _request: Request) -> Response:
+        self.service.check_alive()
         return json_response({"live": True})
 
     async def ready(self, _request: Request) -> Response:

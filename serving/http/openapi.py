@@ -40,12 +40,12 @@ INFER_PATHS = ("/v2/models/{name}/infer", "/v2/models/{name}/versions/{version}/
 OPERATIONS: Mapping[str, Operation] = {
     **dict.fromkeys(INFER_PATHS, Operation("infer", [400, 404, 413, 415, 429, 503, 504], "post")),
     "/v2": Operation("server_metadata"),
-    "/v2/health/live": Operation("live", needs_token=False),
+    "/v2/health/live": Operation("live", [503], needs_token=False),
     "/v2/health/ready": Operation("ready", [503], needs_token=False),
     "/v2/models/{name}": Operation("model_metadata", [404]),
-    "/v2/models/{name}/versions/{version}": Operation("version_metadata", [404]),
+    "/v2/models/{name}/versions/{version}": Operation("version_metadata", [404, 503]),
     "/v2/models/{name}/ready": Operation("model_ready", [404, 503]),
-    "/v2/models/{name}/versions/{version}/ready": Operation("version_ready", [404]),
+    "/v2/models/{name}/versions/{version}/ready": Operation("version_ready", [404, 503]),
     "/": Operation("dashboard", content="text/html", needs_token=False),
     "/api/status": Operation("status"),
     "/api/history": Operation("history", [400]),
@@ -70,7 +70,7 @@ _MEANINGS = {
     415: "Send the body as it is, not compressed.",
     429: "Send fewer requests at a time, and retry.",
     500: "Internal server error; see the server log.",
-    503: "Retry, or ask another server: there is no version yet, or the server is stopping.",
+    503: "Retry, or ask another server: no version yet, too little memory, or the server stops or starts again.",
     504: "The answer took too long.",
 }
 

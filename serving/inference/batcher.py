@@ -4,8 +4,6 @@ All state belongs to the event loop's thread; the one worker thread gets complet
 version, with which each of its requests was admitted.
 
 Requests of clients that recently made the model raise are run alone, so that others need no second run.
-
-Legend: B rows of a batch.
 """
 
 import asyncio
@@ -15,39 +13,23 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
-import numpy as np
+import torch
 
 from learner.device_sharing.lease import ServerMark
 from serving.config import ServingSettings
-from serving.errors import BadRequestError, FailedError, RequestError, TooManyRequestsError
+from serving.errors import RequestError, TooManyRequestsError, UnavailableError
+from serving.inference.batch_run import BatchRunner, Outputs, QueuedRequest
 from serving.inference.recent_failures import RecentFailures
-from serving.model.loaded_version import ServedVersion, is_finite
-from serving.protocol.codec import EMBEDDING
+from serving.model.device import use_device
+from serving.model.loaded_version import ServedVersion
 from serving.protocol.tensors import Array
 
 log = logging.getLogger("anabranch.serving")
 
-Outputs = dict[str, Array]
-
-
-@dataclass(eq=False, slots=True)
-class _Waiting:
-    """A request in the queue or in the worker."""
-
-    version: ServedVersion
-    features: Mapping[str, Array]
-    rows: int
-    since: float
-    answer: asyncio.Future[Outputs]
-    embed: bool
-    peer: Hashable
-    outcome: Outputs | RequestError | None = field(default=None)
-    raised: bool = field(default=False)
-    """Whether the model raised on this input, and not on zeros."""
+_CPU = torch.device("cpu")
 
 
 class _Queue:
@@ -55,7 +37,7 @@ class _Queue:
 
     def __init__(self) -> None:
         self.rows = 0
-        self._requests: deque[_Waiting] = deque()
+        self._requests: deque[QueuedRequest] = deque()
 
     def __bool__(self) -> bool:
         return bool(self._requests)
@@ -65,17 +47,17 @@ class _Queue:
         """When the oldest request was added."""
         return self._requests[0].since
 
-    def add(self, waiting: _Waiting) -> None:
+    def add(self, waiting: QueuedRequest) -> None:
         self._requests.append(waiting)
         self.rows += waiting.rows
 
-    def remove(self, waiting: _Waiting) -> None:
+    def remove(self, waiting: QueuedRequest) -> None:
         """Remove a request if it still waits."""
         with contextlib.suppress(ValueError):
             self._requests.remove(waiting)
             self.rows -= waiting.rows
 
-    def take(self, max_rows: int) -> list[_Waiting]:
+    def take(self, max_rows: int) -> list[QueuedRequest]:
         """Remove and return the oldest, and the next ones of its version that fit into a batch of `max_rows`."""
         batch = [self._requests.popleft()]
         rows = batch[0].rows
@@ -86,6 +68,13 @@ class _Queue:
             rows += batch[-1].rows
         self.rows -= rows
         return batch
+
+    def clear(self) -> list[QueuedRequest]:
+        """Remove and return all."""
+        requests = list(self._requests)
+        self._requests.clear()
+        self.rows = 0
+        return requests
 
 
 class Batcher:
@@ -98,13 +87,30 @@ class Batcher:
     shared batches that are due.
     """
 
-    def __init__(self, settings: ServingSettings, on_error: Callable[[BaseException], None], mark: ServerMark) -> None:
-        """`on_error` gets the exception that ended the worker, in its thread; `mark` reports load to the learner."""
+    def __init__(
+        self,
+        settings: ServingSettings,
+        on_error: Callable[[BaseException], None],
+        mark: ServerMark,
+        device: torch.device = _CPU,
+    ) -> None:
+        """Prepare; entering the context starts the worker.
+
+        Args:
+            settings: sizes and times.
+            on_error: gets the exception that ended the worker, in its thread.
+            mark: reports load to the learner.
+            device: on which versions run.
+        """
         self._max_batch = settings.max_batch
         self._max_queue = settings.max_queue
         self._max_delay = settings.max_delay.total_seconds()
         self._on_error = on_error
         self._mark = mark
+        self._device = device
+        self._runner = BatchRunner(settings.max_batch, device)
+        self._ended = False
+        """Whether an error has ended the worker: no request can be answered any more."""
         self._shared = _Queue()
         self._alone = _Queue()
         self._ran_alone = False
@@ -112,7 +118,7 @@ class Batcher:
         self._failures = RecentFailures()
         self._busy = False
         self._timer: asyncio.TimerHandle | None = None
-        self._batches: queue.SimpleQueue[list[_Waiting] | None] = queue.SimpleQueue()
+        self._batches: queue.SimpleQueue[list[QueuedRequest] | None] = queue.SimpleQueue()
         self._worker = threading.Thread(target=self._work, name="serving-model", daemon=True)
 
     def __enter__(self) -> Self:
@@ -133,6 +139,11 @@ class Batcher:
         """Whether no request waits or runs. Thread-safe."""
         return not (self._busy or self._shared or self._alone)
 
+    @property
+    def problem(self) -> str | None:
+        """One sentence about a lack of memory; None without one. Thread-safe."""
+        return self._runner.problem
+
     async def predict(
         self,
         version: ServedVersion,
@@ -149,11 +160,14 @@ class Batcher:
             TooManyRequestsError: the queue has no room for its rows.
             BadRequestError: the model fails on this input, or its outputs for it are not finite.
             FailedError: the model fails on every input.
+            UnavailableError: memory does not suffice for now, or the worker has ended.
         """
+        if self._ended:
+            raise _ended()
         waiting_rows = self._shared.rows + self._alone.rows
         if waiting_rows + rows > self._max_queue:
             raise TooManyRequestsError(f"{waiting_rows} rows wait already; at most {self._max_queue} may wait")
-        waiting = _Waiting(version, features, rows, self._loop.time(), self._loop.create_future(), embed, peer)
+        waiting = QueuedRequest(version, features, rows, self._loop.time(), self._loop.create_future(), embed, peer)
         queue = self._alone if peer in self._failures else self._shared
         queue.add(waiting)
         try:
@@ -192,7 +206,7 @@ class Batcher:
         self._mark.run()
         self._batches.put(queue.take(0 if self._ran_alone else self._max_batch))
 
-    def _answer(self, batch: Sequence[_Waiting]) -> None:
+    def _answer(self, batch: Sequence[QueuedRequest]) -> None:
         self._busy = False
         self._mark.rest()
         for waiting in batch:
@@ -207,87 +221,29 @@ class Batcher:
                 waiting.answer.set_result(waiting.outcome)
         self._consider()
 
+    def _refuse(self, batch: Sequence[QueuedRequest]) -> None:
+        """Answer the requests of a batch, and all that wait, with 503: the worker has ended."""
+        self._ended = True
+        if self._timer is not None:
+            self._timer.cancel()
+        for request in (*batch, *self._shared.clear(), *self._alone.clear()):
+            if not request.answer.done():
+                request.answer.set_exception(_ended())
+
     def _work(self) -> None:
         """Run batches until the end; the body of the worker thread."""
+        batch: list[QueuedRequest] | None = []
         try:
+            use_device(self._device)
             while (batch := self._batches.get()) is not None:
-                _run(batch, self._max_batch)
+                self._runner.run(batch)
                 self._loop.call_soon_threadsafe(self._answer, batch)
-                del batch  # otherwise it keeps its version in memory until the next batch
+                batch = []  # otherwise it keeps its version in memory until the next batch
         except Exception as exc:
             log.exception("the model's thread ended")
             self._on_error(exc)
+            self._loop.call_soon_threadsafe(self._refuse, batch or [])
 
 
-def _run(batch: Sequence[_Waiting], max_batch: int) -> None:
-    """Set the outcome of each request; one that makes the model raise does not affect the others.
-
-    Such requests are found by bisection. Each of n requests costs at most one run, and the search `2 * log2(n) + 3`
-    more. If so many raise that bisection saves no runs, the rest is run one by one.
-    """
-    if _try(batch, max_batch):
-        return
-    failing, spare = [batch], 2 * len(batch).bit_length()
-    while failing:
-        group = failing.pop()
-        size = (len(group) + 1) // 2 if spare >= 2 else 1
-        parts = [group[start : start + size] for start in range(0, len(group), size)]
-        for part in parts:
-            spare -= 1
-            if _try(part, max_batch):
-                spare += len(part)
-            else:
-                failing.append(part)
-
-
-def _try(batch: Sequence[_Waiting], max_batch: int) -> bool:
-    """Run a batch, and return whether each request has its outcome: not if the model raises on several together."""
-    version = batch[0].version
-    embed = any(waiting.embed for waiting in batch)
-    try:
-        outputs = _run_in_pieces(version, _joined(batch), sum(waiting.rows for waiting in batch), max_batch, embed)
-    except Exception as exc:  # noqa: BLE001 - the module is the user's code, which may raise anything
-        if len(batch) > 1:
-            return False
-        batch[0].outcome = _failure(version, exc)
-        batch[0].raised = isinstance(batch[0].outcome, BadRequestError)
-        return True
-    finite = all(is_finite(array) for array in outputs.values())
-    start = 0
-    for waiting in batch:
-        own = {
-            name: array[start : start + waiting.rows]
-            for name, array in outputs.items()
-            if waiting.embed or not embed or name != EMBEDDING
-        }
-        start += waiting.rows
-        waiting.outcome = own if finite or all(map(is_finite, own.values())) else _not_finite(version)
-    return True
-
-
-def _joined(batch: Sequence[_Waiting]) -> dict[str, Array]:
-    """Concatenate the features; a copy also for one request, since torch requires writable memory."""
-    return {name: np.concatenate([waiting.features[name] for waiting in batch]) for name in batch[0].features}
-
-
-def _run_in_pieces(
-    version: ServedVersion, features: Mapping[str, Array], rows: int, max_batch: int, embed: bool
-) -> Outputs:
-    if rows <= max_batch:
-        return version.run(features, embed)
-    pieces = [
-        version.run({name: array[start : start + max_batch] for name, array in features.items()}, embed)
-        for start in range(0, rows, max_batch)
-    ]
-    return {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
-
-
-def _failure(version: ServedVersion, exc: Exception) -> RequestError:
-    if version.works():
-        return BadRequestError(f"the model fails on this input: {type(exc).__name__}: {str(exc).partition(chr(10))[0]}")
-    log.error("version %d fails on every input", version.number, exc_info=exc)
-    return FailedError(f"version {version.number} fails on every input")
-
-
-def _not_finite(version: ServedVersion) -> BadRequestError:
-    return BadRequestError(f"version {version.number} has no finite prediction for this input")
+def _ended() -> UnavailableError:
+    return UnavailableError("the model's thread has ended after an error; this server is about to start again")

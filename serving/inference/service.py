@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import ParamSpec, TypeVar
 
 from learner.state_dir.version import RegistryState
@@ -48,14 +48,16 @@ class Service:
         batcher: Batcher,
         shadow: Shadow,
         worker: PoolWorker | None = None,
+        bugs: Sequence[BaseException] = (),
     ) -> None:
-        """`worker` is this process, if it is one of several."""
+        """`worker` is this process, if it is one of several; `bugs` gets the errors that end the process."""
         self.name = deployment.name
         self.signature = Signature(deployment.schema, deployment.outputs(), settings.max_queue, deployment.embeds)
         self._swap = swap
         self._batcher = batcher
         self._shadow = shadow
         self._worker = worker
+        self._bugs = bugs
         self._most_waiting_rows = settings.max_queue
         self._waiting_rows = 0
         self._swapped = asyncio.Event()
@@ -76,13 +78,19 @@ class Service:
         self._stopping = True
         self.swapped()
 
+    def check_alive(self) -> None:
+        """Raise UnavailableError after an error that ends the process, such as the loss of its device."""
+        if self._bugs:
+            raise UnavailableError("this server is about to start again after an error; see its log")
+
     def resident(self, name: str, version: str | None = None) -> ServedVersion:
         """Return the served version if it is the requested one.
 
         Raises:
             NotFoundError: no such model, or no such version; the sentence names what there is.
-            UnavailableError: there is no version yet.
+            UnavailableError: there is no version yet, or the process is about to end.
         """
+        self.check_alive()
         self.check_name(name)
         current = self.version
         if version is not None and (current is None or version != current.name):
@@ -129,6 +137,7 @@ class Service:
         self.check_name(name)
         request = await _run(len(body) > _LARGE_BYTES, self.signature.decode, body, header_length)
         chosen = await self._choose(request, version)
+        self.check_alive()
         answers = await self._batcher.predict(chosen, request.features, request.rows, request.embed, peer)
         large = sum(answer.size for answer in answers.values()) > _LARGE_ELEMENTS
         reply = await _run(

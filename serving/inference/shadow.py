@@ -28,6 +28,7 @@ from learner.errors import VersionError
 from learner.state_dir.version import reference_to
 from serving.metrics import ServingMetrics
 from serving.model.deployment import Deployment
+from serving.model.device import free_cached_memory
 from serving.model.loaded_version import ServedVersion, load_version
 from serving.protocol.tensors import Array
 from serving.reporting.report import ShadowReport
@@ -68,21 +69,23 @@ class Shadow:
         metrics: ServingMetrics,
         served: Callable[[], ServedVersion | None],
         is_idle: Callable[[], bool],
+        on_error: Callable[[BaseException], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Prepare to compare; entering the context starts the thread, unless `fraction` is 0.
 
         `served` returns the served version, `is_idle` whether no live request runs; both are thread-safe. At most
-        `max_batch` rows of a request are compared.
+        `max_batch` rows of a request are compared. `on_error` gets the error by which the device was lost.
         """
         # The model that versions are copied from is used by one thread at a time.
-        self._deployment = dataclasses.replace(deployment, stream_priority=False)
+        self._deployment = dataclasses.replace(deployment, stream_priority=False, capture=None)
         self._requirements = Requirements(deployment.schema.digest, reference_to(deployment.model))
         self._fraction = fraction
         self._max_batch = max_batch
         self._metrics = metrics
         self._served = served
         self._is_idle = is_idle
+        self._on_error = on_error
         self._requests: queue.Queue[_AnsweredRequest | None] = queue.Queue(_MOST_WAITING)
         self._candidate: ServedVersion | None = None
         self._report: ShadowReport | None = None
@@ -137,8 +140,10 @@ class Shadow:
                     continue
                 if request is not None and self._candidate is not None:
                     self._compare(request, self._candidate)
-        except Exception:
+        except Exception as exc:
             log.exception("the shadow's thread ended; requests are answered as before")
+            if failure_of(exc) is Failure.DEVICE:
+                self._on_error(exc)
 
     def _poll(self) -> None:
         now, served = self._clock(), self._served()
@@ -178,6 +183,8 @@ class Shadow:
             manifest = self._deployment.versions.manifest(number)
             if (reason := misfit(manifest, self._requirements)) is not None:
                 raise VersionError(f"version {number}: {reason}")
+            if self._retries.reason_of(number) is not None:
+                free_cached_memory(self._deployment.device)
             self._candidate = load_version(self._deployment, manifest, self._max_batch)
         except (VersionError, OSError, RuntimeError, MemoryError) as exc:
             self._fail(number, str(exc), permanently=not may_pass(exc))
@@ -202,7 +209,9 @@ class Shadow:
             # A copy, since torch requires writable memory.
             features = {key: array[: self._max_batch].copy() for key, array in request.features.items()}
             disagreement = _disagreement(answer, candidate.run(features)[name])
-        except Exception as exc:  # noqa: BLE001 - the module is the user's code, which may raise anything
+        except Exception as exc:  # the module is the user's code, which may raise anything
+            if failure_of(exc) is Failure.DEVICE:
+                raise
             why = f"version {candidate.number}: {type(exc).__name__}: {exc}"
             self._fail(candidate.number, why, permanently=failure_of(exc) in (None, Failure.DAMAGED))
             return

@@ -16,6 +16,11 @@ from learner.model.embedding import Embedding, Embeddings, TaskEmbedding
 from learner.model.factory import build_on_device, check_model, make_task
 from learner.model.task import Embeds, Task
 from learner.state_dir.version import Versions
+from serving.config import PrecisionName
+from serving.errors import DeviceError
+from serving.model.device import HALF, device_errors
+from serving.model.graphs import Capture
+from serving.model.tensor_slots import TensorSlots, loads_plainly
 from serving.protocol.tensors import TensorSpec
 
 
@@ -38,6 +43,10 @@ class Deployment:
     """Whether a CUDA device runs serving's work first."""
     device_problem: str | None = None
     """One sentence when the CPU computes on a machine that seems to have a GPU."""
+    precision: PrecisionName = "fp32"
+    """Arithmetic of the model; see `use_precision`."""
+    capture: Capture | None = None
+    """Captures runs as CUDA graphs; None: they are not captured."""
 
     @property
     def versions(self) -> Versions:
@@ -68,6 +77,12 @@ class Deployment:
             return contextlib.nullcontext()
         return torch.cuda.stream(self._stream)
 
+    def autocast(self) -> contextlib.AbstractContextManager[object]:
+        """Return the context of the model's forward pass."""
+        if self.precision not in HALF:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=HALF[self.precision])
+
     @cached_property
     def _stream(self) -> torch.cuda.Stream | None:
         if self.device.type != "cuda" or not self.stream_priority:
@@ -91,7 +106,8 @@ class Deployment:
             ModelError: it cannot be built, fails, or its output does not fit the task.
         """
         module = build_on_device(self.model, self.folder, self.device)
-        shape = check_model(module, self.task, self.schema, self.device)
+        with self.autocast():
+            shape = check_model(module, self.task, self.schema, self.device)
         self.embedding_of(copy.deepcopy(module))
         return ModelTemplate(module.cpu().eval().requires_grad_(False), shape)
 
@@ -106,16 +122,29 @@ def pick_device(name: str) -> torch.device:
 
     Raises:
         SettingsError: this machine has no such device.
+        DeviceError: it has too little memory for now, or fails.
     """
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        return torch.zeros(1, device=name).device
+        with device_errors():
+            device = torch.device(name)
+            if device.type == "cuda" and 0 < torch.cuda.device_count() <= (device.index or 0):
+                raise SettingsError(
+                    f'serving.device = "{name}" is not there: torch sees {torch.cuda.device_count()} CUDA devices'
+                )
+            return torch.zeros(1, device=device).device
+    except DeviceError as exc:
+        if _TOO_OLD not in str(exc):
+            raise
+        raise SettingsError(f'serving.device = "{name}" cannot be used here: {_sentence(exc)}') from exc
     except (RuntimeError, AssertionError) as exc:
         raise SettingsError(f'serving.device = "{name}" cannot be used here: {_sentence(exc)}') from exc
 
 
 _LONGEST_SENTENCE = 400
+_TOO_OLD = "no kernel image"
+"""Part of CUDA's sentence about a device for which this build of torch has no code."""
 
 
 _HIGHEST = -100
@@ -130,6 +159,16 @@ class ModelTemplate:
     output_shape: tuple[int, ...]
     warmed: set[int] = field(default_factory=set)
     """Batch sizes, in rows, that were warmed up: torch keeps its plans for their shapes."""
+    slots: TensorSlots = field(default_factory=TensorSlots)
+    """The tensors on the device that versions fill in turns."""
+
+    without_graphs: list[int] = field(default_factory=list)
+    """The version with which CUDA graphs were found to be impossible, if they were."""
+
+    @cached_property
+    def loads_plainly(self) -> bool:
+        """Whether versions may be loaded into the tensors of others."""
+        return loads_plainly(self.module)
 
 
 def _sentence(exc: BaseException) -> str:

@@ -3,22 +3,32 @@
 Legend: B rows of a batch. Arrays are numpy on the host; the module is on the deployment's device.
 """
 
-import copy
+import contextlib
+import functools
+import logging
 import time
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from anabranch.core.failures import Failure, failure_of
 from learner.errors import ModelError, VersionError
+from learner.model.embedding import Embeddings
 from learner.model.factory import forward
 from learner.state_dir.trained_through import format_trained_through
 from learner.state_dir.version import Manifest
+from serving.model.batch_copies import to_device, to_host
 from serving.model.deployment import Deployment, _sentence
+from serving.model.device import HALF, free_cached_memory, use_device
+from serving.model.graphs import Capture, Graphs
 from serving.protocol.codec import EMBEDDING
 from serving.protocol.tensors import Array
+
+log = logging.getLogger("anabranch.serving")
 
 _MOST_SIZES = 256
 _WARM_UP = timedelta(seconds=1)
@@ -37,6 +47,9 @@ class ServedVersion:
         self._embedding = deployment.embedding_of(module)
         self._deployment = deployment
         self._works, self._works_until = True, float("-inf")
+        self._stream: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
+        self._graphs: Graphs | None = None
+        self._padding = {feature.name: feature.filler for feature in deployment.schema.features}
 
     def has_trained_through(self, offsets: Mapping[str, int]) -> bool:
         """Return whether it has learned at least up to `offsets`, on each of these partitions."""
@@ -49,15 +62,35 @@ class ServedVersion:
         Called by one thread at a time: the swap's until the version is served, then the batcher's. The embedding is
         float32 `[B, D]`; `Deployment.embeds` is whether there is one.
         """
-        device = self._deployment.device
-        with torch.inference_mode(), self._deployment.stream():
-            tensors = {name: torch.from_numpy(array).to(device) for name, array in features.items()}
-            if embed and self._embedding is not None:
-                self._embedding.capture_next()
-            predictions = self._deployment.task.predict(forward(self._module, tensors))
-            if embed and self._embedding is not None:
-                predictions = {**predictions, EMBEDDING: self._embedding.captured()}
-            return {name: value.cpu().numpy() for name, value in predictions.items()}
+        with torch.inference_mode(), self._stream():
+            if self._graphs is not None and not embed:
+                outputs = self._graphs.run(features, self._padding)
+                if outputs is not None:
+                    return outputs
+            tensors = to_device(features, self._deployment.device)
+            return to_host(_predict(self._deployment, self._module, tensors, self._embedding if embed else None))
+
+    def use_graphs(self, graphs: Graphs, capture: Capture, max_batch: int) -> None:
+        """Answer with CUDA graphs from now on, except for embeddings; capture them unless the slot has them.
+
+        Raises:
+            RuntimeError: the model cannot be captured.
+            ModelError: graphs answer otherwise than the model.
+        """
+        zeros = self.zeros(1)
+        expected = self.run(zeros)
+        predict = functools.partial(_predict, self._deployment, self._module)  # holds no version: graphs outlive it
+        with torch.inference_mode():
+            graphs.capture(capture, predict, self.zeros, max_batch, self._deployment.device)
+            found = graphs.run(zeros, self._padding) or {}
+        for name, array in expected.items():
+            if not np.allclose(found[name], array, rtol=1e-3, atol=1e-5, equal_nan=True):
+                raise ModelError(f"for a row of zeros, a CUDA graph has another {name} than the model")
+        self._graphs = graphs
+
+    def use_request_stream(self) -> None:
+        """Launch runs on the stream of requests from now on; until then they do not get ahead of requests."""
+        self._stream = self._deployment.stream
 
     def zeros(self, rows: int) -> dict[str, Array]:
         """Return features of zeros for `rows` rows, or of the allowed value nearest to zero."""
@@ -70,18 +103,37 @@ class ServedVersion:
         """Return whether it answers a row of zeros: distinguishes a bad input from a broken model after a failure.
 
         Tried once a second at most: bad inputs may be frequent.
+
+        Raises:
+            Exception: memory does not suffice, or the device is lost; neither is the model's failure.
         """
         now = time.monotonic()
         if now >= self._works_until:
-            self._works_until = now + _WORKS_FOR.total_seconds()
             self._works = self._answers_zeros()
+            self._works_until = now + _WORKS_FOR.total_seconds()
         return self._works
 
     def _answers_zeros(self) -> bool:
         try:
             return all(is_finite(array) for array in self.run(self.zeros(1)).values())
-        except Exception:  # noqa: BLE001 - the module is the user's code, which may raise anything
+        except Exception as exc:  # the module is the user's code, which may raise anything
+            if failure_of(exc) in (Failure.MEMORY, Failure.DEVICE):
+                raise
             return False
+
+
+def _predict(
+    deployment: Deployment, module: nn.Module, features: Mapping[str, Tensor], embedding: Embeddings | None = None
+) -> dict[str, Tensor]:
+    if embedding is not None:
+        embedding.capture_next()
+    with deployment.autocast():
+        output = forward(module, features)
+        captured = None if embedding is None else embedding.captured()
+    if deployment.precision in HALF and output.is_floating_point():
+        output = output.float()  # tasks predict, and clients receive, as in full precision
+    predictions = deployment.task.predict(output)
+    return predictions if captured is None else {**predictions, EMBEDDING: captured}
 
 
 def load_version(deployment: Deployment, manifest: Manifest, max_batch: int) -> ServedVersion:
@@ -96,21 +148,66 @@ def load_version(deployment: Deployment, manifest: Manifest, max_batch: int) -> 
     number = manifest.number
     weights = deployment.versions.weights(manifest)
     try:
-        template = deployment.template
-        module = copy.deepcopy(template.module)
-        module.load_state_dict(weights, strict=True)
-        version = ServedVersion(manifest, module.to(deployment.device), deployment)
-        _warm_up(version, 1)
-        _warm_up(version, max_batch)
-        _warm_up_sizes(version, max_batch, template.warmed)
+        use_device(deployment.device)  # any thread may load: the swap's, the shadow's, that of a rollout command
+        version = _loaded(deployment, manifest, weights, max_batch)
     except Exception as exc:  # the factory and the module are the user's code, which may raise anything
         raise VersionError(f"version {number}: {_sentence(exc)}") from exc
     return version
 
 
+def _loaded(deployment: Deployment, manifest: Manifest, weights: Mapping[str, Tensor], max_batch: int) -> ServedVersion:
+    template = deployment.template
+    slot = template.slots.take()
+    try:
+        module = slot.load(template.module, weights, deployment.device, plainly=template.loads_plainly)
+        version = ServedVersion(manifest, module, deployment)
+        if template.slots.taken == 1:  # no request runs yet; the allocator takes memory for their stream
+            version.use_request_stream()
+        _warm_up(version, 1)
+        _try_graphs(version, slot.graphs, deployment, max_batch)
+        _warm_up_batches(version, max_batch, template.warmed)
+    except BaseException:
+        template.slots.put(slot)
+        raise
+    version.use_request_stream()
+    # Not in a cycle of references, which would keep the slot until the next garbage collection.
+    weakref.finalize(version, template.slots.put, slot).atexit = False
+    return version
+
+
+def _try_graphs(version: ServedVersion, graphs: Graphs, deployment: Deployment, max_batch: int) -> None:
+    """Let a version run as CUDA graphs, if they are configured and the model can be captured."""
+    template = deployment.template
+    if deployment.capture is None or template.without_graphs:
+        return
+    try:
+        if not template.loads_plainly:
+            raise ModelError("the model's code takes part in loading weights")
+        version.use_graphs(graphs, deployment.capture, max_batch)
+    except Exception as exc:  # noqa: BLE001 - the module is the user's code, which may raise anything
+        log.warning("serving.graphs has no effect: the model cannot run as CUDA graphs: %s", _sentence(exc))
+        if failure_of(exc) is not Failure.MEMORY:
+            template.without_graphs.append(version.number)
+    else:
+        return
+    free_cached_memory(deployment.device)  # after the except clause: its exception keeps tensors
+    _warm_up(version, 1)  # shows whether the device is lost, which errors of a capture alone do not
+
+
 def is_finite(array: Array) -> bool:
     """Return whether no element is NaN or infinite; true for arrays that are not floats."""
     return array.dtype.kind != "f" or bool(np.isfinite(array).all())
+
+
+def _warm_up_batches(version: ServedVersion, max_batch: int, warmed: set[int]) -> None:
+    """Warm up on larger batches, as far as memory suffices: a batch that does not fit is run in pieces."""
+    try:
+        _warm_up(version, max_batch)
+        _warm_up_sizes(version, max_batch, warmed)
+    except Exception as exc:
+        if failure_of(exc) is not Failure.MEMORY:
+            raise
+        log.warning("version %d has too little memory for batches of %d rows: %s", version.number, max_batch, exc)
 
 
 def _warm_up_sizes(version: ServedVersion, max_batch: int, warmed: set[int]) -> None:

@@ -7,6 +7,7 @@ from learner.errors import VersionError
 from learner.state_dir.version import Manifest, RegistryState, reference_to
 from serving.metrics import ServingMetrics
 from serving.model.deployment import Deployment
+from serving.model.device import free_cached_memory
 from serving.model.loaded_version import ServedVersion, load_version
 from serving.rollout.eligibility import Requirements, ServingPolicy, lowered, misfit
 from serving.rollout.load_retry import Retries, may_pass
@@ -98,6 +99,8 @@ class CandidateLoader:
             if self._policy.may_take(number, state):
                 manifest = self._versions.manifest(number)
                 self._check(manifest, number, stale, served)
+                if self.retries.reason_of(number) is not None:
+                    free_cached_memory(self._deployment.device)
                 version = load_version(self._deployment, manifest, self._max_batch)
         except (VersionError, OSError, RuntimeError, MemoryError) as exc:
             if may_pass(exc):

@@ -12,9 +12,10 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
+from anabranch.core.failures import Failure, failure_of
 from learner.errors import VersionError
 from learner.state_dir.version import RegistryState
-from serving.errors import ConflictError
+from serving.errors import ConflictError, UnavailableError
 from serving.metrics import ServingMetrics
 from serving.model.deployment import Deployment
 from serving.model.loaded_version import ServedVersion
@@ -121,6 +122,7 @@ class VersionSwapper:
         Raises:
             NotFoundError: there is no such version.
             ConflictError: another command contradicts it, or the version cannot be served; nothing has changed then.
+            UnavailableError: the device was lost, and the process is about to end.
         """
         with self._lock:
             try:
@@ -135,7 +137,13 @@ class VersionSwapper:
                         self._versions.write_state(before)
                         self._poll()
                         raise ConflictError(f"version {number} cannot be served: {why}")
-            except (OSError, VersionError) as exc:
+            except (OSError, RuntimeError, VersionError) as exc:
+                if failure_of(exc) is Failure.DEVICE:
+                    log.exception("the device is lost")
+                    self._on_error(exc)
+                    raise UnavailableError("the device of this server has failed; it is about to start again") from exc
+                if isinstance(exc, RuntimeError):
+                    raise
                 raise ConflictError(f"the rollout command cannot be saved: {exc}") from exc
         log.info("rollout command: %s version %d; %s is served", command.__name__.replace("_", " "), number, served)
 

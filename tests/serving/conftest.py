@@ -33,6 +33,7 @@ import time
 import torch
 from torch import nn
 
+lost = threading.Event()
 running = threading.Event()
 go_on = threading.Event()
 go_on.set()
@@ -85,6 +86,35 @@ class Touchy(nn.Module):
         return torch.where(x.sum(dim=1) > 100, torch.inf, x.sum(dim=1)) * self.scale
 
 
+class Doomed(Number):
+    """Loses its device on a value above 1000: from then on every run of the process fails."""
+
+    def forward(self, x):
+        if (x > 1000).any():
+            lost.set()
+        if lost.is_set():
+            raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+        return super().forward(x)
+
+
+class Indexed(nn.Module):
+    """Looks up an embedding of ten rows by an index that no schema bounds: a device-side assert on CUDA."""
+
+    def __init__(self):
+        super().__init__()
+        self.effect = nn.Embedding(10, 1)
+
+    def forward(self, x):
+        return self.effect(x[:, 0].long())
+
+
+class Hungry(Number):
+    """Takes 16 MB for each row while it runs."""
+
+    def forward(self, x):
+        return super().forward(x.repeat_interleave(1 << 20, dim=1))
+
+
 class Monthly(nn.Module):
     """An embedding of an integer that begins at 1."""
 
@@ -118,6 +148,18 @@ def mixed():
 
 def touchy():
     return Touchy()
+
+
+def indexed():
+    return Indexed()
+
+
+def hungry():
+    return Hungry()
+
+
+def doomed():
+    return Doomed()
 
 
 def monthly():
@@ -167,6 +209,9 @@ SCHEMAS = {
     "number": NUMBER,
     "sluggish": NUMBER,
     "touchy": NUMBER,
+    "doomed": NUMBER,
+    "hungry": NUMBER,
+    "indexed": NUMBER,
     "broken": NUMBER,
     "mixed": MIXED,
     "monthly": MONTHLY,

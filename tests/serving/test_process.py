@@ -65,6 +65,7 @@ def test_import_serving_app_loads_neither_kafka_nor_redis_nor_faiss() -> None:
         ('host = "0.0.0.0"', r"tokens.read is required because host \"0.0.0.0\" is not loopback"),
         ("max_held_bytes = 2000", r"max_held_bytes"),
         ('timeout = "0s"', r"must be longer than 0s"),
+        ('device = "cpu"\nprecision = "fp16"', r'serving.precision = "fp16" needs a CUDA device'),
     ],
 )
 def test_bad_settings_are_one_sentence_and_exit_2(pipeline: Callable[..., Path], more: str, sentence: str) -> None:

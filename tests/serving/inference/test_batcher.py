@@ -13,10 +13,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from learner.device_sharing.lease import ServerMark, hold_server
 from serving.config import ServingSettings
-from serving.errors import BadRequestError, FailedError, TooManyRequestsError
+from serving.errors import BadRequestError, FailedError, TooManyRequestsError, UnavailableError
+from serving.inference import batch_run
+from serving.inference.batch_run import BatchRunner
 from serving.inference.batcher import Batcher
 
 
@@ -52,7 +55,9 @@ class FakeVersion:
         return not self.broken
 
 
-def batching(test: Callable[[Batcher], Awaitable[None]], **settings: Any) -> None:
+def batching(
+    test: Callable[[Batcher], Awaitable[None]], expected: type[BaseException] | None = None, **settings: Any
+) -> None:
     bugs: list[BaseException] = []
 
     async def main(mark: ServerMark) -> None:
@@ -62,7 +67,7 @@ def batching(test: Callable[[Batcher], Awaitable[None]], **settings: Any) -> Non
 
     with tempfile.TemporaryDirectory() as folder, hold_server(Path(folder), timedelta(milliseconds=20)) as mark:
         asyncio.run(main(mark))
-    assert not bugs
+    assert [type(bug) for bug in bugs] == ([] if expected is None else [expected])
 
 
 def ask(batcher: Batcher, version: FakeVersion, *values: float, peer: Hashable = None) -> asyncio.Task[Any]:
@@ -339,3 +344,122 @@ def test_a_version_is_freed_with_its_last_request() -> None:
         assert gone() is None
 
     batching(test)
+
+
+class FailingVersion(FakeVersion):
+    """Raises an error as often as it is said to, or in runs of more rows than fit."""
+
+    def __init__(self, error: Exception, times: float = math.inf, fits: int = 0) -> None:
+        super().__init__()
+        self.error, self.times, self.fits = error, times, fits
+
+    def run(self, features: Mapping[str, Any], embed: bool = False) -> dict[str, Any]:
+        if len(features["x"]) > self.fits and self.times > 0:
+            self.times -= 1
+            self.tried.append(len(features["x"]))
+            raise self.error
+        return super().run(features, embed)
+
+    def works(self) -> bool:
+        raise AssertionError("it was asked whether it works")
+
+
+LOST = torch.AcceleratorError("CUDA error: device-side assert triggered")
+NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+
+def test_a_lost_device_ends_the_worker_after_one_run_and_all_requests_are_503() -> None:
+    version = FailingVersion(LOST, times=1)
+
+    async def test(batcher: Batcher) -> None:
+        batch = [ask(batcher, version, 1), ask(batcher, version, 2)]
+        waiting = [ask(batcher, FakeVersion(2), 3), ask(batcher, version, 4, peer="another")]
+        for answer in await asyncio.gather(*batch, *waiting, return_exceptions=True):
+            assert isinstance(answer, UnavailableError)
+            assert answer.retry_after is not None
+        with pytest.raises(UnavailableError):
+            await ask(batcher, version, 5)
+
+    batching(test, type(LOST), max_batch=2)
+    assert version.tried == [2], "it was run again"
+
+
+def test_a_device_that_is_lost_when_zeros_are_tried_ends_the_worker_too() -> None:
+    class Version(FakeVersion):
+        def works(self) -> bool:
+            raise LOST
+
+    async def test(batcher: Batcher) -> None:
+        with pytest.raises(UnavailableError):
+            await ask(batcher, Version(), -1)
+
+    batching(test, type(LOST))
+
+
+@pytest.mark.parametrize("fits", [1, 3, 6])
+def test_a_batch_that_runs_out_of_memory_is_run_in_pieces_that_fit(fits: int) -> None:
+    version = FailingVersion(NO_MEMORY, fits=fits)
+
+    async def test(batcher: Batcher) -> None:
+        answers = await asyncio.gather(*(ask(batcher, version, row, row) for row in range(4)))
+        assert [answer["prediction"].tolist() for answer in answers] == [[2 * row] * 2 for row in range(4)]
+        assert batcher.problem == f"the model ran out of memory in the last minute: 8 rows were run {most} at a time"
+
+    most = {1: 1, 3: 2, 6: 4}[fits]
+    batching(test)
+    assert version.runs == [most] * (8 // most)
+
+
+def test_a_request_that_memory_does_not_suffice_for_is_503_and_others_are_answered() -> None:
+    class Version(FakeVersion):
+        def run(self, features: Mapping[str, Any], embed: bool = False) -> dict[str, Any]:
+            if (features["x"] == 7).any():
+                raise NO_MEMORY
+            return super().run(features, embed)
+
+        def works(self) -> bool:
+            raise AssertionError("it was asked whether it works")
+
+    async def test(batcher: Batcher) -> None:
+        good, big, other = ask(batcher, version, 1), ask(batcher, version, 7), ask(batcher, version, 2)
+        with pytest.raises(UnavailableError, match="too little memory for now") as raised:
+            await big
+        assert raised.value.retry_after is not None
+        assert ((await good)["prediction"].tolist(), (await other)["prediction"].tolist()) == ([2], [4])
+        assert batcher.problem is not None
+        assert batcher.problem.endswith("a request of 1 rows was answered 503")
+
+    version = Version()
+    batching(test)
+
+
+def test_memory_that_does_not_suffice_to_try_zeros_is_no_fault_of_the_model() -> None:
+    class Version(FakeVersion):
+        def works(self) -> bool:
+            raise NO_MEMORY
+
+    async def test(batcher: Batcher) -> None:
+        with pytest.raises(UnavailableError, match="too little memory for now"):
+            await ask(batcher, Version(), -1)
+
+    batching(test)
+
+
+def test_cached_memory_is_freed_before_a_batch_is_tried_again_and_the_problem_ends_after_a_minute(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    freed: list[torch.device] = []
+    monkeypatch.setattr(batch_run, "free_cached_memory", freed.append)
+    device, now = torch.device("cuda", 1), [0.0]
+    runner = BatchRunner(4, device, lambda: now[0])
+    version: Any = FailingVersion(NO_MEMORY, times=1)
+    x = np.zeros(4, np.float32)
+    request = batch_run.QueuedRequest(version, {"x": x}, 4, 0.0, None, False, None)  # type: ignore[arg-type]
+    assert runner.problem is None
+    runner.run([request])
+    assert isinstance(request.outcome, dict)
+    assert freed == [device]
+    now[0] = 59
+    assert runner.problem is not None
+    now[0] = 60
+    assert runner.problem is None

@@ -115,7 +115,13 @@ class PolledShadow:
         self.served = load_version(publisher.deployment, publisher.versions.manifest(1), 8)
         self.now = 0.0
         metrics = ServingMetrics(CollectorRegistry())
-        self.shadow = Shadow(publisher.deployment, 1.0, 8, metrics, lambda: self.served, lambda: True, lambda: self.now)
+        self.shadow = Shadow(
+            *(publisher.deployment, 1.0, 8, metrics),
+            served=lambda: self.served,
+            is_idle=lambda: True,
+            on_error=pytest.fail,
+            clock=lambda: self.now,
+        )
 
     def poll(self) -> int | None:
         self.now += 30

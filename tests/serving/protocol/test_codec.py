@@ -355,3 +355,46 @@ def test_metadata_has_minus_one_for_rows(deploy: Callable[..., Any]) -> None:
     ]
     (output,) = deploy("number").deployment.outputs()
     assert output.metadata() == {"name": "prediction", "datatype": "FP32", "shape": [-1]}
+
+
+INTEGERS = [f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)]
+
+
+@given(st.data(), st.sampled_from(INTEGERS))
+def test_no_integer_outside_of_its_bounds_passes_whatever_the_form_of_the_request(
+    data: st.DataObject, name: str
+) -> None:
+    dtype = np.dtype(name)
+    integers = st.integers(int(np.iinfo(dtype).min), int(np.iinfo(dtype).max))
+    low, high = sorted(data.draw(st.tuples(integers, integers)))
+    bounds = data.draw(st.sampled_from([{"min": low}, {"max": high}, {"min": low, "max": high}]))
+    near = st.sampled_from([low - 1, low, high, high + 1]).filter(lambda value: np.iinfo(dtype).min <= value)
+    values = data.draw(st.lists(integers | near.filter(lambda value: value <= np.iinfo(dtype).max), min_size=1))
+    settings = {"features": {"n": {"dtype": name, **bounds}}, "label": {"name": "y", "classes": 3}}
+    signature = Signature(Schema(SchemaSettings.model_validate(settings)), OUTPUTS, max_rows=1000)
+    tensor = {"name": "n", "shape": [len(values)], "datatype": DATATYPES[name]}
+    raw = np.array(values, dtype.newbyteorder("<")).tobytes()
+    head = json.dumps({"inputs": [{**tensor, "parameters": {"binary_data_size": len(raw)}}]}).encode()
+    inside = all(bounds.get("min", value) <= value <= bounds.get("max", value) for value in values)
+    for request, header_length in (
+        (json.dumps({"inputs": [{**tensor, "data": values}]}).encode(), None),
+        (head + raw, len(head)),
+        (raw, 0),
+    ):
+        if inside:
+            assert signature.decode(request, header_length).features["n"].tolist() == values
+        else:
+            with pytest.raises(BadRequestError, match="'n' has a value that is not"):
+                signature.decode(request, header_length)
+
+
+@given(st.lists(st.text(max_size=9), min_size=1), st.integers(2, 9))
+def test_ids_of_strings_are_always_in_range(texts: list[str], buckets: int) -> None:
+    for encode, size in (({"hash": buckets}, buckets), ({"vocab": ["red", "green"]}, 3)):
+        settings = {"features": {"w": {"dtype": "string", "encode": encode}}, "label": {"name": "y", "classes": 3}}
+        signature = Signature(Schema(SchemaSettings.model_validate(settings)), OUTPUTS, max_rows=1000)
+        tensor = {"name": "w", "shape": [len(texts)], "datatype": "BYTES", "data": texts}
+        ids = signature.decode(json.dumps({"inputs": [tensor]}).encode(), None).features["w"]
+        assert ids.dtype == np.int64
+        assert (ids >= 0).all()
+        assert (ids < size).all()

@@ -37,6 +37,7 @@ from serving.model import deployment
 from serving.model import loaded_version as served
 from serving.model.deployment import pick_device
 from serving.model.loaded_version import ServedVersion
+from serving.rollout import candidate_loader
 from serving.rollout import directory_watcher as notice
 from serving.rollout import load_retry as retry
 from serving.rollout.commands import pin, promote, reject, roll_back, unpin, version_before
@@ -516,6 +517,20 @@ def test_a_version_for_which_there_was_no_memory_is_taken_when_there_is(
     assert str(error) in problem
     assert watched.poll_later() == 2
     assert (watched.refused(), watched.swap.problems) == (0, [])
+
+
+def test_cached_memory_is_freed_before_a_version_is_tried_again_also_at_a_first_start(
+    numbers: Any, watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    did: list[object] = []
+    monkeypatch.setattr(candidate_loader, "free_cached_memory", did.append)
+    numbers.publish(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(candidate_loader, "load_version", lambda *_: did.append("load") or raises(OUT_OF_MEMORY[1])())
+        assert [watched.poll_later() for _ in range(2)] == [None] * 2
+    assert watched.poll_later() == 1
+    device = numbers.deployment.device
+    assert did == ["load", device, "load", device]
 
 
 def test_a_version_that_is_away_is_tried_again_at_once_and_then_ever_more_seldom(

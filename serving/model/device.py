@@ -1,0 +1,59 @@
+"""What a process and its threads do with the device: choose it and its arithmetic, free memory, end when it is lost."""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from anabranch.core.errors import SettingsError
+from anabranch.core.failures import Failure, failure_of
+from serving.config import PrecisionName
+from serving.errors import DeviceError
+
+HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""The dtype of each precision with 16 bits."""
+
+
+def use_device(device: torch.device) -> None:
+    """Make `device` the current one of this thread, if it is a CUDA device.
+
+    Each thread starts with device 0 as the current one: user code without an explicit device, events and new streams
+    would be on another device than the model, and take memory there.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device.index or 0)
+
+
+def use_precision(name: PrecisionName, device: torch.device) -> None:
+    """Let this process multiply float32 matrices as `serving.precision` says.
+
+    Raises:
+        SettingsError: the device cannot compute with that precision.
+    """
+    if name in ("fp16", "tf32") and device.type != "cuda":
+        raise SettingsError(f'serving.precision = "{name}" needs a CUDA device, but the device is {device}; try "bf16"')
+    if name == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise SettingsError(f'serving.precision = "bf16" is not supported by {device}; try "fp16"')
+    if name == "tf32":
+        torch.set_float32_matmul_precision("high")
+        torch.backends.cudnn.allow_tf32 = True
+
+
+def free_cached_memory(device: torch.device) -> None:
+    """Return the blocks that torch's allocator caches to the device, for other processes and larger blocks."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+@contextlib.contextmanager
+def device_errors() -> Iterator[None]:
+    """Turn errors of a lost device, and of too little memory, into DeviceError: a restart may fix them."""
+    try:
+        yield
+    except Exception as exc:
+        failure = None if isinstance(exc, DeviceError) else failure_of(exc)
+        if failure is Failure.MEMORY:
+            raise DeviceError(f"the device of the model has too little memory for now: {exc}") from exc
+        if failure is Failure.DEVICE:
+            raise DeviceError(f"the device of the model is lost until this process ends: {exc}") from exc
+        raise

@@ -1,0 +1,119 @@
+"""Parameters and buffers on the device which versions fill in turns, so that a swap allocates nothing.
+
+Two slots suffice: one has the served version, the other gets the next. A third is made while requests still hold the
+version before, and dropped afterwards. The tensors of a slot keep their addresses, so CUDA graphs stay valid.
+"""
+
+import copy
+from collections import deque
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from serving.model.graphs import Graphs
+
+_SPARE = 1
+"""Slots that are kept besides those in use."""
+
+
+class TensorSlot:
+    """The parameters and buffers of one version at a time, by name."""
+
+    def __init__(self) -> None:
+        self.graphs = Graphs()
+        """Captured with these tensors."""
+        self._tensors: dict[str, Tensor] = {}
+
+    def load(
+        self, template: nn.Module, weights: Mapping[str, Tensor], device: torch.device, *, plainly: bool
+    ) -> nn.Module:
+        """Return a copy of `template` on the device with `weights`, in the tensors of the version before.
+
+        Only tensors are taken over: other attributes, and buffers that are not in `weights`, are the template's. Unless
+        weights load `plainly`, nothing is taken over, and they are loaded on the CPU. Raises RuntimeError when weights
+        do not fit.
+        """
+        if not plainly:
+            module = copy.deepcopy(template)
+            module.load_state_dict(weights, strict=True)
+            return module.to(device)
+        module = copy.deepcopy(template, self._taken_over(template, weights, device)).to(device)
+        module.load_state_dict(weights, strict=True)
+        tensors = dict(_tensors(module))
+        if [each.data_ptr() for each in tensors.values()] != [each.data_ptr() for each in self._tensors.values()]:
+            self.graphs = Graphs()
+        self._tensors = tensors
+        return module
+
+    def _taken_over(
+        self, template: nn.Module, weights: Mapping[str, Tensor], device: torch.device
+    ) -> dict[int, Tensor]:
+        """Return what `copy.deepcopy` is to use for tensors of the template, by their id, where they fit."""
+        taken: dict[int, Tensor] = {}
+        storages: dict[int, int] = {}
+        for name, own in _tensors(template):
+            kept = self._tensors.get(name)
+            if kept is None or not _fits(kept, own, device):
+                continue
+            # Tensors that shared memory in the version before, and do not in the template, are not taken over.
+            storage = own.untyped_storage().data_ptr()
+            if storages.setdefault(kept.untyped_storage().data_ptr(), storage) != storage:
+                continue
+            taken[id(own)] = kept
+            if name not in weights:
+                with torch.no_grad():
+                    kept.copy_(own)
+        return taken
+
+
+class TensorSlots:
+    """The slots of a model. `take` is called by one thread at a time, `put` by any, also by the garbage collector."""
+
+    def __init__(self) -> None:
+        self._free: deque[TensorSlot] = deque()
+        self.taken = 0
+        """How often a slot was taken."""
+
+    def take(self) -> TensorSlot:
+        """Return a free slot, or an empty one."""
+        self.taken += 1
+        return self._free.popleft() if self._free else TensorSlot()
+
+    def put(self, slot: TensorSlot) -> None:
+        """Make a slot free: no run uses its tensors any more."""
+        if len(self._free) < _SPARE:
+            self._free.append(slot)
+
+
+def loads_plainly(module: nn.Module) -> bool:
+    """Return whether loading weights copies them into parameters and buffers, and does nothing else.
+
+    User code that takes part in loading may replace tensors, or compute other attributes from them.
+    """
+    return not any(
+        each._load_state_dict_pre_hooks
+        or each._load_state_dict_post_hooks
+        or type(each).set_extra_state is not nn.Module.set_extra_state
+        or any(_is_overridden(type(each), method) for method in ("load_state_dict", "_load_from_state_dict"))
+        for each in module.modules()
+    )
+
+
+def _is_overridden(kind: type[nn.Module], method: str) -> bool:
+    owner = next(base for base in kind.__mro__ if method in vars(base))
+    return not owner.__module__.startswith("torch.")
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def _fits(kept: Tensor, own: Tensor, device: torch.device) -> bool:
+    return (
+        type(kept) is type(own)
+        and kept.device == device
+        and (kept.shape, kept.dtype, kept.layout) == (own.shape, own.dtype, own.layout)
+        and kept.stride() == own.stride()
+    )
