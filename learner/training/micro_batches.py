@@ -4,11 +4,13 @@ Legend: B new events, R of a sample.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
+from learner.strategies.base import StepWeights
 from learner.strategies.examples import Examples, pad_single
 
 Part = tuple[Examples, list[Examples]]
@@ -49,3 +51,31 @@ def _weightless(examples: Examples) -> Examples:
 def _part(examples: Examples, index: int, parts: int) -> Examples:
     n = len(examples)
     return examples[index * n // parts : (index + 1) * n // parts]
+
+
+def tensors_of(events: Sequence[Examples], weights: StepWeights) -> list[Tensor]:
+    """Return all tensors of a pass, in a fixed order."""
+    tensors = [weights.new, *weights.old, *([] if weights.present_C is None else [weights.present_C])]
+    for each in events:
+        tensors += [*each.features.values(), each.label_B, each.weight_B]
+        tensors += [] if each.output_B is None else [each.output_B]
+    return tensors
+
+
+def with_tensors(
+    events: Sequence[Examples], weights: StepWeights, tensors: Sequence[Tensor]
+) -> tuple[list[Examples], StepWeights]:
+    """Return the events and weights with other tensors, which are in the order of `tensors_of`."""
+    rest: Iterator[Tensor] = iter(tensors)
+    new, old = next(rest), [next(rest) for _ in weights.old]
+    given = StepWeights(new, old, None if weights.present_C is None else next(rest))
+    replaced = [
+        Examples(
+            {name: next(rest) for name in each.features},
+            next(rest),
+            next(rest),
+            None if each.output_B is None else next(rest),
+        )
+        for each in events
+    ]
+    return replaced, given

@@ -15,13 +15,14 @@ from torch import Tensor, nn
 
 from anabranch.core.failures import out_of_memory
 from learner.config import LearnerSettings
+from learner.model.cuda_graph import graphed_pass
 from learner.model.device import Precision
 from learner.model.embedding import Embeddings, TaskEmbedding
 from learner.model.factory import forward
 from learner.model.task import Task
 from learner.strategies.base import MicroBatchLoss, StepWeights, Strategy
 from learner.strategies.examples import Examples
-from learner.training.micro_batches import idle, micro_batches
+from learner.training.micro_batches import idle, micro_batches, tensors_of, with_tensors
 from learner.training.optimizer_step import OptimizerStep
 from learner.training.out_of_memory import halve_micro_batch, oom_warning, release
 from learner.training.parallelism import Ranks
@@ -93,6 +94,7 @@ class Passes:
         self._fallback = fallback
         self.snapshots = Snapshots(model, device)
         """From which passes can be undone or retried."""
+        self._graphs = graphed_pass(model, device) if settings.graphs else None
         self._before_micro_batch = hooks.before_micro_batch
         self._passes = 0
         self._transforms = type(strategy).transform_gradients is not Strategy.transform_gradients
@@ -225,7 +227,8 @@ class Passes:
         for index, (some_new, some_old) in enumerate(parts):
             self.before_pass()
             with self._ranks.no_sync() if index < len(parts) - 1 else contextlib.nullcontext():
-                totals.append(self._forward_backward(some_new, some_old, weights, outputs))
+                loss = self._graphed(some_new, some_old, weights, before) if len(parts) == 1 else None
+                totals.append(self._forward_backward(some_new, some_old, weights, outputs, loss))
         for _ in range(idle_passes):
             self._run_idle(new, old, weights)
         if self.strategy.learns_gradient:
@@ -244,20 +247,19 @@ class Passes:
             before.restore_buffers()
 
     def _forward_backward(
-        self, new: Examples, old: Sequence[Examples], weights: StepWeights, outputs: StepOutputs
+        self,
+        new: Examples,
+        old: Sequence[Examples],
+        weights: StepWeights,
+        outputs: StepOutputs,
+        loss: MicroBatchLoss | None = None,
     ) -> Tensor:
-        """Add the gradient of a micro-batch to that of the step, and its outputs to `outputs`; return its loss."""
+        """Add the gradient of a micro-batch to that of the step, and its outputs to `outputs`; return its loss.
 
-        def run(new: Examples, old: Sequence[Examples]) -> MicroBatchLoss:
-            if self.embedding is not None:
-                self.embedding.capture_next()
-            with self.autocast():
-                loss = self.strategy.loss(self._forward_trained, new, old, weights)
-            if self.strategy.learns_gradient:
-                self.strategy.backward(loss, self.update.scaler.scale)
-            return loss
-
-        loss = self._run(run, new, old)
+        `loss`: that of a pass which has run; None: this runs it.
+        """
+        if loss is None:
+            loss = self._run(lambda new, old: self._pass(new, old, weights), new, old)
         outputs.output.append(loss.output_B)
         if loss.new_B is not None:
             outputs.new.append(loss.new_B)
@@ -270,6 +272,39 @@ class Passes:
                 if not self._fallback.recorded(exc):
                     raise
         return loss.total.detach()
+
+    def _pass(self, new: Examples, old: Sequence[Examples], weights: StepWeights) -> MicroBatchLoss:
+        if self.embedding is not None:
+            self.embedding.capture_next()
+        with self.autocast():
+            loss = self.strategy.loss(self._forward_trained, new, old, weights)
+        if self.strategy.learns_gradient:
+            self.strategy.backward(loss, self.update.scaler.scale)
+        return loss
+
+    def _graphed(
+        self, new: Examples, old: Sequence[Examples], weights: StepWeights, before: StepSnapshot
+    ) -> MicroBatchLoss | None:
+        """Run the only pass of a step by a CUDA graph; None: it has to run as it is."""
+        if self._graphs is None or self._graphs.refused:
+            return None
+
+        def run(tensors: list[Tensor]) -> list[Tensor | None]:
+            (new_, *old_), weights_ = with_tensors([new, *old], weights, tensors)
+            loss = self._pass(new_, old_, weights_)
+            return [loss.total.detach(), loss.output_B, loss.new_B, *loss.old]
+
+        def undo() -> None:
+            self.update.gradients.clear()
+            before.restore()
+
+        results = self._graphs(run, tensors_of([new, *old], weights), undo)
+        if results is None:
+            return None
+        total, output_B, new_B, *losses = results
+        assert total is not None
+        assert output_B is not None
+        return MicroBatchLoss(total, output_B, [each for each in losses if each is not None], new_B)
 
     def _run(
         self, run_pass: Callable[[Examples, Sequence[Examples]], _T], new: Examples, old: Sequence[Examples]
