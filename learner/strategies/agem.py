@@ -9,8 +9,6 @@ from torch import Tensor
 from learner.strategies.base import Forward, MicroBatchLoss, StepWeights, Strategy, weighted
 from learner.strategies.examples import Examples, concat, split_like
 
-_Tensors = list[Tensor] | tuple[Tensor, ...]
-
 
 @dataclass(frozen=True)
 class _TwoLosses(MicroBatchLoss):
@@ -63,25 +61,24 @@ class ProjectedGradient(Strategy):
         """Remove the component that opposes the old events' gradient; both gradients are averaged over the ranks."""
         if not self._reference:
             return
-        reference = torch._foreach_div(self._reference, scale)
-        self.learner.reduce(reference)
+        reference = self._reference
+        if self.learner.ranks > 1 or isinstance(scale, Tensor) or scale != 1:
+            reference = torch._foreach_div(reference, scale)
+            self.learner.reduce(reference)
         weights = self.learner.weights
         for weight in weights:
             if weight.grad is None:
                 weight.grad = torch.zeros_like(weight)
         gradients = [weight.grad for weight in weights if weight.grad is not None]
-        along, length = _dot(gradients, reference), _dot(reference, reference)
+        products = torch._foreach_mul(gradients, reference)
+        # The sum of all products, for which there is no call: of the positive ones, less that of the negative ones.
+        along = _sum(products) - 2 * _sum(torch._foreach_clamp_max(products, 0))
+        length = torch.stack(torch._foreach_norm(reference)).square().sum()
         # Written so that a length that is not finite spoils the step, which is then left out or done again.
         factor = torch.where((along >= 0) & length.isfinite(), 0.0, along / length)
         torch._foreach_sub_(gradients, torch._foreach_mul(reference, factor))
 
 
-def _dot(first: _Tensors, second: _Tensors) -> Tensor:
-    """Return the sum of all products: of the positive ones, less that of the negative ones."""
-    products = torch._foreach_mul(first, second)
-    return _sum(products) - 2 * _sum(torch._foreach_clamp_max(products, 0))
-
-
-def _sum(tensors: _Tensors) -> Tensor:
+def _sum(tensors: tuple[Tensor, ...]) -> Tensor:
     """Return the sum of all magnitudes."""
     return torch.stack(torch._foreach_norm(tensors, 1)).sum()

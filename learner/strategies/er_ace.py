@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-import torch
+from torch.nn import functional
 
 from learner.strategies.base import Forward, MicroBatchLoss, StepWeights, Strategy, weighted
 from learner.strategies.examples import Examples, concat, split_like
@@ -24,7 +24,7 @@ class AsymmetricReplay(Strategy):
         output, *outputs = split_like(forward(concat(everything).features), everything)
         assert whole.present_C is not None
         # An event without weight may be of a class that is not present: its own logit stays, so that it is finite.
-        own_BC = new.label_B[:, None] == torch.arange(output.shape[1], device=output.device)
+        own_BC = functional.one_hot(new.label_B, output.shape[1]).bool()
         among_BC = output.float().masked_fill(~(whole.present_C | own_BC), -math.inf)
         total = weighted(loss(among_BC, new.label_B), new.weight_B, whole.new)
         losses = []
