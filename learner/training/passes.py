@@ -95,6 +95,8 @@ class Passes:
         self.snapshots = Snapshots(model, device)
         """From which passes can be undone or retried."""
         self._graphs = graphed_pass(model, device) if settings.graphs else None
+        self.before_wait: Callable[[], object] | None = None
+        """Called before each wait for the numbers of a step."""
         self._before_micro_batch = hooks.before_micro_batch
         self._passes = 0
         self._transforms = type(strategy).transform_gradients is not Strategy.transform_gradients
@@ -133,7 +135,8 @@ class Passes:
                 self.update.gradients.clear()
                 before = before.with_current_rng()
             outputs = self.fitting(partial(self._attempt, new, old, rows, weights, before), [[new, *old]], before)
-            applied = decide(outputs, before, self._ranks, on_device, failed=self._fallback.error is not None)
+            failed = self._fallback.error is not None
+            applied = decide(outputs, before, self._ranks, on_device, self.before_wait, failed=failed)
             if not outputs.finite:
                 before.restore_buffers()
                 self._ranks.reset_comm_state()

@@ -4,7 +4,7 @@ Legend: B new events, R replayed ones, N both, D numbers of an embedding.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -103,7 +103,13 @@ class StepOutputs:
 
 
 def decide(
-    outputs: StepOutputs, before: StepSnapshot, ranks: Ranks, update: OptimizerStep | None, *, failed: bool
+    outputs: StepOutputs,
+    before: StepSnapshot,
+    ranks: Ranks,
+    update: OptimizerStep | None,
+    before_wait: Callable[[], object] | None,
+    *,
+    failed: bool,
 ) -> bool:
     """Read back the numbers of a step, over all ranks, and with them whether it is taken. Called by every rank.
 
@@ -112,6 +118,7 @@ def decide(
         before: the state before the step.
         ranks: those that train together.
         update: updates the weights if the device decides so, before this waits for it; None: nothing does.
+        before_wait: called once all work of the step is queued.
         failed: whether the model raised on this rank.
 
     Returns:
@@ -122,6 +129,8 @@ def decide(
     """
     updated = raised = False
     if ranks.size == 1 and outputs.numbers[0].is_cpu and update is None:
+        if before_wait is not None:
+            before_wait()
         outputs.score, outputs.loss_new, *deciding = map(Tensor.item, outputs.numbers)
     else:
         mark = outputs.numbers[0].new_full((), math.inf if failed else 0.0)
@@ -130,6 +139,8 @@ def decide(
         if update is not None:
             all_finite = torch.linalg.vector_norm(together[2:], math.inf) < math.inf
             update.apply(skip=all_finite.logical_not().float())
+        if before_wait is not None:
+            before_wait()
         # The one wait for the device in a step: whether it is taken has to be known before the next.
         score, loss_new, *deciding, mark_ = together.tolist()
         outputs.score, outputs.loss_new, raised = score * ranks.size, loss_new * ranks.size, not math.isfinite(mark_)
