@@ -22,7 +22,7 @@ from learner.model.factory import forward
 from learner.model.task import Task
 from learner.strategies.base import MicroBatchLoss, StepWeights, Strategy
 from learner.strategies.examples import Examples
-from learner.training.micro_batches import idle, micro_batches, tensors_of, with_tensors
+from learner.training.micro_batches import idle, micro_batches, run_graphed
 from learner.training.optimizer_step import OptimizerStep
 from learner.training.out_of_memory import halve_micro_batch, oom_warning, release
 from learner.training.parallelism import Ranks
@@ -230,7 +230,11 @@ class Passes:
         for index, (some_new, some_old) in enumerate(parts):
             self.before_pass()
             with self._ranks.no_sync() if index < len(parts) - 1 else contextlib.nullcontext():
-                loss = self._graphed(some_new, some_old, weights, before) if len(parts) == 1 else None
+                loss = None
+                if self._graphs is not None and len(parts) == 1:
+                    loss = run_graphed(
+                        self._graphs, self._pass, (some_new, some_old, weights), partial(self._undo, before)
+                    )
                 totals.append(self._forward_backward(some_new, some_old, weights, outputs, loss))
         for _ in range(idle_passes):
             self._run_idle(new, old, weights)
@@ -276,6 +280,10 @@ class Passes:
                     raise
         return loss.total.detach()
 
+    def _undo(self, before: StepSnapshot) -> None:
+        self.update.gradients.clear()
+        before.restore()
+
     def _pass(self, new: Examples, old: Sequence[Examples], weights: StepWeights) -> MicroBatchLoss:
         if self.embedding is not None:
             self.embedding.capture_next()
@@ -284,30 +292,6 @@ class Passes:
         if self.strategy.learns_gradient:
             self.strategy.backward(loss, self.update.scaler.scale)
         return loss
-
-    def _graphed(
-        self, new: Examples, old: Sequence[Examples], weights: StepWeights, before: StepSnapshot
-    ) -> MicroBatchLoss | None:
-        """Run the only pass of a step by a CUDA graph; None: it has to run as it is."""
-        if self._graphs is None or self._graphs.refused:
-            return None
-
-        def run(tensors: list[Tensor]) -> list[Tensor | None]:
-            (new_, *old_), weights_ = with_tensors([new, *old], weights, tensors)
-            loss = self._pass(new_, old_, weights_)
-            return [loss.total.detach(), loss.output_B, loss.new_B, *loss.old]
-
-        def undo() -> None:
-            self.update.gradients.clear()
-            before.restore()
-
-        results = self._graphs(run, tensors_of([new, *old], weights), undo)
-        if results is None:
-            return None
-        total, output_B, new_B, *losses = results
-        assert total is not None
-        assert output_B is not None
-        return MicroBatchLoss(total, output_B, [each for each in losses if each is not None], new_B)
 
     def _run(
         self, run_pass: Callable[[Examples, Sequence[Examples]], _T], new: Examples, old: Sequence[Examples]
