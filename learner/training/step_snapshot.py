@@ -27,7 +27,7 @@ class BufferCopies:
         self.judged: list[int] = []
         """The indices of floating-point buffers that have values."""
         self.partly_finite: set[int] = set()
-        """Of those, the ones that had values which are not finite, such as a mask of minus infinity."""
+        """Of those, the ones to compare element by element: they had values that are not finite, such as a mask."""
         self._buffers: list[Tensor] = []
         self._shapes: list[torch.Size] = []
 
@@ -43,7 +43,6 @@ class BufferCopies:
             self._buffers, self._shapes = buffers, shapes
             self.values = [torch.empty_like(buffer) for buffer in buffers]
             self.judged = [i for i, buffer in enumerate(buffers) if buffer.is_floating_point() and buffer.numel()]
-            self.partly_finite = set()
         with torch.no_grad():
             _copy(self.values, buffers)
 

@@ -169,14 +169,16 @@ def test_a_device_that_decides_learns_bit_for_bit_what_a_host_that_decides_does(
 
 
 class Masked(nn.Module):
-    """Has values that are not finite in a buffer."""
+    """Has values that are not finite in a buffer, and binds another tensor to another buffer in each pass."""
 
     def __init__(self) -> None:
         super().__init__()
         self.body = model()
         self.register_buffer("mask", torch.tensor([0.0, -math.inf]))
+        self.register_buffer("mean", torch.zeros(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
         output: torch.Tensor = self.body(x)
         return output
 
