@@ -35,7 +35,7 @@ class OptimizerStep:
             and not ranks.weights.sharded
             and getattr(self.optimizer, "_step_supports_amp_scaling", False)
         )
-        """Whether `apply` may be called before the host has read whether all is finite."""
+        """Whether `apply` takes `skip` once the optimizer has its state."""
         self._weights = ranks.weights
         self._device = device
         self._name = settings.optimizer.name
@@ -62,6 +62,13 @@ class OptimizerStep:
         """Set the loss scale of the next pass: to `scale`, or by whether the last pass overflowed."""
         self.scaler.update(scale)
         self._unscaled = False
+
+    def can_skip(self) -> bool:
+        """Return whether `apply` may be called before the host has read whether all is finite.
+
+        Not at the first step: SGD takes its momentum for set then, also where the device skips the update.
+        """
+        return self.decides_on_device and self._has_state
 
     def apply(self, skip: Tensor | None = None) -> None:
         """Change the weights, unless `skip`, a scalar on the device, is 1 instead of 0; only fused optimizers take it.

@@ -129,7 +129,7 @@ class Passes:
             before = before.with_current_rng()
         weights, scaled = self._step_weights(new, old), self._attempts > 1
         scale = self.update.loss_scale()
-        on_device = self.update if self.update.decides_on_device and self.strategy.learns_gradient else None
+        on_device = self.update if self.update.can_skip() and self.strategy.learns_gradient else None
         for attempt in range(self._attempts):
             if attempt:
                 self.update.gradients.clear()
