@@ -116,6 +116,14 @@ def test_a_step_reads_no_value_but_its_numbers(schema: Schema, strategy: str, mi
         assert read.calls == 1
 
 
+def test_slda_solves_without_a_check_on_the_host(schema: Schema) -> None:
+    trainer = make_trainer(schema, "slda")
+    with Operations() as operations:
+        assert take(trainer, schema, 0)
+    assert operations.counts["_linalg_solve_ex"] == 1
+    assert not operations.counts["_linalg_check_errors"]
+
+
 def counting(function: Callable[..., Any]) -> Any:
     """Return the function, which counts its calls."""
 
