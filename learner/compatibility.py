@@ -61,6 +61,13 @@ _ALL_RUN = "all replicas have to run a sharded model, and only the first scores 
 _HALF_RUN = "a sharded model can only be run in full"
 _MPS_DECIDES = "a percentage under MPS overrides how many multiprocessors a green context has"
 _FUSED = "compiled code runs across the borders of layers"
+_AT_ONCE = "a CUDA graph launches all layers at once"
+_RECORDED = "only plain code is recorded as a CUDA graph"
+_DECIDES = "this strategy decides in Python what a step computes, and a CUDA graph repeats one step"
+_EXCHANGED = "replicas exchange gradients within the pass, which is not recorded as a CUDA graph"
+_REGENERATED = "modules that recompute their activations set random generators, which a CUDA graph cannot"
+_READ_OUT = "embeddings are captured in Python while a module runs, and a CUDA graph runs no Python"
+_OWN_STREAM = "a CUDA graph is recorded for the whole device"
 _ALONE = "a standby replaces one process"
 _SHAPES = "it keeps averages over rows and columns, and each shard has a part of them"
 
@@ -87,6 +94,15 @@ RULES = (
     Conflict("learner.replicas", _MANY, "learner.deterministic", _ON, _ROUNDED, "set it to 1"),
     Conflict("device_sharing.yield_at", ("layer",), "learner.compile", _ON, _FUSED, 'write "micro-batch"'),
     Conflict("device_sharing.sms", Except(), "device_sharing.mps_percentage", Except(), _MPS_DECIDES, "take one out"),
+    Conflict("device_sharing.yield_at", ("layer",), "learner.graphs", _ON, _AT_ONCE, 'write "micro-batch"'),
+    Conflict("device_sharing.sms", Except(), "learner.graphs", _ON, _OWN_STREAM, "take the key out"),
+    Conflict("learner.graphs", _ON, "learner.compile", _ON, _RECORDED, "set one of them to false"),
+    Conflict("learner.graphs", _ON, "learner.activation_checkpointing", _ON, _REGENERATED, "set one of them to false"),
+    Conflict("learner.graphs", _ON, "learner.strategy", _NEEDS_ALL, _DECIDES, "set it to false"),
+    Conflict("learner.graphs", _ON, "learner.replicas", _MANY, _EXCHANGED, "set it to false"),
+    Conflict("learner.graphs", _ON, "learner.hosts", _MANY, _EXCHANGED, "set it to false"),
+    Conflict("learner.graphs", _ON, "replay.sampling", COMPARING, _READ_OUT, "set it to false"),
+    Conflict("learner.graphs", _ON, "replay.admission", COMPARING, _READ_OUT, "set it to false"),
     Conflict("learner.hosts", _MANY, "learner.deterministic", _ON, _ROUNDED, "set it to 1"),
     Conflict("learner.standby", _ON, "learner.replicas", _MANY, _ALONE, "set it to false"),
     Conflict("learner.standby", _ON, "learner.hosts", _MANY, _ALONE, "set it to false"),

@@ -178,6 +178,9 @@ class LearnerSettings(Section):
     more time. `true`: the members of the model's outermost `nn.Sequential`."""
     compile: bool = False
     """Whether to compile the model with torch; where that fails, it runs uncompiled, with a warning."""
+    graphs: bool = False
+    """On a CUDA device: whether to launch the forward and backward pass of a step as one CUDA graph, where its size has
+    come before; a pass that cannot be recorded runs as it is, with a warning."""
     replicas: Annotated[int, Field(ge=1, le=256)] = 1
     """Processes on this host that train the model together, each on its own CUDA device, or all on the CPU."""
     hosts: Annotated[int, Field(ge=1, le=256)] = 1

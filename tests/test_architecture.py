@@ -113,7 +113,7 @@ KEYS_ADDED = words("""
     learner.max_delay learner.max_grad_norm learner.micro_batch_size learner.old_weight
     learner.drift.actions learner.drift.delta learner.drift.lr_factor learner.drift.replay_factor learner.drift.steps
     learner.schedule.warmup_steps learner.schedule.restart
-    learner.activation_checkpointing learner.compile learner.profile.start learner.profile.steps
+    learner.activation_checkpointing learner.compile learner.graphs learner.profile.start learner.profile.steps
     learner.comm_hook learner.sync_every learner.sharding
     learner.hosts learner.host_rank learner.rendezvous learner.interface learner.join_timeout
     learner.standby model.channels_last

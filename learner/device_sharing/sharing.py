@@ -26,12 +26,14 @@ from learner.state_dir.report import DeviceSharingReport
 from learner.training.passes import LaunchContext, StepHooks
 from learner.training.trainer import Trainer
 
-_POLL_SECONDS = 1e-4
+_SHORTEST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 1e-4, 1e-3
+_POLL_FRACTION = 1 / 8
+"""The interval of polls, as a part of the time that training has yielded."""
 _LONGEST_SECONDS = 30.0
 """The longest stretch that training yields, so that it gets a micro-batch now and then in a flood of requests."""
-_LONGEST_IN_PASS_SECONDS = SILENCE.total_seconds() / 10
-"""The same over all micro-batches of a pass when there are other ranks: ranks of other hosts do not yield, wait at the
-end of the pass, and receive nothing from this one until then."""
+_LONGEST_IN_STEP_SECONDS = SILENCE.total_seconds() / 10
+"""The same over all passes of a step when there are other ranks: ranks of other hosts do not yield, wait at the end of
+a pass, and receive nothing from this one until then."""
 _LONGEST_WITHIN_SECONDS = 1.0
 """The same within one micro-batch in total: meanwhile the process handles no signal, and other ranks wait."""
 _INTERVAL_SECONDS = 0.5
@@ -75,7 +77,7 @@ class DeviceSharing:
         self._servers = servers
         self._slot = slot
         self._observed = waits
-        self._launches = LaunchLimiter(device)
+        self._launches = LaunchLimiter(device, within=spec.settings.yield_at == "layer")
         # A request whose batch is not full yet keeps no CPU busy, but a device has to be empty when the batch comes.
         self._cpu = device.type == "cpu"
         self._field = Field.RUNNING if self._cpu else Field.WAITING
@@ -86,7 +88,7 @@ class DeviceSharing:
         self._began: float | None = None
         self._trained = self._yielded = self._within = 0.0
         self._marks = deque([(0.0, 0.0)], maxlen=_INTERVALS)
-        self._longest_in_pass = self._left_in_pass = float("inf")
+        self._longest_in_step = self._left_in_step = float("inf")
         self._times, self._longest, self._since = 0, 0.0, 0
         self._waits: deque[float] = deque(maxlen=_MOST_WAITS)
         self._counts = (0, 0)
@@ -98,7 +100,7 @@ class DeviceSharing:
         `ranks`: how many train together.
         """
         if ranks > 1:
-            self._longest_in_pass = _LONGEST_IN_PASS_SECONDS
+            self._longest_in_step = _LONGEST_IN_STEP_SECONDS
         if self._spec.settings.yield_at == "layer":
             call_between_layers(model, self.yield_within_micro_batch)
 
@@ -109,25 +111,26 @@ class DeviceSharing:
     def yield_to_serving(self, index: int) -> None:
         """Wait until no request needs the device, or it is training's turn.
 
-        Called before each micro-batch of a pass, with its index.
+        Called before each pass of the model over a micro-batch, with its index in the step.
         """
         if index == 0:
-            self._left_in_pass = self._longest_in_pass
+            self._left_in_step = self._longest_in_step
         self._within = _LONGEST_WITHIN_SECONDS
+        self._launches.wait()
         self._yield(_LONGEST_SECONDS)
 
     def yield_within_micro_batch(self) -> None:
         """Do the same between layers within a micro-batch; called by the thread that runs the pass, one at a time."""
         before = self._yielded
+        self._launches.wait_between_layers()
         self._yield(self._within)
         self._within -= self._yielded - before
 
     def _yield(self, longest: float) -> None:
-        self._launches.wait()
         self._count()
         if time.monotonic() >= self._refresh_due:
             self._refresh()
-        longest = min(longest, self._budget.left, self._left_in_pass)
+        longest = min(longest, self._budget.left, self._left_in_step)
         if longest > 0 and not self._stop.is_set() and (since := self._servers.since(self._field)):
             self._wait(since, longest)
         self._began = time.monotonic()
@@ -198,15 +201,15 @@ class DeviceSharing:
         if since != self._since:
             self._record_wait(max(0.0, (self._slot[Field.YIELDING] - since) / 1e9))
         self._since = since
-        while self._servers.since(self._field) and time.monotonic() - begin < longest:
-            if self._stop.wait(_POLL_SECONDS):
+        while self._servers.since(self._field) and (waited := time.monotonic() - begin) < longest:
+            if self._stop.wait(min(_LONGEST_POLL_SECONDS, max(_SHORTEST_POLL_SECONDS, waited * _POLL_FRACTION))):
                 break
             if self._while_waiting is not None:
                 self._while_waiting()
         self._slot[Field.YIELDING] = 0
         seconds = time.monotonic() - begin
         self._yielded += seconds
-        self._left_in_pass -= seconds
+        self._left_in_step -= seconds
         self._budget.yielded(seconds)
 
     def _record_wait(self, wait: float) -> None:
@@ -218,7 +221,7 @@ class DeviceSharing:
 
 
 def step_hooks(sharing: DeviceSharing | None, launch_context: LaunchContext) -> StepHooks:
-    """Return the hooks of a trainer that yields to serving before each micro-batch, if the device is shared."""
+    """Return the hooks of a trainer that yields to serving before each pass of the model, if the device is shared."""
     return StepHooks(None if sharing is None else sharing.yield_to_serving, launch_context)
 
 

@@ -26,7 +26,7 @@ class ProjectedGradient(Strategy):
 
     def on_step_start(self) -> None:
         """Discard the old events' gradient."""
-        self._reference: list[Tensor] = []
+        self._reference: tuple[Tensor, ...] = ()
 
     def loss(self, forward: Forward, new: Examples, old: Sequence[Examples], whole: StepWeights) -> MicroBatchLoss:
         """Return the mean loss of the new events, and that of the old ones separately for `backward`."""
@@ -51,26 +51,34 @@ class ProjectedGradient(Strategy):
                 allow_unused=True,
                 materialize_grads=True,
             )
-            before = self._reference or [torch.zeros_like(each) for each in gradients]
-            self._reference = [sum_ + each for sum_, each in zip(before, gradients, strict=True)]
+            self._reference = torch._foreach_add(self._reference, gradients) if self._reference else gradients
             # An overflow here has to be seen by the scaler, on all ranks: it spoils the gradient that they share.
-            total = total * (1 + torch.stack([(each * 0).sum() for each in gradients]).sum())
+            total = total * (1 + 0 * _sum(gradients))
         scaled(total).backward()  # type: ignore[no-untyped-call]
 
-    def transform_gradients(self, scale: float) -> None:
+    @torch.no_grad()
+    def transform_gradients(self, scale: Tensor | float) -> None:
         """Remove the component that opposes the old events' gradient; both gradients are averaged over the ranks."""
         if not self._reference:
             return
-        self.learner.reduce(self._reference)
+        reference = self._reference
+        if self.learner.ranks > 1 or isinstance(scale, Tensor) or scale != 1:
+            reference = torch._foreach_div(reference, scale)
+            self.learner.reduce(reference)
         weights = self.learner.weights
-        reference = [each / scale for each in self._reference]
-        gradients = [each.grad if each.grad is not None else torch.zeros_like(each) for each in weights]
-        along, length = _dot(gradients, reference), _dot(reference, reference)
+        for weight in weights:
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+        gradients = [weight.grad for weight in weights if weight.grad is not None]
+        products = torch._foreach_mul(gradients, reference)
+        # The sum of all products, for which there is no call: of the positive ones, less that of the negative ones.
+        along = _sum(products) - 2 * _sum(torch._foreach_clamp_max(products, 0))
+        length = torch.stack(torch._foreach_norm(reference)).square().sum()
         # Written so that a length that is not finite spoils the step, which is then left out or done again.
         factor = torch.where((along >= 0) & length.isfinite(), 0.0, along / length)
-        for weight, gradient, each in zip(weights, gradients, reference, strict=True):
-            weight.grad = gradient.sub_(each * factor)
+        torch._foreach_sub_(gradients, torch._foreach_mul(reference, factor))
 
 
-def _dot(first: Sequence[Tensor], second: Sequence[Tensor]) -> Tensor:
-    return torch.stack([(a * b).sum() for a, b in zip(first, second, strict=True)]).sum()
+def _sum(tensors: tuple[Tensor, ...]) -> Tensor:
+    """Return the sum of all magnitudes."""
+    return torch.stack(torch._foreach_norm(tensors, 1)).sum()

@@ -8,8 +8,9 @@ samples, each with its own number of events: most strategies ask for one, DER++ 
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -75,7 +76,8 @@ class StrategyContext:
         task: the meaning of its output.
         reduce: averages tensors over the ranks, in place; all ranks have to make the same calls.
         rate: returns the optimizer's current learning rate.
-        parts: splits events into parts that are small enough for one pass of the model.
+        parts: yields parts of events that are small enough for one pass of the model. Take them for every pass besides
+            those of `forward` in `loss`, and run each before taking the next: device sharing may wait before each.
         probe: features of a few made-up events, which differ.
         embed: runs the model on features; returns embeddings, float32 `[B, D]`, and its output. None when no module is
             named.
@@ -86,15 +88,15 @@ class StrategyContext:
     task: Task
     reduce: Callable[[Sequence[Tensor]], None]
     rate: Callable[[], float]
-    parts: Callable[[Examples], Sequence[Examples]]
+    parts: Callable[[Examples], Iterable[Examples]]
     probe: Tensors
     embed: Callable[[Tensors], tuple[Tensor, Tensor]] | None = None
     ranks: int = 1
 
-    @property
-    def weights(self) -> list[nn.Parameter]:
+    @cached_property
+    def weights(self) -> tuple[nn.Parameter, ...]:
         """The parameters that are trained."""
-        return [each for each in self.model.parameters() if each.requires_grad]
+        return tuple(each for each in self.model.parameters() if each.requires_grad)
 
 
 class Strategy:
@@ -146,8 +148,11 @@ class Strategy:
     def on_step_start(self) -> None:
         """Prepare for a step, or for its retry: discard everything that `backward` has added."""
 
-    def transform_gradients(self, scale: float, /) -> None:
-        """Change the gradients of the whole step, which are averaged over the ranks and no longer scaled."""
+    def transform_gradients(self, scale: Tensor | float, /) -> None:
+        """Change the gradients of the whole step, which are averaged over the ranks and no longer scaled.
+
+        `scale`: the factor of `scaled` in `backward`; with fp16 a scalar on the device.
+        """
 
     def after_step(self, new: Examples, output_B: Tensor, /) -> None:
         """Update the strategy after a step, from this rank's new events and the model's output for them before it."""

@@ -27,17 +27,24 @@ class ElasticWeights(NoReplay):
             raise ValueError("decay has to be at most 1")
         self._strength, self._decay, self._every = strength, decay, every
         self._steps = 0
-        self._sum: list[Tensor] = []
-        self._sum_of_all: list[Tensor] | None = None
+        self._sum: Tensor | None = None
+        """Squared gradients of all weights, then the number of events: what a consolidation divides by it."""
+        self._sum_of_all: Tensor | None = None
         self._fisher: list[Tensor] = []
         self._anchor: list[Tensor] = []
 
-    def transform_gradients(self, _scale: float) -> None:
+    @torch.no_grad()
+    def transform_gradients(self, _scale: Tensor | float) -> None:
         """Add the gradient of the penalty, strength / 2 * sum of Fisher information * (weight - anchor)^2."""
-        weights = self.learner.weights if self._anchor else []
-        for weight, fisher, anchor in zip(weights, self._fisher, self._anchor, strict=True):
-            pull = self._strength * fisher * (weight.detach() - anchor)
-            weight.grad = pull if weight.grad is None else weight.grad.add_(pull)
+        if not self._anchor:
+            return
+        weights = self.learner.weights
+        for weight in weights:
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+        gradients = [weight.grad for weight in weights if weight.grad is not None]
+        moved = torch._foreach_sub(weights, self._anchor)
+        torch._foreach_addcmul_(gradients, moved, self._fisher, value=self._strength)
 
     def after_step(self, new: Examples, _output_B: Tensor) -> None:
         """Add the squared gradient of one event, and consolidate every `every` steps."""
@@ -49,44 +56,46 @@ class ElasticWeights(NoReplay):
 
     def on_drift(self) -> None:
         """Consolidate: protect from now on what was learned since the last time. Called by every rank."""
-        if not self._sum:
+        if self._sum is None:
             return
-        self.learner.reduce(self._sum)
-        *sums, count = self._sum
-        latest = [each / count.clamp_min(1e-9) for each in sums]
-        before = self._fisher or [torch.zeros_like(each) for each in latest]
-        self._fisher = [self._decay * old + new for old, new in zip(before, latest, strict=True)]
+        self.learner.reduce([self._sum])
+        latest = self._split(self._sum[:-1] / self._sum[-1].clamp_min(1e-9))
+        before = torch._foreach_mul(self._fisher, self._decay) if self._fisher else None
+        self._fisher = latest if before is None else list(torch._foreach_add(before, latest))
         self._anchor = [weight.detach().clone() for weight in self.learner.weights]
-        self._sum, self._sum_of_all = [], None
+        self._sum = self._sum_of_all = None
 
     def _add(self, event: Examples) -> None:
         """Add the squared gradient of a single event, if there is one, and count it unless its weight is 0."""
         weights = self.learner.weights
-        if not self._sum:
-            self._sum = [torch.zeros_like(weight) for weight in weights] + [weights[0].new_zeros(())]
-        if not len(event):
-            return
-        try:
-            with eval_mode(self.learner.model):
-                loss = self.learner.task.loss(run(self.learner.model, event.features), event.label_B).sum()
-                gradients = torch.autograd.grad(loss, weights, allow_unused=True, materialize_grads=True)
-        except Exception as exc:  # the user's own code may raise anything, in evaluation alone too
-            if not may_be_of_events(exc):
-                raise
-            return  # it was trained on already; another event serves as well
-        counts = (event.weight_B[0] > 0).to(weights[0])
-        for sum_, gradient in zip(self._sum, [*gradients, counts], strict=True):
+        if self._sum is None:
+            self._sum = torch.zeros(sum(weight.numel() for weight in weights) + 1, device=weights[0].device)
+        for part in self.learner.parts(event) if len(event) else ():
+            try:
+                with eval_mode(self.learner.model):
+                    loss = self.learner.task.loss(run(self.learner.model, part.features), part.label_B).sum()
+                    gradients = torch.autograd.grad(loss, weights, allow_unused=True, materialize_grads=True)
+            except Exception as exc:  # the user's own code may raise anything, in evaluation alone too
+                if not may_be_of_events(exc):
+                    raise
+                return  # it was trained on already; another event serves as well
+            counts = (part.weight_B > 0).to(self._sum)
+            squares = torch.cat([*(gradient.reshape(-1) for gradient in gradients), counts]).square_()
             # An overflow of one event would make the penalty infinite permanently.
-            sum_ += counts * gradient.square().nan_to_num(nan=0.0, posinf=0.0)
+            self._sum.addcmul_(squares.nan_to_num_(nan=0.0, posinf=0.0), counts)
 
     def gather(self) -> None:
         """Average the sums of the ranks into a copy, so that a checkpoint does not change later results by rounding."""
-        self._sum_of_all = [each.clone() for each in self._sum]
-        self.learner.reduce(self._sum_of_all)
+        self._sum_of_all = None
+        if self._sum is not None:
+            self._sum_of_all = self._sum.clone()
+            self.learner.reduce([self._sum_of_all])
 
     def tensors(self) -> dict[str, Tensor]:
         """Return Fisher information, anchors, and the sums since then over all ranks."""
-        kinds = {"sum": self._sum_of_all or self._sum, "fisher": self._fisher, "anchor": self._anchor}
+        total = self._sum if self._sum_of_all is None else self._sum_of_all
+        sums = [] if total is None else [*self._split(total[:-1]), total[-1]]
+        kinds = {"sum": sums, "fisher": self._fisher, "anchor": self._anchor}
         return {f"{name}.{index}": each for name, tensors in kinds.items() for index, each in enumerate(tensors)}
 
     def state(self) -> dict[str, Any]:
@@ -97,9 +106,14 @@ class ElasticWeights(NoReplay):
         """Restore the state of a checkpoint."""
         self._steps, self._sum_of_all = state["steps"], None
         device = self.learner.weights[0].device
-        self._sum, self._fisher, self._anchor = (
-            _numbered(tensors, name, device) for name in ("sum", "fisher", "anchor")
-        )
+        sums, self._fisher, self._anchor = (_numbered(tensors, name, device) for name in ("sum", "fisher", "anchor"))
+        self._sum = torch.cat([each.reshape(-1) for each in sums]) if sums else None
+
+    def _split(self, flat: Tensor) -> list[Tensor]:
+        """Return the parts of a vector of all weights, in their shapes."""
+        weights = self.learner.weights
+        parts = torch.split(flat, [weight.numel() for weight in weights])
+        return [part.view_as(weight) for part, weight in zip(parts, weights, strict=True)]
 
 
 def _numbered(tensors: Tensors, name: str, device: torch.device) -> list[Tensor]:

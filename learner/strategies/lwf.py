@@ -35,7 +35,8 @@ class Distillation(NoReplay):
         output = forward(new.features)
         losses = self.learner.task.loss(output, new.label_B)
         if self._teacher:
-            losses = losses + self._strength * self._distance(output, self._teacher_output(new))
+            targets = [self._teacher_output(part) for part in self.learner.parts(new)]
+            losses = losses + self._strength * self._distance(output, torch.cat(targets))
         return MicroBatchLoss(weighted(losses, new.weight_B, whole.new), output.detach())
 
     def after_step(self, _new: Examples, _output_B: Tensor) -> None:

@@ -32,18 +32,19 @@ class InterferedReplay(ExperienceReplay):
         (candidates,) = old
         n = -(-len(candidates) // self._candidates)
         before_R = self._losses(forward, candidates)
-        gradients, rate = self._gradients(forward, new), self.learner.rate()
+        change = torch._foreach_mul(self._gradients(forward, new), self.learner.rate())
+        self.learner.reduce(change)
         weights = self.learner.weights
-        kept = [weight.detach().clone() for weight in weights]
         with torch.no_grad():
-            for weight, gradient in zip(weights, gradients, strict=True):
-                weight.sub_(gradient, alpha=rate)
-            torch.clear_autocast_cache()  # it caches the old weights in low precision
+            kept = [torch.empty_like(weight) for weight in weights]
+            torch._foreach_copy_(kept, weights)
             try:
+                torch._foreach_sub_(weights, change)
+                del change
+                torch.clear_autocast_cache()  # it caches the old weights in low precision
                 rise_R = self._losses(forward, candidates) - before_R
             finally:
-                for weight, value in zip(weights, kept, strict=True):
-                    weight.copy_(value)
+                torch._foreach_copy_(weights, kept)
         # A loss that is not finite after the step counts as the largest rise.
         rise_R = rise_R.nan_to_num(nan=torch.inf).masked_fill(candidates.weight_B == 0, -torch.inf)
         return [rise_R.topk(n).indices]
@@ -59,16 +60,13 @@ class InterferedReplay(ExperienceReplay):
         torch.clear_autocast_cache()  # it caches weights without a graph
         return torch.cat(losses)[:n].float()
 
-    def _gradients(self, forward: Forward, new: Examples) -> list[Tensor]:
-        """Return the gradient for the virtual step: of the mean loss of the new events of all ranks."""
-        weights = self.learner.weights
+    def _gradients(self, forward: Forward, new: Examples) -> tuple[Tensor, ...]:
+        """Return this rank's part of the gradient for the virtual step: of the mean loss of all ranks' new events."""
+        weights, total = self.learner.weights, tuple[Tensor, ...]()
         whole = new.weight_B.sum()
         self.learner.reduce([whole])
-        total = [torch.zeros_like(weight) for weight in weights]
         for each in self.learner.parts(pad_single(new) if len(new) == 1 else new):
             loss = weighted(self.learner.task.loss(forward(each.features), each.label_B), each.weight_B, whole)
-            for sum_, part in zip(total, torch.autograd.grad(loss, weights, allow_unused=True), strict=True):
-                if part is not None:
-                    sum_ += part
-        self.learner.reduce(total)
+            gradients = torch.autograd.grad(loss, weights, allow_unused=True, materialize_grads=True)
+            total = torch._foreach_add(total, gradients) if total else gradients
         return total

@@ -46,5 +46,6 @@ class StreamingDiscriminant(NearestClassMean):
         covariance_DD, mean_CD = self.covariance, self.means
         eye_DD = torch.eye(len(covariance_DD), dtype=covariance_DD.dtype, device=covariance_DD.device)
         shrunk_DD = (1 - self._shrinkage) * covariance_DD + self._shrinkage * eye_DD
-        weight_CD = torch.linalg.solve(shrunk_DD, mean_CD.T).T
+        # Without the check for a singular matrix, which this one never is: it would wait for the device.
+        weight_CD = torch.linalg.solve_ex(shrunk_DD, mean_CD.T).result.T
         return weight_CD, -(weight_CD * mean_CD).sum(dim=1) / 2

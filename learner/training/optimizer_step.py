@@ -29,6 +29,13 @@ class OptimizerStep:
         self.scaler = torch.amp.GradScaler(device.type, enabled=precision.scaled)
         self._scaled = precision.scaled
         self._unscaled = False
+        self._one = torch.ones((), device=device)
+        self.decides_on_device = (
+            device.type == "cuda"
+            and not ranks.weights.sharded
+            and getattr(self.optimizer, "_step_supports_amp_scaling", False)
+        )
+        """Whether `apply` takes `skip` once the optimizer has its state."""
         self._weights = ranks.weights
         self._device = device
         self._name = settings.optimizer.name
@@ -45,22 +52,33 @@ class OptimizerStep:
         self.gradients.clear()
         if self._unscaled:
             # The only call that resets the scaler's unscaled state; the scale stays the same.
-            self.rescale(self.scaler.get_scale())
+            self.rescale(self.loss_scale())
 
-    def rescale(self, scale: float | None = None) -> None:
+    def loss_scale(self) -> Tensor | float:
+        """Return the loss scale: a scalar on the device with fp16, since to read it would be to wait; otherwise 1."""
+        return self.scaler.scale(self._one) if self._scaled else 1.0
+
+    def rescale(self, scale: Tensor | float | None = None) -> None:
         """Set the loss scale of the next pass: to `scale`, or by whether the last pass overflowed."""
         self.scaler.update(scale)
         self._unscaled = False
 
-    def apply(self) -> None:
-        """Change the weights.
+    def can_skip(self) -> bool:
+        """Return whether `apply` may be called before the host has read whether all is finite.
+
+        Not at the first step: SGD takes its momentum for set then, also where the device skips the update.
+        """
+        return self.decides_on_device and self._has_state
+
+    def apply(self, skip: Tensor | None = None) -> None:
+        """Change the weights, unless `skip`, a scalar on the device, is 1 instead of 0; only fused optimizers take it.
 
         Raises:
             SettingsError: there is no memory for the optimizer's state, which it allocates at its first step.
             MemoryShortageError: there is none now, since other processes use the device; some weights may have changed.
         """
         try:
-            self.scaler.step(self.optimizer)
+            self._step(skip)
         except RuntimeError as exc:
             if self._has_state or not out_of_memory(exc):
                 raise
@@ -72,6 +90,18 @@ class OptimizerStep:
             )
             raise memory_error(self._device, message, advice, undone=False) from exc
         self._has_state = True
+
+    def _step(self, skip: Tensor | None) -> None:
+        # Not by `GradScaler.step`, which waits for the device to see what the caller has seen.
+        if skip is None:
+            self.optimizer.step()
+            return
+        optimizer: Any = self.optimizer
+        optimizer.found_inf = skip  # as GradScaler passes it to fused optimizers
+        try:
+            optimizer.step()
+        finally:
+            del optimizer.found_inf
 
     def begin(self, step: int) -> None:
         """Clear the gradients, and set the learning rate for a step."""

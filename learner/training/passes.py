@@ -5,7 +5,7 @@ Legend: B new events, C classes.
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from typing import TypeVar
@@ -15,18 +15,19 @@ from torch import Tensor, nn
 
 from anabranch.core.failures import out_of_memory
 from learner.config import LearnerSettings
+from learner.model.cuda_graph import graphed_pass
 from learner.model.device import Precision
-from learner.model.embedding import Embeddings
+from learner.model.embedding import Embeddings, TaskEmbedding
 from learner.model.factory import forward
 from learner.model.task import Task
 from learner.strategies.base import MicroBatchLoss, StepWeights, Strategy
 from learner.strategies.examples import Examples
-from learner.training.micro_batches import idle, micro_batches
+from learner.training.micro_batches import idle, micro_batches, run_graphed
 from learner.training.optimizer_step import OptimizerStep
 from learner.training.out_of_memory import halve_micro_batch, oom_warning, release
 from learner.training.parallelism import Ranks
 from learner.training.rank_fallback import RankFallback
-from learner.training.step_result import StepOutputs, cat
+from learner.training.step_result import StepOutputs, cat, decide
 from learner.training.step_snapshot import Snapshots, StepSnapshot
 
 _SCALE_RETRIES = 16
@@ -43,7 +44,8 @@ class StepHooks:
     """Where device sharing takes part in a step.
 
     Attributes:
-        before_micro_batch: called before each micro-batch of a pass, with its index; may wait. None: nothing is called.
+        before_micro_batch: called before each pass of the model over a micro-batch, with its index in the step, from 0;
+            may wait. None: nothing is called.
         launch_context: returns the context manager under which a step launches device work.
     """
 
@@ -92,9 +94,22 @@ class Passes:
         self._fallback = fallback
         self.snapshots = Snapshots(model, device)
         """From which passes can be undone or retried."""
+        self._graphs = graphed_pass(model, device) if settings.graphs else None
         self._before_micro_batch = hooks.before_micro_batch
         self.before_wait: Callable[[], object] = bool
         """Called when the work of a step is queued, before the host waits for its numbers."""
+        self._passes = 0
+        self._transforms = type(strategy).transform_gradients is not Strategy.transform_gradients
+
+    def begin(self) -> None:
+        """Begin to count the passes of a step, or of a probe."""
+        self._passes = 0
+
+    def before_pass(self) -> None:
+        """Let device sharing wait; called before each pass of the model."""
+        if self._before_micro_batch is not None:
+            self._before_micro_batch(self._passes)
+            self._passes += 1
 
     def run(self, new: Examples, old: Sequence[Examples], rows: int, before: StepSnapshot) -> StepOutputs:
         """Compute the gradient of a step and, if all is finite, update the weights; nothing else is changed.
@@ -112,19 +127,19 @@ class Passes:
         if picked is not None:
             old = [events[indices] for events, indices in zip(old, picked, strict=True)]
             before = before.with_current_rng()
-        weights = self._step_weights(new, old)
-        scaler = self.update.scaler
-        # With fp16 this waits for the device. The scale before the step shows whether it caused an overflow.
-        scale, scaled = scaler.get_scale(), self._attempts > 1
+        weights, scaled = self._step_weights(new, old), self._attempts > 1
+        scale = self.update.loss_scale()
+        on_device = self.update if self.update.can_skip() and self.strategy.learns_gradient else None
         for attempt in range(self._attempts):
             if attempt:
                 self.update.gradients.clear()
                 before = before.with_current_rng()
             outputs = self.fitting(partial(self._attempt, new, old, rows, weights, before), [[new, *old]], before)
+            applied = decide(outputs, before, self._ranks, on_device, self._fallback, self.before_wait)
             if not outputs.finite:
                 before.restore_buffers()
                 self._ranks.reset_comm_state()
-            elif self.strategy.learns_gradient:
+            elif self.strategy.learns_gradient and not applied:
                 self.update.apply()
             if scaled:
                 self.update.rescale()
@@ -157,9 +172,18 @@ class Passes:
             size = halve_micro_batch(rows, self.micro_batch_size, self.device, self._ranks.size, message)
             self.micro_batch_size, self.warning = size, oom_warning(self.device, size)
 
-    def parts(self, events: Examples) -> list[Examples]:
-        """Split events into parts that are small enough for one pass of the model."""
-        return [part for part, _ in micro_batches(events, (), self.micro_batch_size)]
+    def parts(self, events: Examples) -> Iterator[Examples]:
+        """Yield parts of events that are small enough for one pass of the model; run it before taking the next part."""
+        for part, _ in micro_batches(events, (), self.micro_batch_size):
+            self.before_pass()
+            yield part
+
+    def captured(self) -> Tensor:
+        """Return the embeddings of the events of the last pass, for which some models run once more."""
+        assert self.embedding is not None
+        if isinstance(self.embedding, TaskEmbedding):
+            self.before_pass()
+        return self.embedding.captured()
 
     def present(self, new: Examples) -> Tensor | None:
         """Return which classes are among this rank's new events, bool `[C]`; None where the strategy needs none."""
@@ -196,59 +220,77 @@ class Passes:
     def _attempt(
         self, new: Examples, old: Sequence[Examples], rows: int, weights: StepWeights, before: StepSnapshot
     ) -> StepOutputs:
-        """Compute the gradient of the step, transformed by the strategy and clipped, and read back its numbers."""
+        """Compute the gradient of the step, transformed by the strategy and clipped, and its numbers."""
         self.strategy.on_step_start()
         outputs, totals = StepOutputs(), list[Tensor]()
         parts = micro_batches(new, old, self.micro_batch_size)
         last = self._ranks.weights.num_forwards(len(parts)) - 1  # before the first pass, in which ranks wait
         for index, (some_new, some_old) in enumerate(parts):
-            if self._before_micro_batch is not None:
-                self._before_micro_batch(index)
+            self.before_pass()
             with self._ranks.no_sync() if index < last else contextlib.nullcontext():
-                totals.append(self._forward_backward(some_new, some_old, weights, outputs))
+                loss = None
+                if self._graphs is not None and len(parts) == 1:
+                    loss = run_graphed(
+                        self._graphs, self._pass, (some_new, some_old, weights), partial(self._undo, before)
+                    )
+                totals.append(self._forward_backward(some_new, some_old, weights, outputs, loss))
         for index in range(len(parts), last + 1):
             with self._ranks.no_sync() if index < last else contextlib.nullcontext():
                 self._run_idle(new, old, weights)
         if self.strategy.learns_gradient:
             if self._attempts > 1:
                 self.update.unscale()
-            self.strategy.transform_gradients(self.update.scaler.get_scale())
-        self._read_numbers(outputs, reduce(torch.add, totals), new, rows, before)
+            if self._transforms:
+                self.strategy.transform_gradients(self.update.loss_scale())
+        self._measure(outputs, reduce(torch.add, totals), new, rows, before)
         return outputs
 
     def _run_idle(self, new: Examples, old: Sequence[Examples], weights: StepWeights) -> None:
         """Run a pass of weight 0, which other ranks with more micro-batches need this rank to run."""
-        before = self.snapshots.take()
-        self._forward_backward(*idle(new, old), weights, StepOutputs())
-        before.restore_buffers()
+        self.before_pass()
+        with self.snapshots.taken() as before:
+            self._forward_backward(*idle(new, old), weights, StepOutputs())
+            before.restore_buffers()
 
     def _forward_backward(
-        self, new: Examples, old: Sequence[Examples], weights: StepWeights, outputs: StepOutputs
+        self,
+        new: Examples,
+        old: Sequence[Examples],
+        weights: StepWeights,
+        outputs: StepOutputs,
+        loss: MicroBatchLoss | None = None,
     ) -> Tensor:
-        """Add the gradient of a micro-batch to that of the step, and its outputs to `outputs`; return its loss."""
+        """Add the gradient of a micro-batch to that of the step, and its outputs to `outputs`; return its loss.
 
-        def run(new: Examples, old: Sequence[Examples]) -> MicroBatchLoss:
-            if self.embedding is not None:
-                self.embedding.capture_next()
-            with self.autocast():
-                loss = self.strategy.loss(self._forward_trained, new, old, weights)
-            if self.strategy.learns_gradient:
-                self.strategy.backward(loss, self.update.scaler.scale)
-            return loss
-
-        loss = self._run(run, new, old)
+        `loss`: that of a pass which has run; None: this runs it.
+        """
+        if loss is None:
+            loss = self._run(lambda new, old: self._pass(new, old, weights), new, old)
         outputs.output.append(loss.output_B)
         if loss.new_B is not None:
             outputs.new.append(loss.new_B)
         outputs.old.append(loss.old)
         if self.embedding is not None:
             try:
-                embedding_N, rows = self.embedding.captured(), len(loss.output_B)
+                embedding_N, rows = self.captured(), len(loss.output_B)
                 outputs.embedding.append((embedding_N[:rows], embedding_N[rows:]))
             except Exception as exc:  # the user's own code may raise anything
                 if not self._fallback.recorded(exc):
                     raise
         return loss.total.detach()
+
+    def _undo(self, before: StepSnapshot) -> None:
+        self.update.gradients.clear()
+        before.restore()
+
+    def _pass(self, new: Examples, old: Sequence[Examples], weights: StepWeights) -> MicroBatchLoss:
+        if self.embedding is not None:
+            self.embedding.capture_next()
+        with self.autocast():
+            loss = self.strategy.loss(self._forward_trained, new, old, weights)
+        if self.strategy.learns_gradient:
+            self.strategy.backward(loss, self.update.scaler.scale)
+        return loss
 
     def _run(
         self, run_pass: Callable[[Examples, Sequence[Examples]], _T], new: Examples, old: Sequence[Examples]
@@ -256,14 +298,8 @@ class Passes:
         """Run a pass; where other ranks need this one to go on, with all-zero events in place of those that raise."""
         return self._fallback.run(run_pass, new, old) if self._fallback.able else run_pass(new, old)
 
-    def _read_numbers(
-        self, outputs: StepOutputs, total: Tensor, new: Examples, rows: int, before: StepSnapshot
-    ) -> None:
-        """Clip the gradient, and read back the numbers that decide whether the step is taken, over all ranks.
-
-        Raises:
-            RankRaisedError: the model raised on one of them.
-        """
+    def _measure(self, outputs: StepOutputs, total: Tensor, new: Examples, rows: int, before: StepSnapshot) -> None:
+        """Clip the gradient, and put the numbers of the step into `outputs`, of this rank and on the device."""
         norm = self.update.gradients.clip()
         with torch.no_grad():
             outputs.output_B = cat(outputs.output)
@@ -276,18 +312,5 @@ class Passes:
                     raise
                 score = loss_new = norm.new_zeros(())
             # An overflow can make running statistics non-finite while loss and gradient are finite.
-            numbers = [total, norm, score, loss_new, *before.non_finite_buffers()]
-            raised = 0.0
-            if self._ranks.size == 1 and self.device.type == "cpu":
-                self.before_wait()
-                outputs.loss, norm_, outputs.score, outputs.loss_new, *spoiled = map(Tensor.item, numbers)
-            else:
-                numbers.append(norm.new_full((), self._fallback.mark))
-                together = torch.stack([number.float() for number in numbers])
-                self._ranks.average([together])
-                self.before_wait()
-                # The one wait for the device in a step: whether it is taken has to be known before the next.
-                outputs.loss, norm_, score_, loss_, *spoiled, raised = together.tolist()
-                outputs.score, outputs.loss_new = score_ * self._ranks.size, loss_ * self._ranks.size
-        self._fallback.check(raised)
-        outputs.finite = math.isfinite(outputs.loss) and math.isfinite(norm_) and not any(spoiled)
+            magnitude = before.magnitude()
+            outputs.numbers = [score, loss_new, total, norm, *([] if magnitude is None else [magnitude])]

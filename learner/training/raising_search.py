@@ -64,7 +64,8 @@ class RaisingSearch:
         """Run the passes of a step with these new events, and undo them; raises the errors of model and task."""
         padded = pad_single(events) if len(events) == 1 else events
         try:
-            self._passes.fitting(partial(self._run, padded), [[padded]], self._passes.snapshots.take())
+            with self._passes.snapshots.taken() as now:
+                self._passes.fitting(partial(self._run, padded), [[padded]], now)
         finally:
             self.undo(before)
 
@@ -88,6 +89,6 @@ class RaisingSearch:
         if strategy.learns_gradient:
             strategy.backward(loss, passes.update.scaler.scale)
         if embedding is not None:
-            embedding.captured()
+            passes.captured()
         with torch.no_grad():
             passes.task.score(loss.output_B, events.label_B)

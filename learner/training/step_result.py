@@ -4,11 +4,16 @@ Legend: B new events, R replayed ones, N both, D numbers of an embedding.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+from learner.training.optimizer_step import OptimizerStep
+from learner.training.parallelism import Ranks
+from learner.training.rank_fallback import RankRaisedError
+from learner.training.step_snapshot import StepSnapshot
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,9 @@ class StepOutputs:
     """The loss of each old event, by sample."""
     embedding: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """Embeddings of new and of old events."""
+    numbers: Sequence[Tensor] = ()
+    """Scalars on the device, until they are read back: the sums of scores and of losses of new events, then those that
+    are all finite in a step that is taken: its loss, the norm of its gradient, the magnitude of the buffers."""
     loss: float = math.nan
     """Of the step, over all ranks."""
     score: float = math.nan
@@ -92,6 +100,61 @@ class StepOutputs:
         if self.picked is not None or len(sampled) > 1 or len(old) != sum(sampled):
             old = new.new_full((sum(sampled), new.shape[1]), math.nan)
         return torch.cat([new, old])
+
+
+def decide(
+    outputs: StepOutputs,
+    before: StepSnapshot,
+    ranks: Ranks,
+    update: OptimizerStep | None,
+    before_wait: Callable[[], object] | None,
+    *,
+    failed: bool,
+) -> bool:
+    """Read back the numbers of a step, over all ranks, and with them whether it is taken. Called by every rank.
+
+    Args:
+        outputs: gets the numbers.
+        before: the state before the step.
+        ranks: those that train together.
+        update: updates the weights if the device decides so, before this waits for it; None: nothing does.
+        before_wait: called once all work of the step is queued.
+        failed: whether the model raised on this rank.
+
+    Returns:
+        Whether `update` has updated the weights.
+
+    Raises:
+        RankRaisedError: the model raised on one of the ranks.
+    """
+    updated = raised = False
+    if ranks.size == 1 and outputs.numbers[0].is_cpu and update is None:
+        if before_wait is not None:
+            before_wait()
+        outputs.score, outputs.loss_new, *deciding = map(Tensor.item, outputs.numbers)
+    else:
+        mark = outputs.numbers[0].new_full((), math.inf if failed else 0.0)
+        together = torch.stack([number.float() for number in (*outputs.numbers, mark)])
+        ranks.average([together])
+        if update is not None:
+            all_finite = torch.linalg.vector_norm(together[2:], math.inf) < math.inf
+            update.apply(skip=all_finite.logical_not().float())
+        if before_wait is not None:
+            before_wait()
+        # The one wait for the device in a step: whether it is taken has to be known before the next.
+        score, loss_new, *deciding, mark_ = together.tolist()
+        outputs.score, outputs.loss_new, raised = score * ranks.size, loss_new * ranks.size, not math.isfinite(mark_)
+        updated = update is not None
+    if raised:
+        raise RankRaisedError
+    outputs.loss, norm, *magnitudes = deciding
+    outputs.finite = math.isfinite(outputs.loss) and math.isfinite(norm)
+    if outputs.finite and not all(map(math.isfinite, magnitudes)):
+        # Rare: buffers have lost finite values, or have had others all along.
+        outputs.finite, updated = not ranks.any(before.lost_finite()).item(), False
+        if outputs.finite:
+            before.expect_non_finite()
+    return updated and outputs.finite
 
 
 def cat(parts: Sequence[Tensor]) -> Tensor:

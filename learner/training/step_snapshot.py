@@ -1,6 +1,10 @@
 """Snapshots of what a pass changes besides gradients: the model's buffers and torch's random generators."""
 
+import contextlib
 import copy
+import math
+from collections.abc import Iterator, Sequence
+from operator import is_
 from typing import Self
 
 import torch
@@ -9,20 +13,69 @@ from torch import Tensor, nn
 _Owner = dict[str, Tensor | None]
 
 
+class BufferCopies:
+    """Copies of a model's buffers. Their memory is used again as long as the model has the same buffers.
+
+    All operations take every buffer of one dtype in one call, since on a device each call costs more than its work.
+    """
+
+    def __init__(self) -> None:
+        self.named: list[tuple[_Owner, str, Tensor]] = []
+        """Where each buffer was found, and the tensor itself."""
+        self.values: list[Tensor] = []
+        """The copy of each buffer."""
+        self.judged: list[int] = []
+        """The indices of floating-point buffers that have values."""
+        self.partly_finite: set[int] = set()
+        """Of those, the ones to compare element by element: they had values that are not finite, such as a mask."""
+        self._buffers: list[Tensor] = []
+        self._shapes: list[torch.Size] = []
+
+    def update(self, owners: Sequence[_Owner]) -> None:
+        """Copy all buffers of `owners` as they are now."""
+        self.named = [(owner, name, buffer) for owner in owners for name, buffer in owner.items() if buffer is not None]
+        if not self.named:
+            self._buffers, self.values, self.judged = [], [], []
+            return
+        buffers = [buffer for _, _, buffer in self.named]
+        shapes = [buffer.shape for buffer in buffers]
+        if len(buffers) != len(self._buffers) or not all(map(is_, buffers, self._buffers)) or shapes != self._shapes:
+            self._buffers, self._shapes = buffers, shapes
+            self.values = [torch.empty_like(buffer) for buffer in buffers]
+            self.judged = [i for i, buffer in enumerate(buffers) if buffer.is_floating_point() and buffer.numel()]
+        with torch.no_grad():
+            _copy(self.values, buffers)
+
+    def write_back(self) -> None:
+        """Give all buffers their values again, and bind those that the model has rebound."""
+        same_shape = []
+        for index, ((owner, name, buffer), value) in enumerate(zip(self.named, self.values, strict=False)):
+            if buffer.shape != value.shape:
+                owner[name] = value.clone()
+            else:
+                owner[name] = buffer.detach() if buffer.requires_grad else buffer
+                same_shape.append(index)
+        with torch.no_grad():
+            _copy([self.named[index][2] for index in same_shape], [self.values[index] for index in same_shape])
+
+    def current(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield the judged buffers that the model has now, unless their shape or dtype is another one."""
+        for index in self.judged:
+            owner, name, _ = self.named[index]
+            now = owner.get(name)
+            if now is not None and now.is_floating_point() and now.shape == self.values[index].shape:
+                yield index, now
+
+
 class StepSnapshot:
     """Copies of a model's buffers and of torch's RNG state on the CPU and one device, to undo or retry passes.
 
     The set of modules is fixed; their buffers may be added, removed and rebound.
     """
 
-    def __init__(self, owners: list[_Owner], device: torch.device) -> None:
-        """Copy the buffers of `owners`, on the device, and the RNG state."""
-        self._buffers = [
-            (owner, name, buffer, buffer.clone())
-            for owner in owners
-            for name, buffer in owner.items()
-            if buffer is not None
-        ]
+    def __init__(self, copies: BufferCopies, device: torch.device) -> None:
+        """Take copies of the buffers, and copy the RNG state."""
+        self._copies = copies
         self._device = device
         self._copy_rng()
 
@@ -46,17 +99,44 @@ class StepSnapshot:
 
     def restore_buffers(self) -> None:
         """Restore the values of the buffers, including those that the model has rebound."""
-        for owner, name, buffer, value in self._buffers:
-            owner[name] = buffer.detach().copy_(value) if buffer.shape == value.shape else value.clone()
+        self._copies.write_back()
 
-    def non_finite_buffers(self) -> list[Tensor]:
-        """Return for each floating-point buffer whether a value that was finite no longer is, as a bool scalar."""
-        lost = []
-        for owner, name, _, value in self._buffers:
-            now = owner.get(name)
-            if now is not None and now.is_floating_point() and now.shape == value.shape:
-                lost.append((value.isfinite() & ~now.isfinite()).any())
-        return lost
+    def magnitude(self) -> Tensor | None:
+        """Return the largest magnitude in the floating-point buffers, a scalar; None for a model that has none.
+
+        If it is finite, then no value was lost. If it is not, `lost_finite` compares the buffers element by element.
+        """
+        if not self._copies.judged:
+            return None
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for index, now in self._copies.current():
+            if index in self._copies.partly_finite:
+                now = torch.where(self._copies.values[index].isfinite(), now, 0.0)
+            by_dtype.setdefault(now.dtype, []).append(now)
+        largest = [torch.stack(torch._foreach_norm(tensors, math.inf)).amax() for tensors in by_dtype.values()]
+        if len(largest) == 1:
+            return largest[0]
+        return (
+            torch.stack([each.float() for each in largest]).amax() if largest else torch.zeros((), device=self._device)
+        )
+
+    def lost_finite(self) -> Tensor:
+        """Return whether any value of a floating-point buffer was finite and no longer is, a bool scalar."""
+        lost = [
+            (self._copies.values[index].isfinite() & ~now.isfinite()).any() for index, now in self._copies.current()
+        ]
+        return torch.stack(lost).any() if lost else torch.zeros((), dtype=torch.bool, device=self._device)
+
+    def expect_non_finite(self) -> None:
+        """Let later snapshots of the same buffers ignore the values that are not finite in this one.
+
+        Waits for the device; called once for a model that has such buffers.
+        """
+        judged = self._copies.judged
+        finite = torch.stack([self._copies.values[index].isfinite().all() for index in judged]).tolist()
+        self._copies.partly_finite.update(
+            index for index, is_finite in zip(judged, finite, strict=True) if not is_finite
+        )
 
 
 class Snapshots:
@@ -65,7 +145,31 @@ class Snapshots:
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._owners = [module._buffers for module in model.modules()]
         self._device = device
+        self._spare: list[BufferCopies] = []
 
     def take(self) -> StepSnapshot:
         """Return a snapshot of the current state."""
-        return StepSnapshot(self._owners, self._device)
+        copies = BufferCopies()
+        copies.update(self._owners)
+        return StepSnapshot(copies, self._device)
+
+    @contextlib.contextmanager
+    def taken(self) -> Iterator[StepSnapshot]:
+        """Yield a snapshot of the current state, whose memory later ones use again; such blocks may be nested."""
+        copies = self._spare.pop() if self._spare else BufferCopies()
+        copies.update(self._owners)
+        try:
+            yield StepSnapshot(copies, self._device)
+        finally:
+            self._spare.append(copies)
+
+
+def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy tensors into others of the same shapes, in one call a dtype."""
+    by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        pair = by_dtype.setdefault(target.dtype, ([], []))
+        pair[0].append(target)
+        pair[1].append(source)
+    for group in by_dtype.values():
+        torch._foreach_copy_(*group)

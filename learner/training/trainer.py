@@ -36,6 +36,7 @@ from learner.training.passes import Passes, StepHooks
 from learner.training.raising_search import RaisingSearch
 from learner.training.rank_fallback import RankFallback, RankRaisedError
 from learner.training.step_result import StepOutputs, StepResult
+from learner.training.step_snapshot import StepSnapshot
 
 _PROBES = 3
 
@@ -167,7 +168,15 @@ class Trainer:
         Raises:
             RaisingEventsError: model or task raises on some of them.
         """
-        before = self._passes.snapshots.take()
+        self._passes.begin()
+        with self._launch_context(), self._passes.snapshots.taken() as before:
+            labelled, score, weight = self._probe_scores(old, before)
+        mean = score / weight.clamp_min(torch.finfo(torch.float32).tiny)
+        rows, mean_score = torch.stack([labelled, mean]).tolist()
+        return int(rows), mean_score * rows
+
+    def _probe_scores(self, old: Examples, before: StepSnapshot) -> Tensor:
+        """Return the sums of `_scored`, or raise RaisingEventsError with the events on which model or task raises."""
 
         def scored(part: Examples) -> Tensor:
             self.model.eval()
@@ -178,7 +187,7 @@ class Trainer:
                 self.model.train()
 
         try:
-            labelled, score, weight = scored(old)
+            return scored(old)
         except Exception as exc:  # the user's own code may raise anything
             if not may_be_of_events(exc):
                 raise
@@ -186,9 +195,6 @@ class Trainer:
             if errors := raising(len(old), lambda begin, end: scored(old[begin:end])):
                 raise error_of(errors) from exc
             raise
-        mean = score / weight.clamp_min(torch.finfo(torch.float32).tiny)
-        rows, mean_score = torch.stack([labelled, mean]).tolist()
-        return int(rows), mean_score * rows
 
     def _scored(self, old: Examples) -> Tensor:
         """Return how many events have a label, the sum of their weighted scores, and the sum of their weights."""
@@ -216,17 +222,17 @@ class Trainer:
                 step again without them. Any other error has another cause. With several ranks each rank raises this,
                 and names its own events, of which there may be none.
         """
-        with self._launch_context():
-            return self._step(new, old, rows)
+        self._passes.begin()
+        with self._launch_context(), self._passes.snapshots.taken() as before:
+            return self._step(new, old, rows, before)
 
-    def _step(self, new: Examples, old: Sequence[Examples], rows: int | None) -> StepResult:
+    def _step(self, new: Examples, old: Sequence[Examples], rows: int | None, before: StepSnapshot) -> StepResult:
         count, *sampled = map(len, (new, *old))
         rows, events = count if rows is None else rows, (new, *old)
         if count == 1 and not sum(sampled):
             # Batch norm needs two events: the second is a copy of weight 0.
             new = pad_single(new)
         self.update.begin(self._steps)
-        before = self._passes.snapshots.take()
         try:
             outputs: StepOutputs | None = self._passes.run(new, old, rows, before)
         except RankRaisedError as exc:
@@ -245,7 +251,7 @@ class Trainer:
             self._search.raise_named(exc, events, before)
             raise
         if outputs is None:
-            return self._step(new, old, rows)
+            return self._step(new, old, rows, before)
         self._steps += 1
         if outputs.finite:
             self.strategy.after_step(new, outputs.output_B)
@@ -335,7 +341,7 @@ class Trainer:
         assert self._embedding is not None
         self._embedding.capture_next()
         output = forward(self.model, features)
-        return self._embedding.captured(), output
+        return self._passes.captured(), output
 
 
 def overlaps(device: torch.device) -> bool:

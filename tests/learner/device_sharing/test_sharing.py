@@ -355,7 +355,7 @@ def test_other_ranks_are_kept_waiting_for_so_long_in_a_step_at_most_however_many
 ) -> None:
     """In a flood of requests, with a minute as 0.12 s and 30 s as 0.05: two whole stretches, and what is left."""
     monkeypatch.setattr("learner.device_sharing.sharing._LONGEST_SECONDS", 0.05)
-    monkeypatch.setattr("learner.device_sharing.sharing._LONGEST_IN_PASS_SECONDS", 0.12)
+    monkeypatch.setattr("learner.device_sharing.sharing._LONGEST_IN_STEP_SECONDS", 0.12)
     cpu, precision = torch.device("cpu"), choose_precision("fp32", torch.device("cpu"))
     spec = DeviceSharingSpec(DeviceSharingSettings(), SLO, timedelta(minutes=10))
     settings = LearnerSettings(micro_batch_size=2)

@@ -1,0 +1,160 @@
+"""Training yields before every pass of the model, whatever the pass is for."""
+
+import re
+import threading
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ingest.events.schema import Schema
+from ingest.kafka.fake import fake_columns
+from learner.config import DeviceSharingSettings, LearnerSettings
+from learner.device_sharing.lease import hold_server
+from learner.device_sharing.sharing import DeviceSharing, DeviceSharingSpec, device_sharing, step_hooks
+from learner.model.device import choose_precision
+from learner.model.embedding import Embedding, TaskEmbedding
+from learner.model.task import Classification
+from learner.strategies.registry import STRATEGIES
+from learner.training.passes import StepHooks
+from learner.training.trainer import Trainer
+
+CPU = torch.device("cpu")
+ROWS, MICRO_BATCH = 32, 16
+
+
+class EmbeddingTask(Classification):
+    """A task that computes embeddings, in a pass for them alone."""
+
+    def embed(self, model: nn.Module, features: Mapping[str, Tensor]) -> Tensor:
+        """Return the logits."""
+        logits: Tensor = model(features["x"])
+        return logits
+
+
+class Said:
+    """Records passes (F), and where training may yield (|)."""
+
+    def __init__(self, schema: Schema, strategy: str, task: Classification | None = None, **settings: Any) -> None:
+        self.text = ""
+        self.indices: list[int] = []
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Identity(), nn.Linear(8, 3))
+        model.register_forward_pre_hook(self._run)
+        options = LearnerSettings.model_validate({"micro_batch_size": MICRO_BATCH, **settings})
+        kind = STRATEGIES[strategy](**({"every": 1} if strategy in {"ewc", "lwf"} else {}))
+        embedding: Any = Embedding(model, "2") if kind.embeds else None
+        if isinstance(task, EmbeddingTask):
+            embedding = TaskEmbedding(model, task, ["x"])
+        self.trainer = Trainer(
+            *(model, task or Classification(), kind, schema, options, CPU, choose_precision("fp32", CPU), embedding),
+            hooks=StepHooks(self._may_yield),
+        )
+        self._schema = schema
+
+    def step(self, rows: int = ROWS) -> str:
+        """Take a step, and return what was recorded."""
+        self.text, self.indices = "", []
+        samples = self.trainer.strategy.samples(rows)
+        self.trainer.step(self.events(0, rows), [self.events(1000, n) for n in samples])
+        assert self.indices == list(range(len(self.indices)))
+        return self.text
+
+    def events(self, first: int, rows: int) -> Any:
+        return self.trainer.examples(fake_columns(self._schema, range(first, first + rows), label=[0, 1, 2]))
+
+    def _may_yield(self, index: int) -> None:
+        self.text += "|"
+        self.indices.append(index)
+
+    def _run(self, _model: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        assert len(inputs[0]) <= MICRO_BATCH + 1
+        self.text += "F"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "passes"),
+    [
+        ("none", 2),
+        ("er", 4),
+        ("er-ace", 4),
+        ("der", 4),
+        ("der++", 7),
+        ("mir", 10 + 2 + 10 + 4),
+        ("agem", 4),
+        ("ewc", 2 + 1),
+        ("lwf", 2 + 2),
+        ("ncm", 2),
+        ("slda", 2),
+    ],
+)
+def test_training_may_yield_before_every_pass_of_every_strategy(schema: Schema, strategy: str, passes: int) -> None:
+    said = Said(schema, strategy)
+    said.step()
+    assert said.step() == "|F" * passes
+
+
+def test_every_strategy_is_tested() -> None:
+    (mark,) = test_training_may_yield_before_every_pass_of_every_strategy.pytestmark  # type: ignore[attr-defined]
+    assert {strategy for strategy, _ in mark.args[1]} == set(STRATEGIES)
+
+
+@pytest.mark.parametrize(("strategy", "passes"), [("er", 4 + 4), ("mir", 22 + 4 + 4)])
+def test_training_may_yield_before_the_passes_of_a_task_that_embeds(schema: Schema, strategy: str, passes: int) -> None:
+    assert Said(schema, strategy, EmbeddingTask()).step() == "|F" * passes
+
+
+def test_training_may_yield_before_the_passes_of_a_probe(schema: Schema) -> None:
+    said = Said(schema, "none")
+    for _ in range(2):
+        said.text, said.indices = "", []
+        said.trainer.probe(said.events(0, ROWS))
+        assert (said.text, said.indices) == ("|F|F", [0, 1])
+
+
+def test_training_may_yield_before_passes_that_search_events_which_raise(schema: Schema) -> None:
+    said = Said(schema, "er")
+
+    def fail(_model: nn.Module, inputs: tuple[Tensor, ...], _output: Tensor) -> None:
+        if (inputs[0] == 7.0).any():
+            raise ValueError("seven")
+
+    said.trainer.model.register_forward_hook(fail)
+    new = said.events(0, ROWS)
+    new.features["x"][3] = 7.0
+    with pytest.raises(Exception, match="seven"):
+        said.trainer.step(new, [said.events(1000, ROWS)])
+    assert re.fullmatch(r"(\|F)+", said.text)
+
+
+@pytest.mark.parametrize("strategy", ["er", "mir", "ewc", "lwf"])
+def test_no_time_is_counted_twice(tmp_path: Path, schema: Schema, strategy: str) -> None:
+    """Of training and of yielding together, all passes of a step have no more than there was."""
+    spec = DeviceSharingSpec(DeviceSharingSettings(), timedelta(milliseconds=20), timedelta(seconds=10))
+    with hold_server(tmp_path, spec.slo) as mark, device_sharing(spec, tmp_path, CPU, threading.Event()) as sharing:
+        assert isinstance(sharing, DeviceSharing)
+        said = Said(schema, strategy)
+        said.trainer._passes._before_micro_batch = step_hooks(sharing, said.trainer._launch_context).before_micro_batch
+        asked = 0
+
+        def answer() -> None:
+            nonlocal asked
+            asked += 1
+            if asked % 3 == 0:
+                mark.rest()
+
+        sharing.set_waiting_task(answer)
+        begin = time.monotonic()
+        for _ in range(5):
+            mark.run()
+            said.step()
+            sharing.pause()
+        seconds = time.monotonic() - begin
+    assert 0 < sharing._yielded < seconds
+    assert 0 < sharing._trained < seconds
+    assert sharing._trained + sharing._yielded <= seconds

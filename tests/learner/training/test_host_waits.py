@@ -1,0 +1,211 @@
+"""On a device, the host waits for it once in a step: where this list says so, and nowhere else."""
+
+import ast
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from ingest.events.schema import Schema
+from ingest.kafka.fake import fake_columns
+from learner.config import LearnerSettings
+from learner.model.device import Precision, choose_precision
+from learner.model.embedding import Embedding
+from learner.model.task import Classification
+from learner.strategies.registry import STRATEGIES
+from learner.training.trainer import Trainer
+from tests.support.operations import Operations
+
+CPU = torch.device("cpu")
+ROOT = Path(__file__).parents[3]
+WAITING = {"item", "tolist", "cpu", "numpy", "to", "get_scale", "synchronize", "nonzero"}
+"""Methods that read a tensor's values on the host, or may copy it there."""
+STEP_PATH = [
+    *(ROOT / "learner" / "training").glob("*.py"),
+    *(ROOT / "learner" / "strategies").glob("*.py"),
+    *(ROOT / "learner" / "device_sharing").glob("l*.py"),
+]
+ALLOWED = {
+    "learner/training/step_result.py": {
+        "decide: tolist": "the one wait of a step",
+        "decide: item": "after a step whose buffers are not all finite",
+    },
+    "learner/training/step_snapshot.py": {"expect_non_finite: tolist": "once for a model with such buffers"},
+    "learner/training/optimizer_step.py": {"clip: item": "on a CPU alone"},
+    "learner/training/trainer.py": {
+        "probe: tolist": "of steps that score old events",
+        "_probe: to": "before the first step",
+    },
+    "learner/training/compile.py": {"compiled: item": "before the first step"},
+    "learner/training/host_to_device.py": {"__call__: to": "from pinned memory, without waiting"},
+    "learner/strategies/examples.py": {"examples_of: numpy": "on a CPU alone"},
+    "learner/strategies/ewc.py": {"_add: to": "another dtype", "_numbered: to": "before the first step"},
+    "learner/strategies/lwf.py": {"restore: to": "before the first step"},
+    "learner/strategies/ncm.py": {"_logits: to": "another dtype"},
+    "learner/device_sharing/launch_depth.py": {"_reach: synchronize": "with device sharing: work that is queued"},
+}
+
+
+def calls(path: Path) -> Iterator[str]:
+    """Yield each call of a method that may wait, as `function: method`."""
+
+    def visit(node: ast.AST, function: str) -> Iterator[str]:
+        for child in ast.iter_child_nodes(node):
+            name = child.name if isinstance(child, ast.FunctionDef) else function
+            if isinstance(child, ast.Attribute) and child.attr in WAITING:
+                yield f"{function}: {child.attr}"
+            yield from visit(child, name)
+
+    yield from visit(ast.parse(path.read_text()), "")
+
+
+def test_only_the_listed_functions_of_the_step_path_call_what_may_wait() -> None:
+    found = {str(path.relative_to(ROOT)): set(calls(path)) for path in STEP_PATH}
+    assert {path: names for path, names in found.items() if names} == {
+        path: set(reasons) for path, reasons in ALLOWED.items()
+    }
+
+
+def model(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def make_trainer(schema: Schema, strategy: str, precision: Precision | None = None, **settings: Any) -> Trainer:
+    """Return a trainer that decides as on a device."""
+    options = LearnerSettings.model_validate({"max_grad_norm": math.inf, **settings})
+    arguments = {"every": 2} if strategy in {"ewc", "lwf"} else {}
+    built, kind = model(), STRATEGIES[strategy](**arguments)
+    embedding = Embedding(built, "2") if kind.embeds else None
+    precision = precision or choose_precision("fp32", CPU)
+    trainer = Trainer(built, Classification(), kind, schema, options, CPU, precision, embedding)
+    trainer.update.decides_on_device = True
+    return trainer
+
+
+def take(trainer: Trainer, schema: Schema, step: int, *, poison: float | None = None) -> bool:
+    new, *old = (
+        trainer.examples(fake_columns(schema, range(begin, begin + n), label=[0, 1, 2]))
+        for begin, n in ((16 * step, 16), *((1000, n) for n in trainer.strategy.samples(16)))
+    )
+    if poison is not None:
+        new.features["x"][0] = poison
+    return trainer.step(new, old).finite
+
+
+@pytest.mark.parametrize("strategy", [name for name, kind in STRATEGIES.items() if kind.learns_gradient])
+@pytest.mark.parametrize("micro_batch_size", [None, 8])
+def test_a_step_reads_no_value_but_its_numbers(schema: Schema, strategy: str, micro_batch_size: int | None) -> None:
+    trainer = make_trainer(schema, strategy, micro_batch_size=micro_batch_size)
+    assert take(trainer, schema, 0)
+    for step in range(1, 5):
+        with (
+            Operations() as operations,
+            mock.patch.object(torch.Tensor, "tolist", counting(torch.Tensor.tolist)) as read,
+        ):
+            assert take(trainer, schema, step)
+        if strategy != "er-ace":  # whose one_hot reads its labels on a CPU, and not on a CUDA device
+            assert not operations.counts["_local_scalar_dense"], operations
+        assert not operations.counts["nonzero"], operations
+        assert read.calls == 1
+
+
+def test_slda_solves_without_a_check_on_the_host(schema: Schema) -> None:
+    trainer = make_trainer(schema, "slda")
+    with Operations() as operations:
+        assert take(trainer, schema, 0)
+    assert operations.counts["_linalg_solve_ex"] == 1
+    assert not operations.counts["_linalg_check_errors"]
+
+
+def counting(function: Callable[..., Any]) -> Any:
+    """Return the function, which counts its calls."""
+
+    def counted(*args: Any) -> Any:
+        counted.calls += 1  # type: ignore[attr-defined]
+        return function(*args)
+
+    counted.calls = 0  # type: ignore[attr-defined]
+    return counted
+
+
+@pytest.mark.parametrize("strategy", ["er", "agem", "ewc"])
+@pytest.mark.parametrize("optimizer", ["sgd", "rmsprop"])
+def test_the_loss_scale_is_not_read(schema: Schema, strategy: str, optimizer: str) -> None:
+    """Nor whether gradients overflow, which `GradScaler.step` reads for optimizers that are not fused."""
+    half = Precision("fp16", torch.float16)
+    trainer = make_trainer(schema, strategy, half, optimizer={"name": optimizer, "lr": 0.01, "momentum": 0.9})
+    trainer.update.decides_on_device = optimizer == "sgd"
+    trainer.update.scaler.load_state_dict({**trainer.update.scaler.state_dict(), "scale": 64.0})
+    with (
+        mock.patch.object(torch.amp.GradScaler, "get_scale", side_effect=AssertionError),
+        mock.patch.object(torch.amp.GradScaler, "step", side_effect=AssertionError),
+    ):
+        assert [take(trainer, schema, step) for step in range(4)] == [True] * 4
+
+
+OPTIMIZERS: list[dict[str, Any]] = [
+    {"name": "adamw", "lr": 0.01},
+    {"name": "adam", "lr": 0.01, "amsgrad": True},
+    {"name": "sgd", "lr": 0.1, "momentum": 0.9},
+]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda each: each["name"])
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_device_that_decides_learns_bit_for_bit_what_a_host_that_decides_does(
+    schema: Schema, optimizer: dict[str, Any], precision: str
+) -> None:
+    found: list[tuple[list[bool], dict[str, Any], dict[str, Any]]] = []
+    for on_device in (False, True):
+        chosen = Precision("fp16", torch.float16) if precision == "fp16" else None
+        trainer = make_trainer(schema, "er", chosen, optimizer=optimizer, max_grad_norm=1.0)
+        assert trainer.update.optimizer._step_supports_amp_scaling  # type: ignore[attr-defined]
+        trainer.update.decides_on_device = on_device
+        poisons = [math.nan, None, math.nan, None, math.inf, None, None]
+        finite = [take(trainer, schema, step, poison=poison) for step, poison in enumerate(poisons)]
+        found.append((finite, trainer.state(), trainer.tensors()))
+    host, device = found
+    assert host[0] == device[0] == [False, True, False, True, False, True, True]
+    assert host[1] == device[1]
+    torch.testing.assert_close(device[2], host[2], rtol=0, atol=0)
+
+
+class Masked(nn.Module):
+    """Has values that are not finite in a buffer, and binds another tensor to another buffer in each pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = model()
+        self.register_buffer("mask", torch.tensor([0.0, -math.inf]))
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+        output: torch.Tensor = self.body(x)
+        return output
+
+
+def test_a_step_with_a_mask_of_infinity_updates_the_weights_once(schema: Schema) -> None:
+    found, reads = [], Counter[bool]()
+    for on_device in (False, True):
+        options = LearnerSettings.model_validate({"optimizer": {"name": "adamw", "lr": 0.01}})
+        trainer = Trainer(
+            Masked(), Classification(), STRATEGIES["er"](), schema, options, CPU, choose_precision("fp32", CPU)
+        )
+        trainer.update.decides_on_device = on_device
+        for step in range(3):
+            with mock.patch.object(torch.Tensor, "tolist", counting(torch.Tensor.tolist)) as read:
+                assert take(trainer, schema, step)
+            reads[on_device] += read.calls
+        found.append(trainer.tensors())
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+    assert reads == {False: 1, True: 2 + 1}, (
+        "the closer comparison is of the first step alone, as is the host's decision"
+    )
