@@ -51,7 +51,7 @@ RUN --mount=type=bind,source=constraints.txt,target=/tmp/constraints.txt \
     --mount=type=bind,source=pyproject.toml,target=/tmp/pyproject.toml \
     python -c 'import sys, tomllib; project = tomllib.load(open("/tmp/pyproject.toml", "rb"))["project"]; \
 extras = [extra for name in {"codecs", *sys.argv[1].split(",")} - {""} for extra in project["optional-dependencies"][name]]; \
-print(*project["dependencies"], *extras, sep="\n")' "$EXTRAS" > /tmp/requirements.txt \
+print(*project["dependencies"], *extras, sep="\n")' "$EXTRAS,$([ "$TORCH" != cuda ] || echo gpu)" > /tmp/requirements.txt \
     && pip --python /opt/anabranch install -c /tmp/constraints.txt -r /tmp/requirements.txt \
     && rm /tmp/requirements.txt
 RUN --mount=type=bind,from=wheel,source=/dist,target=/dist \

@@ -188,7 +188,7 @@ class TestOurs:
                 torch.zeros(1, device=CUDA)
             limiter.drain()
         cuda.check()
-        assert cuda.sites("wait") == ["Event.synchronize"] * 4
+        assert cuda.sites("wait") == ["Event.synchronize"] * 5
 
     @pytest.mark.parametrize("on_host", [False, True])
     def test_rows_come_from_the_memory_tier(self, on_host: bool) -> None:
@@ -201,4 +201,4 @@ class TestOurs:
             assert gathered.is_cuda
             assert np.array_equal(gathered.cpu().numpy(), rows[::-1])
             tier.close()
-        assert all("MemoryTier.put" in problem for problem in cuda.problems)  # a copy from the test's pageable memory
+        cuda.check()

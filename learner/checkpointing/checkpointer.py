@@ -76,6 +76,8 @@ class Checkpointer:
         self.requested = False
         """Whether a requested checkpoint has not started yet."""
         self._problem: str | None = None
+        self._short_of_memory = False
+        """Whether the last checkpoint that failed did so for lack of memory."""
 
     @property
     def problem(self) -> str | None:
@@ -163,10 +165,17 @@ class Checkpointer:
     def checkpoint_last(
         self, capture: Callable[[int], CapturedState], deadline: Deadline, fingerprint: Callable[[], object] = object
     ) -> None:
-        """Write one more checkpoint, unless the state has not changed, and wait until it is written."""
+        """Write one more checkpoint, unless the state has not changed, and wait until it is written.
+
+        One that fails for lack of memory is tried once more, since others may have had it for a moment.
+        """
         self._background.wait(deadline)
         self.end_snapshot_if_written()
-        if not self._background.busy and (now := fingerprint()) != self._written:
+        for attempt in range(2):
+            now = fingerprint()
+            if self._background.busy or now == self._written or (attempt and not self._short_of_memory):
+                return
+            self._short_of_memory = False
             self._start(capture, now)
             self._background.wait(deadline)
             self.end_snapshot_if_written()
@@ -204,6 +213,7 @@ class Checkpointer:
         """Skip a checkpoint for which there is no memory now: training goes on, and earlier checkpoints stay."""
         if not out_of_memory(exc):
             raise exc
+        self._short_of_memory = True
         self._problem = f"checkpoint {number} could not be made for lack of memory: {' '.join(str(exc).split())}"
         log.error("%s", self._problem)
 
@@ -234,6 +244,7 @@ class Checkpointer:
             self._checkpoints.prune(self._keep)
             self._oldest = min(self._checkpoints.numbers(), default=None)
         except (OSError, CheckpointError) as exc:
+            self._short_of_memory = out_of_memory(exc)
             what = (
                 f"checkpoint {number} could not be written to"
                 if self.number != number

@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from learner.device_health.sniff_test import product_or_nan, time_collective
 from learner.distributed.channel import Action, Channel
 from learner.distributed.data_parallel import DataParallelGroup
 from learner.distributed.messages import (
+    ALL_REDUCE,
     PARTS,
     float_from_bits,
     json_from_bytes,
@@ -53,7 +55,7 @@ def follow(channel: Channel, make: Callable[[], tuple[Trainer, DataParallelGroup
             assert message is not None
             _restore(channel, trainer, replicas, message)
         elif action is Action.GENERATORS and message is not None:
-            restore_rng(*tensors_from_bytes(message))
+            restore_rng(*tensors_from_bytes(message), channel.device)
         elif action is Action.GENERATORS:
             channel.reply(tensors_to_bytes(rng_tensors(channel.device), rng_values()))
         elif action is Action.GATHER:
@@ -65,6 +67,10 @@ def follow(channel: Channel, make: Callable[[], tuple[Trainer, DataParallelGroup
             _discard(replicas.weights.full_tensors(trainer.model.state_dict()))
         elif action is Action.MOMENTS:
             _discard(replicas.weights.full_tensors(state_tensors(trainer.update.optimizer)))
+        elif action is Action.SNIFF and numbers == [ALL_REDUCE]:
+            time_collective(channel.device)
+        elif action is Action.SNIFF:
+            channel.reply(torch.tensor([product_or_nan(channel.device)], dtype=torch.float64).view(torch.uint8))
 
 
 def _step(

@@ -117,13 +117,6 @@ class ShardedWeights:
         for name, value in sorted(tensors.items()):
             yield name, value.full_tensor() if isinstance(value, DTensor) else value.detach()
 
-    def full_copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return full copies, gathered from all ranks."""
-        return {
-            name: full if isinstance(tensors[name], DTensor) else full.clone()
-            for name, full in self.full_tensors(tensors)
-        }
-
     def shard_like(self, tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return this rank's shards of tensors that every rank has in full, or has sharded before."""
         return {name: _shard_of(value, like.get(name)) for name, value in tensors.items()}

@@ -11,6 +11,8 @@ from torch import Tensor
 
 PARTS = ("model", "optimizer", "strategy")
 """The parts of a checkpoint that all ranks restore."""
+MATRIX_PRODUCT, ALL_REDUCE = 0, 1
+"""Parts of the sniff test."""
 
 
 def tensors_to_bytes(tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> Tensor:

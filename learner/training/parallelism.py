@@ -46,10 +46,6 @@ class Weights(Protocol):
         """Yield the name of each tensor and the full tensor, on the device: copy it before the next step or item."""
         ...
 
-    def full_copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return full copies of tensors, on the device."""
-        ...
-
     def shard_like(self, tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Shard full tensors like the tensors of the same name in `like`; return the others unchanged."""
         ...
@@ -89,10 +85,6 @@ class WholeWeights:
         """Yield the tensors themselves, in their order."""
         for name, value in tensors.items():
             yield name, value.detach()
-
-    def full_copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return copies."""
-        return {name: value.clone() for name, value in self.full_tensors(tensors)}
 
     def shard_like(self, tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:  # noqa: ARG002
         """Return the tensors."""

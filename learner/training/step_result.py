@@ -12,7 +12,7 @@ from torch import Tensor
 
 from learner.training.optimizer_step import OptimizerStep
 from learner.training.parallelism import Ranks
-from learner.training.rank_fallback import RankRaisedError
+from learner.training.rank_fallback import RankFallback
 from learner.training.step_snapshot import StepSnapshot
 
 
@@ -107,9 +107,8 @@ def decide(
     before: StepSnapshot,
     ranks: Ranks,
     update: OptimizerStep | None,
-    before_wait: Callable[[], object] | None,
-    *,
-    failed: bool,
+    fallback: RankFallback,
+    before_wait: Callable[[], object],
 ) -> bool:
     """Read back the numbers of a step, over all ranks, and with them whether it is taken. Called by every rank.
 
@@ -118,8 +117,8 @@ def decide(
         before: the state before the step.
         ranks: those that train together.
         update: updates the weights if the device decides so, before this waits for it; None: nothing does.
-        before_wait: called once all work of the step is queued.
-        failed: whether the model raised on this rank.
+        fallback: has whether the model raised on this rank, or memory ran out.
+        before_wait: called when all work of the step is queued, before this waits for it.
 
     Returns:
         Whether `update` has updated the weights.
@@ -127,26 +126,23 @@ def decide(
     Raises:
         RankRaisedError: the model raised on one of the ranks.
     """
-    updated = raised = False
+    updated, mark = False, 0.0
     if ranks.size == 1 and outputs.numbers[0].is_cpu and update is None:
-        if before_wait is not None:
-            before_wait()
+        before_wait()
         outputs.score, outputs.loss_new, *deciding = map(Tensor.item, outputs.numbers)
     else:
-        mark = outputs.numbers[0].new_full((), math.inf if failed else 0.0)
-        together = torch.stack([number.float() for number in (*outputs.numbers, mark)])
+        numbers = *outputs.numbers, outputs.numbers[0].new_full((), fallback.mark)
+        together = torch.stack([number.float() for number in numbers])
         ranks.average([together])
         if update is not None:
             all_finite = torch.linalg.vector_norm(together[2:], math.inf) < math.inf
             update.apply(skip=all_finite.logical_not().float())
-        if before_wait is not None:
-            before_wait()
+        before_wait()
         # The one wait for the device in a step: whether it is taken has to be known before the next.
-        score, loss_new, *deciding, mark_ = together.tolist()
-        outputs.score, outputs.loss_new, raised = score * ranks.size, loss_new * ranks.size, not math.isfinite(mark_)
+        score, loss_new, *deciding, mark = together.tolist()
+        outputs.score, outputs.loss_new = score * ranks.size, loss_new * ranks.size
         updated = update is not None
-    if raised:
-        raise RankRaisedError
+    fallback.check(mark)
     outputs.loss, norm, *magnitudes = deciding
     outputs.finite = math.isfinite(outputs.loss) and math.isfinite(norm)
     if outputs.finite and not all(map(math.isfinite, magnitudes)):

@@ -50,8 +50,7 @@ class TierHierarchy:
     @property
     def device_bytes(self) -> int:
         """Bytes of the memory tier on the learner's device; 0 where the host has it."""
-        memory = self._memory
-        return memory.slots * memory.slot_bytes if memory.storage == memory.device else 0
+        return self._memory.device_bytes
 
     @property
     def file(self) -> TierRef | None:

@@ -64,6 +64,11 @@ class MemoryTier(Tier):
         elif self._rows is None:
             self._pages = Pages(self._words.data_ptr(), self._words.nbytes)
 
+    @property
+    def device_bytes(self) -> int:
+        """Bytes that it takes on the learner's device; 0 where rows are stored on the host of a CUDA device."""
+        return 0 if self._copies_to_gpu else self.slots * self.slot_bytes
+
     @override
     def write(self, slots: NDArray[np.int64], _identity: NDArray[np.uint64], rows_nR: NDArray[np.uint8]) -> None:
         self.put(slots, torch.from_numpy(rows_nR))

@@ -31,6 +31,7 @@ from learner.strategies.registry import STRATEGIES
 from learner.training.passes import StepHooks
 from learner.training.trainer import Trainer
 from tests.learner.learner_bench import CPU, LearnerBench
+from tests.support.cuda_recorder import CudaRecorder
 from tests.support.gpu import rtol
 
 EXACT = {"precision": "fp32", "optimizer": {"name": "sgd", "lr": 0.1}}
@@ -70,6 +71,18 @@ def test_a_whole_learner_learns_on_a_device_what_it_learns_on_the_cpu(
         torch.testing.assert_close(
             weights[1][key], value, rtol=within, atol=within, msg=lambda text, key=key: key + text
         )
+
+
+@each_store
+def test_streams_and_copies_of_a_whole_learner_are_in_order(
+    schema: Schema, tmp_path: Path, replay: dict[str, Any]
+) -> None:
+    with CudaRecorder() as recorder:
+        bench = bench_on(tmp_path, schema, 6, torch.device("cuda", 0), replay=replay)
+        bench.run()
+        bench.finish()
+        bench.close()
+    recorder.check()
 
 
 @each_store
@@ -199,12 +212,14 @@ def test_a_compiled_model_in_a_group_of_ranks_learns_what_it_learns_as_it_is(
 ) -> None:
     if kind == "cpu":
         monkeypatch.setattr("learner.training.compile.BACKEND", "aot_eager")
-    monkeypatch.setattr(torch._dynamo.config, "suppress_errors", False)
     losses = []
     try:
         for number, compiles in enumerate((False, True)):
             settings = LearnerSettings.model_validate({**EXACT, "device": kind, "compile": compiles})
-            with join_group(RankAssignment(0, 1, tmp_path / f"rendezvous-{number}"), settings) as device:
+            with (
+                torch._dynamo.config.patch(suppress_errors=False),  # which monkeypatch cannot set back
+                join_group(RankAssignment(0, 1, tmp_path / f"rendezvous-{number}"), settings) as device,
+            ):
                 parts = (plain_model().to(device), Classification(), STRATEGIES["er"](), schema, settings, device)
                 trainer = Trainer(*parts, choose_precision("fp32", device), ranks=DataParallelGroup(settings))
                 new = trainer.examples(fake_columns(schema, range(12), label=[0, 1, 2]))

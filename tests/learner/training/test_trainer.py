@@ -406,16 +406,16 @@ def test_a_gpu_has_half_precision_by_itself() -> None:
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:TensorFloat32")  # what the compiler recommends
 def test_what_is_compiled_learns_on_a_gpu_what_it_learns_as_it_is(
-    schema: Schema, make_model: MakeModel, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    schema: Schema, make_model: MakeModel, caplog: pytest.LogCaptureFixture
 ) -> None:
     cuda, losses = torch.device("cuda"), []
-    monkeypatch.setattr(torch._dynamo.config, "suppress_errors", False)
     for compile_ in (False, True):
         options = LearnerSettings.model_validate({"compile": compile_, "optimizer": {"name": "sgd", "lr": 0.1}})
         parts = (make_model().to(cuda), Classification(), STRATEGIES["er"](), schema, options, cuda)
-        trainer = Trainer(*parts, choose_precision("fp32", cuda))
         columns = fake_columns(schema, range(12), label=[0, 1, 2])
-        losses.append([trainer.step(trainer.examples(columns)).loss for _ in range(5)])
+        with torch._dynamo.config.patch(suppress_errors=False):  # which monkeypatch cannot set back
+            trainer = Trainer(*parts, choose_precision("fp32", cuda))
+            losses.append([trainer.step(trainer.examples(columns)).loss for _ in range(5)])
     torch._dynamo.reset()
     assert "compiling fails" not in caplog.text
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
