@@ -173,11 +173,11 @@ def _memory(settings: ReplaySettings, row_bytes: int, count: int, device: torch.
     slots, on_host = min(int(settings.device_bytes) // row_bytes, count), settings.device_memory == "host"
     try:
         return MemoryTier(row_bytes, slots, device, on_host=on_host)
-    except RuntimeError as exc:
+    except (RuntimeError, MemoryError) as exc:
         where = "the host" if on_host else device
         raise SettingsError(
             f"replay: {slots} events of {row_bytes} bytes do not fit on {where}; lower capacity or device_bytes: "
-            f"{str(exc).splitlines()[0]}"
+            f"{(str(exc) or type(exc).__name__).splitlines()[0]}"
         ) from exc
 
 

@@ -28,6 +28,9 @@ from replay.checkpoint.segments import Segment
 _POLL_INTERVAL = timedelta(milliseconds=100)
 """Between two calls of `while_waiting` while the first checkpoint is written."""
 
+_MEMORY_PAUSE = timedelta(seconds=5)
+"""Time without early checkpoints after one that was skipped for lack of memory."""
+
 log = logging.getLogger(__name__)
 
 
@@ -78,6 +81,8 @@ class Checkpointer:
         self._problem: str | None = None
         self._short_of_memory = False
         """Whether the last checkpoint that failed did so for lack of memory."""
+        self._not_early_before = 0.0
+        """When a checkpoint may start early again, by the monotonic clock."""
 
     @property
     def problem(self) -> str | None:
@@ -96,7 +101,7 @@ class Checkpointer:
         """
         self.end_snapshot_if_written()
         store = self._background_store
-        early = store is not None and (store.many_slots_wait(self._keep + 2) or not store.has_room())
+        early = store is not None and (self._many_slots_wait() or not store.has_room())
         return early or time.monotonic() >= self._due
 
     def checkpoint(self, capture: Callable[[int], CapturedState], fingerprint: Callable[[], object] = object) -> None:
@@ -125,7 +130,10 @@ class Checkpointer:
 
     def _many_slots_wait(self) -> bool:
         """Return whether a checkpoint should start early, since slots are reused only after `keep` more checkpoints."""
-        return self._background_store is not None and self._background_store.many_slots_wait(self._keep + 2)
+        store = self._background_store
+        if store is None or time.monotonic() < self._not_early_before:
+            return False
+        return store.many_slots_wait(self._keep + 2)
 
     def _free_slots(self, capture: Callable[[int], CapturedState], fingerprint: Callable[[], object]) -> None:
         """Write checkpoints until the store has free slots; `keep` checkpoints free all slots that can be freed."""
@@ -213,7 +221,7 @@ class Checkpointer:
         """Skip a checkpoint for which there is no memory now: training goes on, and earlier checkpoints stay."""
         if not out_of_memory(exc):
             raise exc
-        self._short_of_memory = True
+        self._short_of_memory, self._not_early_before = True, time.monotonic() + _MEMORY_PAUSE.total_seconds()
         self._problem = f"checkpoint {number} could not be made for lack of memory: {' '.join(str(exc).split())}"
         log.error("%s", self._problem)
 

@@ -114,8 +114,8 @@ class QualityGate:
         count = int(np.count_nonzero(fresh))
         if count < self._next_check_at:
             return
-        self._next_check_at = min(count + count // 2, self._enough)
         served_G, last_good_G = (each.scores(self._scorer, rows.columns) for each in (served, last_good))
+        self._next_check_at = min(count + count // 2, self._enough)
         drop = self._drop(served_G, last_good_G, fresh)
         if drop is None:
             return
@@ -204,7 +204,7 @@ class QualityGate:
             state = self._versions.state()
         except (VersionError, OSError):  # serving writes the file, and reports its problems
             return
-        before, self._state = self._state, state
+        before = self._state
         if before is None:
             self._load_baselines(state, rows)
         elif state.promoted is not None and state.promoted != before.promoted:
@@ -213,6 +213,7 @@ class QualityGate:
         elif self._served is not None and self._served.number in state.rolled_back and state.serving is not None:
             self._start_with(self._read(state.serving, rows))
             self._start_hold(["a person rolled back the version before"])
+        self._state = state  # at the end: where memory runs out, the next call does all of this again
 
     def _load_baselines(self, state: RegistryState, rows: HoldoutRows) -> None:
         """Load the newest version on disk that serving may take as all three baselines."""

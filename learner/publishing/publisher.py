@@ -36,6 +36,7 @@ _SCORING_SHARE = 4
 """Scoring uses at most 1 / `_SCORING_SHARE` of a core or CUDA device; versions due meanwhile are skipped."""
 _WATCH_SECONDS = 1.0
 _NO_VERSION = "no version could be made"
+_NOT_MONITORED = "the served version is not monitored now"
 
 Progress = tuple[int, tuple[Position, ...]]
 """Steps, and the position of each partition."""
@@ -221,7 +222,10 @@ class Publisher:
         except OSError as exc:
             log.error("a verdict in %s cannot be written: %s", self._versions.path, exc.strerror or exc)  # noqa: TRY400
         except (RuntimeError, MemoryError) as exc:
-            self._report_memory(exc, "the served version is not monitored now")
+            self._report_memory(exc, _NOT_MONITORED)
+        else:
+            if self._problem is not None and self._problem.startswith(_NOT_MONITORED):
+                self._problem = None
         self._metrics.withdrawn.inc(self.gate.withdrawn - before)
 
     def _publish(self, snapshot: Snapshot) -> None:
@@ -231,7 +235,8 @@ class Publisher:
         """
         self._newly_trained.join(snapshot.newly_trained)
         try:
-            weights = {name: tensor.cpu() for name, tensor in snapshot.weights.items()}
+            # Page-locked memory goes back for the next copies: the gate keeps weights for long.
+            weights = {n: each.clone() if each.is_pinned() else each.cpu() for n, each in snapshot.weights.items()}
             scores_G, holdout = self._score(weights, snapshot.holdout)
             verdict = self.gate.judge(scores_G, holdout)
         except (RuntimeError, MemoryError) as exc:

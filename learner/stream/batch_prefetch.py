@@ -38,6 +38,8 @@ class BatchPrefetch(Generic[_T]):
         if self._copied is not None and self._copied[0] is columns:
             copy, self._copied = self._copied[1], None
             return copy
+        if self._batch is None:
+            self._copied = None  # of a batch of which events were erased meanwhile
         return self._copy(columns)
 
     def take_next(self) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from anabranch.core.failures import out_of_memory
 from learner.config import LearnerSettings
+from learner.errors import MemoryShortageError
 from learner.model.cuda_graph import graphed_pass
 from learner.model.device import Precision
 from learner.model.embedding import Embeddings, TaskEmbedding
@@ -156,7 +157,11 @@ class Passes:
 
         The strategy restores the weights when one of its passes fails. `at_once`: groups of events, each of which goes
         through the model together unless micro-batches are smaller.
+
+        Raises:
+            MemoryShortageError: not even a few events fit for now. Micro-batches have the size of before.
         """
+        size_before = self.micro_batch_size, self.warning
         while True:
             try:
                 return passes()
@@ -169,7 +174,11 @@ class Passes:
             release(self.device)
             before.restore()
             rows = max(sum(map(len, group)) for group in at_once)
-            size = halve_micro_batch(rows, self.micro_batch_size, self.device, self._ranks.size, message)
+            try:
+                size = halve_micro_batch(rows, self.micro_batch_size, self.device, self._ranks.size, message)
+            except MemoryShortageError:
+                self.micro_batch_size, self.warning = size_before
+                raise
             self.micro_batch_size, self.warning = size, oom_warning(self.device, size)
 
     def parts(self, events: Examples) -> Iterator[Examples]:
@@ -313,4 +322,5 @@ class Passes:
                 score = loss_new = norm.new_zeros(())
             # An overflow can make running statistics non-finite while loss and gradient are finite.
             magnitude = before.magnitude()
-            outputs.numbers = [score, loss_new, total, norm, *([] if magnitude is None else [magnitude])]
+            # Times 0 it is 0 or NaN: finite magnitudes of several ranks may add up to infinity.
+            outputs.numbers = [score, loss_new, total, norm, *([] if magnitude is None else [magnitude * 0])]

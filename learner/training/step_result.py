@@ -131,7 +131,8 @@ def decide(
         before_wait()
         outputs.score, outputs.loss_new, *deciding = map(Tensor.item, outputs.numbers)
     else:
-        numbers = *outputs.numbers, outputs.numbers[0].new_full((), fallback.mark)
+        # Of the kind of the norm: the scores of some tasks are integers, which are neither infinite nor NaN.
+        numbers = *outputs.numbers, outputs.numbers[3].new_full((), fallback.mark)
         together = torch.stack([number.float() for number in numbers])
         ranks.average([together])
         if update is not None:

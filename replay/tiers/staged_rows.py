@@ -132,15 +132,17 @@ class StagedRows:
     def _on_device(self) -> Tensor:
         """Return the n rows on the device; called within the stream's `work`."""
         assert self._stream is not None
-        if self._rows_nR.device.type != self._stream.device.type:
-            (self._rows_nR,) = self._stream.upload(self._rows_nR.numpy())
+        rows_nR = self._rows_nR  # another thread may bring it to the device at the same time
+        if rows_nR.device.type != self._stream.device.type:
+            (rows_nR,) = self._stream.upload(rows_nR.numpy())
             self._ready = self._stream.record()
+            self._rows_nR = rows_nR  # after the event that its readers wait for
         elif self._target is not None and not self._merged:
             assert self.missing is not None
             (where,) = self._stream.upload(self.missing.positions)
             self._rows_nR.index_copy_(0, where, self._stream.send(self._target[0]))
             self._merged, self._ready = True, self._stream.record()
-        return self._rows_nR
+        return rows_nR
 
     def _valid_of(self, rows_nR: Tensor, n: int | None) -> Tensor:
         """Return the valid ones of the first n rows."""

@@ -356,11 +356,12 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("shared")
 def test_a_step_that_memory_was_too_short_for_has_changed_nothing(schema: Schema) -> None:
     error = kinds()[0]
-    narrow, wide = make_trainer(schema, Narrow(1, error)), make_trainer(schema, Narrow(16, error), micro_batch_size=2)
+    narrow, wide = make_trainer(schema, Narrow(1, error)), make_trainer(schema, Narrow(16, error))
     torch.manual_seed(1)
     with pytest.raises(MemoryShortageError) as raised:
         learn(narrow, schema, [0])
     assert raised.value.undone
+    assert (narrow.micro_batch_size, narrow.warning) == (None, None), "a moment's shortage makes no later step smaller"
     assert isinstance(narrow.model, Narrow)
     narrow.model.most = 16
     learn(narrow, schema, [0])
