@@ -16,6 +16,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from anabranch.core.failures import out_of_memory
+
 _REPEATS = 10
 _SIZE, _SIZE_CPU = 2048, 128
 COLLECTIVE = "collective"
@@ -49,8 +51,10 @@ class SniffTest:
         """Run the test; return when to repeat it, or None when all is as usual."""
         try:
             self.seconds = self._measure()
-        except torch.OutOfMemoryError:  # it is run again when it is due
-            return None
+        except RuntimeError as exc:
+            if not out_of_memory(exc):
+                raise
+            return None  # it is run again when it is due
         slow = slow_ones(self.seconds, self._before, self._deviation)
         self._slow = {name: self._slow.get(name, 0) + 1 for name in slow}
         for name, seconds in self.seconds.items():
@@ -82,7 +86,7 @@ def slow_ones(
 def time_product(device: torch.device) -> float:
     """Return the seconds of a matrix product on the device: the least of some, since requests may use it meanwhile.
 
-    Raises torch.OutOfMemoryError.
+    Raises RuntimeError if memory runs out, as `out_of_memory` says.
     """
     left = _matrix(device)
     out = torch.empty_like(left)
@@ -93,7 +97,9 @@ def product_or_nan(device: torch.device) -> float:
     """Return the same, or NaN where memory runs out: other ranks wait for an answer."""
     try:
         return time_product(device)
-    except torch.OutOfMemoryError:
+    except RuntimeError as exc:
+        if not out_of_memory(exc):
+            raise
         return math.nan
 
 

@@ -255,7 +255,7 @@ class HealthWatch:
             self._closed.wait(self._settings.every.total_seconds())
 
     def _judge_always(self) -> None:
-        longest = self._settings.every.total_seconds() / 2
+        longest = min(self._settings.every.total_seconds(), self._settings.timeout.total_seconds(), 1.0) / 2
         while not self._closed.is_set():
             with contextlib.suppress(queue.Empty):  # there is no reading, which is judged too
                 history, reading = self._inbox.get(timeout=longest)

@@ -284,7 +284,7 @@ class Passes:
                 embedding_N, rows = self.captured(), len(loss.output_B)
                 outputs.embedding.append((embedding_N[:rows], embedding_N[rows:]))
             except Exception as exc:  # the user's own code may raise anything
-                if not self._fallback.recorded(exc):
+                if not self._fallback.recorded(exc, len(new) + sum(map(len, old))):
                     raise
         return loss.total.detach()
 
@@ -313,13 +313,14 @@ class Passes:
         with torch.no_grad():
             outputs.output_B = cat(outputs.output)
             output_B, label_B = outputs.output_B[:rows], new.label_B[:rows]
-            try:
-                loss_B = cat(outputs.new)[:rows] if outputs.new else self.task.loss(output_B, label_B)
-                score, loss_new = self.task.score(output_B, label_B).sum(), loss_B.sum()
-            except Exception as exc:  # the user's own code may raise anything
-                if not self._fallback.recorded(exc):
-                    raise
-                score = loss_new = norm.new_zeros(())
+            score = loss_new = norm.new_zeros(())
+            if self._fallback.error is None:  # else the step is undone, and its outputs may be of other events
+                try:
+                    loss_B = cat(outputs.new)[:rows] if outputs.new else self.task.loss(output_B, label_B)
+                    score, loss_new = self.task.score(output_B, label_B).sum(), loss_B.sum()
+                except Exception as exc:  # the user's own code may raise anything
+                    if not self._fallback.recorded(exc, rows):
+                        raise
             # An overflow can make running statistics non-finite while loss and gradient are finite.
             magnitude = before.magnitude()
             # Times 0 it is 0 or NaN: finite magnitudes of several ranks may add up to infinity.

@@ -97,12 +97,11 @@ class RankFallback:
         try:
             return run_pass(new, old)
         except Exception as exc:  # the user's own code may raise anything
-            if not self.recorded(exc):
+            if not self.recorded(exc, len(new) + sum(map(len, old))):
                 raise
             error = exc
         traceback.clear_frames(error.__traceback__)  # they reference tensors of the pass
         if out_of_memory(error):
-            self._too_large = max(self._too_large, len(new) + sum(map(len, old)))
             release(new.label_B.device)
             new, old = idle(new, old)
         for label in (0, 1):
@@ -111,15 +110,20 @@ class RankFallback:
             try:
                 return run_pass(_zeros(new, label), [_zeros(events, label) for events in old])
             except Exception as exc:
-                if not self.recorded(exc):
+                if not self.recorded(exc, len(new) + sum(map(len, old))):
                     raise
         raise error
 
-    def recorded(self, error: Exception) -> bool:
-        """Record an error and return whether this rank can continue; if not, the caller has to raise it again."""
-        recorded = self.able and (may_be_of_events(error) or (isinstance(error, RuntimeError) and out_of_memory(error)))
+    def recorded(self, error: Exception, rows: int) -> bool:
+        """Record an error and return whether this rank can continue; if not, the caller has to raise it again.
+
+        `rows`: events of the pass, or of what followed it, where the error was raised.
+        """
+        too_large = isinstance(error, RuntimeError) and out_of_memory(error)
+        recorded = self.able and (too_large or may_be_of_events(error))
         if recorded:
             self.error = self.error or error
+            self._too_large = max(self._too_large, rows if too_large else 0)
         return recorded
 
     def abandon(self) -> None:
@@ -167,6 +171,7 @@ class RankFallback:
         while self._searches_together and (passes := self._ranks.weights.largest(0)):
             self._idle(run_pass, events, passes)
             self.take_error()
+            self.take_too_large()
 
     def _idle(self, run_pass: Pass[object], events: Examples, passes: int) -> None:
         for _ in range(passes):
