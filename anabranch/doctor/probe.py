@@ -98,7 +98,10 @@ def _try_server(
     against the devices that were `visible` before.
     """
     if not uuids_in(name):
-        chosen, narrowed = choose("serving.device", name), os.environ.get(VISIBLE) != visible.get(VISIBLE)
+        narrowed = os.environ.get(VISIBLE) != visible.get(VISIBLE)
+        if narrowed and ":" in name:
+            return None
+        chosen = choose("serving.device", name)
         return None if narrowed and len(machine_devices()) > 1 else chosen
     try:
         shown = visible_devices("serving.device", name, visible)

@@ -84,6 +84,6 @@ def ledger(
 
 def serving_ledger(parameters: int, *, workers: int = 1, shadow: bool = False) -> dict[str, int]:
     """Return the bytes of all serving processes on a device, by purpose: two versions are there while one is swapped
-    in, and a third where a shadow is compared."""
+    in, and two more where a shadow is compared."""
     copy = _FLOAT32 * parameters * workers
-    return {"versions": 2 * copy, "shadow": copy * shadow, "contexts": CONTEXT_BYTES * workers}
+    return {"versions": 2 * copy, "shadow": 2 * copy * shadow, "contexts": CONTEXT_BYTES * workers}

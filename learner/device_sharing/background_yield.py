@@ -27,6 +27,7 @@ class BackgroundYield:
         self._longest = longest
         self._refresh_due = 0.0
         self._lock = threading.Lock()
+        self._closed = False
 
     def __call__(self) -> None:
         """Return once no request waits, or the learner stops, or the call has waited long enough."""
@@ -35,8 +36,16 @@ class BackgroundYield:
             if self._stop.wait(_POLL_SECONDS):
                 return
 
+    def close(self) -> None:
+        """Unmap the marks of the servers; a thread that still calls this waits for no request any more."""
+        with self._lock:
+            self._closed = True
+            self._servers.close()
+
     def _a_request_waits(self) -> bool:
         with self._lock:
+            if self._closed:
+                return False
             if time.monotonic() >= self._refresh_due:
                 self._refresh_due = time.monotonic() + _REFRESH_SECONDS
                 self._servers.refresh()
@@ -55,7 +64,8 @@ def background_yield(
         yield bool
         return
     servers = Servers(state_dir, spec.patience)
+    background = BackgroundYield(servers, stop)
     try:
-        yield BackgroundYield(servers, stop)
+        yield background
     finally:
-        servers.close()
+        background.close()

@@ -25,6 +25,7 @@ from serving.model.batch_copies import to_device, to_host
 from serving.model.deployment import Deployment, _sentence
 from serving.model.device import HALF, free_cached_memory, use_device
 from serving.model.graphs import Capture, Graphs
+from serving.model.tensor_slots import bound_tensors
 from serving.protocol.codec import EMBEDDING
 from serving.protocol.tensors import Array
 
@@ -80,8 +81,11 @@ class ServedVersion:
         zeros = self.zeros(1)
         expected = self.run(zeros)
         predict = functools.partial(_predict, self._deployment, self._module)  # holds no version: graphs outlive it
+        bound = [tensor.data_ptr() for tensor in bound_tensors(self._module)]
         with torch.inference_mode():
             graphs.capture(capture, predict, self.zeros, max_batch, self._deployment.device)
+            if [tensor.data_ptr() for tensor in bound_tensors(self._module)] != bound:
+                raise RuntimeError("the model binds other tensors to its modules while it runs")
             found = graphs.run(zeros, self._padding) or {}
         for name, array in expected.items():
             if not np.allclose(found[name], array, rtol=1e-3, atol=1e-5, equal_nan=True):

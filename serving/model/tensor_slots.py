@@ -89,14 +89,38 @@ class TensorSlots:
 def loads_plainly(module: nn.Module) -> bool:
     """Return whether loading weights copies them into parameters and buffers, and does nothing else.
 
-    User code that takes part in loading may replace tensors, or compute other attributes from them.
+    User code that takes part in loading may replace tensors, or compute other attributes from them. An attribute that
+    is a view of a parameter or buffer would stay behind in the template.
     """
+    if _has_views(module):
+        return False
     return not any(
         each._load_state_dict_pre_hooks
         or each._load_state_dict_post_hooks
         or type(each).set_extra_state is not nn.Module.set_extra_state
         or any(_is_overridden(type(each), method) for method in ("load_state_dict", "_load_from_state_dict"))
         for each in module.modules()
+    )
+
+
+def bound_tensors(module: nn.Module) -> list[Tensor]:
+    """Return all tensors that the modules have as attributes, also in lists and dicts, each as often as it is bound."""
+    bound = list[Tensor]()
+    for each in module.modules():
+        for value in vars(each).values():
+            values = (
+                value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+            )
+            bound += [tensor for tensor in values if isinstance(tensor, Tensor)]
+    return bound
+
+
+def _has_views(module: nn.Module) -> bool:
+    """Return whether an attribute shares the memory of a parameter or buffer without being it."""
+    named = [tensor for _, tensor in _tensors(module) if tensor.numel()]
+    own, memory = set(map(id, named)), {tensor.untyped_storage().data_ptr() for tensor in named}
+    return any(
+        id(tensor) not in own and tensor.untyped_storage().data_ptr() in memory for tensor in bound_tensors(module)
     )
 
 

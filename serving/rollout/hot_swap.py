@@ -130,7 +130,11 @@ class VersionSwapper:
                     before = self._versions.state()
                     after = command(before, number, self._versions.numbers())
                     self._versions.write_state(after)
-                    self._poll()
+                    try:
+                        self._poll()
+                    except RuntimeError:  # else the next process would load the version that cost this one its device
+                        self._versions.write_state(before)
+                        raise
                     served = self.current.number if self.current else None
                     if command in (promote, roll_back, pin) and served != number:
                         why = self._retries.reason_of(number) or self.refused.get(number, "see the log")

@@ -44,9 +44,9 @@ def test_the_tier_and_the_contexts_come_on_top() -> None:
     assert (found["replay"], found["contexts"]) == (7, 3 * CONTEXT_BYTES)
 
 
-def test_serving_holds_two_versions_at_a_swap_and_a_third_with_a_shadow() -> None:
+def test_serving_holds_two_versions_at_a_swap_and_two_more_with_a_shadow() -> None:
     found = serving_ledger(PARAMETERS, workers=2, shadow=True)
-    assert found == {"versions": 16 * PARAMETERS, "shadow": 8 * PARAMETERS, "contexts": 2 * CONTEXT_BYTES}
+    assert found == {"versions": 16 * PARAMETERS, "shadow": 16 * PARAMETERS, "contexts": 2 * CONTEXT_BYTES}
 
 
 @pytest.mark.process

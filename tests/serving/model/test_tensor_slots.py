@@ -196,6 +196,26 @@ class Extra(nn.Module):
         pass
 
 
+class Viewing(nn.Module):
+    """Reads a buffer also by a view of it, which is an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.zeros(4))
+        self.first = [self.table[:2]]
+
+
+def test_a_view_of_a_buffer_follows_the_weights_of_every_version() -> None:
+    template, slot = Viewing(), TensorSlot()
+    assert not loads_plainly(template)
+    for number in range(1, 4):
+        weights = {"table": torch.full((4,), float(number))}
+        module: Any = slot.load(template, weights, torch.device("cpu"), plainly=loads_plainly(template))
+        assert module.table.tolist() == [number] * 4
+        assert module.first[0].tolist() == [number] * 2
+    assert loads_plainly(nn.LSTM(2, 3)), "its list has the parameters themselves"
+
+
 def test_which_modules_load_plainly() -> None:
     for module in (nn.Linear(1, 1), nn.BatchNorm1d(2), nn.Sequential(nn.MultiheadAttention(2, 1)), Counting()):
         assert loads_plainly(module), module
