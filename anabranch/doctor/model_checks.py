@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from anabranch.core.errors import SettingsError
+from anabranch.core.errors import DependencyError, SettingsError
 from anabranch.core.failures import DamagedError, Failure, failure_of
 from anabranch.doctor.model_process import Asked, ProbeFinding, Size, Step
 from ingest.config import SchemaSettings, StreamSettings
@@ -78,7 +78,7 @@ def choose(key: str, devices: str, send: Callable[[ProbeFinding], None]) -> torc
     """
     try:
         device = choose_device(devices, key)
-    except SettingsError as exc:
+    except (SettingsError, DependencyError) as exc:
         send(ProbeFinding("device.driver" if driver_fault() else "device.missing", f"{exc}.", key))
         return None
     if problem := UnusedDevice.of(key, devices, device).problem:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from anabranch.core.errors import SettingsError
+from anabranch.core.errors import DependencyError, SettingsError
 from learner.model.visible_devices import VISIBLE, show_only
 
 DRIVER = Path("/dev/nvidiactl")
@@ -55,6 +55,7 @@ def choose_device(devices: str, key: str = "learner.device") -> torch.device:
 
     Raises:
         SettingsError: torch has no such device.
+        DependencyError: it has none, on a machine that has NVIDIA's driver: a device may be away for now.
     """
     name = show_only(key, devices)
     if name == "auto":
@@ -64,8 +65,9 @@ def choose_device(devices: str, key: str = "learner.device") -> torch.device:
         return device  # without a question to CUDA, which would initialize it
     present = torch.cuda.is_available() if device.type == "cuda" else torch.backends.mps.is_available()
     if not present or (device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count()):
-        why = driver_fault() or f"torch {torch.__version__} sees no such device"
-        raise SettingsError(f'{key} = "{devices}": {why}; try "auto"')
+        if fault := driver_fault():
+            raise DependencyError(f'{key} = "{devices}": {fault}; try "auto"')
+        raise SettingsError(f'{key} = "{devices}": torch {torch.__version__} sees no such device; try "auto"')
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 

@@ -9,9 +9,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from anabranch.core.errors import SettingsError
+from anabranch.core.errors import DependencyError, SettingsError
 from ingest.events.schema import Schema
 from learner.config import ModelSettings
+from learner.model.device import driver_fault
 from learner.model.embedding import Embedding, Embeddings, TaskEmbedding
 from learner.model.factory import build_on_device, check_model, make_task
 from learner.model.task import Embeds, Task
@@ -122,6 +123,7 @@ def pick_device(name: str) -> torch.device:
 
     Raises:
         SettingsError: this machine has no such device.
+        DependencyError: it has none, on a machine that has NVIDIA's driver: a device may be away for now.
         DeviceError: it has too little memory for now, or fails.
     """
     if name == "auto":
@@ -139,6 +141,8 @@ def pick_device(name: str) -> torch.device:
             raise
         raise SettingsError(f'serving.device = "{name}" cannot be used here: {_sentence(exc)}') from exc
     except (RuntimeError, AssertionError) as exc:
+        if name.startswith("cuda") and (fault := driver_fault()):
+            raise DependencyError(f'serving.device = "{name}": {fault}: {_sentence(exc)}') from exc
         raise SettingsError(f'serving.device = "{name}" cannot be used here: {_sentence(exc)}') from exc
 
 

@@ -14,7 +14,7 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from anabranch.config.loader import load_config
-from anabranch.core.errors import AnabranchError, SettingsError
+from anabranch.core.errors import AnabranchError, DependencyError, SettingsError
 from anabranch.runtime.lifecycle import Exit
 from anabranch.runtime.supervisor import RestartPolicy, Supervisor, pipeline_parts
 from ingest.events.schema import Schema
@@ -323,3 +323,13 @@ def test_serving_on_the_second_gpu_takes_no_memory_on_the_first(numbers: Any, se
     with served(numbers) as running:
         assert httpx.post(running.infer, json=body_of(3)).status_code == 200
     assert torch.cuda.memory_reserved(0) == before
+
+
+def test_a_device_that_is_away_for_now_does_not_end_the_other_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module("serving.model.deployment")
+    monkeypatch.setattr(module, "driver_fault", lambda: "torch sees no device, although the driver is there")
+    with pytest.raises(DependencyError, match=r'serving\.device = "cuda": torch sees no device'):
+        module.pick_device("cuda")
+    monkeypatch.setattr(module, "driver_fault", lambda: None)
+    with pytest.raises(SettingsError, match="cannot be used here"):
+        module.pick_device("cuda")

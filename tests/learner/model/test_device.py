@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from anabranch.core.errors import SettingsError
+from anabranch.core.errors import DependencyError, SettingsError
 from ingest.events.schema import Schema
 from learner.config import LearnerSettings
 from learner.model import device as module
@@ -80,7 +80,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def test_a_driver_that_is_too_old_is_a_loud_sentence(machine: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(SettingsError) as caught:
+    with pytest.raises(DependencyError) as caught:  # exit code 3, with which `up` starts the part again
         choose_device("cuda")
     assert str(caught.value) == (
         f'learner.device = "cuda": torch {torch.__version__} is built for CUDA 13.0 and sees no device, although '
