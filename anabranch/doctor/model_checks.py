@@ -66,7 +66,7 @@ def try_device(learner: LearnerSettings, send: Callable[[ProbeFinding], None]) -
         kind = "learner.hosts"
         if learner.hosts > 1:
             _check_interface(learner)
-    except SettingsError as exc:
+    except (SettingsError, DependencyError) as exc:
         send(ProbeFinding(kind, f"{exc}."))
     return device
 

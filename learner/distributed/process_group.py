@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr-defined]
 
-from anabranch.core.errors import SettingsError
+from anabranch.core.errors import DependencyError, SettingsError
 from learner.config import LearnerSettings
 from learner.distributed.membership import connect
 from learner.errors import RankLostError
@@ -136,7 +136,7 @@ def _store_of(assignment: RankAssignment) -> Store:
 
 
 def device_of(assignment: RankAssignment, settings: LearnerSettings) -> torch.device:
-    """Return the device of a rank; raises SettingsError when there is none for each rank of the host."""
+    """Return the device of a rank; raises SettingsError or DependencyError when there is none."""
     device, what = choose_device(settings.device), f"learner.replicas = {settings.replicas}"
     if device.type == "cpu":
         if settings.comm_hook == "bf16":
@@ -147,7 +147,8 @@ def device_of(assignment: RankAssignment, settings: LearnerSettings) -> torch.de
     if ":" in settings.device:
         raise SettingsError(f'{what} needs a device for each, but learner.device = "{settings.device}"; write "cuda"')
     if torch.cuda.device_count() < settings.replicas:
-        raise SettingsError(f"{what} needs as many CUDA devices, but there are {torch.cuda.device_count()}")
+        there = torch.cuda.device_count()
+        raise DependencyError(f"{what} needs as many CUDA devices, but there are {there}; one may be away or broken")
     return torch.device("cuda", assignment.rank - assignment.first)
 
 
