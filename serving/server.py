@@ -60,7 +60,7 @@ def serve(
         SettingsError: the model cannot be built, the address or the port cannot be taken, or TLS files cannot be read.
         DeviceError: the device is lost, or has too little memory at start.
     """
-    with device_errors():
+    with device_errors(deployment.device):
         use_device(deployment.device)
         use_precision(deployment.precision, deployment.device)
         deployment.check()

@@ -37,6 +37,22 @@ _PROCESSES_EVERY = 10
 """Readings between two lists of processes, the one query that is not short."""
 
 
+def named_devices(visible: str) -> list[int | str]:
+    """Return what a value of `CUDA_VISIBLE_DEVICES` names: numbers, and UUIDs or their beginnings.
+
+    Like CUDA, it ends with the first entry that is neither.
+    """
+    named: list[int | str] = []
+    for entry in (part.strip() for part in visible.split(",")):
+        if entry.isdigit():
+            named.append(int(entry))
+        elif entry.startswith(("GPU-", "MIG-")):
+            named.append(entry)
+        else:
+            break
+    return named
+
+
 class NvmlError(Exception):
     """NVML cannot be used for now: the driver fails or hangs, or the device is gone."""
 
@@ -83,18 +99,17 @@ class Nvml:
         if named is None:
             return every
         found: list[str | None] = []
-        for name in (part.strip() for part in named.split(",")):
-            if name.startswith("MIG-"):
+        for name in named_devices(named):
+            if isinstance(name, str) and name.startswith("MIG-"):
                 found.append(name)
                 continue
-            index = int(name) if name.isdigit() else -1
-            matches = [uuid for uuid in every if uuid and name.startswith("GPU-") and uuid.startswith(name)]
-            if 0 <= index < len(every):
-                found.append(every[index])
-            elif len(matches) == 1:
-                found.append(matches[0])
+            if isinstance(name, int):
+                matches = every[name : name + 1]
             else:
+                matches = [uuid for uuid in every if uuid and uuid.startswith(name)]
+            if len(matches) != 1:
                 break
+            found.append(matches[0])
         return found
 
     def open(self, uuid: str) -> "NvmlDevice":

@@ -3,7 +3,8 @@
 Sources: NVIDIA, "Analyzing Xid Errors with the Xid Catalog" (docs.nvidia.com/deploy/xid-errors) for the meaning and the
 immediate action, and NVIDIA, "Health Validation: Xid Checks" (docs.nvidia.com/health-validation) for those that are
 critical. Numbers that are not listed are of applications or of graphics, such as 13, 31, 43 and 45: the process that is
-at fault gets an error of CUDA, and others continue.
+at fault gets an error of CUDA, and others continue. So it is with 94 and 109, which are early: NVML does not say whose
+they are, and where it is the learner, CUDA's error ends it anyway.
 """
 
 from typing import Literal, NamedTuple
@@ -28,9 +29,9 @@ XIDS: dict[int, Xid] = {
     74: Xid("an NVLink connection failed", "fatal", of_links=True),
     79: Xid("the device has fallen off the bus", "fatal"),
     92: Xid("the rate of corrected memory errors is high", "early"),
-    94: Xid("a memory error that could not be corrected was contained in one process", "fatal"),
+    94: Xid("a memory error that could not be corrected was contained in one process", "early"),
     95: Xid("a memory error could be neither corrected nor contained", "fatal"),
-    109: Xid("a switch of contexts timed out", "fatal"),
+    109: Xid("a switch of contexts timed out", "early"),
     119: Xid("the GPU system processor did not answer the driver", "fatal"),
     120: Xid("the GPU system processor failed", "fatal"),
     140: Xid("a memory error was not recovered from", "fatal"),

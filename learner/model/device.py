@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from anabranch.core.errors import DependencyError, SettingsError
+from learner.device_health.nvml import named_devices
 from learner.model.visible_devices import VISIBLE, show_only
 
 DRIVER = Path("/dev/nvidiactl")
@@ -76,8 +77,10 @@ def driver_fault() -> str | None:
     if torch.version.cuda is None or torch.cuda.is_available():
         return None
     visible = os.environ.get(VISIBLE)
-    if visible in ("", "-1") or not (visible or DRIVER.exists()):
-        return None  # devices are hidden on purpose, or there are none
+    if visible is None and not DRIVER.exists():
+        return None
+    if visible is not None and not named_devices(visible):
+        return None  # devices are hidden on purpose, as by an empty value, -1 or NoDevFiles
     sign = f'{VISIBLE} = "{visible}"' if visible else f"{DRIVER} exists"
     return (
         f"torch {torch.__version__} is built for CUDA {torch.version.cuda} and sees no device, although {sign}; is the "

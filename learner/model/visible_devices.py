@@ -4,7 +4,6 @@ A UUID means the same device after a restart of the machine, in each container a
 """
 
 import contextlib
-import importlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 from anabranch.core.errors import SettingsError
 from anabranch.core.settings import uuids_in
+from learner.device_health.nvml import Nvml, NvmlError, named_devices
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 DRIVER_FILES = Path("/proc/driver/nvidia/gpus")
@@ -91,9 +91,8 @@ def _by_nvml() -> dict[str, list[str]]:
 def _nvml() -> Iterator[Any]:
     """Yield the module of `nvidia-ml-py`, ready for calls; None without it or its driver."""
     try:
-        nvml = importlib.import_module("pynvml")
-        nvml.nvmlInit()
-    except Exception:  # noqa: BLE001 whatever is absent: the driver's files are asked then
+        nvml = Nvml().api
+    except NvmlError:  # the driver's files are asked then
         yield None
         return
     try:
@@ -139,16 +138,11 @@ def _by_driver_files() -> dict[str, list[str]]:
 def _shown(visible: str, gpus: Mapping[str, Sequence[str]]) -> list[str]:
     """Return the UUIDs that a value of `CUDA_VISIBLE_DEVICES` shows, with all instances of a GPU that it shows.
 
-    Numbers count the machine's GPUs. Like CUDA, it ends with the first entry that names none.
+    Numbers count the machine's GPUs.
     """
     shown, numbered = [], dict(enumerate(gpus))
-    for entry in (part.strip() for part in visible.split(",")):
-        if entry.isdigit():
-            shown.append(numbered.get(int(entry), f"device {entry}"))
-        elif uuids_in(entry):
-            shown.append(entry)
-        else:
-            break
+    for entry in named_devices(visible):
+        shown.append(numbered.get(entry, f"device {entry}") if isinstance(entry, int) else entry)
     return shown + [instance for uuid in shown for gpu in gpus if _same(uuid, gpu) for instance in gpus[gpu]]
 
 

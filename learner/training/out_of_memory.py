@@ -69,7 +69,7 @@ def memory_error(
     Returns:
         SettingsError if this process alone explains it, as it does on a device that only one process uses.
     """
-    if not is_shared(device) or _explained_by_own(memory_use(device), message):
+    if not is_shared(device) or explained_by_own(memory_use(device), message):
         return SettingsError(f"{advice}: {message}")
     return MemoryShortageError(_shortage(device, message), undone=undone)
 
@@ -165,7 +165,7 @@ class MemoryRetry:
         if isinstance(error, SettingsError):  # from a part that does not distinguish the cause
             if failure_of(error) is not Failure.MEMORY or not is_shared(self._device):
                 return False
-            return not _explained_by_own(memory_use(self._device), str(error.__cause__))
+            return not explained_by_own(memory_use(self._device), str(error.__cause__))
         return repeatable and out_of_memory(error)
 
     def _wait(self, seconds: float, message: str) -> None:
@@ -180,7 +180,7 @@ class MemoryRetry:
         self.waiting = None
 
 
-def _explained_by_own(use: MemoryUse | None, message: str) -> bool:
+def explained_by_own(use: MemoryUse | None, message: str) -> bool:
     """Return whether the request would not fit if this process were the only one on the device."""
     if use is None:
         return False

@@ -7,6 +7,8 @@ import torch
 
 from anabranch.core.errors import SettingsError
 from anabranch.core.failures import Failure, failure_of
+from learner.model.device import Precision
+from learner.training.out_of_memory import explained_by_own, memory_use
 from serving.config import PrecisionName
 from serving.errors import DeviceError
 
@@ -34,9 +36,7 @@ def use_precision(name: PrecisionName, device: torch.device) -> None:
         raise SettingsError(f'serving.precision = "{name}" needs a CUDA device, but the device is {device}; try "bf16"')
     if name == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise SettingsError(f'serving.precision = "bf16" is not supported by {device}; try "fp16"')
-    if name == "tf32":
-        torch.set_float32_matmul_precision("high")
-        torch.backends.cudnn.allow_tf32 = True
+    Precision(name, None).configure()
 
 
 def free_cached_memory(device: torch.device) -> None:
@@ -46,13 +46,21 @@ def free_cached_memory(device: torch.device) -> None:
 
 
 @contextlib.contextmanager
-def device_errors() -> Iterator[None]:
-    """Turn errors of a lost device, and of too little memory, into DeviceError: a restart may fix them."""
+def device_errors(device: torch.device | None = None) -> Iterator[None]:
+    """Turn errors of a lost device, and of too little memory, into DeviceError: a restart may fix them.
+
+    With `device`, whose memory the block takes: SettingsError where this process's part of it is too small.
+    """
     try:
         yield
     except Exception as exc:
         failure = None if isinstance(exc, DeviceError) else failure_of(exc)
         if failure is Failure.MEMORY:
+            if device is not None and device.type == "cuda" and explained_by_own(memory_use(device), str(exc)):
+                raise SettingsError(
+                    "the model does not fit into serving's part of the device; lower device_sharing.memory (the "
+                    f"learner's part) or serving.workers, or set device_sharing.policy to exclusive: {exc}"
+                ) from exc
             raise DeviceError(f"the device of the model has too little memory for now: {exc}") from exc
         if failure is Failure.DEVICE:
             raise DeviceError(f"the device of the model is lost until this process ends: {exc}") from exc

@@ -3,29 +3,23 @@
 import itertools
 import sys
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from ingest.config import SchemaSettings, StreamSettings
+from ingest.config import SchemaSettings
 from ingest.kafka.fake import fake_columns
 from learner.build import LearnerSpec, build_trainer, build_training_setup
 from learner.config import (
-    CheckpointSettings,
-    DeviceSharingSettings,
-    GateSettings,
     LearnerSettings,
     ModelSettings,
-    VersionsSettings,
 )
-from learner.device_sharing.sharing import DeviceSharingSpec
 from learner.errors import ModelError
 from learner.strategies.examples import Examples
 from learner.strategies.registry import STRATEGIES
-from replay.config import ReplaySettings
+from tests.learner.learner_spec import learner_spec
 
 CPU = torch.device("cpu")
 SOURCE = """
@@ -58,22 +52,9 @@ def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Learn
     def make(model: dict[str, Any] | None = None, **learner: Any) -> LearnerSpec:
         task = (model or {}).get("task", "classification")
         task = f"{name}:{task}" if task == "Own" else task
-        return LearnerSpec(
-            name="test",
-            stream=StreamSettings(topics=("events",)),
-            events=SchemaSettings.model_validate(EVENTS),
-            model=ModelSettings.model_validate({"factory": f"{name}:build", **(model or {}), "task": task}),
-            learner=LearnerSettings.model_validate({"device": "cpu", **learner}),
-            replay=ReplaySettings(),
-            versions=VersionsSettings(),
-            checkpoints=CheckpointSettings(),
-            gate=GateSettings(),
-            seed=0,
-            folder=tmp_path,
-            state_dir=tmp_path,
-            read_token="",
-            device_sharing=DeviceSharingSpec(DeviceSharingSettings(), timedelta(seconds=1), timedelta(seconds=1)),
-        )
+        settings = ModelSettings.model_validate({"factory": f"{name}:build", **(model or {}), "task": task})
+        options = LearnerSettings.model_validate({"device": "cpu", **learner})
+        return learner_spec(tmp_path, SchemaSettings.model_validate(EVENTS), settings, learner=options)
 
     return make
 

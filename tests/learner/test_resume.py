@@ -13,18 +13,14 @@ import torch
 from torch import nn
 
 from anabranch.core.errors import SettingsError
-from ingest.config import StreamSettings
 from ingest.events.schema import Schema
 from ingest.kafka.fake import fake_columns
 from ingest.reader.cursors import Partition
 from learner.build import LearnerSpec, TrainingSetup
 from learner.config import (
-    CheckpointSettings,
     DeviceSharingSettings,
-    GateSettings,
     LearnerSettings,
     ModelSettings,
-    VersionsSettings,
 )
 from learner.device_sharing.sharing import DeviceSharingSpec
 from learner.errors import CheckpointError
@@ -41,6 +37,7 @@ from replay.erasure.erasure_log import ErasureLog
 from replay.fake import add_now
 from replay.store import Store
 from tests.learner.learner_bench import CPU, NAME, ROWS, TIERS, LearnerBench, each_tier
+from tests.learner.learner_spec import learner_spec
 
 POLICIES = {
     **{sampling: {"sampling": sampling} for sampling in ("class-balanced", "recent", "loss")},
@@ -302,20 +299,13 @@ def test_checkpoints_that_were_moved_away_are_restored_once_they_are_back(
 
 
 def _deployment(path: Path, schema: Schema, strategy: str, replay: Mapping[str, Any] | None = None) -> LearnerSpec:
-    return LearnerSpec(
-        name="test",
-        stream=StreamSettings.model_validate({"topics": ["events"]}),
-        events=schema.settings,
-        model=ModelSettings(factory="refused_model:build"),
-        learner=LearnerSettings.model_validate({"strategy": strategy, "batch_size": ROWS - 1, "max_delay": "1ms"}),
+    options = {"strategy": strategy, "batch_size": ROWS - 1, "max_delay": "1ms"}
+    return learner_spec(
+        path,
+        schema.settings,
+        ModelSettings(factory="refused_model:build"),
+        learner=LearnerSettings.model_validate(options),
         replay=ReplaySettings.model_validate({"capacity": 300, **(replay or {})}),
-        versions=VersionsSettings(),
-        checkpoints=CheckpointSettings(),
-        gate=GateSettings(),
-        seed=0,
-        folder=path,
-        state_dir=path,
-        read_token="",
         device_sharing=DeviceSharingSpec(
             DeviceSharingSettings(policy="exclusive"), timedelta(milliseconds=20), timedelta(seconds=10)
         ),

@@ -3,32 +3,25 @@
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from ingest.config import StreamSettings
 from ingest.events.schema import Schema
 from learner import run, run_follower
 from learner.build import LearnerSpec
 from learner.config import (
-    CheckpointSettings,
-    DeviceSharingSettings,
-    GateSettings,
     LearnerSettings,
     ModelSettings,
-    VersionsSettings,
 )
 from learner.device_sharing import cuda_limits
-from learner.device_sharing.sharing import DeviceSharingSpec
 from learner.distributed.process_group import RankAssignment
 from learner.model import visible_devices
 from learner.run import Learner
 from learner.run_follower import follow_leader
-from replay.config import ReplaySettings
+from tests.learner.learner_spec import learner_spec
 
 CUDA = torch.device("cuda", 1)
 ORDER = ["see GPU-aaaa", "choose", "set_device 1", "fraction 0.7", "build"]
@@ -75,22 +68,8 @@ def order(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.fixture
 def deployment(tmp_path: Path, schema: Schema) -> LearnerSpec:
     """A learner on a GPU by its UUID."""
-    return LearnerSpec(
-        name="test",
-        stream=StreamSettings.model_validate({"topics": ["events"]}),
-        events=schema.settings,
-        model=ModelSettings(factory="no_model:build"),
-        learner=LearnerSettings(device="GPU-aaaa"),
-        replay=ReplaySettings(),
-        versions=VersionsSettings(),
-        checkpoints=CheckpointSettings(),
-        gate=GateSettings(),
-        seed=0,
-        folder=tmp_path,
-        state_dir=tmp_path,
-        read_token="",
-        device_sharing=DeviceSharingSpec(DeviceSharingSettings(), timedelta(milliseconds=20), timedelta(seconds=10)),
-    )
+    model, settings = ModelSettings(factory="no_model:build"), LearnerSettings(device="GPU-aaaa")
+    return learner_spec(tmp_path, schema.settings, model, learner=settings)
 
 
 def test_a_learner_bounds_its_memory_before_it_builds(order: list[str], deployment: LearnerSpec) -> None:

@@ -18,6 +18,7 @@ from anabranch.core.errors import AnabranchError, DependencyError, SettingsError
 from anabranch.runtime.lifecycle import Exit
 from anabranch.runtime.supervisor import RestartPolicy, Supervisor, pipeline_parts
 from ingest.events.schema import Schema
+from learner.training.out_of_memory import MemoryUse
 from serving import server as serving_server
 from serving.config import ServingSettings
 from serving.dashboard.status import Overview
@@ -333,3 +334,18 @@ def test_a_device_that_is_away_for_now_does_not_end_the_other_parts(monkeypatch:
     monkeypatch.setattr(module, "driver_fault", lambda: None)
     with pytest.raises(SettingsError, match="cannot be used here"):
         module.pick_device("cuda")
+
+
+def test_a_model_that_is_too_large_for_servings_part_of_the_device_names_the_settings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = importlib.import_module("serving.model.device")
+    use, cuda = MemoryUse(free=60 << 30, limit=20 << 30, own=12 << 30), torch.device("cuda")
+    monkeypatch.setattr(module, "memory_use", lambda _device: use)
+    with (
+        pytest.raises(SettingsError, match=r"device_sharing\.memory.* serving\.workers"),
+        module.device_errors(cuda),
+    ):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB")
+    with pytest.raises(DeviceError, match="too little memory for now"), module.device_errors(cuda):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")

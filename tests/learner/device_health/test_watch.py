@@ -62,7 +62,7 @@ class Run:
 FAULTS = {
     "memory error not corrected": ("uncorrected=1", Level.FATAL),
     "memory error not corrected, with its event": ("uncorrected=1 xid=48", Level.FATAL),
-    "contained memory error": ("xid=94", Level.FATAL),
+    "contained memory error": ("xid=94", Level.EARLY),
     "uncontained memory error": ("xid=95", Level.FATAL),
     "fallen off the bus": ("xid=79 error=15", Level.FATAL),
     "lost without an event": ("error=15", Level.FATAL),

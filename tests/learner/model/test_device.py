@@ -95,7 +95,9 @@ def test_a_driver_that_is_too_old_is_a_loud_sentence(machine: Path, caplog: pyte
 
 
 @pytest.mark.usefixtures("machine")
-@pytest.mark.parametrize(("visible", "is_fault"), [(None, True), ("0", True), ("", False), ("-1", False)])
+@pytest.mark.parametrize(
+    ("visible", "is_fault"), [(None, True), ("0", True), ("", False), ("-1", False), ("NoDevFiles", False)]
+)
 def test_devices_that_are_hidden_on_purpose_are_no_fault(
     monkeypatch: pytest.MonkeyPatch, visible: str | None, is_fault: bool
 ) -> None:

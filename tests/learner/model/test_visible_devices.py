@@ -74,6 +74,7 @@ def nvml(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., FakeN
     def install(gpus: dict[str, list[str]], **options: bool) -> FakeNVML:
         fake = FakeNVML(gpus, **options)
         monkeypatch.setitem(sys.modules, "pynvml", fake)
+        monkeypatch.setattr("learner.device_health.nvml.ctypes.CDLL", lambda _name: None)  # the driver's library
         return fake
 
     return install
