@@ -31,6 +31,7 @@ ALLOWED_IN = {
         "ingest/formats/arrow_columns.py",
         "anabranch/commands/event_files/files.py",
     },
+    "pynvml": {"learner/device_health/nvml.py"},
     "redis": {"replay/tiers/redis_server.py"},
     "rich": {"anabranch"},
     "safetensors": {
@@ -51,6 +52,7 @@ ALLOWED_IN = {
         "anabranch/commands/template",
         "anabranch/commands/version_files.py",
     },
+    "torchao": {"learner/model/float8.py"},
     "typer": {"anabranch"},
     "uvicorn": {
         "serving/http/connection.py",

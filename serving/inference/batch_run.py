@@ -98,7 +98,7 @@ class BatchRunner:
             if len(batch) > 1:
                 return False
             batch[0].outcome = self._failure(batch[0], exc)
-            batch[0].raised = isinstance(batch[0].outcome, BadRequestError)
+            batch[0].raised = isinstance(batch[0].outcome, BadRequestError) or self._takes_all_memory(batch[0], exc)
             return True
         finite = all(is_finite(array) for array in outputs.values())
         start = 0
@@ -140,6 +140,15 @@ class BatchRunner:
                 raise
         self._report(f"a request of {request.rows} rows was answered 503")
         return UnavailableError("the model has too little memory for now; try again")
+
+    def _takes_all_memory(self, request: QueuedRequest, exc: Exception) -> bool:
+        """Return whether a row of it alone runs out of memory while a row of zeros does not."""
+        try:
+            return failure_of(exc) is Failure.MEMORY and request.version.works()
+        except Exception as other:
+            if failure_of(other) is not Failure.MEMORY:
+                raise
+            return False
 
     def _report(self, what: str) -> None:
         sentence = f"the model ran out of memory in the last minute: {what}"

@@ -417,17 +417,18 @@ def test_a_request_that_memory_does_not_suffice_for_is_503_and_others_are_answer
                 raise NO_MEMORY
             return super().run(features, embed)
 
-        def works(self) -> bool:
-            raise AssertionError("it was asked whether it works")
-
     async def test(batcher: Batcher) -> None:
-        good, big, other = ask(batcher, version, 1), ask(batcher, version, 7), ask(batcher, version, 2)
+        good, big, other = ask(batcher, version, 1), ask(batcher, version, 7, peer="big"), ask(batcher, version, 2)
         with pytest.raises(UnavailableError, match="too little memory for now") as raised:
             await big
         assert raised.value.retry_after is not None
         assert ((await good)["prediction"].tolist(), (await other)["prediction"].tolist()) == ([2], [4])
         assert batcher.problem is not None
         assert batcher.problem.endswith("a request of 1 rows was answered 503")
+        version.runs.clear()
+        again = [ask(batcher, version, row, peer=peer) for row, peer in ((1, None), (7, "big"), (2, None))]
+        await asyncio.gather(*again, return_exceptions=True)
+        assert version.runs == [2], "its client costs others a run again"
 
     version = Version()
     batching(test)
