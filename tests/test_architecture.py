@@ -31,7 +31,6 @@ ALLOWED_IN = {
         "ingest/formats/arrow_columns.py",
         "anabranch/commands/event_files/files.py",
     },
-    "pynvml": {"learner/device_health/nvml.py"},
     "redis": {"replay/tiers/redis_server.py"},
     "rich": {"anabranch"},
     "safetensors": {
