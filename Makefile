@@ -25,6 +25,9 @@ FAST = not process and not services and not slow and not browser and not gpu
 # A thread for each worker: torch's pools of all workers would wait for each other's cores.
 # Bytecode is written, whatever the environment says: each worker, and each process that a test starts, reads it.
 PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} .venv/bin/python -m pytest -n $(JOBS) --dist worksteal
+# Fast tests write thousands of small files and wait for each to be on the disk: in memory, where there is room for them.
+IN_MEMORY = TMPDIR=$${TMPDIR:-$$(df -Pk /dev/shm 2>/dev/null | awk 'NR == 2 && $$4 > 2000000 {print "/dev/shm"}')}
+PYTEST_FAST = $(IN_MEMORY) $(PYTEST) -o tmp_path_retention_policy=failed -m '$(FAST)'
 
 .NOTPARALLEL:
 .PHONY: help demo test test-fast $(PARTS) check docs bench faults fmt screenshot clean again
@@ -49,10 +52,10 @@ test: .venv/.dev
 	@$(PYTEST) $(ARGS)
 
 test-fast: .venv/.dev
-	@$(PYTEST) -m '$(FAST)' $(ARGS)
+	@$(PYTEST_FAST) $(ARGS)
 
 $(PARTS): test-%: .venv/.dev
-	@$(PYTEST) -m '$(FAST)' tests/$* $(ARGS)
+	@$(PYTEST_FAST) tests/$* $(ARGS)
 
 check: .venv/.dev
 	.venv/bin/ruff check

@@ -16,11 +16,18 @@ from benchmarks.harness.results import FOLDER, ROOT
 
 QUICK_MINUTES = {
     "replay_index": 0.5,
+    "ingest": 0.7,
     "replay_disk": 0.7,
+    "backfill": 0.7,
     "replay": 1.2,
     "serving": 2.0,
     "learner": 2.0,
+    "mirror": 2.5,
+    "distillation": 1.5,
+    "fresh_host": 3.0,
     "faults": 6.0,
+    "late_labels": 5.0,
+    "pretrained": 6.0,
     "forgetting": 20.0,
 }
 """Approximate duration of the quick forms. `benchmarks.gpu` is not among them, since it needs a CUDA device."""

@@ -5,9 +5,15 @@
 
     split_mnist   class-incremental Split-MNIST: five tasks of two digits after one another, each image once, a single
                   head, MLP 784-100-100-10; the mean accuracy of the five tasks on the test images at the end
+    experts       the same stream, with the strategies whose model grows, and no stored event; also what an expert has
+                  of the model's parameters, and whether frozen ones stay as they are
     auto          one config with `replay_ratio = "auto"` on Split-MNIST and on two streams with natural drift, Elec2
                   and the flights from New York: accuracy on the newest events before they are trained on, over the
                   whole stream, less that without replay; also that of the no-change baseline
+    compression   ER on Split-MNIST with two ranks on the CPU: what compressed gradients and rarer exchanges change in
+                  accuracy, in points, and the bytes that a rank sends over those of full gradients; the quick form has
+                  the ways with a target; the model predicts with the average of its weights, since the last ones
+                  alone differ by two points between equal runs
 
 Events go into a topic of one partition as packed rows, in order. A learner process reads them, and the last version
 that it published is evaluated. Each figure is the mean over all seeds; the file has the value of each seed.
@@ -28,11 +34,13 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks.harness import data
+from benchmarks.harness.expert_versions import changed_numbers, part_sizes
 from benchmarks.harness.flights import MIDDLE, SCALE
 from benchmarks.harness.interleave import Spread
 from benchmarks.harness.pipeline import BrokenRunError, Outcome, Stream, broker, pipeline, produce, run_through
 from benchmarks.harness.results import Results, Target, options
 from ingest.events.block import Array
+from learner.model.growing.parts import pool_of
 
 Sections = Mapping[str, Mapping[str, Any]]
 
@@ -42,9 +50,16 @@ TARGETS = {
     "split_mnist_derpp_200": Target(84.4, least=True),
     "split_mnist_derpp_500": Target(90.0, least=True),
     "split_mnist_best_500": Target(93.0, least=True),
+    "split_mnist_experts": Target(80.4, least=True),
+    "split_mnist_experts_changed": Target(0, exact=True),
+    "split_mnist_experts_size_ratio": Target(0.02),
     "elec2_auto_gain": Target(-0.001, least=True),
     "flights_auto_gain": Target(-0.001, least=True),
     "split_mnist_auto_over_er": Target(0.97, least=True),
+    "compression_topk_change": Target(-0.5, least=True),
+    "compression_int8_change": Target(-0.5, least=True),
+    "compression_topk_bytes_over_full": Target(0.021),
+    "compression_int8_bytes_over_full": Target(0.26),
 }
 PUBLISHED = {
     "split_mnist_none": 19.60,
@@ -95,10 +110,28 @@ LARGE_BUFFER: dict[str, Sections] = {
     "split_mnist_derpp_5120": settings(derpp(0.2, 0.5), 0.1, 5120, 6.4),
 }
 """Left out of the quick form."""
+ROUTED = {**MLP, "embedding": "1.0"}
+"""Its embedding is the first layer's output: each further layer of random weights loses some of the image."""
+GROWING: dict[str, Sections] = {
+    "split_mnist_experts": settings({"name": "experts", "size": 0.018}, 0.1, 500, 0.0),
+    "split_mnist_progressive": settings("progressive", 0.1, 500, 0.0),
+}
+"""The size leaves room for the class means of two classes within 2 % of the model."""
 AUTO = settings("er", 0.1, 500, 1.0)
 """The settings of all streams of the part `auto`, except the ratio."""
 RATIOS: dict[str, object] = {"none": 0.0, "auto": "auto", "fixed": 1.0}
 """The last one is for information, and left out of the quick form."""
+COMPRESSION: dict[str, Mapping[str, object]] = {
+    "full": {},
+    "int8": {"comm_hook": "int8"},
+    "topk": {"comm_hook": "topk"},
+    "sync_every_4": {"sync_every": 4},
+    "sync_every_16": {"sync_every": 16},
+    "sync_every_64": {"sync_every": 64},
+    "fp16": {"comm_hook": "fp16"},
+    "powersgd": {"comm_hook": "powersgd"},
+}
+"""Settings of two ranks, by figure; the quick form has the first three."""
 
 
 @dataclass(frozen=True)
@@ -191,19 +224,25 @@ class SplitMnist:
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
         arrays = data.load("mnist", setup.data)
-        self._x_test, self._y_test = arrays["x_test"], arrays["y_test"]
+        self.test = arrays["x_test"], arrays["y_test"]
+        """The test images and their labels."""
         x, y = arrays["x_train"], arrays["y_train"]
-        self._streams = []
+        self.streams: list[Stream] = []
+        """One a seed."""
         for seed in setup.seeds:
             order = in_task_order(y, seed)
             topic = f"split-mnist-{seed}"
-            self._streams.append(produce(setup.bootstrap, topic, {"x": x[order]}, y[order], 10))
+            self.streams.append(produce(setup.bootstrap, topic, {"x": x[order]}, y[order], 10))
 
     def accuracies(self, name: str, sections: Sections, model: Mapping[str, Any]) -> tuple[list[float], float]:
         """Return each seed's accuracy, and the steps a second of a learner."""
-        outcomes = self._setup.outcomes(name, self._streams, model, sections)
-        accuracies = [mean_of_tasks(outcome.model, self._x_test, self._y_test) for outcome in outcomes]
+        accuracies, outcomes = self.outcomes(name, sections, model)
         return accuracies, statistics.median(outcome.report.steps / outcome.seconds for outcome in outcomes)
+
+    def outcomes(self, name: str, sections: Sections, model: Mapping[str, Any]) -> tuple[list[float], list[Outcome]]:
+        """Return each seed's accuracy and outcome."""
+        outcomes = self._setup.outcomes(name, self.streams, model, sections)
+        return [mean_of_tasks(outcome.model, *self.test) for outcome in outcomes], outcomes
 
 
 def split_mnist(setup: Setup) -> None:
@@ -218,6 +257,34 @@ def split_mnist(setup: Setup) -> None:
             continue
         published = f"published {PUBLISHED[key]:.2f}, " if key in PUBLISHED else ""
         setup.add(key, accuracies, "%", f"{published}{rate:.0f} steps/s")
+
+
+def experts(setup: Setup) -> None:
+    """Measure the strategies whose model grows, without a stored event."""
+    setup.results.title("experts: Split-MNIST with no event stored; versions every half second")
+    mnist = SplitMnist(setup)
+    for key, sections in GROWING.items():
+        often = {**sections, "versions": {"publish_every": "500ms", "keep": 10_000}}
+        try:
+            outcomes = setup.outcomes(key, mnist.streams, ROUTED, often)
+        except BrokenRunError as exc:
+            setup.results.remark(f"{key}: left out: {exc}")
+            continue
+        setup.add(key, [mean_of_tasks(outcome.model, *mnist.test) for outcome in outcomes], "%", "published ER 80.43")
+        setup.add(f"{key}_parts", [float(_parts(outcome.model)) for outcome in outcomes], "count")
+        frozen = [changed_numbers(setup.folder / f"{key}-{seed}" / "var") for seed in setup.seeds]
+        compared = f"in {sum(count for _, count in frozen)} versions"
+        setup.results.add(f"{key}_changed", float(sum(changed for changed, _ in frozen)), compared, "count")
+        if key == "split_mnist_experts":
+            own, with_means = part_sizes(outcomes[0].model)
+            setup.results.add(f"{key}_size_ratio", own)
+            setup.results.add(f"{key}_with_means_ratio", with_means)
+
+
+def _parts(model: torch.nn.Module) -> int:
+    pool = pool_of(model)
+    assert pool is not None
+    return pool.size
 
 
 def auto(setup: Setup) -> None:
@@ -237,6 +304,30 @@ def auto(setup: Setup) -> None:
     for name, load in drifting.items():
         stream = load(setup.data)
         _natural(setup, name, stream.first(_QUICK_ROWS) if setup.quick else stream)
+
+
+def compression(setup: Setup) -> None:
+    """Measure ways to exchange gradients between two ranks, against full gradients."""
+    setup.results.title("compression: two ranks on Split-MNIST, ER with 500 events")
+    mnist = SplitMnist(setup)
+    full: list[float] = []
+    full_bytes = 0.0
+    for name in list(COMPRESSION)[: 3 if setup.quick else None]:
+        learner = {**AUTO["learner"], "batch_size": AUTO["learner"]["batch_size"] // 2, "replicas": 2}
+        sections = {**AUTO, "learner": {**learner, **COMPRESSION[name]}}
+        try:
+            accuracies, outcomes = mnist.outcomes(f"compression-{name}", sections, AVERAGED_MLP)
+        except BrokenRunError as exc:
+            setup.results.remark(f"compression_{name}: left out: {exc}")
+            continue
+        sent = statistics.mean((each.report.exchanged_bytes or 0) / each.report.steps for each in outcomes)
+        setup.add(f"compression_{name}", accuracies, "%", f"{sent:.0f} bytes a step and rank")
+        if name == "full":
+            full, full_bytes = accuracies, sent
+        elif full:
+            changes = [changed - before for changed, before in zip(accuracies, full, strict=True)]
+            setup.add(f"compression_{name}_change", changes, "points")
+            setup.results.add(f"compression_{name}_bytes_over_full", sent / full_bytes)
 
 
 def _natural(setup: Setup, name: str, drifting: Drifting) -> None:
@@ -268,12 +359,17 @@ def prequential(outcome: Outcome) -> float:
     return outcome.report.accuracy["overall"]
 
 
-PARTS: dict[str, Callable[[Setup], None]] = {"split_mnist": split_mnist, "auto": auto}
+PARTS: dict[str, Callable[[Setup], None]] = {
+    "split_mnist": split_mnist,
+    "experts": experts,
+    "auto": auto,
+    "compression": compression,
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options(parser, PARTS, "all keys and seeds that have a target, within 20 minutes on two cores")
+    options(parser, PARTS, "all keys and seeds that have a target, within 35 minutes on two cores")
     parser.add_argument("--seeds", type=int, default=5, help="seeds, from 0 on")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="learners at once")
     parser.add_argument("--data", type=Path, metavar="DIR", help="has mnist.npz and so on, instead of what pip fetches")

@@ -32,7 +32,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,7 @@ from benchmarks.harness.pipeline import (
 from benchmarks.harness.ranks import rates
 from benchmarks.harness.results import Results, Target, options
 from benchmarks.harness.stream_reader import StreamReader
+from learner.state_dir.report import LearnerReport
 
 TARGETS = {
     "mlp_over_baseline": Target(0.95, least=True),
@@ -111,6 +112,10 @@ class Live:
         self._rate = (last.steps - first.steps) / (last.time - first.time)
         return self._rate
 
+    def report(self) -> LearnerReport:
+        """Return its newest report."""
+        return self._learner.wait_for(lambda report: report.steps > 0)
+
     def with_reader(self, turn: Callable[[], float]) -> float:
         """Measure another arm while an ingest process alone reads the stream as fast as in the last turn."""
         with self._reader.reading(self._rate * self._batch):
@@ -118,8 +123,10 @@ class Live:
             return turn()
 
 
-def document(stream: Stream, model: dict[str, Any], form: str, batch: int) -> dict[str, Any]:
-    """Return the pipeline file: everything that is on by default, with the default checkpoints."""
+def document(
+    stream: Stream, model: dict[str, Any], form: str, batch: int, more: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return the pipeline file: everything that is on by default, with the default checkpoints, and `more` sections."""
     sections = {
         # The embedded broker ignores the limit of a fetch and returns all messages: here more than 100 MB.
         "stream": {"format": form, "properties": {"receive.message.max.bytes": 2**30}},
@@ -128,13 +135,22 @@ def document(stream: Stream, model: dict[str, Any], form: str, batch: int) -> di
         "versions": {"publish_every": "1s", "keep": 20},
         "checkpoints": {"every": "30s"},
         "gate": {"holdout_fraction": 0.01},
+        **(more or {}),
     }
     return pipeline(stream, model, 0, sections)
 
 
 @contextlib.contextmanager
-def live(bootstrap: str, model: dict[str, Any], form: str, sizes: Sizes, folder: Path, batch: int) -> Iterator[Live]:
-    """A learner with a full store, stopped."""
+def live(
+    bootstrap: str,
+    model: dict[str, Any],
+    form: str,
+    sizes: Sizes,
+    folder: Path,
+    batch: int,
+    more: Mapping[str, Any] | None = None,
+) -> Iterator[Live]:
+    """A learner with a full store, stopped; `more`: sections of its config."""
     generator = np.random.default_rng(0)
     columns = {"x": generator.random((_POOL_ROWS, 784), np.float32)}
     label = generator.integers(0, 10, _POOL_ROWS)
@@ -146,7 +162,7 @@ def live(bootstrap: str, model: dict[str, Any], form: str, sizes: Sizes, folder:
     rows_a_message = _POOL_ROWS / len(payload) if form == "rows" else 1.0
     with (
         EventFeed(stream, payload, rows_a_message, OTHERS) as feed,
-        LearnerProcess(folder, document(stream, model, form, batch), CORE) as learner,
+        LearnerProcess(folder, document(stream, model, form, batch, more), CORE) as learner,
     ):
         feed.watch(learner.state_dir)
         learner.wait_for(lambda report: sum(report.outcomes.values()) > _STORED)

@@ -4,7 +4,11 @@
 
     alone      throughput and latency of a server without other load; left out of the quick form, as is `peer`
     swaps      a thousand swaps under load: requests that fail, how much later the others are answered, memory
+    base_swaps the same of a model that is frozen but for an adapter, and how large its versions are
+    experts    latency with 20 experts over that of the same model without any
+    grpc       latency of single rows over gRPC, over that of HTTP
     workers    throughput with two processes behind the port, over that with one; left out of the quick form too
+    fleet      from a version's commit to an object store to its being served on another host
     peer       single rows a second over those of LitServe and Ray Serve, with the same model and batching
     freshness  from an event's append to a prediction by a version trained on it
     device_sharing
@@ -22,8 +26,12 @@ from types import ModuleType
 
 from benchmarks.harness import (
     serving_alone,
+    serving_base_swaps,
     serving_device_sharing,
+    serving_experts,
+    serving_fleet,
     serving_freshness,
+    serving_grpc,
     serving_peer,
     serving_swaps,
     serving_workers,
@@ -34,13 +42,17 @@ from benchmarks.harness.results import Results, options
 SECTIONS: dict[str, ModuleType] = {
     "alone": serving_alone,
     "swaps": serving_swaps,
+    "base_swaps": serving_base_swaps,
+    "experts": serving_experts,
+    "grpc": serving_grpc,
     "workers": serving_workers,
+    "fleet": serving_fleet,
     "peer": serving_peer,
     "freshness": serving_freshness,
     "device_sharing": serving_device_sharing,
 }
 """Each has `TARGETS`, and `measure(results, quick, bootstrap)`."""
-_QUICK = ["swaps", "freshness", "device_sharing"]
+_QUICK = ["swaps", "experts", "grpc", "fleet", "freshness", "device_sharing"]
 
 
 def main() -> None:

@@ -7,40 +7,31 @@ import signal
 import sys
 from multiprocessing.connection import Connection
 
-from anabranch.core.die_with_parent import when_stdin_ends
 from anabranch.core.errors import AnabranchError, SettingsError
 from anabranch.core.logs import LogSettings, add_log_options, configure_logging
+from ingest.backfill.build import history_of
 from ingest.config import HoldOut, SchemaSettings, StreamSettings
 from ingest.events.block import BlockLayout
 from ingest.events.schema import Schema
 from ingest.kafka.registry import CLIENTS
+from ingest.schema_registry.cache import writer_schemas
 from ingest.transport.protocol import Begin, Failed, receive_in_ingest, send
 from ingest.transport.shared_ring import SharedRing
-from ingest.transport.tcp import CarryingRing, learners, relay
 from ingest.worker.block_builder import BlockBuilder
 from ingest.worker.worker import IngestWorker, StoppedError
 
 
 def main() -> int:
-    """Serve one learner until it sends `Stop` or is gone; with `--listen`, serve learners of other hosts in turn."""
+    """Serve one learner until it sends `Stop` or is gone."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--connection", type=int)
     parser.add_argument("--ring", type=int)
-    parser.add_argument("--relay")
-    parser.add_argument("--listen", type=int)
     add_log_options(parser)
     arguments = parser.parse_args()
     configure_logging(LogSettings(arguments.log_level, arguments.log_format))
     # Ctrl-C, and the SIGTERM of many a service manager, reach the whole group; the learner decides when ingest ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if arguments.listen is not None:
-        stream = StreamSettings.model_validate_json(sys.stdin.readline())
-        when_stdin_ends(lambda: os._exit(0))
-        for connection, begin in learners(arguments.listen):
-            ring = CarryingRing(_layout(begin), int(stream.buffer_bytes))
-            _read(connection, begin, stream, ring)
-            ring.close()
     connection = Connection(arguments.connection)
     try:
         message = receive_in_ingest(connection)
@@ -50,37 +41,35 @@ def main() -> int:
         return 0  # the learner ended before it began
     stream = StreamSettings.model_validate_json(message.stream)
     try:
-        shared = SharedRing(_layout(message), int(stream.buffer_bytes), arguments.ring)
+        schema = Schema(SchemaSettings.model_validate_json(message.schema), stream.labels)
+        shared = SharedRing(BlockLayout(schema), int(stream.buffer_bytes), arguments.ring)
     except SettingsError as exc:
         send(connection, Failed(type(exc).__name__, str(exc)))
         return 0
-    if arguments.relay is not None:
-        relay(arguments.relay, connection, shared, message)
-    else:
-        _read(connection, message, stream, shared)
+    _read(connection, message, stream, schema, shared)
     return 0
 
 
-def _layout(begin: Begin) -> BlockLayout:
-    return BlockLayout(Schema(SchemaSettings.model_validate_json(begin.schema)))
-
-
-def _read(connection: Connection, begin: Begin, stream: StreamSettings, ring: SharedRing) -> None:
+def _read(connection: Connection, begin: Begin, stream: StreamSettings, schema: Schema, ring: SharedRing) -> None:
     """Read for a learner until it sends `Stop` or is gone; send it `Failed` on an error."""
-    schema = Schema(SchemaSettings.model_validate_json(begin.schema))
     with contextlib.ExitStack() as stack:
         try:
             client = CLIENTS[stream.client](stream)
             stack.callback(client.close)
-            assembler = BlockBuilder(schema, stream, HoldOut.model_validate_json(begin.hold_out))
+            schemas = writer_schemas(stream)
+            hold_out = HoldOut.model_validate_json(begin.hold_out)
+            assembler = BlockBuilder(schema, stream, hold_out, schemas)
+            history = history_of(stream, schema, hold_out.seed)
+            if history is not None:
+                stack.callback(history.close)
             worker = IngestWorker(
                 stream,
                 client,
                 assembler,
                 ring,
                 connection,
-                begin.excluded_partitions,
-                owns_new_partitions=begin.owns_new_partitions,
+                schemas=schemas,
+                history=history,
             )
             worker.run(begin.positions, begin.marks)
         except (StoppedError, BrokenPipeError, ConnectionError):

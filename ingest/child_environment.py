@@ -3,8 +3,18 @@
 import os
 
 _SETTINGS = "ANABRANCH__"
+_ONE_HEAP = {"MALLOC_ARENA_MAX": "1"}
+"""Makes memory that one thread freed available to the others, which glibc otherwise keeps for each thread.
+
+With it, the memory of a process that reads files does not grow with their rows. Not where only topics are read, since
+librdkafka's threads would wait for each other.
+"""
 
 
-def without_settings() -> dict[str, str]:
-    """Return the environment without variables of settings: ingest receives its own, and must not see tokens."""
-    return {name: value for name, value in os.environ.items() if not name.startswith(_SETTINGS)}
+def without_settings(*, reads_files: bool = False) -> dict[str, str]:
+    """Return the environment without variables of settings: ingest receives its own, and must not see tokens.
+
+    The threads of a process that reads files share one heap, unless the environment has another value.
+    """
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(_SETTINGS)}
+    return _ONE_HEAP | kept if reads_files else kept

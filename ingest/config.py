@@ -1,6 +1,7 @@
 """The sections `[stream]` and `[schema]` of `pipeline.toml`. Imports neither a Kafka client nor torch."""
 
 from datetime import UTC, date, datetime, timedelta
+from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import (
@@ -15,13 +16,12 @@ from pydantic import (
 )
 
 from anabranch.core.durations import PositiveDuration
-from anabranch.core.settings import Section, written
+from anabranch.core.settings import Section
+from ingest.backfill_settings import BackfillSettings
 from ingest.kafka_properties import check, check_name
+from ingest.label_stream_settings import LabelStreamSettings, Name, TopicName
+from ingest.registry_settings import REGISTRY_FORMATS, RegistrySettings
 
-Name = Annotated[
-    str, written("[A-Za-z_][A-Za-z0-9_]*", 'letters, digits and "_", and no digit first, such as "amount"')
-]
-TopicName = Annotated[str, written("[A-Za-z0-9._-]{1,249}", 'letters, digits, ".", "_" and "-", 249 at most')]
 Number = Literal[
     "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64"
 ]
@@ -81,14 +81,20 @@ class StreamSettings(Section):
     """Topic for messages that cannot be used; by default the first topic's name with `.dead` after it."""
     group_id: str | None = None
     """Consumer group under which positions are committed, for lag tools only; by default `anabranch-` and the name."""
-    format: Literal["json", "rows", "arrow"] = "json"
-    """Message format: `json` is one object a message, `rows` packed little-endian rows, `arrow` an Arrow IPC stream."""
+    format: Literal["json", "rows", "arrow", "avro", "protobuf", "json-schema"] = "json"
+    """Message format: `json` is one object a message, `rows` packed little-endian rows, `arrow` an Arrow IPC stream;
+    `avro`, `protobuf` and `json-schema` are one record a message, whose schema is in the registry."""
+    envelope: Literal["none", "cloudevents"] = "none"
+    """What messages are wrapped in: nothing, or CloudEvents 1.0 in structured (JSON) or binary mode."""
+    registry: RegistrySettings | None = None
+    """The Schema Registry of `avro`, `protobuf` and `json-schema` messages."""
     start: Annotated[str, BeforeValidator(_start)] = "earliest"
     """Where a pipeline without a checkpoint begins: `earliest`, `latest` or an ISO time."""
     on_gap: Literal["fail", "earliest"] = "fail"
     """When offsets that were not read are gone: stop, or continue from the earliest and count the missing offsets."""
-    unlabelled: Literal["skip", "store"] = "skip"
-    """What to do with events without a label: skip them, or store them without training on them."""
+    unlabelled: Literal["skip", "store", "distil"] = "skip"
+    """What to do with events without a label: skip them, store them without training on them, or learn from the output
+    of `[model.teacher]` alone (`distil`)."""
     isolation_level: Literal["read_committed", "read_uncommitted"] = "read_committed"
     """Whether records of open and aborted transactions are left out."""
     client: Literal["kafka-python", "confluent"] = "kafka-python"
@@ -99,17 +105,40 @@ class StreamSettings(Section):
     """Bound of the shared memory in which blocks wait for the learner; when it is full the stream is paused."""
     lag_policy: LagPolicySettings = LagPolicySettings()
     """What is done when the stream is faster than training."""
+    labels: LabelStreamSettings | None = None
+    """Labels that come later than their events; absent: a label is a field of its event."""
+    backfill: BackfillSettings | None = None
+    """Files with earlier events, which are read before the topics; absent: the topics alone are read."""
     properties: dict[Annotated[str, AfterValidator(check_name)], Annotated[SecretStr, BeforeValidator(_property)]] = {}
     """Further client settings in librdkafka's names (`security.protocol`, `sasl.*`, `ssl.*`); others are errors."""
 
-    def resolved(self, name: str) -> Self:
-        """Return the section with the defaults that depend on the pipeline's name and topics filled in."""
+    def resolved(self, name: str, folder: Path = Path()) -> Self:
+        """Return the section with the defaults that depend on the pipeline's name and topics filled in.
+
+        Paths become relative to the working directory; in the file they are relative to its `folder`.
+        """
+        registry = self.registry
+        if registry is not None:
+            subject, ca = registry.subject or f"{self.topics[0]}-value", registry.ca and folder / registry.ca
+            registry = registry.model_copy(update={"subject": subject, "ca": ca})
         return self.model_copy(
             update={
                 "dead_letter_topic": self.dead_letter_topic or f"{self.topics[0]}.dead",
                 "group_id": self.group_id or f"anabranch-{name}",
+                "registry": registry,
+                "backfill": self.backfill and self.backfill.below(folder),
             }
         )
+
+    @property
+    def label_topics(self) -> tuple[str, ...]:
+        """The topics of labels; none without `[stream.labels]`."""
+        return self.labels.topics if self.labels is not None else ()
+
+    @property
+    def all_topics(self) -> tuple[str, ...]:
+        """The topics of events and of labels."""
+        return self.topics + self.label_topics
 
     @property
     def start_time(self) -> datetime | None:
@@ -126,12 +155,44 @@ class StreamSettings(Section):
         return self
 
     @model_validator(mode="after")
+    def _the_registry_is_for_its_formats(self) -> Self:
+        if self.format in REGISTRY_FORMATS and self.registry is None:
+            raise ValueError(f'format = "{self.format}" reads schemas from a registry: set registry.url')
+        if self.format not in REGISTRY_FORMATS and self.registry is not None:
+            names = ", ".join(f'"{name}"' for name in REGISTRY_FORMATS)
+            raise ValueError(f'registry is for the formats {names}, but format = "{self.format}"')
+        return self
+
+    @model_validator(mode="after")
+    def _history_is_no_topic(self) -> Self:
+        if self.backfill is None:
+            return self
+        taken = {*self.topics, *self.label_topics, self.resolved("").dead_letter_topic}
+        for name in map(self.backfill.topic_of, range(self.backfill.epochs)):
+            if name in taken:
+                raise ValueError(f"backfill.name: {name} is the name of a topic; choose another")
+        if self.backfill.identity is not None and self.backfill.identity.topic is None and len(self.topics) > 1:
+            raise ValueError("backfill.identity.topic is missing: with several topics a column has to name each row's")
+        return self
+
+    @model_validator(mode="after")
     def _dead_letters_go_elsewhere(self) -> Self:
         if len(set(self.topics)) != len(self.topics):
             raise ValueError("topics names a topic twice")
-        if self.resolved("").dead_letter_topic in self.topics:
+        if self.resolved("").dead_letter_topic in self.all_topics:
             raise ValueError(
                 "dead_letter_topic, by default the first topic with .dead after it, must not be one of topics"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _labels_come_in_other_topics(self) -> Self:
+        if both := set(self.topics) & set(self.label_topics):
+            raise ValueError(f"labels.topics names {min(both)}, one of topics; labels come in separate topics")
+        if self.labels is not None and self.unlabelled != "skip":
+            raise ValueError(
+                f'unlabelled = "{self.unlabelled}" contradicts [stream.labels]: events without a label wait for it; '
+                'take it out, or set labels.unmatched = "store"'
             )
         return self
 
@@ -156,7 +217,19 @@ class HashBuckets(Section):
     """Number of buckets; ids are in `[0, hash)`."""
 
 
+class TokenizerFile(Section):
+    """A text becomes the ids of a pretrained model's tokenizer, of the shape `[length]`."""
+
+    tokenizer: Path
+    """Path of the model's `tokenizer.json`; relative to the config's folder."""
+    length: Annotated[int, Field(ge=1, le=8192)]
+    """Ids of each text, with those that the tokenizer adds, such as `[CLS]`: longer texts are cut off at the end,
+    shorter ones filled up with the padding id."""
+
+
 def _encoding(value: object) -> str | None:
+    if isinstance(value, TokenizerFile) or (isinstance(value, dict) and "tokenizer" in value):
+        return "text"
     if isinstance(value, Vocabulary) or (isinstance(value, dict) and "vocab" in value):
         return "vocabulary"
     if isinstance(value, HashBuckets) or (isinstance(value, dict) and "hash" in value):
@@ -165,8 +238,14 @@ def _encoding(value: object) -> str | None:
 
 
 Encoding = Annotated[
-    Annotated[Vocabulary, Tag("vocabulary")] | Annotated[HashBuckets, Tag("buckets")],
-    Discriminator(_encoding, custom_error_type="encoding", custom_error_message="write {vocab = [...]} or {hash = N}"),
+    Annotated[Vocabulary, Tag("vocabulary")]
+    | Annotated[HashBuckets, Tag("buckets")]
+    | Annotated[TokenizerFile, Tag("text")],
+    Discriminator(
+        _encoding,
+        custom_error_type="encoding",
+        custom_error_message="write {vocab = [...]}, {hash = N} or {tokenizer = PATH, length = N}",
+    ),
 ]
 
 
@@ -178,7 +257,8 @@ class FeatureSettings(Section):
     shape: tuple[Annotated[int, Field(ge=1)], ...] = ()
     """Shape of one event's value; `[]` is a single number."""
     encode: Encoding | None = None
-    """How strings become integers (int64): `{vocab = [...]}` or `{hash = N}`."""
+    """How strings become integers: `{vocab = [...]}` or `{hash = N}` (int64), or texts the ids of a pretrained model,
+    `{tokenizer = "PATH", length = N}` (int32 `[length]`, after the feature's own shape)."""
     default: bool | int | float | str | list[object] | None = None
     """Value of events that lack the feature; without one the feature is required."""
     min: int | None = None
@@ -191,6 +271,13 @@ class FeatureSettings(Section):
         if (self.dtype == "string") != (self.encode is not None):
             raise ValueError('a feature of dtype "string" needs encode, and no other takes it')
         return self
+
+    def below(self, folder: Path) -> Self:
+        """Return the same with the path of a tokenizer relative to the working directory, not to `folder`."""
+        if not isinstance(self.encode, TokenizerFile):
+            return self
+        encode = self.encode.model_copy(update={"tokenizer": folder / self.encode.tokenizer})
+        return self.model_copy(update={"encode": encode})
 
     @model_validator(mode="after")
     def _bounds_are_values_of_the_dtype(self) -> Self:
@@ -257,6 +344,12 @@ class SchemaSettings(Section):
     """Field with the event's weight in the loss (not negative), which is also its chance to be kept for replay."""
     group: FieldSettings | None = None
     """Field by which events belong together (a string or a whole number): all of a group are held out, or none."""
+
+    def below(self, folder: Path) -> Self:
+        """Return the section with the paths of tokenizers relative to the working directory, not to `folder`."""
+        return self.model_copy(
+            update={"features": {name: feature.below(folder) for name, feature in self.features.items()}}
+        )
 
     @model_validator(mode="after")
     def _names_differ(self) -> Self:

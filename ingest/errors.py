@@ -2,13 +2,19 @@
 
 AnabranchError
 |-- SettingsError            the configuration or the input is wrong: fix it, then start again (exit 2)
-|   `-- GapError             the broker has removed offsets that were not read yet
-|       `-- RecreatedError   a topic was deleted and created again
-|           `-- TruncatedError   a partition's log lost its end; reading continues as a new incarnation
+|   |-- GapError             the broker has removed offsets that were not read yet
+|   |   |-- HistoryError     a file of the history is missing, changed or damaged
+|   |   `-- RecreatedError   a topic was deleted and created again
+|   |       `-- TruncatedError   a partition's log lost its end; reading continues as a new incarnation
+|   `-- MissingSchemaError   the Schema Registry has no such schema
 `-- DependencyError          something outside cannot be reached: wait or fix it, then start again (exit 3)
-    `-- BrokerError          Kafka is unreachable, or has no such topic
-        |-- CodecError       the client lacks the package that decompresses the messages
-        `-- CredentialsError Kafka refuses the user, the password or the mechanism
+    |-- BrokerError          Kafka is unreachable, or has no such topic
+    |   |-- CodecError       the client lacks the package that decompresses the messages
+    |   |-- HistoryAwayError the storage of the history does not answer
+    |   `-- CredentialsError Kafka refuses the user, the password or the mechanism
+    `-- RegistryError        the Schema Registry cannot be reached, or does not answer as one
+        |-- RegistryCertificateError   its certificate is not trusted
+        `-- RegistryCredentialsError   it refuses the credentials, or asks for some
 """
 
 from anabranch.core.errors import DependencyError, SettingsError
@@ -16,6 +22,10 @@ from anabranch.core.errors import DependencyError, SettingsError
 
 class GapError(SettingsError):
     """The broker has removed offsets that this pipeline has not read, and `stream.on_gap` is `fail`."""
+
+
+class HistoryError(GapError):
+    """A file of the history is not the one that was listed, or cannot be decoded."""
 
 
 class RecreatedError(GapError):
@@ -34,5 +44,25 @@ class CodecError(BrokerError):
     """Messages are compressed by a codec that the Kafka client lacks the package for."""
 
 
+class HistoryAwayError(BrokerError):
+    """The storage of the history does not answer, as a broker that is away: reading is tried again."""
+
+
 class CredentialsError(BrokerError):
     """The Kafka broker answers, and refuses the credentials or the way in which they are given."""
+
+
+class MissingSchemaError(SettingsError):
+    """The Schema Registry answers that it has no schema of this id, or no such subject."""
+
+
+class RegistryError(DependencyError):
+    """The Schema Registry cannot be reached, or does not answer as one."""
+
+
+class RegistryCertificateError(RegistryError):
+    """The certificate of the Schema Registry is not trusted."""
+
+
+class RegistryCredentialsError(RegistryError):
+    """The Schema Registry refuses the credentials, or asks for some."""

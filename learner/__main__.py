@@ -1,17 +1,18 @@
 """`python -m learner -c pipeline.toml`: the learner by itself.
 
-Exit codes are those of `anabranch.runtime.lifecycle.Exit`. With `learner.replicas` or `learner.hosts` it launches
-ranks of itself, and passes each a folder with its assignment.
+Exit codes are those of `anabranch.runtime.lifecycle.Exit`. With `learner.replicas` it launches ranks of itself, and
+passes each a folder with its assignment. Under torchrun, `torchrun ... -m learner -c pipeline.toml`, it is one rank.
 """
 
 import argparse
 import contextlib
+import functools
 import gc
 import logging
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,8 @@ from anabranch.runtime.daemon import enter, exit_at_once
 if TYPE_CHECKING:
     from anabranch.config.loader import Config
     from learner.build import LearnerSpec
+    from learner.config import LearnerSettings
+    from learner.distributed.process_group import RankAssignment
 
 log = logging.getLogger("learner")
 
@@ -31,11 +34,13 @@ def main(arguments: list[str] | None = None) -> int:
     options, others = parser.parse_known_args(sys.argv[1:] if arguments is None else arguments)
     if options.group is not None:
         return _rank(options.group, others)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return _rank_of_torchrun(others)
     launcher_code: int | None = 0
 
     def learn_or_launch(config: "Config", stop: threading.Event) -> None:
         nonlocal launcher_code
-        if config.pipeline.learner.replicas == config.pipeline.learner.hosts == 1:
+        if config.pipeline.learner.replicas == 1:
             learn_config(config, stop)
         else:
             launcher_code = _launch(config, stop)
@@ -78,29 +83,34 @@ def learn_config(config: "Config", stop: threading.Event) -> None:
 
 def _launch(config: "Config", stop: threading.Event) -> int | None:
     """Run all ranks of this host; return the exit code that rank 0 wrote."""
-    # Torch would log a page of C++ frames when a host is gone; we log one sentence.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    _log_no_frames()
     from anabranch.core.logs import log_arguments
     from learner.distributed.launcher import launch
     from learner.distributed.process_group import record_collectives
-    from learner.distributed.rendezvous import connect_hosts
     from learner.runtime.profiler import FOLDER
 
     settings = config.pipeline.learner
-    if settings.host_rank == 0 and settings.device != "cpu":
+    if settings.device != "cpu":
         record_collectives(config.state_dir / FOLDER)
     command = (sys.executable, "-P", "-m", "learner", "-c", str(config.path), *log_arguments())
-    with connect_hosts(settings, config.pipeline.stream, _alike(config)) as hosts:
-        return launch(settings, hosts, command, stop)
+    return launch(settings, command, stop)
+
+
+def _log_no_frames() -> None:
+    """Let torch log no page of C++ frames when a rank is gone; we log one sentence."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 def _alike(config: "Config") -> "dict[str, object]":
-    """Return the settings that have to be the same on all hosts, except those of `[learner]`."""
+    """Return the settings that ranks of all hosts need alike, except those of `[learner]`."""
     pipeline = config.pipeline
     replay = pipeline.replay.model_dump(mode="json", include={"admission", "sampling"})
     sections = {"[schema]": pipeline.events, "[model]": pipeline.model}
     dumped = {name: section.model_dump(mode="json") for name, section in sections.items()}
-    stream = pipeline.stream.model_dump(mode="json", exclude={"bootstrap_servers", "properties"})
+    # Only rank 0 reads the stream; paths of files differ with the folder of the config.
+    stream = pipeline.stream.model_dump(
+        mode="json", exclude={"bootstrap_servers", "properties", "registry", "backfill"}
+    )
     return {"name": pipeline.name, "seed": pipeline.seed, "[stream]": stream, "[replay]": replay, **dumped}
 
 
@@ -110,29 +120,13 @@ def _rank(group: Path, arguments: list[str]) -> int:
     from learner.distributed.process_group import exiting_at_once
 
     def learn_in_group(config: "Config", stop: threading.Event) -> None:
-        from learner.errors import RankLostError, RankTooLargeError, is_of_a_lost_rank
-        from learner.run import learn
-        from learner.run_follower import follow_leader
-
         gc.disable()  # as `learn_config` does
         stop_with_launcher(stop)
         assignment = read_assignment(group, config.pipeline.learner)
-        try:
-            with _shortage_ends(stop):
-                run = learn if assignment.rank == 0 else follow_leader
-                run(deployment_of(config, assignment.rows), stop, assignment)
-        except RankTooLargeError as exc:
-            log.error("%s", exc)  # noqa: TRY400 the sentence says all
-            leave_rows(group, exc.rows)
-            sys.exit(1)
-        except RankLostError as exc:
-            log.error("rank %d ends: %s", assignment.rank, exc)  # noqa: TRY400 the sentence says all
-            sys.exit(1)
-        except RuntimeError as exc:
-            if not is_of_a_lost_rank(exc):
-                raise
-            log.error("rank %d ends: another rank is gone: %s", assignment.rank, str(exc).splitlines()[0])  # noqa: TRY400
-            sys.exit(1)
+        changes = {} if assignment.rows is None else {"micro_batch_size": assignment.rows}
+        settings = config.pipeline.learner.model_copy(update=changes)
+        with _lost_ranks_end(stop, functools.partial(leave_rows, group)):
+            _lead_or_follow(deployment_of(config, settings), stop, assignment)
 
     with exiting_at_once():
         code = enter("learner", "One rank of a learner.", learn_in_group, arguments)
@@ -141,6 +135,84 @@ def _rank(group: Path, arguments: list[str]) -> int:
         if code:
             sys.exit(0 if code in REFUSED else code)
     return 0
+
+
+def _rank_of_torchrun(arguments: list[str]) -> int:
+    """Run one of torchrun's ranks, and return its exit code."""
+    _log_no_frames()
+    from anabranch.core.errors import DependencyError, SettingsError
+    from learner.distributed.process_group import RankAssignment, device_of, exiting_at_once, record_collectives
+
+    def learn_in_group(config: "Config", stop: threading.Event) -> None:
+        from learner.compatibility import facts
+        from learner.distributed import torchrun
+        from learner.runtime.profiler import FOLDER
+
+        gc.disable()  # as `learn_config` does
+        torchrun.ignore_further_signals()
+        pipeline, started = config.pipeline, torchrun.TorchrunRank.of(os.environ)
+        chosen = facts(*(pipeline.learner, pipeline.replay, pipeline.stream, pipeline.device_sharing, pipeline.model))
+        heartbeat, refusal = torchrun.RankHeartbeat(stop), None
+        with _lost_ranks_end(stop):
+            store = started.connect()
+            assignment = RankAssignment(started.rank, started.size, store, started.first, heartbeat=heartbeat)
+            settings, alike = pipeline.learner, dict[str, str]()
+            try:
+                settings = started.settings(settings, chosen)
+                device_of(assignment, settings)
+                torchrun.use_interface_to(started.master, os.environ, started.hosts)
+                alike = torchrun.values_to_agree_on(settings, _alike(config))
+            except (SettingsError, DependencyError) as exc:
+                refusal = exc
+            torchrun.agree(store, started.rank, started.size, refusal or alike)
+            if settings.device != "cpu" and started.is_on_host_0:
+                record_collectives(config.state_dir / FOLDER)
+            _lead_or_follow(deployment_of(config, settings), stop, assignment)
+        if heartbeat.stopped_by_another:
+            # With exit code 0 torchrun would wait five minutes for the other hosts, and then report success.
+            log.error("rank %d ends: another host was stopped", started.rank)
+            sys.exit(1)
+
+    with exiting_at_once():
+        code = enter("learner", "One rank of a learner.", learn_in_group, arguments)
+        if code:
+            sys.exit(code)
+    return 0
+
+
+def _lead_or_follow(deployment: "LearnerSpec", stop: threading.Event, assignment: "RankAssignment") -> None:
+    """Run a rank until `stop` is set."""
+    from learner.run import learn
+    from learner.run_follower import follow_leader
+
+    run = learn if assignment.rank == 0 else follow_leader
+    run(deployment, stop, assignment)
+
+
+@contextlib.contextmanager
+def _lost_ranks_end(stop: threading.Event, leave_rows: Callable[[int], None] = lambda _rows: None) -> Iterator[None]:
+    """End the process with exit code 1 where all ranks have to start again.
+
+    `leave_rows` takes the number of events that may fit, after this rank ran out of memory.
+    """
+    from learner.errors import RankLostError, RankTooLargeError, is_of_a_lost_rank
+
+    rank = os.environ["RANK"]
+    try:
+        with _shortage_ends(stop):
+            yield
+    except RankTooLargeError as exc:
+        log.error("%s", exc)  # noqa: TRY400 the sentence says all
+        leave_rows(exc.rows)
+        sys.exit(1)
+    except RankLostError as exc:
+        log.error("rank %s ends: %s", rank, exc)  # noqa: TRY400 the sentence says all
+        sys.exit(1)
+    except RuntimeError as exc:
+        if not is_of_a_lost_rank(exc):
+            raise
+        log.error("rank %s ends: another rank is gone: %s", rank, str(exc).splitlines()[0])  # noqa: TRY400
+        sys.exit(1)
 
 
 @contextlib.contextmanager
@@ -159,8 +231,8 @@ def _shortage_ends(stop: threading.Event) -> Iterator[None]:
             sys.exit(1)
 
 
-def deployment_of(config: "Config", rows: int | None = None) -> "LearnerSpec":
-    """Return the sections that a learner needs; `rows` overrides `learner.micro_batch_size`."""
+def deployment_of(config: "Config", settings: "LearnerSettings | None" = None) -> "LearnerSpec":
+    """Return the sections that a learner needs, with these `settings` as `[learner]` if they are given."""
     from learner.build import LearnerSpec
     from learner.device_sharing.sharing import DeviceSharingSpec
 
@@ -170,7 +242,7 @@ def deployment_of(config: "Config", rows: int | None = None) -> "LearnerSpec":
         stream=pipeline.stream,
         events=pipeline.events,
         model=pipeline.model,
-        learner=pipeline.learner if rows is None else pipeline.learner.model_copy(update={"micro_batch_size": rows}),
+        learner=pipeline.learner if settings is None else settings,
         replay=pipeline.replay,
         versions=pipeline.versions,
         checkpoints=pipeline.checkpoints,
@@ -187,6 +259,8 @@ def deployment_of(config: "Config", rows: int | None = None) -> "LearnerSpec":
         ),
         admin_token=pipeline.serving.tokens.admin.get_secret_value(),
         device=pipeline.device,
+        storage=pipeline.storage,
+        canary=pipeline.serving.canary,
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from anabranch.core.errors import SettingsError
 from ingest.config import SchemaSettings, StreamSettings
 from ingest.events.schema import Schema
 from learner.config import (
@@ -28,24 +29,41 @@ from learner.distributed.channel import Channel
 from learner.distributed.data_parallel import DataParallelGroup, leaves_some_out
 from learner.distributed.leader import Leader
 from learner.distributed.process_group import devices_of_host
+from learner.evaluation.event_time import EventTimePredictor
 from learner.evaluation.scoring import Scorer
+from learner.labels.label_join import JoinOptions
+from learner.labels.opening import label_folder, open_join
+from learner.late_labels import LateLabels
 from learner.metrics import LearnerMetrics
 from learner.model.device import Precision, check_scaling, choose_precision, compute_deterministically
 from learner.model.embedding import Embedding, Embeddings, TaskEmbedding
 from learner.model.factory import build_on_device, check_model, check_task, check_training_pass, make_task, sample
 from learner.model.float8 import use_float8
+from learner.model.rng import seed_rng
 from learner.model.task import Embeds, Task
+from learner.object_storage.bucket_storage import BucketStorage
+from learner.object_storage.config import StorageSettings
+from learner.object_storage.fleet import FleetWatch
+from learner.object_storage.opening import FETCHED
+from learner.publishing.canary import CanaryJudge
 from learner.publishing.gatekeeper import QualityGate
 from learner.publishing.publisher import Publisher
+from learner.state_dir.checkpoint import Checkpoint
 from learner.state_dir.version import Versions, reference_to
 from learner.strategies.base import Strategy
+from learner.strategies.early_negatives import check_early
 from learner.strategies.registry import build_strategy
+from learner.strategies.teacher_loss import TeacherLoss, kept_outputs
+from learner.stream.lag import LagPolicy
+from learner.stream.partition_ledger import PartitionLedger
+from learner.teacher.checks import check_distil
 from learner.training.out_of_memory import oom_warning
 from learner.training.passes import StepHooks
 from learner.training.trainer import Trainer
 from replay.config import COMPARING, ReplaySettings
 
 _SEARCH_ROWS = 2
+_NOT_OF_TRAINER = ("output_shape", "stages", "parallel")
 
 
 @dataclass(frozen=True)
@@ -72,6 +90,9 @@ class LearnerSpec:
     admin_token: str = ""
     """Accepted by `/metrics` in place of the read token; empty where this process is not given it."""
     device: DeviceSettings = field(default_factory=DeviceSettings)
+    storage: StorageSettings | None = None
+    canary: float = 0.0
+    """`serving.canary`."""
 
 
 @dataclass(frozen=True)
@@ -88,26 +109,41 @@ class TrainingSetup:
     settings: LearnerSettings
     output_shape: tuple[int, ...]
     """Shape of the model's output for one event."""
+    teaching: TeacherLoss | None = None
+    """The teacher's part of the loss; None without a teacher."""
+
+    @property
+    def kept_outputs(self) -> dict[str, list[int] | None]:
+        """The shapes of the outputs that a store keeps with each event, by column; None: it is not kept."""
+        return kept_outputs(self.strategy, self.output_shape, taught=self.teaching is not None)
+
+    stages: Sequence[str] = ()
+    """`model.stages`."""
+    parallel: Mapping[str, str] = field(default_factory=dict)
+    """`model.parallel`."""
 
     @property
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments of `Trainer`."""
-        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "output_shape"}
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name not in _NOT_OF_TRAINER}
 
-    @property
-    def leaves_some_out(self) -> bool:
-        """Whether some weights get no gradient in a step."""
-        return leaves_some_out(self.model, sample(self.schema, _SEARCH_ROWS, self.device))
+    def group(self) -> DataParallelGroup:
+        """Return the group of all ranks, which this process has joined, with the model's modules divided over them."""
+        features = sample(self.schema, _SEARCH_ROWS, self.device)
+        search = leaves_some_out(self.model, features)
+        replicas = DataParallelGroup(self.settings, search=search, parallel=self.parallel)
+        replicas.divide(self.model, self.stages, features, self.precision)
+        return replicas
 
 
-def build_training_setup(deployment: LearnerSpec, device: torch.device, rank: int = 0) -> TrainingSetup:
-    """Build and check the training setup of a rank; each rank has other random numbers from then on."""
-    schema = Schema(deployment.events)
+def build_training_setup(deployment: LearnerSpec, device: torch.device, group: int = 0) -> TrainingSetup:
+    """Build and check the training setup of a rank; each row group has other random numbers from then on."""
+    schema = Schema(deployment.events, deployment.stream.labels)
     if deployment.learner.deterministic:
         compute_deterministically()
     precision = choose_precision(deployment.learner.precision, device)
     precision.configure()
-    torch.manual_seed(deployment.seed + rank)
+    seed_rng(deployment.seed + group, python=deployment.learner.mesh is not None)
     task = make_task(deployment.model.task, deployment.folder)
     model = build_on_device(deployment.model, deployment.folder, device)
     if precision.name == "fp8":
@@ -123,8 +159,13 @@ def build_training_setup(deployment: LearnerSpec, device: torch.device, rank: in
     output_shape = check_model(model, task, schema, device)
     check_task(task, output_shape, schema.label, device)
     strategy = build_strategy(deployment.learner.strategy, deployment.model, task)
+    strategy.extend(model, deployment.model, schema, device)
     if strategy.learns_gradient:
         check_training_pass(model, task, schema, device, precision)
+    teaching: TeacherLoss | None = None
+    if (teacher := deployment.model.teacher) is not None:
+        distils = check_distil(task, deployment.model.task, output_shape, device)
+        teaching = TeacherLoss(distils, teacher.weight, teacher.temperature)
     return TrainingSetup(
         schema=schema,
         task=task,
@@ -135,6 +176,9 @@ def build_training_setup(deployment: LearnerSpec, device: torch.device, rank: in
         strategy=strategy,
         settings=deployment.learner,
         output_shape=output_shape,
+        teaching=teaching,
+        stages=deployment.model.stages,
+        parallel=deployment.model.parallel,
     )
 
 
@@ -173,37 +217,114 @@ def build_trainer(
     """
     if channel is None:
         return Trainer(**setup.arguments, hooks=hooks)
-    check_scaling(setup.precision, setup.settings.sharding, setup.settings.sync_every)
-    replicas = DataParallelGroup(setup.settings, search=setup.leaves_some_out)
+    check_scaling(setup.precision, setup.settings)
+    replicas = setup.group()
     warning = oom_warning(setup.device, rows) if rows is not None else None
     return Leader(channel, replicas, **setup.arguments, hooks=hooks, warning=warning)
 
 
 def build_publisher(
     deployment: LearnerSpec,
+    versions: Versions,
     setup: TrainingSetup,
     generation: int,
     metrics: LearnerMetrics,
     check: Callable[[], None],
     before_chunk: Callable[[], object],
+    fleet: FleetWatch | None = None,
 ) -> Publisher:
     """Return the publisher with its quality gate, which copies the model.
 
     Args:
         deployment: all settings.
+        versions: those that were published.
         setup: has the model, before it is split among ranks.
         generation: of this learner.
         metrics: of versions.
         check: called before each version is scored and written.
         before_chunk: called before each chunk of scoring; waits while requests need the device.
+        fleet: the servers on other hosts; None without an object store.
     """
-    versions = Versions(deployment.state_dir / "versions")
     versions.clean()
     reference = reference_to(deployment.model)
     scorer = Scorer(setup.model, setup.task, setup.schema, setup.device, setup.precision, before_chunk)
-    gate = QualityGate(versions, deployment.gate, scorer, reference)
+    gate = QualityGate(versions, deployment.gate, scorer, reference, fleet)
+    canary: CanaryJudge | None = None
+    if fleet is not None and deployment.canary:
+        canary = CanaryJudge(
+            *(fleet, versions, deployment.gate, scorer, gate, deployment.canary),
+            count=lambda outcome: metrics.canary_verdicts.labels(outcome).inc(),
+            stored=_versions_in(deployment.storage, versions.path),
+        )
     settings = deployment.versions
-    return Publisher(*(versions, settings, reference, setup.schema, scorer, gate, generation, metrics, check))
+    return Publisher(
+        *(versions, settings, reference, setup.schema, scorer, gate, generation, metrics, check),
+        fleet=fleet,
+        canary=canary,
+    )
+
+
+def _versions_in(storage: StorageSettings | None, path: Path) -> Versions | None:
+    """Return the versions of an object store, to read them."""
+    return (
+        None
+        if storage is None
+        else Versions(path, BucketStorage(storage.bucket, "versions", path.parent / FETCHED / "compared"))
+    )
+
+
+def build_late_labels(
+    deployment: LearnerSpec,
+    setup: TrainingSetup,
+    trainer: Trainer,
+    lag: LagPolicy,
+    found: tuple[int, Checkpoint] | None,
+    *,
+    first: bool,
+    ranks: int,
+) -> LateLabels | None:
+    """Return the join of events and late labels with the events of a checkpoint; None without `[stream.labels]`.
+
+    Args:
+        deployment: all settings.
+        setup: has the schema, the task and the model.
+        trainer: its model predicts the events that come.
+        lag: what happens to events while the learner is behind.
+        found: the checkpoint that the learner resumes from, with its number.
+        first: whether no checkpoint names an event of the join.
+        ranks: how many train together.
+    """
+    settings = deployment.stream.labels
+    if settings is None:
+        check_nothing_waits(found)
+        return None
+    complete = deployment.storage is not None
+    options = JoinOptions(settings.wait, int(settings.bytes), take_back=settings.take_back, complete=complete)
+    if settings.early != "none" or settings.take_back:
+        check_early(setup.task, setup.schema.label, setup.strategy, deployment.learner.strategy.name)
+    folder = label_folder(deployment.state_dir)
+    join = open_join(options, setup.schema, setup.output_shape, folder, found, first=first)
+    predictor = EventTimePredictor(
+        *(setup.model, setup.task, setup.schema, setup.device, setup.precision, setup.output_shape),
+        before_chunk=lambda: trainer.staging.before_chunk(),
+    )
+    return LateLabels(
+        *(join, settings, deployment.gate.hold_out(deployment.seed), predictor, lag),
+        join_column=setup.schema.join_column,
+        step_size=deployment.learner.batch_size * ranks,
+        max_delay=deployment.learner.max_delay,
+    )
+
+
+def check_nothing_waits(found: tuple[int, Checkpoint] | None) -> None:
+    """Raise SettingsError where a checkpoint has events that wait for labels, and none come any more."""
+    accounts = [] if found is None else [PartitionLedger.from_state(state) for state in found[1].state["ledger"]]
+    waiting = sum(account.waiting for account in accounts)
+    if found is not None and waiting:
+        raise SettingsError(
+            f"checkpoint {found[0]} has {waiting} events that wait for their labels, and there is no [stream.labels]; "
+            "put it back, or move the checkpoints away to start again"
+        )
 
 
 @contextlib.contextmanager

@@ -1,5 +1,7 @@
 """Which settings exclude each other: strategy, precision, replicas, compiler and others. Imports no torch.
 
+The number of hosts is no setting: torchrun passes it to the ranks, and they check it.
+
 `RULES` has all conflicts. The conformance suite runs each other combination.
 """
 
@@ -8,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ingest.config import StreamSettings
-from learner.config import WITHOUT_REPLAY, DeviceSharingSettings, LearnerSettings
+from learner.config import WITHOUT_REPLAY, DeviceSharingSettings, LearnerSettings, ModelSettings
+from learner.sections.mesh import MeshSettings
 from replay.config import COMPARING, ReplaySettings
 
 Point = Mapping[str, Any]
@@ -41,6 +44,9 @@ _ON, _MANY, _SET = Except(False, []), Except(1), Except("none")
 _NEEDS_ALL = Except("none", "er", "er-ace", "der", "der++")
 """Strategies that work on all weights or gradients at once."""
 
+_GROWS = ("experts", "progressive")
+"""Strategies whose model grows."""
+
 _RECOMPUTED = "the compiler does not support modules that recompute their activations"
 _UNCAPTURED = "embeddings are captured from a module while it runs, which compiled code does not support"
 _LATE = "neighbours are found in a separate process, and arrive at no fixed step"
@@ -69,11 +75,73 @@ _REGENERATED = "modules that recompute their activations set random generators, 
 _READ_OUT = "embeddings are captured in Python while a module runs, and a CUDA graph runs no Python"
 _OWN_STREAM = "a CUDA graph is recorded for the whole device"
 _ALONE = "a standby replaces one process"
+_NOW = "events time out by the clock where no labels come"
+_BY_FILE = "files may have one partition after the other, and deterministic batches take turns between partitions"
+_PREDICTS = "all replicas have to run a sharded model, and only the first predicts events when they come"
+_CLOSED_FORM = "this strategy computes weights from labels, and takes no gradient of a loss"
+_OF_SOME_CLASSES = "this strategy trains a part for some classes alone, and a teacher's outputs are of all"
+_ANSWERS = "whether a server's outputs come in time depends on a clock"
+_WEIGHED = "weights of events whose label has not come apply to the output, and so to the teacher's part of the loss"
 _SHAPES = "it keeps averages over rows and columns, and each shard has a part of them"
+_PACKED = "weights of 4 bits are packed bytes, which cannot be gathered in another precision"
+_WRAPPED = "an adapter wraps the linear layers, and its own matrices would be multiplied in 8 bits too"
+_OWN_PART = "it needs the whole model or its gradient, and each rank has a part"
+_STAGES_RUN = "stages run by a schedule in Python, which exchanges activations"
+_EXPERTS_RUN = "ranks exchange vectors for their experts within the pass, by sizes that Python reads"
+_TWICE_SENT = "modules that recompute their activations would exchange vectors for experts again"
+_GATHER_ORDER = "modules are gathered in the order of the whole model, and each rank has some of them"
+_AVERAGED_AT_THE_END = "ranks with parts of a model average gradients once a step, without hooks"
+_WHOLE_STATE = "it divides the optimizer's state of a whole model"
+_WAITS = "ranks that exchange vectors for experts would wait for ranks that run another stage"
+
+_ACTIVATIONS = "the ranks of a tensor group exchange activations within the pass, and each has parts of the weights"
+_LINEAR_8 = "its linear layers in 8 bits have weights that cannot be split"
+_ADAPTED = "an adapter wraps the modules that are divided by their names"
+_UNTRIED = "a teacher's part of the loss has not been tried where ranks have parts of the model"
+_TWO_SPLITS = "only modules that all ranks have are split"
+
+_TENSOR, _PIPELINE, _EXPERT = "learner.mesh.tensor", "learner.mesh.pipeline", "learner.mesh.expert"
+_UNCOMPILED = {_TENSOR: _ACTIVATIONS, _PIPELINE: _STAGES_RUN, _EXPERT: _EXPERTS_RUN}
+_DIVIDED = tuple(
+    Conflict(key, values, dimension, _MANY, why, way_out)
+    for dimension, uncompiled in _UNCOMPILED.items()
+    for key, values, why, way_out in (
+        ("learner.strategy", _NEEDS_ALL, _OWN_PART, 'take "er"'),
+        ("replay.sampling", COMPARING, _HALF_RUN, 'take "uniform"'),
+        ("replay.admission", COMPARING, _HALF_RUN, 'take "reservoir"'),
+        ("learner.replay_ratio", ("auto",), _ALL_RUN, "write a number"),
+        ("stream.labels", _ON, _PREDICTS, "take the section out"),
+        ("learner.sharding", ("zero1",), _WHOLE_STATE, 'write "none"'),
+        ("learner.sync_every", _MANY, _AVERAGED_AT_THE_END, "set it to 1"),
+        ("learner.comm_hook", _SET, _AVERAGED_AT_THE_END, 'write "none"'),
+        ("learner.precision", ("fp16",), _ONE_SCALE, 'write "bf16" or "fp32"'),
+        ("learner.precision", ("fp8",), _LINEAR_8, 'write "bf16"'),
+        ("learner.compile", _ON, uncompiled, "set it to false"),
+        ("model.adapter.kind", ("lora",), _ADAPTED, "take the section out"),
+        ("model.teacher", Except(), _UNTRIED, "take the section out"),
+    )
+)
+"""What no rank can do that has a part of the model."""
+_GROWN = "this strategy adds layers while it trains, and a compiled module has the layers that it was compiled with"
+_ROUTED = "this strategy chooses an expert in each pass, and activations are recomputed outside of it"
+_GROWS_ALIKE = "replicas freeze an expert in the same step, and then their weights have to be the same"
+_RESETS = "this strategy discards the optimizer's state with each expert, and each replica has a shard of it"
+_PLAIN_LAYERS = "this strategy adds to linear layers, and those in 8 bits are of another class"
 
 RULES = (
+    *_DIVIDED,
+    Conflict("learner.sharding", ("fsdp",), _PIPELINE, _MANY, _GATHER_ORDER, 'write "none"'),
+    Conflict("learner.sharding", ("fsdp",), _EXPERT, _MANY, _GATHER_ORDER, 'write "none"'),
+    Conflict(_EXPERT, _MANY, _TENSOR, _MANY, _TWO_SPLITS, "set one of them to 1"),
+    Conflict("learner.activation_checkpointing", _ON, _EXPERT, _MANY, _TWICE_SENT, "set it to false"),
+    Conflict(_EXPERT, _MANY, _PIPELINE, _MANY, _WAITS, "set one of them to 1"),
     Conflict("learner.compile", _ON, "learner.activation_checkpointing", _ON, _RECOMPUTED, "set one of them to false"),
     Conflict("learner.compile", _ON, "learner.strategy", ("agem",), _TWICE, "set it to false"),
+    Conflict("learner.compile", _ON, "learner.strategy", _GROWS, _GROWN, "set it to false"),
+    Conflict("learner.activation_checkpointing", _ON, "learner.strategy", _GROWS, _ROUTED, "set it to false"),
+    Conflict("learner.sync_every", _MANY, "learner.strategy", _GROWS, _GROWS_ALIKE, "set it to 1"),
+    Conflict("learner.sharding", ("zero1",), "learner.strategy", _GROWS, _RESETS, 'write "none"'),
+    Conflict("learner.precision", ("fp8",), "learner.strategy", _GROWS, _PLAIN_LAYERS, 'write "bf16"'),
     Conflict("learner.compile", _ON, "replay.sampling", COMPARING, _UNCAPTURED, "set it to false"),
     Conflict("learner.compile", _ON, "replay.admission", COMPARING, _UNCAPTURED, "set it to false"),
     Conflict("replay.sampling", COMPARING, "learner.deterministic", _ON, _LATE, 'take "uniform"'),
@@ -87,9 +155,12 @@ RULES = (
     Conflict("learner.comm_hook", _SET, "learner.sharding", ("fsdp",), _OWN_EXCHANGE, 'write "none"'),
     Conflict("learner.precision", ("fp16",), "learner.sharding", ("fsdp",), _ONE_SCALE, 'write "bf16" or "fp32"'),
     Conflict("learner.precision", ("fp8",), "learner.sharding", ("fsdp",), _GATHERED_WHOLE, 'write "bf16"'),
+    Conflict("model.adapter.base_precision", ("nf4",), "learner.sharding", ("fsdp",), _PACKED, 'write "bf16"'),
+    Conflict("learner.precision", ("fp8",), "model.adapter.kind", ("lora",), _WRAPPED, 'write "bf16"'),
     Conflict("learner.replay_ratio", ("auto",), "learner.sharding", ("fsdp",), _ALL_RUN, "write a number"),
     Conflict("replay.sampling", COMPARING, "learner.sharding", ("fsdp",), _HALF_RUN, 'take "uniform"'),
     Conflict("replay.admission", COMPARING, "learner.sharding", ("fsdp",), _HALF_RUN, 'take "reservoir"'),
+    Conflict("learner.optimizer", ("adafactor",), _TENSOR, _MANY, _SHAPES, 'take "adamw"'),
     Conflict("learner.precision", ("fp16",), "learner.sync_every", _MANY, _NO_SCALE, 'write "bf16" or "fp32"'),
     Conflict("learner.replicas", _MANY, "learner.deterministic", _ON, _ROUNDED, "set it to 1"),
     Conflict("device_sharing.yield_at", ("layer",), "learner.compile", _ON, _FUSED, 'write "micro-batch"'),
@@ -100,13 +171,17 @@ RULES = (
     Conflict("learner.graphs", _ON, "learner.activation_checkpointing", _ON, _REGENERATED, "set one of them to false"),
     Conflict("learner.graphs", _ON, "learner.strategy", _NEEDS_ALL, _DECIDES, "set it to false"),
     Conflict("learner.graphs", _ON, "learner.replicas", _MANY, _EXCHANGED, "set it to false"),
-    Conflict("learner.graphs", _ON, "learner.hosts", _MANY, _EXCHANGED, "set it to false"),
     Conflict("learner.graphs", _ON, "replay.sampling", COMPARING, _READ_OUT, "set it to false"),
     Conflict("learner.graphs", _ON, "replay.admission", COMPARING, _READ_OUT, "set it to false"),
-    Conflict("learner.hosts", _MANY, "learner.deterministic", _ON, _ROUNDED, "set it to 1"),
+    Conflict("learner.deterministic", _ON, "stream.labels", _ON, _NOW, "set it to false"),
+    Conflict("learner.deterministic", _ON, "stream.backfill.identity", _ON, _BY_FILE, "set it to false"),
+    Conflict("learner.sharding", ("fsdp",), "stream.labels", _ON, _PREDICTS, 'write "none" or "zero1"'),
     Conflict("learner.standby", _ON, "learner.replicas", _MANY, _ALONE, "set it to false"),
-    Conflict("learner.standby", _ON, "learner.hosts", _MANY, _ALONE, "set it to false"),
-    Conflict("learner.sharding", ("zero1",), "learner.hosts", _MANY, _UNPICKLES, 'write "none" or "fsdp"'),
+    Conflict("model.teacher", Except(), "learner.strategy", ("slda", "ncm"), _CLOSED_FORM, "take the section out"),
+    Conflict("model.teacher", Except(), "learner.strategy", _GROWS, _OF_SOME_CLASSES, "take the section out"),
+    Conflict("learner.deterministic", _ON, "model.teacher", ("url",), _ANSWERS, "set it to false"),
+    Conflict("model.teacher", Except(), "stream.labels.early", Except("none"), _WEIGHED, "take the section out"),
+    Conflict("learner.sharding", ("zero1",), "torchrun --nnodes", _MANY, _UNPICKLES, 'write "none" or "fsdp"'),
     Conflict(
         "stream.lag_policy.action", Except("train-all"), "learner.deterministic", _ON, _BY_CLOCK, 'write "train-all"'
     ),
@@ -121,14 +196,27 @@ def facts(
     replay: ReplaySettings,
     stream: StreamSettings | None = None,
     sharing: DeviceSharingSettings | None = None,
+    model: ModelSettings | None = None,
 ) -> Point:
-    """Return the values of the keys that the rules use."""
+    """Return the values of the keys that the rules use; of `model.teacher`, the key that names it."""
     named = {"strategy": learner.strategy.name, "optimizer": learner.optimizer.name}
     sections = {"learner": learner.model_dump() | named, "replay": replay.model_dump()}
     if sharing is not None:
         sections["device_sharing"] = sharing.model_dump()
     values_by_key = {f"{section}.{key}": value for section, values in sections.items() for key, value in values.items()}
-    return values_by_key if stream is None else {**values_by_key, "stream.lag_policy.action": stream.lag_policy.action}
+    adapter, teacher = (None, None) if model is None else (model.adapter, model.teacher)
+    values_by_key |= {f"model.adapter.{key}": getattr(adapter, key, None) for key in ("kind", "base_precision")}
+    values_by_key |= {"model.teacher": None if teacher is None else teacher.kind} | {
+        f"learner.mesh.{key}": value for key, value in (learner.mesh or MeshSettings()).model_dump().items()
+    }
+    if stream is None:
+        return values_by_key
+    return values_by_key | {
+        "stream.lag_policy.action": stream.lag_policy.action,
+        "stream.labels": stream.labels is not None,
+        "stream.labels.early": None if stream.labels is None else stream.labels.early,
+        "stream.backfill.identity": stream.backfill is not None and stream.backfill.identity is not None,
+    }
 
 
 def conflicts(chosen: Point) -> Iterator[tuple[str, str]]:
@@ -138,6 +226,22 @@ def conflicts(chosen: Point) -> Iterator[tuple[str, str]]:
         if value in rule.values and other in rule.others:
             clash = f"{rule.key} = {_toml(value)} does not go with {rule.other} = {_toml(other)}"
             yield rule.key, f"{clash}: {rule.why}; {rule.way_out}"
+
+
+def stage_conflicts(model: ModelSettings, learner: LearnerSettings) -> Iterator[tuple[str, str]]:
+    """Yield as `conflicts` does where `model.stages` does not fit the ranks of a pipeline."""
+    ranks, named = (learner.mesh or MeshSettings()).pipeline, len(model.stages)
+    interleaved = learner.pipeline_schedule == "interleaved"
+    fits = (named + 1) % ranks == 0 and named >= ranks if interleaved else named + 1 == ranks
+    if ranks > 1 and not fits:
+        way_out = f"one stage on each rank; name {ranks - 1}"
+        if interleaved:
+            way_out = f"two or more stages on each rank; name {2 * ranks - 1}, {3 * ranks - 1} or so on"
+        sentence = (
+            f"model.stages names {named} modules, so that there are {named + 1} stages, but learner.mesh.pipeline = "
+            f'{ranks} and learner.pipeline_schedule = "{learner.pipeline_schedule}" need {way_out}'
+        )
+        yield "model.stages", sentence
 
 
 def _toml(value: Any) -> str:

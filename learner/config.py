@@ -9,12 +9,14 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from anabranch.core.durations import PositiveDuration
-from anabranch.core.settings import DeviceNames, Section, uuids_in, written
+from anabranch.core.settings import DeviceNames, Section, uuids_in
 from ingest.config import HoldOut
+from learner.sections.adapter import AdapterSettings
+from learner.sections.mesh import MeshSettings
+from learner.sections.teacher import IMPORT_STRING, Factory, TeacherSettings
 
 _HOLDOUT_SALT = 0x5F3759DF
-_IMPORT_STRING = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"
-WITHOUT_REPLAY = frozenset({"none", "ewc", "lwf", "slda", "ncm"})
+WITHOUT_REPLAY = frozenset({"none", "ewc", "lwf", "slda", "ncm", "experts", "progressive"})
 """The strategies that replay no old events."""
 TASK_NAMES = ("classification", "multilabel", "regression")
 """The tasks that come with the learner."""
@@ -32,7 +34,7 @@ def _host_and_port(value: str) -> str:
 
 
 def _task(value: str) -> str:
-    if value not in TASK_NAMES and not re.fullmatch(_IMPORT_STRING, value):
+    if value not in TASK_NAMES and not re.fullmatch(IMPORT_STRING, value):
         raise ValueError(f'it is neither {" nor ".join(TASK_NAMES)} nor an import string such as "my_model:MyTask"')
     return value
 
@@ -40,19 +42,31 @@ def _task(value: str) -> str:
 class ModelSettings(Section):
     """The model to train and to serve."""
 
-    factory: Annotated[str, written(_IMPORT_STRING, 'module:function, such as "my_model:build"')]
+    factory: Factory
     """Import string of a callable that returns an `nn.Module`; the config's folder is on the path, last."""
     args: dict[str, Any] = {}
-    """Keyword arguments of the factory."""
+    """Keyword arguments of the factory. A factory with a parameter `config_folder` also gets the config's folder."""
     task: Annotated[str, AfterValidator(_task)] = "classification"
     """The meaning of the model's output: logits `[B, classes]` for `classification` and `multilabel`, one number per
     event for `regression`, or a custom task, by import string like the factory."""
     embedding: str = ""
     """Name of the submodule whose output is the embedding of an event, such as `body.2`; the last but one is best. For
     `replay.sampling` and `replay.admission` that compare events, and requests with `return_embedding`. Empty: none."""
+    stages: list[str] = []
+    """Names of the modules at which the stages of a pipeline begin, such as `body.4`, without the first. As many stages
+    as ranks of `learner.mesh.pipeline`, or with `interleaved` a multiple; of no effect where that is 1."""
+    parallel: dict[str, Literal["column", "row", "expert"]] = {}
+    """How the ranks along `learner.mesh.tensor` split modules, by name or pattern, such as
+    `{"*.up" = "column", "*.down" = "row"}`: each rank computes some of the outputs of a `column` module, and a `row`
+    module after it takes them as its inputs. Along `learner.mesh.expert` they divide the experts of an `expert` module,
+    a `MixtureOfExperts`."""
     channels_last: bool = False
     """Whether 4-D weights and features are stored with their channels last, in which convolutions run faster on GPUs
     with half precision. Versions and checkpoints do not depend on it."""
+    adapter: AdapterSettings | None = None
+    """What trains of a pretrained model; absent: all that the factory has not frozen."""
+    teacher: TeacherSettings | None = None
+    """The model whose outputs the trained model learns from besides labels; absent: none. Serving needs none."""
 
 
 class OptimizerSettings(BaseModel):
@@ -84,6 +98,8 @@ class StrategySettings(BaseModel):
         "lwf",
         "slda",
         "ncm",
+        "experts",
+        "progressive",
     ] = "er"
     """The method against forgetting, such as `er` for experience replay, or `none`; further keys are its arguments."""
 
@@ -182,20 +198,19 @@ class LearnerSettings(Section):
     """On a CUDA device: whether to launch the forward and backward pass of a step as one CUDA graph, where its size has
     come before; a pass that cannot be recorded runs as it is, with a warning."""
     replicas: Annotated[int, Field(ge=1, le=256)] = 1
-    """Processes on this host that train the model together, each on its own CUDA device, or all on the CPU."""
-    hosts: Annotated[int, Field(ge=1, le=256)] = 1
-    """Hosts that train the model together, each with its `replicas`."""
-    host_rank: Annotated[int, Field(ge=0)] = 0
-    """Number of this host, from 0 on: host 0 leads, reads the stream and has the state directory."""
-    rendezvous: Annotated[str, AfterValidator(_host_and_port)] | None = None
-    """Address of host 0, as `HOST:PORT`, at which it listens for the others; required with `hosts` above 1."""
-    interface: str | None = None
-    """Network interface of this host for replicas of other hosts, such as `eth0`; required with `hosts` above 1."""
-    join_timeout: PositiveDuration = timedelta(minutes=1)
-    """How long a start waits for missing hosts before it continues without them."""
-    comm_hook: Literal["none", "bf16", "fp16", "powersgd"] = "none"
+    """Processes on this host that train the model together, each on its own CUDA device, or all on the CPU. Under
+    `torchrun` its `--nproc-per-node` counts instead."""
+    mesh: MeshSettings | None = None
+    """How the replicas, or torchrun's ranks, are arranged; absent: each trains on different events."""
+    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
+    """Order of the passes of a pipeline: with `gpipe` a rank runs all forward passes first; with `1f1b` it keeps fewer
+    activations; with `interleaved` it has several stages, and waits less."""
+    comm_hook: Literal["none", "bf16", "fp16", "powersgd", "int8", "topk"] = "none"
     """How replicas compress the gradients that they exchange: `bf16` and `fp16` halve them, `powersgd` sends factors
-    of them."""
+    of them, `int8` sends a quarter, `topk` those of the largest magnitude. The last three send later what they left
+    out."""
+    topk_fraction: Annotated[float, Field(gt=0, le=1)] = 0.01
+    """Fraction of the gradient that each replica sends in a step; for `comm_hook = "topk"`."""
     sync_every: Annotated[int, Field(ge=1)] = 1
     """Steps after which replicas average their weights, training separately until then; 1: they average gradients."""
     sharding: Literal["none", "zero1", "fsdp"] = "none"
@@ -226,26 +241,26 @@ class LearnerSettings(Section):
         return self
 
     @model_validator(mode="after")
+    def _topk_has_its_hook(self) -> Self:
+        if self.topk_fraction != type(self).model_fields["topk_fraction"].default and self.comm_hook != "topk":
+            raise ValueError(
+                f'topk_fraction = {self.topk_fraction} needs comm_hook = "topk", but it is "{self.comm_hook}"; '
+                "take topk_fraction out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _each_replica_has_a_device(self) -> Self:
         uuids = uuids_in(self.device)
         if not uuids:
             return self
-        if self.replicas * self.hosts > 1 and any(uuid.startswith("MIG-") for uuid in uuids):
+        if self.replicas > 1 and any(uuid.startswith("MIG-") for uuid in uuids):
             raise ValueError(
-                f'device = "{self.device}" is an instance of MIG, over which NCCL does not work; set replicas and '
-                "hosts to 1, or take GPUs that are not split"
+                f'device = "{self.device}" is an instance of MIG, over which NCCL does not work; set replicas to 1, or '
+                "take GPUs that are not split"
             )
         if len(set(uuids)) != self.replicas:
             raise ValueError(f"device names {len(set(uuids))} devices, but replicas = {self.replicas}: one for each")
-        return self
-
-    @model_validator(mode="after")
-    def _hosts_can_connect(self) -> Self:
-        if self.host_rank >= self.hosts:
-            raise ValueError(f"host_rank = {self.host_rank}, but hosts = {self.hosts}: it is below that")
-        lacking = [key for key in ("rendezvous", "interface") if getattr(self, key) is None]
-        if self.hosts > 1 and lacking:
-            raise ValueError(f"hosts = {self.hosts} needs {' and '.join(lacking)}")
         return self
 
 

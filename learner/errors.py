@@ -6,10 +6,13 @@ AnabranchError
 |   |-- VersionError          a version directory cannot be used: missing, torn, or another schema's
 |   |-- CheckpointError       a checkpoint cannot be used: damaged
 |   |   `-- MisfitError       ... or whole, and of another schema or release, or too old
-|   `-- SecondLearnerError    another learner holds the lock on the state directory
+|   |-- StorageError          the state in an object store cannot be used: another release's, or damaged
+|   `-- SecondLearnerError    another learner holds the lock on the state directory, or the lease of the object store
 `-- DependencyError           something outside cannot be reached: wait or fix it, then start again (exit 3)
-    `-- StateBusyError        a command holds the lock on the state directory
+    |-- StateBusyError        a command holds the lock on the state directory
+    `-- TeacherError          the teacher has no usable outputs for a step's events, which is taken without them
 
+StoppedEarlyError         the learner was stopped while it was being built
 CopyMemoryError           there is no memory for the copy of a version or checkpoint, which is skipped
 RankLostError             another rank is gone: this rank ends, and all ranks restart from the newest checkpoint
 RankTooLargeError         a device ran out of memory where ranks cannot repeat the step: the same, with smaller
@@ -42,8 +45,20 @@ class SecondLearnerError(SettingsError):
     """Another learner holds the lock on this state directory."""
 
 
+class StorageError(SettingsError):
+    """The state in an object store cannot be used: made by another release, or damaged."""
+
+
 class StateBusyError(DependencyError):
     """A command, which ends by itself, holds the lock on this state directory."""
+
+
+class TeacherError(DependencyError):
+    """The teacher does not answer in time, or not with outputs that can be learned from."""
+
+
+class StoppedEarlyError(Exception):
+    """The learner was stopped while it was being built."""
 
 
 class CopyMemoryError(MemoryError):

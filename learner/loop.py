@@ -23,8 +23,10 @@ from learner.raising_events import RaisingEvents
 from learner.replay_feed import NOTHING, Replay
 from learner.runtime.shutdown import Deadline
 from learner.state_dir.checkpoint import Checkpoint
+from learner.strategies.examples import TEACHER
+from learner.stream.batch import Batch
 from learner.stream.batch_prefetch import BatchPrefetch
-from learner.stream.batches import Batch, Batches
+from learner.stream.batches import PATIENCE, Batches
 from learner.stream.ledger import Ledger
 from learner.stream.outcome_counters import OutcomeCounters
 from learner.stream.round_robin import RoundRobin
@@ -69,12 +71,25 @@ class TrainingLoop:
         self._counters = OutcomeCounters(metrics.ingest.rows)
         self._trained_new, self._trained_old = (metrics.learner.rows.labels(source) for source in ("new", "replay"))
         self.ledger = Ledger(parts.publisher.published_through())
+        self._teacher = parts.teacher
+        unlabelled = parts.teacher is not None and parts.teacher.unlabelled
         self._batches = (
-            RoundRobin(parts.source, self._step_size, self._settled)
+            RoundRobin(parts.source, self._step_size, self._settled, unlabelled=unlabelled)
             if settings.deterministic
-            else Batches(parts.source, self._step_size, settings.max_delay, parts.lag.settle)
+            else Batches(
+                parts.source,
+                self._step_size,
+                settings.max_delay,
+                parts.lag.settle,
+                most_late=None if parts.late is None else parts.late.most_rows,
+                unlabelled=unlabelled,
+            )
         )
-        self._prefetch = BatchPrefetch(self._batches, parts.trainer.examples)
+        self._late = parts.late
+        if parts.late is not None:
+            parts.late.attach(self.ledger)
+        ask = None if parts.teacher is None else parts.teacher.ask
+        self._prefetch = BatchPrefetch(self._batches, parts.trainer.examples, ask)
         parts.trainer.set_before_wait(self._prefetch.take_next)
         self._next_commit = 0.0
         self.state = LoopState(parts, self.ledger, self._batches)
@@ -113,7 +128,7 @@ class TrainingLoop:
         self._replay.prefetch(self.state.steps)
         self.checkpoint_if_due()  # a restored checkpoint may have left too few slots for a step
         while not stop.is_set():
-            batch = self._prefetch.next(stop)
+            batch = self._next_batch(stop)
             self._register_partitions()
             if batch is None:
                 self.count()
@@ -134,10 +149,25 @@ class TrainingLoop:
             self._parts.checkpointer.checkpoint_last(self.state.capture, deadline, self.state.fingerprint)
         else:
             self._parts.checkpointer.wait(deadline)
+        if self._late is not None:
+            self._late.search()
         self._parts.publisher.publish_last(self.state.progress(), self.state.snapshot, deadline)
         self._next_commit = 0.0
         self.commit_if_due()
         self._parts.erasure.finish(deadline)
+
+    def _next_batch(self, stop: threading.Event) -> Batch | None:
+        """Return events that have waited for their labels, if enough have them, or else the next ones of the stream."""
+        if self._late is None:
+            return self._prefetch.next(stop)
+        source = self._parts.source
+        self._late.advance(source.partitions, source.ends_time)
+        decided = self._late.take(source.partitions)
+        if decided is None and self._late.full:
+            self._late.make_room()
+            stop.wait(PATIENCE.total_seconds())  # for checkpoints, which let its space be used again
+            return None
+        return self._prefetch.next(stop) if decided is None else decided
 
     def _learns(self, batch: Batch, stop: threading.Event) -> bool:
         """Train on one batch; return False if it waited for memory when `stop` was set, and nothing is settled."""
@@ -147,6 +177,8 @@ class TrainingLoop:
             # A checkpoint that has to repeat bit for bit cannot follow: the sample of the step is gone.
             if not (exc.undone and stop.is_set()) or self._settings.deterministic:
                 raise
+            if self._late is not None:
+                self._late.put_back()
             return False
         return True
 
@@ -156,16 +188,22 @@ class TrainingLoop:
         Only the first is durable, and may be repeated: a crash anywhere loses the whole batch, and a restart trains on
         it again from the checkpoint.
 
-        1. Write the erasures that its tombstones ask for, which alone is durable, and drop erased events.
+        1. Take the teacher's outputs, which were asked for before. Write the erasures that its tombstones ask for,
+           which alone is durable, and drop erased events.
         2. Sample the old events that were chosen some steps before: no event is replayed in the step that trains on it.
         3. Test, then train. A step that is not finite leaves the weights as they were; events on which the model raises
-           are skipped, and the others trained on.
+           are skipped, and the others trained on. Events that begin to wait for their label are predicted now.
         4. Add the events to the store: after the step, and only if they were trained on. Choose those of a later step.
         5. Put held-out events into the holdout set.
-        6. Settle outcomes and positions: from here on a version includes them in `trained_through`.
+        6. Settle outcomes and positions: from here on a version includes them in `trained_through`. Let events without
+           a label wait, join labels with those that wait, and remove those that have ended.
         """
         names, replay, result = self._names, NOTHING, None
+        if self._teacher is not None:
+            self._teacher.add_outputs(batch)
         batch = self._parts.erasure.exclude(batch)
+        if self._late is not None:
+            batch = self._memory(partial(self._late.begin, batch, self._partitions))
         if batch.new:
             begin = time.perf_counter()
             replay = self._memory(lambda: self._replay.sample(self.state.steps, len(batch)))
@@ -174,10 +212,15 @@ class TrainingLoop:
         step = self.state.steps
         self._memory(lambda: self._replay.add(step, batch, replay, result, names), undone=False)
         self._parts.holdout.add(batch.held_out, names)
+        self._parts.holdout.relabel(batch.relabelled, names)
         finite = result is None or result.finite
         outcome, reason = (Outcome.TRAINED, SkipReason.NONE) if finite else (Outcome.SKIPPED, SkipReason.NON_FINITE)
         for span in batch.spans:
             self.ledger.advance(span, outcome, reason)
+        if batch.decided is not None:
+            self.ledger.end(batch.decided, outcome, reason)
+        if self._late is not None:
+            self._late.settle(batch, finite=finite)
         if self.ledger.full:
             self.count()
 
@@ -225,7 +268,11 @@ class TrainingLoop:
         self.state.rows_replay += result.replayed
         self._trained_new.inc(rows)
         self._trained_old.inc(result.replayed)
-        adjustments = self.monitor.observe(self.state.steps, Scored(rows, result.score, result.loss_new), replay.probed)
+        labelled = int(np.count_nonzero(batch.new["labelled"])) if TEACHER in batch.new else rows
+        scored = Scored(labelled, result.score, result.loss_new)
+        if self._late is not None:
+            scored = self._late.scored(batch, result)
+        adjustments = self.monitor.observe(self.state.steps, scored, replay.probed)
         if adjustments.drifted:
             self._metrics.learner.drifts.inc()
             if adjustments.checkpoint_first:
@@ -325,10 +372,6 @@ class TrainingLoop:
         if time.monotonic() >= publisher.watch_due:
             publisher.watch(self._parts.holdout)
 
-    def rebalance_readers(self) -> None:
-        """Assign partitions to the hosts that read them by their rates, where several hosts read."""
-        self._parts.source.rebalance(self.state.rates.now)
-
     def checkpoint_if_due(self) -> None:
         """Write a checkpoint when one is due.
 
@@ -337,7 +380,7 @@ class TrainingLoop:
         """
         checkpointer = self._parts.checkpointer
         if checkpointer.is_due() and self._is_sound:
-            checkpointer.checkpoint(self.state.capture, self.state.fingerprint)
+            checkpointer.checkpoint(self.state.capture, self.state.fingerprint, self._while_waiting)
         if self.monitor.drift.pending and not checkpointer.requested:
             self._respond()
 

@@ -4,20 +4,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ingest.reader.multi_host import MultiHostReader
 from ingest.reader.reader import BlockReader
 from learner.adaptation.stream_monitor import StreamMonitor
 from learner.checkpointing.checkpointer import CapturedState, Checkpointer
 from learner.checkpointing.erasure import Erasure
 from learner.checkpointing.stateful import Stateful, StatefulPart, restore_states, states_of
 from learner.evaluation.holdout import HoldoutSet
+from learner.late_labels import LateLabels
 from learner.publishing.publisher import Progress, Publisher, Snapshot
 from learner.replay_feed import ReplayFeed
 from learner.state_dir.checkpoint import ERASED, Checkpoint
-from learner.strategies.examples import OUTPUT
 from learner.stream.lag import LagPolicy
 from learner.stream.ledger import Ledger
-from learner.stream.partition_rates import Rates
+from learner.teacher.feed import TeacherFeed
 from learner.training.trainer import Trainer
 
 
@@ -25,7 +24,7 @@ from learner.training.trainer import Trainer
 class LoopComponents:
     """The parts of the loop; each is used by the loop's thread alone."""
 
-    source: BlockReader | MultiHostReader
+    source: BlockReader
     trainer: Trainer
     monitor: StreamMonitor
     replay: ReplayFeed
@@ -34,6 +33,10 @@ class LoopComponents:
     checkpointer: Checkpointer
     erasure: Erasure
     lag: LagPolicy
+    late: LateLabels | None = None
+    """With `[stream.labels]`."""
+    teacher: TeacherFeed | None = None
+    """With `[model.teacher]`."""
 
 
 class LoopState:
@@ -43,13 +46,11 @@ class LoopState:
         """Start at step 0; `ledger` has an account for each partition, `batches` builds the batches of the steps."""
         self._parts = parts
         self.ledger = ledger
-        self.rates = Rates()
         self.steps = 0
         self.rows_new = 0
         self.rows_replay = 0
         self._stateful: Mapping[str, Stateful] = {
             "ledger": ledger,  # the first, since others refer to its partitions
-            "rates": StatefulPart(self._measured_rates, self._restore_rates),
             "monitor": parts.monitor,
             "retention": StatefulPart(parts.publisher.retention_state, parts.publisher.restore_retention),
             "rows": StatefulPart(self._rows, self._restore_rows),
@@ -57,6 +58,8 @@ class LoopState:
             "batches": batches,
             "lag": parts.lag,
             "gate": parts.publisher.gate.hold,
+            "canary": StatefulPart(self._canary, self._restore_canary),
+            "late": StatefulPart(self._late, self._restore_late),
         }
 
     def restore(self, checkpoint: Checkpoint) -> None:
@@ -81,9 +84,10 @@ class LoopState:
         parts = self._parts
         tensors = parts.trainer.tensors() | {"holdout": parts.holdout.tensors()}
         tensors["rng"], rng = parts.trainer.generators()
-        facts = {OUTPUT: parts.replay.output_shape, ERASED: parts.erasure.excluded_through}
+        facts = {**parts.replay.output_shapes, ERASED: parts.erasure.excluded_through}
         state = {"trainer": parts.trainer.state(), "rng": rng, **states_of(self._stateful), **facts}
-        return CapturedState(self.steps, tensors, state, parts.replay.begin_snapshot(number))
+        store = parts.replay.begin_snapshot(number)
+        return CapturedState(self.steps, tensors, state, store)
 
     def fingerprint(self) -> object:
         """Return a value that changes with the state of a checkpoint: all other state changes only with these."""
@@ -93,12 +97,13 @@ class LoopState:
             self.ledger.state(),
             parts.monitor.drift.state(),
             parts.publisher.retention,
-            parts.erasure.records,
+            parts.erasure.excluded_through,
         )
 
     def progress(self) -> Progress:
         """Return what differs between versions: steps, and positions, which held-out and bad events change as well."""
-        return self.steps, tuple(self.ledger.positions.values())
+        ended = 0 if self._parts.late is None else self._parts.late.search_if_due()
+        return self.steps, tuple(self.ledger.positions.values()), ended
 
     def snapshot(self) -> Snapshot:
         """Return what a version is made of, with a copy of the weights."""
@@ -107,17 +112,26 @@ class LoopState:
             step=self.steps,
             weights=parts.trainer.snapshot(),
             trained_through=self.ledger.trained_through,
+            seen_through=self.ledger.seen_through if parts.late is not None else None,
             holdout=parts.holdout.held,
             accuracy_now=parts.monitor.prequential.mean,
             newly_trained=self.ledger.take_newly_trained(),
         )
 
-    def _measured_rates(self) -> dict[str, Any]:
-        self.rates.measure(self.ledger.partitions)
-        return self.rates.state()
+    def _late(self) -> dict[str, Any]:
+        return {} if self._parts.late is None else self._parts.late.state()
 
-    def _restore_rates(self, state: Mapping[str, Any]) -> None:
-        self.rates.restore(state, self.ledger.partitions)
+    def _restore_late(self, state: Mapping[str, Any]) -> None:
+        if self._parts.late is not None:
+            self._parts.late.restore(state)
+
+    def _canary(self) -> dict[str, Any]:
+        canary = self._parts.publisher.canary
+        return {} if canary is None else canary.state()
+
+    def _restore_canary(self, state: Mapping[str, Any]) -> None:
+        if self._parts.publisher.canary is not None:
+            self._parts.publisher.canary.restore(state)
 
     def _rows(self) -> tuple[int, int]:
         return self.rows_new, self.rows_replay

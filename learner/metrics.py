@@ -4,13 +4,43 @@ from collections.abc import Callable, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from anabranch.core.state_metrics import StateCollector, StateCounter, StateGauge
-from learner.state_dir.report import DeviceHealthReport, DeviceReport, LearnerReport, PartitionReport
+from anabranch.core.state_metrics import StateCollector, StateCounter, StateGauge, Value
+from learner.state_dir.report import (
+    DeviceHealthReport,
+    DeviceReport,
+    LabelReport,
+    LearnerReport,
+    PartitionReport,
+    TeacherReport,
+)
 
 
 def _by_partition(read: Callable[[PartitionReport], int]) -> Callable[[LearnerReport], dict[tuple[str, str], float]]:
-    """Return a function that reads a number of each partition, by topic and partition."""
-    return lambda report: {name.rpartition(":")[::2]: read(partition) for name, partition in report.partitions.items()}
+    """Return a function that reads a number of each partition of a topic, by topic and partition.
+
+    The history is left out: its rows are counted by their own metrics.
+    """
+
+    def read_all(report: LearnerReport) -> dict[tuple[str, str], float]:
+        topics = {name.rpartition(":")[::2]: each for name, each in report.partitions.items() if not each.history}
+        return {key: read(each) for key, each in topics.items()}
+
+    return read_all
+
+
+def _of_labels(read: Callable[[LabelReport], Value]) -> Callable[[LearnerReport], Value]:
+    """Return a function that reads late labels; it returns None where there are none."""
+    return lambda report: None if report.labels is None else read(report.labels)
+
+
+def _of_teacher(read: Callable[[TeacherReport], Value]) -> Callable[[LearnerReport], Value]:
+    """Return a function that reads the teacher; it returns None where there is none."""
+    return lambda report: None if report.teacher is None else read(report.teacher)
+
+
+def _lags(labels: LabelReport) -> dict[str, float]:
+    by_quantile = {"0.5": labels.lag_p50_seconds, "0.99": labels.lag_p99_seconds}
+    return {quantile: seconds for quantile, seconds in by_quantile.items() if seconds is not None}
 
 
 def _by_device(read: Callable[[DeviceReport], float | None]) -> Callable[[DeviceHealthReport], dict[str, float]]:
@@ -65,11 +95,60 @@ REPORT_METRICS: Sequence[StateGauge[LearnerReport]] = (
         "partition",
     ),
     StateGauge(
+        "anabranch_backfill_rows",
+        "Rows of the history in all passes.",
+        lambda report: None if report.backfill is None else report.backfill.rows,
+    ),
+    StateCounter(
+        "anabranch_backfill_read_rows",
+        "Rows of the history that were read, over the life of the pipeline.",
+        lambda report: None if report.backfill is None else report.backfill.rows_read,
+    ),
+    StateGauge(
         "anabranch_learner_trained_through_offset",
         "Last offset up to which every event has its outcome.",
         _by_partition(lambda partition: partition.trained_through),
         "topic",
         "partition",
+    ),
+    StateGauge(
+        "anabranch_learner_seen_through_offset",
+        "Last offset that was read, whether or not its event waits for a label.",
+        _by_partition(lambda partition: partition.seen_through),
+        "topic",
+        "partition",
+    ),
+    StateGauge(
+        "anabranch_learner_waiting_rows",
+        "Events that wait for their label, by whether their fate is decided: they are ready for a step then.",
+        _of_labels(lambda labels: {"waiting": labels.waiting - labels.ready, "ready": labels.ready}),
+        "state",
+    ),
+    StateGauge(
+        "anabranch_learner_waiting_bytes", "Disk space of waiting events.", _of_labels(lambda labels: labels.bytes)
+    ),
+    StateGauge(
+        "anabranch_learner_waited_rows",
+        "Events that have waited for their label, by how they ended.",
+        _of_labels(lambda labels: labels.ended),
+        "outcome",
+    ),
+    StateGauge(
+        "anabranch_learner_kept_labels",
+        "Labels without an event, which may still come.",
+        _of_labels(lambda labels: labels.kept),
+    ),
+    StateCounter(
+        "anabranch_learner_labels",
+        "Late labels, and events without one, by what became of them.",
+        _of_labels(lambda labels: labels.labels),
+        "result",
+    ),
+    StateGauge(
+        "anabranch_learner_label_lag_seconds",
+        "Time from an event to its label, by record times, of the last labels.",
+        _of_labels(_lags),
+        "quantile",
     ),
     StateGauge(
         "anabranch_learner_accuracy_ratio",
@@ -118,6 +197,27 @@ REPORT_METRICS: Sequence[StateGauge[LearnerReport]] = (
         "Events that go through the model at once at most; 0: all of a step.",
         lambda report: report.micro_batch_size,
     ),
+    StateCounter(
+        "anabranch_learner_teacher_rows",
+        "New events by what the teacher returned for them in time: answered, unusable, late, failed, unasked.",
+        _of_teacher(lambda teacher: teacher.rows),
+        "result",
+    ),
+    StateCounter(
+        "anabranch_learner_teacher_wait_seconds",
+        "Time that steps waited for the teacher.",
+        _of_teacher(lambda teacher: teacher.waited_seconds),
+    ),
+    StateGauge(
+        "anabranch_learner_teacher_up",
+        "1 while the teacher answers, 0 while it is away.",
+        _of_teacher(lambda teacher: teacher.up),
+    ),
+    StateCounter(
+        "anabranch_learner_exchanged_bytes",
+        "Bytes that rank 0 has sent to average gradients and other tensors over the ranks.",
+        lambda report: report.exchanged_bytes,
+    ),
     StateGauge(
         "anabranch_learner_problems", "Parts that do not work as they should.", lambda report: len(report.problems)
     ),
@@ -127,6 +227,22 @@ REPORT_METRICS: Sequence[StateGauge[LearnerReport]] = (
     ),
     StateGauge(
         "anabranch_checkpoint_time_seconds", "When it was made, since 1970.", lambda report: report.checkpoint_time
+    ),
+    StateGauge(
+        "anabranch_storage_lag_seconds",
+        "How long the object store has lacked the newest checkpoint, version or erasure log; 0 while it has it.",
+        lambda report: None if report.storage is None else report.storage.lag_seconds,
+        "kind",
+    ),
+    StateCounter(
+        "anabranch_storage_uploaded_bytes",
+        "Bytes that were uploaded to the object store in the background.",
+        lambda report: None if report.storage is None else report.storage.uploaded_bytes,
+    ),
+    StateCounter(
+        "anabranch_storage_failures",
+        "Rounds of uploads to the object store that failed after the retries of its client.",
+        lambda report: None if report.storage is None else report.storage.failures,
     ),
     StateGauge("anabranch_learner_version", "Number of the newest version published.", lambda report: report.version),
     StateGauge(
@@ -288,6 +404,12 @@ class LearnerMetrics:
             ["source"],
             registry=registry,
         )
+        self.teacher_duration = Histogram(
+            "anabranch_learner_teacher_request_duration_seconds",
+            "Time in which the teacher answered for the events of a step.",
+            buckets=(1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1, 3, 10),
+            registry=registry,
+        )
         self.publish_skipped = Counter(
             "anabranch_publish_skipped", "Versions that fell due while one was being written.", registry=registry
         )
@@ -311,6 +433,12 @@ class LearnerMetrics:
         self.gate_verdicts = Counter("anabranch_gate_verdicts", "Versions by verdict.", ["verdict"], registry=registry)
         self.withdrawn = Counter(
             "anabranch_gate_withdrawn", "Times that monitoring withdrew the served versions.", registry=registry
+        )
+        self.canary_verdicts = Counter(
+            "anabranch_canary_verdicts",
+            "Canaries by outcome: promoted, rejected, undecided.",
+            ["outcome"],
+            registry=registry,
         )
         self.device_sharing_wait = Histogram(
             "anabranch_device_sharing_wait_duration_seconds",

@@ -12,7 +12,7 @@ from learner.evaluation.holdout import HoldoutSet
 from learner.loop_state import LoopState
 from learner.model.faulty_events import Raised, RaisingEventsError
 from learner.replay_feed import Replay, ReplayFeed
-from learner.stream.batches import Batch
+from learner.stream.batch import Batch
 
 
 class RaisingEvents:

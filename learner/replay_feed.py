@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from prometheus_client import Histogram
 
-from ingest.events.block import Array
+from ingest.events.block import Array, SkipReason
 from ingest.events.partition import TopicPartition
 from learner.adaptation.forgetting_probe import Probe
 from learner.adaptation.replay_ratio import ScoreSum
@@ -20,15 +20,18 @@ from learner.adaptation.stream_monitor import StreamMonitor
 from learner.config import LearnerSettings
 from learner.evaluation.holdout import HoldoutSet
 from learner.strategies.base import Strategy
-from learner.strategies.examples import OUTPUT, Examples, examples_of
-from learner.stream.batches import Batch
+from learner.strategies.early_negatives import EARLY, Early
+from learner.strategies.examples import OUTPUT, OUTPUTS, TEACHER, Examples, examples_of
+from learner.stream.batch import Batch
 from learner.training.step_result import StepResult
 from learner.training.trainer import Trainer
 from replay.background_store import BackgroundStore
 from replay.checkpoint.capture import CapturedStore
+from replay.reservoir.pending_events import WAITED
 from replay.row_layout import Fields
 from replay.sample_plan import Sample
 
+_IDENTITY = ("partition", "offset", "row")
 _EMBEDDING = "embedding"
 """A column that the feed adds to the events of a step: their embedding, NaN where it is not known."""
 
@@ -61,8 +64,8 @@ class ReplayFeed(Protocol):
         ...
 
     @property
-    def output_shape(self) -> list[int] | None:
-        """The shape of the model's output that is stored with each event; None: it is not stored."""
+    def output_shapes(self) -> dict[str, list[int] | None]:
+        """The shape of each output that may be stored with an event, by column; None: it is not stored."""
         ...
 
     @property
@@ -130,9 +133,9 @@ class NoFeed:
     """The feed without a store."""
 
     replays = False
-    output_shape = None
 
     def __init__(self) -> None:
+        self.output_shapes: dict[str, list[int] | None] = dict.fromkeys(OUTPUTS)
         self.raised: deque[tuple[NDArray[np.uint64], str]] = deque()
 
     def sample(self, step: int, new: int) -> Replay:  # noqa: ARG002
@@ -204,10 +207,10 @@ class StoreFeed:
         """The sample of a step that ran out of memory after the store had sampled."""
 
     @property
-    def output_shape(self) -> list[int] | None:
-        """The shape of the model's output that is stored with each event; None: it is not stored."""
+    def output_shapes(self) -> dict[str, list[int] | None]:
+        """The shape of each output that may be stored with an event, by column; None: it is not stored."""
         fields = self._store.fields
-        return list(fields[OUTPUT][1]) if OUTPUT in fields else None
+        return {name: list(fields[name][1]) if name in fields else None for name in OUTPUTS}
 
     @property
     def raised(self) -> deque[tuple[NDArray[np.uint64], str]]:
@@ -252,19 +255,33 @@ class StoreFeed:
         """Update priorities by a step's losses, then add its events with embedding and output, where those are stored,
         and prefetch the samples of the next steps.
 
-        Events without a label are added as well; new ones only where the step was finite. On a device that is not the
-        host the copies wait for the update, which was queued before them; a store that does not ask costs no copy.
-        Nothing is added when they run out of memory, so that this may be called again.
+        Events without a label are added as well; new ones only where the step was finite, and not before their label is
+        final. On a device that is not the host the copies wait for the update, which was queued before them; a store
+        that does not ask costs no copy. Nothing is added when they run out of memory, so that this may be called again.
         """
         finite = result is None or result.finite
         new = dict(batch.new) if finite else {}
+        if TEACHER not in self._store.fields:
+            new.pop(TEACHER, None)
         if result is not None and finite:
             self._add_outputs(step, new, replay.sample, result)
-        columns = _in_order(new, _with_unknown_output(batch.stored_only, self._store.fields))
+        new = self._final(new, names)
+        columns = _first_read(_in_order(new, _with_unknown_outputs(batch.stored_only, self._store.fields)))
         if columns:
             embedding = columns.get(_EMBEDDING)
             self._store.add(columns, names, None if embedding is None else embedding.astype(np.float32))
         self._store.plan_ahead(step, self._planned_rows)
+
+    def _final(self, new: dict[str, Array], names: Sequence[TopicPartition]) -> dict[str, Array]:
+        """Return the new events whose label is final; remove from the store what had another one."""
+        early = new.pop(EARLY, None)
+        if early is None:
+            return new
+        taken_back = early == np.uint8(Early.TAKEN_BACK)
+        if taken_back.any():
+            self._store.remove_events({name: new[name][taken_back] for name in _IDENTITY}, names)
+        known = early != np.uint8(Early.NEGATIVE)
+        return {name: column[known] for name, column in new.items()} if known.any() else {}
 
     def _add_outputs(self, step: int, new: dict[str, Array], sample: Sample | None, result: StepResult) -> None:
         """Add columns of what the model returned for new events, and send the store what it returned for old ones."""
@@ -305,18 +322,29 @@ class StoreFeed:
         self._debt = state["debt"]
 
 
-def _with_unknown_output(columns: dict[str, Array], fields: Fields) -> dict[str, Array]:
-    """Add the column of the model's output, where it is stored, to events that the model has not seen: NaN."""
-    if not columns or OUTPUT not in fields:
+def _first_read(columns: dict[str, Array]) -> dict[str, Array]:
+    """Return the rows without those of the history that are read again, which were added the first time."""
+    again = columns["reason"] == SkipReason.REPEATED if columns else np.zeros(0, np.bool_)
+    if not again.any():
         return columns
-    dtype, shape = fields[OUTPUT]
-    return {**columns, OUTPUT: np.full((len(columns["row"]), *shape), np.nan, dtype)}
+    return {} if again.all() else {name: column[~again] for name, column in columns.items()}
+
+
+def _with_unknown_outputs(columns: dict[str, Array], fields: Fields) -> dict[str, Array]:
+    """Add the columns of outputs, where they are stored, to events that no model has seen: NaN."""
+    if not columns:
+        return columns
+    missing = {name: fields[name] for name in OUTPUTS if name in fields}
+    rows = len(columns["row"])
+    return {**columns, **{name: np.full((rows, *shape), np.nan, dtype) for name, (dtype, shape) in missing.items()}}
 
 
 def _in_order(first: dict[str, Array], second: dict[str, Array]) -> dict[str, Array]:
     """Join two sets of rows in the order of (partition, offset, row), in which the store adds them at no cost."""
     if not first or not second:
         return first or second
+    if (WAITED in first) != (WAITED in second):
+        first, second = ({WAITED: np.zeros(len(each["row"]), np.bool_), **each} for each in (first, second))
     if _EMBEDDING in first:
         second = {**second, _EMBEDDING: np.full((len(second["row"]), first[_EMBEDDING].shape[1]), np.nan, np.float32)}
     joined = {name: np.concatenate([column, second[name]]) for name, column in first.items()}

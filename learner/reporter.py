@@ -12,12 +12,13 @@ import msgspec
 from learner.device_health.watch import HealthWatch
 from learner.device_memory.live import live_bytes
 from learner.device_sharing.sharing import DeviceSharing
-from learner.distributed.process_group import RankAssignment
 from learner.loop import LoopMetrics, TrainingLoop
 from learner.loop_state import LoopComponents
+from learner.object_storage.mirror import Mirror
 from learner.runtime.heartbeat import Heartbeat
 from learner.state_dir.lock import check_generation
 from learner.state_dir.report import DeviceHealthReport, LearnerReport, write_report
+from learner.stream.backfill_rate import BackfillRate
 from replay.background_store import BackgroundStore
 from replay.store import Store
 
@@ -50,12 +51,14 @@ class Reporter:
         strategy: str,
         classification: bool,
         store: BackgroundStore | None = None,
-        assignment: RankAssignment | None = None,
+        launched: bool = False,
         unused_device: Monitored | None = None,
         sharing: DeviceSharing | None = None,
         health: HealthWatch | None = None,
+        mirror: Mirror | None = None,
+        fleet: Monitored | None = None,
     ) -> None:
-        """Report on `loop` and its `parts`; `assignment` is given where the launcher started this process."""
+        """Report on `loop` and its `parts`; `launched`: whether the launcher or torchrun started this process."""
         self._state_dir = state_dir
         self._generation = generation
         self._loop = loop
@@ -66,16 +69,18 @@ class Reporter:
         self._store = store
         self._sharing = sharing
         self._health = health
-        self._launcher = os.getppid() if assignment is not None else None
+        self._mirror = mirror
+        self._launcher = os.getppid() if launched else None
         self._resumed_at = loop.state.steps
         self._started = time.time()
         self._due = 0.0
         self._heartbeat = Heartbeat(metrics.learner.heartbeat)
+        self._backfill = BackfillRate()
         self._marks: deque[tuple[float, ...]] = deque(maxlen=_RATE_MARKS)
         self._marks.append(self._mark())
         self.problem: str | None = None
         """One sentence when the last report could not be written."""
-        publisher, others = parts.publisher, (store, assignment, unused_device, health)
+        publisher, others = parts.publisher, (parts.publisher.canary, store, unused_device, health, fleet)
         self._monitored: tuple[Monitored, ...] = (
             *(
                 self._heartbeat,
@@ -88,6 +93,8 @@ class Reporter:
                 loop,
                 loop.raising_events,
             ),
+            *([] if parts.late is None else [parts.late.join]),
+            *([] if mirror is None else mirror.threads),
             *(other for other in others if other is not None),
         )
 
@@ -95,9 +102,14 @@ class Reporter:
         """One sentence for each component that does not work as it should. Thread-safe, also while the loop hangs."""
         return [problem for component in self._monitored if (problem := component.problem)]
 
+    def hang(self) -> str | None:
+        """One sentence while the training loop hangs. Thread-safe."""
+        return self._heartbeat.problem
+
     def warnings(self) -> list[str]:
         """One sentence for each workaround that the learner applied, or early warning. Thread-safe."""
-        components = self._loop, self._parts.lag, self._health
+        uploads = [] if self._mirror is None else self._mirror.threads
+        components = self._loop, self._parts.lag, self._parts.teacher, self._health, *uploads
         return [warning for component in components if component and (warning := component.warning)]
 
     def report_if_due(self) -> None:
@@ -131,7 +143,7 @@ class Reporter:
     def _report(self, store: Store | None) -> LearnerReport:
         loop, parts, publisher = self._loop, self._parts, self._parts.publisher
         windows, groups = self._windows(), publisher.evaluation.groups
-        lag_time, rates = parts.source.oldest_ends_time, self._rates()
+        lag_time, rates = parts.source.ends_time, self._rates()
         return LearnerReport(
             pid=os.getpid(),
             launcher=self._launcher,
@@ -153,6 +165,10 @@ class Reporter:
             lag_age_seconds=None if lag_time is None else time.monotonic() - lag_time,
             behind=parts.lag.behind,
             partitions=dict(loop.ledger.reports()),
+            labels=None if parts.late is None else parts.late.report(),
+            teacher=None if parts.teacher is None else parts.teacher.report,
+            backfill=self._backfill.report(parts.source.history),
+            storage=None if self._mirror is None else self._mirror.report(),
             accuracy=windows if self._classification else {},
             error={} if self._classification else _errors(windows),
             loss=self._losses(),
@@ -164,6 +180,7 @@ class Reporter:
             drift_step=loop.monitor.drift.step,
             replay_ratio=loop.replay_ratio,
             micro_batch_size=loop.micro_batch_size,
+            exchanged_bytes=parts.trainer.sent_bytes,
             rates=rates,
             replay_rows=store.rows if store is not None else {},
             replay_bytes=store.bytes if store is not None else {},
@@ -181,6 +198,8 @@ class Reporter:
             held_since=publisher.gate.hold.since,
             held_reasons=list(publisher.gate.hold.reasons),
             withdrawn=publisher.gate.withdrawn,
+            servers=publisher.servers,
+            canary=publisher.canary.report if publisher.canary is not None else None,
             versions_published=publisher.published,
             publish_skipped=publisher.skipped,
         )

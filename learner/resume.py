@@ -1,20 +1,34 @@
 """The state that a learner resumes from: the newest undamaged checkpoint, without the events erased since."""
 
+import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from anabranch.core.errors import SettingsError
+from ingest.backfill.files import rows_of
 from ingest.config import StreamSettings
 from ingest.transport.shared_ring import MOST_ROWS as MOST_IN_A_BLOCK
 from learner.build import LearnerSpec, TrainingSetup
 from learner.checkpointing.replay_state import unpack
 from learner.checkpointing.without_erased import check_age, without_erased
 from learner.config import LearnerSettings
+from learner.errors import CheckpointError, MisfitError
 from learner.loop import TrainingLoop
+from learner.object_storage.fetching import (
+    age_of,
+    copy_newest,
+    discard_partial,
+    fetch_checkpoint,
+    fetch_file,
+    newest_age,
+)
+from learner.object_storage.opening import HeldStorage
 from learner.state_dir.checkpoint import RANK, Checkpoint, Checkpoints
-from learner.strategies.examples import OUTPUT, output_field
+from learner.state_dir.manifest_directory import other_base
+from learner.strategies.examples import OUTPUT, TEACHER, output_fields
 from learner.stream.batches import most_stored
+from learner.stream.partition_ledger import PartitionLedger
 from learner.stream.round_robin import MOST_ROWS as MOST_WAITING
 from replay.build import build_store
 from replay.checkpoint.segments import Segment
@@ -55,6 +69,7 @@ class ResumePoint:
             return cls(checkpoints, None, None, (), (0, 0), first=True)
         number, complete = found
         check_age(number, complete, written)
+        check_base(checkpoints, number, complete)
         checkpoint, less = without_erased(complete, written.erased)
         contents, segments = unpack(checkpoint) or (None, ())
         return cls(
@@ -76,25 +91,25 @@ class ResumePoint:
         strategy = bench.strategy
         if not strategy.replays:
             return None
-        columns = output_field(bench.output_shape) if strategy.keeps_output else {}
         if self.found is not None and self.contents is not None:
-            check_columns(*self.found, list(bench.output_shape) if columns else None, deployment.learner.strategy.name)
+            check_columns(*self.found, bench.kept_outputs, deployment.learner.strategy.name)
         folder = deployment.state_dir / "replay" / RANK
         if self.first:
             make_way(folder)
         return build_store(
             *(deployment.replay, bench.schema, bench.device, deployment.seed, folder, self.contents),
-            extra=columns,
+            extra=output_fields(bench.kept_outputs),
             dim=bench.embedding.captured().shape[1] if bench.embedding is not None else None,
             keys=f"{deployment.name}:{RANK}",
             first=self.first,
             step=most_added(deployment.learner, deployment.stream, ranks),
+            complete=deployment.storage is not None,
         )
 
     def restore(self, loop: TrainingLoop) -> None:
         """Restore the checkpoint into the loop, if there is one."""
         if self.found is None:
-            log.info("there is no checkpoint in %s: learning starts from the beginning", self.checkpoints.path)
+            log.info("there is no checkpoint in %s: learning starts from the beginning", self.checkpoints.location)
             return
         number, checkpoint = self.found
         loop.restore(checkpoint)
@@ -107,20 +122,94 @@ class ResumePoint:
             log.info("going on from checkpoint %d at step %d", number, checkpoint.step)
 
 
-def check_columns(number: int, checkpoint: Checkpoint, required: list[int] | None, strategy: str) -> None:
-    """Raise SettingsError unless the stored events of a checkpoint have the output that the strategy requires, or none
-    if it requires none."""
-    stored = checkpoint.state.get(OUTPUT)
-    if stored != required:
-        raise SettingsError(
-            f'learner.strategy = "{strategy}" requires {_output(required)} with each stored event, and checkpoint '
-            f"{number} has {_output(stored)}; put back the strategy and model of the checkpoint, or move the "
-            "checkpoints away to start again"
+def resume_point(
+    checkpoints: Checkpoints,
+    written: ErasureLog,
+    storage: HeldStorage | None,
+    while_waiting: Callable[[], object] = bool,
+) -> ResumePoint:
+    """Return the newest checkpoint of the state directory and of the object store.
+
+    One that the object store alone has is fetched first, also where that of the state directory is damaged; so are
+    files of the state directory that are damaged or missing, rows when they are read. What was fetched by a start that
+    was interrupted is used. Raises as `ResumePoint.newest` and `fetch_checkpoint`.
+    """
+    if storage is None:
+        return ResumePoint.newest(checkpoints, written)
+    if storage.only:
+        copy_newest(storage.checkpoints, checkpoints, while_waiting)
+        return ResumePoint.newest(checkpoints, written)
+    checkpoints.clean()
+    checkpoints.fetch_again = functools.partial(
+        fetch_file, storage.checkpoints, checkpoints, while_waiting=while_waiting
+    )
+    resumed = _newest_of_both(checkpoints, written, storage, while_waiting)
+    discard_partial(checkpoints)
+    return resumed
+
+
+def _newest_of_both(
+    checkpoints: Checkpoints, written: ErasureLog, storage: HeldStorage, while_waiting: Callable[[], object]
+) -> ResumePoint:
+    fetch_checkpoint(storage.checkpoints, checkpoints, newest_age(checkpoints), while_waiting)
+    try:
+        resumed = ResumePoint.newest(checkpoints, written)
+    except MisfitError:
+        raise
+    except CheckpointError:  # all checkpoints of the state directory are damaged
+        if not fetch_checkpoint(storage.checkpoints, checkpoints, (-1, -1), while_waiting):
+            raise
+        return ResumePoint.newest(checkpoints, written)
+    found = (-1, -1) if resumed.found is None else age_of(checkpoints, resumed.found[0])
+    if found < newest_age(checkpoints) and fetch_checkpoint(storage.checkpoints, checkpoints, found, while_waiting):
+        return ResumePoint.newest(checkpoints, written)
+    return resumed
+
+
+def check_base(checkpoints: Checkpoints, number: int, checkpoint: Checkpoint) -> None:
+    """Raise MisfitError where a checkpoint was trained on other frozen weights than the model has."""
+    other = other_base(checkpoints.manifest(number).base, checkpoints.base)
+    if other is not None and not checkpoint.begins:
+        raise MisfitError(
+            f"checkpoint {number} in {checkpoints.location} {other}; put the pretrained weights and [model.adapter] "
+            "back, or what else has changed them (learner.strategy, seed, a release of torch, transformers or peft); "
+            f"or begin again by moving {checkpoints.location} away"
         )
 
 
-def _output(shape: list[int] | None) -> str:
-    return "no output of the model" if shape is None else f"an output of shape {shape}"
+def check_history_is_read(stream: StreamSettings, found: tuple[int, Checkpoint] | None) -> None:
+    """Raise SettingsError where a checkpoint has files that are not read to their end, and nobody would read them."""
+    if stream.backfill is not None or found is None:
+        return
+    accounts = [PartitionLedger.from_state(state) for state in found[1].state["ledger"]]
+    files = [account for account in accounts if account.name.history]
+    unread = [account for account in files if account.position.offset < rows_of(account.mark)]
+    if unread:
+        raise SettingsError(
+            f"checkpoint {found[0]} has {len(unread)} of {len(files)} files of the history that are not read to their "
+            "end, and there is no [stream.backfill]; put it back until all are read, or move the checkpoints away to "
+            "start again"
+        )
+
+
+def check_columns(number: int, checkpoint: Checkpoint, required: Mapping[str, list[int] | None], strategy: str) -> None:
+    """Raise SettingsError unless the stored events of a checkpoint have the outputs that the strategy and the teacher
+    require, and no others."""
+    teacher = f"{'without' if required[TEACHER] is None else 'with'} [model.teacher]"
+    for name, owner, cause in ((OUTPUT, "model", ""), (TEACHER, "teacher", f" {teacher}")):
+        stored = checkpoint.state.get(name)
+        if stored != required[name]:
+            needed, there = (
+                f"no output of the {owner}"
+                if shape is None
+                else f"an output{f' of the {owner}' * (name == TEACHER)} of shape {shape}"
+                for shape in (required[name], stored)
+            )
+            raise SettingsError(
+                f'learner.strategy = "{strategy}"{cause} requires {needed} with each stored event, and checkpoint '
+                f"{number} has {there}; put back the strategy, model and teacher of the checkpoint, or move the "
+                "checkpoints away to start again"
+            )
 
 
 def most_added(learner: LearnerSettings, stream: StreamSettings, ranks: int) -> int:

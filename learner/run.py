@@ -10,13 +10,19 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
-from anabranch.core.failures import away_is_dependency
+from anabranch.core.failures import away_is_dependency, state_errors
 from ingest.errors import GapError
 from ingest.metrics import IngestMetrics
-from ingest.reader.multi_host import MultiHostReader
 from ingest.reader.reader import BlockReader
 from learner.adaptation.stream_monitor import StreamMonitor
-from learner.build import LearnerSpec, build_publisher, build_trainer, build_training_setup, watch_health
+from learner.build import (
+    LearnerSpec,
+    build_late_labels,
+    build_publisher,
+    build_trainer,
+    build_training_setup,
+    watch_health,
+)
 from learner.checkpointing.checkpointer import Checkpointer
 from learner.checkpointing.erasure import Erasure
 from learner.device_health.start import leave_out_unusable
@@ -24,22 +30,35 @@ from learner.device_sharing.background_yield import background_yield
 from learner.device_sharing.cuda_limits import confined, prepare_cuda, using_device
 from learner.device_sharing.sharing import device_sharing, step_hooks
 from learner.distributed.channel import lead
+from learner.distributed.mesh import num_row_groups
 from learner.distributed.process_group import RankAssignment
+from learner.errors import StoppedEarlyError
 from learner.evaluation.holdout import HoldoutSet
 from learner.loop import LoopMetrics, Task, TrainingLoop
 from learner.loop_state import LoopComponents
 from learner.metrics import LearnerMetrics
+from learner.model.base_file import write_base
 from learner.model.device import UnusedDevice, choose_device, without_denormals
+from learner.object_storage.erasure_upload import fetch_erasures
+from learner.object_storage.fleet import FleetWatch
+from learner.object_storage.holder import check_state_is_here, record_mode
+from learner.object_storage.lease import PrefixOwner
+from learner.object_storage.mirror import Mirror, open_mirror
+from learner.object_storage.opening import HeldStorage, hold_storage, stored_checkpoints, stored_versions
 from learner.replay_feed import make_feed
 from learner.reporter import Reporter
-from learner.resume import ResumePoint
+from learner.resume import ResumePoint, check_history_is_read, resume_point
 from learner.runtime.profiler import ProfilerWindow
 from learner.runtime.shutdown import Deadline, hard_stop_after
 from learner.runtime.status_server import serve_status
+from learner.state_dir.bases import bases_in
 from learner.state_dir.checkpoint import RANK, Checkpoints
 from learner.state_dir.lock import check_generation, hold_state_directory
+from learner.state_dir.named_bases import prune_bases
 from learner.state_dir.version import Versions
 from learner.stream.lag import LagPolicy
+from learner.teacher.feed import TeacherFeed
+from learner.teacher.opening import open_teacher
 from learner.training.out_of_memory import MemoryRetry
 from replay.background_store import BackgroundStore
 from replay.erasure.erasure_log import NAME as LOG
@@ -59,7 +78,7 @@ def learn(
     deployment: LearnerSpec,
     stop: threading.Event,
     assignment: RankAssignment | None = None,
-    source: BlockReader | MultiHostReader | None = None,
+    source: BlockReader | None = None,
 ) -> None:
     """Build the learner and run it until `stop` is set.
 
@@ -110,16 +129,20 @@ class Learner:
         self._assignment = assignment
         self._stack = stack
         self._ranks = assignment.size if assignment is not None else 1
+        self._row_groups = num_row_groups(deployment.learner, self._ranks)
+        self._mirror: Mirror | None = None
         self._registry = CollectorRegistry()
+        self._log_fetched = False
+        """Whether the log of erasures is from another host."""
         self._metrics = LoopMetrics(
             IngestMetrics(self._registry), ReplayMetrics(self._registry), LearnerMetrics(self._registry)
         )
 
-    def build(self, source: BlockReader | MultiHostReader | None) -> bool:
+    def build(self, source: BlockReader | None) -> bool:
         """Build all parts; return False when the learner was stopped meanwhile.
 
         1. The device, and the other ranks.
-        2. The model, then the lock of the state directory.
+        2. The model, then the lock of the state directory, then the lease of the object store, then the base's file.
         3. The publisher, then the trainer: the publisher copies the model, which is split among ranks after that.
         4. The newest checkpoint, and the store with what it has.
         5. The loop, which the checkpoint restores.
@@ -127,9 +150,14 @@ class Learner:
         """
         deployment, stack = self._deployment, self._stack
         stack.enter_context(hard_stop_after(self._stop, deployment.learner.stop_timeout))
-        self._build_training()
-        self._source = source or _source(deployment, self._assignment)
-        self._build_loop(*self._build_store())
+        try:
+            self._build_training()
+            self._source = source or BlockReader(
+                deployment.stream, deployment.events, deployment.gate.hold_out(deployment.seed)
+            )
+            self._build_loop(*self._build_store())
+        except StoppedEarlyError:
+            return False
         self._build_reporter()
         return self._open_source()
 
@@ -157,10 +185,15 @@ class Learner:
         """Stop in order. The step has ended, and nothing is polled any more.
 
         1. The loop checkpoints and publishes what was learned, and commits positions.
-        2. The reporter writes the last report.
-        3. The stack closes the reader, the address, the store, and releases the lock last: time is left for that.
+        2. The last checkpoint and version are uploaded.
+        3. The reporter writes the last report.
+        4. The stack closes the reader, the address, the store, and releases the lease and the lock last: time is left
+           for that.
         """
-        self._loop.finish(Deadline(self._deployment.learner.stop_timeout * _FINISHING_SHARE))
+        deadline = Deadline(self._deployment.learner.stop_timeout * _FINISHING_SHARE)
+        self._loop.finish(deadline)
+        if self._mirror is not None:
+            self._mirror.finish(deadline)
         self._reporter.report()
 
     def _build_training(self) -> None:
@@ -180,7 +213,7 @@ class Learner:
         self._generation = stack.enter_context(
             hold_state_directory(deployment.state_dir, self._stop, deployment.learner.stop_timeout, known)
         )
-        self._check = functools.partial(check_generation, deployment.state_dir, self._generation)
+        self._storage = self._hold_storage()
         self._sharing = stack.enter_context(
             device_sharing(
                 deployment.device_sharing,
@@ -191,12 +224,19 @@ class Learner:
             )
         )
         hooks = step_hooks(self._sharing, stack.enter_context(confined(deployment.device_sharing.settings, device)))
-        before_chunk = stack.enter_context(
+        before_chunk = self._before_chunk = stack.enter_context(
             background_yield(deployment.device_sharing, deployment.state_dir, device, self._stop)
         )
+        with state_errors(f"the frozen weights of the model cannot be written to {deployment.state_dir}"):
+            self._base = write_base(bases_in(deployment.state_dir), self._setup.model)
+        versions = stored_versions(deployment.state_dir, self._storage, self._raise_if_stopped, self._base)
+        self._fleet = None
+        if (storage := deployment.storage) is not None:
+            self._fleet = stack.enter_context(FleetWatch(storage, deployment.canary > 0, check=self._check))
         self._publisher = retry(
             lambda: build_publisher(
-                deployment, self._setup, self._generation, self._metrics.learner, self._check, before_chunk
+                *(deployment, versions, self._setup, self._generation),
+                *(self._metrics.learner, self._check, before_chunk, self._fleet),
             )
         )
         self._trainer = build_trainer(self._setup, channel, hooks, assignment.rows if assignment is not None else None)
@@ -204,16 +244,56 @@ class Learner:
         if self._sharing is not None:
             self._sharing.attach(self._trainer.model, self._ranks)
 
+    def _hold_storage(self) -> HeldStorage | None:
+        """Take the lease of `[storage]`, and fetch what is newer there; None without that section."""
+        settings, state_dir = self._deployment.storage, self._deployment.state_dir
+        if settings is None:
+            check_state_is_here(state_dir)
+            return None
+        owner = PrefixOwner(self._deployment.name, self._deployment.stream.topics)
+        held = self._stack.enter_context(hold_storage(settings, state_dir, self._generation, self._stop, owner))
+        self._generation = held.lease.generation
+        with state_errors(f"the erasures of {settings.url} cannot be written to {state_dir}"):
+            self._log_fetched = fetch_erasures(held.versions.bucket, state_dir)
+        return held
+
+    def _raise_if_stopped(self) -> None:
+        if self._stop.is_set():
+            raise StoppedEarlyError
+
+    def _while_fetching(self) -> None:
+        self._raise_if_stopped()
+        self._trainer.send_keepalive()
+
+    def _serve_status_while_fetching(self) -> contextlib.AbstractContextManager[object]:
+        """Answer on the status address, with a problem, while a checkpoint of `[storage]` is fetched."""
+        deployment, storage = self._deployment, self._deployment.storage
+        if storage is None:
+            return contextlib.nullcontext()
+        problems = [f"starting: fetching and restoring the newest checkpoint of {storage.url}"]
+        address, tokens = deployment.learner.status, (deployment.read_token, deployment.admin_token)
+        return serve_status(address, tokens[0], self._registry, lambda: problems, admin_token=tokens[1])
+
+    def _check(self) -> None:
+        """Raise SecondLearnerError once another learner has the state directory or the lease."""
+        if self._storage is not None:
+            self._storage.lease.check()
+        check_generation(self._deployment.state_dir, self._generation)
+
     def _build_store(self) -> tuple[ResumePoint, BackgroundStore | None, Checkpoints, ErasureLog]:
         """Read the newest checkpoint, and build the store with what it has."""
         deployment = self._deployment
         written = ErasureLog(deployment.state_dir / LOG)
         written.refresh()
-        checkpoints = Checkpoints(deployment.state_dir / "checkpoints", self._setup.schema.digest, self._generation)
-        with away_is_dependency(_AWAY.format(checkpoints.path)):
-            resumed = ResumePoint.newest(checkpoints, written)
-        retry = MemoryRetry(self._setup.device, self._stop, (self._trainer.send_keepalive,))
-        store = retry(lambda: resumed.store(deployment, self._setup, self._ranks))
+        checkpoints = stored_checkpoints(
+            deployment.state_dir, self._setup.schema.digest, self._generation, self._storage, self._base
+        )
+        with self._serve_status_while_fetching():
+            with away_is_dependency(_AWAY.format(checkpoints.location)):
+                resumed = resume_point(checkpoints, written, self._storage, self._while_fetching)
+            check_history_is_read(deployment.stream, resumed.found)
+            retry = MemoryRetry(self._setup.device, self._stop, (self._trainer.send_keepalive,))
+            store = retry(lambda: resumed.store(deployment, self._setup, self._row_groups))
         # Two threads must not launch work on Metal at once.
         background = (
             BackgroundStore(store, in_background=self._setup.device.type != "mps") if store is not None else None
@@ -230,7 +310,7 @@ class Learner:
         deployment, metrics, settings = self._deployment, self._metrics, self._deployment.learner
         self._store = store
         holdout = HoldoutSet(self._setup.schema, deployment.gate.holdout_rows)
-        with away_is_dependency(_AWAY.format(checkpoints.path)):
+        with away_is_dependency(_AWAY.format(checkpoints.location)):
             checkpointer = Checkpointer(
                 checkpoints,
                 deployment.checkpoints,
@@ -238,16 +318,31 @@ class Learner:
                 metrics.learner,
                 segments=resumed.segments,
                 check=self._check,
+                after_prune=self._prune_bases,
             )
-        erasure = Erasure(written, checkpoints, deployment.state_dir / "replay" / RANK, store, holdout, checkpointer)
-        erasure.record_erased(*resumed.less)
         keyed = deployment.events.key is not None
-        lag = LagPolicy(deployment.stream.lag_policy, deployment.seed, self._source, reads=keyed)
+        unlabelled = deployment.stream.unlabelled == "distil"
+        lag = LagPolicy(deployment.stream.lag_policy, deployment.seed, self._source, reads=keyed, unlabelled=unlabelled)
+        late = build_late_labels(
+            *(deployment, self._setup, self._trainer, lag, resumed.found), first=resumed.first, ranks=self._row_groups
+        )
+        if late is not None:
+            checkpointer.label_join = late.join
+            self._stack.callback(late.join.close)
+        self._open_mirror(written)
+        erasure = Erasure(
+            *(written, checkpoints, deployment.state_dir / "replay" / RANK, store, holdout, checkpointer, late),
+            has_history=deployment.stream.backfill is not None,
+            mirror=self._mirror,
+        )
+        erasure.record_erased(*resumed.less)
+        if self._log_fetched:
+            erasure.start_over()
         monitor = StreamMonitor(settings, bounded=self._setup.schema.label.classes is not None)
         replay = make_feed(
             store,
             settings,
-            ranks=self._ranks,
+            ranks=self._row_groups,
             monitor=monitor,
             holdout=holdout,
             trainer=self._trainer,
@@ -263,9 +358,48 @@ class Learner:
             checkpointer=checkpointer,
             erasure=erasure,
             lag=lag,
+            late=late,
+            teacher=self._open_teacher(unlabelled=unlabelled),
         )
-        self._loop = TrainingLoop(settings, self._parts, metrics, ranks=self._ranks)
+        self._loop = TrainingLoop(settings, self._parts, metrics, ranks=self._row_groups)
         resumed.restore(self._loop)
+        if self._storage is not None:
+            self._storage.checkpoints.drop_copies()
+            record_mode(deployment.state_dir, self._storage.checkpoints.bucket.url if self._storage.only else None)
+
+    def _prune_bases(self) -> None:
+        """Delete the bases that nothing names; the uploads of a mirror do that in the object store."""
+        prune_bases(self._deployment.state_dir, self._base)
+        if self._storage is not None and self._storage.only:
+            self._storage.bases.prune()
+
+    def _open_teacher(self, *, unlabelled: bool) -> TeacherFeed | None:
+        """Build the teacher, which this rank asks for the events of all ranks; None without `[model.teacher]`."""
+        deployment, setup = self._deployment, self._setup
+        if (settings := deployment.model.teacher) is None:
+            return None
+        teacher = MemoryRetry(setup.device, self._stop, (self._trainer.send_keepalive,))(
+            lambda: open_teacher(
+                *(settings, deployment.model, setup.schema, setup.task, setup.output_shape, setup.device),
+                folder=deployment.folder,
+                state_dir=deployment.state_dir,
+                before_chunk=self._before_chunk,
+                deterministic=deployment.learner.deterministic,
+            )
+        )
+        duration = self._metrics.learner.teacher_duration
+        feed = TeacherFeed(teacher, setup.output_shape, duration, unlabelled=unlabelled)
+        self._stack.callback(feed.close)
+        return feed
+
+    def _open_mirror(self, written: ErasureLog) -> None:
+        """Begin to upload what the learner writes, where there is an object store."""
+        if self._storage is None or self._fleet is None:
+            return
+        deployment, fleet = self._deployment, self._fleet
+        sections = deployment.versions, deployment.checkpoints
+        mirror = open_mirror(self._storage, deployment.state_dir, *sections, written.through, lambda: fleet.needed)
+        self._mirror = self._stack.enter_context(mirror)
 
     def _build_reporter(self) -> None:
         """Watch the devices, build the reporter, and serve its status."""
@@ -281,10 +415,12 @@ class Learner:
             strategy=deployment.learner.strategy.name,
             classification=self._setup.schema.label.classes is not None,
             store=self._store,
-            assignment=self._assignment,
+            launched=self._assignment is not None,
             unused_device=UnusedDevice.of("learner.device", deployment.learner.device, self._setup.device),
             sharing=self._sharing,
             health=self._health,
+            mirror=self._mirror,
+            fleet=self._fleet,
         )
         if self._sharing is not None:
             self._sharing.set_waiting_task(self._reporter.report_if_due)
@@ -296,6 +432,7 @@ class Learner:
                 self._registry,
                 problems=reporter.problems,
                 warnings=reporter.warnings,
+                hang=reporter.hang,
                 admin_token=deployment.admin_token,
             )
         )
@@ -304,7 +441,6 @@ class Learner:
         """Read the stream from the positions of the ledger; return False when the learner was stopped meanwhile."""
         source, loop = self._source, self._loop
         self._stack.callback(source.close)
-        source.set_rates(loop.state.rates.now)
         source.open(loop.ledger.positions, self._stop, marks=loop.ledger.marks)
         if self._stop.is_set():
             return False
@@ -316,9 +452,11 @@ class Learner:
 
     def _while_waiting(self) -> tuple[Task, ...]:
         """Return the work between steps that also runs while the loop waits for the disk."""
+        checks = () if self._storage is None else (self._storage.lease.check,)
+        checks = checks if self._mirror is None else (*checks, self._mirror.raise_bug)
         return (
+            *checks,
             self._reporter.report_if_due,
-            self._loop.rebalance_readers,
             self._advance_profiler,
             self._adjust_micro_batches,
             self._trainer.send_keepalive,
@@ -339,11 +477,3 @@ def _latest_generation(state_dir: Path) -> int:
             Versions(state_dir / "versions").generation(),
             Checkpoints(state_dir / "checkpoints", schema="", generation=0).generation(),
         )
-
-
-def _source(deployment: LearnerSpec, assignment: RankAssignment | None) -> BlockReader | MultiHostReader:
-    """Return the reader of the stream: of all hosts that read it, or of this one."""
-    settings = deployment.stream, deployment.events, deployment.gate.hold_out(deployment.seed)
-    if assignment is not None and assignment.readers:
-        return MultiHostReader(*settings, assignment.readers)
-    return BlockReader(*settings)

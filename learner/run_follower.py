@@ -14,7 +14,8 @@ from learner.device_sharing.sharing import device_sharing, step_hooks
 from learner.distributed.channel import Channel
 from learner.distributed.data_parallel import DataParallelGroup
 from learner.distributed.follower import follow
-from learner.distributed.process_group import RankAssignment, RendezvousAddress, devices_of_host, join_group
+from learner.distributed.mesh import Mesh
+from learner.distributed.process_group import RankAssignment, devices_of_host, join_group
 from learner.model.device import without_denormals
 from learner.runtime.shutdown import hard_stop_after
 from learner.training.out_of_memory import MemoryRetry
@@ -27,7 +28,7 @@ def follow_leader(deployment: LearnerSpec, stop: threading.Event, assignment: Ra
     Raises:
         RankLostError: the leader is gone.
     """
-    if isinstance(assignment.rendezvous, RendezvousAddress) and assignment.first:
+    if assignment.first:
         deployment = _unshared(deployment)
     settings = deployment.device_sharing.settings
     prepare_cuda(deployment.learner.device, settings)
@@ -45,8 +46,9 @@ def follow_leader(deployment: LearnerSpec, stop: threading.Event, assignment: Ra
         channel = Channel(device)
 
         def make() -> tuple[Trainer, DataParallelGroup]:
-            setup = MemoryRetry(device, stop)(lambda: build_training_setup(deployment, device, assignment.rank))
-            replicas = DataParallelGroup(deployment.learner, search=setup.leaves_some_out)
+            group = Mesh(deployment.learner, assignment.rank, assignment.size).row_group()
+            setup = MemoryRetry(device, stop)(lambda: build_training_setup(deployment, device, group))
+            replicas = setup.group()
             trainer = Trainer(**setup.arguments, ranks=replicas, hooks=step_hooks(sharing, launch_context))
             if sharing is not None:
                 sharing.attach(trainer.model, assignment.size)

@@ -122,6 +122,11 @@ class BackgroundStore:
         self._jobs.append(partial(self._store.remove, slots, records))
         self._due = True
 
+    def remove_events(self, columns: Mapping[str, Array], partitions: Sequence[TopicPartition]) -> None:
+        """Remove events by their identity, as `Store.remove_events` does."""
+        self._jobs.append(partial(self._store.remove_events, columns, partitions))
+        self._due = True
+
     def query_neighbours(self, step: int, embedding: NDArray[np.float32]) -> None:
         """Search held events near new ones, as `Store.query_neighbours` does."""
         self._jobs.append(partial(self._store.query_neighbours, step, embedding))
@@ -134,9 +139,9 @@ class BackgroundStore:
         """Return whether the slots that wait for one checkpoint to be removed exceed a part of the spare ones."""
         return self._at_rest().slots.waiting * checkpoints > self.spare
 
-    def contents(self, held: CapturedStore) -> tuple[StoreState, StoreDelta]:
+    def contents(self, held: CapturedStore, oldest: int = 0) -> tuple[StoreState, StoreDelta]:
         """Return the captured state, as `Store.contents` does; any thread may call it."""
-        return self._store.contents(held)
+        return self._store.contents(held, oldest)
 
     def mark_named(self) -> None:
         """Mark the store's files as named by a checkpoint, as `TierHierarchy.mark_named` does. Any thread."""

@@ -46,6 +46,7 @@ def build_store(
     keys: str = "",
     first: bool = False,
     step: int = 0,
+    complete: bool = False,
 ) -> Store:
     """Return the store, restored from a checkpoint if there is one.
 
@@ -61,6 +62,7 @@ def build_store(
         keys: the prefix of its keys on servers, and of no others; needed if a tier is on a server.
         first: whether there is no checkpoint that could name rows of earlier processes on servers.
         step: events that a step may add; `has_room` returns whether there are slots for them.
+        complete: whether checkpoints have the rows of slower tiers too, for a host without these.
 
     Raises:
         SettingsError: the bytes are too few for one event or cannot be allocated; the contents do not fit or are gone.
@@ -77,13 +79,13 @@ def build_store(
         owner = kind_with(contents, kinds.values())
         for kind in kinds.values():
             kind.connect(opened, needed=kind is owner or kind in [*chain.values()][-1:])
-        source = owner.open_existing(contents) if owner is not None and contents is not None else None
+        source = _existing(owner, contents) if owner is not None and contents is not None else None
         slow = _slow([*chain.values()], source, count)
         if source is not None and slow and slow[-1].file == source.file:
             source = None
         promote = settings.sampling not in _EVEN_SAMPLERS
         tiers = CachedHierarchy(memory, slow, promote=promote) if slow else TierHierarchy(memory)
-        store = _store(settings, schema, layout, tiers, k, seed, dim, step)
+        store = _store(settings, schema, layout, tiers, k, seed, dim, step, complete=complete)
         opened.pop_all()
         opened.callback(store.close)
         store.discard_later([discard for kind in kinds.values() for discard in kind.cleanup_actions(first=first)])
@@ -110,6 +112,8 @@ def _store(
     seed: int,
     dim: int | None,
     step: int,
+    *,
+    complete: bool,
 ) -> Store:
     """Compose the store of k events with its policies, and start the index process if they need it."""
     classes = schema.label.one_of
@@ -130,7 +134,8 @@ def _store(
         tracker = EmbeddingTracker(event_table, tiers.slots, neighbours)
     context = SamplerContext(event_table, tiers.slots, classes, settings.half_life, tracker)
     policies = Policies(admission, quotas, SAMPLERS[settings.sampling](context), tracker)
-    store = Store(policies, event_table, layout, tiers, seed, weighted=schema.weight is not None, step=step)
+    weighted = schema.weight is not None
+    store = Store(policies, event_table, layout, tiers, seed, weighted=weighted, step=step, complete=complete)
     if tracker is not None:
         tracker.neighbours.open()
     return store
@@ -155,6 +160,18 @@ def _slow(chain: Sequence[TierFactory], source: SlowTier | None, count: int) -> 
     primary = chain[-1].open_primary(count, source)
     assert primary.file is not None
     return [*(kind.cache(min(count, kind.slots), primary) for kind in chain[:-1]), primary]
+
+
+def _existing(owner: TierFactory, contents: StoreSnapshot) -> SlowTier | None:
+    """Open the tier with the payload of a checkpoint; return None where it is gone, and the checkpoint has the rows."""
+    try:
+        return owner.open_existing(contents)
+    except SettingsError as exc:
+        if contents.rows is None:
+            raise
+        log.warning("%s", exc)
+        log.warning("its %d events are restored from checkpoint %d", len(contents.index), contents.state.checkpoint)
+        return None
 
 
 def _restore(store: Store, contents: StoreSnapshot, source: SlowTier | None) -> None:

@@ -7,12 +7,14 @@ Legend: H events held, B events held at the previous checkpoint, A new ones, n e
 retired slots, G quota groups.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
+
+from replay.row_source import RowSource
 
 ENTRY = np.dtype(
     [
@@ -76,6 +78,8 @@ class StoreState:
         sampler: the state of the sampler, arrays by name.
         stale: the caches that may still have rows of removed events.
         seed: the seed of the identities.
+        row_bytes: R, if the checkpoint has the rows although `file` has them too; else None.
+        stamp: a random name of the checkpoint, by which `file` lists those whose rows it has.
     """
 
     checkpoint: int
@@ -91,6 +95,8 @@ class StoreState:
     sampler: Mapping[str, NDArray[np.generic]]
     stale: Sequence[str] = ()
     seed: int | None = None
+    row_bytes: int | None = None
+    stamp: str = ""
 
 
 @dataclass(frozen=True)
@@ -102,12 +108,14 @@ class StoreDelta:
         alive: which of its events are still held, bool `[B]`, in order.
         index: the new events, ENTRY `[A]`, which follow them.
         payload: the rows of the new events, uint8 `[A, R]` on the host; None if a tier has them.
+        rows: returns the tier's rows of events held at the checkpoint, ENTRY `[n]`, if the checkpoint has them too.
     """
 
     base: int | None
     alive: NDArray[np.bool_]
     index: NDArray[np.void]
     payload: Tensor | None
+    rows: Callable[[NDArray[np.void]], RowSource] | None = None
 
 
 @dataclass(frozen=True)
@@ -119,12 +127,14 @@ class StoreSnapshot:
         index: the events, ENTRY `[H]`, in order.
         payload: their rows, uint8 `[H, R]`; None if a tier has them.
         lost: how many more events were held, of which nothing can be read any more.
+        rows: their rows in the checkpoint, if that has those of a tier too; read where that tier is missing.
     """
 
     state: StoreState
     index: NDArray[np.void]
     payload: Tensor | None
     lost: int = 0
+    rows: RowSource | None = None
 
 
 class DeltaTracker:

@@ -6,6 +6,7 @@ hold the payload (`TierHierarchy`), and how many events a step replays (chosen b
 Legend: N events of an addition, H events held, n events of a sample, D numbers of an embedding.
 """
 
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -21,7 +22,7 @@ from replay.erasure.erased_events import ErasedEvents
 from replay.held_events import HeldEvents
 from replay.payload.hierarchy import TierHierarchy
 from replay.policies import Policies
-from replay.reservoir.event_table import EventTable
+from replay.reservoir.event_table import RECORD, EventTable
 from replay.reservoir.pending_events import PendingEvents, pending_limit
 from replay.reservoir.reservoir import Reservoir
 from replay.row_layout import Fields, RowLayout
@@ -51,8 +52,9 @@ class Store:
         *,
         weighted: bool,
         step: int = 0,
+        complete: bool = False,
     ) -> None:
-        """Compose the store; a step may add up to `step` events."""
+        """Compose the store; a step may add up to `step` events. `complete`: checkpoints have the payload."""
         spare = tiers.slots - policies.quotas.limit
         self.burst = max(min(MAX_INSERTED, spare // 2), policies.quotas.slots_for(step))
         """Slots that must be free for a step to store its events."""
@@ -60,6 +62,7 @@ class Store:
         self.spare = spare
         """Slots beyond those for the held events."""
         self.tiers = tiers
+        self._row_bytes = layout.row_bytes if complete and tiers.durable else None
         self.event_table = event_table
         self.slots = SlotAllocator(tiers.slots, durable=tiers.durable)
         self.reservoir = Reservoir(policies.admission, policies.quotas, event_table, seed)
@@ -189,6 +192,17 @@ class Store:
         if len(held):
             self._held.keep(self._held.except_in(held))
 
+    def remove_events(self, columns: Mapping[str, Array], partitions: Sequence[TopicPartition]) -> None:
+        """Remove those of n events that are held, by `partition`, `offset` and `row`; reads the table of all events."""
+        self.event_table.register(partitions)
+        self.flush_pending()
+        events = np.zeros(len(columns["offset"]), RECORD)
+        for name in ("partition", "offset", "row"):
+            events[name] = columns[name]
+        slots = self.event_table.find(events)
+        if (held := slots[slots >= 0]).size:
+            self._held.keep(self._held.except_in(held))
+
     def query_neighbours(self, step: int, embedding: NDArray[np.float32]) -> None:
         """Search held events near new ones, float32 `[N, D]`, for later samples; does not wait for the answer."""
         if self._tracker is not None:
@@ -231,17 +245,19 @@ class Store:
             plans=(),
             sampler=self._sampler.state(),
             seed=self._seed,
+            row_bytes=self._row_bytes,
+            stamp=uuid.uuid4().hex[:16],
             **reservoir_state,
         )
         return CapturedStore(state, change, self.event_table.identity(change.index["slot"]), plans)
 
-    def contents(self, held: CapturedStore) -> tuple[StoreState, StoreDelta]:
-        """Return the captured state, with the payload or once that is durable. Any thread, until `end_snapshot`.
+    def contents(self, held: CapturedStore, oldest: int = 0) -> tuple[StoreState, StoreDelta]:
+        """Return the captured state, as `CapturedStore.contents` does. Any thread, until `end_snapshot`.
 
         Raises:
             OSError: the tier that has the payload cannot be made durable.
         """
-        return held.contents(self.tiers)
+        return held.contents(self.tiers, oldest)
 
     def end_snapshot(self, oldest: int | None, *, written: bool = True) -> None:
         """End a snapshot.
@@ -268,7 +284,7 @@ class Store:
 
         Args:
             contents: of the checkpoint; if a tier has the payload, its slots are those of this store's own tiers ...
-            source: ... or of this tier, from which the rows are copied.
+            source: ... or of this tier, from which the rows are copied. If that is missing, the checkpoint has them.
 
         Raises:
             SettingsError: the contents do not fit this store.
@@ -287,9 +303,9 @@ class Store:
         self._held.missing.add(contents.lost + restoring.lost)
         if len(index) == len(contents.index) and not contents.lost:
             self._sampler.restore(state.sampler)
-            if restoring.goes_on:
+            if restoring.goes_on and state.row_bytes == self._row_bytes:
                 self.reservoir.changes.begin(state.checkpoint, len(self))
-        self.planner.restore(state.plans, moved=restoring.moves)
+        self.planner.restore(state.plans, moved=restoring.moves and not restoring.keeps_slots)
 
     def erase(self, erased: ErasedEvents) -> int:
         """Remove erased events, overwrite their payload in all tiers, and replace the plans that name one.

@@ -62,9 +62,11 @@ def _deployment(config: "Config") -> "Deployment":
     from ingest.events.schema import Schema
     from learner.device_sharing.cuda_limits import limit_server_memory
     from learner.model.device import UnusedDevice, choose_device
+    from serving.config import check_versions_from
     from serving.model.deployment import Deployment, pick_device
     from serving.model.graphs import capture_on
 
+    check_versions_from(config.pipeline.serving, config.pipeline.storage)
     pipeline, sharing, name = config.pipeline, config.pipeline.device_sharing, config.pipeline.serving.device
     # An error names the UUID, and CUDA sees that device as its first.
     device = pick_device(choose_device(name, "serving.device").type if uuids_in(name) else name)
@@ -73,6 +75,7 @@ def _deployment(config: "Config") -> "Deployment":
         name=pipeline.name,
         schema=Schema(pipeline.events),
         model=pipeline.model,
+        strategy=pipeline.learner.strategy,
         folder=config.folder,
         state_dir=config.state_dir,
         device=device,
@@ -80,6 +83,7 @@ def _deployment(config: "Config") -> "Deployment":
         device_problem=UnusedDevice.of("serving.device", name, device).problem,
         precision=pipeline.serving.precision,
         capture=capture_on(device) if pipeline.serving.graphs else None,
+        storage=pipeline.storage if pipeline.serving.versions_from == "storage" else None,
     )
 
 

@@ -7,8 +7,10 @@ from typing import Annotated, Literal, Self
 from pydantic import ByteSize, Field, SecretStr, model_validator
 
 from anabranch.core.durations import Duration, PositiveDuration
+from anabranch.core.errors import SettingsError
 from anabranch.core.net import is_loopback
 from anabranch.core.settings import DeviceName, Section
+from learner.object_storage.config import StorageSettings
 
 RequestLogLevel = Literal["none", "errors", "all"]
 PrecisionName = Literal["fp32", "tf32", "bf16", "fp16"]
@@ -45,6 +47,12 @@ class ServingSettings(Section):
     """Address to listen on; off loopback the tokens are required."""
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     """Port to listen on; 0 takes a free one."""
+    grpc_port: Annotated[int, Field(ge=0, le=65535)] | None = None
+    """Port of `host` for the Open Inference Protocol over gRPC; 0 takes a free one, absent: none. Needs the extra
+    `grpc`."""
+    versions_from: Literal["state_dir", "storage"] = "state_dir"
+    """Where versions come from: the learner of the same `state_dir`, or any learner through the object store of
+    `[storage]`, of which `state_dir` has copies then."""
     workers: Annotated[int, Field(ge=1, le=64)] = 1
     """Processes that answer on the port, each with its own model, queue and limits."""
     max_batch: Annotated[int, Field(ge=1, le=65536)] = 64
@@ -61,6 +69,8 @@ class ServingSettings(Section):
     """Bytes of request bodies that may be held at a time; requests beyond them are answered 429 with Retry-After."""
     timeout: PositiveDuration = timedelta(seconds=10)
     """Longest time that a request may take before it is answered 504."""
+    drain: Duration = timedelta(0)
+    """How long to answer requests after SIGTERM while `/v2/health/ready` says 503, until every balancer has noticed."""
     device: DeviceName = "auto"
     """Device of the served model; `auto` is CUDA if there is one, else the CPU."""
     precision: PrecisionName = "fp32"
@@ -69,6 +79,9 @@ class ServingSettings(Section):
     """Whether a CUDA device runs the model as CUDA graphs; batches are padded to 1, 2, 4 ... `max_batch` rows."""
     shadow: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Fraction of the requests that the newest unserved version answers too, for comparison; 0: none."""
+    canary: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Fraction of the fleet, at least one server, that serves a new version until live labels have shown that it is not
+    worse; 0: all serve it at once. Needs `[storage]`, in the learner's config too."""
     baseline: str = ""
     """State directory, relative to this file, of a baseline pipeline whose accuracy the dashboard also plots."""
     request_log: RequestLogLevel = "errors"
@@ -88,9 +101,24 @@ class ServingSettings(Section):
         return self
 
     @model_validator(mode="after")
+    def _workers_share_the_port_of_grpc(self) -> Self:
+        if self.grpc_port is not None and self.workers > 1 and self.grpc_port in (0, self.port):
+            raise ValueError(f"grpc_port = {self.grpc_port} with workers = {self.workers}: name a port for all workers")
+        return self
+
+    @model_validator(mode="after")
     def _a_token_off_loopback(self) -> Self:
         if not is_loopback(self.host):
             for name in ("read", "admin"):
                 if not getattr(self.tokens, name).get_secret_value():
                     raise ValueError(f'tokens.{name} is required because host "{self.host}" is not loopback')
         return self
+
+
+def check_versions_from(serving: ServingSettings, storage: StorageSettings | None) -> None:
+    """Raise SettingsError where serving would wait for versions in a state directory that no learner writes there."""
+    if storage is not None and storage.mode == "only" and serving.versions_from == "state_dir":
+        raise SettingsError(
+            'storage.mode = "only" publishes no version into state_dir, and serving.versions_from = "state_dir" waits '
+            'for one there: set serving.versions_from = "storage"'
+        )

@@ -41,6 +41,11 @@ class ServingMetrics:
             buckets=_REQUEST_BUCKETS,
             registry=registry,
         )
+        self.queue_wait = Counter(
+            "anabranch_serving_queue_row_seconds",
+            "Time that rows of requests have waited for the model; its rate is the mean number of rows that wait",
+            registry=registry,
+        )
         self.version = Gauge(
             "anabranch_serving_version",
             "Number of the served version",
@@ -62,6 +67,12 @@ class ServingMetrics:
         self.problems = Gauge(
             "anabranch_serving_problems",
             "Problems of serving; 0 when it is healthy",
+            registry=registry,
+            multiprocess_mode="livemax",
+        )
+        self.follow_lag = Gauge(
+            "anabranch_serving_follow_lag_seconds",
+            "For how long there has been a newer version in the object store that this host has not copied",
             registry=registry,
             multiprocess_mode="livemax",
         )

@@ -9,6 +9,7 @@ import threading
 import time
 from contextlib import ExitStack
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import msgspec
 import prometheus_client
@@ -17,11 +18,16 @@ from prometheus_client import CollectorRegistry
 
 from anabranch.core.errors import SettingsError
 from learner.device_sharing.lease import hold_server
+from learner.object_storage.config import StorageSettings
+from learner.object_storage.servers import server_id
 from serving.config import ServingSettings
 from serving.dashboard.status import Overview
+from serving.fleet.commands import FleetCommands
+from serving.fleet.host import FleetHost, refuse_learners_directory
 from serving.http.app import build_app
 from serving.http.listening_socket import address_of, listen
 from serving.http.log_limit import limited_lines
+from serving.http.request_body import BodyReader
 from serving.http.server import HttpServer
 from serving.inference.batcher import Batcher
 from serving.inference.service import Service
@@ -30,9 +36,12 @@ from serving.metrics import ServingMetrics
 from serving.model.deployment import Deployment
 from serving.model.device import device_errors, use_device, use_precision
 from serving.model.loaded_version import ServedVersion
-from serving.reporting.report import STOPPED, ServingReport, write_report
+from serving.reporting.report import STOPPED, ServingReport, read_report, write_report
 from serving.reporting.worker_pool import PoolWorker
 from serving.rollout.hot_swap import VersionSwapper
+
+if TYPE_CHECKING:
+    from serving.grpc.server import GrpcServer
 
 log = logging.getLogger("anabranch.serving")
 
@@ -86,32 +95,39 @@ class _Process:
         self._listener = listener
         self._worker = worker
         self._address = address_of(settings, listener)
+        self._id = server_id(listener.getsockname()[1])
         self._metrics = worker.metrics() if worker else ServingMetrics(CollectorRegistry())
         self._started = time.time()
         self._bugs: list[BaseException] = []
         self._report_problems: list[str] = []
+        self._fleet: FleetHost | None = None
+        self._stopped = asyncio.Event()
+        self._grpc_address = ""
 
     async def run(self, stop: threading.Event) -> None:
-        """Serve until `stop` is set, then stop in this order, within the time that a request may take:
+        """Serve until `stop` is set, then stop in this order, after `serving.drain` within the time of a request:
 
-        1. requests that wait for a newer version are answered 503;
-        2. the listener is closed, requests in flight are answered, connections are closed;
-        3. the swap's thread ends, then the model's;
-        4. the last report is written, with `ready` false.
+        1. for `serving.drain`, all is answered as before, but for the question whether the server is ready;
+        2. requests that wait for a newer version are answered 503;
+        3. the listener is closed, requests in flight are answered, connections are closed;
+        4. the swap's thread ends, then the model's;
+        5. the last report is written, with `ready` false.
 
         A bug in a thread stops the process too, and is raised here; if the device is lost, as DeviceError.
         """
         loop = asyncio.get_running_loop()
         with ExitStack() as stack:
             mark = stack.enter_context(hold_server(self._deployment.state_dir, self._settings.slo))
-            device = self._deployment.device
-            batcher = stack.enter_context(Batcher(self._settings, self._bugs.append, mark, device))
+            device, storage = self._deployment.device, self._deployment.storage
+            waited = self._metrics.queue_wait.inc
+            batcher = stack.enter_context(Batcher(self._settings, self._bugs.append, mark, device, waited))
             self._swap = VersionSwapper(
                 self._deployment,
                 self._settings.max_batch,
                 self._metrics,
                 on_swap=lambda: loop.call_soon_threadsafe(self._service.swapped),
                 on_error=self._bugs.append,
+                fleet=FleetCommands(storage, self._deployment.versions, self._id) if storage is not None else None,
             )
             self._shadow = Shadow(
                 *(self._deployment, self._settings.shadow, self._settings.max_batch, self._metrics),
@@ -124,32 +140,55 @@ class _Process:
             )
             self._batcher = batcher
             self._overview = Overview(self._deployment, self._swap, self._settings.baseline, self._worker)
-            app = build_app(self._service, self._settings, self._metrics, self._overview, self._report)
+            bodies = BodyReader(self._settings)
+            app = build_app(self._service, self._settings, self._metrics, self._overview, self._report, bodies)
             http = HttpServer(app, self._settings, self._deployment.folder, shared=self._worker is not None)
             http.load()
+            calls = self._grpc_server(bodies)
             gc.freeze()  # a collection of all imported objects would block requests for a tenth of a second
             gc.enable()
+            if storage is not None and (self._worker is None or self._worker.acts_for_all):
+                self._fleet = stack.enter_context(self._fleet_host(storage))
             stack.enter_context(self._swap)
             stack.enter_context(self._shadow)
             log.info("serving %s on %s/v2/models/%s", self._deployment.name, self._address, self._deployment.name)
-            await asyncio.gather(self._answer(stop, http), self._until(stop, http))
+            await asyncio.gather(
+                self._answer(stop, http),
+                *([] if calls is None else [self._answer_calls(stop, calls)]),
+                self._until(stop, http),
+            )
         self._write(msgspec.structs.replace(self._report(), ready=False, problems=[STOPPED]))
         if self._bugs:
             with device_errors():
                 raise self._bugs[0]
 
     async def _answer(self, stop: threading.Event, http: HttpServer) -> None:
-        """Answer requests; a worker without a version waits for its first while another worker serves."""
+        await self._may_answer(stop)
+        await http.serve(self._listener)
+
+    async def _answer_calls(self, stop: threading.Event, calls: "GrpcServer") -> None:
+        await self._may_answer(stop)
+        self._grpc_address = await calls.start()
+        await self._stopped.wait()
+        await calls.stop()
+
+    async def _may_answer(self, stop: threading.Event) -> None:
+        """A worker without a version waits for its first while another worker serves."""
         while self._worker and self._worker.others_serve() and not (self._swap.current or stop.is_set() or self._bugs):
             await asyncio.sleep(_POLL_EVERY.total_seconds())
-        await http.serve(self._listener)
 
     async def _until(self, stop: threading.Event, http: HttpServer) -> None:
         due = sample_due = 0.0
+        end: float | None = None
         reported: ServedVersion | None = None
         try:
-            while not (stop.is_set() or self._bugs):
+            while not self._bugs:
                 now = time.monotonic()
+                if stop.is_set() and end is None:
+                    end, due = now + self._settings.drain.total_seconds(), 0.0
+                    self._service.draining = True
+                if end is not None and now >= end:
+                    break
                 if now >= due or reported is not self._swap.current:
                     reported = self._swap.current
                     due = now + REPORT_EVERY.total_seconds()
@@ -161,6 +200,7 @@ class _Process:
         finally:
             self._service.stop()
             http.stop()
+            self._stopped.set()
 
     def _report(self) -> ServingReport:
         version = self._service.version
@@ -170,16 +210,20 @@ class _Process:
             *([] if version else ["no version can be served yet"]),
             *([self._batcher.problem] if self._batcher.problem else []),
             *self._swap.problems,
+            *(self._fleet.problems if self._fleet is not None else []),
             *self._report_problems,
             *([self._deployment.device_problem] if self._deployment.device_problem else []),
         ]
         self._metrics.problems.set(len(problems))
+        lag = self._fleet.lag_seconds if self._fleet is not None else None
+        self._metrics.follow_lag.set(lag or 0.0)
         return ServingReport(
             pid=os.getpid(),
             started=self._started,
             time=time.time(),
             address=self._address,
-            ready=version is not None,
+            grpc_address=self._grpc_address,
+            ready=version is not None and not self._service.draining,
             version=version.number if version else None,
             version_since=self._swap.since,
             trained_through=version.trained_through if version else "",
@@ -193,7 +237,37 @@ class _Process:
             request_p50_seconds=request_p50,
             request_p99_seconds=request_p99,
             shadow=self._shadow.report,
+            server=self._fleet.server if self._fleet is not None else None,
+            follow_lag_seconds=lag,
+            model_problem=self._batcher.problem,
             problems=problems,
+        )
+
+    def _grpc_server(self, bodies: BodyReader) -> "GrpcServer | None":
+        if self._settings.grpc_port is None:
+            return None
+        try:
+            # Imported here since they are extras.
+            from serving.grpc.calls import InferenceCalls
+            from serving.grpc.server import GrpcServer
+        except ImportError as exc:
+            raise SettingsError(
+                f'serving.grpc_port needs grpcio ({exc}): pip install "anabranch[grpc]", or take the key out'
+            ) from exc
+        calls = InferenceCalls(self._service, self._settings, self._metrics, bodies)
+        return GrpcServer(calls, self._settings, self._deployment.folder)
+
+    def _fleet_host(self, storage: StorageSettings) -> FleetHost:
+        deployment = self._deployment
+        refuse_learners_directory(deployment.state_dir, storage)
+        return FleetHost(
+            storage,
+            deployment.versions,
+            self._id,
+            self._settings.slo,
+            lambda: read_report(deployment.state_dir),
+            self._bugs.append,
+            lambda: bool(self._bugs),
         )
 
     def _write(self, report: ServingReport) -> None:

@@ -1,9 +1,11 @@
 """Markers and hooks of all tests. Their fixtures are in tests/support/.
 
-A test that takes a broker is marked `kafka` and `services` for that reason. One that takes a Valkey server, or that has
-the mark `any_broker`, is marked `services` alone. Where none can be started it is skipped, or fails under CI.
+A test that takes a broker is marked `kafka` and `services` for that reason. One that takes a Valkey or an S3 server, or
+that has the mark `any_broker`, is marked `services` alone. Where none can be started it is skipped, or fails under CI.
 """
 
+import atexit
+import gc
 import os
 import sys
 from collections import Counter
@@ -23,8 +25,10 @@ _PLUGINS = {
     "tests.support.kafka": "kafka",
     "tests.support.topics": "kafka",
     "tests.support.redis": "",
+    "tests.support.s3": "",
     "tests.support.browser": "",
     "tests.support.nvml": "",
+    "tests.support.registry_server": "",
 }
 """Plugins, and the package that each requires: without Kafka's client, `pytest -m gpu` is still possible.
 
@@ -36,13 +40,24 @@ PROCESS_FIXTURES = {"holder", "make_index", "nursery", "play", "spawn", "standby
 """Fixtures that start a Python, besides those of services: a test that takes one is marked `process`."""
 _BROKER_FIXTURES = {"kafka", "sasl_kafka", "guarded_kafka", "mortal_kafka"}
 _REDIS_FIXTURES = {"mortal_redis", "shared_redis"}
+_S3_FIXTURES = {"mortal_s3", "s3"}
 _WITHOUT_QUICK_LIMIT = {"process", "services", "slow", "browser", "gpu", "timeout"}
 _QUICK_SECONDS = 15
 """Time limit of a test that has none of these marks, on an idle machine."""
+_QUICK_EXAMPLES = 20
+"""Most examples of a property in `make test-fast`; `make test` tries as many as it asks for, 100 by default."""
+_HYPOTHESIS_SETTINGS = "_hypothesis_internal_use_settings"
+"""The attribute in which `@settings` of Hypothesis leaves its settings."""
+
+# Imports and collection make no garbage, and all that they make lives until the end: see `pytest_collection_finish`.
+gc.disable()
+# Runs after pytest's own last collections, which look for what tests have left: the interpreter's takes a second.
+atexit.register(gc.freeze)
 
 # The time that an example takes depends on the machine.
-settings.register_profile("any-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("any-machine")
+_ANY_MACHINE = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("any-machine", _ANY_MACHINE)
+settings.register_profile("quick", _ANY_MACHINE, max_examples=_QUICK_EXAMPLES)
 
 
 _python_starts: list[str] = []
@@ -57,20 +72,42 @@ def _record_python_start(event: str, arguments: tuple[Any, ...]) -> None:
 sys.addaudithook(_record_python_start)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Load Hypothesis's profile."""
+    settings.load_profile("quick" if _leaves_out_processes(config) else "any-machine")
+
+
+def _leaves_out_processes(config: pytest.Config) -> bool:
+    return "not process" in config.option.markexpr
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Clear the processes that earlier tests have started; limit the time of a quick test in proportion to the load."""
+    """Clear the processes that earlier tests have started; limit the time of a test in proportion to the load."""
     _python_starts.clear()
-    if not _WITHOUT_QUICK_LIMIT & {marker.name for marker in item.iter_markers()}:
-        item.add_marker(pytest.mark.timeout(_QUICK_SECONDS * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))))
+    own = item.get_closest_marker("timeout")
+    if own is not None:
+        seconds = own.args[0]
+    elif _WITHOUT_QUICK_LIMIT & {marker.name for marker in item.iter_markers()}:
+        seconds = float(item.config.getini("timeout"))
+    else:
+        seconds = _QUICK_SECONDS
+    load = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+    item.add_marker(pytest.mark.timeout(seconds * load), append=False)
     return (yield)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Fail a test without the mark `process` that starts a Python, where `make test-fast` leaves out that mark."""
+    """Fail a test that lowers the priority of this process and thereby that of all later tests, which cannot be undone.
+
+    Fail a test without the mark `process` that starts a Python, where `make test-fast` leaves out that mark.
+    """
+    nice = os.getpriority(os.PRIO_PROCESS, 0)
     yield
-    if _python_starts and "not process" in item.config.option.markexpr:
+    if os.getpriority(os.PRIO_PROCESS, 0) != nice:
+        pytest.fail("it lowers the priority of the process of the tests: start another process for it", pytrace=False)
+    if _python_starts and _leaves_out_processes(item.config):
         pytest.fail(f"it starts a process, and is not marked `process`: {_python_starts[0]}", pytrace=False)
 
 
@@ -86,13 +123,14 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests by the fixtures that they take."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark tests by the fixtures that they take; limit the examples of properties in `make test-fast`."""
+    quick = _leaves_out_processes(config)
     for item in items:
         fixtures = set(getattr(item, "fixturenames", ()))
         if PROCESS_FIXTURES & fixtures:
             item.add_marker(pytest.mark.process)
-        if (_BROKER_FIXTURES | _REDIS_FIXTURES) & fixtures:
+        if (_BROKER_FIXTURES | _REDIS_FIXTURES | _S3_FIXTURES) & fixtures:
             item.add_marker(pytest.mark.services)
         if _BROKER_FIXTURES & fixtures and not item.get_closest_marker("any_broker"):
             item.add_marker(pytest.mark.kafka)
@@ -100,6 +138,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.browser)
         if item.get_closest_marker("gpu") and not _has_cuda():
             item.add_marker(pytest.mark.skip(reason="there is no CUDA device"))
+        if quick:
+            _limit_examples(item)
+
+
+def _limit_examples(item: pytest.Item) -> None:
+    """Limit the examples of a property, or of a state machine, that asks for more than `_QUICK_EXAMPLES`."""
+    test = getattr(item, "obj", None)
+    owners = ((getattr(test, "__func__", test), _HYPOTHESIS_SETTINGS), (getattr(item, "cls", None), "settings"))
+    for owner, name in owners:
+        asked = getattr(owner, name, None)
+        if isinstance(asked, settings) and asked.max_examples > _QUICK_EXAMPLES:
+            setattr(owner, name, settings(asked, max_examples=_QUICK_EXAMPLES))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """Leave modules and items out of the collections during tests: each would take a third of a second."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

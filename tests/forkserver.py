@@ -12,6 +12,7 @@ import atexit
 import contextlib
 import fcntl
 import functools
+import gc
 import importlib
 import json
 import os
@@ -314,6 +315,7 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
 def _load() -> None:
     """Import the packages of the tests, and those that torch imports with the first optimizer and the first ranks."""
     subprocess.Popen = ForkingPopen  # type: ignore[misc]
+    gc.disable()
     import torch
 
     for module in _LOADED:
@@ -322,6 +324,9 @@ def _load() -> None:
     from learner.training.optimizers import build_optimizer
 
     build_optimizer(OptimizerSettings(), [torch.nn.Parameter(torch.zeros(1))])
+    # The last collection of each forked process would take half a second, and copy the memory of all modules.
+    gc.freeze()
+    gc.enable()
 
 
 class _Served(NamedTuple):

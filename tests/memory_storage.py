@@ -2,7 +2,7 @@
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from learner.state_dir.folders import MANIFEST, Folder
@@ -33,16 +33,16 @@ class MemoryFolder:
         path.write_bytes(self.read(name))
         return path
 
-    def write(self, name: str, *pieces: bytes | memoryview) -> None:
+    def write(self, name: str, pieces: Iterable[bytes | memoryview]) -> None:
         self._objects[name] = next(self._stamps), b"".join(pieces)
 
     def link(self, name: str, source: Folder, other: str) -> None:
-        self.write(name, source.read(other))
+        self.write(name, [source.read(other)])
 
     def replace(self, name: str, content: bytes) -> None:
         if not self._objects:
             raise FileNotFoundError(name)
-        self.write(name, content)
+        self.write(name, [content])
 
     def remove(self, name: str) -> None:
         self._objects.pop(name, None)
@@ -50,6 +50,8 @@ class MemoryFolder:
 
 class MemoryStorage:
     """A minimal object store: it has neither renames nor links, and a folder exists once its manifest exists."""
+
+    location = "memory"
 
     def __init__(self, fetched: Path) -> None:
         fetched.mkdir()
@@ -85,3 +87,10 @@ class MemoryStorage:
     def clean(self) -> None:
         for number in {*self._folders} - {*self.numbers()}:
             self.delete(number)
+
+    def local_base(self, sha256: str) -> Path:
+        raise FileNotFoundError(sha256)
+
+    def drop_copies(self) -> None:
+        for path in self._fetched.iterdir():
+            path.unlink()

@@ -29,8 +29,11 @@ DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
 ENV_EXAMPLE = (ROOT / ".env.example").read_text(encoding="utf-8")
 REQUIRED = {"READ_TOKEN": "r" * 64, "ADMIN_TOKEN": "a" * 64}
 OURS = ("topics", "learner", "serving")
-ELSEWHERE = {"up", "ALERTS", "node_filesystem_avail_bytes", "node_filesystem_size_bytes"}
-"""Metrics of Prometheus itself and of node-exporter."""
+ELSEWHERE = {
+    *("up", "ALERTS", "node_filesystem_avail_bytes", "node_filesystem_size_bytes"),
+    *("kubelet_volume_stats_available_bytes", "kubelet_volume_stats_capacity_bytes"),
+}
+"""Metrics of Prometheus itself, of node-exporter and of Kubernetes."""
 
 VARIABLE = re.compile(r"\$\{(\w+)(?:(:[-?])([^}]*))?\}")
 
@@ -297,7 +300,7 @@ class TestMonitoring:
             histogram = metric.kind == "histogram"
             known |= {f"{name}_{part}" for part in ("bucket", "count", "sum")} if histogram else {name}
         for expression in expressions():
-            asked = set(re.findall(r"\b(?:anabranch|node)_\w+|\bup\b|\bALERTS\b", expression))
+            asked = set(re.findall(r"\b(?:anabranch|node|kubelet)_\w+|\bup\b|\bALERTS\b", expression))
             assert asked, expression
             assert asked <= known, asked - known
 

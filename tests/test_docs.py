@@ -1,10 +1,12 @@
 """The documentation, as far as a machine can hold it against the code."""
 
+import contextlib
 import importlib
 import itertools
 import json
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -22,12 +24,25 @@ import torch
 from anabranch.commands.event_files.files import open_source
 from anabranch.config.loader import load_config
 from anabranch.config.model import Pipeline
+from anabranch.core.failures import decoded
+from ingest.config import HoldOut
+from ingest.events.block import Outcome
+from ingest.events.partition import TopicPartition
+from ingest.events.position import Position
 from ingest.events.schema import Schema
-from ingest.formats.registry import FORMATS
+from ingest.formats.registry import FORMATS, make_format
 from ingest.formats.rows import row_dtype
+from ingest.kafka.client import Messages
+from ingest.schema_registry.cache import writer_schemas
+from ingest.worker.block_builder import BlockBuilder, Incoming
 from learner.compatibility import RULES, Conflict
 from learner.model.device import Precision
 from learner.model.factory import build_model, check_model, make_task
+from learner.object_storage.head import BucketHead
+from learner.state_dir.bases import bases_in
+from learner.state_dir.report import LearnerReport
+from learner.state_dir.report import read_report as read_learner
+from learner.state_dir.version import Versions
 from learner.strategies.er import NoReplay
 from learner.training.trainer import Trainer
 from serving.reporting.report import read_report
@@ -186,7 +201,7 @@ def without_secrets(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     if value.keys() in ({"env"}, {"file"}):
-        return "a secret"
+        return "secret"
     return {key: without_secrets(inner) for key, inner in value.items()}
 
 
@@ -290,29 +305,39 @@ def test_the_worked_example_learns(tmp_path, monkeypatch):
     assert np.mean([step.score / 64 for step in right[-50:]]) > 0.85
 
 
-@pytest.mark.process
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_the_quickstart_ends_with_predictions(kafka, tmp_path):
-    command = tmp_path / "bin" / "anabranch"
-    command.parent.mkdir()
-    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m anabranch "$@"\n')
-    command.chmod(0o755)
-    environment = os.environ | {
-        "PATH": f"{command.parent}:{os.environ['PATH']}",
+def environment_of(folder: Path, bootstrap: str, topic: str) -> dict[str, str]:
+    """Return an environment with the commands `anabranch` and `python`, for a pipeline that reads a topic."""
+    commands = folder / "bin"
+    commands.mkdir()
+    for name, module in (("anabranch", "-m anabranch "), ("python", "")):
+        (commands / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {module}"$@"\n')
+        (commands / name).chmod(0o755)
+    return os.environ | {
+        "PATH": f"{commands}:{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),
-        "ANABRANCH__STREAM__BOOTSTRAP_SERVERS": kafka.bootstrap,
-        "ANABRANCH__STREAM__TOPICS": json.dumps([f"quickstart-{uuid.uuid4().hex}"]),
+        "ANABRANCH__STREAM__BOOTSTRAP_SERVERS": bootstrap,
+        "ANABRANCH__STREAM__TOPICS": json.dumps([topic]),
         "ANABRANCH__LEARNER__STATUS": "127.0.0.1:0",
         "ANABRANCH__SERVING__PORT": "0",
     }
 
+
+def shell_in(environment: dict[str, str], script: str, folder: Path) -> str:
+    done = subprocess.run(
+        ["sh", "-ec", script], cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_quickstart_ends_with_predictions(kafka, tmp_path):
+    environment = environment_of(tmp_path, kafka.bootstrap, f"quickstart-{uuid.uuid4().hex}")
+
     def shell(script: str, folder: Path) -> str:
-        done = subprocess.run(
-            ["sh", "-ec", script], cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        return shell_in(environment, script, folder)
 
     page = [block for block in BLOCKS if block.page == "docs/get-started/quickstart.md"]
     create, backtest, produce, ask = (block.text for block in page if block.mark("run") == "quickstart")
@@ -333,9 +358,159 @@ def test_the_quickstart_ends_with_predictions(kafka, tmp_path):
     assert any(line.startswith("outcomes ") for line in answers)
 
 
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_pretrained_model_learns_from_texts_and_answers_them(kafka, make_topic, free_port, tmp_path, monkeypatch):
+    name, port = "docs/guides/pretrained.md", free_port()
+    environment = environment_of(tmp_path, kafka.bootstrap, make_topic()) | {"ANABRANCH__SERVING__PORT": str(port)}
+    write_files(name, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path("make_model.py", run_name="__main__")
+    page = {block.mark("run"): block.text for block in BLOCKS if block.page == name}
+    shell_in(environment, page["pretrained produce"].replace(" --create-topic", ""), tmp_path)
+    ask = page["pretrained ask"].replace(":8000", f":{port}")
+    with subprocess.Popen(
+        page["pretrained up"].split(), cwd=tmp_path, env=environment, stderr=subprocess.DEVNULL
+    ) as up:
+        try:
+            deadline = time.monotonic() + 120
+            while not _is_served(tmp_path) and time.monotonic() < deadline:
+                time.sleep(0.2)
+            reply = json.loads(shell_in(environment, ask, tmp_path))
+        finally:
+            up.send_signal(signal.SIGINT)
+            up.communicate()
+    assert [(output["name"], output["shape"]) for output in reply["outputs"]] == [
+        ("prediction", [2]),
+        ("probabilities", [2, 2]),
+    ]
+    versions = Versions(tmp_path / "var" / "versions")
+    newest = max(versions.numbers())
+    base = bases_in(tmp_path / "var").file(versions.manifest(newest).base)
+    assert all("lora" in key or key.startswith("classifier.") for key in versions.weights(versions.manifest(newest)))
+    assert base.stat().st_size > 10_000
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_history_is_learned_and_then_the_topic(kafka, make_topic, produce, tmp_path):
+    name, topic = "docs/guides/backfill.md", make_topic()
+    environment = environment_of(tmp_path, kafka.bootstrap, topic)
+    write_files(name, tmp_path)
+    page = {block.mark("run"): block.text for block in BLOCKS if block.page == name}
+    assert "The history has 10 files with 50,000 rows, which fit [schema]." in shell_in(
+        environment, page["backfill check"], tmp_path
+    )
+
+    def wait_for(events: int) -> LearnerReport:
+        deadline, learned = time.monotonic() + 120, 0
+        while time.monotonic() < deadline:
+            report = read_learner(tmp_path / "var")
+            if report is not None and (now := sum(report.outcomes.values())) > learned:
+                deadline, learned = time.monotonic() + 120, now
+            if report is not None and learned >= events:
+                return report
+            time.sleep(0.2)
+        raise AssertionError(f"no {events} events: {report}")
+
+    with subprocess.Popen(page["backfill up"].split(), cwd=tmp_path, env=environment, stderr=subprocess.DEVNULL) as up:
+        try:
+            first = wait_for(50_000)
+            screen = shell_in(environment, page["backfill status"], tmp_path)
+            assert re.search(r"^history +read, 50,000 rows of 10 files *$", screen, re.MULTILINE)
+            event = {"amount": 12.5, "hour": 3, "fraud": 0, "time": time.time()}
+            produce(kafka.bootstrap, topic, [json.dumps(event).encode()] * 100)
+            last = wait_for(50_100)
+        finally:
+            up.send_signal(signal.SIGINT)
+            up.communicate()
+    assert (first.pid, first.started) == (last.pid, last.started), "without a restart"
+    assert last.outcomes["trained"] + last.outcomes["held_out"] == 50_100
+    assert last.partitions[f"{topic}:0"].finished == 100
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_drill_goes_on_without_a_lost_or_repeated_event(kafka, tmp_path):
+    name, hosts = "docs/operate/disaster-recovery.md", [tmp_path / "first", tmp_path / "second"]
+    environment = environment_of(tmp_path, kafka.bootstrap, f"drill-{uuid.uuid4().hex}")
+    page = {block.mark("run"): block.text for block in BLOCKS if block.page == name}
+    learn = page["drill learn"]
+
+    def background(script: str) -> str:
+        return script.replace("anabranch learn &", "setsid anabranch learn > learner.log 2>&1 < /dev/null &")
+
+    def stored(folder: Path, events: int) -> LearnerReport:
+        """Wait until so many events have an outcome, and a checkpoint with these is in the object store."""
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline:
+            report = read_learner(folder / "var")
+            if report is not None and sum(report.outcomes.values()) >= events:
+                there = decoded((tmp_path / "bucket" / "head.json").read_bytes(), BucketHead).checkpoints
+                state = json.loads((folder / f"var/checkpoints/{report.checkpoint}/rank-0/state.json").read_text())
+                counted = sum(sum(partition["outcomes"].values()) for partition in state["ledger"])
+                if counted >= events and report.checkpoint in there:
+                    return report
+            time.sleep(0.2)
+        raise AssertionError(f"no {events} events: {report}; {(folder / 'learner.log').read_text()}")
+
+    try:
+        shell_in(environment, page["drill first"], tmp_path)
+        shell_in(environment, background(learn), hosts[0])
+        first = stored(hosts[0], 400)
+        assert "trained" in shell_in(environment, page["drill check"], hosts[0])
+        shell_in(environment, page["drill lost"], hosts[0])
+        shell_in(environment, background(page["drill again"]), hosts[1])
+        last = stored(hosts[1], 800)
+        shell_in(environment, page["drill check"], hosts[1])
+        log = (hosts[1] / "learner.log").read_text()
+        shell_in(environment, page["drill end"], hosts[1])
+    finally:
+        for host in hosts:
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                os.kill(int((host / "learner.pid").read_text()), signal.SIGKILL)
+    assert sum(first.outcomes.values()) == 400
+    assert sum(last.outcomes.values()) == 800
+    assert last.replay_lost == 0
+    assert last.steps > first.steps > 0
+    assert last.generation > first.generation
+    expected = re.search(r"```text\n(the learner of .*?)\n```", PAGES[name], re.DOTALL)[1]
+    for line in expected.splitlines():
+        assert re.search(".+".join(map(re.escape, re.split(r"file:\S+|\d+", line))), log), line
+
+
 def _is_served(folder: Path) -> bool:
     report = read_report(folder / "var")
     return report is not None and report.ready
+
+
+class TestLateLabels:
+    """The producer of docs/guides/late-labels.md, on a broker."""
+
+    def test_its_label_finds_its_event(self, kafka, make_topic, consume_all, tmp_path):
+        page, topics = "docs/guides/late-labels.md", {name: make_topic() for name in ("payments", "chargebacks")}
+        (block,) = (block for block in blocks(page=page) if block.mark("run") == "late labels")
+        run(changed(block.text, ("localhost:9092", kafka.bootstrap), *topics.items()), tmp_path)
+        write_files(page, tmp_path, *topics.items())
+        pipeline = load_config(tmp_path / "pipeline.toml", {}).pipeline
+        schema = Schema(pipeline.events, pipeline.stream.labels)
+        rows = []
+        for topic in topics.values():
+            records = consume_all(kafka.bootstrap, topic, at_least=1)
+            times, none = [record.timestamp for record in records], [None] * len(records)
+            values, headers = [record.value for record in records], [[]] * len(records)
+            messages = Messages(
+                TopicPartition(topic, 0), range(len(records)), times, none, values, headers, len(records)
+            )
+            builder = BlockBuilder(schema, pipeline.stream, HoldOut(fraction=0, seed=0))
+            rows.append(builder.assemble([Incoming(messages, 0, Position(0))]).columns)
+        events, labels = rows
+        assert events["outcome"].tolist() == [Outcome.WAITING] * 2
+        assert labels["outcome"].tolist() == [Outcome.LABEL]
+        assert labels["key_hash"].tolist() == events["key_hash"].tolist()[1:]
 
 
 class TestMessages:
@@ -357,6 +532,20 @@ class TestMessages:
         decoder = FORMATS[block.mark("run").partition(" ")[2] or "json"](schema)
         decoded = decoder.decode([record.value for record in consume_all(kafka.bootstrap, topic, at_least=1)])
         assert (list(decoded.rejects), len(decoded.message) > 0) == ([], True)
+
+    def test_what_a_serializer_writes_can_be_read(self, registry, kafka, make_topic, consume_all, tmp_path):
+        (block,) = (each for each in BLOCKS if each.mark("run") == "kafka avro")
+        topic, at = make_topic(), ("http://localhost:8081", registry.url)
+        run(changed(self.script(block, kafka, topic), at), tmp_path)
+        write_files(block.page, tmp_path, at)
+        pipeline = load_config(tmp_path / "pipeline.toml", {}).pipeline
+        schemas = writer_schemas(pipeline.stream)
+        (record,) = consume_all(kafka.bootstrap, topic, at_least=1)
+        decoded = make_format(pipeline.stream, Schema(pipeline.events), schemas).decode([record.value])
+        schemas.close()
+        assert list(decoded.rejects) == []
+        assert decoded.columns["feature.count"].tolist() == [0]
+        assert decoded.columns["label"].tolist() == [0]
 
     def test_dead_letters_can_be_read_and_sent_again(self, kafka, make_topic, produce, consume_all, tmp_path):
         topic = make_topic()

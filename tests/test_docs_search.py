@@ -55,7 +55,7 @@ def tab(browser: Any) -> Iterator[Any]:
     [
         ("the Kafka broker at localhost:9092 does not answer", "the Kafka broker at ... does not answer"),
         ("another learner is at work in /home/you/parcels/var", "another learner is at work in ..."),
-        ("no version can be served yet", "Why is the newest version not served?"),
+        ("no version can be served yet", "no version can be served yet"),
         ("checkpoint 12 was made under another [schema]", "checkpoint ... was made under another [schema]"),
         ("no module named my_model", "no module named ..."),
         ("the model has no parameters that require a gradient", "the model has no parameters that require a gradient"),

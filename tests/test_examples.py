@@ -1,31 +1,39 @@
 """The pipelines of examples/: their events, configs and models fit together, and the models learn."""
 
 import contextlib
+import functools
 import itertools
 import json
 import runpy
 import shutil
 import sys
 import urllib.request
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
+import onnxruntime
 import pytest
 import torch
 
 from anabranch.cli import app as cli
+from anabranch.commands.exporting.program import ProgramFormat, export_program
 from anabranch.config.loader import Config, load_config
 from ingest.events.schema import Schema
 from ingest.formats.registry import FORMATS
+from learner.model.base_file import write_base
 from learner.model.device import Precision
-from learner.model.factory import build_model, check_model, make_task
+from learner.model.factory import build_on_device, check_model, make_task
 from learner.model.task import Task
-from learner.state_dir.version import Versions
+from learner.model.trained_set import trained_state
+from learner.state_dir.bases import bases_in
+from learner.state_dir.version import Manifest, Verdict, Versions, reference_to
 from learner.strategies.registry import build_strategy
 from learner.training.trainer import Trainer
+from serving.model.deployment import Deployment
+from serving.model.loaded_version import load_version
 from tests.pipelines import Part
 
 FOLDER = Path(__file__).parent.parent / "examples"
@@ -48,7 +56,7 @@ class Example(NamedTuple):
         task = make_task(pipeline.model.task)
         strategy = build_strategy(settings.strategy, pipeline.model, task)
         torch.manual_seed(pipeline.seed)
-        model = build_model(pipeline.model.factory, pipeline.model.args, self.config.folder)
+        model = build_on_device(pipeline.model, self.config.folder, CPU)
         trainer = Trainer(model, task, strategy, self.schema, settings, CPU, Precision("fp32", None))
         ratio = settings.replay_ratio if strategy.replays and settings.replay_ratio != "auto" else 0
         scores, stored, batch = [], rows[:0], settings.batch_size
@@ -79,27 +87,57 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """`made(name)`: a copy of an example with its events, made once."""
+
+    @functools.cache
+    def make(name: str) -> Path:
+        folder = tmp_path_factory.mktemp("made") / name
+        shutil.copytree(FOLDER / name, folder, ignore=shutil.ignore_patterns("var", "events.jsonl", "__pycache__"))
+        with contextlib.chdir(folder), mock.patch.object(sys, "path", [str(folder), *sys.path]):
+            for script in sorted(Path().glob("make_*.py")):
+                runpy.run_path(script.name, run_name="__main__")
+        sys.modules.pop("make_events", None)
+        return folder
+
+    return make
+
+
 @pytest.fixture
-def copied(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A copy of the example that the test names, with its events. All examples have a module named `my_model`."""
+def copied(
+    request: pytest.FixtureRequest, made: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Path]:
+    """A copy of the example that the test names, with its events. Most have a module named `my_model`."""
     folder = tmp_path / request.param
-    shutil.copytree(FOLDER / request.param, folder, ignore=shutil.ignore_patterns("var", "events.jsonl", "__pycache__"))
+    shutil.copytree(made(request.param), folder)
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", sys.path[:])  # where the factory's folder is put
-    runpy.run_path("make_events.py", run_name="__main__")
     sys.modules.pop("my_model", None)
     yield folder
     sys.modules.pop("my_model", None)
 
 
+@pytest.fixture(scope="module")
+def decoded(made: Callable[[str], Path]) -> Callable[[str], tuple[dict[str, np.ndarray], list[dict[str, Any]]]]:
+    """`decoded(name)`: the columns and the JSON of an example's events, decoded once."""
+
+    @functools.cache
+    def decode(name: str) -> tuple[dict[str, np.ndarray], list[dict[str, Any]]]:
+        folder = made(name)
+        schema = Schema(load_config(folder / "pipeline.toml", {}).pipeline.events)
+        lines = (folder / "events.jsonl").read_bytes().splitlines()
+        events = FORMATS["json"](schema).decode(lines)
+        assert list(events.rejects) == []
+        return dict(events.columns), [json.loads(line) for line in lines]
+
+    return decode
+
+
 @pytest.fixture
-def example(copied: Path) -> Example:
+def example(copied: Path, decoded: Callable[[str], tuple[dict[str, np.ndarray], list[dict[str, Any]]]]) -> Example:
     config = load_config(copied / "pipeline.toml", {})
-    schema = Schema(config.pipeline.events)
-    lines = (copied / "events.jsonl").read_bytes().splitlines()
-    decoded = FORMATS["json"](schema).decode(lines)
-    assert list(decoded.rejects) == []
-    return Example(config, schema, decoded.columns, [json.loads(line) for line in lines])
+    return Example(config, Schema(config.pipeline.events), *decoded(copied.name))
 
 
 def trivial_score(task: Task, label: np.ndarray) -> float:
@@ -114,7 +152,7 @@ def trivial_score(task: Task, label: np.ndarray) -> float:
 @pytest.mark.parametrize("copied", NAMES, indirect=True)
 def test_the_model_fits_the_schema(example: Example) -> None:
     model = example.config.pipeline.model
-    built = build_model(model.factory, model.args, example.config.folder)
+    built = build_on_device(model, example.config.folder, CPU)
     assert check_model(built, make_task(model.task), example.schema, CPU) == (example.schema.label.classes,)
     assert not model.embedding or built.get_submodule(model.embedding) is not None
 
@@ -126,7 +164,9 @@ def test_make_events_is_deterministic(copied: Path) -> None:
     assert Path("events.jsonl").read_bytes() == before
 
 
-@pytest.mark.parametrize(("copied", "margin"), [("tabular", 0.15), ("text", 0.4)], indirect=["copied"])
+@pytest.mark.parametrize(
+    ("copied", "margin"), [("tabular", 0.15), ("text", 0.4), ("pretrained", 0.3)], indirect=["copied"]
+)
 def test_it_is_better_than_the_constant_answer(example: Example, margin: float) -> None:
     trainer, scores = example.train(np.arange(len(example.events)))
     last = len(example.events) // 10
@@ -153,6 +193,49 @@ def test_replay_keeps_the_accuracy_on_earlier_digits(example: Example) -> None:
     assert example.score(without, held_out) < 0.3
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["onnx", "torch"])
+@pytest.mark.parametrize("copied", NAMES, indirect=True)
+def test_an_exported_program_answers_events_as_the_version_does(
+    example: Example, form: ProgramFormat, tmp_path: Path
+) -> None:
+    pipeline, schema = example.config.pipeline, example.schema
+    model = build_on_device(pipeline.model, example.config.folder, CPU)
+    versions = Versions(example.config.state_dir / "versions")
+    manifest = Manifest(
+        number=1,
+        generation=1,
+        parent=None,
+        time=1.7e9,
+        step=100,
+        trained_through={},
+        metrics={},
+        schema=schema.digest,
+        encoders=schema.encoders,
+        model=reference_to(pipeline.model),
+        base=write_base(bases_in(example.config.state_dir), model),
+        files={},
+    )
+    versions.write(trained_state(model), manifest, Verdict("pass"))
+    exported = export_program(example.config, "latest", tmp_path / "program", form)
+    names = [feature.name for feature in schema.features]
+    features = {name: example.columns[f"feature.{name}"][:1000] for name in names}
+    deployment = Deployment(
+        *(pipeline.name, schema, pipeline.model, example.config.folder, example.config.state_dir, CPU)
+    )
+    served = load_version(deployment, versions.manifest(1), 1000).run(features)
+    path = tmp_path / "program" / exported.file
+    if form == "onnx":
+        session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+        answers = dict(zip((output.name for output in session.get_outputs()), session.run(None, features), strict=True))
+    else:
+        program = torch.export.load(path).module()
+        answers = {name: value.numpy() for name, value in program(*map(torch.from_numpy, features.values())).items()}
+    assert set(answers) == set(served)
+    for name, value in served.items():
+        np.testing.assert_allclose(answers[name], value, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.any_broker
 @pytest.mark.process
 @pytest.mark.parametrize("copied", ["text"], indirect=True)
@@ -170,7 +253,8 @@ def test_an_example_runs_from_end_to_end(copied: Path, kafka, make_topic, free_p
     config = copied / "pipeline.toml"
     with contextlib.closing(Part("learner", config)) as learner, contextlib.closing(Part("serving", config)) as serving:
         learner.until(Versions(copied / "var" / "versions").numbers)
-        reply = serving.until(partial(predicted, port, "where is my parcel: shipment, depot or locker?", offsets))
+        text = "where is my parcel: shipment, depot or locker?"
+        reply = serving.until(functools.partial(predicted, port, text, offsets))
         assert [learner.stop(), serving.stop()] == [0, 0]
     assert (reply["model_name"], reply["outputs"][0]["data"]) == ("tickets", [False, True, False, False, False])
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import forkserver
+
 pytestmark = pytest.mark.process
 
 ROOT = Path(__file__).parent.parent
@@ -60,7 +62,15 @@ def test_tests_for_gpus_are_collected_without_kafka_redis_and_faiss(tmp_path: Pa
 
 
 def test_the_benchmark_ends_with_one_sentence_where_there_is_no_device() -> None:
-    done = run_benchmark("--quick", CUDA_VISIBLE_DEVICES="")
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu", "--quick"],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=170,
+    )
     assert done.returncode == 2
     assert done.stderr == "benchmarks.gpu needs a CUDA device, and torch sees none on this machine\n"
 
@@ -69,18 +79,7 @@ def test_the_benchmark_ends_with_one_sentence_where_there_is_no_device() -> None
 @pytest.mark.slow
 def test_each_part_of_the_benchmark_runs_on_a_cpu(part: str, tmp_path: Path) -> None:
     path = tmp_path / "figures.json"
-    done = run_benchmark("--device", "cpu", "--only", part, "--json", str(path))
+    arguments = ["-m", "benchmarks.gpu", "--device", "cpu", "--only", part, "--json", str(path)]
+    done = forkserver.run(arguments, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=170)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     assert json.loads(path.read_text()).keys() >= FIGURES[part]
-
-
-def run_benchmark(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu", *arguments],
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=170,
-    )

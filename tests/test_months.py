@@ -153,7 +153,8 @@ def ledger_and_lag(year: Year) -> Driven:
     counters.register_partitions(ledger.partitions)
     blocks: list[Block] = []
     source = SimpleNamespace(poll=lambda _timeout: blocks.pop() if blocks else None, release=lambda _block: None)
-    stream = SimpleNamespace(ends_time=0.0, partitions=[Partition(EVENTS, 0, None)], pass_over=lambda: None)
+    partitions = [Partition(EVENTS, 0, None)]
+    stream = SimpleNamespace(ends_time=0.0, reads_history=False, partitions=partitions, pass_over=lambda: None)
     policy = LagPolicy(LagPolicySettings(action="sample"), 0, stream, clock=lambda: year.now, wall=lambda: year.now)
     batches = Batches(source, 16, timedelta(0), policy.settle)
 
@@ -245,7 +246,7 @@ def checkpoints(year: Year) -> Driven:
     def checkpoint(tick: int) -> None:
         checkpoints.write(tick + 1, Checkpoint(tick, {"model": {"w": torch.zeros(3)}}, {"step": tick}), year.now)
         if tick % 3 == 2:
-            checkpoints._storage.folder(tick + 1).write("rank-0/model.safetensors", b"damaged")
+            checkpoints._storage.folder(tick + 1).write("rank-0/model.safetensors", [b"damaged"])
             checkpoints.newest()
         checkpoints.prune(2)
 
@@ -255,7 +256,11 @@ def checkpoints(year: Year) -> Driven:
 def reporter(year: Year) -> Driven:
     loop: Any = SimpleNamespace(state=SimpleNamespace(steps=0, rows_new=0, rows_replay=0), raising_events=None)
     parts: Any = SimpleNamespace(
-        source=None, publisher=SimpleNamespace(gate=SimpleNamespace(hold=None)), checkpointer=None, erasure=None
+        source=None,
+        publisher=SimpleNamespace(gate=SimpleNamespace(hold=None), canary=None),
+        checkpointer=None,
+        erasure=None,
+        late=None,
     )
     collectors = LearnerMetrics(CollectorRegistry())
     reports = Reporter(
@@ -296,7 +301,7 @@ def erasure(year: Year) -> Driven:
 def serving(year: Year) -> Driven:
     """Versions are swapped in, refused for three reasons, withdrawn once they are served, and rolled back by hand."""
     versions = Versions(year.folder, year.storage("versions"))
-    deployment: Any = SimpleNamespace(versions=versions, schema=year.schema, model=MODEL)
+    deployment: Any = SimpleNamespace(versions=versions, schema=year.schema, model=MODEL, state_dir=year.folder)
     counted = ServingMetrics(CollectorRegistry())
     swap = VersionSwapper(deployment, 8, counted, lambda: None, lambda error: pytest.fail(str(error)))
     registry, history = VersionList(deployment, swap, year.now), History(["a", "b"], ((1, 20), (3600, 20)))

@@ -40,6 +40,7 @@ ALSO_SHOWN = {
         f"{model}_steps_per_second_{arm}" for model in ("mlp", "convnet") for arm in ("learner", "baseline")
     ),
     "faults": ("recovery_seconds_p95_alone",),
+    "ingest": tuple(f"{form}{kind}_events_per_second" for form in ("json_schema", "json") for kind in ("", "_wide")),
     "serving": ("swap_disk_bytes", "freshness_p50_seconds"),
 }
 """Keys without a target that are no ratios."""

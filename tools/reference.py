@@ -88,6 +88,7 @@ _TAIL = """\
 | `versions/<number>/model.safetensors` | weights |
 | `versions/<number>/manifest.json` | all else about it; immutable; without it the version does not exist |
 | `versions/<number>/verdict.json` | whether serving may take it; replaced atomically |
+| `bases/<sha256>/model.safetensors` | frozen weights, which versions and checkpoints name |
 | `versions/state.json` | what serving serves; replaced atomically |
 | `versions/state.lock` | held while `state.json` is read and written |
 | `checkpoints/<number>/rank-0/` | training state: weights, optimizer, replay, holdout set, generators, ledger and positions |
@@ -99,7 +100,9 @@ _TAIL = """\
 | `learner.json` | the learner's report, about once a second; replaced atomically |
 | `serving.json` | serving's report, about once a second; replaced atomically |
 | `learner.lock` | held by the one learner |
-| `generation` | how many learners have held the lock |
+| `generation` | how many learners have held the lock; with `[storage]` that of the lease, if it is later |
+| `storage-holder` | with `[storage]`: the id by which the next learner recognizes its lease, and takes it at once; in mode `only` the URL of the state |
+| `fetched/` | with `[storage]`: copies of objects, while they are needed |
 | `traces/steps-<first>-<last>.json` | a trace of some steps, by `learner.profile` |
 | `device_sharing/server-<n>`, `device_sharing/learner-<n>` | by which a server says that it needs the device, a rank that it yields |
 

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version as installed_version
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -17,6 +17,9 @@ from anabranch.cli.replay import replay
 from anabranch.cli.versions import versions
 from anabranch.core.logs import LogFormat, LogLevel, LogSettings, configure_logging, log_arguments
 from anabranch.runtime.lifecycle import Exit
+
+if TYPE_CHECKING:
+    from anabranch.commands.produce import Produced
 
 app = typer.Typer(
     name="anabranch",
@@ -204,45 +207,86 @@ def produce(
             delimiter=delimiter,
             on_error=on_error,
         )
-        if as_json:
-            document = {
-                "topic": produced.topic,
-                "events": produced.events,
-                "last_offsets": produced.offsets(),
-                "skipped": produced.skipped,
-                "unknown_fields": produced.unknown_fields,
-                "columns_left_out": produced.columns_left_out,
-            }
-            show(document, lambda: None)
-        else:
-            if produced.columns_left_out:
-                typer.echo(
-                    f"left out columns that are not in [schema]: {', '.join(produced.columns_left_out)}", err=True
-                )
-            if produced.unknown_fields:
-                typer.echo(f"{produced.unknown_fields:,} events have fields that the schema does not know", err=True)
-            if produced.skipped:
-                typer.echo(f"left out {produced.skipped:,} events that the pipeline cannot use", err=True)
-            typer.echo(f"sent {produced.events:,} events to {produced.topic}; the last offsets:", err=True)
-            typer.echo(produced.offsets())
+        _report_produced(produced, as_json=as_json)
         if produced.interrupted:
             raise KeyboardInterrupt
 
     return run_command(start)
 
 
+def _report_produced(produced: "Produced", *, as_json: bool) -> None:
+    if as_json:
+        document = {
+            "topic": produced.topic,
+            "events": produced.events,
+            "last_offsets": produced.offsets(),
+            "skipped": produced.skipped,
+            "unknown_fields": produced.unknown_fields,
+            "columns_left_out": produced.columns_left_out,
+        }
+        show(document, lambda: None)
+        return
+    if produced.columns_left_out:
+        typer.echo(f"left out columns that are not in [schema]: {', '.join(produced.columns_left_out)}", err=True)
+    if produced.unknown_fields:
+        typer.echo(f"{produced.unknown_fields:,} events have fields that the schema does not know", err=True)
+    if produced.skipped:
+        typer.echo(f"left out {produced.skipped:,} events that the pipeline cannot use", err=True)
+    typer.echo(f"sent {produced.events:,} events to {produced.topic}; the last offsets:", err=True)
+    typer.echo(produced.offsets())
+
+
 @app.command(epilog="Example: anabranch init digits && cd digits")
 def init(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write into; created if it does not exist.")],
     force: Annotated[bool, typer.Option("--force", help="Overwrite files that exist.")] = False,
+    subject: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SUBJECT", help="Subject of a Schema Registry that the fields come from, instead of the example."
+        ),
+    ] = None,
+    registry: Annotated[
+        str, typer.Option(metavar="URL", help="Address of the registry; credentials come from the environment.")
+    ] = "http://localhost:8081",
+    history: Annotated[
+        str | None,
+        typer.Option(
+            metavar="GLOB",
+            help="Parquet files that the fields come from, by path or URL, instead of the example.",
+        ),
+    ] = None,
+    label: Annotated[
+        str | None, typer.Option(metavar="FIELD", help="With --subject or --history: the field to predict.")
+    ] = None,
+    classes: Annotated[
+        str | None,
+        typer.Option(metavar="N|A,B", help="With --subject: the number of classes of the label, or their names."),
+    ] = None,
+    key: Annotated[
+        str | None, typer.Option(metavar="FIELD", help="With --subject: the field that names whom an event is about.")
+    ] = None,
 ) -> int:
-    """Write an example pipeline: pipeline.toml, my_model.py and a few events."""
+    """Write an example pipeline, or one for a subject of a Schema Registry, or for Parquet files."""
 
     def start() -> None:
-        from anabranch.commands.init import next_commands, write_example
+        if subject is not None:
+            import os
 
-        paths = write_example(folder, force=force)
-        typer.echo(f"wrote {', '.join(path.name for path in paths)} to {folder}; next:\n\n{next_commands(folder)}")
+            from anabranch.commands.subject.pipeline import SubjectOptions, write_subject
+
+            options = SubjectOptions(subject, registry, label, classes, key)
+            paths = write_subject(folder, options, os.environ, force=force)
+            after = f'set stream.bootstrap_servers, then run "anabranch doctor -c {paths[0]}"'
+            typer.echo(f"wrote {', '.join(path.name for path in paths)} to {folder}; {after}")
+            return
+        from anabranch.commands.init import NEXT_OF_HISTORY, next_commands, write_example, write_history
+
+        if history is None and label is None:
+            paths, commands = write_example(folder, force=force), next_commands(folder)
+        else:
+            paths, commands = write_history(folder, history, label, force=force), next_commands(folder, NEXT_OF_HISTORY)
+        typer.echo(f"wrote {', '.join(path.name for path in paths)} to {folder}; next:\n\n{commands}")
 
     return run_command(start)
 

@@ -61,15 +61,16 @@ def checkpoints_restore(
         from anabranch.runtime.private_state import private_state
 
         loaded = load_config(config)
-        plan = plan_restore(loaded, checkpoint)
+        plan, storage = plan_restore(loaded, checkpoint), loaded.pipeline.storage
+        renamed = storage is None or storage.mode == "mirror"
         if not dry_run and plan.set_aside:
-            confirm("checkpoints restore", "\n".join(plan.sentences(done=False)), yes=yes)
+            confirm("checkpoints restore", "\n".join(plan.sentences(done=False, renamed=renamed)), yes=yes)
             with private_state(loaded):
                 plan = restore_checkpoint(loaded, checkpoint)
         if as_json:
             show(plan.document(), lambda: None)
             return
-        for sentence in plan.sentences(done=not dry_run):
+        for sentence in plan.sentences(done=not dry_run, renamed=renamed):
             say(sentence)
 
     return run_command(start)

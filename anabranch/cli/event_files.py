@@ -53,6 +53,19 @@ def backtest(
     ] = None,
     format_: _Format = None,
     delimiter: _Delimiter = None,
+    label_time: Annotated[
+        str | None,
+        typer.Option(
+            metavar="COLUMN",
+            help="Column with the time at which the label is known: it comes then, as stream.labels says.",
+        ),
+    ] = None,
+    compare: Annotated[
+        bool,
+        typer.Option(
+            "--compare", help="Also without replay and, with --label-time, by other policies for late labels."
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> int:
     """Train on the events of a file, without Kafka, and print the accuracy on each before it is trained on.
@@ -65,7 +78,15 @@ def backtest(
         from anabranch.commands.backtest import render_backtest
         from anabranch.config.loader import load_config
 
-        result = measure(load_config(config), source, every=every, kind=format_, delimiter=delimiter)
+        result = measure(
+            load_config(config),
+            source,
+            every=every,
+            kind=format_,
+            delimiter=delimiter,
+            label_time=label_time,
+            compare=compare,
+        )
         show(result.document() if as_json else None, lambda: render_backtest(result))
         if result.skipped:
             first = f"; the first: {result.first_fault}" if result.first_fault else ""

@@ -1,7 +1,7 @@
 """`anabranch versions`: the commands that list versions and control which one is served."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -75,21 +75,39 @@ def versions_diff(
 def versions_export(
     version: _Version,
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to create; it may exist if it is empty.")],
+    format_: Annotated[
+        Literal["safetensors", "onnx", "torch"],
+        typer.Option(
+            "--format",
+            metavar="FORMAT",
+            help="safetensors: the weights; onnx or torch: a program that answers without Anabranch, compared with the "
+            "version's own answers.",
+        ),
+    ] = "safetensors",
     config: ConfigPath = PIPELINE,
     as_json: AsJson = False,
 ) -> int:
-    """Write the weights (safetensors) and the manifest of a version into a folder, completely or not at all."""
+    """Write the weights or a program, and the manifest, of a version into a folder, completely or not at all."""
 
     def start() -> None:
-        from anabranch.commands.version_files import export_version
         from anabranch.commands.versions import parse_which
         from anabranch.config.loader import load_config
 
-        manifest = export_version(load_config(config), parse_which(version), folder)
-        if as_json:
-            show({"version": manifest.number, "folder": str(folder), "files": manifest.files}, lambda: None)
+        if format_ == "safetensors":
+            from anabranch.commands.version_files import export_version
+
+            manifest, files, compared = export_version(load_config(config), parse_which(version), folder), None, ""
         else:
-            say(f"exported version {manifest.number} to {folder}")
+            from anabranch.commands.exporting.program import export_program
+
+            program = export_program(load_config(config), parse_which(version), folder, format_)
+            manifest, files = program.manifest, [program.file]
+            compared = f"; {program.rows} answers differ from the version's by {program.difference:.1g} at most"
+        if as_json:
+            written = manifest.files if files is None else files
+            show({"version": manifest.number, "folder": str(folder), "files": written}, lambda: None)
+        else:
+            say(f"exported version {manifest.number} to {folder}{compared}")
 
     return run_command(start)
 
@@ -129,7 +147,8 @@ def versions_reject(
         from anabranch.config.loader import load_config
 
         loaded = load_config(config)
-        number = version_number(loaded, parse_which(version))
+        which = parse_which(version)
+        number = which if isinstance(which, int) else version_number(loaded, which)
         preview = preview_rejection(loaded, number)
         if dry_run:
             show({"preview": preview} if as_json else None, lambda: preview)

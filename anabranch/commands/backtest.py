@@ -2,12 +2,10 @@
 
 Each batch is scored before the model is trained on it, so that every accuracy is that on events not seen before. Old
 events are replayed from a uniform sample in memory, at `learner.replay_ratio` (1 for "auto"), whatever
-`replay.admission` and `replay.sampling` are. No version is published, and nothing is written.
-
-Legend: B new events, C slots of the reservoir.
+`replay.admission` and `replay.sampling` are. With the time of each label, an event is scored when it comes and trained
+on when its label comes, or as `[stream.labels]` says. No version is published, and nothing is written.
 """
 
-import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -17,37 +15,41 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
-from rich.console import RenderableType
+from pydantic import ValidationError
+from rich.console import Group, RenderableType
 from rich.table import Table
-from torch import Tensor
 
+from anabranch.commands.backtesting.delayed_labels import POLICIES, DelayedRun, LabelDelay, Policy
+from anabranch.commands.backtesting.runs import BacktestPoint, BacktestRun, LabelledRun, without_replay
 from anabranch.commands.event_files.files import EventFile, FileRecord, SourceFormat, open_source
 from anabranch.config.loader import Config
 from anabranch.core.errors import SettingsError
+from ingest.config import FeatureSettings, SchemaSettings
 from ingest.events.block import Array
 from ingest.events.schema import Schema
 from ingest.formats.base import Decoded
 from ingest.formats.json import JsonFormat
 from learner.__main__ import deployment_of
-from learner.build import TrainingSetup, build_training_setup
-from learner.evaluation.prequential import Prequential, Scored
+from learner.build import LearnerSpec
 from learner.model.device import choose_device, without_denormals
-from learner.strategies.examples import Examples
-from learner.training.trainer import Trainer
 
-_CAPACITY = 10_000
+_FEATURE = "feature."
 
 
-@dataclass(frozen=True)
-class BacktestPoint:
-    """The score up to a number of events: accuracy for classification, absolute error for regression."""
+@dataclass
+class BacktestComparison:
+    """The score of one run over all events."""
 
-    events: int
-    recent: float
-    """Over the window since the last change that ADWIN detected."""
+    policy: str
+    """How it treats labels that come late: a policy, or `labelled` where they come with their events."""
+    replay: bool
+    """Whether old events were replayed."""
     overall: float
-    """Since the first event."""
-    loss: float
+    overall_loss: float
+    labelled: int = 0
+    """Events whose label came in time."""
+    timed_out: int = 0
+    """Events that waited for it in vain."""
 
 
 @dataclass
@@ -58,15 +60,30 @@ class BacktestResult:
     """What the numbers are: `accuracy` or `absolute error`."""
     points: list[BacktestPoint] = field(default_factory=list)
     events: int = 0
-    """Events that the model was trained on."""
+    """Events that the model was scored on."""
     skipped: int = 0
     """Events without a label, or that the pipeline cannot use."""
     first_fault: str | None = None
     """Why the first unusable event could not be used."""
+    runs: list[BacktestComparison] = field(default_factory=list)
+    """The run of the settings, whose points these are, and those that it is compared with."""
 
     def document(self) -> dict[str, Any]:
         """Return it as JSON values."""
         return asdict(self)
+
+
+@dataclass(frozen=True)
+class _ComparedRun:
+    run: BacktestRun
+    policy: str
+    replay: bool
+
+    def comparison(self) -> BacktestComparison:
+        """Return its score over all events."""
+        last = self.run.points[-1]
+        ended = (self.run.labelled, self.run.timed_out) if isinstance(self.run, DelayedRun) else ()
+        return BacktestComparison(self.policy, self.replay, last.overall, last.overall_loss, *ended)
 
 
 def backtest(
@@ -76,6 +93,8 @@ def backtest(
     every: int | None = None,
     kind: SourceFormat | None = None,
     delimiter: str | None = None,
+    label_time: str | None = None,
+    compare: bool = False,
 ) -> BacktestResult:
     """Train on the events of a file in their order, and score each before it is trained on.
 
@@ -85,50 +104,91 @@ def backtest(
         every: events between two points; by default about 20 points.
         kind: format of the file; by default from its suffix.
         delimiter: of CSV.
+        label_time: the column with the time at which the label is known, in seconds since 1970; None: labels come with
+            their events.
+        compare: train other models on the same events: without replay, and by other policies for late labels.
 
     Raises:
-        SettingsError: the file cannot be read, or has no labelled event that can be used.
+        SettingsError: the file cannot be read, or has no labelled event that can be used; or labels cannot be delayed.
     """
     device = choose_device(config.pipeline.learner.device)
     with without_denormals(device):
-        setup = build_training_setup(deployment_of(config), device)
-        trainer, settings = Trainer(**setup.arguments), setup.settings
-        regression = setup.schema.label.classes is None
-        result = BacktestResult("absolute error" if regression else "accuracy")
-        measured, sign = Prequential(bounded=not regression), -1 if regression else 1
-        replayed = _Reservoir(config.pipeline.seed) if setup.strategy.replays else None
-        points = []
-        with open_source(path, kind, delimiter, setup.schema, checked=True) as source:
-            for columns in _batches(source, setup, settings.batch_size, result):
-                new = trainer.examples(columns)
-                ratio = 1.0 if settings.replay_ratio == "auto" else settings.replay_ratio
-                counts = setup.strategy.samples(round(ratio * len(new)))
-                step = trainer.step(new, replayed.sample(counts) if replayed is not None else ())
-                if replayed is not None:
-                    kept = step.output_B if setup.strategy.keeps_output else None
-                    replayed.add(dataclasses.replace(new, output_B=kept))
-                if step.finite:
-                    measured.add(Scored(len(new), step.score, step.loss_new))
-                result.events += len(new)
-                if measured.mean is not None and measured.overall is not None:
-                    loss = measured.loss or 0.0
-                    points.append(BacktestPoint(result.events, sign * measured.mean, sign * measured.overall, loss))
+        spec = deployment_of(config)
+        schema = Schema(spec.events if label_time is None else _with_label_time(config, label_time))
+        runs = _runs(config, spec, device, label_time, compare=compare)
+        result = BacktestResult("absolute error" if schema.label.classes is None else "accuracy")
+        with open_source(path, kind, delimiter, schema, checked=True) as source:
+            for columns in _batches(source, schema, spec.learner.batch_size, result):
+                for each in runs:
+                    each.run.add(columns)
+                result.events += len(columns["label"])
+    points = runs[0].run.points
     if not points:
         why = f"; the first that cannot be used: {result.first_fault}" if result.first_fault else ""
         raise SettingsError(f"{path} has no event with a label that the pipeline can use{why}")
     result.points = _thinned(points, every or max(1, result.events // 20))
+    result.runs = [each.comparison() for each in runs]
     return result
 
 
 def render_backtest(result: BacktestResult) -> RenderableType:
-    """Return the table of accuracy over time."""
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for name in ("events", f"recent {result.score}", f"overall {result.score}", "loss"):
-        table.add_column(name, justify="right", no_wrap=True)
+    """Return the table of accuracy over time, below one of the runs where there are several."""
     shown = "{:.4g}" if result.score == "absolute error" else "{:.1%}"
+    table = _table("events", f"recent {result.score}", f"overall {result.score}", "loss")
     for point in result.points:
         table.add_row(f"{point.events:,}", shown.format(point.recent), shown.format(point.overall), f"{point.loss:.4g}")
+    if len(result.runs) == 1:
+        return table
+    compared = _table("labels", "replay", f"overall {result.score}", "overall loss")
+    for run in result.runs:
+        compared.add_row(
+            run.policy, "yes" if run.replay else "no", shown.format(run.overall), f"{run.overall_loss:.4f}"
+        )
+    return Group(compared, "", table)
+
+
+def _table(*names: str) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
     return table
+
+
+def _runs(
+    config: Config, spec: LearnerSpec, device: torch.device, label_time: str | None, *, compare: bool
+) -> list[_ComparedRun]:
+    """Return the run of the settings, and with `compare` the others."""
+    replays = spec.learner.strategy.replays
+    specs = [spec, without_replay(spec)] if compare and replays else [spec]
+    labels = config.pipeline.stream.labels
+    if label_time is None or labels is None:
+        return [_ComparedRun(LabelledRun(each, device), "labelled", replays and each is spec) for each in specs]
+    delay = LabelDelay(f"{_FEATURE}{label_time}", labels.wait.total_seconds(), labels.unmatched)
+    own: Policy = "wait" if labels.early == "none" else labels.early
+    binary = Schema(spec.events).label.one_of == 2
+    others = [policy for policy in POLICIES if policy != own] if compare and binary else []
+    return [
+        _ComparedRun(DelayedRun(each, device, policy, delay), policy, replays and each is spec)
+        for policy in (own, *others)
+        for each in specs
+    ]
+
+
+def _with_label_time(config: Config, column: str) -> SchemaSettings:
+    """Return the schema with the time of the label as one more column of each event."""
+    events, option = config.pipeline.events, f"--label-time {column}"
+    if events.time is None:
+        raise SettingsError(f"{option}: name the field with the time of an event as well, in [schema.time]")
+    if config.pipeline.stream.labels is None:
+        raise SettingsError(f"{option}: the settings have no [stream.labels], whose wait says how long an event waits")
+    taken = f'{option}: name a column of the file that has letters, digits and "_", and is not in [schema]'
+    if column in events.features:
+        raise SettingsError(taken)
+    time = FeatureSettings.model_validate({"dtype": "float64", "default": 0.0})
+    try:
+        return SchemaSettings.model_validate({**dict(events), "features": {**events.features, column: time}})
+    except ValidationError as exc:
+        raise SettingsError(taken) from exc
 
 
 def _thinned(points: Sequence[BacktestPoint], every: int) -> list[BacktestPoint]:
@@ -137,12 +197,10 @@ def _thinned(points: Sequence[BacktestPoint], every: int) -> list[BacktestPoint]
     return list(last.values())
 
 
-def _batches(
-    source: EventFile, setup: TrainingSetup, rows: int, result: BacktestResult
-) -> Iterator[Mapping[str, Array]]:
+def _batches(source: EventFile, schema: Schema, rows: int, result: BacktestResult) -> Iterator[Mapping[str, Array]]:
     """Yield the columns of `rows` labelled events at a time, at the end of those that are left."""
     left: dict[str, Array] = {}
-    for decoded in _decoded(source, setup.schema, rows, result):
+    for decoded in _decoded(source, schema, rows, result):
         labelled = np.asarray(decoded.columns["labelled"], np.bool_)
         result.skipped += int((~labelled).sum())
         new = {name: column[labelled] for name, column in decoded.columns.items()}
@@ -169,47 +227,3 @@ def _decoded(source: Iterable[FileRecord], schema: Schema, rows: int, result: Ba
         if faults and result.first_fault is None:
             result.first_fault = faults[0]
         yield decoded
-
-
-class _Reservoir:
-    """A uniform sample of all events added so far (Vitter 1985, algorithm R). Used by one thread."""
-
-    def __init__(self, seed: int, capacity: int = _CAPACITY) -> None:
-        self._random = np.random.default_rng(seed)
-        self._capacity = capacity
-        self._seen = 0
-        self._held: Examples | None = None
-
-    def add(self, new: Examples) -> None:
-        """Add events."""
-        if self._held is None:
-            self._held = _map(lambda value: value.new_zeros((self._capacity, *value.shape[1:])), new)
-        slots: dict[int, int] = {}
-        for row in range(len(new)):
-            slot = self._seen if self._seen < self._capacity else int(self._random.integers(self._seen + 1))
-            self._seen += 1
-            if slot < self._capacity:
-                slots[slot] = row
-        to, taken = torch.tensor(list(slots), dtype=torch.int64), torch.tensor(list(slots.values()), dtype=torch.int64)
-        for held, value in zip(_tensors(self._held), _tensors(new), strict=True):
-            held[to.to(held.device)] = value.detach()[taken.to(value.device)].to(held.dtype)
-
-    def sample(self, counts: Sequence[int]) -> list[Examples]:
-        """Return distinct events, `counts[i]` for sample i; fewer where the reservoir does not hold enough."""
-        held = min(self._seen, self._capacity)
-        if self._held is None or not sum(counts) or held < len(counts):
-            return []
-        fair = [min(count, held // len(counts)) for count in counts]
-        slots = torch.from_numpy(self._random.choice(held, sum(fair), replace=False))
-        return [self._held[some.to(self._held.label_B.device)] for some in torch.split(slots, fair)]
-
-
-def _tensors(examples: Examples) -> list[Tensor]:
-    output = [] if examples.output_B is None else [examples.output_B]
-    return [*examples.features.values(), examples.label_B, examples.weight_B, *output]
-
-
-def _map(change: Any, examples: Examples) -> Examples:
-    output = None if examples.output_B is None else change(examples.output_B)
-    features = {name: change(value) for name, value in examples.features.items()}
-    return Examples(features, change(examples.label_B), change(examples.weight_B), output)

@@ -11,14 +11,18 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from anabranch.commands.versions import format_time
+from anabranch.commands.versions import format_time, stored_versions
 from anabranch.config.loader import Config
-from anabranch.core.errors import SettingsError
+from anabranch.core.errors import DependencyError, SettingsError
+from anabranch.core.failures import DamagedError
 from ingest.events.schema import Schema
 from learner.checkpointing.without_erased import check_age
 from learner.errors import CheckpointError, VersionError
+from learner.object_storage.bucket_storage import storage_to_read
+from learner.object_storage.lease import PrefixOwner
+from learner.object_storage.opening import hold_storage
 from learner.state_dir.checkpoint import Checkpoint, CheckpointManifest, Checkpoints
-from learner.state_dir.folders import SET_ASIDE
+from learner.state_dir.folders import SET_ASIDE, Storage
 from learner.state_dir.lock import hold_state_directory
 from learner.state_dir.version import Versions
 from replay.erasure.erasure_log import NAME, ErasureLog
@@ -63,16 +67,24 @@ class RestorePlan:
         """Return it as JSON values."""
         return asdict(self)
 
-    def sentences(self, *, done: bool) -> list[str]:
-        """Return it as sentences for a person; `done` says whether it has happened."""
+    def sentences(self, *, done: bool, renamed: bool = True) -> list[str]:
+        """Return it as sentences for a person.
+
+        Args:
+            done: whether it has happened.
+            renamed: whether checkpoints are folders of the state directory.
+        """
         which = f"checkpoint {self.checkpoint} of step {self.step:,}, written at {format_time(self.time)}"
         if not self.set_aside:
             return [f"the learner resumes from {which}, at its next start; it is the newest, and nothing is changed"]
-        renamed = ", ".join(f"{number}{SET_ASIDE}" for number in self.set_aside)
+        names = ", ".join(f"{number}{SET_ASIDE if renamed else ''}" for number in self.set_aside)
         resumes, were = ("resumes", "were") if done else ("would resume", "would be")
+        newer = f"newer checkpoints {were} renamed to {names}; delete them when you are done (the next erasure does)"
+        if not renamed:
+            newer = f"newer checkpoints ({names}) {were} set aside; the next erasure deletes them"
         sentences = [
             f"the learner {resumes} from {which}, at its next start, and reads the stream again from there",
-            f"newer checkpoints {were} renamed to {renamed}; delete them when you are done (the next erasure does)",
+            newer,
         ]
         if self.served is not None:
             back = f"`anabranch versions rollback --to {self.version_before}` returns to the newest one from before it"
@@ -98,19 +110,19 @@ def show_checkpoint(config: Config, which: str) -> CheckpointSummary:
     checkpoints = _checkpoints(config)
     numbers = checkpoints.numbers()
     if not numbers:
-        raise SettingsError(f"no checkpoint has been written yet in {checkpoints.path}")
+        raise SettingsError(f"no checkpoint has been written yet in {checkpoints.location}")
     if which != "latest" and not which.isdecimal():
         raise SettingsError(f'"{which}" is no checkpoint: write a number or latest')
     number = numbers[-1] if which == "latest" else int(which)
     if number not in numbers:
         there = ", ".join(map(str, numbers))
-        raise SettingsError(f"there is no checkpoint {number} in {checkpoints.path}; there are {there}")
+        raise SettingsError(f"there is no checkpoint {number} in {checkpoints.location}; there are {there}")
     summary = _summary(checkpoints, number)
     if summary.manifest is None or summary.problem is not None:
         return summary
     try:
         for name in summary.manifest.files:
-            checkpoints.read(summary.manifest, name)
+            checkpoints.checked(summary.manifest, name)
     except (CheckpointError, OSError) as exc:
         return CheckpointSummary(number, summary.manifest, summary.bytes, str(exc))
     return summary
@@ -130,13 +142,13 @@ def plan_restore(config: Config, number: int) -> RestorePlan:
     erasures.refresh()
     parts, state = checkpoints.open(one.manifest)
     check_age(number, Checkpoint(one.manifest.step, parts, state), erasures)
-    versions = Versions(config.state_dir / "versions")
+    versions = stored_versions(config)
     before = [known for known in versions.numbers() if _step(versions, known) <= one.manifest.step]
     return RestorePlan(
         number,
         one.manifest.step,
         one.manifest.time,
-        checkpoints.newer_than(number),
+        _newer(config, one.manifest),
         versions.state().serving,
         max(before, default=None),
     )
@@ -149,17 +161,52 @@ def restore_checkpoint(config: Config, number: int) -> RestorePlan:
     newest checkpoint that still has its name, and the command can run again. They must not stay: the resumed learner
     writes slots of the disk tier that only they name.
 
+    With `[storage]`, those of the object store come first: a start resumes from the newest of both.
+
     Raises:
-        SettingsError: as `plan_restore`; or a learner holds the lock; or a checkpoint cannot be renamed.
+        SettingsError: as `plan_restore`; or a learner holds the lock or the lease; or a checkpoint cannot be renamed.
+        DependencyError: the object store cannot be reached.
     """
-    with hold_state_directory(config.state_dir, command="anabranch checkpoints restore"):
+    with (
+        hold_state_directory(config.state_dir, command="anabranch checkpoints restore") as generation,
+        contextlib.ExitStack() as stack,
+    ):
         plan, checkpoints = plan_restore(config, number), _checkpoints(config)
         try:
-            for newer in plan.set_aside:
-                checkpoints.set_aside(newer)
+            if (settings := config.pipeline.storage) is not None:
+                owner = PrefixOwner(config.pipeline.name, config.pipeline.stream.topics)
+                held = stack.enter_context(hold_storage(settings, config.state_dir, generation, owner=owner))
+                stored = _checkpoints(config, held.checkpoints)
+                for newer in _newer_in(stored, checkpoints.manifest(number)):
+                    stored.set_aside(newer)
+            if settings is None or settings.mode == "mirror":
+                for newer in checkpoints.newer_than(number):
+                    checkpoints.set_aside(newer)
+        except DependencyError:
+            raise
         except OSError as exc:
-            raise SettingsError(f"{checkpoints.path} cannot be changed: {exc.strerror or exc}") from exc
+            raise SettingsError(f"{checkpoints.location} cannot be changed: {exc.strerror or exc}") from exc
     return plan
+
+
+def _newer(config: Config, manifest: CheckpointManifest) -> list[int]:
+    """Return the checkpoints that a restart prefers to this one, also those of an object store, the newest first."""
+    newer, settings = _checkpoints(config).newer_than(manifest.number), config.pipeline.storage
+    if settings is None or settings.mode == "only":
+        return newer
+    only = settings.model_copy(update={"mode": "only"})
+    there = _newer_in(_checkpoints(config, storage_to_read(only, "checkpoints")), manifest)
+    return list(dict.fromkeys([*there, *newer]))
+
+
+def _newer_in(checkpoints: Checkpoints, manifest: CheckpointManifest) -> list[int]:
+    """Return the checkpoints of an object store that are newer than one that need not be there, the newest first."""
+    ages = [(checkpoints.generation_of(number) or 0, number) for number in checkpoints.numbers()]
+    return [number for generation, number in sorted(ages, reverse=True) if (generation, number) > _age(manifest)]
+
+
+def _age(manifest: CheckpointManifest) -> tuple[int, int]:
+    return manifest.generation, manifest.number
 
 
 def render_checkpoints(summaries: Sequence[CheckpointSummary]) -> RenderableType:
@@ -189,6 +236,8 @@ def render_checkpoint(one: CheckpointSummary) -> RenderableType:
         table.add_row("time", format_time(one.manifest.time))
         table.add_row("step", f"{one.manifest.step:,}, by the learner of generation {one.manifest.generation}")
         table.add_row("schema", one.manifest.schema)
+        if one.manifest.base is not None:
+            table.add_row("base", one.manifest.base)
         for name, digest in one.manifest.files.items():
             table.add_row("file", f"{name}, sha256 {digest}")
     table.add_row("size", f"{one.bytes / 1e6:,.1f} MB")
@@ -196,9 +245,11 @@ def render_checkpoint(one: CheckpointSummary) -> RenderableType:
     return table
 
 
-def _checkpoints(config: Config) -> Checkpoints:
+def _checkpoints(config: Config, storage: Storage | None = None) -> Checkpoints:
     # A checkpoint whose generation cannot be read counts as the newest, as for a learner that starts now.
-    return Checkpoints(config.state_dir / "checkpoints", Schema(config.pipeline.events).digest, sys.maxsize)
+    schema = Schema(config.pipeline.events).digest
+    storage = storage or storage_to_read(config.pipeline.storage, "checkpoints")
+    return Checkpoints(config.state_dir / "checkpoints", schema, sys.maxsize, storage)
 
 
 def _step(versions: Versions, number: int) -> float:
@@ -210,9 +261,8 @@ def _step(versions: Versions, number: int) -> float:
 
 def _summary(checkpoints: Checkpoints, number: int) -> CheckpointSummary:
     size, manifest, problem = 0, None, None
-    for file in (checkpoints.path / str(number)).rglob("*"):
-        with contextlib.suppress(FileNotFoundError):  # the learner deletes old checkpoints meanwhile
-            size += file.stat().st_size if file.is_file() else 0
+    with contextlib.suppress(FileNotFoundError, DamagedError):  # the learner deletes old checkpoints meanwhile
+        size = sum(checkpoints.folder(number).files().values())
     try:
         manifest = checkpoints.manifest(number)
         checkpoints.check(manifest)

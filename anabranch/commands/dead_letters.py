@@ -15,6 +15,7 @@ from rich.text import Text
 from anabranch.config.loader import Config
 from anabranch.core.errors import AnabranchError, SettingsError
 from ingest.config import StreamSettings
+from ingest.formats.envelopes.cloud_events import binary_headers
 from ingest.kafka.dead_letter_reader import StoredLetter, read_dead_letters
 from ingest.kafka.producer import EventProducer
 
@@ -103,14 +104,16 @@ def resend(config: Config, sources: Collection[str] | None, *, dry_run: bool) ->
                 continue
             match = _SOURCE.fullmatch(letter.source)
             topic, partition = (match[1], int(match[2])) if match else ("", 0)
-            if (why := _refusal(letter, topic, stream.topics)) is not None:
+            if (why := _refusal(letter, topic, stream)) is not None:
                 result.skipped[letter.source] = why
                 continue
             if not dry_run:
                 if topic not in producers:
                     producers[topic] = stack.enter_context(_producer(stream, topic))
                 assert letter.value is not None
-                producers[topic].send(letter.value, key=letter.key, headers=letter.headers, partition=partition)
+                row_of_file = letter.format is not None
+                headers = binary_headers() if row_of_file and stream.envelope == "cloudevents" else letter.headers
+                producers[topic].send(letter.value, key=letter.key, headers=headers, partition=partition)
             result.sent.append(letter.source)
     return result
 
@@ -139,10 +142,12 @@ def _once(letters: Iterator[StoredLetter]) -> Iterator[StoredLetter]:
             yield letter
 
 
-def _refusal(letter: StoredLetter, topic: str, topics: Collection[str]) -> str | None:
+def _refusal(letter: StoredLetter, topic: str, stream: StreamSettings) -> str | None:
     """Return why a message cannot be sent again; None when it can."""
-    if topic not in topics:
-        return "its source is not in stream.topics"
+    if topic not in stream.all_topics:
+        return "its source is not in stream.topics or stream.labels.topics"
+    if letter.format not in (None, stream.format):
+        return f"it is a row of a file, written as {letter.format}, and stream.format is {stream.format}; encode it so"
     if letter.truncated is not None:
         return f"the letter was too large, and lacks {letter.truncated}"
     if letter.value is None:

@@ -135,25 +135,39 @@ def _erase(config: Config, log: ErasureLog, through: int) -> str | None:
     """Erase what is left of all up to a record, under the lock; return what is not done."""
     # Loads torch, which takes seconds: before the lock, for which a learner that starts meanwhile waits.
     from learner.checkpointing.erase_offline import ERASED, erase
+    from learner.object_storage.lease import PrefixOwner
+    from learner.object_storage.opening import checkpoints_to_write
     from replay.tiers.registry import TIERS
 
-    left = [name for name in TIERS if name != ERASED and getattr(config.pipeline.replay, name) is not None]
-    digest = Schema(config.pipeline.events).digest
-    with hold_state_directory(config.state_dir, command=_COMMAND):
+    replay, storage = config.pipeline.replay, config.pipeline.storage
+    left = [f"rows in replay.{name}" for name in TIERS if name != ERASED and getattr(replay, name) is not None]
+    left += [f"checkpoints in {storage.url}"] if storage is not None and storage.mode == "mirror" else []
+    digest, owner = (
+        Schema(config.pipeline.events).digest,
+        PrefixOwner(config.pipeline.name, config.pipeline.stream.topics),
+    )
+    with (
+        hold_state_directory(config.state_dir, command=_COMMAND) as generation,
+        checkpoints_to_write(storage, config.state_dir, digest, generation, owner) as checkpoints,
+    ):
         log.refresh()  # a learner that has ended may have done it
         if log.through >= through:
             return None
-        erase(config.state_dir, digest, log, whole=not left)
+        erase(checkpoints, log, whole=not left)
     if not left:
         return None
-    return f"rows in replay.{left[0]} are removed by the next start of the learner, before anything is sampled"
+    return f"{' and '.join(left)} are removed by the next start of the learner, before anything is sampled"
 
 
 def _known(config: Config) -> Mapping[TopicPartition, PartitionReport]:
     """Return the partitions of the learner's last report."""
     report = read_report(config.state_dir)
-    partitions = {}
+    partitions: dict[TopicPartition, PartitionReport] = {}
     for name, progress in report.partitions.items() if report is not None else ():
+        if progress.history:  # no file has more rows than all together
+            files = (TopicPartition(name, file, 0, progress.history) for file in range(progress.files))
+            partitions |= dict.fromkeys(files, progress)
+            continue
         topic, _, number = name.rpartition(":")
         partitions[TopicPartition(topic, int(number), progress.incarnation)] = progress
     return partitions

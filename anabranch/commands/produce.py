@@ -15,6 +15,7 @@ from anabranch.config.loader import Config
 from anabranch.core.errors import SettingsError
 from anabranch.runtime.rate_limiter import Pacer
 from ingest.events.schema import Schema
+from ingest.formats.envelopes.cloud_events import binary_headers
 from ingest.formats.registry import FORMATS
 from ingest.formats.rows import pack_rows
 from ingest.kafka.producer import EventProducer, create_topics
@@ -92,7 +93,7 @@ def produce(
     stream = config.pipeline.stream
     produced = Produced(topic or stream.topics[0])
     encoder = _Encoder(config, checked=checked)
-    producer, pacer = EventProducer(stream, produced.topic), Pacer(rate)
+    producer = EventProducer(stream, produced.topic)
     with contextlib.ExitStack() as stack:
         source = stack.enter_context(open_source(path, kind, delimiter, encoder.schema, checked=checked))
         produced.columns_left_out = source.left_out
@@ -103,24 +104,9 @@ def produce(
                 sys.stderr.write(f"created {' and '.join(made)}\n")
         stack.callback(producer.close)
         producer.open()
-        advance = stack.enter_context(_progress(source))
-        fault = None
-        try:
-            for message in encoder.messages(source, 1 if path == STDIN else _BATCH):
-                if not message.fault:
-                    pacer.pace()
-                    producer.send(message.value, key=message.key)
-                elif on_error == "stop":
-                    fault = message
-                    break
-                else:
-                    _report_fault(message, produced)
-                advance()
-        except KeyboardInterrupt:
-            produced.interrupted = True
-        except SettingsError:
-            producer.flush()
-            raise
+        advance, wrapped = stack.enter_context(_progress(source)), stream.envelope == "cloudevents"
+        messages = encoder.messages(source, 1 if path == STDIN else _BATCH)
+        fault = _send(messages, producer, Pacer(rate), advance, produced, on_error, wrapped=wrapped)
         producer.flush()
     if fault is not None:
         raise SettingsError(
@@ -138,6 +124,10 @@ class _Encoder:
     def __init__(self, config: Config, *, checked: bool) -> None:
         stream = config.pipeline.stream
         self.schema = Schema(config.pipeline.events)
+        if stream.format not in FORMATS:
+            raise SettingsError(
+                f'produce cannot write stream.format = "{stream.format}": use a serializer of the registry'
+            )
         self._format = FORMATS[stream.format](self.schema)
         self._pack = _packer(stream.format)
         self._most_bytes = int(stream.max_message_bytes)
@@ -210,6 +200,39 @@ def _object(line: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise SettingsError(f"it is a JSON {type(value).__name__}, not an object")
     return value
+
+
+def _send(
+    messages: Iterable[_Message],
+    producer: EventProducer,
+    pacer: Pacer,
+    advance: Callable[[], None],
+    produced: Produced,
+    on_error: OnError,
+    *,
+    wrapped: bool,
+) -> _Message | None:
+    """Send the messages until they end, Ctrl-C, or a fault that ends it, which is returned.
+
+    Where `wrapped`, each becomes an event of CloudEvents.
+    """
+    try:
+        for message in messages:
+            if not message.fault:
+                pacer.pace()
+                headers = binary_headers() if wrapped else ()
+                producer.send(message.value, key=message.key, headers=headers)
+            elif on_error == "stop":
+                return message
+            else:
+                _report_fault(message, produced)
+            advance()
+    except KeyboardInterrupt:
+        produced.interrupted = True
+    except SettingsError:
+        producer.flush()
+        raise
+    return None
 
 
 def _report_fault(message: _Message, produced: Produced) -> None:

@@ -6,7 +6,7 @@ Legend: H events held, n events that are asked for.
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -24,9 +24,10 @@ from ingest.events.schema import Schema
 from learner.checkpointing.replay_state import unpack
 from learner.checkpointing.without_erased import check_age, without_erased
 from learner.errors import CheckpointError, MisfitError
+from learner.object_storage.bucket_storage import storage_to_read
 from learner.state_dir.checkpoint import RANK, Checkpoint, Checkpoints
 from learner.state_dir.report import read_report
-from learner.strategies.examples import OUTPUT, output_field
+from learner.strategies.examples import output_fields
 from replay.erasure.erased_events import hash_of_key
 from replay.erasure.erasure_log import NAME, ErasureLog
 from replay.row_layout import RowLayout
@@ -53,7 +54,7 @@ class Stored:
     def names(self) -> list[TopicPartition]:
         """The partitions, by their index."""
         return [
-            TopicPartition(each["topic"], each["partition"], each["incarnation"])
+            TopicPartition(each["topic"], each["partition"], each["incarnation"], each["history"])
             for each in self.checkpoint.state["ledger"]
         ]
 
@@ -149,8 +150,7 @@ def read_sample(config: Config, n: int, where: Sequence[str], seed: int | None) 
     for condition in where:
         fits &= _fits(condition, schema, stored.names, index)
     indices = np.random.default_rng(seed).permutation(np.flatnonzero(fits))
-    shape = stored.checkpoint.state.get(OUTPUT)
-    layout = RowLayout({**schema.payload(), **({} if shape is None else output_field(tuple(shape)))})
+    layout = RowLayout({**schema.payload(), **output_fields(stored.checkpoint.state)})
     for begin in range(0, len(indices), _AT_ONCE):
         for i, row in _rows(config, stored, layout, indices[begin : begin + _AT_ONCE]):
             if n == 0:
@@ -163,10 +163,11 @@ def _stored(config: Config) -> Stored:
     schema = Schema(config.pipeline.events)
     log = ErasureLog(config.state_dir / NAME)
     log.refresh()
-    checkpoints = Checkpoints(config.state_dir / "checkpoints", schema.digest, 0)
+    storage = storage_to_read(config.pipeline.storage, "checkpoints")
+    checkpoints = Checkpoints(config.state_dir / "checkpoints", schema.digest, 0, storage)
     for attempt in range(_ATTEMPTS):
         try:
-            with away_is_dependency(f"the checkpoints in {checkpoints.path} cannot be read"):
+            with away_is_dependency(f"the checkpoints in {checkpoints.location} cannot be read"):
                 found = checkpoints.newest()
         except MisfitError:
             raise
@@ -186,8 +187,8 @@ def _stored(config: Config) -> Stored:
         if not checkpoints.numbers():
             break
     raise SettingsError(
-        f"there is no checkpoint in {checkpoints.path} yet; the first one is made after checkpoints.every, or when it "
-        f"stops"
+        f"there is no checkpoint in {checkpoints.location} yet; the first one is made after checkpoints.every, or when "
+        "it stops"
     )
 
 
@@ -224,7 +225,7 @@ def _open_tier(config: Config, contents: StoreSnapshot, row_bytes: int) -> Itera
     assert kind is not None
     with contextlib.ExitStack() as opened:
         kind.connect(opened, needed=True)
-        tier = kind.open_existing(contents)
+        tier = kind.open_existing(replace(contents, rows=None))  # rows that it lacks are left out
         opened.callback(tier.close)
         yield tier
 

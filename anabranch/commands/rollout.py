@@ -15,7 +15,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from anabranch.commands.versions import Which, list_versions, version_number
+from anabranch.commands.fleet import apply_to_fleet, commands_fleet
+from anabranch.commands.versions import Which, list_versions, stored_versions, version_number
 from anabranch.config.loader import Config
 from anabranch.core.errors import DependencyError, SettingsError
 from anabranch.core.failures import DamagedError, decoded
@@ -37,10 +38,14 @@ class RolloutResult:
     state: RegistryState
     running: bool
     """Whether serving runs and has applied it; otherwise it will on start."""
+    servers: int | None = None
+    """How many servers of a fleet are to apply it; None where it is for this host's."""
 
     def sentence(self) -> str:
         """Return it as one sentence."""
         state = self.state
+        if self.servers is not None:
+            return f"saved for all servers: {self.servers} run, and apply it within seconds"
         if not self.running:
             return "saved; serving is not running and will apply it on start"
         pinned = "" if state.pinned is None else ", and no other until it is unpinned"
@@ -48,7 +53,8 @@ class RolloutResult:
 
     def document(self) -> dict[str, Any]:
         """Return it as JSON values."""
-        return {**msgspec.to_builtins(self.state), "running": self.running}
+        servers = {} if self.servers is None else {"servers": self.servers}
+        return {**msgspec.to_builtins(self.state), "running": self.running, **servers}
 
 
 def apply_command(config: Config, action: str, which: Which | None) -> RolloutResult:
@@ -64,13 +70,17 @@ def apply_command(config: Config, action: str, which: Which | None) -> RolloutRe
         SettingsError: there is no such version, or the command cannot be applied.
         DependencyError: serving runs, and does not answer.
     """
-    versions = Versions(config.state_dir / "versions")
+    report = read_report(config.state_dir)
+    is_running = _is_running(report)
+    if not is_running and (storage := commands_fleet(config)) is not None:
+        state, servers = apply_to_fleet(storage, action, which)
+        return RolloutResult(state, running=servers > 0, servers=servers)
+    versions = stored_versions(config)
     if isinstance(which, int):
         chosen = which
     else:
         chosen = _default(config, action, versions) if which is None else version_number(config, which)
-    report = read_report(config.state_dir)
-    if report is not None and time.time() - report.time < SILENT.total_seconds() and report.problems != [STOPPED]:
+    if report is not None and is_running:
         return RolloutResult(_ask(config, report, action, chosen), running=True)
     try:
         with versions.changing_state():
@@ -83,9 +93,15 @@ def apply_command(config: Config, action: str, which: Which | None) -> RolloutRe
     return RolloutResult(after, running=False)
 
 
+def _is_running(report: ServingReport | None) -> bool:
+    return report is not None and time.time() - report.time < SILENT.total_seconds() and report.problems != [STOPPED]
+
+
 def preview_rejection(config: Config, which: Which) -> str:
     """Return what `versions reject` would do, as one sentence; raises SettingsError when it would be refused."""
-    versions, number = Versions(config.state_dir / "versions"), version_number(config, which)
+    if not _is_running(read_report(config.state_dir)) and commands_fleet(config) is not None:
+        return f"no server would ever serve version {which} again"
+    versions, number = stored_versions(config), version_number(config, which)
     state = versions.state()
     try:
         COMMANDS["reject"](state, number, versions.numbers())
@@ -103,17 +119,17 @@ def _default(config: Config, action: str, versions: Versions) -> int:
     state = versions.state()
     if action == "unpin":
         if state.pinned is None:
-            raise SettingsError(f"no version is pinned in {versions.path}")
+            raise SettingsError(f"no version is pinned in {versions.location}")
         return state.pinned
     if state.serving is None:
-        raise SettingsError(f"serving has taken no version yet in {versions.path}")
+        raise SettingsError(f"serving has taken no version yet in {versions.location}")
     if action != "rollback":
         return state.serving
     usable = sorted(one.number for one in list_versions(config, None) if one.refused is None)
     before = version_before(state, usable)
     if before is None:
         raise SettingsError(
-            f"no version before {state.serving} in {versions.path} may be served; name one with --to, whatever its "
+            f"no version before {state.serving} in {versions.location} may be served; name one with --to, whatever its "
             "verdict"
         )
     return before
@@ -145,6 +161,11 @@ def _ask(config: Config, report: ServingReport, action: str, number: int) -> Reg
         connection.request("POST", f"/api/versions/{number}:{action}", headers=headers)
         reply = connection.getresponse()
         body = reply.read()
+    except TimeoutError as exc:
+        raise DependencyError(
+            f"serving at {report.address} has not answered within {_PATIENCE_SECONDS} s, and may still apply the "
+            "command: see `anabranch status` before you send it again"
+        ) from exc
     except (OSError, http.client.HTTPException) as exc:
         raise DependencyError(f"serving at {report.address} does not answer: {exc}") from exc
     finally:

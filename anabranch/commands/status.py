@@ -8,17 +8,30 @@ from datetime import timedelta
 import msgspec
 from rich.console import Group, RenderableType
 from rich.live import Live
+from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from anabranch.commands.fleet import Fleet, read_fleet
 from anabranch.config.loader import Config
 from anabranch.runtime.console import PlainConsole
 from anabranch.runtime.lifecycle import Exit, stop_on_signals
-from learner.state_dir.report import LAG_STALE, DeviceReport, DeviceSharingReport, LearnerReport
+from learner.state_dir.report import (
+    LAG_STALE,
+    BackfillReport,
+    CanaryReport,
+    DeviceReport,
+    DeviceSharingReport,
+    LabelReport,
+    LearnerReport,
+    StorageReport,
+)
 from learner.state_dir.report import read_report as read_learner
 from serving.reporting.health import SILENT
 from serving.reporting.report import ServingReport, ShadowReport
 from serving.reporting.report import read_report as read_serving
+
+_BAR_COLUMNS = 40
 
 
 @dataclass(frozen=True)
@@ -30,6 +43,8 @@ class Status:
     now: float
     learner: LearnerReport | None
     serving: ServingReport | None
+    fleet: Fleet | None = None
+    """The servers of all hosts; None without `[storage]`."""
 
     def condition(self, report: LearnerReport | ServingReport | None) -> str:
         """Return `running`, `silent` or `not running`."""
@@ -38,8 +53,12 @@ class Status:
         return "running" if self.now - report.time < SILENT.total_seconds() else "silent"
 
     def exit_code(self) -> Exit:
-        """Return DONE when both parts run without a problem, else NOT_RUNNING or UNHEALTHY."""
-        reports = (self.learner, self.serving)
+        """Return DONE when both parts run without a problem, else NOT_RUNNING or UNHEALTHY.
+
+        In a fleet, a part that has never run on this host is another host's.
+        """
+        both = (self.learner, self.serving)
+        reports = both if self.fleet is None or not any(both) else [report for report in both if report]
         conditions = {self.condition(report) for report in reports}
         if "not running" in conditions:
             return Exit.NOT_RUNNING
@@ -48,12 +67,14 @@ class Status:
 
     def to_json(self) -> bytes:
         """Return both reports, and whether they are of living processes, as one indented JSON object."""
-        document = {
+        document: dict[str, object] = {
             "name": self.name,
             "state_dir": self.state_dir,
             "learner": self._part(self.learner),
             "serving": self._part(self.serving),
         }
+        if self.fleet is not None:
+            document["fleet"] = self.fleet.document()
         return msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n"
 
     def _part(self, report: LearnerReport | ServingReport | None) -> dict[str, object]:
@@ -67,7 +88,8 @@ class Status:
 def read_status(config: Config) -> Status:
     """Read the newest reports of a pipeline's parts."""
     state_dir = config.state_dir
-    return Status(config.pipeline.name, str(state_dir), time.time(), read_learner(state_dir), read_serving(state_dir))
+    reports = read_learner(state_dir), read_serving(state_dir)
+    return Status(config.pipeline.name, str(state_dir), time.time(), *reports, read_fleet(config))
 
 
 def render(status: Status) -> RenderableType:
@@ -84,6 +106,7 @@ def render(status: Status) -> RenderableType:
         table,
         *([Text(), _learner(status.learner, status.now)] if status.learner else []),
         *([Text(), _serving(status.serving)] if status.serving else []),
+        *([Text(), _fleet(status.fleet)] if status.fleet else []),
     )
 
 
@@ -101,7 +124,9 @@ def _condition(status: Status, report: LearnerReport | ServingReport | None) -> 
 
 def _learner(report: LearnerReport, now: float) -> RenderableType:
     table = _section()
-    rates = report.rates
+    rates, history = report.rates, report.backfill
+    if history is not None:
+        table.add_row("history", _history(history))
     table.add_row("steps", f"{report.steps:,} ({_rate(rates, 'steps')})")
     replayed = f"{_rate(rates, 'rows_replay')} replayed, ratio {report.replay_ratio:.3g}"
     table.add_row("events", f"{_rate(rates, 'rows_new')} new, {replayed}")
@@ -122,7 +147,12 @@ def _learner(report: LearnerReport, now: float) -> RenderableType:
     if any(report.skipped.values()):
         table.add_row("skipped", _pairs({k: f"{v:,}" for k, v in report.skipped.items() if v}))
     for name, partition in report.partitions.items():
-        table.add_row(name, f"lag {partition.pending:,}, trained through {partition.trained_through:,}")
+        if partition.history:
+            continue
+        waiting = f", {partition.waiting:,} wait for labels" if partition.waiting else ""
+        table.add_row(name, f"lag {partition.pending:,}, trained through {partition.trained_through:,}{waiting}")
+    if report.labels is not None:
+        table.add_row("late labels", _labels(report.labels))
     last = next(reversed(report.replay_rows), None)  # which holds all; tiers before it are caches
     tiers = {
         tier if tier == last else f"{tier} cache": f"{rows:,} ({report.replay_bytes.get(tier, 0) / 1e6:.1f} MB)"
@@ -138,10 +168,49 @@ def _learner(report: LearnerReport, now: float) -> RenderableType:
         table.add_row("device", _device(device, report.device.joules_per_event if report.device else None))
     made = "" if report.checkpoint_time is None else f", made {_age(time.time() - report.checkpoint_time)} ago"
     table.add_row("checkpoint", "none yet" if report.checkpoint is None else f"{report.checkpoint}{made}")
+    if report.storage is not None:
+        table.add_row("object store", _storage(report.storage))
     newest = "none yet" if report.version is None else str(report.version)
     table.add_row("version", f"{newest}, {report.versions_published:,} published, {report.publish_skipped:,} skipped")
     table.add_row("gate", _gate(report))
+    if report.canary is not None:
+        table.add_row("canary", _canary(report.canary))
     return table
+
+
+def _storage(storage: StorageReport) -> Text:
+    """Say what the object store lacks, and for how long, in yellow; and how much was uploaded."""
+    behind = {kind: f"for {_duration(lag)}" for kind, lag in storage.lag_seconds.items() if lag > 0}
+    if behind:
+        return Text(f"{storage.url} lacks the newest {_pairs(behind)}", style="yellow")
+    return Text(f"{storage.url} has everything, {storage.uploaded_bytes / 1e6:,.1f} MB uploaded")
+
+
+def _labels(labels: LabelReport) -> str:
+    """Say how many events wait, how those before ended, what became of labels, and how late these are."""
+    waiting = f"{labels.waiting:,} events wait ({labels.bytes / 1e6:.1f} of {labels.bound / 1e6:.1f} MB)"
+    ended = _pairs({name: f"{count:,}" for name, count in labels.ended.items() if count})
+    counts = _pairs({name: f"{count:,}" for name, count in labels.labels.items() if count})
+    p50, p99 = labels.lag_p50_seconds, labels.lag_p99_seconds
+    lag = "" if p50 is None or p99 is None else f"lag p50 {_duration(p50)}, p99 {_duration(p99)}"
+    return "; ".join(
+        part for part in (waiting, ended and f"ended: {ended}", counts and f"labels: {counts}", lag) if part
+    )
+
+
+def _history(history: BackfillReport) -> RenderableType:
+    """Return the progress of the backfill: a bar, what it is made of, and where it is."""
+    read = f"{history.rows_read:,} of {history.rows:,} rows"
+    if history.done:
+        return Text(f"read, {_count(history.rows_read, 'row')} of {_count(history.files, 'file')}")
+    left = "" if history.seconds_left is None else f", {_age(history.seconds_left)} left"
+    bar = Table.grid(padding=(0, 2))
+    bar.add_row(
+        ProgressBar(total=1.0, completed=history.fraction, width=_BAR_COLUMNS), Text(f"{history.fraction:.1%}{left}")
+    )
+    number = min(history.files_read + 1, history.files)
+    where = f"file {number:,} of {history.files:,}{f': {history.file}' if history.file else ''}"
+    return Group(bar, Text(f"{read}, {history.rate:,.0f}/s"), Text(where))
 
 
 def _lag(report: LearnerReport, now: float) -> Text:
@@ -192,6 +261,8 @@ def _count(count: int, noun: str) -> str:
 def _serving(report: ServingReport) -> RenderableType:
     table = _section()
     table.add_row("address", report.address)
+    if report.grpc_address:
+        table.add_row("gRPC", report.grpc_address)
     pinned = "" if report.pinned is None else ", pinned"
     table.add_row("version", "waits for the first" if report.version is None else f"{report.version}{pinned}")
     table.add_row("learned", report.trained_through or "nothing")
@@ -209,6 +280,21 @@ def _serving(report: ServingReport) -> RenderableType:
         p50, p99 = report.request_p50_seconds * 1000, report.request_p99_seconds * 1000
         table.add_row("latency", f"p50 {p50:.1f} ms, p99 {p99:.1f} ms")
     return table
+
+
+def _fleet(fleet: Fleet) -> RenderableType:
+    table = _section()
+    for name, text in fleet.lines():
+        table.add_row(Text(name), text)  # a str would be markup
+    return table
+
+
+def _canary(canary: CanaryReport) -> Text:
+    last = "" if canary.last is None else f"; {canary.last}"
+    if canary.version is None:
+        return Text(f"none, all servers may serve version {canary.stable}{last}")
+    compared = f"{canary.rows:,} of {canary.required_rows:,} labelled events since"
+    return Text(f"version {canary.version} against {canary.stable} on {', '.join(canary.servers)}, {compared}{last}")
 
 
 def _shadow(shadow: ShadowReport) -> Text:

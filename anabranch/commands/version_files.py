@@ -1,9 +1,6 @@
 """`anabranch versions diff` and `versions export`: what is in the files of versions."""
 
-import contextlib
 import math
-import os
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,16 +10,19 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from anabranch.commands.versions import Which, format_time, version_number
+from anabranch.commands.exporting.folder import new_folder
+from anabranch.commands.versions import Which, format_time, stored_versions, version_number
 from anabranch.config.loader import Config
 from anabranch.core.atomic_files import write_durably
-from anabranch.core.errors import SettingsError
-from anabranch.core.files import read_file, sync_directory
+from anabranch.core.files import file_parts
 from learner.state_dir.folders import MANIFEST
-from learner.state_dir.version import Manifest, Verdict, Versions
+from learner.state_dir.manifest_directory import SHOWN
+from learner.state_dir.version import Manifest, Verdict
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+_EXPORTED_BASE = "base.safetensors"
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,8 @@ class VersionDiff:
             yield "schema", a.schema[:12], b.schema[:12], "differs"
         if a.model != b.model:
             yield "model", a.model.factory, b.model.factory, "differs"
+        if a.base != b.base:
+            yield "base", (a.base or "none")[:SHOWN], (b.base or "none")[:SHOWN], "differs"
 
     def document(self) -> dict[str, Any]:
         """Return it as JSON values."""
@@ -83,6 +85,7 @@ class VersionDiff:
                 "trained_through": {name: progress.offset for name, progress in manifest.trained_through.items()},
                 "schema": manifest.schema,
                 "model": manifest.model.factory,
+                "base": manifest.base,
             }
             for manifest, verdict in zip(self.manifests, self.verdicts, strict=True)
         )
@@ -96,7 +99,7 @@ def diff_versions(config: Config, before: Which, after: Which) -> VersionDiff:
         SettingsError: there is no such version.
         VersionError: files are missing or damaged.
     """
-    versions = Versions(config.state_dir / "versions")
+    versions = stored_versions(config)
     a, b = (versions.manifest(version_number(config, which)) for which in (before, after))
     changes = _tensor_changes(versions.weights(a), versions.weights(b))
     return VersionDiff((a, b), (versions.verdict(a.number), versions.verdict(b.number)), changes)
@@ -124,31 +127,22 @@ def render_diff(diff: VersionDiff) -> RenderableType:
 def export_version(config: Config, which: Which, folder: Path) -> Manifest:
     """Write the weights and the manifest of a version into a folder, completely or not at all.
 
+    The frozen weights, which several versions share, are in `base.safetensors` there.
+
     Raises:
         SettingsError: there is no such version; or the folder is a file, holds something, or cannot be written.
         VersionError: files of the version are missing or damaged.
     """
-    versions = Versions(config.state_dir / "versions")
+    versions = stored_versions(config)
     number = version_number(config, which)
     manifest = versions.manifest(number)
-    contents = versions.contents(manifest)
-    try:
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise SettingsError(f"{folder} exists and is not an empty folder; name another one")
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        temporary = folder.resolve().with_name(f".{folder.resolve().name}.tmp-{os.getpid()}")
-        with contextlib.ExitStack() as stack:
-            temporary.mkdir()
-            stack.callback(shutil.rmtree, temporary, ignore_errors=True)
-            for name, content in contents.items():
-                write_durably(temporary / name, content)
-            write_durably(temporary / MANIFEST, read_file(versions.directory(number) / MANIFEST))
-            sync_directory(temporary)
-            temporary.rename(folder.resolve())
-            stack.pop_all()
-        sync_directory(folder.resolve().parent)
-    except OSError as exc:
-        raise SettingsError(f"{folder} cannot be written: {exc.strerror or exc}") from exc
+    contents, base = versions.contents(manifest), versions.checked_base(manifest)
+    with new_folder(folder) as temporary:
+        for name, content in contents.items():
+            write_durably(temporary / name, [content])
+        if base is not None:
+            write_durably(temporary / _EXPORTED_BASE, file_parts(base))
+        write_durably(temporary / MANIFEST, [versions.folder(number).read(MANIFEST)])
     return manifest
 
 

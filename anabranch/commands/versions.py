@@ -15,9 +15,10 @@ from anabranch.config.loader import Config
 from anabranch.core.errors import SettingsError
 from ingest.events.schema import Schema
 from learner.errors import VersionError
+from learner.object_storage.bucket_storage import storage_to_read
 from learner.state_dir.trained_through import format_trained_through
-from learner.state_dir.version import Manifest, RegistryState, Verdict, Versions, reference_to
-from serving.rollout.eligibility import Requirements, refusal
+from learner.state_dir.version import Manifest, RegistryState, Verdict, Versions
+from serving.rollout.eligibility import Requirements, refusal, requirements_of
 
 _NARROW = ("version", "time", "step", "verdict", "metrics", "state")
 _WIDEST = 10_000
@@ -59,7 +60,7 @@ def list_versions(config: Config, limit: int | None) -> list[Listed]:
     Raises:
         VersionError: `state.json` cannot be read.
     """
-    versions = _versions(config)
+    versions = stored_versions(config)
     requirements, state = _requirements(config), versions.state()
     newest = versions.numbers()[::-1]
     listed = [_read(versions, number, state, requirements) for number in newest[:limit]]
@@ -73,7 +74,7 @@ def show_version(config: Config, which: Which) -> Listed:
     Raises:
         SettingsError: there is no such version.
     """
-    versions, number = _versions(config), version_number(config, which)
+    versions, number = stored_versions(config), version_number(config, which)
     listed = _read(versions, number, versions.state(), _requirements(config))
     if listed.manifest is None:
         return listed
@@ -86,16 +87,22 @@ def show_version(config: Config, which: Which) -> Listed:
 
 def version_number(config: Config, which: Which) -> int:
     """Return the number of a version that is there; raises SettingsError when there is no such version."""
-    versions = _versions(config)
+    versions = stored_versions(config)
     state, numbers = versions.state(), versions.numbers()
     if which == "served" and state.serving is None:
-        raise SettingsError(f"serving has taken no version of {versions.path} yet")
+        raise SettingsError(f"serving has taken no version of {versions.location} yet")
     if not numbers:
-        raise SettingsError(f"no version has been published yet in {versions.path}")
+        raise SettingsError(f"no version has been published yet in {versions.location}")
     number = state.serving if which == "served" else numbers[-1] if which == "latest" else which
     if not isinstance(number, int) or number not in numbers:
-        raise SettingsError(f"there is no version {number} in {versions.path}; there are {numbers[0]} to {numbers[-1]}")
+        there = f"there are {numbers[0]} to {numbers[-1]}"
+        raise SettingsError(f"there is no version {number} in {versions.location}; {there}")
     return number
+
+
+def stored_versions(config: Config) -> Versions:
+    """Return the versions of a pipeline, for reading."""
+    return Versions(config.state_dir / "versions", storage_to_read(config.pipeline.storage, "versions"))
 
 
 def parse_which(text: str) -> Which:
@@ -170,6 +177,8 @@ def render_one(one: Listed) -> RenderableType:
         table.add_row("metrics", _metrics(manifest) or "none")
         table.add_row("model", Text(f"{model.factory} with {model.args}, task {model.task}"))
         table.add_row("schema", manifest.schema)
+        if manifest.base is not None:
+            table.add_row("base", manifest.base)
         for name, digest in manifest.files.items():
             table.add_row("file", f"{name}, sha256 {digest}")
     table.add_row("size", _size(one.bytes))
@@ -186,12 +195,8 @@ def render_one(one: Listed) -> RenderableType:
     return Group(table, ending)
 
 
-def _versions(config: Config) -> Versions:
-    return Versions(config.state_dir / "versions")
-
-
 def _requirements(config: Config) -> Requirements:
-    return Requirements(Schema(config.pipeline.events).digest, reference_to(config.pipeline.model))
+    return requirements_of(Schema(config.pipeline.events), config.pipeline.model)
 
 
 def _read(versions: Versions, number: int, state: RegistryState, requirements: Requirements) -> Listed:

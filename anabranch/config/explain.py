@@ -12,6 +12,9 @@ from pydantic_core import ErrorDetails
 
 from anabranch.config.model import Pipeline, alternatives
 
+_SECRET_KEYS = {"password", "properties", "storage", "token", "tokens", "url"}
+"""Keys whose values, and those below them, are not printed."""
+
 
 class Fault(NamedTuple):
     """One thing that is wrong with a config: the keys that lead to it, and a sentence that explains it."""
@@ -39,7 +42,7 @@ def sentence_of(
     if isinstance(error["input"], Mapping):
         return f"{origin}: {key}: {message}"
     shared = any(secret[: len(location)] == location[: len(secret)] for secret in secrets)
-    hidden = shared or isinstance(error["input"], SecretStr) or bool({"tokens", "properties", "url"} & set(location))
+    hidden = shared or isinstance(error["input"], SecretStr) or bool(_SECRET_KEYS & set(location))
     return f"{origin}: {key} = {'(hidden)' if hidden else repr(error['input'])}: {message}"
 
 

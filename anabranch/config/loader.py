@@ -5,18 +5,20 @@ The environment is read here and nowhere else.
 
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
 from anabranch.config.explain import Fault, key_of, rank, sentence_of
+from anabranch.config.label_checks import label_conflicts
 from anabranch.config.model import Pipeline
 from anabranch.config.overrides import apply_overrides, origin_of
 from anabranch.core.errors import SettingsError
 from anabranch.core.net import is_loopback
-from learner.compatibility import conflicts, facts
+from learner.compatibility import conflicts, facts, stage_conflicts
+from learner.sections.teacher import teacher_conflicts
 
 _PUBLISHED = ("model", "args")
 _NOTHING_HIDDEN = (
@@ -32,7 +34,12 @@ class Config:
         self.path = path
         self.folder = path.parent
         self.state_dir = self.folder / pipeline.state_dir
-        self.pipeline = pipeline.model_copy(update={"stream": pipeline.stream.resolved(pipeline.name)})
+        self.pipeline = pipeline.model_copy(
+            update={
+                "stream": pipeline.stream.resolved(pipeline.name, self.folder),
+                "events": pipeline.events.below(self.folder),
+            }
+        )
 
 
 class Examined(NamedTuple):
@@ -94,15 +101,39 @@ def examine_config(path: Path, environment: Mapping[str, str] = os.environ) -> E
                 _remove(resolved, location)
     if pipeline is None:
         return Examined(None, faults, set(secrets.values()))
-    host = pipeline.learner.status.rpartition(":")[0]
-    if not is_loopback(host) and not pipeline.serving.tokens.read.get_secret_value():
-        location = ("learner", "status")
-        sentence = f'learner.status = "{host}:..." is not loopback, so serving.tokens.read is required'
-        faults.append(Fault(location, f"{origin_of(path, location, overrides)}: {sentence}"))
-    for key, sentence in conflicts(facts(pipeline.learner, pipeline.replay, pipeline.stream, pipeline.device_sharing)):
-        location = tuple(key.split("."))
-        faults.append(Fault(location, f"{origin_of(path, location, overrides)}: {sentence}"))
+    faults += [
+        Fault(location, f"{origin_of(path, location, overrides)}: {sentence}")
+        for location, sentence in _conflicts(pipeline)
+    ]
     return Examined(Config(pipeline, path), faults, set(secrets.values()))
+
+
+def _conflicts(pipeline: Pipeline) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield what is wrong between keys of different sections: the key to change, and a sentence."""
+    serving = pipeline.serving
+    host = pipeline.learner.status.rpartition(":")[0]
+    if not is_loopback(host) and not serving.tokens.read.get_secret_value():
+        sentence = f'learner.status = "{host}:..." is not loopback, so serving.tokens.read is required'
+        yield ("learner", "status"), sentence
+    sections = (pipeline.learner, pipeline.replay, pipeline.stream, pipeline.device_sharing, pipeline.model)
+    for key, sentence in (*conflicts(facts(*sections)), *stage_conflicts(pipeline.model, pipeline.learner)):
+        yield tuple(key.split(".")), sentence
+    for name, text in (("versions_from", '"storage"'), ("canary", f"{serving.canary:g}")):
+        if pipeline.storage is None and getattr(serving, name) not in ("state_dir", 0):
+            sentence = f"serving.{name} = {text} needs the section [storage], with the url of an object store"
+            yield ("serving", name), sentence
+    if serving.canary and not pipeline.gate.holdout_fraction:
+        sentence = (
+            f"serving.canary = {serving.canary:g} compares versions on held-out events, and "
+            "gate.holdout_fraction = 0 holds out none; set gate.holdout_fraction above 0, or serving.canary = 0"
+        )
+        yield ("serving", "canary"), sentence
+    teacher, unlabelled = pipeline.model.teacher, pipeline.stream.unlabelled
+    for key, sentence in teacher_conflicts(teacher, unlabelled, pipeline.events.features):
+        yield tuple(key.split(".")), sentence
+    if pipeline.stream.labels is not None:
+        for key, sentence in label_conflicts(pipeline.events, pipeline.stream.labels):
+            yield ("stream", "labels", key), sentence
 
 
 def _remove(document: Any, location: tuple[str, ...]) -> None:

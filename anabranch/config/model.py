@@ -17,6 +17,7 @@ from learner.config import (
     VersionsSettings,
 )
 from learner.device_health.config import DeviceSettings
+from learner.object_storage.config import StorageSettings
 from replay.config import ReplaySettings
 from serving.config import ServingSettings
 
@@ -46,6 +47,8 @@ class Pipeline(Section):
     """What is published."""
     checkpoints: CheckpointSettings = CheckpointSettings()
     """What a restart resumes from."""
+    storage: StorageSettings | None = None
+    """The object store that has checkpoints and versions; absent: `state_dir` has them alone."""
     gate: GateSettings = GateSettings()
     """The held-out events."""
     serving: ServingSettings = ServingSettings()

@@ -1,6 +1,7 @@
 """Writes files durably and atomically. Imports no torch: readers of reports need none."""
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from anabranch.core.files import sync_directory
@@ -9,8 +10,8 @@ _SYNC_BYTES = 4_000_000
 """Bytes that are written before each fsync."""
 
 
-def write_durably(path: Path, *pieces: bytes | memoryview) -> None:
-    """Write a file in parts, with an fsync after each.
+def write_durably(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
+    """Write a file in parts, with an fsync after each. A piece may be computed when it is written.
 
     On file systems that order data before their journal, the fsync of another file waits for all unsynced data: a
     version would wait for the megabytes of a checkpoint.
@@ -34,7 +35,7 @@ def replace_file(path: Path, content: bytes, *, durable: bool = True) -> None:
     """Replace a file atomically: readers see the old or the new content, and if `durable` also after a power cut."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     if durable:
-        write_durably(temporary, content)
+        write_durably(temporary, [content])
     else:
         temporary.write_bytes(content)
     temporary.replace(path)

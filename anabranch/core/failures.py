@@ -102,12 +102,17 @@ def device_lost(error: BaseException) -> bool:
     return _is_a(error, "torch.AcceleratorError") or any(words in message for words in _DEVICE_WORDS)
 
 
+def panicked(error: BaseException) -> bool:
+    """Return whether a package written in Rust panicked, which PyO3 raises as no Exception."""
+    return type(error).__name__ == "PanicException"
+
+
 def _is_a(error: BaseException, kind: str) -> bool:
     """Return whether an error is of a class by its full name, without importing it."""
     return any(f"{base.__module__}.{base.__name__}" == kind for base in type(error).__mro__)
 
 
-def decoded(content: bytes, kind: type[_T]) -> _T:
+def decoded(content: bytes | msgspec.Raw, kind: type[_T]) -> _T:
     """Decode the JSON of a file; raises DamagedError if that fails."""
     try:
         return msgspec.json.decode(content, type=kind)
@@ -128,9 +133,14 @@ def damage_is(kind: type[SettingsError], what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def away_is_dependency(what: str) -> Iterator[None]:
-    """Turn an OSError into DependencyError (exit 3), with a sentence that begins with `what`."""
+    """Turn an OSError into DependencyError (exit 3), with a sentence that begins with `what`.
+
+    An OSError that is a DependencyError has its own sentence.
+    """
     try:
         yield
+    except DependencyError:
+        raise
     except OSError as exc:
         where = f"{exc.filename}: " if exc.filename is not None else ""
         raise DependencyError(f"{what}: {where}{exc.strerror or exc}") from exc

@@ -1,15 +1,17 @@
 """Reads files of the state directory safely, and makes their folders durable."""
 
+import hashlib
 import os
 import re
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from anabranch.core.failures import DamagedError
 
 MOST_BYTES = 256 * 2**20
 """The largest manifest or report; a larger file is damaged."""
+_PART_BYTES = 2**20
 _NUMBER = re.compile("0|[1-9][0-9]{0,17}")
 _NAME = re.compile("[A-Za-z0-9._-]+")
 
@@ -56,6 +58,25 @@ def read_file(path: Path, most: int | None = None) -> bytes:
         except OSError as exc:
             exc.filename = str(path)  # a descriptor's error has no name
             raise
+
+
+def file_parts(path: Path) -> Iterator[bytes]:
+    """Yield the contents of a regular file in parts of at most 1 MB; raises as `read_file`."""
+    with os.fdopen(open_file(path), "rb") as file:
+        try:
+            while part := file.read(_PART_BYTES):
+                yield part
+        except OSError as exc:
+            exc.filename = str(path)  # a descriptor's error has no name
+            raise
+
+
+def digest_of_file(path: Path) -> str:
+    """Return the SHA-256 of a regular file; raises DamagedError where it is none, and OSError."""
+    digest = hashlib.sha256()
+    for part in file_parts(path):
+        digest.update(part)
+    return digest.hexdigest()
 
 
 def write_at(descriptor: int, content: bytes, offset: int) -> None:

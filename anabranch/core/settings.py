@@ -7,6 +7,7 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     ConfigDict,
+    SecretStr,
 )
 
 
@@ -32,6 +33,16 @@ DeviceNames = Annotated[str, written(rf"{_DEVICE}|{_UUID}(,{_UUID})*", f"{_FORMS
 def uuids_in(devices: str) -> list[str]:
     """Return the UUIDs in the value of a `DeviceNames`; none where it names devices in another way."""
     return devices.split(",") if devices.startswith(("GPU-", "MIG-")) else []
+
+
+def _token(value: SecretStr) -> SecretStr:
+    if not re.fullmatch("[!-~]+", value.get_secret_value().strip()):
+        raise ValueError("write the token alone: ASCII characters without spaces")
+    return SecretStr(value.get_secret_value().strip())  # files end with a newline
+
+
+BearerToken = Annotated[SecretStr, AfterValidator(_token)]
+"""A token that is sent in the header `Authorization`."""
 
 
 class Section(BaseModel):

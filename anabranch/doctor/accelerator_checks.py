@@ -11,6 +11,7 @@ from anabranch.doctor.model_process import ProbeFinding
 from learner.config import DeviceSharingSettings, LearnerSettings
 from learner.device_memory.ledger import ledger, serving_ledger
 from learner.model.visible_devices import machine_devices
+from learner.sections.mesh import MeshSettings
 
 _NOEXEC: int = getattr(os, "ST_NOEXEC", 0)  # Linux has it
 _FLOAT32 = 4
@@ -64,10 +65,10 @@ class ServerLoad:
     workers: int
     shadow: bool
 
-    def ledger(self, parameters: int) -> dict[str, int]:
+    def ledger(self, parameters: int, base_bytes: int = 0) -> dict[str, int]:
         """Return the bytes of all workers by purpose, at a swap while a request still holds the version before."""
         return {
-            **serving_ledger(parameters, workers=self.workers, shadow=self.shadow),
+            **serving_ledger(parameters, workers=self.workers, shadow=self.shadow, base_bytes=base_bytes),
             "held_version": _FLOAT32 * parameters * self.workers,
         }
 
@@ -120,8 +121,9 @@ class DeviceLoad:
         return ProbeFinding("device.ledger", message)
 
 
-def learner_ledger(parameters: int, learner: LearnerSettings, replay_bytes: int) -> dict[str, int]:
+def learner_ledger(parameters: int, learner: LearnerSettings, replay_bytes: int, base_bytes: int = 0) -> dict[str, int]:
     """Return the bytes of rank 0 of a learner on its device, by purpose."""
+    mesh = learner.mesh or MeshSettings(data=learner.replicas)
     return ledger(
         parameters,
         optimizer=learner.optimizer.name,
@@ -129,8 +131,11 @@ def learner_ledger(parameters: int, learner: LearnerSettings, replay_bytes: int)
         strategy=learner.strategy.name,
         precision=learner.precision,
         sharding=learner.sharding,
-        ranks=learner.replicas * learner.hosts,
+        comm_hook=learner.comm_hook,
+        ranks=mesh.data,
+        parts=mesh.tensor * mesh.pipeline,
         replay_bytes=replay_bytes,
+        base_bytes=base_bytes,
     )
 
 

@@ -12,6 +12,7 @@ from anabranch.core.failures import DamagedError, decoded
 from anabranch.core.files import MOST_BYTES, check_names, number_of, open_file, read_file
 from anabranch.doctor.findings import CheckContext, Finding, found, ok
 from ingest.events.schema import Schema
+from learner.state_dir.bases import bases_in
 from learner.state_dir.version import ModelReference, other_model, reference_to
 
 _MANIFEST = "manifest.json"
@@ -22,6 +23,7 @@ class _Manifest(msgspec.Struct):
 
     schema: str
     files: dict[str, str]
+    base: str | None = None
 
 
 class _VersionManifest(msgspec.Struct):
@@ -84,6 +86,8 @@ def _damage(directory: Path, below: str) -> tuple[str | None, str | None]:
             with os.fdopen(open_file(directory / name), "rb") as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != digest:
                     return f"{name} does not have its digest", manifest.schema
+        if manifest.base is not None and not below:  # a learner writes that of its checkpoint again
+            bases_in(directory.parents[1]).checked(manifest.base)
     except (OSError, DamagedError) as exc:
         return f"{exc}", None
     return None, manifest.schema if any(name.endswith(".safetensors") for name in manifest.files) else None

@@ -6,9 +6,18 @@ import resource
 from collections.abc import Iterator
 
 from anabranch.doctor.findings import CheckContext, Finding, found, ok
+from ingest.backfill_settings import BackfillSettings
+from ingest.registry_settings import REGISTRY_FORMATS
 
-_EXTRAS = {("client", "confluent"): ("confluent_kafka", "fast"), ("format", "arrow"): ("pyarrow", "arrow")}
-"""By key of `[stream]` and its value: the module that it needs, and the extra that brings it."""
+_EXTRAS = (
+    ("client", "confluent", "confluent_kafka", "fast"),
+    ("format", "arrow", "pyarrow", "arrow"),
+    *(("format", name, "httpx", "registry") for name in REGISTRY_FORMATS),
+    ("format", "avro", "fastavro", "registry"),
+    ("format", "protobuf", "google.protobuf", "registry"),
+    ("format", "json-schema", "jsonschema_rs", "registry"),
+)
+"""A key of `[stream]` and its value, the module that it needs, and the extra that brings it."""
 _FILES = 1024
 """File descriptors: what the parts need, and some hundred connections of serving."""
 
@@ -19,13 +28,23 @@ def check_install(context: CheckContext) -> Iterator[Finding]:
     if not _imports("crc32c"):
         faults.append(found("install.crc32c", "crc32c cannot be imported: without it Kafka is read 9 times slower."))
     stream = context.pipeline.pipeline.stream if context.pipeline else None
-    for (key, value), (module, extra) in _EXTRAS.items():
+    for key, value, module, extra in _EXTRAS:
         if stream is not None and getattr(stream, key) == value and not _imports(module):
             message = f'stream.{key} = "{value}" needs {module}, which cannot be imported.'
+            faults.append(found("install.extra", message, extra=extra))
+    for module, extra in _modules_of(stream.backfill).items() if stream is not None and stream.backfill else ():
+        if not _imports(module):
+            message = f"[stream.backfill] needs {module}, which cannot be imported."
             faults.append(found("install.extra", message, extra=extra))
     if context.pipeline is not None and context.pipeline.pipeline.replay.redis is not None and not _imports("redis"):
         faults.append(found("install.extra", "replay.redis needs redis, which cannot be imported.", extra="redis"))
     yield from faults or [ok(f"Python {platform.python_version()} has what the config needs.")]
+
+
+def _modules_of(backfill: BackfillSettings) -> dict[str, str]:
+    """Return the modules that the history needs, with the extra that brings each."""
+    away = any("://" in pattern and not pattern.startswith("file://") for pattern in backfill.files)
+    return {"pyarrow": "arrow"} | ({"obstore": "storage"} if away else {})
 
 
 def check_limits(context: CheckContext) -> Iterator[Finding]:

@@ -39,6 +39,7 @@ FINDINGS: dict[str, FindingType] = {
     ),
     "config.invalid": FindingType("problem", "Fix this key where it is set; docs/reference.md lists all keys."),
     "schema.invalid": FindingType("problem", "Fix [schema] in {path}, or choose another stream.format."),
+    "schema.padding": FindingType("warning", "Name in schema.features the tokenizer.json of the same model: {path}."),
     "install.torch": FindingType("problem", "Install torch again: pip install --force-reinstall torch."),
     "install.crc32c": FindingType("warning", "Install it: pip install crc32c."),
     "install.extra": FindingType("problem", "Install it: pip install 'anabranch[{extra}]'."),
@@ -83,8 +84,7 @@ FINDINGS: dict[str, FindingType] = {
     "model.checkpointing": FindingType("problem", "Fix learner.activation_checkpointing."),
     "replay.policy": FindingType("problem", "Fix replay.admission or replay.sampling."),
     "learner.replicas": FindingType("problem", "Fix learner.replicas, or the setting that it conflicts with."),
-    "learner.alone": FindingType("info", "Take learner.{key} out, or raise learner.replicas or learner.hosts."),
-    "learner.hosts": FindingType("problem", "Set learner.interface to the one that leads to the other hosts."),
+    "learner.alone": FindingType("info", "Take learner.{key} out, or raise learner.replicas."),
     "model.crash": FindingType("problem", 'Run it by hand in the config\'s folder: python -c "import {module}".'),
     "model.hang": FindingType("problem", "Find out what it waits for, or give it more time with --timeout."),
     "broker.name": FindingType("problem", "Fix stream.bootstrap_servers, or the name service.", unreachable=True),
@@ -113,6 +113,21 @@ FINDINGS: dict[str, FindingType] = {
     ),
     "topic.denied": FindingType("problem", "Let the user of [stream.properties] {right} it.", unreachable=True),
     "topic.retention": FindingType("warning", "Raise the topic's retention.ms, or set stream.start later."),
+    "backfill.missing": FindingType("problem", "Fix stream.backfill.files, or copy the files there."),
+    "backfill.unreadable": FindingType(
+        "problem",
+        "Fix the rights of the file or its folder, stream.backfill.storage, or the network.",
+        unreachable=True,
+    ),
+    "backfill.schema": FindingType("problem", "Fix [schema] or [stream.backfill], or leave the file out."),
+    "backfill.identity": FindingType("problem", "Fix stream.backfill.identity, or have the sink write these columns."),
+    "backfill.line": FindingType("warning", "Nothing, if it may be dead-lettered; else fix [schema], or the file."),
+    "backfill.damaged": FindingType("problem", "Write the file again, or leave it out of stream.backfill.files."),
+    "backfill.others": FindingType("info", "Fix the ones above first, and run doctor again."),
+    "backfill.until": FindingType("problem", 'Set stream.backfill.until to a time in the past, or to "stream".'),
+    "backfill.retention": FindingType(
+        "warning", "Raise the topic's retention.ms until the history is read, or read less of it."
+    ),
     "message.none": FindingType("info", 'Send some: "anabranch produce FILE".'),
     "message.codec": FindingType(
         "problem", "Install it: pip install 'anabranch[codecs]'; or set stream.client = \"confluent\"."
@@ -120,12 +135,43 @@ FINDINGS: dict[str, FindingType] = {
     "message.unusable": FindingType("problem", "Fix the producer of the topic, or [schema] and stream.format."),
     "message.unlabelled": FindingType("warning", 'Send labels, or set stream.unlabelled = "store".'),
     "message.unknown": FindingType("info", "Nothing, if they are not meant to be features."),
+    "registry.ca": FindingType("problem", "Set stream.registry.ca to a PEM file of certificates."),
+    "registry.proxy": FindingType("problem", "Fix the variable, or unset it."),
+    "registry.connect": FindingType("problem", "Start the registry, or fix stream.registry.url.", unreachable=True),
+    "registry.credentials": FindingType(
+        "problem", "Fix stream.registry.user and password, or token.", unreachable=True
+    ),
+    "registry.certificate": FindingType(
+        "problem", "Set stream.registry.ca to the authority that signed it, or renew it."
+    ),
+    "registry.subject": FindingType("problem", "Set stream.registry.subject, or let the producer write first."),
+    "registry.format": FindingType("problem", 'Set stream.format = "{written}", or stream.registry.subject.'),
+    "registry.schema": FindingType("problem", "Fix the field in [schema]; one that may be missing needs a default."),
+    "labels.key": FindingType(
+        "warning",
+        "Set stream.labels.key to the field that both messages have, or check what the producers write to it.",
+    ),
+    "labels.wait": FindingType("warning", "Raise stream.labels.wait: labels that come later are dropped."),
     "redis.connect": FindingType("problem", "Start it, or fix replay.redis.url.", unreachable=True),
     "redis.away": FindingType("warning", "Start it, or fix replay.redis.url; the store does without it meanwhile."),
     "redis.refused": FindingType("problem", "Fix replay.redis.url, or the rights of its user on anabranch:*."),
     "redis.memory": FindingType("warning", 'Raise it: "CONFIG SET maxmemory {needed}"; or lower replay.redis.bytes.'),
     "redis.policy": FindingType(
         "warning", 'Set it to noeviction, or add replay.disk: "CONFIG SET maxmemory-policy noeviction".'
+    ),
+    "storage.unusable": FindingType("problem", "Fix storage.url or storage.options."),
+    "storage.connect": FindingType(
+        "problem", "Start it, or fix storage.url and storage.options.endpoint.", unreachable=True
+    ),
+    "storage.denied": FindingType(
+        "problem", "Fix the credentials, or allow what docs/guides/object-store.md lists below storage.url."
+    ),
+    "storage.conditional": FindingType(
+        "problem", "Use an object store with conditional writes: without them two learners may overwrite each other."
+    ),
+    "storage.head": FindingType("problem", "Use the release that wrote it, or another storage.url."),
+    "storage.encryption": FindingType(
+        "info", "Nothing, when that is intended; else set it, such as storage.options.aws_server_side_encryption."
     ),
     "redis.unseen": FindingType("info", "Allow INFO to the user of replay.redis.url, or nothing."),
     "state.unwritable": FindingType("problem", "Fix the rights of the directory, or set state_dir."),
@@ -198,7 +244,9 @@ class CheckContext:
     """Whether the model is tried on the learner's device, whoever uses that."""
     secrets: set[str] = field(default_factory=set)
     model_bytes: int = 0
-    """Size of the weights; 0 while it is unknown."""
+    """Size of the weights that are trained, and of buffers; 0 while it is unknown."""
+    base_bytes: int = 0
+    """Size of the frozen weights, which are stored once."""
 
     @property
     def config(self) -> Config:

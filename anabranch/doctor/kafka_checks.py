@@ -12,6 +12,8 @@ import msgspec
 from anabranch.core.durations import format_duration
 from anabranch.core.errors import SettingsError
 from anabranch.doctor.findings import CheckContext, Finding, found, ok
+from anabranch.doctor.schema_checks import blank
+from anabranch.doctor.stream.label_checks import check_labels
 from ingest.config import HoldOut, SchemaSettings, StreamSettings
 from ingest.errors import BrokerError, CodecError, CredentialsError
 from ingest.events.block import Outcome
@@ -20,6 +22,7 @@ from ingest.events.schema import Schema
 from ingest.formats.registry import FORMATS
 from ingest.kafka.client import Messages
 from ingest.kafka.topic_inspector import Inspector, Topic
+from ingest.schema_registry.cache import writer_schemas
 from ingest.worker.block_builder import BlockBuilder, Incoming
 
 _CONNECT_SECONDS = 3.0
@@ -30,7 +33,7 @@ def check_broker(context: CheckContext) -> Iterator[Finding]:
     """Connect to the broker step by step, then check each topic and its newest message."""
     stream = context.config.pipeline.stream
     servers = [server.strip() for server in stream.bootstrap_servers.split(",")]
-    faults = {server: _reach(server, stream) for server in servers}
+    faults = {server: reach(server, stream) for server in servers}
     wrong = [fault for fault in faults.values() if fault is not None]
     if len(wrong) == len(servers):
         yield from wrong
@@ -40,9 +43,12 @@ def check_broker(context: CheckContext) -> Iterator[Finding]:
     try:
         with Inspector(stream) as inspector:
             yield ok(f"The broker at {stream.bootstrap_servers} answers.")
-            for name in stream.topics:
-                yield from _check_topic(context, inspector, name)
+            partitions: dict[str, int] = {}
+            for name in stream.all_topics:
+                yield from _check_topic(context, inspector, name, partitions)
             yield from _check_dead_letters(inspector, stream)
+            if stream.labels is not None:
+                yield from check_labels(context, inspector, partitions)
     except CredentialsError as exc:
         yield found("broker.credentials", f"{exc}.")
     except CodecError as exc:
@@ -53,7 +59,7 @@ def check_broker(context: CheckContext) -> Iterator[Finding]:
         yield found("broker.unseen", f"The topics were not checked: {exc}.")
 
 
-def _reach(server: str, stream: StreamSettings) -> Finding | None:
+def reach(server: str, stream: StreamSettings) -> Finding | None:
     """Try the name, the connection and TLS, and return what fails."""
     host, _, port = server.rpartition(":")
     host = host.strip("[]")
@@ -95,11 +101,14 @@ def _context(values: dict[str, str]) -> ssl.SSLContext:
     return context
 
 
-def _check_topic(context: CheckContext, inspector: Inspector, name: str) -> Iterator[Finding]:
+def _check_topic(
+    context: CheckContext, inspector: Inspector, name: str, partitions: dict[str, int]
+) -> Iterator[Finding]:
+    """Check one topic, and add its number of partitions if it can be read."""
     stream = context.config.pipeline.stream
     topic = inspector.topic(name)
     if topic is None:
-        yield _missing(name, stream, "topics")
+        yield _missing(name, stream, "labels.topics" if name in stream.label_topics else "topics")
         return
     if denied := _denied(name, topic, "READ"):
         yield denied
@@ -108,6 +117,7 @@ def _check_topic(context: CheckContext, inspector: Inspector, name: str) -> Iter
     if topic.retention is not None and start is not None and datetime.now(UTC) - start > topic.retention:
         message = f'stream.start = "{stream.start}", but the topic {name} keeps messages for'
         yield found("topic.retention", f"{message} {format_duration(topic.retention)} only.")
+    partitions[name] = topic.partitions
     newest = inspector.newest(name, topic.partitions)
     yield ok(f"The topic {name} has {topic.partitions} partitions.")
     if newest is None:
@@ -146,20 +156,28 @@ def _check_message(context: CheckContext, newest: Messages) -> Iterator[Finding]
         message = f"The newest message, {source}, is {ahead:,.0f} s ahead of this machine's clock."
         yield found("clock.ahead", message)
     try:
-        schema = Schema(pipeline.events)
-        assembler = BlockBuilder(schema, pipeline.stream, HoldOut(fraction=0, seed=0))
+        schema = Schema(pipeline.events, pipeline.stream.labels)
+        schemas = writer_schemas(pipeline.stream, is_patient=False)
+        assembler = BlockBuilder(schema, pipeline.stream, HoldOut(fraction=0, seed=0), schemas)
     except SettingsError:  # a finding of the schema's check
         return
     assembled = assembler.assemble([Incoming(newest, 0, Position(newest.offsets[0]))])
+    if schemas is not None:
+        schemas.close()
+    if assembled.deferred:  # a finding of the registry's check
+        return
     if assembled.letters:
         reasons = _reasons(newest, pipeline.events, pipeline.stream)
         reasons = reasons or [dict(assembled.letters[0].added)["anabranch-error"].decode()]
         yield found("message.unusable", f"The newest message, {source}, cannot be used: {'; '.join(reasons)}.")
         return
     unlabelled = int((assembled.columns["labelled"] == 0).sum())
-    if unlabelled:
+    if unlabelled and pipeline.stream.labels is not None:
+        yield ok(f"The newest message, {source}, has no label and waits for it.")
+    elif unlabelled:
         skipped = int((assembled.columns["outcome"] == Outcome.SKIPPED).sum())
-        fate = "and is skipped" if skipped else "and is stored without training"
+        without = {"store": "is stored without training", "distil": "is trained on by the teacher's output alone"}
+        fate = f"and {'is skipped' if skipped else without[pipeline.stream.unlabelled]}"
         message = f"The newest message, {source}, has no label ({schema.label.name}) {fate}."
         yield found("message.unlabelled", message) if skipped else ok(message)
     else:
@@ -180,7 +198,7 @@ def _reasons(newest: Messages, events: SchemaSettings, stream: StreamSettings) -
     alone: dict[str, Any] = {"key": None, "time": None, "weight": None, "group": None}
     tries = [alone | {"features": {name: feature}} for name, feature in events.features.items()]
     (first, *_) = events.features
-    optional = {first: events.features[first].model_copy(update={"default": _blank(events, first)})}
+    optional = {first: events.features[first].model_copy(update={"default": blank(events, first)})}
     reasons: list[str] = []
     for changes in (*tries, {"features": optional}):
         schema = Schema(events.model_copy(update=changes))
@@ -188,8 +206,3 @@ def _reasons(newest: Messages, events: SchemaSettings, stream: StreamSettings) -
             if reject.reason not in reasons:
                 reasons.append(reject.reason)
     return reasons
-
-
-def _blank(events: SchemaSettings, name: str) -> object:
-    feature = next(each for each in Schema(events).features if each.name == name)
-    return "" if feature.is_string else feature.filler

@@ -1,23 +1,23 @@
 """What the probe tries with torch: what a learner builds and may refuse before its first step, by its own code."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from anabranch.core.errors import DependencyError, SettingsError
 from anabranch.core.failures import DamagedError, Failure, failure_of
 from anabranch.doctor.model_process import Asked, ProbeFinding, Size, Step
-from ingest.config import SchemaSettings, StreamSettings
+from ingest.config import SchemaSettings
 from ingest.events.schema import Schema
 from learner.build import build_embedding_source
 from learner.config import LearnerSettings, ModelSettings
 from learner.distributed.process_group import RankAssignment, device_of
-from learner.distributed.rendezvous import connect_hosts
 from learner.errors import CheckpointError
+from learner.model.base_file import base_digest
 from learner.model.device import (
     Precision,
     UnusedDevice,
@@ -29,11 +29,15 @@ from learner.model.device import (
 from learner.model.embedding import Embedding
 from learner.model.factory import build_on_device, check_model, check_task, check_training_pass, make_task
 from learner.model.float8 import use_float8
-from learner.resume import check_columns
+from learner.model.rng import seed_rng
+from learner.model.trained_set import base_state, trained_state
+from learner.resume import check_base, check_columns
 from learner.state_dir.checkpoint import Checkpoint, Checkpoints
 from learner.state_dir.lock import is_held
-from learner.strategies.examples import output_field
+from learner.strategies.examples import output_fields
 from learner.strategies.registry import build_strategy
+from learner.strategies.teacher_loss import kept_outputs
+from learner.teacher.checks import check_distil
 from learner.training.activation_checkpointing import checkpoint_activations
 from learner.training.optimizers import build_optimizer
 from learner.training.trainer import Trainer
@@ -44,13 +48,11 @@ from replay.row_layout import Fields
 _ROOM = 2
 """Sizes of the model that have to be free on a device for a trial there."""
 _FULL = Precision("fp32", None)
-_NOWHERE = StreamSettings(bootstrap_servers="localhost:9092", topics=("none",))
-"""A placeholder: nothing is read from it."""
 
 
 def try_device(learner: LearnerSettings, send: Callable[[ProbeFinding], None]) -> torch.device:
-    """Send what is wrong with the device, replicas and hosts; return the learner's device."""
-    device, ranks = torch.device("cpu"), learner.replicas * learner.hosts
+    """Send what is wrong with the device and replicas; return the learner's device."""
+    device, ranks = torch.device("cpu"), learner.replicas
     chosen = choose("learner.device", learner.device, send)
     if chosen is None:
         return device
@@ -61,11 +63,8 @@ def try_device(learner: LearnerSettings, send: Callable[[ProbeFinding], None]) -
         send(ProbeFinding("", f"The learner computes on {device} in {precision.name}."))
         kind = "learner.replicas"
         if ranks > 1:
-            check_scaling(precision, learner.sharding, learner.sync_every)
+            check_scaling(precision, learner)
             device = device_of(RankAssignment(0, ranks, Path()), learner)
-        kind = "learner.hosts"
-        if learner.hosts > 1:
-            _check_interface(learner)
     except (SettingsError, DependencyError) as exc:
         send(ProbeFinding(kind, f"{exc}."))
     return device
@@ -86,20 +85,15 @@ def choose(key: str, devices: str, send: Callable[[ProbeFinding], None]) -> torc
     return device
 
 
-def _check_interface(learner: LearnerSettings) -> None:
-    """Find the interface as host 1 does, which opens no listener."""
-    other = learner.model_copy(update={"host_rank": 1})
-    with connect_hosts(other, _NOWHERE, {}):
-        pass
-
-
 class TriedModel(NamedTuple):
     """What a trial found out, as far as it came."""
 
     columns: Fields
     """The fields that the store keeps of an event."""
     elements: int
-    """Number of the model's parameters, and of the elements of its buffers; 0 where it cannot be built."""
+    """Number of the parameters that are trained, and of the elements of buffers; 0 where it cannot be built."""
+    base_bytes: int = 0
+    """Size of the frozen weights."""
 
 
 def try_model(asked: Asked, device: torch.device, send: Callable[[Step | ProbeFinding | Size], None]) -> TriedModel:
@@ -134,19 +128,23 @@ def _try_model(asked: Asked, device: torch.device, send: Callable[[Step | ProbeF
     settings = ModelSettings.model_validate_json(asked.model)
     learner = LearnerSettings.model_validate_json(asked.learner)
     replay = ReplaySettings.model_validate_json(asked.replay)
-    columns, folder, kind, elements = schema.payload(), Path(asked.folder), "model.factory", 0
+    columns, folder, kind = schema.payload(), Path(asked.folder), "model.output"
+    elements = base_bytes = 0
     send(Step(f"building {settings.factory}"))
     try:
+        # In the learner's order: frozen weights that the factory samples are then the learner's.
+        seed_rng(asked.seed, python=learner.mesh is not None)
+        task = make_task(settings.task, folder)
+        kind = "model.factory"
         model = build_on_device(settings, folder, torch.device("cpu"))
-        size, elements = _size_of(model)
-        send(Size(size))
-        model.to(device := _device_of_trial(asked, device, size))
+        size, elements = _size_of(trained_state(model))
+        base_bytes, _ = _size_of(base_state(model))
+        send(Size(size, base_bytes))
+        model.to(device := _device_of_trial(asked, device, size + base_bytes))
         precision = _precision(learner, device)
         if precision.name == "fp8":
             model = use_float8(model, device)
         send(Step("running the model on three events of zeros"))
-        kind = "model.output"
-        task = make_task(settings.task, folder)
         kind = "model.embedding"
         if settings.embedding:
             Embedding(model, settings.embedding)  # as serving does, whether or not the learner compares events
@@ -160,11 +158,14 @@ def _try_model(asked: Asked, device: torch.device, send: Callable[[Step | ProbeF
         dim = None if embedding is None else embedding.captured().shape[1]
         kind = "model.strategy"
         strategy = build_strategy(learner.strategy, settings, task)
+        strategy.extend(model, settings, schema, device)
         if strategy.learns_gradient:
             kind = "model.output"
             check_training_pass(model, task, schema, device, precision)
-        if strategy.keeps_output:
-            columns |= output_field(shape)
+        if settings.teacher is not None:
+            check_distil(task, settings.task, shape, device)
+        kept = kept_outputs(strategy, shape, taught=settings.teacher is not None)
+        columns |= output_fields(kept)
         kind = "replay.policy"
         if strategy.replays:
             check_policies(replay, schema, dim)
@@ -179,9 +180,8 @@ def _try_model(asked: Asked, device: torch.device, send: Callable[[Step | ProbeF
         send(Step("restoring the newest checkpoint"))
         kind = "checkpoint.misfit"
         checkpoints = Checkpoints(Path(asked.state_dir) / "checkpoints", schema.digest, 0)
-        _try_restore(
-            checkpoints, schema.digest, trainer, list(shape) if strategy.keeps_output else None, learner.strategy.name
-        )
+        checkpoints.base = base_digest(model)
+        _try_restore(checkpoints, schema.digest, trainer, kept, learner.strategy.name)
     except SettingsError as exc:
         if device.type != "cpu" and failure_of(exc) is Failure.MEMORY:
             raise
@@ -190,10 +190,12 @@ def _try_model(asked: Asked, device: torch.device, send: Callable[[Step | ProbeF
         send(
             ProbeFinding(
                 "",
-                f"{settings.factory} has {_parameters(model):,} parameters, and its output fits the {settings.task}.",
+                f"{settings.factory} has {_parameters(model)}, and its output fits the {settings.task}.",
             )
         )
-    return TriedModel(columns, elements)
+        if base := base_state(model):
+            send(ProbeFinding("", _split(trained_state(model), base)))
+    return TriedModel(columns, elements, base_bytes)
 
 
 def _precision(learner: LearnerSettings, device: torch.device) -> Precision:
@@ -205,7 +207,7 @@ def _precision(learner: LearnerSettings, device: torch.device) -> Precision:
 
 
 def _try_restore(
-    checkpoints: Checkpoints, digest: str, trainer: Trainer, output: list[int] | None, strategy: str
+    checkpoints: Checkpoints, digest: str, trainer: Trainer, kept: Mapping[str, list[int] | None], strategy: str
 ) -> None:
     """Raise SettingsError where the newest checkpoint is not of this model, optimizer or strategy, or of another
     release.
@@ -220,19 +222,31 @@ def _try_restore(
     except (CheckpointError, OSError):
         return
     checkpoints.check(manifest)
+    check_base(checkpoints, manifest.number, checkpoint)
     if trainer.strategy.replays and "replay" in checkpoint.tensors:
-        check_columns(manifest.number, checkpoint, output, strategy)
+        check_columns(manifest.number, checkpoint, kept, strategy)
     with contextlib.suppress(
         OSError, DamagedError
     ):  # a learner has just replaced it, or it is the check of checkpoints
         trainer.restore(checkpoint.tensors, checkpoint.state["trainer"])
 
 
-def _size_of(model: nn.Module) -> tuple[int, int]:
-    """Return the bytes and the elements of a model's parameters and buffers."""
-    tensors = list(model.state_dict().values())
-    return sum(each.numel() * each.element_size() for each in tensors), sum(each.numel() for each in tensors)
+def _size_of(state: Mapping[str, Tensor]) -> tuple[int, int]:
+    """Return the bytes and the elements of tensors."""
+    return sum(each.nbytes for each in state.values()), sum(each.numel() for each in state.values())
 
 
-def _parameters(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
+def _parameters(model: nn.Module) -> str:
+    total = sum(parameter.numel() for parameter in model.parameters())
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    return f"{total:,} parameters" + ("" if trained == total else f", of which {trained:,} are trained")
+
+
+def _split(trained: Mapping[str, Tensor], base: Mapping[str, Tensor]) -> str:
+    """Return what of a model trains, and what versions and the base take on the disk."""
+    parameters = sum(each.numel() for each in trained.values())
+    version, frozen = (sum(each.nbytes for each in part.values()) for part in (trained, base))
+    return (
+        f"{parameters:,} numbers of it are trained: a version takes {version / 1e3:,.1f} kB, and the frozen base "
+        f"{frozen / 1e3:,.1f} kB, once."
+    )

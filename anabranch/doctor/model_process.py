@@ -32,9 +32,10 @@ class ProbeFinding(msgspec.Struct, tag=True):
 
 
 class Size(msgspec.Struct, tag=True):
-    """Bytes of the model's weights."""
+    """Bytes of the model's weights: of those that it trains, and of the frozen ones."""
 
     bytes: int
+    base_bytes: int
 
 
 class Asked(msgspec.Struct):
@@ -50,6 +51,7 @@ class Asked(msgspec.Struct):
     device_sharing: str
     folder: str
     state_dir: str
+    seed: int
     on_device: bool = False
     """Whether the model is tried on the learner's device, whoever uses that."""
 
@@ -65,7 +67,7 @@ def _without_secret(replay: ReplaySettings) -> str:
 def check_alone(context: CheckContext) -> Iterator[Finding]:
     """Whether a learner of one process has settings that only several processes use."""
     learner = context.config.pipeline.learner
-    if learner.replicas == learner.hosts == 1:
+    if learner.replicas == 1:
         values = {key: getattr(learner, key) for key in ("sharding", "sync_every", "comm_hook")}
         for key, value in values.items():
             if value != LearnerSettings.model_fields[key].default:
@@ -130,6 +132,7 @@ def check_model(context: CheckContext, launch: Launcher = in_a_process) -> Itera
         pipeline.device_sharing.model_dump_json(),
         str(context.config.folder),
         str(context.config.state_dir),
+        pipeline.seed,
         context.on_device,
     )
     result, doing = launch(asked, seconds), "starting Python"
@@ -137,8 +140,8 @@ def check_model(context: CheckContext, launch: Launcher = in_a_process) -> Itera
         match sent:
             case Step(doing):
                 pass
-            case Size(size):
-                context.model_bytes = size
+            case Size(size, base_bytes):
+                context.model_bytes, context.base_bytes = size, base_bytes
             case ProbeFinding(kind, message, key):
                 yield found(kind, message, key=key) if kind else Finding("ok", message)
     module = pipeline.model.factory.partition(":")[0]

@@ -72,15 +72,17 @@ def run_probe(asked: Asked, send: Callable[[Step | ProbeFinding | Size], None]) 
             send(finding)
     replay = ReplaySettings.model_validate_json(asked.replay)
     on_host = replay.device_memory == "host" or device.type != "cuda"
-    columns, elements = try_model(asked, device, send)
+    columns, elements, base_bytes = try_model(asked, device, send)
     needed = _needed_bytes(replay, columns) if learner.strategy.replays else 0
     if on_host and needed > (free := _free()):
         message = f"replay.device_bytes needs {needed / 1e6:,.0f} MB, but cpu has {free / 1e6:,.0f} MB free."
         send(ProbeFinding("device.memory", message))
     if device.type == "cuda" and elements:
-        serving = ServerLoad(asked.serving_workers, asked.serving_shadow).ledger(elements) if server == device else {}
+        servers = ServerLoad(asked.serving_workers, asked.serving_shadow)
+        serving = servers.ledger(elements, base_bytes) if server == device else {}
         total = int(torch.cuda.get_device_properties(device).total_memory)
-        load = DeviceLoad(str(device), total, learner_ledger(elements, learner, 0 if on_host else needed), serving)
+        training = learner_ledger(elements, learner, 0 if on_host else needed, base_bytes)
+        load = DeviceLoad(str(device), total, training, serving)
         for finding in load.check(sharing):
             send(finding)
 

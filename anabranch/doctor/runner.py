@@ -25,8 +25,10 @@ from anabranch.doctor.kafka_checks import check_broker
 from anabranch.doctor.model_process import check_alone, check_model
 from anabranch.doctor.network_checks import check_ports, check_tls
 from anabranch.doctor.redis_checks import check_redis
-from anabranch.doctor.schema_checks import check_schema
+from anabranch.doctor.schema_checks import check_registry, check_schema
 from anabranch.doctor.state_dir_checks import check_state
+from anabranch.doctor.storage.object_store_checks import check_storage
+from anabranch.doctor.stream.backfill_checks import check_history
 from anabranch.runtime.console import PlainConsole
 from anabranch.runtime.lifecycle import Exit
 from learner.runtime.shutdown import Deadline
@@ -51,7 +53,10 @@ CHECKS: Sequence[Check] = (
     Check("replicas", check_alone, ("learner",)),
     Check("device", check_device, ("device",)),
     Check("broker", check_broker, ("stream", "schema")),
+    Check("registry", check_registry, ("stream", "schema")),
+    Check("history", check_history, ("stream", "schema")),
     Check("redis", check_redis, ("replay", "name")),
+    Check("storage", check_storage, ("storage",)),
     Check("state", check_state, ("state_dir", "learner", "replay", "checkpoints", "versions", "schema")),
     Check("checkpoints", check_checkpoints, ("state_dir", "schema")),
     Check("versions", check_versions, ("state_dir", "schema")),
@@ -113,6 +118,8 @@ def examine(
             continue
         with busy(check.name):
             for finding in _within(check, context, bugs):
+                if finding.kind == "schema.invalid":
+                    faulty.add("schema")
                 yield CheckResult(check.name, _scrubbed(finding, context))
     if bugs:
         raise bugs[0]
@@ -163,7 +170,13 @@ def _check_config(context: CheckContext, faulty: set[str]) -> Iterator[Finding]:
             for name, value in settings.stream.properties.items()
             if any(word in name for word in ("password", "secret", "token", "key.pem"))
         ]
+        if settings.stream.backfill is not None:
+            hidden += settings.stream.backfill.storage.values()
+        if settings.storage is not None:
+            hidden += settings.storage.options.values()
         hidden += [settings.serving.tokens.read, settings.serving.tokens.admin]
+        registry = settings.stream.registry
+        hidden += [secret for secret in (registry.password, registry.token) if secret] if registry else []
         context.secrets |= {value.get_secret_value() for value in hidden}
         if settings.replay.redis is not None:
             url = settings.replay.redis.url.get_secret_value()

@@ -12,6 +12,7 @@ from typing import IO
 from anabranch.doctor.findings import CheckContext, Finding, found, ok
 from anabranch.runtime.private_state import is_exposed, is_own
 from ingest.events.schema import Schema
+from learner.state_dir.folders import BASES
 from learner.state_dir.lock import is_held
 
 MOUNTS = Path("/proc/self/mounts")
@@ -93,27 +94,29 @@ def _check_space(context: CheckContext, folder: Path) -> Iterator[Finding]:
     pipeline, state_dir = context.config.pipeline, context.config.state_dir
     schema = Schema(pipeline.events)
     row = sum(dtype.itemsize * _product(shape) for dtype, shape in schema.payload().values())
-    capacity, disk, file = pipeline.replay.capacity, pipeline.replay.disk, 0
+    capacity, disk, file, rows = pipeline.replay.capacity, pipeline.replay.disk, 0, 0
     if pipeline.learner.strategy.keeps_output:
         row += _OUTPUT_BYTES * (schema.label.classes or 1)
     if not pipeline.learner.strategy.replays:
         replay = 0
-    elif disk is None and pipeline.replay.redis is not None:
-        replay = min(capacity, int(pipeline.replay.redis.bytes) // row) * _ROW_BYTES
-    elif disk is not None:
-        file = max(0, int(disk.bytes) - _used(state_dir / "replay"))
-        replay = min(capacity, int(disk.bytes) // row) * _ROW_BYTES
+    elif (tier := disk or pipeline.replay.redis) is not None:
+        events = min(capacity, int(tier.bytes) // row)
+        replay = events * _ROW_BYTES
+        file = max(0, int(disk.bytes) - _used(state_dir / "replay")) if disk is not None else 0
+        if pipeline.storage is not None and pipeline.storage.mode == "mirror":
+            rows = events * row  # checkpoints share these files
     else:
         replay = min(int(pipeline.replay.device_bytes), capacity * (row + _ROW_BYTES))
     version, checkpoint = context.model_bytes, replay + _OPTIMIZER_TENSORS * context.model_bytes
+    full = checkpoint + rows + context.base_bytes
     kept = pipeline.versions.keep + pipeline.versions.keep_hourly + 2
-    everything = file + (pipeline.checkpoints.keep + 1) * checkpoint + kept * version
-    used = sum(_used(state_dir / name) for name in ("checkpoints", "versions"))
+    everything = file + (pipeline.checkpoints.keep + 1) * checkpoint + 2 * rows + kept * version + context.base_bytes
+    used = sum(_used(state_dir / name) for name in ("checkpoints", "versions", BASES))
     free = shutil.disk_usage(folder).free
-    if free < file + checkpoint + version:
+    if free < file + full + version:
         message = (
             f"{folder} has {_megabytes(free)} free, but a full checkpoint and a version need "
-            f"{_megabytes(checkpoint + version)}" + (f", and the disk tier {_megabytes(file)}." if file else ".")
+            f"{_megabytes(full + version)}" + (f", and the disk tier {_megabytes(file)}." if file else ".")
         )
         yield found("state.full", message)
     elif free + used < everything:

@@ -72,7 +72,7 @@ def _part(config: Config, pool: WorkerPool, number: int, descriptor: int) -> Par
         (*command, *options),
         pool.path(number),
         environment={COUNTS_VARIABLE: str(pool.folder)},
-        stop_timeout=config.pipeline.serving.timeout + _BEYOND_TIMEOUT,
+        stop_timeout=config.pipeline.serving.drain + config.pipeline.serving.timeout + _BEYOND_TIMEOUT,
         descriptors=(descriptor,),
     )
 

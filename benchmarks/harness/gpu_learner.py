@@ -111,7 +111,8 @@ class MemorySource:
     """When each block was taken, by `time.perf_counter`."""
     problem: str | None = None
     ends_time: float | None = None
-    oldest_ends_time: float | None = None
+    reads_history = False
+    history: None = None
     unknown_fields = 0
     local: tuple[()] = ()
 
@@ -147,7 +148,7 @@ class MemorySource:
     def _ignore(self, *_args: Any, **_kwargs: Any) -> None:
         """There is neither a broker nor a process."""
 
-    open = close = receive = release = commit = set_rates = rebalance = pause = resume = pass_over = _ignore
+    open = close = receive = release = commit = pause = resume = pass_over = _ignore
 
 
 class LearnerProcess:
@@ -256,7 +257,8 @@ def _parameters(workload: Workload) -> int:
 def _turn(source: MemorySource, warm_up: float, seconds: float) -> float:
     """Let the learner train, and return the steps a second between the first and the last block of the turn.
 
-    It takes one block a step; the first, which may wait for the build of the learner, begins the warm-up.
+    It takes one block a step; the first, which may wait for the build of the learner, begins the warm-up. A turn ends
+    after its second block at the earliest.
     """
     source.polled.clear()
     source.running.set()
@@ -265,10 +267,12 @@ def _turn(source: MemorySource, warm_up: float, seconds: float) -> float:
     time.sleep(warm_up)
     source.polled.clear()
     time.sleep(seconds)
+    while len(source.polled) < 2:
+        time.sleep(0.001)
     source.running.clear()
     time.sleep(0.2)  # until the last step has ended, and no block is taken any more
     times = list(source.polled)
-    return (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else 0.0
+    return (len(times) - 1) / (times[-1] - times[0])
 
 
 class PlainLoop:

@@ -44,18 +44,18 @@ def _measure(rows: int, folder: Path | None, admission: str) -> tuple[float, flo
     # What is loaded or allocated once for all stores belongs to none.
     with open_store(events, 1000, hot=hot, folder=folder and folder / "first", admission=admission) as store:
         fill(store, events, 10_000)
-    _give_back()
-    before = _resident()
+    give_back()
+    before = resident()
     with open_store(events, rows, hot=hot, folder=folder, admission=admission) as store:
         fill(store, events, 2 * rows)
         plan_ahead(store, 0, 256)
-        kept = _resident()
-        _give_back()
-        after = _resident()
+        kept = resident()
+        give_back()
+        after = resident()
         return (after - before - store.bytes["device"]) / len(store), (kept - after) / len(store)
 
 
-def _give_back() -> None:
+def give_back() -> None:
     """Have the allocator give free memory back to the system, where it can be asked to."""
     gc.collect()
     if sys.platform == "linux":
@@ -63,7 +63,7 @@ def _give_back() -> None:
             ctypes.CDLL(None).malloc_trim(0)
 
 
-def _resident() -> int:
+def resident() -> int:
     import psutil
 
     return int(psutil.Process().memory_info().rss)

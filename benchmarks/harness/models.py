@@ -6,6 +6,7 @@ Legend: B events, F numbers of an event, C columns of categories, D dimensions o
 import copy
 import itertools
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +27,42 @@ def mlp(widths: Sequence[int]) -> nn.Module:
     return nn.Sequential(*layers[:-1])
 
 
+class LowRank(nn.Module):
+    """A frozen layer, and a trained product of two small matrices that is added to it (LoRA: Hu et al. 2021)."""
+
+    def __init__(self, linear: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.base_layer = linear.requires_grad_(False)
+        self.lora_a = nn.Linear(linear.in_features, rank, bias=False)
+        self.lora_b = nn.Linear(rank, linear.out_features, bias=False)
+        nn.init.zeros_(self.lora_b.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the sum of both."""
+        output: Tensor = self.base_layer(x) + self.lora_b(self.lora_a(x))
+        return output
+
+
+def adapted_mlp(widths: Sequence[int], rank: int) -> nn.Module:
+    """The layers of `mlp`, frozen, each but the last with a trained product of this rank."""
+    layers = list(mlp(widths))
+    return nn.Sequential(
+        *(LowRank(layer, rank) if isinstance(layer, nn.Linear) else layer for layer in layers[:-1]), layers[-1]
+    )
+
+
 def pixels_mlp(widths: Sequence[int]) -> nn.Module:
     """The same on pixels, integers 0 to 255, as fractions of 255."""
     return nn.Sequential(Fractions(), mlp(widths))
+
+
+def restored_mlp(widths: Sequence[int], path: str) -> nn.Module:
+    """`pixels_mlp` with the weights of a file of safetensors."""
+    from safetensors.torch import load_file
+
+    model = pixels_mlp(widths)
+    model.load_state_dict(load_file(path))
+    return model
 
 
 class Fractions(nn.Module):
@@ -111,3 +145,13 @@ class Averaged(nn.Module):
 def averaged_pixels_mlp(widths: Sequence[int], decay: float = 0.999) -> nn.Module:
     """Make a `pixels_mlp` that predicts with the average of its weights."""
     return Averaged(pixels_mlp(widths), decay)
+
+
+def text_student(path: str, classes: int, layers: int, *, config_folder: Path) -> nn.Module:
+    """The first layers of a pretrained encoder of texts, and a new linear layer on their pooled output."""
+    from anabranch.pretrained import sequence_classifier
+
+    model = sequence_classifier(path, classes, config_folder=config_folder)
+    stack = model.get_submodule("encoder.model.encoder")
+    stack.layer = stack.get_submodule("layer")[:layers]  # type: ignore[index]
+    return model

@@ -9,13 +9,14 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
+import torch
 from torch import nn
 
 from anabranch.runtime.embedded_broker import EmbeddedBroker, free_port
@@ -25,9 +26,14 @@ from ingest.events.block import Array
 from ingest.events.schema import Schema
 from ingest.formats.rows import row_dtype
 from ingest.kafka.producer import EventProducer, create_topics
-from learner.model.factory import build_model
+from learner.config import LearnerSettings, ModelSettings
+from learner.model.factory import build_on_device, make_task
+from learner.model.growing.parts import grow
+from learner.model.trained_set import load_trained
+from learner.state_dir.bases import bases_in
 from learner.state_dir.report import LearnerReport, read_report
 from learner.state_dir.version import Versions
+from learner.strategies.registry import build_strategy
 
 _MESSAGE_BYTES = 200_000
 _PATIENCE_SECONDS = 1800.0
@@ -87,12 +93,17 @@ def produce(bootstrap: str, name: str, columns: Mapping[str, Array], label: Arra
     """
     described = schema_of(columns, classes)
     rows = packed(described, columns, label)
-    stream = Stream(bootstrap, f"{name}-{uuid.uuid4().hex[:8]}", described, len(rows))
+    return send(bootstrap, name, described, messages(rows), len(rows))
+
+
+def send(bootstrap: str, name: str, described: Mapping[str, Any], values: Iterable[bytes], rows: int) -> Stream:
+    """Make a topic of one partition and send messages with `rows` events to it in order; its name as of `produce`."""
+    stream = Stream(bootstrap, f"{name}-{uuid.uuid4().hex[:8]}", described, rows)
     producer = EventProducer(make_topic(stream), stream.topic)
     producer.open()
     try:
-        for message in messages(rows):
-            producer.send(message)
+        for value in values:
+            producer.send(value)
         producer.flush()
     finally:
         producer.close()
@@ -170,7 +181,7 @@ class LearnerProcess:
         if self.process.poll() is not None:
             raise BrokenRunError(f"a learner ended with {self.process.returncode}; its log ends with: {self.said()}")
         report = read_report(self.state_dir)
-        return report if report is not None and report.pid == self.process.pid else None
+        return report if report is not None and self.process.pid in (report.pid, report.launcher) else None
 
     def wait_for(self, condition: Callable[[LearnerReport], bool]) -> LearnerReport:
         """Return the first report that satisfies a condition."""
@@ -236,7 +247,7 @@ def run_through(stream: Stream, folder: Path, document: Mapping[str, Any]) -> Ou
     last = read_report(learner.state_dir)
     if last is None or last.outcomes["trained"] + last.outcomes["held_out"] != stream.rows:
         raise BrokenRunError(f"not all of {stream.rows} events were trained: {last and last.outcomes}")
-    return Outcome(last, _published(learner.state_dir, document["model"], folder), report.time - first.time)
+    return Outcome(last, published(learner.state_dir, document, folder), report.time - first.time)
 
 
 def pipeline(stream: Stream, model: Mapping[str, Any], seed: int, sections: Mapping[str, Any]) -> dict[str, Any]:
@@ -257,7 +268,7 @@ def pipeline(stream: Stream, model: Mapping[str, Any], seed: int, sections: Mapp
         "gate": {"holdout_fraction": 0.0},
     }
     for name, section in sections.items():
-        document[name] = {**document[name], **section}
+        document[name] = {**document.get(name, {}), **section}
     return document
 
 
@@ -276,10 +287,25 @@ def _value(value: object) -> str:
     return json.dumps(value)
 
 
-def _published(state_dir: Path, model: Mapping[str, Any], folder: Path) -> nn.Module:
-    """Return the model of the last version, in evaluation mode."""
+def published(state_dir: Path, document: Mapping[str, Any], folder: Path) -> nn.Module:
+    """Return the model of the last version of a pipeline, in evaluation mode."""
     versions = Versions(state_dir / "versions")
     manifest = versions.manifest(max(versions.numbers()))
-    module = build_model(model["factory"], model["args"], folder)
-    module.load_state_dict(versions.weights(manifest))
+    weights, module = versions.weights(manifest), extended_model(document, folder)
+    grow(module, weights)
+    load_trained(module, weights)
+    if manifest.base is not None:
+        module.load_state_dict(bases_in(state_dir).tensors(manifest.base), strict=False)
     return module.eval()
+
+
+def extended_model(document: Mapping[str, Any], folder: Path) -> nn.Module:
+    """Build the model of a pipeline file on the CPU, with what its strategy adds to it."""
+    settings = ModelSettings.model_validate(document["model"])
+    strategy = LearnerSettings.model_validate(document.get("learner", {})).strategy
+    module = build_on_device(settings, folder, torch.device("cpu"))
+    schema = Schema(SchemaSettings.model_validate(document["schema"]))
+    build_strategy(strategy, settings, make_task(settings.task, folder)).extend(
+        module, settings, schema, torch.device("cpu")
+    )
+    return module

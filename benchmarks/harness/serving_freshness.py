@@ -35,11 +35,14 @@ _PATIENCE = 30.0
 _MOST_WAITING = 128
 
 
-class _Stream:
-    """Sends events at fixed times in a thread, and requests predictions for some of them during `ask`."""
+class AskedStream:
+    """Sends events at fixed times in a thread, and requests predictions for some of them during `ask`.
 
-    def __init__(self, producer: EventProducer, messages: list[bytes], topic: str) -> None:
-        self._producer, self._messages, self._topic = producer, messages, topic
+    Message n has the offset n of partition 0 of `topic`; `model` is the model's name, by default that of the topic.
+    """
+
+    def __init__(self, producer: EventProducer, messages: list[bytes], topic: str, *, model: str | None = None) -> None:
+        self._producer, self._messages, self._topic, self._model = producer, messages, topic, model or topic
         self._stop = threading.Event()
         self._pool = ThreadPoolExecutor(_MOST_WAITING)
         self._address: str | None = None
@@ -47,7 +50,7 @@ class _Stream:
         self._failed = 0
         self._thread = threading.Thread(target=self._send)
 
-    def __enter__(self) -> "_Stream":
+    def __enter__(self) -> "AskedStream":
         self._thread.start()
         return self
 
@@ -85,7 +88,7 @@ class _Stream:
         connection = http.client.HTTPConnection(urlsplit(address).netloc, timeout=_PATIENCE)
         try:
             body = json.dumps({"inputs": [tensor], "parameters": parameters})
-            connection.request("POST", f"/v2/models/{self._topic}/infer", body)
+            connection.request("POST", f"/v2/models/{self._model}/infer", body)
             status = connection.getresponse().status
         except OSError:
             status = 0
@@ -120,7 +123,7 @@ def measure(results: Results, quick: bool, bootstrap: str) -> None:
         with (
             LearnerProcess(root, document) as learner,
             ServingProcess(root) as server,
-            _Stream(producer, [row.tobytes() for row in rows], stream.topic) as events,
+            AskedStream(producer, [row.tobytes() for row in rows], stream.topic) as events,
         ):
             learner.wait_for(lambda report: report.version is not None)
             address = server.wait().address

@@ -113,43 +113,80 @@ def _publish(connection: Connection, published: VersionPublisher, server: int, c
         connection.send(done)
 
 
+@dataclass(frozen=True)
+class Measured:
+    """What a series of turns has shown: each without swaps, then with."""
+
+    pairs: list[tuple[Answers, Answers]]
+    done: Swaps
+    read: int | None
+    """Bytes that the server took from the disk; None where the system does not say."""
+
+    @property
+    def refused(self) -> Counter[int]:
+        """How many requests failed during swaps, by status."""
+        return sum((swapping.refused for _, swapping in self.pairs), Counter())
+
+    @property
+    def added_p99(self) -> Spread:
+        """How much later requests were answered with swaps than without, at the 99th percentile, in seconds."""
+        return Spread.of([swapping.percentile(99) - quiet.percentile(99) for quiet, swapping in self.pairs])
+
+    @property
+    def resident(self) -> tuple[float, float]:
+        """The server's memory after the first tenth of the swaps and at their end, in bytes."""
+        resident = self.done.resident
+        tenth = max(5, len(resident) // 10)
+        return statistics.median(resident[tenth : 2 * tenth]), statistics.median(resident[-tenth:])
+
+
+def size(quick: bool) -> tuple[int, int]:
+    """Return the swaps of a round, and the rounds."""
+    return (20, 2) if quick else (100, 10)
+
+
+def under_load(root: Path, published: VersionPublisher, features: int, quick: bool) -> Measured:
+    """Serve the versions that are published into a folder, and send requests meanwhile."""
+    swaps, rounds = size(quick)
+    core, others = split()
+    published.publish()
+    with ServingProcess(root, core) as server:
+        url = f"{server.wait().address}/v2/models/{NAME}/infer"
+        with (
+            Load(url, *binary_request(1, features), others) as load,
+            Publisher(published, server.process.pid, others) as publisher,
+        ):
+            load.turn(_RATE, 1.0)
+            read = _disk_bytes(server.process.pid)
+            pairs: list[tuple[Answers, Answers]] = []
+            done = Swaps([], [])
+            for _ in range(rounds):
+                quiet = load.turn(_RATE, _EVERY * swaps)
+                publisher.begin(swaps)
+                pairs.append((quiet, load.turn(_RATE, _EVERY * swaps)))
+                of_turn = publisher.end()
+                done.late.extend(of_turn.late)
+                done.resident.extend(of_turn.resident)
+            read = None if read is None else (_disk_bytes(server.process.pid) or 0) - read
+    return Measured(pairs, done, read)
+
+
 def measure(results: Results, quick: bool, bootstrap: str) -> None:  # noqa: ARG001 - every section takes the same
     """Measure the section."""
-    swaps, rounds = (20, 2) if quick else (100, 10)
-    core, others = split()
+    swaps, rounds = size(quick)
     results.title(
         f"swaps: {swaps * rounds} of an MLP of a million parameters, ten a second, {_RATE:.0f} requests a second"
     )
     with tempfile.TemporaryDirectory(dir=".", prefix="swaps-") as folder:
         root = Path(folder).resolve()
-        published = VersionPublisher(root, MLP, 784, {"max_delay": "1ms"})
-        published.publish()
-        with ServingProcess(root, core) as server:
-            url = f"{server.wait().address}/v2/models/{NAME}/infer"
-            with (
-                Load(url, *binary_request(1, 784), others) as load,
-                Publisher(published, server.process.pid, others) as publisher,
-            ):
-                load.turn(_RATE, 1.0)
-                read = _disk_bytes(server.process.pid)
-                pairs: list[tuple[Answers, Answers]] = []
-                done = Swaps([], [])
-                for _ in range(rounds):
-                    quiet = load.turn(_RATE, _EVERY * swaps)
-                    publisher.begin(swaps)
-                    pairs.append((quiet, load.turn(_RATE, _EVERY * swaps)))
-                    of_turn = publisher.end()
-                    done.late.extend(of_turn.late)
-                    done.resident.extend(of_turn.resident)
-                read = None if read is None else (_disk_bytes(server.process.pid) or 0) - read
-    tenth = max(5, len(done.resident) // 10)
-    first, last = (statistics.median(part) for part in (done.resident[tenth : 2 * tenth], done.resident[-tenth:]))
-    refused = sum((swapping.refused for _, swapping in pairs), Counter())
+        found = under_load(root, VersionPublisher(root, MLP, 784, {"max_delay": "1ms"}), 784, quick)
+    first, last = found.resident
+    refused, pairs, done = found.refused, found.pairs, found.done
     results.add("swap_failed", float(refused.total()), ", ".join(f"{n} with {code}" for code, n in refused.items()))
-    results.add("swap_added_p99_seconds", Spread.of([s.percentile(99) - q.percentile(99) for q, s in pairs]))
+    results.add("swap_added_p99_seconds", found.added_p99)
     results.add("swap_memory_growth", last / first, f"of {first / 1e6:.0f} MB")
-    if read is not None:
-        results.add("swap_disk_bytes", float(read), f"of {len(done.late)} versions of 4 MB")
+    if found.read is not None:
+        results.add("swap_disk_bytes", float(found.read), f"of {len(done.late)} versions of 4 MB")
     results.add("swap_p99_seconds", Spread.of([swapping.percentile(99) for _, swapping in pairs]))
     results.add("swap_quiet_p99_seconds", Spread.of([quiet.percentile(99) for quiet, _ in pairs]))
     results.add("swap_noticed_seconds", Spread.of(done.late), "from the publish to the swap")

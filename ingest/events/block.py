@@ -20,7 +20,12 @@ Array = NDArray[np.generic]
 
 
 class Outcome(IntEnum):
-    """What became of an event. Exactly one for each; `PENDING` until the learner decides."""
+    """What became of an event. Exactly one for each; `PENDING` until the learner decides.
+
+    With `[stream.labels]` events without a label are `WAITING`, and end later with one of `TRAINED` (with their label),
+    `TIMED_OUT` (trained on as negatives, since no label came), `STORED_ONLY`, `HELD_OUT` and `SKIPPED`. `LABEL` is a
+    row of a label topic.
+    """
 
     PENDING = 0
     TRAINED = 1
@@ -28,6 +33,9 @@ class Outcome(IntEnum):
     HELD_OUT = 3
     DEAD_LETTERED = 4
     SKIPPED = 5
+    WAITING = 6
+    LABEL = 7
+    TIMED_OUT = 8
 
     @property
     def label(self) -> str:
@@ -45,6 +53,11 @@ class SkipReason(IntEnum):
     TOMBSTONE = 4
     BEHIND = 5
     MODEL = 6
+    TIMED_OUT = 7
+    DAMAGED = 8
+    LEFT_TO_TOPICS = 9
+    REPEATED = 10
+    UNTAUGHT = 11
 
     @property
     def label(self) -> str:
@@ -66,7 +79,7 @@ IDENTITY_COLUMNS: Mapping[str, np.dtype[np.generic]] = {
 
 `partition` is the index of the topic partition in the source's table (not Kafka's number), `offset` and `row` are the
 position in it, `time_ms` is the record's timestamp in milliseconds since 1970. `key_hash` and `group_hash` are 0 where
-the event has none.
+the event has none. `join_hash`, uint64, is there only where labels find their events by a separate field.
 """
 
 
@@ -114,6 +127,7 @@ class BlockLayout:
 
     def __init__(self, schema: Schema) -> None:
         self.columns = {**schema.payload(), **{name: (dtype, ()) for name, dtype in IDENTITY_COLUMNS.items()}}
+        self.columns |= {f"{start}_hash": (IDENTITY_COLUMNS["key_hash"], ()) for start, _ in schema.hashed}
 
     def row_bytes(self) -> int:
         """Bytes of one event in all columns."""

@@ -2,12 +2,13 @@
 
 import hashlib
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ingest.config import HashBuckets, Vocabulary
+from ingest.config import Encoding, HashBuckets, TokenizerFile, Vocabulary
+from ingest.events.tokenizer import TokenizerEncoder
 
 
 class Encoder(Protocol):
@@ -15,17 +16,32 @@ class Encoder(Protocol):
 
     size: int
     """Ids are in `[0, size)`."""
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    """Shape of the ids of one string."""
+    identity: dict[str, Any]
+    """What decides the ids, as JSON values: encoders of one identity give the same ids."""
 
-    def encode(self, values: Sequence[str]) -> NDArray[np.int64]:
-        """Return one id for each string, int64 `[len(values)]`."""
+    @property
+    def padding(self) -> int | None:
+        """The id that fills up a text; None: there is none."""
+        ...
+
+    def encode(self, values: Sequence[str]) -> NDArray[np.signedinteger[Any]]:
+        """Return the ids of each string, `[len(values), *shape]`."""
         ...
 
 
 class VocabularyEncoder:
     """A string's index in the list, from 1; 0 for strings that are not in it."""
 
+    padding = None
+    dtype: np.dtype[Any] = np.dtype(np.int64)
+    shape: tuple[int, ...] = ()
+
     def __init__(self, settings: Vocabulary) -> None:
         self.size = len(settings.vocab) + 1
+        self.identity = settings.model_dump(mode="json")
         self._ids = {word: index for index, word in enumerate(settings.vocab, start=1)}
 
     def encode(self, values: Sequence[str]) -> NDArray[np.int64]:
@@ -37,18 +53,29 @@ class VocabularyEncoder:
 class HashEncoder:
     """The bucket of the string's 64-bit BLAKE2b hash: stable across runs, machines and versions."""
 
+    padding = None
+    dtype: np.dtype[Any] = np.dtype(np.int64)
+    shape: tuple[int, ...] = ()
+
     def __init__(self, settings: HashBuckets) -> None:
         self.size = settings.hash
+        self.identity = settings.model_dump(mode="json")
 
     def encode(self, values: Sequence[str]) -> NDArray[np.int64]:
         """Return one id for each string, int64 `[len(values)]`."""
         return (hash_texts([value.encode() for value in values]) % np.uint64(self.size)).astype(np.int64)
 
 
-def encoder_of(settings: Vocabulary | HashBuckets | None) -> Encoder | None:
-    """Return the encoder that a feature's settings ask for."""
+def encoder_of(settings: Encoding | None, key: str = "encode") -> Encoder | None:
+    """Return the encoder that a feature's settings ask for; `key` names them.
+
+    Raises:
+        SettingsError: the file of a tokenizer cannot be used.
+    """
     if settings is None:
         return None
+    if isinstance(settings, TokenizerFile):
+        return TokenizerEncoder(settings, f"{key}.tokenizer")
     return VocabularyEncoder(settings) if isinstance(settings, Vocabulary) else HashEncoder(settings)
 
 

@@ -24,7 +24,7 @@ def partition_base(partition: TopicPartition) -> int:
 
 def partition_name(partition: TopicPartition) -> str:
     """Return `topic#incarnation[partition]`, with which identities begin."""
-    return f"{partition.topic}#{partition.incarnation}[{partition.partition}]"
+    return f"{partition.identity_topic}#{partition.incarnation}[{partition.partition}]"
 
 
 @functools.lru_cache(maxsize=4096)

@@ -6,14 +6,24 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TopicPartition:
-    """A partition of a topic; `incarnation` counts how often the topic was created again."""
+    """A partition of a topic; `incarnation` counts how often the topic was created again.
+
+    The rows of a file of the history are a partition for each pass over it; `history` counts the passes from 1.
+    """
 
     topic: str
     partition: int
     incarnation: int = 0
+    history: int = 0
+    """0 for the partition of a topic."""
 
     def __str__(self) -> str:
         return f"{self.topic}:{self.partition}"
+
+    @property
+    def identity_topic(self) -> str:
+        """The topic in the identities of its events, which are the same in all passes over a file."""
+        return self.topic.removesuffix(f".{self.history}") if self.history > 1 else self.topic
 
     @property
     def next_incarnation(self) -> "TopicPartition":

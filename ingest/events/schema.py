@@ -7,6 +7,7 @@ import hashlib
 import json
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,18 +15,20 @@ from numpy.typing import NDArray
 from anabranch.core.errors import SettingsError
 from ingest.config import FeatureSettings, LabelSettings, SchemaSettings
 from ingest.events.encoders import Encoder, encoder_of
+from ingest.label_stream_settings import LabelStreamSettings
 
 
 @dataclass(frozen=True)
 class Feature:
-    """One input of the model: its column has dtype `dtype` (int64 ids for strings) and shape `[N, *shape]`."""
+    """One input of the model: its column has dtype `dtype` (ids for strings) and shape `[N, *column_shape]`."""
 
     name: str
     dtype: np.dtype[np.generic]
     shape: tuple[int, ...]
+    """Shape of one event's value in messages and requests."""
     encoder: Encoder | None
     default: NDArray[np.generic] | None
-    """Value of events that lack the feature, `[*shape]` and encoded; None: the feature is required."""
+    """Value of events that lack the feature, `[*column_shape]` and encoded; None: the feature is required."""
     min: int | None = None
     max: int | None = None
 
@@ -33,6 +36,21 @@ class Feature:
     def is_string(self) -> bool:
         """Whether messages and requests hold strings that become ids."""
         return self.encoder is not None
+
+    @property
+    def column_shape(self) -> tuple[int, ...]:
+        """Shape of one event's value in a column: of a text, that of its ids follows `shape`."""
+        return self.shape + (self.encoder.shape if self.encoder is not None else ())
+
+    def example(self, rows: int) -> NDArray[Any]:
+        """Return a column of `rows` events whose value is allowed: `filler`, or texts of the tokenizer's largest id.
+
+        Such a text, without padding, shows whether a model has an embedding for each id and each position.
+        """
+        value, encoder = self.filler, self.encoder
+        if encoder is not None and encoder.shape:
+            value = encoder.size - (2 if encoder.padding == encoder.size - 1 else 1)
+        return np.full((rows, *self.column_shape), value, self.dtype)
 
     @property
     def allowed(self) -> str:
@@ -95,9 +113,13 @@ class Label:
 
 
 class Schema:
-    """The fields of an event as columns; built once from `[schema]`."""
+    """The fields of an event as columns; built once from `[schema]`, and `[stream.labels]` where labels come later.
 
-    def __init__(self, settings: SchemaSettings) -> None:
+    `join` is the field by which a label finds its event where that is neither the key nor the group, and `join_column`
+    the column with its hash.
+    """
+
+    def __init__(self, settings: SchemaSettings, labels: LabelStreamSettings | None = None) -> None:
         self.settings = settings
         self.features = tuple(_feature(name, feature) for name, feature in settings.features.items())
         self.label = _label(settings.label)
@@ -105,16 +127,36 @@ class Schema:
         self.time = settings.time.name if settings.time else None
         self.weight = settings.weight.name if settings.weight else None
         self.group = settings.group.name if settings.group else None
+        key = labels.key if labels is not None else None
+        self.join = None if key in (None, self.key, self.group) else key
+        self.join_column = "join_hash" if self.join else "group_hash" if key and key != self.key else "key_hash"
+
+    @property
+    def join_key(self) -> str | None:
+        """The field by which a label finds its event; without `[stream.labels]`, the key."""
+        return {"join_hash": self.join, "group_hash": self.group}.get(self.join_column, self.key)
+
+    @property
+    def hashed(self) -> list[tuple[str, str | None]]:
+        """The fields of which an event has the hash, by the start of the column's name: key, group and join."""
+        return [("key", self.key), ("group", self.group)] + [("join", self.join)] * (self.join is not None)
+
+    @property
+    def encoders(self) -> dict[str, dict[str, Any]]:
+        """What decides the ids of each string feature, by name; of a tokenizer, the SHA-256 of its file."""
+        return {feature.name: feature.encoder.identity for feature in self.features if feature.encoder is not None}
 
     @cached_property
     def digest(self) -> str:
         """SHA-256 over the schema's canonical JSON; two schemas with one digest have the same columns.
 
         What has its default is left out, so that a setting which is added later changes no digest. So are the bounds of
-        integers: they decide which events are accepted, and change no column.
+        integers: they decide which events are accepted, and change no column. A tokenizer counts by its contents.
         """
         bounds = {"features": {"__all__": {"min", "max"}}}
         settings = self.settings.model_dump(mode="json", exclude_defaults=True, exclude=bounds)
+        for name, identity in self.encoders.items():
+            settings["features"][name]["encode"] = identity
         text = json.dumps(settings, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -125,7 +167,7 @@ class Schema:
         `time` (float64, seconds since 1970).
         """
         columns: dict[str, tuple[np.dtype[np.generic], tuple[int, ...]]] = {
-            f"feature.{feature.name}": (feature.dtype, feature.shape) for feature in self.features
+            f"feature.{feature.name}": (feature.dtype, feature.column_shape) for feature in self.features
         }
         columns["label"] = (self.label.dtype, self.label.shape)
         columns["labelled"] = (np.dtype(np.bool_), ())
@@ -136,8 +178,8 @@ class Schema:
 
 
 def _feature(name: str, settings: FeatureSettings) -> Feature:
-    encoder = encoder_of(settings.encode)
-    dtype = np.dtype(np.int64) if encoder else np.dtype(settings.dtype)
+    encoder = encoder_of(settings.encode, f"schema.features.{name}.encode")
+    dtype = encoder.dtype if encoder else np.dtype(settings.dtype)
     default = _default(name, settings, encoder, dtype)
     feature = Feature(name, dtype, settings.shape, encoder, default, settings.min, settings.max)
     if default is not None and feature.outside(default[None]) is not None:
@@ -150,13 +192,14 @@ def _default(
 ) -> NDArray[np.generic] | None:
     if settings.default is None:
         return None
+    shape = settings.shape
     try:
-        value = np.asarray(settings.default)
+        value: NDArray[Any] = np.asarray(settings.default)
         if encoder is not None:
             if value.dtype.kind != "U":
                 raise ValueError("it is not a string")
-            flat = encoder.encode([str(item) for item in value.reshape(-1)])
-            value = flat.reshape(value.shape)
+            ids = encoder.encode([str(item) for item in value.reshape(-1)])
+            value, shape = ids.reshape(value.shape + encoder.shape), shape + encoder.shape
         elif value.dtype.kind not in "biuf":
             raise ValueError("it is not a number")
         elif dtype.kind == "f":
@@ -165,7 +208,7 @@ def _default(
                     raise ValueError(f"it is not a finite {dtype}")
         elif value.dtype.kind == "f" or not np.array_equal(value, value.astype(dtype).astype(value.dtype)):
             raise ValueError(f"it is not a {dtype}")
-        return np.broadcast_to(value.astype(dtype), settings.shape)
+        return np.broadcast_to(value.astype(dtype), shape)
     except (ValueError, OverflowError) as exc:
         raise SettingsError(
             f"schema.features.{name}.default = {settings.default!r} does not fit dtype {settings.dtype} "

@@ -7,7 +7,7 @@ Legend: M messages.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from ingest.events.block import BlockLayout
 from ingest.events.schema import Schema
 from ingest.formats.arrow_columns import Faults, columns_of, fields_of, sizes_of
 from ingest.formats.arrow_ipc import UnfitError, claims
-from ingest.formats.base import WHOLE_MESSAGE, Decoded, Reject, joined, reject_unusable_numbers
+from ingest.formats.base import WHOLE_MESSAGE, Decoded, Headers, Reject, joined, nothing, reject_unusable_numbers
 
 _UNREADABLE = (UnfitError, pa.ArrowException, ValueError, OSError, MemoryError)
 """Errors that pyarrow raises for a bad message."""
@@ -42,10 +42,9 @@ class ArrowFormat:
     def __init__(self, schema: Schema) -> None:
         self._schema = schema
         self._fields = tuple(fields_of(schema))
-        self._layout = BlockLayout(schema)
-        self._row_bytes = self._layout.row_bytes()
+        self._row_bytes = BlockLayout(schema).row_bytes()
 
-    def decode(self, values: Sequence[bytes]) -> Decoded:
+    def decode(self, values: Sequence[bytes], headers: Sequence[Headers] = ()) -> Decoded:  # noqa: ARG002
         """Decode M message values, each any number of events, or a reject."""
         plans: dict[bytes, _Plan | str] = {}
         groups: dict[bytes, list[tuple[int, Any]]] = {}
@@ -66,7 +65,9 @@ class ArrowFormat:
             unknown += plan.has_unknown
             groups.setdefault(start, []).extend((index, batch) for batch in batches)
         parts = [self._decode_group(group) for group in groups.values()]
-        return reject_unusable_numbers(joined([self._without_rows(rejects, unknown), *parts]), self._schema)
+        return reject_unusable_numbers(
+            joined([replace(nothing(self._schema, rejects), unknown_fields=unknown), *parts]), self._schema
+        )
 
     def _start_of_fair_size(self, value: bytes) -> bytes:
         """Return the part of a message that holds its Arrow schema, or raise if it would need too much memory."""
@@ -111,17 +112,7 @@ class ArrowFormat:
         names = [field.name for field in self._fields if field.name in table.column_names]
         arrays = {name: table.column(name).combine_chunks() for name in names}
         columns = columns_of(self._schema, self._fields, arrays, faults)
-        bad = faults.first != 0
-        if not bad.any():
-            return Decoded(message, row, columns, ())
-        bad_rows = zip(message[bad].tolist(), row[bad].tolist(), faults.first[bad].tolist(), strict=True)
-        rejects = [Reject(index, number, faults.reasons[fault]) for index, number, fault in bad_rows]
-        return Decoded(message[~bad], row[~bad], {name: column[~bad] for name, column in columns.items()}, rejects)
-
-    def _without_rows(self, rejects: Sequence[Reject], unknown: int) -> Decoded:
-        none, empty = np.zeros(0, np.int32), self._layout.empty(0)
-        names = (*self._schema.payload(), "key_hash", "group_hash")
-        return Decoded(none, none, {name: empty[name] for name in names}, rejects, unknown)
+        return faults.remove_from(Decoded(message, row, columns, ()))
 
 
 def _read(value: bytes, plan: _Plan) -> list[Any]:

@@ -18,11 +18,12 @@ from pyarrow import types
 from ingest.events.block import Array
 from ingest.events.encoders import hash_texts
 from ingest.events.schema import Feature, Label, Schema
+from ingest.formats.base import Decoded, Reject
 from ingest.formats.multilabel import multi_hot_from_counts
 
 Mask = NDArray[np.bool_]
 Leaf = Callable[[Any], tuple[Array, Mask]]
-"""Turns an Arrow array of single values into as many numbers, and a mask of the valid ones."""
+"""Turns an Arrow array of single values into as many numbers or rows of ids, and a mask of the valid ones."""
 
 _PER_SECOND = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
 
@@ -53,6 +54,16 @@ class Faults:
             self.first[bad & (self.first == 0)] = len(self.reasons)
             self.reasons.append(reason)
 
+    def remove_from(self, decoded: Decoded, reason_prefix: str = "") -> Decoded:
+        """Return the G decoded events without those that have a fault, which become rejects."""
+        bad = self.first != 0
+        if not bad.any():
+            return decoded
+        bad_rows = zip(*(each[bad].tolist() for each in (decoded.message, decoded.row, self.first)), strict=True)
+        rejects = [Reject(index, row, f"{reason_prefix}{self.reasons[fault]}") for index, row, fault in bad_rows]
+        columns = {name: column[~bad] for name, column in decoded.columns.items()}
+        return Decoded(decoded.message[~bad], decoded.row[~bad], columns, rejects, decoded.unknown_fields)
+
 
 def fields_of(schema: Schema) -> Iterator[ArrowField]:
     """Yield the fields that a message may have, the features first and in their order."""
@@ -81,6 +92,7 @@ def fields_of(schema: Schema) -> Iterator[ArrowField]:
         (schema.time, "a timestamp or a number of seconds", _is_time),
         (schema.weight, "a number", _is_number),
         (schema.group, "a string or a whole number", _is_word),
+        (schema.join, "a string or a whole number", _is_word),
     ):
         if name is not None:
             yield ArrowField(name, expected, takes)
@@ -100,8 +112,8 @@ def columns_of(
         columns["weight"] = _extra(schema.weight, _numbers(np.dtype(np.float32)), arrays, faults)
     if schema.time:
         columns["time"] = _extra(schema.time, _seconds, arrays, faults)
-    for column, name in (("key_hash", schema.key), ("group_hash", schema.group)):
-        columns[column] = _extra(name, _hashed, arrays, faults) if name else np.zeros(n, np.uint64)
+    for start, name in schema.hashed:
+        columns[f"{start}_hash"] = _extra(name, _hashed, arrays, faults) if name else np.zeros(n, np.uint64)
     return columns
 
 
@@ -149,12 +161,12 @@ def _is_time(kind: Any) -> bool:
 def _feature_column(field: ArrowField, feature: Feature, array: Any, faults: Faults) -> Array:
     n = len(faults.first)
     if array is None or types.is_null(array.type):
-        column: Array = np.zeros((n, *feature.shape), feature.dtype)
+        column: Array = np.zeros((n, *feature.column_shape), feature.dtype)
         present = np.zeros(n, np.bool_)
     else:
         leaf = _encoded(feature) if feature.is_string else _numbers(feature.dtype)
         column, good = _dense(array, sizes_of(array.type, field) or (), leaf)
-        column, present = column.reshape(n, *feature.shape), _present(array)
+        column, present = column.reshape(n, *feature.column_shape), _present(array)
         faults.add(present & ~good, f"{feature.name} does not fit {field.expected}")
     if present.all():
         return column
@@ -178,7 +190,8 @@ def _label_columns(label: Label, array: Any, faults: Faults) -> dict[str, Array]
         "a number" if label.classes is None else f"in 0..{label.classes - 1}" if label.names is None else "a class"
     )
     faults.add(labelled & ~good, f"{label.name} is not {expected}")
-    return {"label": np.where(labelled, values, label.missing).astype(label.dtype), "labelled": labelled}
+    known = values if labelled.all() else np.where(labelled, values, label.missing)
+    return {"label": known.astype(label.dtype), "labelled": labelled}
 
 
 def _classes(label: Label, array: Any) -> tuple[Array, Mask]:
@@ -214,7 +227,10 @@ def _extra(name: str, leaf: Leaf, arrays: Mapping[str, Any], faults: Faults) -> 
 
 
 def _dense(array: Any, sizes: tuple[int, ...], leaf: Leaf) -> tuple[Array, Mask]:
-    """Return the values `[G, *sizes]` of lists, and which rows are complete; the others are zeros."""
+    """Return the values `[G, *sizes, ...]` of lists, and which rows are complete; the others are zeros.
+
+    What follows `sizes` is the shape that `leaf` gives to one value.
+    """
     if not sizes:
         return leaf(array)
     size, inside = sizes[0], sizes[1:]
@@ -223,11 +239,11 @@ def _dense(array: Any, sizes: tuple[int, ...], leaf: Leaf) -> tuple[Array, Mask]
         good &= np.diff(array.offsets.to_numpy()) == size
     kept = array if good.all() else array.filter(pa.array(good))
     values, whole = _dense(kept.flatten(), inside, leaf)
-    values = values.reshape(len(kept), size, *inside)
-    whole = np.asarray(whole.reshape(len(kept), size).all(axis=1))
+    values = values.reshape(len(kept), size, *values.shape[1:])
+    whole = np.ones(len(kept), np.bool_) if whole.all() else np.asarray(whole.reshape(len(kept), size).all(axis=1))
     if kept is array:
         return values, whole
-    dense = np.zeros((len(good), *sizes), values.dtype)
+    dense = np.zeros((len(good), *values.shape[1:]), values.dtype)
     dense[good] = values
     good[good] = whole
     return dense, good
@@ -242,7 +258,7 @@ def _numbers(dtype: np.dtype[Any]) -> Leaf:
         if dtype.kind in "iu":
             limits = np.iinfo(dtype)
             good &= np.greater_equal(raw, int(limits.min)) & np.less_equal(raw, int(limits.max))
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore", invalid="ignore"):  # also of signalling NaN
             return raw.astype(dtype, copy=False), good
 
     return leaf

@@ -42,5 +42,5 @@ def _types(schema: Schema) -> dict[str, Any]:
     label = schema.label
     kind = pa.string() if label.names else pa.from_numpy_dtype(label.wire)
     kinds[label.name] = pa.list_(kind) if label.multi else kind
-    others = {schema.key: None, schema.group: None, schema.time: None, schema.weight: pa.float64()}
+    others = {schema.key: None, schema.group: None, schema.join: None, schema.time: None, schema.weight: pa.float64()}
     return kinds | {name: kind for name, kind in others.items() if name}

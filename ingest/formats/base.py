@@ -10,10 +10,12 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ingest.events.block import Array
+from ingest.events.block import Array, BlockLayout
 from ingest.events.schema import Schema
 
 WHOLE_MESSAGE = -1
+Headers = Sequence[tuple[str, bytes]]
+"""The headers of one message, in their order; a name may occur several times."""
 
 
 class Reject(NamedTuple):
@@ -31,9 +33,10 @@ class Decoded:
     Attributes:
         message: int32 `[N]`, index of each event's message.
         row: int32 `[N]`, its index in the message.
-        columns: the schema's payload, and `key_hash` and `group_hash` uint64 `[N]`.
+        columns: the schema's payload, and uint64 `[N]` for each of `Schema.hashed`.
         rejects: events that cannot be used, in the order of (message, row).
         unknown_fields: messages with fields that the schema does not know.
+        deferred: messages that cannot be decoded yet, since the registry is away; they have neither events nor rejects.
     """
 
     message: NDArray[np.int32]
@@ -41,11 +44,13 @@ class Decoded:
     columns: Mapping[str, Array]
     rejects: Sequence[Reject]
     unknown_fields: int = 0
+    deferred: Sequence[int] = ()
 
     def at(self, indexes: NDArray[np.int32]) -> "Decoded":
         """Return the same with other message indexes: message i becomes `indexes[i]`, in ascending order."""
         rejects = [Reject(int(indexes[each.message]), each.row, each.reason) for each in self.rejects]
-        return Decoded(indexes[self.message], self.row, self.columns, rejects, self.unknown_fields)
+        deferred = [int(indexes[message]) for message in self.deferred]
+        return Decoded(indexes[self.message], self.row, self.columns, rejects, self.unknown_fields, deferred)
 
     def without(self, bad: NDArray[np.bool_], reason: str) -> "Decoded":
         """Return the same with the events of the mask `[N]` rejected for `reason`."""
@@ -57,7 +62,15 @@ class Decoded:
             {name: column[good] for name, column in self.columns.items()},
             sorted([*self.rejects, *rejects]),
             self.unknown_fields,
+            self.deferred,
         )
+
+
+def nothing(schema: Schema, rejects: Sequence[Reject] = (), deferred: Sequence[int] = ()) -> Decoded:
+    """Return what has no usable event."""
+    none, empty = np.zeros(0, np.int32), BlockLayout(schema).empty(0)
+    names = (*schema.payload(), *(f"{start}_hash" for start, _ in schema.hashed))
+    return Decoded(none, none, {name: empty[name] for name in names}, rejects, deferred=deferred)
 
 
 def joined(parts: Sequence[Decoded]) -> Decoded:
@@ -69,14 +82,27 @@ def joined(parts: Sequence[Decoded]) -> Decoded:
     order = np.lexsort((row, message))
     columns = {name: np.concatenate([part.columns[name] for part in parts])[order] for name in parts[0].columns}
     rejects = sorted(reject for part in parts for reject in part.rejects)
-    return Decoded(message[order], row[order], columns, rejects, sum(part.unknown_fields for part in parts))
+    unknown, deferred = sum(part.unknown_fields for part in parts), sorted(i for part in parts for i in part.deferred)
+    return Decoded(message[order], row[order], columns, rejects, unknown, deferred)
 
 
 class Format(Protocol):
     """Decodes batches of messages. A bad message raises nothing: it becomes a reject."""
 
-    def decode(self, values: Sequence[bytes]) -> Decoded:
-        """Decode M message values."""
+    def decode(self, values: Sequence[bytes], headers: Sequence[Headers] = ()) -> Decoded:
+        """Decode M message values; `headers` are those of each message, empty if no message has any."""
+        ...
+
+
+class RecordDecoder(Protocol):
+    """Decodes records of one writer schema, without the id that may precede each in its message."""
+
+    def decode(self, records: Sequence[bytes]) -> Decoded:
+        """Decode M records, each one event or a reject.
+
+        A record that cannot be read under the reader's rules raises nothing: it becomes a reject whose reason begins
+        with `schema: `.
+        """
         ...
 
 
@@ -86,12 +112,10 @@ def reject_unusable_numbers(decoded: Decoded, schema: Schema) -> Decoded:
     A missing label is no fault; its value in the column is `schema.label.missing`.
     """
     for name, column in decoded.columns.items():
-        if column.dtype.kind == "f" and name != "label":
-            finite = np.isfinite(column)
-            if not finite.all():
-                bad = np.asarray(~finite.reshape(len(finite), -1).all(axis=1))
-                field = {"time": schema.time, "weight": schema.weight}.get(name, name.removeprefix("feature."))
-                return reject_unusable_numbers(decoded.without(bad, f"{field} is NaN, infinite or too large"), schema)
+        if column.dtype.kind == "f" and name != "label" and not _all_finite(column):
+            bad = np.asarray(~np.isfinite(column).reshape(len(column), -1).all(axis=1))
+            field = {"time": schema.time, "weight": schema.weight}.get(name, name.removeprefix("feature."))
+            return reject_unusable_numbers(decoded.without(bad, f"{field} is NaN, infinite or too large"), schema)
     for feature in schema.features:
         outside = feature.outside(decoded.columns[f"feature.{feature.name}"])
         if outside is not None:
@@ -108,3 +132,10 @@ def reject_unusable_numbers(decoded: Decoded, schema: Schema) -> Decoded:
         bad = labelled & (np.less(label, 0) | np.greater_equal(label, schema.label.classes))
         expected = f"in 0..{schema.label.classes - 1}"
     return decoded.without(bad, f"{schema.label.name} is not {expected}") if bad.any() else decoded
+
+
+def _all_finite(column: Array) -> bool:
+    """Return whether no number is NaN or infinite."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        # One pass without memory: a sum with such a number is not finite either. That of finite ones may overflow.
+        return bool(np.isfinite(np.add.reduce(column, axis=None)) or np.isfinite(column).all())

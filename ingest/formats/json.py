@@ -1,188 +1,26 @@
 """The format `json`: one object a message.
 
-The schema becomes a msgspec struct type, so that types, shapes and ranges are checked while the bytes are parsed, in C.
 Each message is parsed by itself: joined ones could be parsed faster, but two malformed messages can join to good ones.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from itertools import chain
-from typing import Annotated, Any, Literal
+from collections.abc import Sequence
 
 import msgspec
-import numpy as np
-from msgspec import UNSET, Meta, UnsetType
 
-from ingest.events.block import Array
-from ingest.events.encoders import hash_texts
-from ingest.events.schema import Feature, Label, Schema
-from ingest.formats.base import WHOLE_MESSAGE, Decoded, Reject, reject_unusable_numbers
-from ingest.formats.multilabel import multi_hot, without_repeats
-
-_LARGEST_BOUND = 2**63 - 1
-"""msgspec compares integers with bounds of at most 64 bits."""
-
-_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""Errors of the parser for a bad message: malformed or unfit, not UTF-8, nested too deeply."""
+from ingest.events.schema import Schema
+from ingest.formats.base import Decoded, Headers
+from ingest.formats.event_structs import StructDecoder, event_type
 
 
 class JsonFormat:
     """Decodes JSON objects. Fields that the schema does not know are ignored, and their messages counted."""
 
     def __init__(self, schema: Schema) -> None:
-        self._schema = schema
-        self._exact = msgspec.json.Decoder(_event_type(schema, forbid_unknown=True))
-        self._lenient = msgspec.json.Decoder(_event_type(schema, forbid_unknown=False))
+        exact, lenient = (
+            msgspec.json.Decoder(event_type(schema, forbid_unknown=each)).decode for each in (True, False)
+        )
+        self._decoder = StructDecoder[bytes](schema, exact, lenient)
 
-    def decode(self, values: Sequence[bytes]) -> Decoded:
+    def decode(self, values: Sequence[bytes], headers: Sequence[Headers] = ()) -> Decoded:  # noqa: ARG002
         """Decode M message values, each one event or a reject."""
-        parse = self._exact.decode
-        events: list[Any] = []
-        message: list[int] = []
-        rejects: list[Reject] = []
-        unknown = 0
-        for index, value in enumerate(values):
-            try:
-                events.append(parse(value))
-            except msgspec.ValidationError:
-                try:
-                    events.append(self._lenient.decode(value))
-                except _UNREADABLE as exc:
-                    rejects.append(Reject(index, WHOLE_MESSAGE, str(exc)))
-                    continue
-                unknown += 1
-            except _UNREADABLE as exc:
-                rejects.append(Reject(index, WHOLE_MESSAGE, str(exc)))
-                continue
-            message.append(index)
-        try:
-            columns = self._columns(events)
-        except OverflowError:
-            return self._decode_one_by_one(values)
-        indexes = np.array(message, np.int32)
-        decoded = Decoded(indexes, np.zeros_like(indexes), columns, rejects, unknown)
-        if self._schema.label.multi:
-            decoded = without_repeats(decoded, [len(_classes(event.label)) for event in events], self._schema.label)
-        return reject_unusable_numbers(decoded, self._schema)
-
-    def _decode_one_by_one(self, values: Sequence[bytes]) -> Decoded:
-        """Find the messages with an integer beyond 64 bits, which only raise when a column is built."""
-        fits: list[int] = []
-        too_large: list[Reject] = []
-        for index, value in enumerate(values):
-            try:
-                self._columns([self._lenient.decode(value)])
-            except OverflowError as exc:
-                too_large.append(Reject(index, WHOLE_MESSAGE, f"an integer is too large: {exc}"))
-            except _UNREADABLE:
-                fits.append(index)  # rejected with its own reason below
-            else:
-                fits.append(index)
-        rest = self.decode([values[index] for index in fits]).at(np.array(fits, np.int32))
-        return replace(rest, rejects=sorted([*rest.rejects, *too_large]))
-
-    def _columns(self, events: list[Any]) -> dict[str, Array]:
-        schema, n = self._schema, len(events)
-        columns: dict[str, Array] = {}
-        for index, feature in enumerate(schema.features):
-            columns[f"feature.{feature.name}"] = _feature_column(feature, [getattr(e, f"f{index}") for e in events])
-        columns.update(_label_columns(schema.label, [event.label for event in events]))
-        weights = [event.weight for event in events] if schema.weight else np.ones(n)
-        columns["weight"] = _numbers(weights, np.dtype(np.float32), n)
-        if schema.time:
-            columns["time"] = np.array([event.time for event in events], np.float64)
-        for name, declared in (("key", schema.key), ("group", schema.group)):
-            texts = [str(getattr(event, name)).encode() for event in events] if declared else []
-            columns[f"{name}_hash"] = hash_texts(texts) if declared else np.zeros(n, np.uint64)
-        return columns
-
-
-def _event_type(schema: Schema, *, forbid_unknown: bool) -> type[msgspec.Struct]:
-    names: dict[str, str] = {}
-    fields: list[Any] = []
-
-    def add(attribute: str, name: str, kind: Any, *, optional: bool = False) -> None:
-        names[attribute] = name
-        fields.append((attribute, kind | UnsetType, UNSET) if optional else (attribute, kind))
-
-    for index, feature in enumerate(schema.features):
-        add(f"f{index}", feature.name, _feature_type(feature), optional=feature.default is not None)
-    add("label", schema.label.name, _label_type(schema.label) | None, optional=True)
-    for attribute, name, kind in (
-        ("key", schema.key, str | int),
-        ("time", schema.time, float),
-        ("weight", schema.weight, Annotated[float, Meta(ge=0)]),
-        ("group", schema.group, str | int),
-    ):
-        if name is not None:
-            add(attribute, name, kind)
-    # Fields without a default have to come first.
-    fields.sort(key=len)
-    return msgspec.defstruct("Event", fields, rename=names, forbid_unknown_fields=forbid_unknown, gc=False)
-
-
-def _feature_type(feature: Feature) -> Any:
-    kind: Any = str if feature.is_string else _number_type(feature.dtype)
-    for size in reversed(feature.shape):
-        kind = Annotated[list[kind], Meta(min_length=size, max_length=size)]
-    return kind
-
-
-def _number_type(dtype: np.dtype[Any]) -> Any:
-    if dtype.kind == "b":
-        return bool
-    if dtype.kind == "f":
-        return float
-    limits = np.iinfo(dtype)
-    if limits.max > _LARGEST_BOUND:
-        return Annotated[int, Meta(ge=0)]
-    return Annotated[int, Meta(ge=int(limits.min), le=int(limits.max))]
-
-
-def _label_type(label: Label) -> Any:
-    if label.multi:
-        one: Any = _label_type(replace(label, multi=False))
-        return list[one]
-    if label.names is not None:
-        return Literal[label.names]
-    return float if label.classes is None else Annotated[int, Meta(ge=0, le=label.classes - 1)]
-
-
-def _feature_column(feature: Feature, values: list[Any]) -> Array:
-    missing = [index for index, value in enumerate(values) if value is UNSET] if feature.default is not None else []
-    if missing:
-        filler = np.full(feature.shape, "" if feature.is_string else 0).tolist()
-        values = [filler if value is UNSET else value for value in values]
-    flat: Iterable[Any] = values
-    for _ in feature.shape:
-        flat = chain.from_iterable(flat)
-    if feature.encoder is not None:
-        column: Array = feature.encoder.encode(list(flat))
-    else:
-        column = _numbers(flat, feature.dtype, len(values) * int(np.prod(feature.shape)))
-    column = column.reshape(len(values), *feature.shape)
-    if feature.default is not None:
-        column[missing] = feature.default
-    return column
-
-
-def _numbers(values: Iterable[Any], dtype: np.dtype[Any], count: int) -> Array:
-    with np.errstate(over="ignore"):
-        return np.fromiter(values, dtype, count)
-
-
-def _classes(value: Any) -> list[Any]:
-    """Return the classes that a label names: none where there is no label."""
-    return [] if value is UNSET or value is None else value
-
-
-def _label_columns(label: Label, values: list[Any]) -> dict[str, Array]:
-    labelled = np.array([value is not UNSET and value is not None for value in values], np.bool_)
-    if label.multi:
-        return {"label": multi_hot(label, list(map(_classes, values))), "labelled": labelled}
-    if label.names is not None:
-        ids = {name: index for index, name in enumerate(label.names)}
-        values = [ids.get(value, -1) if present else -1 for value, present in zip(values, labelled, strict=True)]
-    elif not labelled.all():
-        values = [value if present else label.missing for value, present in zip(values, labelled, strict=True)]
-    return {"label": _numbers(values, label.dtype, len(values)), "labelled": labelled}
+        return self._decoder.decode(values)

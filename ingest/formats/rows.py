@@ -1,8 +1,8 @@
 """The format `rows`: one or many fixed-size packed little-endian rows a message.
 
-A row is the features in the order of the file, then label, key (int64), time (float64), weight (float32) and group
-(int64), each where declared. Label -1, or NaN for floats, means not labelled. A label of several classes is 0 or 1 for
-each class, and -1 for each where there is none.
+A row is the features in the order of the file, then label, key (int64), time (float64), weight (float32), group (int64)
+and the field by which a late label finds its event (int64), each where declared. Label -1, or NaN for floats, means not
+labelled. A label of several classes is 0 or 1 for each class, and -1 for each where there is none.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,9 +15,9 @@ from anabranch.core.errors import SettingsError
 from ingest.events.block import Array
 from ingest.events.encoders import hash_texts
 from ingest.events.schema import Label, Schema
-from ingest.formats.base import WHOLE_MESSAGE, Decoded, Reject, reject_unusable_numbers
+from ingest.formats.base import WHOLE_MESSAGE, Decoded, Headers, Reject, reject_unusable_numbers
 
-_EXTRAS = {"key": "<i8", "time": "<f8", "weight": "<f4", "group": "<i8"}
+_EXTRAS = {"key": "<i8", "time": "<f8", "weight": "<f4", "group": "<i8", "join": "<i8"}
 
 
 def row_dtype(schema: Schema) -> np.dtype[np.void]:
@@ -86,7 +86,7 @@ class RowsFormat:
         self._schema = schema
         self._dtype = row_dtype(schema)
 
-    def decode(self, values: Sequence[bytes]) -> Decoded:
+    def decode(self, values: Sequence[bytes], headers: Sequence[Headers] = ()) -> Decoded:  # noqa: ARG002
         """Decode M message values, each any number of events, or a reject when its length does not fit."""
         size = self._dtype.itemsize
         lengths = np.fromiter(map(len, values), np.int64, len(values))
@@ -124,7 +124,7 @@ class RowsFormat:
         )
         if schema.time:
             columns["time"] = rows[schema.time].astype(np.float64, copy=False)
-        for name, field in (("key", schema.key), ("group", schema.group)):
+        for name, field in schema.hashed:
             texts = [str(value).encode() for value in rows[field].tolist()] if field else []
             columns[f"{name}_hash"] = hash_texts(texts) if field else np.zeros(len(rows), np.uint64)
         return columns

@@ -3,7 +3,7 @@
 A client is used by one thread. Its library's errors become ours inside it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Protocol
@@ -93,8 +93,8 @@ class Client(Protocol):
         """Return the offset after the last record of each partition, committed or not; asks the broker."""
         ...
 
-    def assign(self, positions: Mapping[TopicPartition, int]) -> None:
-        """Read exactly these partitions from these offsets on."""
+    def assign(self, positions: Mapping[TopicPartition, int], paused: Collection[TopicPartition] = ()) -> None:
+        """Read exactly these partitions from these offsets on; of those that are `paused`, only the lag."""
         ...
 
     def poll(self, timeout: timedelta, limit: int) -> list[Messages]:

@@ -30,6 +30,7 @@ class StoredLetter:
         error: why it could not be used.
         rows: the bad rows of a message that holds many; None when the whole message is bad.
         truncated: what is missing; None when nothing is.
+        format: of the value, where it is a row of a file; None when it is the original message's.
         key: of the original message.
         value: of the original message.
         headers: of the original message.
@@ -41,6 +42,7 @@ class StoredLetter:
     error: str
     rows: str | None
     truncated: str | None
+    format: str | None
     key: bytes | None
     value: bytes | None
     headers: list[tuple[str, bytes]]
@@ -100,6 +102,7 @@ def _letter(record: Any) -> StoredLetter:
         error=added.get(_FIRST_ADDED, ""),
         rows=added.get("anabranch-rows"),
         truncated=added.get("anabranch-truncated"),
+        format=added.get("anabranch-format"),
         key=record.key,
         value=record.value,
         headers=headers[:own],

@@ -1,6 +1,6 @@
 """Ingest without Kafka: topics as lists in memory, faults on demand, and made-up blocks. For tests."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
@@ -52,6 +52,7 @@ class FakeClient:
         self.dropped_values: set[bytes | None] = set()
         self.ids: dict[str, str] = {}
         self._positions: dict[TopicPartition, int] = {}
+        self._paused: Collection[TopicPartition] = ()
 
     def open(self) -> None:
         """Raise BrokerError when away."""
@@ -77,15 +78,15 @@ class FakeClient:
         """The end of each partition; there are no transactions."""
         return {p: self._of(p).end for p in partitions}
 
-    def assign(self, positions: Mapping[TopicPartition, int]) -> None:
+    def assign(self, positions: Mapping[TopicPartition, int], paused: Collection[TopicPartition] = ()) -> None:
         """Read from these offsets on."""
-        self._positions = dict(positions)
+        self._positions, self._paused = dict(positions), paused
 
     def poll(self, timeout: timedelta, limit: int) -> list[Messages]:
         """Return up to `limit` messages of each partition, at once."""
         del timeout
         self._reach()
-        return [self._messages(p, limit) for p, position in self._positions.items() if position < self._of(p).end]
+        return [self._messages(p, limit) for p in self._due()]
 
     def lag(self, *, log_starts: bool = False) -> Lag:
         """The end and the first offset of each partition."""
@@ -110,6 +111,9 @@ class FakeClient:
 
     def close(self) -> None:
         """Do nothing: there is no connection."""
+
+    def _due(self) -> list[TopicPartition]:
+        return [p for p, position in self._positions.items() if position < self._of(p).end and p not in self._paused]
 
     def _reach(self) -> None:
         if self.away:

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -68,6 +68,23 @@ class Inspector:
 
     def newest(self, name: str, partitions: int) -> Messages | None:
         """Return the newest message of a topic, alone; None when no partition has any. Raises BrokerError."""
+        self._connect_consumer()
+        with _errors_of(name):
+            records = self._last_of_each([KafkaPartition(name, number) for number in range(partitions)])
+        if not records:
+            return None
+        return _messages(name, [max(records, key=lambda record: (record.timestamp, record.offset))])
+
+    def tail(self, name: str, partitions: int, most: int) -> list[Messages]:
+        """Return about the `most` newest messages of a topic, those of each partition together. Raises BrokerError."""
+        self._connect_consumer()
+        with _errors_of(name):
+            parts = [KafkaPartition(name, number) for number in range(partitions)]
+            begins, ends = self._consumer.beginning_offsets(parts), self._consumer.end_offsets(parts)
+            starts = {tp: max(begins[tp], ends[tp] - -(-most // partitions)) for tp in parts if ends[tp] > begins[tp]}
+            return [_messages(name, records) for records in self._read(starts, ends).values()]
+
+    def _connect_consumer(self) -> None:
         if not hasattr(self, "_consumer"):
             self._consumer: Any = connect(
                 KafkaConsumer,
@@ -79,24 +96,6 @@ class Inspector:
                 allow_auto_create_topics=False,
             )
             self._stack.callback(self._consumer.close, autocommit=False)
-        try:
-            records = self._last_of_each([KafkaPartition(name, number) for number in range(partitions)])
-        except kafka_errors.UnsupportedCodecError as exc:
-            raise undecodable(exc) from exc
-        except kafka_errors.KafkaError as exc:
-            raise BrokerError(f'cannot read the topic "{name}": {exc or type(exc).__name__}') from exc
-        if not records:
-            return None
-        record = max(records, key=lambda record: (record.timestamp, record.offset))
-        return Messages(
-            partition=TopicPartition(name, record.partition),
-            offsets=[record.offset],
-            times_ms=[record.timestamp],
-            keys=[record.key],
-            values=[record.value],
-            headers=[record.headers],
-            end=record.offset + 1,
-        )
 
     def _last_of_each(self, partitions: Sequence[Any]) -> list[Any]:
         """Return the last record of each partition that has one within the last 10,000 offsets."""
@@ -109,19 +108,23 @@ class Inspector:
         return list(found.values())
 
     def _last_from(self, starts: Mapping[Any, int], ends: Mapping[Any, int]) -> dict[Any, Any]:
+        """Return the last record of each of these partitions."""
+        return {tp: records[-1] for tp, records in self._read(starts, ends).items()}
+
+    def _read(self, starts: Mapping[Any, int], ends: Mapping[Any, int]) -> dict[Any, list[Any]]:
         """Read all these partitions up to their ends; stop when no record comes in time."""
         self._consumer.assign(list(starts))
         for tp, offset in starts.items():
             self._consumer.seek(tp, offset)
-        last: dict[Any, Any] = {}
+        found: dict[Any, list[Any]] = {}
         waiting, deadline = set(starts), time.monotonic() + _PATIENCE_SECONDS
         while waiting and time.monotonic() < deadline:
             for tp, records in self._consumer.poll(_POLL_MS).items():
-                last[tp], deadline = records[-1], time.monotonic() + _PATIENCE_SECONDS
-                if last[tp].offset + 1 >= ends[tp]:
+                found[tp], deadline = found.get(tp, []) + records, time.monotonic() + _PATIENCE_SECONDS
+                if records[-1].offset + 1 >= ends[tp]:
                     waiting.discard(tp)
                     self._consumer.pause(tp)  # records that are written meanwhile must not prolong the search
-        return last
+        return found
 
     def _retention(self, name: str) -> timedelta | None:
         resource = ConfigResource(ConfigResourceType.TOPIC, name, {"retention.ms": None})
@@ -131,3 +134,27 @@ class Inspector:
         except (kafka_errors.KafkaError, KeyError, TypeError, ValueError):  # without the right to ask, for one
             return None
         return None if milliseconds < 0 else timedelta(milliseconds=milliseconds)
+
+
+@contextlib.contextmanager
+def _errors_of(name: str) -> Iterator[None]:
+    """Translate the errors of reading a topic."""
+    try:
+        yield
+    except kafka_errors.UnsupportedCodecError as exc:
+        raise undecodable(exc) from exc
+    except kafka_errors.KafkaError as exc:
+        raise BrokerError(f'cannot read the topic "{name}": {exc or type(exc).__name__}') from exc
+
+
+def _messages(name: str, records: Sequence[Any]) -> Messages:
+    """Return records of one partition as messages."""
+    return Messages(
+        partition=TopicPartition(name, records[0].partition),
+        offsets=[record.offset for record in records],
+        times_ms=[record.timestamp for record in records],
+        keys=[record.key for record in records],
+        values=[record.value for record in records],
+        headers=[record.headers for record in records],
+        end=records[-1].offset + 1,
+    )

@@ -37,6 +37,8 @@ class CursorTable:
         self._partitions: Sequence[Partition] | None = None
         self._latest: frozenset[int] = frozenset()
         """Of `_partitions`, the indexes of those whose topic was not created again."""
+        self._files_read = 0
+        """All partitions of files before this index are read to their end."""
 
     @property
     def partitions(self) -> Sequence[Partition]:
@@ -68,9 +70,14 @@ class CursorTable:
         return [self._fingerprints.get(name, PartitionFingerprint()) for name in self._table]
 
     @property
-    def received(self) -> Mapping[TopicPartition, tuple[Position, PartitionFingerprint]]:
-        """Where another reader would have to continue, and what each partition is recognised by."""
-        return {name: (self._positions[name], self._fingerprints[name]) for name in self._table}
+    def has_read_files(self) -> bool:
+        """Whether the blocks so far cover all rows of files."""
+        while self._files_read < len(self._table):
+            name, end = self._table[self._files_read], self._ends.get(self._files_read)
+            if name.history and (end is None or self._positions[name].offset < end):
+                return False
+            self._files_read += 1
+        return True
 
     def load(
         self,
@@ -79,7 +86,11 @@ class CursorTable:
     ) -> None:
         """Replace all positions and fingerprints; offsets of starts and ends that are known already stay."""
         self._positions, self._fingerprints = dict(positions), dict(fingerprints)
-        self._table, self._partitions = list(positions), None
+        self._table, self._partitions, self._files_read = list(positions), None, 0
+
+    def end_files(self) -> None:
+        """Set the ends of files to what is read of them: the history was read, and is not opened any more."""
+        self._ends |= {index: self._positions[name].offset for index, name in enumerate(self._table) if name.history}
 
     def add_opened(self, opened: PartitionsOpened) -> None:
         """Add the partitions that the process has opened, each with its first offset and the id of its topic."""

@@ -9,6 +9,7 @@ from multiprocessing.connection import Connection
 
 from anabranch.core.logs import log_arguments
 from ingest.child_environment import without_settings
+from ingest.config import StreamSettings
 from ingest.events.block import BlockLayout
 from ingest.transport.protocol import FromIngest, ToIngest, receive_in_learner, send
 from ingest.transport.shared_ring import SharedRing
@@ -19,11 +20,10 @@ log = logging.getLogger(__name__)
 class IngestProcess:
     """At most one child process at a time; may be started again after `close`. Used by one thread."""
 
-    def __init__(self, layout: BlockLayout, buffer_bytes: int, address: str | None = None) -> None:
-        """With an `address`, the child process relays what an ingest process on another host reads."""
+    def __init__(self, layout: BlockLayout, stream: StreamSettings) -> None:
         self._layout = layout
-        self._buffer_bytes = buffer_bytes
-        self._address = address
+        self._buffer_bytes = int(stream.buffer_bytes)
+        self._reads_files = stream.backfill is not None
         self._readable = select.poll()
         self.popen: subprocess.Popen[bytes] | None = None
         """The child process; None before `start` and after `close`."""
@@ -44,12 +44,12 @@ class IngestProcess:
         with theirs:
             # -P: a folder named ingest in the working directory must not be imported instead of this package.
             command = [sys.executable, "-P", "-m", "ingest", "--connection", str(theirs.fileno()), "--ring"]
-            command += [str(ring.descriptor), *(("--relay", self._address) if self._address else ()), *log_arguments()]
+            command += [str(ring.descriptor), *log_arguments()]
             self.popen = subprocess.Popen(
                 command,
                 pass_fds=(theirs.fileno(), ring.descriptor),
                 stdin=subprocess.DEVNULL,
-                env=without_settings(),
+                env=without_settings(reads_files=self._reads_files),
             )
         self.connect(Connection(ours.detach()), ring)
 

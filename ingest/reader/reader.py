@@ -26,6 +26,7 @@ from ingest.transport.protocol import (
     Commit,
     Failed,
     FromIngest,
+    HistoryProgress,
     LagReport,
     PartitionsOpened,
     Pause,
@@ -38,6 +39,7 @@ from ingest.transport.protocol import (
 )
 from ingest.transport.shared_ring import SharedRing
 
+_OPEN_TIMEOUT = timedelta(minutes=1)
 _FIRST_BACKOFF = timedelta(seconds=0.2)
 _LONGEST_BACKOFF = timedelta(seconds=10)
 _STOP_SECONDS = 3.0
@@ -60,17 +62,11 @@ class BlockReader:
     lost or comes twice.
     """
 
-    def __init__(
-        self, stream: StreamSettings, schema: SchemaSettings, hold_out: HoldOut, address: str | None = None
-    ) -> None:
-        """With an `address`, the ingest process at that address on another host reads the topics."""
-        self._address = address
-        self._excluded_partitions: Sequence[int] = ()
-        self._owns_new_partitions = True
+    def __init__(self, stream: StreamSettings, schema: SchemaSettings, hold_out: HoldOut) -> None:
         self._stream = stream
         self._schema = schema
         self._hold_out = hold_out
-        self._process = IngestProcess(BlockLayout(Schema(schema)), int(stream.buffer_bytes), address)
+        self._process = IngestProcess(BlockLayout(Schema(schema, stream.labels)), stream)
         self._cursors = CursorTable()
         self._paused = False
         self._is_skipping = False
@@ -86,34 +82,32 @@ class BlockReader:
         """One sentence when the broker cannot be reached or the process had to be started again."""
         self.ends_time: float | None = None
         """When the newest known end offsets were requested from the broker, by `time.monotonic`."""
+        self.history: HistoryProgress | None = None
+        """How far the history was read, as last reported."""
         self.unknown_fields = 0
         """Messages so far with fields that the schema does not know."""
         self.letters_dropped: Counter[str] = Counter()
         """Dead letters so far that were not written, by reason."""
 
     def start(self) -> None:
-        """Start the process ahead of `open` or `reopen`, for which it waits."""
+        """Start the process ahead of `open`, for which it waits."""
         self._process.start()
 
     def open(
         self,
         positions: Mapping[TopicPartition, Position] | None = None,
         stop: threading.Event | None = None,
-        timeout: timedelta = timedelta(seconds=60),
+        timeout: timedelta | None = None,
         marks: Mapping[TopicPartition, PartitionFingerprint] | None = None,
-        excluded_partitions: Sequence[int] = (),
-        *,
-        owns_new_partitions: bool = True,
     ) -> None:
         """Start reading and wait until the partitions are known, or `stop` is set.
 
         Args:
             positions: where to continue, for partitions that are known already; others begin at `stream.start`.
             stop: ends the waiting.
-            timeout: for the broker to list its partitions.
+            timeout: for the broker to list its partitions, by default a minute; it begins again with each report that
+                files are listed.
             marks: the fingerprints of the partitions that are known already.
-            excluded_partitions: partitions that another reader reads, by their index in `positions`.
-            owns_new_partitions: whether this reader reads partitions that are added.
 
         Raises:
             BrokerError: the broker cannot be reached, refuses the credentials or lacks a topic.
@@ -122,43 +116,33 @@ class BlockReader:
         """
         self._opened = False
         self._backoff.reset()
-        self._excluded_partitions, self._owns_new_partitions = excluded_partitions, owns_new_partitions
         self._cursors.load(positions or {}, marks or {})
         self._begin()
-        deadline = time.monotonic() + timeout.total_seconds()
+        patience = (timeout or _OPEN_TIMEOUT).total_seconds()
+        deadline = time.monotonic() + patience
         while not self._opened and not (stop is not None and stop.is_set()):
             if self.connection is None or time.monotonic() > deadline:
                 raise BrokerError(f"ingest did not find the topics on {self._stream.bootstrap_servers} in time")
             if self._process.wait(0.2):
                 self.receive()
+                if self._stream.backfill is not None:  # files are listed for as long as reports come
+                    deadline = time.monotonic() + patience
+                    self._ask_for_report()
             while self.waits and not self._opened:
                 self._handle_next()
 
-    def reopen(
-        self,
-        positions: Mapping[TopicPartition, Position],
-        marks: Mapping[TopicPartition, PartitionFingerprint],
-        excluded_partitions: Sequence[int],
-    ) -> None:
-        """Continue after `close`, from these positions; does not wait for the broker, since partitions are known."""
-        self._excluded_partitions = excluded_partitions
-        self._cursors.load(positions, marks)
-        self._begin()
+    @property
+    def reads_history(self) -> bool:
+        """Whether files are read, and the topics are not read yet, as far as blocks were handled."""
+        if self._stream.backfill is None:
+            return False
+        # A report that the history is read takes effect before the blocks that were sent ahead of it.
+        return self.history is None or not self.history.done or not self._cursors.has_read_files
 
     @property
     def partitions(self) -> Sequence[Partition]:
         """All partitions, in the order of the index that blocks carry; the same list until one of them changes."""
         return self._cursors.partitions
-
-    @property
-    def oldest_ends_time(self) -> float | None:
-        """As `ends_time`: one process requests the ends of all its partitions at once."""
-        return self.ends_time
-
-    @property
-    def received(self) -> Mapping[TopicPartition, tuple[Position, PartitionFingerprint]]:
-        """Where another reader would have to continue, and what each partition is recognised by."""
-        return self._cursors.received
 
     @property
     def connection(self) -> Connection | None:
@@ -229,12 +213,6 @@ class BlockReader:
         self._paused = False
         self._process.send(Resume())
 
-    def set_rates(self, rates: Sequence[float]) -> None:
-        """Do nothing: this reader reads all partitions."""
-
-    def rebalance(self, rates: Sequence[float]) -> None:
-        """Do nothing: this reader reads all partitions."""
-
     def pass_over(self) -> None:
         """Continue at the end of every partition; a block covers the skipped offsets. Does nothing while it skips."""
         if not self._is_skipping:
@@ -257,6 +235,8 @@ class BlockReader:
             self._end_process(0)
         if self.connection is None:
             self.start()
+        if self._stream.backfill is None:
+            self._cursors.end_files()
         self._hang_detector.reset()
         self._process.send(
             begin(
@@ -265,8 +245,6 @@ class BlockReader:
                 self._hold_out,
                 self._cursors.positions,
                 self._cursors.fingerprints,
-                list(self._excluded_partitions),
-                owns_new_partitions=self._owns_new_partitions,
             )
         )
         if self._paused:
@@ -278,27 +256,29 @@ class BlockReader:
         """Handle the oldest message of the inbox, or the end of the process where there is none."""
         if self._inbox:
             return self._handle(self._inbox.popleft())
-        here = "the ingest process died; another one is started"
-        self._restart_later(f"no ingest process answers at {self._address}" if self._address else here)
+        self._restart_later("the ingest process died; another one is started")
         return None
 
     def _update_lag(self, report: LagReport) -> None:
         self.problem = report.problem
+        self.history = report.history or self.history
         if report.ends:
             self.ends_time = report.time
         self._cursors.set_ends(report)
 
+    def _ask_for_report(self) -> None:
+        self._process.send(Pause() if self._paused else Resume())  # changes nothing: any message is answered
+
     def _check_for_hang(self) -> None:
         liveness = self._hang_detector.check()
         if liveness is Liveness.PING:
-            self._process.send(Pause() if self._paused else Resume())  # changes nothing: any message is answered
+            self._ask_for_report()
         elif liveness is Liveness.SILENT:
             self.problem = (
                 self.problem or f"ingest has reported nothing for {SILENT_SECONDS / 2 + ANSWER_SECONDS:.0f} s"
             )
         elif liveness is Liveness.HUNG:
-            here = "the ingest process hangs; another one is started"
-            self._restart_later(f"the ingest process at {self._address} hangs" if self._address else here)
+            self._restart_later("the ingest process hangs; another one is started")
 
     def _handle(self, message: FromIngest) -> Block | None:
         match message:

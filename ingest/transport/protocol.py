@@ -18,10 +18,6 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
     hold_out: str
     positions: list[tuple[TopicPartition, Position]]
     marks: list[PartitionFingerprint]
-    excluded_partitions: list[int] = []
-    """Indexes of partitions that another process reads."""
-    owns_new_partitions: bool = True
-    """Whether this process reads partitions that are added or recreated."""
 
 
 class Release(msgspec.Struct, frozen=True, tag=True):
@@ -74,6 +70,21 @@ class BlockReady(msgspec.Struct, frozen=True, tag=True):
     """Dead letters that were not written, by reason, since the previous block."""
 
 
+class HistoryProgress(msgspec.Struct, frozen=True):
+    """How far this process has read the history: over all passes, so that `files` counts a file once for each."""
+
+    files: int
+    files_done: int
+    rows: int
+    rows_done: int
+    done: bool
+    """Whether the topics are read."""
+    topics: tuple[str, ...] = ()
+    """Names under which the files are reported, one for each pass."""
+    file: str | None = None
+    """The file that is read."""
+
+
 class LagReport(msgspec.Struct, frozen=True, tag=True):
     """The broker's end offsets, by index of the partition, and the problem with reaching it, if any."""
 
@@ -83,6 +94,7 @@ class LagReport(msgspec.Struct, frozen=True, tag=True):
     """When the broker was asked, by `time.monotonic` of the learner's host."""
     log_starts: list[tuple[int, int]] = []
     """The first offset that the broker still has, by index of the partition; sent every ten minutes."""
+    history: HistoryProgress | None = None
 
 
 class SkippedToEnd(msgspec.Struct, frozen=True, tag=True):
@@ -129,6 +141,11 @@ def revealed(stream: StreamSettings) -> str:
     """Return the section as JSON, with its secrets."""
     values = stream.model_dump(mode="json")
     values["properties"] = {name: value.get_secret_value() for name, value in stream.properties.items()}
+    if stream.registry is not None:
+        secrets = {"password": stream.registry.password, "token": stream.registry.token}
+        values["registry"] |= {name: secret.get_secret_value() for name, secret in secrets.items() if secret}
+    if stream.backfill is not None:
+        values["backfill"]["storage"] = {k: value.get_secret_value() for k, value in stream.backfill.storage.items()}
     return msgspec.json.encode(values).decode()
 
 
@@ -138,9 +155,6 @@ def begin(
     hold_out: HoldOut,
     positions: list[tuple[TopicPartition, Position]],
     marks: list[PartitionFingerprint],
-    excluded_partitions: list[int],
-    *,
-    owns_new_partitions: bool,
 ) -> Begin:
     """Return the first message, with the settings as JSON."""
     return Begin(
@@ -149,6 +163,4 @@ def begin(
         hold_out=hold_out.model_dump_json(),
         positions=positions,
         marks=marks,
-        excluded_partitions=excluded_partitions,
-        owns_new_partitions=owns_new_partitions,
     )

@@ -8,7 +8,6 @@ pass slots in both directions, so no lock is needed.
 import mmap
 import os
 from collections.abc import Iterable
-from multiprocessing.connection import Connection
 
 import numpy as np
 
@@ -55,9 +54,6 @@ class SharedRing:
         if slot is not None:
             for view in self.views(slot, self._written.pop(slot)).values():
                 view[...] = 0
-
-    def carry(self, connection: Connection, slot: int, rows: int) -> None:
-        """Send a slot's rows to the other side; does nothing here, since it shares the memory."""
 
     def close(self) -> None:
         """Close the descriptor; the memory is freed with the last view of it."""

@@ -3,6 +3,7 @@
 Legend: K rows of the block.
 """
 
+import bisect
 import itertools
 import logging
 import time
@@ -13,16 +14,22 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
+from ingest.backfill.history_rows import HistoryRows
 from ingest.config import HoldOut, StreamSettings
 from ingest.events.block import Array, BlockLayout, Outcome, SkipReason
 from ingest.events.encoders import hash_texts
-from ingest.events.identity import identity_hash, partition_base, seeded_hash
+from ingest.events.hold_out import held_out
+from ingest.events.identity import partition_base
 from ingest.events.position import Position
 from ingest.events.schema import Schema
 from ingest.formats.base import WHOLE_MESSAGE, Decoded, Reject, joined
-from ingest.formats.registry import FORMATS
+from ingest.formats.registry import make_format
 from ingest.kafka.client import Messages
 from ingest.kafka.dead_letters import DeadLetter
+from ingest.schema_registry.cache import WriterSchemas
+from ingest.worker.history_blocks import empty, history_columns, message_of, skip_repeated, whole
+from ingest.worker.label_format import LabelFormat
+from ingest.worker.value_decoder import ValueDecoder
 
 _LONGEST_REASON = 500
 _LONGEST_ROWS = 4_000
@@ -59,6 +66,10 @@ class Assembled:
     unknown_fields: int
     fault: str | None
     """What the decoder raised, which is a bug in it; messages that it cannot decode are among the letters."""
+    incoming: Sequence[Incoming]
+    """The messages that the rows are of: of each partition those before its first deferred message."""
+    deferred: Sequence[int] = ()
+    """Indexes of the partitions that have a deferred message: one whose schema the registry has not returned yet."""
 
     def __len__(self) -> int:
         return len(self.columns["offset"])
@@ -67,13 +78,22 @@ class Assembled:
 class BlockBuilder:
     """Decodes messages, rejects bad ones, holds events out; keeps no state between calls."""
 
-    def __init__(self, schema: Schema, stream: StreamSettings, hold_out: HoldOut) -> None:
-        self._format = FORMATS[stream.format](schema)
+    def __init__(
+        self, schema: Schema, stream: StreamSettings, hold_out: HoldOut, schemas: WriterSchemas | None = None
+    ) -> None:
+        """`schemas` finds the writer schemas of messages, where the stream has a registry."""
+        most_bytes = int(stream.max_message_bytes)
+        self._decoder = ValueDecoder(make_format(stream, schema, schemas), schema, most_bytes)
         self._layout = BlockLayout(schema)
-        self._most_bytes = int(stream.max_message_bytes)
         self._skip_unlabelled = stream.unlabelled == "skip"
         self._hold_out = hold_out
         self._keyed = schema.key is not None
+        self._label_topics = stream.label_topics
+        self._label_decoder: ValueDecoder | None = None
+        if stream.labels is not None:
+            self._label_decoder = ValueDecoder(LabelFormat(schema, stream, schemas), schema, most_bytes)
+        # A tombstone's key is that of events; where labels have another key, theirs name no event.
+        self._keyless_topics = () if schema.join_column == "key_hash" else stream.label_topics
 
     def assemble(self, incoming: Sequence[Incoming]) -> Assembled:
         """Return the rows of messages, without those before their partition's `begin`, which have an outcome already.
@@ -88,11 +108,16 @@ class BlockBuilder:
             for each, first in zip(incoming, firsts, strict=True)
             for at, why in each.messages.faults.items()
         }
-        decoded, fault = self._decode([value for each in incoming for value in each.messages.values], faults)
+        of_labels = np.array([each.messages.partition.topic in self._label_topics for each in incoming], np.bool_)[part]
+        decoded, fault = self._decode(incoming, faults, of_labels)
+        if decoded.deferred:
+            usable, deferred = _before(incoming, decoded.deferred, firsts)
+            assembled = self.assemble(usable)
+            return replace(assembled, deferred=sorted({*deferred, *assembled.deferred}))
         columns, message = self._rows(decoded, incoming)
         tombstones = self._tombstones(incoming) if self._keyed else {}
         _mark_tombstones(columns, message, tombstones)
-        self._assign_outcomes(columns, incoming, part[message])
+        self._assign_outcomes(columns, incoming, part[message], of_labels[message])
         letters, looped = [], 0
         for rejects in _by_message(decoded.rejects):
             if rejects[0].message in tombstones:
@@ -109,52 +134,61 @@ class BlockBuilder:
             fresh = (columns["offset"] != offset) | np.greater_equal(columns["row"], row)
             columns, message = {name: column[fresh] for name, column in columns.items()}, message[fresh]
         rows = np.bincount(part[message], minlength=len(incoming)).tolist()
-        return Assembled(columns, rows, letters, looped, decoded.unknown_fields, fault)
+        return Assembled(columns, rows, letters, looped, decoded.unknown_fields, fault, incoming)
+
+    def assemble_history(self, rows: HistoryRows, indexes: Sequence[int]) -> Assembled:
+        """Return rows of files; `indexes` are those of their partitions, in order."""
+        part = np.repeat(np.arange(len(indexes)), list(rows.counts.values()))
+        columns = history_columns(rows, np.array(indexes, np.int32)[part], self._layout)
+        columns["time_ms"] = _believable(rows.time_ms)
+        source = [Incoming(empty(name), index, Position(0)) for name, index in zip(rows.counts, indexes, strict=True)]
+        self._assign_outcomes(columns, source, part, np.zeros(len(part), np.bool_))
+        again = np.array([name.history > 1 for name in rows.counts], np.bool_)[part]
+        skip_repeated(columns, again)
+        letters = [
+            _letter(
+                message_of(rows, reject.message, list(rows.counts)[int(part[reject.message])]),
+                0,
+                [whole(reject)],
+                [("anabranch-format", b"json")],
+            )
+            for reject in rows.decoded.rejects
+            if not again[reject.message]
+        ]
+        return Assembled(columns, list(rows.counts.values()), letters, 0, rows.decoded.unknown_fields, None, source)
 
     def _tombstones(self, incoming: Sequence[Incoming]) -> dict[int, bytes]:
         """Return the keys of messages with a key and a null value, by the index of the message among all."""
-        pairs = chain.from_iterable(zip(each.messages.keys, each.messages.values, strict=True) for each in incoming)
+        keyed = [each.messages.partition.topic not in self._keyless_topics for each in incoming]
+        messages = [each.messages for each in incoming]
+        pairs = chain.from_iterable(
+            zip(each.keys if known else [None] * len(each), each.values, strict=True)
+            for each, known in zip(messages, keyed, strict=True)
+        )
         return {index: key for index, (key, value) in enumerate(pairs) if value is None and key is not None}
 
-    def _decode(self, values: Sequence[bytes | None], faults: Mapping[int, str]) -> tuple[Decoded, str | None]:
-        """Decode the messages with a value of allowed size; reject the others. Also return what the decoder raised.
+    def _decode(
+        self, incoming: Sequence[Incoming], faults: Mapping[int, str], of_labels: NDArray[np.bool_]
+    ) -> tuple[Decoded, str | None]:
+        """Decode all messages, those of label topics as labels, bool `[messages]`. Also return what a format raised.
 
         `faults` are reasons to reject messages, by index, that are known before decoding.
         """
-        refused = [
-            Reject(index, WHOLE_MESSAGE, faults.get(index) or _unfit(value))
-            for index, value in enumerate(values)
-            if value is None or len(value) > self._most_bytes or index in faults
-        ]
-        if not refused:
-            return self._decode_fair([value for value in values if value is not None])
-        out = {reject.message for reject in refused}
-        indexes = np.array([index for index in range(len(values)) if index not in out], np.int32)
-        fair = [value for index in indexes.tolist() if (value := values[index]) is not None]
-        decoded, fault = self._decode_fair(fair)
-        return joined([decoded.at(indexes), self._only(refused)]), fault
-
-    def _decode_fair(self, values: Sequence[bytes]) -> tuple[Decoded, str | None]:
-        """Decode messages together; if the decoder raises, decode each alone."""
-        try:
-            return self._format.decode(values), None
-        except MemoryError:
-            raise  # not caused by a message
-        except Exception as exc:
-            log.exception("a bug in decoding: the messages are decoded one by one, those that raise are dead-lettered")
-            indexes = np.arange(len(values), dtype=np.int32)[:, None]
-            return joined([self._decode_one(value).at(indexes[i]) for i, value in enumerate(values)]), _named(exc)
-
-    def _decode_one(self, value: bytes) -> Decoded:
-        try:
-            return self._format.decode([value])
-        except MemoryError:
-            raise
-        except Exception as exc:  # noqa: BLE001 logged for the batch, and named in the dead letter
-            return self._only([Reject(0, WHOLE_MESSAGE, f"internal: {_named(exc)}")])
-
-    def _only(self, rejects: Sequence[Reject]) -> Decoded:
-        return replace(self._format.decode([]), rejects=rejects)
+        values = [value for each in incoming for value in each.messages.values]
+        headers = [own for each in incoming for own in each.messages.headers]
+        if self._label_decoder is None or not of_labels.any():
+            return self._decoder.decode(values, headers, faults)
+        parts, fault = [], None
+        for decoder, chosen in ((self._decoder, ~of_labels), (self._label_decoder, of_labels)):
+            indexes = np.flatnonzero(chosen).astype(np.int32)
+            part, raised = decoder.decode(
+                [values[index] for index in indexes.tolist()],
+                [headers[index] for index in indexes.tolist()],
+                {at: faults[index] for at, index in enumerate(indexes.tolist()) if index in faults},
+            )
+            parts.append(part.at(indexes))
+            fault = fault or raised
+        return joined(parts), fault
 
     def _rows(self, decoded: Decoded, incoming: Sequence[Incoming]) -> tuple[dict[str, Array], NDArray[np.int32]]:
         """Merge usable events and rejects in the order of (message, row); the features of rejects are zeros.
@@ -179,32 +213,44 @@ class BlockBuilder:
         columns["outcome"] = np.where(usable, Outcome.PENDING, Outcome.DEAD_LETTERED).astype(np.uint8)
         return columns, message
 
-    def _assign_outcomes(self, columns: dict[str, Array], incoming: Sequence[Incoming], part: NDArray[np.intp]) -> None:
-        """Skip events without a label, if so configured, and hold out a part of the labelled events.
+    def _assign_outcomes(
+        self,
+        columns: dict[str, Array],
+        incoming: Sequence[Incoming],
+        part: NDArray[np.intp],
+        of_labels: NDArray[np.bool_],
+    ) -> None:
+        """Skip events without a label, if so configured, or let them wait, and hold out a part of the labelled events.
 
-        `part` is int `[K]`, the index in `incoming` of each row's partition.
+        `part` is int `[K]`, the index in `incoming` of each row's partition; `of_labels` are the rows of label topics.
         """
         pending = columns["outcome"] == Outcome.PENDING
         labelled = columns["labelled"].astype(np.bool_)
-        if self._skip_unlabelled:
+        if self._label_decoder is not None:
+            columns["outcome"][pending & of_labels] = np.uint8(Outcome.LABEL)
+            columns["outcome"][pending & ~of_labels & ~labelled] = np.uint8(Outcome.WAITING)
+            pending &= ~of_labels & labelled
+        elif self._skip_unlabelled:
             skipped = pending & ~labelled
             columns["outcome"][skipped] = np.uint8(Outcome.SKIPPED)
             columns["reason"][skipped] = np.uint8(SkipReason.UNLABELLED)
         if self._hold_out.fraction > 0:
             bases = np.array([partition_base(each.messages.partition) for each in incoming], np.uint64)
-            held_out = pending & labelled & (self._holdout_hash(columns, bases[part]) < self._threshold())
-            columns["outcome"][held_out] = np.uint8(Outcome.HELD_OUT)
+            columns["outcome"][pending & labelled & held_out(self._hold_out, columns, bases[part])] = np.uint8(
+                Outcome.HELD_OUT
+            )
 
-    def _holdout_hash(self, columns: dict[str, Array], base: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """Hash by group, else by key, else by identity: events of one group or key are held out together."""
-        seed = self._hold_out.seed
-        own = identity_hash(base, columns["offset"].astype(np.int64), columns["row"].astype(np.int32), seed)
-        key, group = columns["key_hash"].astype(np.uint64), columns["group_hash"].astype(np.uint64)
-        by_key = np.where(key != 0, seeded_hash(key, seed), own)
-        return np.where(group != 0, seeded_hash(group, seed), by_key)
 
-    def _threshold(self) -> np.uint64:
-        return np.uint64(int(self._hold_out.fraction * 2**64))
+def _before(
+    incoming: Sequence[Incoming], deferred: Sequence[int], firsts: Sequence[int]
+) -> tuple[list[Incoming], list[int]]:
+    """Return the messages of each partition before its first deferred one, and the partitions that have one."""
+    usable, partitions = list(incoming), []
+    for message in reversed(deferred):
+        index = bisect.bisect_right(firsts, message) - 1
+        usable[index] = replace(incoming[index], messages=incoming[index].messages.part(0, message - firsts[index]))
+        partitions.append(incoming[index].partition)
+    return usable, sorted(set(partitions))
 
 
 def _mark_tombstones(columns: dict[str, Array], message: NDArray[np.int32], tombstones: Mapping[int, bytes]) -> None:
@@ -223,15 +269,8 @@ def _of_all(numbers: Sequence[Sequence[int]]) -> NDArray[np.int64]:
 def _believable(times_ms: NDArray[np.int64]) -> NDArray[np.int64]:
     """Replace record times of the far future by now: with one of them, all real events would count as old."""
     now = int(time.time() * 1000)
-    return np.where(times_ms > now + _MOST_AHEAD_MS, now, times_ms)
-
-
-def _unfit(value: bytes | None) -> str:
-    return "null value" if value is None else f"oversized: {len(value)} bytes"
-
-
-def _named(exc: Exception) -> str:
-    return f"{type(exc).__name__}: {exc}"
+    ahead = times_ms > now + _MOST_AHEAD_MS
+    return np.where(ahead, now, times_ms) if ahead.any() else times_ms
 
 
 def _by_message(rejects: Sequence[Reject]) -> list[list[Reject]]:
@@ -244,14 +283,17 @@ def _by_message(rejects: Sequence[Reject]) -> list[list[Reject]]:
     return groups
 
 
-def _letter(messages: Messages, index: int, rejects: Sequence[Reject]) -> DeadLetter:
-    """Return the message at `index` unchanged, with headers for the reason, its source and its time."""
+def _letter(
+    messages: Messages, index: int, rejects: Sequence[Reject], more: Sequence[tuple[str, bytes]] = ()
+) -> DeadLetter:
+    """Return the message at `index` unchanged, with headers for the reason, its source and its time, and `more`."""
     partition = messages.partition
     source = f"{partition.topic}[{partition.partition}]@{messages.offsets[index]}"
     added = [
         ("anabranch-error", rejects[0].reason[:_LONGEST_REASON].encode()),
         (_SOURCE, source.encode()),
         ("anabranch-time", str(messages.times_ms[index]).encode()),
+        *more,
     ]
     if rejects[0].row != WHOLE_MESSAGE:
         added.append(("anabranch-rows", _ranges([reject.row for reject in rejects]).encode()))

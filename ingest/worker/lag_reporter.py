@@ -2,9 +2,10 @@
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 
+from ingest.backfill.history_rows import HistorySource
 from ingest.events.partition import TopicPartition
 from ingest.kafka.client import Client, Lag
 from ingest.transport.protocol import LagReport, send
@@ -28,12 +29,26 @@ log = logging.getLogger(__name__)
 class LagReporter:
     """Asks the broker for the ends of the partitions about once a second, and sends them to the learner."""
 
-    def __init__(self, client: Client, table: PartitionTable, connection: Connection) -> None:
+    def __init__(
+        self,
+        client: Client,
+        table: PartitionTable,
+        connection: Connection,
+        history: HistorySource | None = None,
+        later_problem: Callable[[], str | None] = lambda: None,
+    ) -> None:
+        """`later_problem` returns one sentence on what will go wrong."""
         self._client = client
         self._table = table
         self._connection = connection
+        self._history = history
+        self._sent_ends: dict[TopicPartition, int] = {}
+        """Ends of files that were sent."""
+        self._later_problem = later_problem
         self.problem: str | None = None
         """What was wrong at the last report."""
+        self.pause: str | None = None
+        """Why a partition is paused, if one is."""
         self._fault: str | None = None
         self._fault_until = 0.0
         self._due = self._next_log_starts = 0.0
@@ -54,6 +69,10 @@ class LagReporter:
         self._fault = f"a bug in decoding: {fault}; see the log of ingest and the dead letters"
         self._fault_until = time.monotonic() + _FAULT_SECONDS
 
+    def make_due(self) -> None:
+        """Report with the next `report_if_due`."""
+        self._due = 0.0
+
     def report_if_due(self) -> None:
         """Report the lag once a second, also while nothing is read: it grows fastest at that time."""
         if time.monotonic() >= self._due:
@@ -69,15 +88,29 @@ class LagReporter:
             self._due = time.monotonic() + LAG_SECONDS
 
     def _stalled(self, ends: Mapping[TopicPartition, int]) -> str | None:
-        """Return one sentence if a partition that is read is stalled."""
+        """Return one sentence if a partition that is read is stalled; topics that wait for the history are not."""
         now = time.monotonic()
         seconds = max(0.0, now - self._checked_at - self.waited)
         if not self.had_few_rows:
             seconds *= _BUSY_SHARE
         self._checked_at, self.waited, self.had_few_rows = now, 0.0, False
+        if self._history is not None and not self._history.done:
+            return None
         return self._stall_detector.check(
-            {self._table.partitions[index]: self._table.positions[index] for index in self._table.read}, ends, seconds
+            {
+                self._table.partitions[index]: self._table.positions[index]
+                for index in self._table.read
+                if index not in self._table.paused
+            },
+            ends,
+            seconds,
         )
+
+    def report_busy(self) -> None:
+        """Send that this process works on what takes long, with nothing of the broker or of the history."""
+        if self.unanswered < _MOST_UNANSWERED:
+            self.unanswered += 1
+            send(self._connection, LagReport([], self.problem, time.monotonic()))
 
     def report(self, lag: Lag, asked: float | None = None) -> None:
         """Send a lag that was asked for at the time `asked`, and log when its problem changes."""
@@ -94,11 +127,15 @@ class LagReporter:
             for index, partition in enumerate(self._table.partitions)
             if partition in lag.ends
         ]
+        if self._history is not None:
+            new = dict(self._history.ends.items() - self._sent_ends.items())
+            ends += [(index, new[name]) for index, name in enumerate(self._table.partitions) if name in new]
+            self._sent_ends |= new
         starts = [
             (index, lag.log_starts[name]) for index, name in enumerate(self._table.partitions) if name in lag.log_starts
         ]
+        progress = None if self._history is None else self._history.progress
         fault = self._fault if time.monotonic() < self._fault_until else None
-        send(
-            self._connection,
-            LagReport(ends, lag.problem or self._stall or fault, time.monotonic() if asked is None else asked, starts),
-        )
+        problem = lag.problem or self.pause or self._stall or fault or self._later_problem()
+        time_asked = time.monotonic() if asked is None else asked
+        send(self._connection, LagReport(ends, problem, time_asked, starts, progress))

@@ -1,15 +1,16 @@
-"""The partitions that one ingest process reads."""
+"""The partitions that the ingest process reads."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
 
 from ingest.config import StreamSettings
-from ingest.errors import GapError, RecreatedError, TruncatedError
+from ingest.errors import GapError, RecreatedError
 from ingest.events.block import Coverage
 from ingest.events.partition import TopicPartition, latest_incarnations
-from ingest.events.position import PartitionFingerprint, Position
+from ingest.events.position import Fingerprint, PartitionFingerprint, Position
 from ingest.kafka.client import Client
-from ingest.kafka.diagnostics import RECREATED, TRUNCATED, overwritten
+from ingest.kafka.diagnostics import RECREATED, overwritten
 from ingest.kafka.topic_recreation import compare, fingerprint
 from ingest.worker.block_builder import Assembled, Incoming
 
@@ -19,21 +20,20 @@ log = logging.getLogger(__name__)
 class PartitionTable:
     """All incarnations of all partitions by index, with the position of each; assigns to the client those to read."""
 
-    def __init__(
-        self, stream: StreamSettings, client: Client, excluded_partitions: Sequence[int], *, owns_new_partitions: bool
-    ) -> None:
-        """Leave `excluded_partitions` to other readers, and new partitions too unless `owns_new_partitions`."""
+    def __init__(self, stream: StreamSettings, client: Client) -> None:
         self._stream = stream
         self._client = client
-        self._excluded_partitions = frozenset(excluded_partitions)
-        self._owns_new_partitions = owns_new_partitions
         self.partitions: list[TopicPartition] = []
         self.positions: list[Position] = []
         """Where each partition is read next."""
         self.marks: list[PartitionFingerprint] = []
         self.index: dict[TopicPartition, int] = {}
+        self.begin_at: datetime | None = None
+        """The time from which on the events of the first `refresh` are read, in place of `start`."""
         self.read: list[int] = []
         """The indexes of the partitions that are read."""
+        self.paused: set[int] = set()
+        """The indexes of the partitions whose next message cannot be decoded yet; they are not fetched."""
 
     def restore(
         self, positions: Sequence[tuple[TopicPartition, Position]], marks: Sequence[PartitionFingerprint]
@@ -43,23 +43,35 @@ class PartitionTable:
         self.positions = [position for _, position in positions]
         self.marks = list(marks) or [PartitionFingerprint()] * len(positions)
 
+    def add_history(self, partitions: Sequence[TopicPartition], marks: Sequence[PartitionFingerprint]) -> None:
+        """Add the partitions of files, which begin at row 0; the client does not read them."""
+        self.partitions = [*self.partitions, *partitions]
+        self.positions += [Position(0)] * len(partitions)
+        self.marks += marks
+
     def assign(self) -> None:
         """Make the client fetch from the positions on."""
-        self._client.assign({self.partitions[index]: self.positions[index].offset for index in self.read})
+        paused = [self.partitions[index] for index in self.read if index in self.paused]
+        self._client.assign({self.partitions[index]: self.positions[index].offset for index in self.read}, paused)
 
     def refresh(self, start: str, *, due: bool) -> int | None:
         """Assign known, added and recreated partitions; return how many are new, None where nothing was assigned.
 
-        Added partitions are read from `start` on. Recreated ones are searched when partitions were added, or `due`.
+        Added partitions are read from `start` on, and those of labels from their beginning where there is a history:
+        rows of files wait for them. Recreated ones are searched when partitions were added, or `due`.
         """
         available, known = self._client.partitions(), latest_incarnations(self.partitions)
-        added = [p for p in available if (p.topic, p.partition) not in known and self._owns_new_partitions]
+        added = [p for p in available if (p.topic, p.partition) not in known]
         if not added and not due:
             return None
         recreated_starts = self._find_recreated()
         recreated = [partition for partition, start in recreated_starts.items() if start is None]
-        moment = self._stream.start_time if start == self._stream.start else None
-        offsets = self._client.first_offsets(added, start, moment) if added else {}
+        moment = self.begin_at or (self._stream.start_time if start == self._stream.start else None)
+        self.begin_at = None
+        labels = [p for p in added if self._stream.backfill is not None and p.topic in self._stream.label_topics]
+        events = [partition for partition in added if partition not in labels]
+        offsets = self._client.first_offsets(events, start, moment) if events else {}
+        offsets |= self._client.first_offsets(labels, "earliest", None) if labels else {}
         offsets |= self._client.first_offsets(recreated, "earliest", None) if recreated else {}
         offsets |= {partition: start for partition, start in recreated_starts.items() if start is not None}
         self.partitions = [*self.partitions, *added, *recreated_starts]
@@ -72,10 +84,9 @@ class PartitionTable:
         self.read = [
             index
             for name, index in latest_incarnations(self.partitions).items()
-            if name[0] in self._stream.topics
-            and (name[0] not in topics or name in names)
-            and index not in self._excluded_partitions
+            if name[0] in self._stream.all_topics and (name[0] not in topics or name in names)
         ]
+        self.paused.intersection_update(self.read)
         ids = self._client.topic_ids()
         for index in self.read:
             mark = self.marks[index]
@@ -89,14 +100,11 @@ class PartitionTable:
         A partition whose log lost its end is recreated from there on: its offsets come again, with other records.
 
         Raises:
-            RecreatedError: a topic was created again, and `stream.on_gap` is `fail`, or another reader owns it.
-            TruncatedError: a log lost its end, and another reader owns new partitions.
+            RecreatedError: a topic was created again, and `stream.on_gap` is `fail`.
             GapError: records below the new end of a log were not read, and `stream.on_gap` is `fail`.
         """
         indexes = [
-            index
-            for name, index in latest_incarnations(self.partitions).items()
-            if name[0] in self._stream.topics and (self._owns_new_partitions or index not in self._excluded_partitions)
+            index for name, index in latest_incarnations(self.partitions).items() if name[0] in self._stream.all_topics
         ]
         changed = compare(
             self._client,
@@ -104,15 +112,13 @@ class PartitionTable:
         )
         for partition in changed.recreated:
             name = f"{partition.topic}[{partition.partition}]"
-            if self._stream.on_gap == "fail" or not self._owns_new_partitions:
+            if self._stream.on_gap == "fail":
                 raise RecreatedError(f"{name}: {RECREATED}")
             log.warning("%s was created again: it is read from its beginning", name)
         for partition, start in changed.truncated.items():
             name = f"{partition.topic}[{partition.partition}]@{start}"
             if partition in changed.overwritten and self._stream.on_gap == "fail":
                 raise GapError(overwritten(name))
-            if not self._owns_new_partitions:
-                raise TruncatedError(f"{name}: {TRUNCATED}")
             read_to = self.positions[self.partitions.index(partition)].offset
             log.warning(
                 "%s: the log lost its end, %d offsets after it were read; reading continues", name, read_to - start
@@ -146,4 +152,36 @@ class PartitionTable:
                     self.marks[each.partition] = PartitionFingerprint(topic_id, newest)
                 row = 0 if done or stop != columns["offset"][end - 1] else int(columns["row"][end])
                 self.positions[each.partition] = Position(stop, row)
+            low = high
+
+    def pass_offsets(self, ends: Mapping[TopicPartition, int]) -> Iterator[Coverage]:
+        """Yield what offsets without a row cover, up to the ends of these partitions, and advance positions."""
+        for name, end in ends.items():
+            index = self.index[name]
+            if self.positions[index].offset < end:
+                yield Coverage(index, self.positions[index].offset, end)
+                self.positions[index] = Position(end)
+
+    def cover_history(
+        self,
+        assembled: Assembled,
+        ends: Mapping[TopicPartition, int],
+        hints: Mapping[TopicPartition, Fingerprint],
+        begin: int,
+        end: int,
+    ) -> Iterator[Coverage]:
+        """Yield what rows `[begin, end)` of files cover of each partition, and advance its position.
+
+        `ends` are the first offsets after all rows, by partition, and `hints` the last records of the coverage there.
+        """
+        columns, low = assembled.columns, 0
+        for (name, stop), rows in zip(ends.items(), assembled.rows, strict=True):
+            high = low + rows
+            if low < end and high > begin:
+                index = self.index[name]
+                whole = high <= end
+                stop = stop if whole else int(columns["offset"][end])
+                last = hints.get(name) if whole else None
+                yield Coverage(index, self.positions[index].offset, stop, last=last)
+                self.positions[index] = Position(stop)
             low = high

@@ -4,19 +4,24 @@ It keeps no state that would be lost: the learner sends it positions, and when i
 after the last block that was received.
 """
 
+import concurrent.futures
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from typing import TypeVar
 
 from anabranch.core.backoff import Backoff
+from ingest.backfill.history_rows import HistorySource
 from ingest.config import StreamSettings
 from ingest.errors import BrokerError, RecreatedError, TruncatedError
 from ingest.events.block import Coverage
 from ingest.events.partition import TopicPartition, latest_incarnations
 from ingest.events.position import PartitionFingerprint, Position
 from ingest.kafka.client import Client, Lag, Messages
+from ingest.schema_registry.cache import WriterSchemas
 from ingest.transport.protocol import (
     BlockReady,
     Commit,
@@ -34,8 +39,10 @@ from ingest.transport.protocol import (
 from ingest.transport.shared_ring import SharedRing
 from ingest.worker.block_builder import Assembled, BlockBuilder, Incoming
 from ingest.worker.dead_letter_sender import FIRST_BACKOFF, LONGEST_BACKOFF, DeadLetterSender
+from ingest.worker.history_feed import Cover, HistoryFeed
 from ingest.worker.lag_reporter import LAG_SECONDS, LagReporter
 from ingest.worker.partition_table import PartitionTable
+from ingest.worker.paused_partitions import PausedPartitions
 
 _PAUSE_SECONDS = 0.01
 """Pause after a poll that returned few rows: a slow stream costs at most a hundred polls and blocks a second."""
@@ -44,6 +51,8 @@ _LITTLE = 8
 _PARTITIONS_SECONDS = 5.0
 _PORTION_BYTES = 2_000_000
 """Bytes of values that are decoded together; decoded values may take many times as much memory."""
+
+_T = TypeVar("_T")
 
 log = logging.getLogger(__name__)
 
@@ -62,11 +71,14 @@ class IngestWorker:
         assembler: BlockBuilder,
         ring: SharedRing,
         connection: Connection,
-        excluded_partitions: Sequence[int] = (),
         *,
-        owns_new_partitions: bool = True,
+        schemas: WriterSchemas | None = None,
+        history: HistorySource | None = None,
     ) -> None:
-        """Leave `excluded_partitions` to other readers, and new partitions too unless `owns_new_partitions`."""
+        """Take `schemas`, which finds the writer schemas of messages, where the stream has a registry.
+
+        `history` is read before the partitions of the topics.
+        """
         self._stream = stream
         self._client = client
         self._assembler = assembler
@@ -75,8 +87,19 @@ class IngestWorker:
         self._free = list(range(ring.slots))
         self._paused = False
         self._is_skipping = False
-        self._table = PartitionTable(stream, client, excluded_partitions, owns_new_partitions=owns_new_partitions)
-        self._reporter = LagReporter(client, self._table, connection)
+        self._table = PartitionTable(stream, client)
+        self._reporter = LagReporter(client, self._table, connection, history, lambda: self._history.problem)
+        self._pauses = PausedPartitions(self._table, self._reporter, schemas)
+        self._history = HistoryFeed(
+            history,
+            stream,
+            client,
+            self._table,
+            assembler,
+            self._send_history,
+            self._reporter.make_due,
+            self._run_with_reports,
+        )
         self._letters = DeadLetterSender(client, stream.dead_letter_topic, self._reporter, self._back_off)
 
     def run(
@@ -95,6 +118,7 @@ class IngestWorker:
         self._client.open()
         # With known partitions, new ones are read from their beginning: `stream.start` is for a first start alone.
         self._table.restore(positions, marks)
+        self._history.open(positions)
         self._refresh_assignment("earliest" if positions else self._stream.start, due=True)
         next_partitions = time.monotonic() + _PARTITIONS_SECONDS
         backoff = Backoff(FIRST_BACKOFF, LONGEST_BACKOFF)
@@ -102,9 +126,14 @@ class IngestWorker:
             while self._paused or not self._free:
                 self._wait_for_learner()
             self._receive(wait=False)
+            self._pauses.resume_if_answered()
             try:
                 if self._is_skipping:
                     self._skip_to_end()
+                    continue
+                if self._history.read():
+                    backoff.reset()
+                    self._reporter.report_if_due()
                     continue
                 fetched = self._client.poll(timedelta(0), self._ring.rows)
                 backoff.reset()
@@ -129,6 +158,21 @@ class IngestWorker:
                 self._refresh_assignment("earliest")
                 next_partitions = time.monotonic() + _PARTITIONS_SECONDS
 
+    def _run_with_reports(self, work: Callable[[], _T]) -> _T:
+        """Return what `work` returns, which takes long; meanwhile report, and handle the learner's messages."""
+        pool = ThreadPoolExecutor(1, "history")
+        future = pool.submit(work)
+        pool.shutdown(wait=False)
+        while not concurrent.futures.wait([future], LAG_SECONDS).done:
+            self._receive(wait=False)
+            self._reporter.report_busy()
+        return future.result()
+
+    def _send_history(self, assembled: Assembled, cover: Cover) -> None:
+        """Make blocks of rows of files, once their dead letters are written."""
+        self._letters.send(assembled.letters, assembled.looped)
+        self._write_blocks(assembled, cover)
+
     def _process(self, fetched: Sequence[Messages]) -> None:
         """Make blocks of one portion after another; stop when the learner asks to skip the rest."""
         for portion in _portions(fetched):
@@ -136,22 +180,28 @@ class IngestWorker:
             if self._is_skipping:
                 return
             self._process_portion(portion)
+        self._pauses.assign_if_changed()
 
     def _process_portion(self, portion: Sequence[Messages]) -> None:
         """Make blocks of messages, once their dead letters are written."""
         indexes = [self._table.index[messages.partition] for messages in portion]
-        incoming = [
-            Incoming(each, index, self._table.positions[index]) for each, index in zip(portion, indexes, strict=True)
-        ]
-        assembled = self._assembler.assemble(incoming)
+        assembled = self._assembler.assemble(
+            [
+                Incoming(each, index, self._table.positions[index])
+                for each, index in zip(portion, indexes, strict=True)
+                if index not in self._table.paused
+            ]
+        )
         if assembled.fault is not None:
             self._reporter.set_fault(assembled.fault)
         self._letters.send(assembled.letters, assembled.looped)
-        self._send_blocks(incoming, assembled)
+        self._send_blocks(assembled)
+        self._pauses.add(assembled.deferred)
 
     def _refresh_assignment(self, start: str, *, due: bool = False) -> bool:
         """Assign known, added and recreated partitions; return whether there are more than before."""
         added = self._table.refresh(start, due=due)
+        self._history.plan()
         if added is not None:
             starts = [position.offset for position in self._table.positions]
             ids = [mark.topic_id for mark in self._table.marks]
@@ -159,9 +209,13 @@ class IngestWorker:
         return bool(added)
 
     def _skip_to_end(self) -> None:
-        """Skip to the end of each partition, and report the skipped offsets; finish a message that was begun."""
-        positions = self._table.positions
-        whole = [index for index in self._table.read if not positions[index].row]
+        """Skip to the end of each partition of events, and report the skipped offsets; finish a message that was begun.
+
+        Labels are read: events that were read before wait for them.
+        """
+        positions, names = self._table.positions, self._table.partitions
+        events = [index for index in self._table.read if names[index].topic not in self._stream.label_topics]
+        whole = [index for index in events if not positions[index].row]
         ends = self._client.first_offsets([self._table.partitions[index] for index in whole], "latest", None)
         passed = [
             Coverage(index, self._table.positions[index].offset, end, passed=end - self._table.positions[index].offset)
@@ -170,6 +224,7 @@ class IngestWorker:
         ]
         for cover in passed:
             self._table.positions[cover.partition] = Position(cover.end)
+        self._pauses.clear()  # their messages are skipped
         # Always: fetched messages that are not in a block yet and not skipped must be fetched again.
         self._table.assign()
         if passed:
@@ -205,27 +260,35 @@ class IngestWorker:
                 self._is_skipping = True
             case Commit(positions):
                 read = set(latest_incarnations(self._table.partitions).values())
-                self._client.commit(
-                    {self._table.partitions[index]: offset for index, offset in positions if index in read}
-                )
+                topics = [each for each in positions if each[0] in read and self._is_topics(each[0])]
+                self._client.commit({self._table.partitions[index]: offset for index, offset in topics})
             case Stop():
                 raise StoppedError
             case _:
                 raise AssertionError(message)
 
-    def _send_blocks(self, incoming: Sequence[Incoming], assembled: Assembled) -> None:
+    def _is_topics(self, index: int) -> bool:
+        """Return whether a partition is of a topic, not of the history."""
+        return self._table.partitions[index].topic in self._stream.all_topics
+
+    def _send_blocks(self, assembled: Assembled) -> None:
         """Write rows into as many slots as they fill, and send each as a block; wait for free slots."""
+        incoming, total = assembled.incoming, len(assembled)
+        if total or any(each.messages.removed or self._table.advances(each) for each in incoming):
+            self._write_blocks(
+                assembled, lambda begin, end: self._table.cover(incoming, assembled, begin, end, last=end == total)
+            )
+
+    def _write_blocks(self, assembled: Assembled, cover: Cover) -> None:
+        """Write rows into slots."""
         total, unknown = len(assembled), assembled.unknown_fields
-        if not total and not any(each.messages.removed or self._table.advances(each) for each in incoming):
-            return
         for begin, end in _pieces(total, self._ring.rows):
             while not self._free:
                 self._wait_for_learner()
             slot = self._free.pop()
             self._ring.write(slot, assembled.columns, begin, end)
-            coverage = tuple(self._table.cover(incoming, assembled, begin, end, last=end == total))
+            coverage = tuple(cover(begin, end))
             send(self._connection, BlockReady(slot, end - begin, coverage, unknown, self._letters.take_dropped()))
-            self._ring.carry(self._connection, slot, end - begin)
             unknown = 0
 
     def _back_off(self, backoff: Backoff, problem: str) -> None:

@@ -51,6 +51,8 @@ class StreamMonitor:
             new: scores of its new events before training.
             old: scores of the old events that it probed, if it did.
         """
+        if not new.rows:  # their predictions are not known
+            return self.adjustments
         self.prequential.add(new)
         if math.isfinite(new.score):
             self.ratio.observe(ScoreSum(new.rows, new.score), old)

@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 from anabranch.core.errors import DependencyError
 from learner.checkpointing.checkpointer import Checkpointer
 from learner.checkpointing.erase_checkpoints import Eraser
+from learner.labels.label_join import LabelJoin
+from learner.object_storage.mirror import Mirror
 from learner.runtime.shutdown import Deadline
 from learner.state_dir.checkpoint import Checkpoints
 from replay.background_store import BackgroundStore
@@ -20,8 +22,16 @@ from replay.erasure.log_file import Applied
 
 _SLOTS_AT_ONCE = 4096
 _RETRY_SECONDS = 10.0
+_PATIENCE_SECONDS = 10.0
+"""How long the object store may have erased events before that is a problem."""
+_REQUEST_SECONDS = 10.0
+"""Between two checkpoints that are made only because the object store has erased events."""
 
 log = logging.getLogger(__name__)
+
+
+def _nothing() -> None:
+    pass
 
 
 class BackgroundErasure:
@@ -38,8 +48,10 @@ class BackgroundErasure:
         background_store: BackgroundStore | None,
         checkpointer: Checkpointer,
         log_starts: Callable[[], Mapping[str, int]],
+        mirror: Mirror | None = None,
     ) -> None:
         """Take what `Erasure` takes, and `log_starts`, which returns by partition the first offset that may be read."""
+        self._mirror = mirror
         self._log = written
         self._checkpoints = checkpoints
         self._folder = folder
@@ -47,6 +59,15 @@ class BackgroundErasure:
         self._checkpointer = checkpointer
         self._log_starts = log_starts
         self._store = self._holdout = 0
+        self._files_through = written.through
+        """The number of the last record that is applied to all files of this host."""
+        self._removed = 0, 0
+        """Events that records between `through` and `_files_through` removed from the store and the holdout set."""
+        self._applied_at: float | None = None
+        """Since when records are applied to files, and not everywhere, by the monotonic clock."""
+        self._request_at: float | None = None
+        """When a checkpoint is requested for the object store; None where none is needed."""
+        self._requested_at = float("-inf")
         self._work: Iterator[None] | None = None
         self._retry_at: float | None = None
         """When the work that has failed is tried again; None where none has failed."""
@@ -59,11 +80,17 @@ class BackgroundErasure:
         """Count events that were removed from the store and the holdout set, for the log."""
         self._store, self._holdout = self._store + store, self._holdout + holdout
 
+    def start_over(self) -> None:
+        """Apply all records again: files may have their events."""
+        self.through = self._files_through = 0
+
     def advance(self, through: int) -> None:
         """Do the next piece of work; `through`: the last record that is applied to the store and the holdout set."""
         if self._work is None and (self._retry_at is None or time.monotonic() >= self._retry_at):
-            if self.through < through:
+            if self._files_through < through:
                 self._work = self._erase(through) if not self._checkpointer.busy else None
+            elif self.through < through:
+                self._confirm()
             elif self._log.is_long:
                 self._work = self._compact()
         if self._work is not None:
@@ -73,8 +100,8 @@ class BackgroundErasure:
                 self._work = None
 
     def finish(self, through: int, deadline: Deadline) -> None:
-        """Apply all records up to `through` before the deadline; the next start applies the rest."""
-        while self.through < through and deadline.left > 0 and self._retry_at is None:
+        """Apply all records up to `through` to files before the deadline; the next start applies the rest."""
+        while self._files_through < through and deadline.left > 0 and self._retry_at is None:
             self.advance(through)
             self._checkpointer.wait(deadline)
 
@@ -83,38 +110,85 @@ class BackgroundErasure:
 
         1. Rewrite the checkpoints, in the thread that writes them: later checkpoints do not have the events.
         2. Erase stale events that a tier could not erase before, and the slots of the disk tier that no checkpoint
-           refers to and whose last event is unknown.
-        3. Sync the tiers, then append to the log that the records are applied. A crash before this repeats all steps.
+           refers to and whose last event is unknown; likewise the payload of events that waited for labels.
+        3. Sync the tiers.
+        4. Once the object store has none of the events either, append to the log that the records are applied. A crash
+           before this repeats all steps.
         """
         self._retry_at = None
         store, holdout, self._store, self._holdout = self._store, self._holdout, 0, 0
-        if self.through < self._log.through:
+        if (done := self._files_through) < self._log.through:
             erased = self._log.erased.copy()
         else:
-            erased = ErasedEvents(self._log.since(self.through)[: through - self.through])
+            erased = ErasedEvents(self._log.since(done)[: through - done])
         file = self._background_store.flush().tiers.file if self._background_store is not None else None
-        current = file.id if file is not None else None
+        join, none = self._checkpointer.label_join, np.empty(0, np.int64)
+        current = [each.id for each in (file, join.file if join is not None else None) if each is not None]
         eraser, named = Eraser(self._checkpoints, self._folder, erased), dict[str, NDArray[np.int64]]()
-        error = yield from self._run(lambda: named.update(eraser.run(current).named))
+        # Checkpoints that begin from now on name slots that the join uses now, or writes from now on.
+        begun = join.begin_overwrite if join is not None else _nothing
+        error = yield from self._run(lambda: named.update(eraser.run(current).named), begun)
         if self._background_store is not None and error is None:
-            yield from _erase_slots(self._background_store, named.get(current or "", np.empty(0, np.int64)))
+            yield from _erase_slots(self._background_store, named.get(file.id, none) if file is not None else none)
             tiers = self._background_store.flush().tiers
             error = yield from self._run(tiers.sync)
             if error is None and tiers.unerased:
                 error = OSError(tiers.problem or "a tier could not be reached")
-        try:
-            if error is not None:
-                raise error
-            self._log.append(Applied(time=now(), through=through, store=store, holdout=holdout))
-        except OSError as exc:
+        if join is not None and error is None:
+            error = yield from self._overwrite(join, named.get(join.file.id, none))
+        if error is not None:
             self.count(store, holdout)
-            self._retry_at = time.monotonic() + _RETRY_SECONDS
-            problem = f"erased events cannot be removed everywhere yet: {exc.strerror or exc}"
-            if problem != self.problem:
-                log.error("%s", problem)  # noqa: TRY400 the sentence is complete
-            self.problem = problem
+            self._fail(error)
             return
-        self.through, self.problem = through, None
+        self._removed = self._removed[0] + store, self._removed[1] + holdout
+        self._files_through, self._applied_at = through, time.monotonic()
+        if self._mirror is not None:
+            self._mirror.erase(through)
+            self._request_at = max(self._applied_at, self._requested_at + _REQUEST_SECONDS)
+        self._confirm()
+
+    def _confirm(self) -> None:
+        """Append to the log that records are applied, once the object store has none of their events either."""
+        if self._mirror is not None and not self._mirror.has_erased(self._files_through):
+            self._wait_for_mirror()
+            return
+        store, holdout = self._removed
+        try:
+            self._log.append(Applied(time=now(), through=self._files_through, store=store, holdout=holdout))
+        except OSError as exc:
+            self._fail(exc)
+            return
+        self.through, self._removed, self.problem = self._files_through, (0, 0), None
+        self._request_at = None
+
+    def _wait_for_mirror(self) -> None:
+        """Request the checkpoint that replaces those with erased events in the object store; report a long wait."""
+        at = time.monotonic()
+        if self._request_at is not None and at >= self._request_at:
+            self._checkpointer.request()
+            self._request_at, self._requested_at = None, at
+        if self._mirror is not None and self._applied_at is not None and at - self._applied_at > _PATIENCE_SECONDS:
+            self.problem = (
+                f"erased events are still in {self._mirror.url}: they go once a checkpoint and erasures.log are there; "
+                "training and erasing go on"
+            )
+
+    def _fail(self, exc: OSError) -> None:
+        self._retry_at = time.monotonic() + _RETRY_SECONDS
+        problem = f"erased events cannot be removed everywhere yet: {exc.strerror or exc}"
+        if problem != self.problem:
+            log.error("%s", problem)
+        self.problem = problem
+
+    def _overwrite(self, join: LabelJoin, named: NDArray[np.int64]) -> Generator[None, None, OSError | None]:
+        """Overwrite the payload that no event of a join and no checkpoint refers to; yields between the pieces."""
+        join.spare(named)
+        try:
+            while join.overwrite(_SLOTS_AT_ONCE):
+                yield
+        except OSError as exc:
+            return exc
+        return (yield from self._run(join.sync))
 
     def _compact(self) -> Iterator[None]:
         """Rewrite the log without the records that are no longer needed."""
@@ -127,8 +201,13 @@ class BackgroundErasure:
         else:
             self._log.refresh()
 
-    def _run(self, work: Callable[[], object]) -> Generator[None, None, OSError | None]:
-        """Run work in the thread that writes checkpoints; yields until it is done, and returns its OSError."""
+    def _run(
+        self, work: Callable[[], object], begun: Callable[[], object] = _nothing
+    ) -> Generator[None, None, OSError | None]:
+        """Run work in the thread that writes checkpoints; yields until it is done, and returns its OSError.
+
+        `begun` is called by this thread once the work has begun, before a checkpoint can begin.
+        """
         results: list[OSError | None] = []
 
         def run() -> None:
@@ -141,6 +220,7 @@ class BackgroundErasure:
 
         while not self._checkpointer.run(run):
             yield
+        begun()
         while not results:
             yield
         return results[0]

@@ -17,6 +17,8 @@ from anabranch.core.failures import out_of_memory
 from learner.checkpointing.replay_state import pack
 from learner.config import CheckpointSettings
 from learner.errors import CheckpointError, CopyMemoryError
+from learner.labels.join_checkpoint import PART, CapturedJoin
+from learner.labels.label_join import LabelJoin
 from learner.metrics import LearnerMetrics
 from learner.runtime.background_worker import BackgroundWorker
 from learner.runtime.shutdown import Deadline
@@ -24,6 +26,7 @@ from learner.state_dir.checkpoint import Checkpoint, Checkpoints
 from replay.background_store import BackgroundStore
 from replay.checkpoint.capture import CapturedStore
 from replay.checkpoint.segments import Segment
+from replay.row_source import RowSource
 
 _POLL_INTERVAL = timedelta(milliseconds=100)
 """Between two calls of `while_waiting` while the first checkpoint is written."""
@@ -44,6 +47,8 @@ class CapturedState:
     """Plain values, which are encoded before the next step can change them."""
     store: CapturedStore | None
     """The store's part, which is read in the background."""
+    labels: CapturedJoin | None = None
+    """The part of the events that wait for labels, likewise; the checkpointer adds it."""
 
 
 class Checkpointer:
@@ -57,12 +62,18 @@ class Checkpointer:
         metrics: LearnerMetrics,
         segments: Sequence[Segment] = (),
         check: Callable[[], object] = bool,
+        label_join: LabelJoin | None = None,
+        after_prune: Callable[[], object] = bool,
     ) -> None:
-        """Take the segments of the restored checkpoint, and `check`, which is called before each checkpoint."""
+        """Take the segments of the restored checkpoint, `check`, which is called before each checkpoint, and
+        `after_prune`, which is called after old ones are deleted."""
         self._checkpoints = checkpoints
         self._every = settings.every.total_seconds()
         self._keep = settings.keep
+        self._after_prune = after_prune
         self._background_store = background_store
+        self.label_join = label_join
+        """Its events are in each checkpoint."""
         self._metrics = metrics
         self._due = time.monotonic() + self._every
         self._background = BackgroundWorker("checkpointer", check)
@@ -88,7 +99,7 @@ class Checkpointer:
     def problem(self) -> str | None:
         """One sentence when the last checkpoint could not be written, or this one takes too long. Any thread may call
         this."""
-        return self._background.overdue(self._checkpoints.path, self._every) or self._problem
+        return self._background.overdue(self._checkpoints.location, self._every) or self._problem
 
     def request(self) -> None:
         """Make a checkpoint due: the next `checkpoint` that finds the thread idle starts it."""
@@ -97,14 +108,17 @@ class Checkpointer:
     def is_due(self) -> bool:
         """End the snapshot of a checkpoint that is written; return whether `checkpoint` has something to do.
 
-        A checkpoint starts early when many slots of the store wait for checkpoints.
+        A checkpoint starts early when many slots, of the store or of events that wait for labels, wait for checkpoints.
         """
         self.end_snapshot_if_written()
-        store = self._background_store
-        early = store is not None and (self._many_slots_wait() or not store.has_room())
-        return early or time.monotonic() >= self._due
+        return self._many_slots_wait() or not self._has_room() or time.monotonic() >= self._due
 
-    def checkpoint(self, capture: Callable[[int], CapturedState], fingerprint: Callable[[], object] = object) -> None:
+    def checkpoint(
+        self,
+        capture: Callable[[int], CapturedState],
+        fingerprint: Callable[[], object] = object,
+        while_waiting: Sequence[Callable[[], object]] = (),
+    ) -> None:
         """Start a checkpoint unless one is being written; called when `is_due`.
 
         When the store has no free slot, this waits for checkpoints to be written and counts the time in the metrics; if
@@ -114,6 +128,7 @@ class Checkpointer:
             capture: returns a copy of the state for the checkpoint of this number.
             fingerprint: returns a value that is equal as long as the state is the same: no checkpoint is started while
                 it equals that of the last checkpoint written.
+            while_waiting: called repeatedly during the wait, which may take minutes.
         """
         self.end_snapshot_if_written()
         if not self._background.busy and (time.monotonic() >= self._due or self._many_slots_wait()):
@@ -122,7 +137,7 @@ class Checkpointer:
                 self._start(capture, now)
         if not self._has_room():
             begin = time.perf_counter()
-            self._free_slots(capture, fingerprint)
+            self._free_slots(capture, fingerprint, while_waiting)
             self._metrics.checkpoint_stall.inc(time.perf_counter() - begin)
 
     def _has_room(self) -> bool:
@@ -130,15 +145,22 @@ class Checkpointer:
 
     def _many_slots_wait(self) -> bool:
         """Return whether a checkpoint should start early, since slots are reused only after `keep` more checkpoints."""
-        store = self._background_store
-        if store is None or time.monotonic() < self._not_early_before:
+        if time.monotonic() < self._not_early_before:
             return False
-        return store.many_slots_wait(self._keep + 2)
+        # Not again at once after one that failed: the next is due in time.
+        if self.label_join is not None and self._problem is None and self.label_join.needs_checkpoint:
+            return True
+        return self._background_store is not None and self._background_store.many_slots_wait(self._keep + 2)
 
-    def _free_slots(self, capture: Callable[[int], CapturedState], fingerprint: Callable[[], object]) -> None:
+    def _free_slots(
+        self,
+        capture: Callable[[int], CapturedState],
+        fingerprint: Callable[[], object],
+        while_waiting: Sequence[Callable[[], object]],
+    ) -> None:
         """Write checkpoints until the store has free slots; `keep` checkpoints free all slots that can be freed."""
         for _ in range(self._keep + 1):
-            self._background.wait()
+            self._wait_calling(while_waiting)
             self.end_snapshot_if_written()
             if self._has_room() or self._problem is not None:
                 return
@@ -162,13 +184,17 @@ class Checkpointer:
         number = self._highest = self._highest + 1
         captured = _encoded(CapturedState(0, {}, state, None))
         self._background.start(lambda: self._write(number, captured, None))
-        while self._background.busy and not stop.is_set():
-            self._background.wait(Deadline(_POLL_INTERVAL))
-            for call in while_waiting:
-                call()
+        self._wait_calling(while_waiting, stop)
         self._background.raise_bug()
         if not self._background.busy and self.number != number:
             raise DependencyError(f"{self._problem}; nothing is learned before it is, or a crash would lose it")
+
+    def _wait_calling(self, while_waiting: Sequence[Callable[[], object]], stop: threading.Event | None = None) -> None:
+        """Wait until the thread is idle, or `stop` is set, and call functions repeatedly meanwhile."""
+        while self._background.busy and (stop is None or not stop.is_set()):
+            self._background.wait(Deadline(_POLL_INTERVAL))
+            for call in while_waiting if self._background.busy else ():
+                call()
 
     def checkpoint_last(
         self, capture: Callable[[int], CapturedState], deadline: Deadline, fingerprint: Callable[[], object] = object
@@ -214,7 +240,9 @@ class Checkpointer:
         except CopyMemoryError as exc:
             self._skip_for_memory(number, exc)
             return
-        self._in_snapshot = self._background_store is not None
+        if self.label_join is not None:
+            captured = replace(captured, labels=self.label_join.begin_snapshot(number))
+        self._in_snapshot = True
         self._background.start(lambda: self._write(number, captured, fingerprint))
 
     def _skip_for_memory(self, number: int, exc: Exception) -> None:
@@ -226,13 +254,16 @@ class Checkpointer:
         log.error("%s", self._problem)
 
     def end_snapshot_if_written(self) -> None:
-        """End the store's snapshot once the checkpoint is written or has failed, so that slots are reused.
+        """End the snapshots of store and join once the checkpoint is written or has failed, so that slots are reused.
 
         This reads no file.
         """
-        if not self._background.busy and self._in_snapshot and self._background_store is not None:
-            self._in_snapshot = False
-            self._background_store.flush().end_snapshot(self._oldest, written=self.number == self._highest)
+        if not self._background.busy and self._in_snapshot:
+            self._in_snapshot, written = False, self.number == self._highest
+            if self._background_store is not None:
+                self._background_store.flush().end_snapshot(self._oldest, written=written)
+            if self.label_join is not None:
+                self.label_join.end_snapshot(self._oldest, written=written)
         self._background.raise_bug()
 
     def _write(self, number: int, captured: CapturedState, fingerprint: object) -> None:
@@ -240,16 +271,19 @@ class Checkpointer:
         on, and earlier checkpoints stay."""
         try:
             begin, now = time.perf_counter(), time.time()
-            self._checkpoints.write(number, self._checkpoint(captured), now)
+            self._checkpoints.write(number, self._checkpoint(number, captured), now)
             self._metrics.checkpoint.observe(time.perf_counter() - begin)  # not of a failed one: it also counts
             self.number, self.time, self._written = number, now, fingerprint
             self._segments = self._next_segments
             if self._oldest is None:
                 self._oldest = number
-            if self._background_store is not None and captured.store is not None:
-                with contextlib.suppress(OSError):  # the tier reports it, and the next checkpoint tries again
+            with contextlib.suppress(OSError):  # the tier reports it, and the next checkpoint tries again
+                if captured.labels is not None:
+                    captured.labels.file.mark_named()
+                if self._background_store is not None and captured.store is not None:
                     self._background_store.mark_named()
             self._checkpoints.prune(self._keep)
+            self._after_prune()
             self._oldest = min(self._checkpoints.numbers(), default=None)
         except (OSError, CheckpointError) as exc:
             self._short_of_memory = out_of_memory(exc)
@@ -258,21 +292,39 @@ class Checkpointer:
                 if self.number != number
                 else "old checkpoints cannot be deleted from"
             )
-            self._problem = f"{what} {self._checkpoints.path}: {getattr(exc, 'strerror', None) or exc}"
+            self._problem = f"{what} {self._checkpoints.location}: {getattr(exc, 'strerror', None) or exc}"
             log.error("%s", self._problem)  # noqa: TRY400 the sentence is complete
         except (RuntimeError, MemoryError) as exc:
             self._skip_for_memory(number, exc)
         else:
             self._problem = None
 
-    def _checkpoint(self, captured: CapturedState) -> Checkpoint:
-        if self._background_store is None or captured.store is None:
-            return Checkpoint(captured.step, captured.tensors, captured.state)
-        store_state, delta = self._background_store.contents(captured.store)
-        part = pack(store_state, delta, self._segments, self._checkpoints.part)
-        self._next_segments = part.segments
-        tensors, state = {**captured.tensors, **part.tensors}, {**captured.state, "replay": part.state}
-        return Checkpoint(captured.step, tensors, state, part.carried)
+    def _oldest_after(self, number: int) -> int:
+        """Return the oldest checkpoint that may be restored from its files once this one is written."""
+        try:
+            return sorted([*self._checkpoints.numbers(), number])[-self._keep :][0]
+        except OSError:  # it is reported when old ones are deleted
+            return number
+
+    def _checkpoint(self, number: int, captured: CapturedState) -> Checkpoint:
+        tensors, state, carried = dict(captured.tensors), dict(captured.state), dict[str, int]()
+        rows = dict[str, RowSource]()
+        oldest = self._oldest_after(number)
+        if self._background_store is not None and captured.store is not None:
+            store_state, delta = self._background_store.contents(captured.store, oldest)
+            part = pack(store_state, delta, self._segments, self._checkpoints.part, self._checkpoints.rows)
+            self._next_segments = part.segments
+            tensors, state, carried = {**tensors, **part.tensors}, {**state, "replay": part.state}, {**part.carried}
+            rows |= part.rows
+        if captured.labels is not None:
+            late = captured.labels.pack(self._checkpoints.part, oldest, self._checkpoints.rows)
+            tensors, state, carried = (
+                {**tensors, **late.tensors},
+                {**state, PART: late.state},
+                {**carried, **late.carried},
+            )
+            rows |= late.rows
+        return Checkpoint(captured.step, tensors, state, carried, rows)
 
 
 def _encoded(captured: CapturedState) -> CapturedState:

@@ -1,7 +1,5 @@
 """Erases events while no learner runs: applies the log to checkpoints and disk tier. The caller holds the lock."""
 
-from pathlib import Path
-
 from anabranch.core.errors import DependencyError
 from learner.checkpointing.erase_checkpoints import Eraser
 from learner.checkpointing.without_erased import without_erased
@@ -15,12 +13,11 @@ ERASED = "disk"
 """The kind of tier whose files are erased; the next start of a learner erases rows in others."""
 
 
-def erase(state_dir: Path, schema: str, written: ErasureLog, *, whole: bool) -> Applied:
+def erase(checkpoints: Checkpoints, written: ErasureLog, *, whole: bool) -> Applied:
     """Erase the events of all pending records from checkpoints and disk tier, and append the result to the log.
 
     Args:
-        state_dir: the state directory, whose lock the caller holds.
-        schema: the digest of the schema of the checkpoints.
+        checkpoints: those of the state directory, whose lock the caller holds.
         written: the log.
         whole: whether no rows are stored elsewhere; if not, the records stay pending.
 
@@ -28,7 +25,7 @@ def erase(state_dir: Path, schema: str, written: ErasureLog, *, whole: bool) -> 
         SettingsError: no checkpoint can be used.
         DependencyError: a file cannot be read or written; the next start of a learner tries again.
     """
-    checkpoints = Checkpoints(state_dir / "checkpoints", schema, 0)
+    state_dir = checkpoints.path.parent
     through = written.count
     erased = ErasedEvents(written.since(written.through))
     try:

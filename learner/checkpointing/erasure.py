@@ -6,8 +6,10 @@ trained on or stored. New records of the log are applied to the store and the ho
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,9 +22,10 @@ from learner.checkpointing.background_erasure import BackgroundErasure
 from learner.checkpointing.checkpointer import Checkpointer
 from learner.checkpointing.tombstones import Positions, Tombstones
 from learner.evaluation.holdout import HoldoutSet
+from learner.object_storage.mirror import Mirror
 from learner.runtime.shutdown import Deadline
 from learner.state_dir.checkpoint import Checkpoints
-from learner.stream.batches import Batch, Span
+from learner.stream.batch import Batch, Span
 from replay.background_store import BackgroundStore
 from replay.erasure.erased_events import ErasedEvents, Record
 from replay.erasure.erasure_log import ErasureLog
@@ -30,10 +33,20 @@ from replay.erasure.erasure_log import ErasureLog
 _EVERY_SECONDS = 0.2
 _SHARE = 20
 """Polling takes at most 1 / `_SHARE` of the time, however many tombstones there are."""
+_ABOVE_ALL = 2**62
+"""Above the end of any file."""
 _RETRY_SECONDS = 1.0
 """Between two attempts to append to the log."""
 
 log = logging.getLogger(__name__)
+
+
+class ErasableEvents(Protocol):
+    """Events of which some may be erased."""
+
+    def erase(self, covers: Callable[[Mapping[str, Array]], NDArray[np.bool_]]) -> int:
+        """Remove the events that `covers` returns, by `partition`, `offset` and `key_hash`; return how many."""
+        ...
 
 
 class Erasure:
@@ -47,6 +60,10 @@ class Erasure:
         background_store: BackgroundStore | None,
         holdout: HoldoutSet,
         checkpointer: Checkpointer,
+        late: ErasableEvents | None = None,
+        *,
+        has_history: bool = False,
+        mirror: Mirror | None = None,
     ) -> None:
         """Start with a log that was read.
 
@@ -57,12 +74,17 @@ class Erasure:
             background_store: the learner's store, without the events that the log covers.
             holdout: the learner's holdout set, without these events.
             checkpointer: its thread rewrites the checkpoints.
+            late: events that wait for their labels.
+            has_history: whether a learner that begins again reads files.
+            mirror: the uploads to the object store, which must not keep erased events either.
         """
+        self._has_history = has_history
         self._log = written
         self._background_store = background_store
         self._holdout = holdout
+        self._late = late
         self._background = BackgroundErasure(
-            written, checkpoints, folder, background_store, checkpointer, self._log_starts
+            written, checkpoints, folder, background_store, checkpointer, self._log_starts, mirror
         )
         self.excluded_through = written.count
         """The number of the last record that is applied to the store and the holdout set."""
@@ -79,11 +101,12 @@ class Erasure:
         self._write_at = 0.0
         self._due = 0.0
         self._problem: str | None = None
+        self._late_problem: str | None = None
 
     @property
     def problem(self) -> str | None:
         """One sentence when the log cannot be written, or erased events cannot be removed everywhere."""
-        return self._problem or self._background.problem
+        return self._problem or self._late_problem or self._background.problem
 
     @property
     def through(self) -> int:
@@ -104,9 +127,13 @@ class Erasure:
         """Count the erased events that were removed from the restored checkpoint; files may have more of them."""
         self._background.count(store, holdout)
         if store or holdout:
-            self._background.through = 0
+            self._background.start_over()
         if self.through < self.excluded_through and self._background_store is not None:
             self._background_store.flush().tiers.mark_stale()
+
+    def start_over(self) -> None:
+        """Apply all records to the files of this host again: the log is from another one."""
+        self._background.start_over()
 
     def register_partitions(self, partitions: Sequence[Partition], positions: Positions) -> None:
         """Set the partitions, by their index; `positions` returns the first event of each without an outcome."""
@@ -133,12 +160,16 @@ class Erasure:
             self._append()
         if not self._log.erased and not self._uncovered:
             return batch
-        for span in batch.spans:
+        for span in batch.settled:
             _skip(span, self._covers(span.columns))
-        new, stored_only, held_out = (
-            self._without_erased(rows) for rows in (batch.new, batch.stored_only, batch.held_out)
+        return replace(
+            batch,
+            new=self._without_erased(batch.new),
+            stored_only=self._without_erased(batch.stored_only),
+            held_out=self._without_erased(batch.held_out),
+            waiting=self._without_erased(batch.waiting),
+            labels=self._without_erased(batch.labels),
         )
-        return Batch(new, stored_only, held_out, batch.spans)
 
     def poll_if_due(self) -> None:
         """Poll the log at most a few times a second, and do the next piece of work on checkpoints and tiers."""
@@ -164,11 +195,20 @@ class Erasure:
         if not new:
             return
         erased = ErasedEvents(new)
+        try:
+            late = self._late.erase(lambda columns: erased.covers(self._bases, columns)) if self._late else 0
+        except OSError as exc:
+            self._late_problem = f"events that wait for labels cannot be erased yet: {exc.strerror or exc}"
+            return
+        self._late_problem = None
         self.excluded_through = through = self._log.count
         store = self._background_store.flush().erase(erased) if self._background_store is not None else 0
         holdout = self._holdout.erase(erased, self._bases)
         self._background.count(store, holdout)
-        log.info("erasing %d events of the store and %d of the holdout set (record %d)", store, holdout, through)
+        log.info(
+            "erasing %d events of the store, %d of the holdout set and %d that wait for labels (record %d)",
+            *(store, holdout, late, through),
+        )
 
     def finish(self, deadline: Deadline) -> None:
         """Apply the records to checkpoints and tiers before the deadline; the next start applies the rest."""
@@ -178,12 +218,18 @@ class Erasure:
         """Return, by name of the partition, the first offset that may be read again, from Kafka or the reader's ring.
 
         For an earlier incarnation of a partition this is the log start of the latest one: a learner that begins again
-        reads the events of all incarnations under the first name.
+        reads the events of all incarnations under the first name. Rows of files may be read again as long as there is
+        a history, also those that are events of topics.
         """
+        if self._has_history:
+            return {}
         latest, positions = latest_incarnations(partition.name for partition in self._partitions), self._positions()
         starts = {}
         for index, partition in enumerate(self._partitions):
             name = partition.name
+            if name.history:
+                starts[partition_name(name)] = _ABOVE_ALL
+                continue
             last = latest[name.topic, name.partition]
             log_start = self._partitions[last].log_start
             if log_start is not None and name in positions:
@@ -219,9 +265,12 @@ class Erasure:
         return covered | self._uncovered.covers(self._bases, columns) if self._uncovered else covered
 
 
+_USED = (Outcome.PENDING, Outcome.HELD_OUT, Outcome.STORED_ONLY, Outcome.WAITING)
+
+
 def _skip(span: Span, covered: NDArray[np.bool_]) -> None:
     """Set the outcome of the erased rows of a span that would have been used."""
-    used = np.isin(span.columns["outcome"], (Outcome.PENDING, Outcome.HELD_OUT, Outcome.STORED_ONLY)) & covered
+    used = np.isin(span.columns["outcome"], _USED) & covered
     span.columns["outcome"][used] = np.uint8(Outcome.SKIPPED)
     span.columns["reason"][used] = np.uint8(SkipReason.ERASED)
     span.trained[used] = False

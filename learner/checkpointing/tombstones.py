@@ -8,7 +8,7 @@ from ingest.events.block import Array, SkipReason
 from ingest.events.identity import partition_name
 from ingest.events.partition import TopicPartition
 from ingest.events.position import Position
-from learner.stream.batches import Span
+from learner.stream.batch import Span
 from replay.erasure.erased_events import ByKey
 from replay.erasure.erasure_log import now
 
@@ -99,7 +99,12 @@ class Tombstones:
             last = np.flatnonzero(columns["partition"][:tombstone] == index)[-1]
             before[self._partitions[index]] = int(columns["offset"][last]) + 1
         before[self._partitions[int(columns["partition"][tombstone])]] = int(columns["offset"][tombstone])
-        return {partition_name(partition): end for partition, end in before.items() if end > 0}
+        ends_of: dict[str, int] = {}
+        for partition, end in before.items():
+            if end > 0:  # the highest end of all passes over a file, whose events are the same
+                name = partition_name(partition)
+                ends_of[name] = max(end, ends_of.get(name, 0))
+        return ends_of
 
 
 def _end_of(position: Position) -> int:

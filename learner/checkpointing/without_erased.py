@@ -17,6 +17,8 @@ from ingest.events.identity import partition_base
 from ingest.events.partition import TopicPartition
 from learner.checkpointing.replay_state import records_of
 from learner.errors import MisfitError
+from learner.labels.erased_join import erased_join_parts, named_join_slots
+from learner.labels.join_checkpoint import LABEL_SEGMENT, PART, entries_of
 from learner.state_dir.checkpoint import ERASED, SEGMENT, Checkpoint
 from replay.erasure.erased_events import ErasedEvents
 from replay.erasure.erasure_log import ErasureLog
@@ -44,14 +46,16 @@ def erased_parts(tensors: Mapping[str, Tensors], state: Mapping[str, Any], erase
         if covered.any():
             stays = torch.from_numpy(~covered)
             changed["holdout"] = {name: column[stays] for name, column in holdout.items()}
+    if PART in tensors:
+        changed |= erased_join_parts(tensors, state[PART], lambda columns: erased.covers(bases, columns))
     if "replay" not in tensors:
         return changed
     hits = {}
-    for part in tensors:
-        if part.startswith(SEGMENT):
+    for name, _ in state["replay"]["segments"]:
+        if (part := f"{SEGMENT}{name}") in tensors:
             covered = erased.covers(bases, columns_of(records_of(tensors[part]["index"], ENTRY)))
             if covered.any():
-                hits[int(part.removeprefix(SEGMENT))] = covered
+                hits[name] = covered
                 changed[part] = _zeroed(tensors[part], covered)
     replay = _without_hits(tensors["replay"], state["replay"], hits, erased, bases)
     return changed | ({"replay": replay} if replay is not None else {})
@@ -67,7 +71,7 @@ def check_age(number: int, checkpoint: Checkpoint, written: ErasureLog) -> None:
 
 
 def without_erased(checkpoint: Checkpoint, erased: ErasedEvents) -> tuple[Checkpoint, tuple[int, int]]:
-    """Return a checkpoint without erased events, and how many were removed from the store and the holdout set."""
+    """Return a checkpoint without erased events, and how many were removed from store and join, and the holdout set."""
     parts = erased_parts(checkpoint.tensors, checkpoint.state, erased)
     return replace(checkpoint, tensors={**checkpoint.tensors, **parts}), _removed(
         checkpoint.tensors, parts, checkpoint.state
@@ -78,27 +82,43 @@ def _removed(before: Mapping[str, Tensors], parts: Mapping[str, Tensors], state:
     store = holdout = 0
     if "holdout" in parts:
         holdout = len(before["holdout"]["label"]) - len(parts["holdout"]["label"])
+    if PART in parts:
+        store += len(before[PART]["state"]) - len(parts[PART]["state"])
     if "replay" in parts:
-        for number, rows in state["replay"]["segments"]:
-            live, left = (_live(tensors["replay"], number, rows) for tensors in (before, parts))
+        for name, rows in state["replay"]["segments"]:
+            live, left = (_live(tensors["replay"], name, rows) for tensors in (before, parts))
             store += int(np.count_nonzero(live)) - int(np.count_nonzero(left))
     return store, holdout
 
 
-def named_slots(tensors: Mapping[str, Tensors], state: Mapping[str, Any]) -> NDArray[np.int64]:
-    """Return the slots of the events that a checkpoint has in the store."""
-    slots = [np.empty(0, np.int64)]
-    for number, rows in state["replay"]["segments"] if "replay" in tensors else ():
-        part = f"{SEGMENT}{number}"
-        if part in tensors:
-            live = _live(tensors["replay"], number, rows)
-            slots.append(records_of(tensors[part]["index"], ENTRY)["slot"][live].astype(np.int64))
-    return np.concatenate(slots)
+def erased_in(part: str, segment: Tensors) -> NDArray[np.bool_]:
+    """Return which events of a segment are erased, bool, by its part's name."""
+    events = entries_of(segment) if part.startswith(LABEL_SEGMENT) else records_of(segment["index"], ENTRY)
+    erased: NDArray[np.bool_] = events["offset"] == _NO_EVENT
+    return erased
+
+
+def named_slots(tensors: Mapping[str, Tensors], state: Mapping[str, Any]) -> dict[str, NDArray[np.int64]]:
+    """Return the slots that a checkpoint refers to, by the id of their file."""
+    named = {}
+    if PART in tensors:
+        named[state[PART]["file"][1]] = named_join_slots(tensors, state[PART])
+    if (file := state.get("replay", {}).get("file")) is not None:
+        slots = [np.empty(0, np.int64)]
+        for name, rows in state["replay"]["segments"] if "replay" in tensors else ():
+            part = f"{SEGMENT}{name}"
+            if part in tensors:
+                live = _live(tensors["replay"], name, rows)
+                slots.append(records_of(tensors[part]["index"], ENTRY)["slot"][live].astype(np.int64))
+        named[file[1]] = np.concatenate(slots)
+    return named
 
 
 def partition_bases(state: Mapping[str, Any]) -> NDArray[np.uint64]:
     """Return `partition_base` of each partition of a checkpoint, by its index."""
-    names = [TopicPartition(row["topic"], row["partition"], row["incarnation"]) for row in state["ledger"]]
+    names = [
+        TopicPartition(row["topic"], row["partition"], row["incarnation"], row["history"]) for row in state["ledger"]
+    ]
     return np.array([partition_base(name) for name in names], np.uint64)
 
 
@@ -113,20 +133,20 @@ def _zeroed(segment: Tensors, covered: NDArray[np.bool_]) -> Tensors:
 def _without_hits(
     tensors: Tensors,
     state: Mapping[str, Any],
-    hits: Mapping[int, NDArray[np.bool_]],
+    hits: Mapping[str, NDArray[np.bool_]],
     erased: ErasedEvents,
     bases: NDArray[np.uint64],
 ) -> Tensors | None:
     """Return the part `replay` without erased events and their plans; None where it has none of them.
 
-    `hits` has the erased events of each segment, by its number.
+    `hits` has the erased events of each segment, by its name.
     """
     changed, stays = dict(tensors), [np.empty(0, np.bool_)]
-    for number, rows in state["segments"]:
-        live = _live(tensors, number, rows)
-        left = live & ~hits[number] if number in hits else live
+    for name, rows in state["segments"]:
+        live = _live(tensors, name, rows)
+        left = live & ~hits[name] if name in hits else live
         stays.append(left[live])
-        changed[f"live.{number}"] = torch.from_numpy(np.packbits(left))
+        changed[f"live.{name}"] = torch.from_numpy(np.packbits(left))
     if not all(mask.all() for mask in stays):
         for name in BY_POSITION.intersection(state["sampler"]):
             changed[f"sampler.{name}"] = tensors[f"sampler.{name}"][torch.from_numpy(np.concatenate(stays))]
@@ -147,5 +167,5 @@ def _dropped_plans(
     return ()
 
 
-def _live(tensors: Tensors, number: int, rows: int) -> NDArray[np.bool_]:
-    return np.unpackbits(tensors[f"live.{number}"].numpy(), count=rows).astype(np.bool_)
+def _live(tensors: Tensors, name: str, rows: int) -> NDArray[np.bool_]:
+    return np.unpackbits(tensors[f"live.{name}"].numpy(), count=rows).astype(np.bool_)

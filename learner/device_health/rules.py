@@ -114,8 +114,10 @@ def is_usable(reading: Reading) -> bool:
 
 def rise(readings: Sequence[Reading], field: str) -> int:
     """Return how much a counter rose over the readings; 0 where it is not reported, or was reset."""
-    first = next((value for reading in readings if (value := getattr(reading, field)) is not None), 0)
-    last = next((value for reading in reversed(readings) if (value := getattr(reading, field)) is not None), 0)
+    last = next((value for reading in reversed(readings) if (value := getattr(reading, field)) is not None), None)
+    if last is None:
+        return 0
+    first = next(value for reading in readings if (value := getattr(reading, field)) is not None)
     return max(0, int(last) - int(first))
 
 

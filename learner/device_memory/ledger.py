@@ -25,6 +25,8 @@ _UNFUSED = {"adafactor", "adagrad", "rmsprop"}
 """Optimizers without a fused form: their step allocates another copy."""
 _STRATEGY = {"ewc": 3, "lwf": 1, "mir": 2, "agem": 1}
 """Copies that a strategy keeps, or takes in a step."""
+_FEEDBACK = {"powersgd", "int8", "topk"}
+"""Hooks that keep what they have not sent of a gradient."""
 _WITHOUT_GRADIENT = {"slda", "ncm"}
 
 
@@ -36,41 +38,51 @@ def ledger(
     strategy: str = "er",
     precision: str = "fp32",
     sharding: str = "none",
+    comm_hook: str = "none",
     ranks: int = 1,
+    parts: int = 1,
     leads: bool = True,
     cloned: bool = False,
     replay_bytes: int = 0,
     processes: int = 1,
+    base_bytes: int = 0,
 ) -> dict[str, int]:
     """Return the bytes of one rank of a learner on its device, by purpose.
 
     Args:
-        parameters: number of the model's parameters, and of the elements of its buffers.
+        parameters: number of the parameters that are trained, and of the elements of all buffers.
         optimizer: `learner.optimizer.name`.
         optimizer_arguments: its other keys, such as `momentum`.
         strategy: `learner.strategy.name`.
         precision: as resolved: "fp32", "bf16", "fp16" ("auto" counts as the larger, "bf16").
         sharding: `learner.sharding`.
+        comm_hook: `learner.comm_hook`.
         ranks: how many train together.
+        parts: over how many ranks `learner.mesh` divides the weights evenly: tensor times pipeline.
         leads: whether it is rank 0, which scores versions.
         cloned: whether copies for versions and checkpoints are cloned on the device first, which they are only where
             there is room to spare.
         replay_bytes: the memory tier of the store, if it is on the device.
         processes: processes with a CUDA context on the device.
+        base_bytes: size of the frozen weights. Models that score versions share those of the trained one, but where
+            that has only a shard of them.
     """
-    copy, arguments = _FLOAT32 * parameters, optimizer_arguments or {}
+    full, arguments = _FLOAT32 * parameters, optimizer_arguments or {}
+    copy = -(-full // parts)
     mine, trains = (-(-copy // ranks) if sharding == "fsdp" else copy), strategy not in _WITHOUT_GRADIENT
     of_optimizer = copy if sharding == "none" else -(-copy // ranks)
     moments = _MOMENTS[optimizer] + sum(bool(arguments.get(name)) for name in _MORE_MOMENTS.get(optimizer, ()))
     tensors = {
         "weights": mine,
+        "base": base_bytes if sharding != "fsdp" else -(-base_bytes // ranks) + base_bytes * leads,
         "gradients": mine * trains,
         "buckets": mine * (trains and ranks > 1 and sharding != "fsdp"),
+        "error_feedback": mine * (trains and ranks > 1 and comm_hook in _FEEDBACK),
         "optimizer": moments * of_optimizer * trains,
         "optimizer_step": of_optimizer * (trains and optimizer in _UNFUSED),
         "strategy": _STRATEGY.get(strategy, 0) * mine,
         "autocast": copy // 2 * (precision in {*_HALF, "auto"} and sharding != "fsdp"),
-        "scorer": SCORER_MODULES * copy * leads,
+        "scorer": SCORER_MODULES * full * leads,
     }
     kept = tensors["weights"] + tensors["optimizer"] + tensors["strategy"]
     return {
@@ -82,8 +94,13 @@ def ledger(
     }
 
 
-def serving_ledger(parameters: int, *, workers: int = 1, shadow: bool = False) -> dict[str, int]:
+def serving_ledger(parameters: int, *, workers: int = 1, shadow: bool = False, base_bytes: int = 0) -> dict[str, int]:
     """Return the bytes of all serving processes on a device, by purpose: two versions are there while one is swapped
-    in, and two more where a shadow is compared."""
+    in, and two more where a shadow is compared. All of a process share the frozen weights."""
     copy = _FLOAT32 * parameters * workers
-    return {"versions": 2 * copy, "shadow": 2 * copy * shadow, "contexts": CONTEXT_BYTES * workers}
+    return {
+        "versions": 2 * copy,
+        "base": base_bytes * workers,
+        "shadow": 2 * copy * shadow,
+        "contexts": CONTEXT_BYTES * workers,
+    }

@@ -21,7 +21,7 @@ from learner.device_sharing.launch_depth import LaunchLimiter
 from learner.device_sharing.layer_hooks import call_between_layers
 from learner.device_sharing.lease import Field, Servers, Slot, hold_learner
 from learner.device_sharing.micro_batch_pacing import MicroBatchController, TrainingBudget
-from learner.distributed.process_group import SILENCE
+from learner.distributed.messages import SILENCE
 from learner.state_dir.report import DeviceSharingReport
 from learner.training.passes import LaunchContext, StepHooks
 from learner.training.trainer import Trainer

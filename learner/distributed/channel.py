@@ -17,7 +17,8 @@ from torch import Tensor
 
 from anabranch.core.errors import AnabranchError
 from learner.config import LearnerSettings
-from learner.distributed.process_group import SILENCE, RankAssignment, join_group
+from learner.distributed.messages import SILENCE
+from learner.distributed.process_group import RankAssignment, join_group
 from learner.errors import RankLostError
 
 _HEADER = 32
@@ -108,10 +109,10 @@ class Channel:
         dist.recv(size, rank)
         return self._receive_bytes(rank, int(size))
 
-    def scatter(self, messages: Tensor) -> None:
-        """Send each row of `messages`, uint8 `[N, b]` on the device, to its rank, without waiting. Called by rank 0."""
+    def scatter(self, messages: Sequence[Tensor]) -> None:
+        """Send each rank its message, uint8 `[b]` on the device, without waiting. Called by rank 0."""
         own = torch.empty_like(messages[0])
-        self._sent.append((dist.scatter(own, list(messages.unbind()), async_op=True), messages))
+        self._sent += [(dist.scatter(own, list(messages), async_op=True), own), *((None, each) for each in messages)]
 
     def receive_scattered(self, size: int) -> Tensor:
         """Wait for this rank's row of `scatter`. Called by all other ranks."""
@@ -119,10 +120,10 @@ class Channel:
         dist.scatter(message)
         return message
 
-    def gather(self, values: Tensor) -> list[Tensor]:
-        """Return the `values` of all ranks on rank 0, and nothing on the others. All ranks give as many."""
-        of_ranks = [torch.empty_like(values) for _ in range(self.size)] if self.rank == 0 else []
-        dist.gather(values, of_ranks or None)
+    def gather(self, values: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+        """Return the `values` of all ranks of a group on rank 0, and nothing on the others. All give as many."""
+        of_ranks = [torch.empty_like(values) for _ in range(group.size())] if self.rank == 0 else []
+        dist.gather(values, of_ranks or None, group=group)
         return of_ranks
 
     def broadcast(self, tensor: Tensor) -> None:

@@ -12,15 +12,19 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from learner.config import LearnerSettings
+from learner.distributed.gradient_exchange import GradientExchange
+from learner.distributed.mesh import Mesh
+from learner.distributed.model_parallel.divided_weights import DividedWeights
+from learner.distributed.model_parallel.experts import ExpertWeights, mixtures
+from learner.distributed.model_parallel.stages import divide
+from learner.model.device import Precision
 from learner.model.factory import forward
-from learner.training.parallelism import Weights, WholeWeights
+from learner.model.trained_set import load_trained, trained_state
+from learner.training.parallelism import PipelineRanks, Weights, WholeWeights
 
 if TYPE_CHECKING:
     from learner.distributed.fsdp import ShardedWeights
 
-_POWERSGD_RANK = 2
-_POWERSGD_START = 10
-"""Steps that average full gradients before PowerSGD begins to compress them."""
 _SYNC_BUFFERS = next(
     name
     for name in ("forward_sync_buffers", "broadcast_buffers")
@@ -32,10 +36,22 @@ _SYNC_BUFFERS = next(
 class DataParallelGroup:
     """The ranks of a process group that this process has joined. All ranks make the same calls in the same order."""
 
-    def __init__(self, settings: LearnerSettings, *, search: bool = False) -> None:
-        """Take `search`: whether some parameters get no gradient, so that each step has to search for them."""
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self._comm_hook = settings.comm_hook
+    def __init__(
+        self, settings: LearnerSettings, *, search: bool = False, parallel: Mapping[str, str] | None = None
+    ) -> None:
+        """Join the groups of the mesh.
+
+        Args:
+            settings: `learner`.
+            search: whether some parameters get no gradient, so that each step has to search for them.
+            parallel: `model.parallel`.
+        """
+        self.mesh = Mesh(settings, dist.get_rank(), dist.get_world_size())
+        self.size, self.world = self.mesh.rows, self.mesh.ranks
+        self.splits_model = self.mesh.splits_model
+        # Now, since all ranks have to make a group together, and only some send results over that of the rows.
+        for dimensions in (("rows",), ("data", "tensor")):
+            self.mesh.group(*dimensions)
         self._sync_every = settings.sync_every
         self._search = search
         self._model: nn.Module | None = None
@@ -44,12 +60,43 @@ class DataParallelGroup:
         self._sharding = settings.sharding
         self.weights: Weights = WholeWeights()
         self._sharded: ShardedWeights | None = None
-        if self._sharding == "fsdp":
+        if self._sharding == "fsdp" or self.mesh.size("tensor") > 1:
             from learner.distributed import fsdp  # here, since it takes seconds
 
-            self.weights = self._sharded = fsdp.ShardedWeights(settings.precision)
+            self.weights = self._sharded = fsdp.ShardedWeights(
+                self.mesh, settings.precision, parallel or {}, fsdp=self._sharding == "fsdp"
+            )
+        self.pipeline: PipelineRanks | None = None
+        self._experts: ExpertWeights | None = None
+        self._schedule, self._parallel = settings.pipeline_schedule, parallel or {}
         self._consolidate: Callable[[], None] | None = None
-        self._powersgd: Any = None
+        self._exchange = GradientExchange(settings, search=search)
+
+    def divide(
+        self, model: nn.Module, stages: Sequence[str], features: Mapping[str, Tensor], precision: Precision
+    ) -> None:
+        """Divide the modules of a model, stages and experts, over the ranks, before its weights are split.
+
+        Args:
+            model: on its device.
+            stages: `model.stages`.
+            features: of a few events.
+            precision: of training.
+
+        Raises:
+            SettingsError: the model has no such stages or experts.
+        """
+        if (ranks := self.mesh.size("expert")) > 1:
+            layers = mixtures(model, self._parallel, ranks, features)
+            self.weights = self._experts = ExpertWeights(self.weights, layers, self.mesh.group("expert"))
+        if self.mesh.size("pipeline") > 1:
+            # Imported here since it takes seconds.
+            from learner.distributed.model_parallel.pipeline import StagePipeline
+
+            group, divided = self.mesh.group("pipeline"), divide(model, stages, features, precision)
+            device = next(iter(features.values())).device
+            self.pipeline = StagePipeline(divided, group, self._schedule, device)
+            self.weights = DividedWeights(self.weights, self.pipeline.modules_by_rank, group)
 
     @property
     def weights_diverged(self) -> bool:
@@ -61,7 +108,7 @@ class DataParallelGroup:
         self._model = model
         if self.weights.sharded:
             return model
-        if self._sync_every > 1:
+        if self._sync_every > 1 or self.splits_model:
             for value in model.state_dict().values():
                 dist.broadcast(value, 0)
             return model
@@ -74,7 +121,7 @@ class DataParallelGroup:
             gradient_as_bucket_view=True,
             find_unused_parameters=self._search,
         )
-        self._compress(self._trained)
+        self._exchange.register(self._trained)
         return self._trained
 
     def no_sync(self) -> contextlib.AbstractContextManager[object]:
@@ -87,29 +134,67 @@ class DataParallelGroup:
         """Set how many forward passes each rank runs in the next step, where weights are sharded; 0: not known."""
         if self._sharded is not None:
             self._sharded.expected = n
+        if self._experts is not None:
+            self._experts.expected = n
 
     def average(self, tensors: Sequence[Tensor]) -> None:
-        """Average tensors over the ranks, in place."""
+        """Average tensors over the row groups, in place."""
+        self._average(tensors, "rows")
+
+    def _average(self, tensors: Sequence[Tensor], dimension: str) -> None:
+        """Divide the sum of tensors over a dimension of the mesh by the number of row groups, in place."""
+        if self.size == 1:
+            return
         for dtype, device in dict.fromkeys((tensor.dtype, tensor.device) for tensor in tensors):
             same_kind = [tensor for tensor in tensors if (tensor.dtype, tensor.device) == (dtype, device)]
             flat = torch.cat([tensor.detach().reshape(-1) for tensor in same_kind])
-            dist.all_reduce(flat)
+            if self.mesh.size(dimension) > 1:
+                dist.all_reduce(flat, group=self.mesh.group(dimension))
+                self._exchange.count_reduced(flat.nbytes, self.mesh.size(dimension))
             flat /= self.size
             parts = torch.split(flat, [tensor.numel() for tensor in same_kind])
             for tensor, part in zip(same_kind, parts, strict=True):
                 tensor.detach().copy_(part.view_as(tensor))
 
+    def average_gradients(self, leaves: Sequence[nn.Parameter]) -> None:
+        """Average the gradients over the row groups, where ranks split the model and its weights are not sharded."""
+        if not self.splits_model or self._sharding == "fsdp" or self.size == 1:
+            return
+        trained = [leaf for leaf in leaves if leaf.numel()]
+        if self._search:
+            has_some = torch.tensor([leaf.grad is not None for leaf in trained], device=trained[0].device)
+            of_any = _any(has_some, self.mesh.group("rows")).tolist()
+            trained = [leaf for leaf, any_has in zip(trained, of_any, strict=True) if any_has]
+        for leaf in trained:
+            if leaf.grad is None:
+                leaf.grad = torch.zeros_like(leaf)
+        alone = self._experts.own if self._experts is not None else ()
+        self.average([leaf.grad for leaf in trained if leaf.grad is not None and id(leaf) not in alone])
+        # The rows of all ranks that share experts have come to them.
+        self._average([leaf.grad for leaf in trained if leaf.grad is not None and id(leaf) in alone], "data")
+
+    def average_all(self, tensor: Tensor) -> None:
+        """Average a tensor over all ranks, in place."""
+        dist.all_reduce(tensor)
+        tensor /= self.world
+
     def any(self, tensor: Tensor) -> Tensor:
-        """Return where a bool tensor is true on any rank."""
-        marks = tensor.to(torch.uint8)
-        dist.all_reduce(marks, dist.ReduceOp.MAX)
-        return marks.bool()
+        """Return where a bool tensor is true on any of all ranks."""
+        return _any(tensor, None)
+
+    @property
+    def sent_bytes(self) -> int | None:
+        """Bytes that this rank has sent to average gradients and other tensors; None: it does not count them."""
+        return None if self.weights.sharded else self._exchange.sent_bytes
+
+    def count_gradients(self) -> None:
+        """Count the gradients of one backward pass, unless hooks count them."""
+        if self._trained is not None:
+            self._exchange.count_gradients()
 
     def reset_comm_state(self) -> None:
-        """Clear PowerSGD's error feedback and its factors."""
-        if self._powersgd is not None:
-            for memory in (self._powersgd.error_dict, self._powersgd.p_memory_dict, self._powersgd.q_memory_dict):
-                memory.clear()
+        """Clear the error feedback of `learner.comm_hook`, and the factors of PowerSGD."""
+        self._exchange.reset()
 
     def after_step(self) -> None:
         """Count a step, and average the weights every `learner.sync_every` steps."""
@@ -122,7 +207,7 @@ class DataParallelGroup:
         """Average the weights and the floating-point buffers, if they have diverged."""
         if self._steps_since_average:
             assert self._model is not None
-            self.average([value for value in self._model.state_dict().values() if value.is_floating_point()])
+            self.average([value for value in trained_state(self._model).values() if value.is_floating_point()])
             self._steps_since_average = 0
 
     def shard(self, optimizer: Optimizer) -> Optimizer:
@@ -146,28 +231,22 @@ class DataParallelGroup:
         if self._consolidate is not None:
             self._consolidate()
 
-    def _compress(self, trained: DistributedDataParallel) -> None:
-        if self._comm_hook == "none":
-            return
-        # Imported here since it takes seconds.
-        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-        if self._comm_hook == "powersgd":
-            self._powersgd = powerSGD_hook.PowerSGDState(None, _POWERSGD_RANK, _POWERSGD_START)
-            trained.register_comm_hook(self._powersgd, powerSGD_hook.powerSGD_hook)
-        else:
-            hook = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}[self._comm_hook]
-            trained.register_comm_hook(None, hook)
+def _any(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Return where a bool tensor is true on any rank of a group; None: of all."""
+    marks = tensor.to(torch.uint8)
+    dist.all_reduce(marks, dist.ReduceOp.MAX, group=group)
+    return marks.bool()
 
 
 def leaves_some_out(model: nn.Module, features: Mapping[str, Tensor]) -> bool:
     """Return whether a backward pass from the model's output leaves parameters without a gradient."""
-    before = {name: value.clone() for name, value in model.state_dict().items()}
+    before = {name: value.clone() for name, value in trained_state(model).items()}
     was_training = model.training
     output = forward(model.train(), features)
     output.sum().backward()  # type: ignore[no-untyped-call]
     has_none = any(parameter.grad is None for parameter in model.parameters() if parameter.requires_grad)
     model.zero_grad(set_to_none=True)
-    model.load_state_dict(before)
+    load_trained(model, before)
     model.train(was_training)
     return has_none

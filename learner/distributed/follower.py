@@ -26,7 +26,7 @@ from learner.distributed.scatter import RankBatch, TensorLayout, layouts_from_js
 from learner.distributed.step_results import gathered, pieces_of
 from learner.model.faulty_events import RaisingEventsError
 from learner.model.rng import restore_rng, rng_tensors, rng_values
-from learner.training.optimizers import param_of, state_tensors
+from learner.model.trained_set import trained_state
 from learner.training.trainer import Trainer
 
 
@@ -64,9 +64,9 @@ def follow(channel: Channel, make: Callable[[], tuple[Trainer, DataParallelGroup
         elif action is Action.DRIFT:
             trainer.on_drift()
         elif action is Action.SNAPSHOT:
-            _discard(replicas.weights.full_tensors(trainer.model.state_dict()))
+            _discard(replicas.weights.full_tensors(trained_state(trainer.model)))
         elif action is Action.MOMENTS:
-            _discard(replicas.weights.full_tensors(state_tensors(trainer.update.optimizer)))
+            _discard(replicas.weights.full_tensors(*trainer.update.tensors()))
         elif action is Action.SNIFF and numbers == [ALL_REDUCE]:
             time_collective(channel.device)
         elif action is Action.SNIFF:
@@ -97,7 +97,8 @@ def _step(
     try:
         result = trainer.step(rank_batch.parts[0], rank_batch.parts[1:], real[0])
         replicas.after_step()  # before the results: the leader receives them after its own
-        gathered(channel, pieces_of(result, rank_batch, flags), flags, most)
+        if replicas.mesh.reports():
+            gathered(channel, pieces_of(result, rank_batch, flags), flags, most, replicas.mesh.group("rows"))
     except RaisingEventsError as exc:
         channel.reply(json_to_bytes([list(exc.indices), exc.message]))
     return max_rows if trainer.micro_batch_size == limit else trainer.micro_batch_size
@@ -108,7 +109,7 @@ def _restore(channel: Channel, trainer: Trainer, replicas: DataParallelGroup, me
     received = json_from_bytes(message)
     tensors: dict[str, dict[str, Tensor]] = {part: {} for part in PARTS}
     moments = [name for part, name, *_ in received["tensors"] if part == "optimizer"]
-    like = {"model": trainer.model.state_dict(), "optimizer": param_of(trainer.update.optimizer, moments)}
+    like = {"model": trained_state(trainer.model), "optimizer": trainer.update.weights_of(moments)}
     for part, name, dtype, shape in received["tensors"]:
         value = torch.empty(shape, dtype=getattr(torch, dtype))
         channel.broadcast(value)

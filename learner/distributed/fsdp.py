@@ -6,17 +6,17 @@ module only where `learner.sharding` asks for it: that takes seconds.
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from anabranch.core.errors import SettingsError
 from learner.distributed.fsdp_exchanges import AllGather, Exchanges, ReduceScatter, reset
+from learner.distributed.mesh import Mesh
 from learner.model.device import choose_precision
 from learner.training.activation_checkpointing import sequences
 
@@ -26,29 +26,54 @@ _WHOLE_GRADIENTS = 8
 
 
 class ShardedWeights:
-    """Weights split along their first dimension, as evenly as possible."""
+    """Weights of which each rank has parts: along the dimension `tensor`, along `data` (FSDP), or both.
+
+    Along `data` they are split along their first dimension, as evenly as possible.
+    """
 
     sharded = True
 
-    def __init__(self, precision: str = "fp32") -> None:
-        """Take `learner.precision`: in which a module is gathered and run."""
+    def __init__(
+        self, mesh: Mesh, precision: str = "fp32", parallel: Mapping[str, str] | None = None, *, fsdp: bool = True
+    ) -> None:
+        """Take the mesh of all ranks.
+
+        Args:
+            mesh: of all ranks.
+            precision: `learner.precision`, in which FSDP gathers and runs a module.
+            parallel: `model.parallel`.
+            fsdp: whether weights are sharded along `data`.
+        """
+        self._mesh = mesh
         self._precision = precision
+        self._parallel = parallel or {}
+        self._fsdp = fsdp
         self._model: FSDPModule | None = None
         self._keeps_gradients = False
         self._exchanges = Exchanges()
         self.expected = 0
         """Forward passes of the next step, if rank 0 has sent it; 0: ranks have to agree on it."""
 
-    def split(self, model: nn.Module) -> None:
+    def split(self, model: nn.Module, output: Callable[[], Tensor]) -> None:
         """Broadcast the weights of rank 0, and let each rank keep its shard.
 
         Raises:
-            SettingsError: the model has a parameter that cannot be split.
+            SettingsError: the model has a parameter that cannot be split, or `model.parallel` does not fit it.
         """
         for value in model.state_dict().values():
             dist.broadcast(value, 0)
         device = next(model.parameters()).device
-        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        if self._mesh.size("tensor") > 1:
+            from learner.distributed.model_parallel.tensor import split_modules  # here, since it takes seconds
+
+            split_modules(model, self._parallel, self._mesh.device_mesh(device.type)["tensor"], output)
+        if self._fsdp and (self._mesh.size("data") > 1 or not self._mesh.splits_model):
+            self._shard(model, device)
+
+    def _shard(self, model: nn.Module, device: torch.device) -> None:
+        """Shard the weights along `data`."""
+        names = [name for name in ("copy", "shard") if self._mesh.size(name) > 1] or ["shard"]
+        mesh = self._mesh.device_mesh(device.type)[tuple(names)]
         weights = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         dtype = choose_precision(self._precision, device).dtype
         # Gathered in half precision, weights need no copy: autocast keeps one of each, whole, for the backward pass.
@@ -69,7 +94,7 @@ class ShardedWeights:
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_custom_all_gather(AllGather(self._exchanges))
-                module.set_custom_reduce_scatter(ReduceScatter(self._exchanges))
+                module.set_custom_reduce_scatter(ReduceScatter(self._exchanges, module))
         fits = weights * _GRADIENT_BYTES * _WHOLE_GRADIENTS <= _memory(device)
         self._keeps_gradients = self.largest(int(not fits)) == 0
 
@@ -94,27 +119,52 @@ class ShardedWeights:
 
     def repeat_pass(self) -> None:
         """Reset the modules, and leave out the exchanges that other ranks have had with this one."""
-        assert self._model is not None
-        reset(self._model)
-        self._exchanges.repeat()
+        if self._model is not None:
+            reset(self._model)
+            self._exchanges.repeat()
 
     def local_shards(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the shards of this rank."""
         return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
 
+    def gradient(self, weight: nn.Parameter) -> Tensor | None:
+        """Return this rank's shard of a weight's gradient, summed over the tensor group where its ranks have parts."""
+        gradient = weight.grad
+        if isinstance(gradient, DTensor) and isinstance(weight, DTensor):
+            return gradient.redistribute(placements=weight.placements).to_local()
+        return gradient
+
+    def counts(self, weight: nn.Parameter) -> bool:
+        """Return whether this rank's index is 0 along each dimension in which ranks have the same shard."""
+        split = set[str]()
+        if isinstance(weight, DTensor):
+            names = weight.device_mesh.mesh_dim_names or ()
+            split = {
+                name for name, placement in zip(names, weight.placements, strict=True) if not placement.is_replicate()
+            }
+        return not any(self._mesh.coordinate(name) for name in {"copy", "shard", "tensor"} - split)
+
     def norm(self, norm: Tensor) -> Tensor:
-        """Return the root of the sum of the squared norms of all ranks."""
+        """Return the root of the sum of the squared norms of all ranks with parts of the same weights, or copies."""
         squares = norm.square()
-        dist.all_reduce(squares)
+        dist.all_reduce(squares, group=self._mesh.group("data", "tensor"))
         return squares.sqrt()
 
-    def full_tensors(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    def full_tensors(
+        self, tensors: Mapping[str, Tensor], like: Mapping[str, Tensor] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         """Yield full tensors, each gathered from all ranks when it is due, in the order of the names.
 
         Sorted, since every rank has to gather in the same sequence, and ranks may have restored tensors in different
         ones.
         """
         for name, value in sorted(tensors.items()):
+            weight = (like or {}).get(name, value)
+            if isinstance(weight, DTensor) and value.shape == weight.to_local().shape and value is not weight:
+                shape, stride = weight.shape, weight.stride()
+                value = DTensor.from_local(
+                    value, weight.device_mesh, weight.placements, run_check=False, shape=shape, stride=stride
+                )
             yield name, value.full_tensor() if isinstance(value, DTensor) else value.detach()
 
     def shard_like(self, tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:

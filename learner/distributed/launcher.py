@@ -1,8 +1,7 @@
 """Starts the ranks of a learner under torch's elastic agent, which is what torchrun runs.
 
-When a rank dies, all ranks of this host end, and the launcher starts all again, a few times; they resume from the
-newest checkpoint. It also restarts them when a host is lost or comes, and when a rank runs out of memory where it
-cannot repeat the step: the ranks of its host then take smaller micro-batches.
+When a rank dies, all end, and the launcher starts all again, a few times; they resume from the newest checkpoint. It
+also restarts them when a rank runs out of memory where it cannot repeat the step: all then take smaller micro-batches.
 
 The agent runs in a thread. On a signal the launcher writes into the pipe that is stdin of every rank: rank 0 stops in
 order and stops the other ranks. When the pipe ends without a byte, the launcher was killed or another rank has died,
@@ -10,14 +9,13 @@ and the rank ends at once, whatever it waits for: NCCL's kernels wait without en
 handler of Python runs meanwhile.
 """
 
-import json
 import logging
 import os
 import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,9 +30,7 @@ from torch.numa.binding import AffinityMode, NumaOptions
 from typing_extensions import override
 
 from learner.config import LearnerSettings
-from learner.distributed.hosts import Hosts, MembershipChange
-from learner.distributed.membership import MembershipRound
-from learner.distributed.process_group import RankAssignment, RendezvousAddress
+from learner.distributed.process_group import RankAssignment
 
 _RESTARTS = 3
 _IN_A_ROW = timedelta(minutes=10)
@@ -49,10 +45,9 @@ _EXIT_TIMEOUT = timedelta(seconds=10)
 """How long ranks may take to end once the pipe has."""
 _STOP_BYTES = 4096
 _RENDEZVOUS = "rendezvous"
-_RANK_SETTINGS = "rank_settings.json"
 _LOGS = "logs"
-_ROWS = "rows-"
-"""Prefix of the files in which ranks write how many events may fit."""
+_ROWS = "rows"
+"""The file with the largest micro-batch of the ranks; `rows-<rank>` is what a rank wrote."""
 OUTCOME = "outcome"
 REFUSED = frozenset({2, 3})
 """Exit codes that starting again cannot fix."""
@@ -61,133 +56,79 @@ log = logging.getLogger(__name__)
 
 
 class _RoundResult(NamedTuple):
-    """How a round ended on this host."""
+    """How a round ended."""
 
     code: int | None
     """The exit code of rank 0, or of a rank that refused to start; None: there is none, or ranks died."""
-    change: MembershipChange
-    """Why the round ended, if not by a rank of this host."""
     over: bool
     """Whether all ranks have ended."""
     rows: int | None
     """Events that may fit, after a rank ran out of memory; None when none did."""
 
 
-def launch(settings: LearnerSettings, hosts: Hosts, command: Sequence[str], stop: threading.Event) -> int | None:
-    """Run the ranks of this host, each as `command --group FOLDER`, until they end by themselves or `stop` is set.
+def launch(settings: LearnerSettings, command: Sequence[str], stop: threading.Event) -> int | None:
+    """Run the ranks, each as `command --group FOLDER`, until they end by themselves or `stop` is set.
 
     Returns:
         The exit code that a rank left in the folder; None when none did, or ranks died too often.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // settings.replicas)))
     logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
-    deaths, died_in, rows = 0, None, None
-    while (current_round := hosts.next_round(stop)) is not None:
-        # Does not count if another host was gone (the cause), or ran out of memory (it takes fewer events now).
-        deaths += died_in is not None and _all_there(died_in, current_round) and died_in.name not in hosts.ran_out
-        if deaths > _RESTARTS:
-            log.error("ranks have died %d times in a row", deaths)
-            hosts.round_ended(ran_out=False)
-            return None
-        began, died_in = time.monotonic(), None
-        end = _run(settings, hosts, _rank_settings(settings, current_round, rows), command, stop)
+    deaths, rows = 0, None
+    while not stop.is_set():
+        began = time.monotonic()
+        end = _run(settings, rows, command, stop)
         if stop.is_set() or end.code in REFUSED or not end.over:
             return end.code
-        hosts.round_ended(ran_out=end.rows is not None)
-        rows = end.rows or rows
-        if not hosts.leads or end.rows is not None:
+        if end.rows is not None:
+            rows = end.rows
             continue
-        if time.monotonic() - began >= _IN_A_ROW.total_seconds():
-            deaths = 0
-        if end.change is MembershipChange.LOST:
-            continue
-        if end.code is None:
-            died_in = current_round
-        elif end.change is MembershipChange.NONE:
+        if end.code is not None:
             return end.code
+        deaths = 1 if time.monotonic() - began >= _IN_A_ROW.total_seconds() else deaths + 1
+        if deaths > _RESTARTS:
+            log.error("ranks have died %d times in a row", deaths)
+            return None
     return 0
 
 
-def _all_there(before: MembershipRound, now: MembershipRound) -> bool:
-    """Return whether all launchers of the earlier round are in this one."""
-    earlier, later = ({host.id for host in one.assignments.values()} for one in (before, now))
-    return earlier <= later
-
-
-def _run(
-    settings: LearnerSettings,
-    hosts: Hosts,
-    rank_settings: Mapping[str, Any],
-    command: Sequence[str],
-    stop: threading.Event,
-) -> _RoundResult:
-    """Run the ranks of this host for one round, and return how it ended."""
-    change, stop_timeout = MembershipChange.NONE, settings.stop_timeout
+def _run(settings: LearnerSettings, rows: int | None, command: Sequence[str], stop: threading.Event) -> _RoundResult:
+    """Run the ranks for one round, with micro-batches of `rows` events at most, and return how it ended."""
+    stop_timeout = settings.stop_timeout
     with tempfile.TemporaryDirectory(prefix="anabranch-") as name:
         folder = Path(name)
-        (folder / _RANK_SETTINGS).write_text(json.dumps(rank_settings))
+        if rows is not None:
+            (folder / _ROWS).write_text(str(rows))
         with _Lifeline() as lifeline:
             agent = _Agent(settings.replicas, (*command, "--group", name), stop_timeout, folder / _LOGS)
             agent.start()
             # A rank that refuses ends all: others may wait for it, and would be started again.
             while agent.runs and read_outcome(folder) not in REFUSED and not stop.wait(_POLL_SECONDS):
-                change = hosts.poll()
-                if change is not MembershipChange.NONE:
-                    break
-            if stop.is_set():
-                hosts.leave()
-            gone = agent.rank_died.is_set() or change in (MembershipChange.LOST, MembershipChange.DIED)
+                pass
+            gone = agent.rank_died.is_set()
             if not gone:
                 lifeline.send_stop()
             agent.join((_NOTICE_TIMEOUT if gone else stop_timeout + _BEYOND_STOP_TIMEOUT).total_seconds())
         agent.join(_EXIT_TIMEOUT.total_seconds())  # ranks that were left ended with the pipe
         code = None if agent.is_alive() else read_outcome(folder)
         code = code if code or not agent.failed else None
-        return _RoundResult(code, change, not agent.is_alive(), _read_rows(folder))
-
-
-def _rank_settings(settings: LearnerSettings, current_round: MembershipRound, rows: int | None) -> dict[str, Any]:
-    """Return the settings of this host's ranks in a round."""
-    absent = [host for host in range(settings.hosts) if host not in current_round.assignments]
-    return {
-        "name": current_round.name,
-        "size": current_round.size,
-        "first": current_round.assignments[settings.host_rank].first,
-        "absent": absent,
-        "readers": [assignment.reads_at for assignment in current_round.assignments.values() if assignment.reads_at],
-        "rows": rows,
-    }
+        return _RoundResult(code, not agent.is_alive(), _read_rows(folder))
 
 
 def read_assignment(folder: Path, settings: LearnerSettings) -> RankAssignment:
-    """Return the assignment of this rank; torch's agent sets its number on this host as `RANK`."""
-    rank_settings = json.loads((folder / _RANK_SETTINGS).read_text())
-    rendezvous: Path | RendezvousAddress = folder / _RENDEZVOUS
-    if settings.hosts > 1:
-        assert settings.rendezvous is not None
-        assert settings.interface is not None
-        rendezvous = RendezvousAddress(settings.rendezvous, rank_settings["name"], settings.interface)
-    first = int(rank_settings["first"])
-    absent, readers = (tuple(rank_settings[name]) for name in ("absent", "readers"))
-    return RankAssignment(
-        first + int(os.environ["RANK"]),
-        rank_settings["size"],
-        rendezvous,
-        first,
-        absent,
-        readers,
-        rank_settings["rows"],
-    )
+    """Return the assignment of this rank; torch's agent sets its number as `RANK`."""
+    rows = int(path.read_text()) if (path := folder / _ROWS).exists() else None
+    return RankAssignment(int(os.environ["RANK"]), settings.replicas, folder / _RENDEZVOUS, rows=rows)
 
 
 def leave_rows(folder: Path, rows: int) -> None:
     """Write for the launcher how many events may fit, after a rank ran out of memory."""
-    (folder / f"{_ROWS}{os.environ['RANK']}").write_text(str(rows))
+    (folder / f"{_ROWS}-{os.environ['RANK']}").write_text(str(rows))
 
 
 def _read_rows(folder: Path) -> int | None:
     """Return the smallest number that a rank wrote with `leave_rows`; None when none did."""
-    return min((int(path.read_text()) for path in folder.glob(f"{_ROWS}*")), default=None)
+    return min((int(path.read_text()) for path in folder.glob(f"{_ROWS}-*")), default=None)
 
 
 def write_outcome(folder: Path, code: int) -> None:
@@ -235,10 +176,7 @@ class _Lifeline:
 
 
 class _Rendezvous(RendezvousHandler):
-    """The agent's rendezvous, of one host alone: the launchers connect the hosts.
-
-    Torch's own rendezvous listens on every interface, and unpickles the data it receives there.
-    """
+    """The agent's rendezvous, of one host alone: those of torch listen on every interface."""
 
     def get_backend(self) -> str:
         """Return the name of this rendezvous."""
@@ -285,7 +223,7 @@ class _WatchingAgent(LocalElasticAgent):
 
 
 class _Agent(threading.Thread):
-    """Torch's agent for one host."""
+    """Torch's agent in a thread."""
 
     def __init__(self, ranks: int, command: Sequence[str], stop_timeout: timedelta, logs: Path) -> None:
         """Take `logs`, the folder in which the agent makes one folder per rank and never deletes it."""

@@ -1,8 +1,8 @@
 """One rank leads, all compute: rank 0 sends actions to the other ranks, and they carry them out.
 
 Rank 0 reads the stream and has the store, the ledger, versions and checkpoints. For each step it scatters events to all
-ranks, itself included; all take the same step, in which gradients are averaged; the other ranks send their results
-back. Rank 0 makes every decision and sends it in a header, so that all ranks follow it or none.
+row groups, whose ranks get the same ones; all ranks take the same step, in which gradients are averaged, and send their
+results back. Rank 0 makes every decision and sends it in a header, so that all ranks follow it or none.
 """
 
 import math
@@ -24,6 +24,7 @@ from learner.distributed.messages import (
     json_from_bytes,
     json_to_bytes,
     smaller,
+    tensors_to_bytes,
     to_bytes,
 )
 from learner.distributed.scatter import (
@@ -39,8 +40,12 @@ from learner.distributed.step_results import EMBEDDINGS, LOSSES, OUTPUTS, gather
 from learner.model.faulty_events import RaisingEventsError, error_of
 from learner.strategies.examples import Examples
 from learner.training.micro_batches import num_parts
+from learner.training.pipelined.search import OtherStageError
 from learner.training.step_result import StepResult
 from learner.training.trainer import Trainer
+
+_OF_GROUP = "rank-"
+"""Prefix of the name of a row group's generators in a checkpoint: of the number of its ranks along `data`."""
 
 
 class Leader(Trainer):
@@ -52,6 +57,7 @@ class Leader(Trainer):
         super().__init__(**given, ranks=replicas)
         self._channel = channel
         self._replicas = replicas
+        self._mesh = replicas.mesh
         self._layouts: list[TensorLayout] = []
         self._gathered = False
         self._losses_needed = True
@@ -67,7 +73,7 @@ class Leader(Trainer):
         assert rows is None
         groups = [new, *old]
         self._send_layouts([layout_of(events) for events in groups])
-        slices = scatter([len(events) for events in groups], self._channel.size)
+        slices = scatter([len(events) for events in groups], self._mesh.rows)
         batches = [RankBatch.of(groups, of_rank) for of_rank in slices]
         flags = LOSSES * (self._losses_needed and bool(old)) | EMBEDDINGS * (self._embedding is not None)
         flags |= OUTPUTS * self.strategy.keeps_output
@@ -95,17 +101,21 @@ class Leader(Trainer):
             self._channel.broadcast(value.cpu().contiguous())
 
     def generators(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return the states of the random generators of all ranks; those of each other rank are one tensor of bytes."""
+        """Return the states of the generators of all row groups; those of each other group are one tensor of bytes."""
         tensors, values = super().generators()
         self._channel.send_all(Action.GENERATORS)
-        others = {_of_rank(rank): self._channel.receive_reply(rank) for rank in self._channel.others}
+        replies = {rank: self._channel.receive_reply(rank) for rank in self._channel.others}
+        others = {_of_group(self._mesh.row_group(rank)): it for rank, it in replies.items() if self._mesh.reports(rank)}
         return tensors | others, values
 
     def restore_generators(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        """Restore the random generators of all ranks; a rank without a saved state continues from its seed."""
+        """Restore the random generators of all ranks; a row group without a saved state continues from its seed."""
         super().restore_generators(tensors, values)
+        of_first = {name: value.cpu() for name, value in tensors.items() if not name.startswith(_OF_GROUP)}
+        by_group = {0: tensors_to_bytes(of_first, values)} if self._mesh.splits_model else {}
         for rank in self._channel.others:
-            if (kept := tensors.get(_of_rank(rank))) is not None:
+            group = self._mesh.row_group(rank)
+            if (kept := by_group.get(group, tensors.get(_of_group(group)))) is not None:
                 self._channel.send(rank, Action.GENERATORS, (), kept.cpu())
         self._channel.wait_sent()
 
@@ -175,16 +185,19 @@ class Leader(Trainer):
 
         `most`: most events of each group on a rank, without placeholders.
         """
-        micro, messages = self.micro_batch_size, packed([batch.parts for batch in batches])
+        parts = [batch.parts for batch in batches]
+        micro, messages = self.micro_batch_size, packed(parts, first=self._mesh.splits_model)
         forwards = 0
         if self._replicas.weights.sharded and not self._fallback.shrunk:
             limits = [micro, *(smaller(micro, limit or None) for limit in self._limits)]
-            forwards = max(num_parts(batch.counts, limit) for batch, limit in zip(batches, limits, strict=True))
+            counts = [batches[self._mesh.row_group(rank)].counts for rank in range(self._mesh.ranks)]
+            forwards = max(num_parts(of_rank, limit) for of_rank, limit in zip(counts, limits, strict=True))
         common = [flags, micro or 0, float_to_bits(self.update.schedule.scale), forwards, messages.shape[1], *most]
         for rank in self._channel.others:
-            self._channel.send(rank, Action.STEP, [*common, *batches[rank].counts, *batches[rank].real])
+            batch = batches[self._mesh.row_group(rank)]
+            self._channel.send(rank, Action.STEP, [*common, *batch.counts, *batch.real])
         if self._channel.size > 1:
-            self._channel.scatter(messages)
+            self._channel.scatter([messages[self._mesh.row_group(rank)] for rank in range(self._mesh.ranks)])
         self._replicas.expect_forwards(forwards)
 
     def _error_of_all(
@@ -192,8 +205,17 @@ class Leader(Trainer):
     ) -> RaisingEventsError:
         """Return an error that names the events on which the model raises on any rank; each rank reports its own."""
         named = [(list(own_error.indices), own_error.message)]
+        reasons: dict[int, str] = {}
         for rank in self._channel.others:
-            named.append(json_from_bytes(self._channel.receive_reply(rank)))
+            indices, message = json_from_bytes(self._channel.receive_reply(rank))
+            if self._mesh.reports(rank):
+                named.append((indices, message))
+            elif message and not message.startswith(OtherStageError.__name__):
+                reasons[self._mesh.row_group(rank)] = message
+        named = [
+            (indices, reasons.get(group, message) if message.startswith(OtherStageError.__name__) else message)
+            for group, (indices, message) in enumerate(named)
+        ]
         sizes = [slices[-1][group].stop for group in range(len(slices[0]))]
         messages = {
             sum(sizes[:group]) + index: message
@@ -214,7 +236,8 @@ class Leader(Trainer):
         by_rank, samples, groups = [own_pieces], len(batches[0].real) - 1, groups_of(flags, len(most))
         shapes = [(most[group], *piece.shape[1:]) for group, piece in zip(groups, own_pieces, strict=True)]
         sizes = [math.prod(shape) for shape in shapes]
-        for batch, values in zip(batches[1:], gathered(self._channel, own_pieces, flags, most)[1:], strict=True):
+        given = self._channel, own_pieces, flags, most, self._mesh.group("rows")
+        for batch, values in zip(batches[1:], gathered(*given)[1:], strict=True):
             pieces = zip(torch.split(values, sizes), shapes, groups, strict=True)
             by_rank.append([piece.view(shape)[: batch.real[group]] for piece, shape, group in pieces])
         tensors = [torch.cat(pieces) for pieces in zip(*by_rank, strict=True)]
@@ -224,6 +247,6 @@ class Leader(Trainer):
         return replace(own_result, old_R=old_R, embedding_N=embedding_N, output_B=output_B, replayed=replayed)
 
 
-def _of_rank(rank: int) -> str:
-    """Return the name of the tensor that has the generators of another rank in a checkpoint."""
-    return f"rank-{rank}"
+def _of_group(group: int) -> str:
+    """Return the name of the tensor that has the generators of another row group in a checkpoint."""
+    return f"{_OF_GROUP}{group}"

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,8 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+SILENCE = timedelta(minutes=10)
+"""Timeout of all process groups: many times what the leader ever takes between two headers."""
 PARTS = ("model", "optimizer", "strategy")
 """The parts of a checkpoint that all ranks restore."""
 MATRIX_PRODUCT, ALL_REDUCE = 0, 1

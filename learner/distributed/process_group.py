@@ -6,88 +6,68 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import FileStore, Store  # type: ignore[attr-defined]
 
 from anabranch.core.errors import DependencyError, SettingsError
 from learner.config import LearnerSettings
-from learner.distributed.membership import connect
+from learner.distributed.messages import SILENCE
+from learner.distributed.torchrun import RankHeartbeat
 from learner.errors import RankLostError
 from learner.model.device import choose_device
-
-SILENCE = timedelta(minutes=10)
-"""Timeout of the process group: many times what the leader ever takes between two headers."""
-
-
-@dataclass(frozen=True)
-class RendezvousAddress:
-    """Where the ranks of several hosts connect: under the round's name in the store that host 0 serves."""
-
-    address: str
-    name: str
-    interface: str
-    """The network interface of this host of its ranks."""
 
 
 @dataclass(frozen=True)
 class RankAssignment:
-    """The rank of this process: `rank` of `size`, which connect by the file or the address in `rendezvous`."""
+    """The rank of this process: `rank` of `size`, which connect by a file, or by the store of torchrun."""
 
     rank: int
     size: int
-    rendezvous: Path | RendezvousAddress
+    rendezvous: Path | Store
     first: int = 0
     """The first rank on this host."""
-    absent: tuple[int, ...] = ()
-    """Hosts that do not take part."""
-    readers: tuple[str, ...] = ()
-    """Addresses of the ingest processes of other hosts."""
     rows: int | None = None
     """Largest micro-batch in events, after a device of this host ran out of memory; None when none did."""
-
-    @property
-    def problem(self) -> str | None:
-        """One sentence when hosts do not take part."""
-        if not self.absent:
-            return None
-        hosts = ", ".join(f"host {host}" for host in self.absent)
-        return f"learner.hosts: {hosts} did not come; learning goes on without it"
+    heartbeat: RankHeartbeat | None = None
+    """Of ranks that torchrun started: ends them when one is lost."""
 
 
 @contextlib.contextmanager
 def join_group(assignment: RankAssignment, settings: LearnerSettings) -> Iterator[torch.device]:
     """Join the group of all ranks while the block runs, and yield this rank's device. Called by every rank.
 
-    On one host the ranks connect by a file and use the loopback interface, so that nothing is visible from outside.
+    Ranks that connect by a file use loopback, unless the environment names another interface.
 
     Raises:
         SettingsError: there is no device for each rank.
         RankLostError: other ranks ended before all were connected.
     """
     device = device_of(assignment, settings)
-    loopback = "lo0" if sys.platform == "darwin" else "lo"
-    interface = assignment.rendezvous.interface if isinstance(assignment.rendezvous, RendezvousAddress) else loopback
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without "=" it is a prefix: eth1 includes eth10
+    if isinstance(assignment.rendezvous, Path):
+        loopback = "lo0" if sys.platform == "darwin" else "lo"
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={loopback}")
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    heartbeat = assignment.heartbeat
     try:
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-            store=_store_of(assignment),
-            rank=assignment.rank,
-            world_size=assignment.size,
-            timeout=SILENCE,
-            # Connects all ranks now, with one NCCL communicator: no two ranks exchange messages over NCCL alone.
-            device_id=device if device.type == "cuda" else None,
-        )
+        with contextlib.nullcontext() if heartbeat is None else heartbeat.joining():
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+                store=_store_of(assignment),
+                rank=assignment.rank,
+                world_size=assignment.size,
+                timeout=SILENCE,
+                # Connects all ranks now, with one NCCL communicator: no two ranks exchange messages over NCCL alone.
+                device_id=device if device.type == "cuda" else None,
+            )
     except (RuntimeError, OSError) as exc:
         raise RankLostError(f"the {assignment.size} ranks did not connect: {exc}") from exc
-    yield device
+    with contextlib.nullcontext() if heartbeat is None else heartbeat.beating():
+        yield device
     # Not after an error: destroying a group whose ranks are lost may hang.
     dist.destroy_process_group()
 
@@ -130,9 +110,9 @@ def record_collectives(folder: Path) -> None:
 
 
 def _store_of(assignment: RankAssignment) -> Store:
-    if isinstance(assignment.rendezvous, RendezvousAddress):
-        return PrefixStore(assignment.rendezvous.name, connect(assignment.rendezvous.address, SILENCE))
-    return FileStore(str(assignment.rendezvous), assignment.size)
+    if isinstance(assignment.rendezvous, Path):
+        return FileStore(str(assignment.rendezvous), assignment.size)
+    return assignment.rendezvous
 
 
 def device_of(assignment: RankAssignment, settings: LearnerSettings) -> torch.device:

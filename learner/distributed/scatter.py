@@ -1,11 +1,11 @@
 """Scatters the events of a step to the ranks, as bytes in a layout that both sides have.
 
-Legend: N ranks, b bytes of a message.
+Legend: N row groups, b bytes of a message.
 """
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ _ALIGNMENT = 16
 
 
 class Column(NamedTuple):
-    """One tensor of examples: `feature.<name>`, `label`, `weight` or `output`, each `[B, *shape]`."""
+    """One tensor of examples: `feature.<name>`, `label`, `weight`, or the name of an optional field, `[B, *shape]`."""
 
     name: str
     dtype: str
@@ -87,16 +87,16 @@ def layout_of(examples: Examples) -> TensorLayout:
     )
 
 
-def packed(parts_by_rank: Sequence[Sequence[Examples]]) -> Tensor:
-    """Return the examples of each rank as one message of equal size, uint8 `[N, b]` on their device.
+def packed(parts_by_group: Sequence[Sequence[Examples]], *, first: bool = False) -> Tensor:
+    """Return the examples of each row group as one message of equal size, uint8 `[N, b]` on their device.
 
-    The first row stays empty: rank 0 sends it to itself.
+    The first row stays empty unless `first`: rank 0 sends it to itself, and to other ranks of its row group.
     """
-    columns_by_rank = [[value for part in parts for _, value in _columns(part)] for parts in parts_by_rank]
+    columns_by_rank = [[value for part in parts for _, value in _columns(part)] for parts in parts_by_group]
     sizes = [sum(_aligned(value.nbytes) for value in columns) for columns in columns_by_rank]
     device = columns_by_rank[0][0].device
     messages = torch.empty(len(sizes), max(_ALIGNMENT, *sizes), dtype=torch.uint8, device=device)
-    for message, columns in zip(messages[1:], columns_by_rank[1:], strict=True):
+    for message, columns in [*zip(messages, columns_by_rank, strict=True)][0 if first else 1 :]:
         ends = accumulate(_aligned(value.nbytes) for value in columns)
         for value, end in zip(columns, ends, strict=True):
             begin = end - _aligned(value.nbytes)
@@ -115,7 +115,8 @@ def unpacked(message: Tensor, layouts: Sequence[TensorLayout], counts: Sequence[
             tensors[column.name] = message[offset : offset + size].view(dtype).view(count, *column.shape)
             offset += _aligned(size)
         features = {name[8:]: value for name, value in tensors.items() if name.startswith("feature.")}
-        groups.append(Examples(features, tensors["label"], tensors["weight"], tensors.get("output")))
+        optional = {name: value for name, value in tensors.items() if name.endswith("_B")}
+        groups.append(Examples(features, tensors["label"], tensors["weight"], **optional))
     return groups
 
 
@@ -131,14 +132,13 @@ def layouts_from_json(text: bytes) -> list[TensorLayout]:
 
 def _placeholder(examples: Examples) -> Examples:
     """Return the first event with weight 0; none where there is none."""
-    one = examples[:1]
-    return replace(one, weight_B=torch.zeros_like(one.weight_B))
+    return examples[:1].weightless()
 
 
 def _columns(examples: Examples) -> list[tuple[str, Tensor]]:
     columns = [(f"feature.{name}", value) for name, value in examples.features.items()]
     columns += [("label", examples.label_B), ("weight", examples.weight_B)]
-    return columns if examples.output_B is None else [*columns, ("output", examples.output_B)]
+    return [*columns, *examples.optional.items()]
 
 
 def _numbers(shape: Sequence[int]) -> int:

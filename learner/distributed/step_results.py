@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from learner.distributed.channel import Channel
@@ -38,10 +39,12 @@ def groups_of(flags: int, groups: int) -> list[int]:
     return losses + [*range(groups)] * bool(flags & EMBEDDINGS) + [0] * bool(flags & OUTPUTS)
 
 
-def gathered(channel: Channel, pieces: Sequence[Tensor], flags: int, most: Sequence[int]) -> list[Tensor]:
-    """Return the results of all ranks on rank 0, each as one tensor with `most` events of each group.
+def gathered(
+    channel: Channel, pieces: Sequence[Tensor], flags: int, most: Sequence[int], group: dist.ProcessGroup
+) -> list[Tensor]:
+    """Return the results of the ranks of a group on rank 0, each as one tensor with `most` events of each sample.
 
-    All ranks call this.
+    All ranks of the group call this.
     """
     groups = groups_of(flags, len(most))
     padded = [
@@ -49,6 +52,6 @@ def gathered(channel: Channel, pieces: Sequence[Tensor], flags: int, most: Seque
         for piece, group in zip(pieces, groups, strict=True)
     ]
     values = torch.cat(padded) if padded else torch.empty(0)
-    if channel.size == 1 or not len(values):
-        return [values] * channel.size
-    return channel.gather(values)
+    if group.size() == 1 or not len(values):
+        return [values] * group.size()
+    return channel.gather(values, group)

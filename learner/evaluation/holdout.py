@@ -106,8 +106,7 @@ class HoldoutSet:
         """Add N held-out events, columns `[N, ...]`, which must not change any more."""
         if not columns:
             return
-        if len(partitions) > len(self._bases):
-            self._bases = np.array([partition_base(name) for name in partitions], np.uint64)
+        self._register_partitions(partitions)
         self._waiting.append(columns)
         self._rows += len(columns["label"])
         if self._rows > self._most + self._most // _SLACK:
@@ -115,13 +114,31 @@ class HoldoutSet:
         elif len(self._waiting) == _MANY and len(self._join_waiting()) > _MOST_PARTS:
             self._replace(joined(self._parts))
 
+    def relabel(self, columns: Mapping[str, Array], partitions: Sequence[TopicPartition]) -> None:
+        """Replace the labels of those of N events, columns `[N, ...]`, that are in the set."""
+        held = dict(joined(self._join_waiting()))
+        if not columns or not held:
+            return
+        self._register_partitions(partitions)
+        _, among, index = np.intersect1d(held["hash"], self._hashes(columns), return_indices=True)
+        if len(among):
+            held["label"] = held["label"].copy()
+            held["label"][among] = columns["label"][index]
+            self._replace(held)
+
+    def _register_partitions(self, partitions: Sequence[TopicPartition]) -> None:
+        if len(partitions) > len(self._bases):
+            self._bases = np.array([partition_base(name) for name in partitions], np.uint64)
+
+    def _hashes(self, columns: Mapping[str, Array]) -> NDArray[np.uint64]:
+        offset, row = columns["offset"].astype(np.int64), columns["row"].astype(np.int32)
+        return identity_hash(self._bases[columns["partition"]], offset, row, _SEED)
+
     def _join_waiting(self) -> tuple[Mapping[str, Array], ...]:
         """Join the waiting events to a part, and return all parts, in the order of arrival."""
         if self._waiting:
             columns, self._waiting = joined(self._waiting), []
-            offset, row = columns["offset"].astype(np.int64), columns["row"].astype(np.int32)
-            hashed = identity_hash(self._bases[columns["partition"]], offset, row, _SEED)
-            self._parts += ({name: columns[name] for name in self._names} | {"hash": hashed},)
+            self._parts += ({name: columns[name] for name in self._names} | {"hash": self._hashes(columns)},)
         return self._parts
 
     def erase(self, erased: ErasedEvents, bases: NDArray[np.uint64]) -> int:

@@ -9,7 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
 from learner.evaluation.adwin import Adwin
+from learner.model.task import Task
 
 
 @dataclass(frozen=True)
@@ -19,6 +24,27 @@ class Scored:
     rows: int
     score: float
     loss: float
+
+    def __add__(self, other: "Scored") -> "Scored":
+        return Scored(self.rows + other.rows, self.score + other.score, self.loss + other.loss)
+
+
+NOT_SCORED = Scored(0, 0.0, 0.0)
+"""No events."""
+
+
+def scored(task: Task, outputs_B: NDArray[np.float32], label_B: NDArray[np.generic]) -> Scored:
+    """Score predictions that were made when B events came by the labels that came later.
+
+    Args:
+        task: the meaning of the outputs.
+        outputs_B: of the model, float32 `[B, ...]`.
+        label_B: as in the schema's column.
+    """
+    output, label = torch.from_numpy(outputs_B), torch.from_numpy(label_B)
+    with torch.no_grad():
+        score, loss = task.score(output, label).sum(), task.loss(output, label).sum()
+    return Scored(len(label_B), score.item(), loss.item())
 
 
 class Prequential:

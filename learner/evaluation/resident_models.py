@@ -1,6 +1,5 @@
-"""Copies of the model on the device, with the weights of the versions that are scored."""
+"""Copies of the model on the device, with the weights of the versions that are scored. All share one base."""
 
-import copy
 import logging
 from collections.abc import Iterator, Mapping
 
@@ -10,6 +9,8 @@ from anabranch.core.failures import out_of_memory
 from learner.device_memory.host_staging import CHUNK_BYTES, pieces
 from learner.device_memory.ledger import SCORER_MODULES
 from learner.evaluation.chunks import Chunks
+from learner.model.growing.parts import grow
+from learner.model.trained_set import copy_sharing_base, decide_trained_set, load_trained, trained_state
 
 _Resident = tuple[nn.Module, Mapping[str, Tensor] | None]
 
@@ -25,19 +26,20 @@ class ResidentModels:
 
     def __init__(self, model: nn.Module, chunks: Chunks) -> None:
         self._chunks = chunks
+        decide_trained_set(model)
         # Without gradients autocast keeps no copy of the weights.
-        module = copy.deepcopy(model).eval().requires_grad_(False)
+        module = copy_sharing_base(model).eval().requires_grad_(False)
         chunks.follow()
         self._resident: list[_Resident] = [(module, None)]
         """Each module with its weights, the one that was used last at the end. Other threads may read it."""
         self._most = SCORER_MODULES if chunks.device.type == "cuda" else 1
-        self._module_bytes = sum(int(tensor.nbytes) for tensor in module.state_dict().values())
+        self._module_bytes = sum(int(tensor.nbytes) for tensor in trained_state(module).values())
         self.kept: Mapping[str, Tensor] | None = None
         """Weights whose module is not taken for others while there is another: those of the served version."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all modules. Any thread may ask."""
+        """Bytes of all modules, without the base, which is that of the trained model. Any thread may ask."""
         return len(self._resident) * self._module_bytes
 
     def of(self, weights: Mapping[str, Tensor]) -> nn.Module:
@@ -61,7 +63,7 @@ class ResidentModels:
         module, loaded = self._resident[0]
         if loaded is not None and len(self._resident) < self._most:
             try:
-                self._resident = [(copy.deepcopy(module), None), *self._resident]
+                self._resident = [(copy_sharing_base(module), None), *self._resident]
             except RuntimeError as exc:
                 if not out_of_memory(exc):
                     raise
@@ -71,10 +73,11 @@ class ResidentModels:
         return int(loaded is not None and loaded is self.kept and len(self._resident) > 1)
 
     def _load(self, module: nn.Module, weights: Mapping[str, Tensor]) -> None:
+        grow(module, weights)
         if self._chunks.device.type != "cuda":
-            module.load_state_dict(dict(weights))
+            load_trained(module, weights)
             return
-        there = module.state_dict()
+        there = trained_state(module)
         if weights.keys() != there.keys():
             raise RuntimeError(f"the weights are of another model: {sorted(weights.keys() ^ there.keys())}")
         large = {name for name, tensor in weights.items() if tensor.nbytes > CHUNK_BYTES}

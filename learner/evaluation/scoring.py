@@ -6,7 +6,7 @@ Legend: G held-out events, C classes.
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -111,13 +111,41 @@ def score_each(
         Exception: every event raises, and so do events of zeros.
     """
     chunks = chunks or Chunks(device)
-    total, begin = len(columns["label"]), 0
-    scores_G, errors, too_large = np.full(total, np.nan), dict[int, str](), False
+    total = len(columns["label"])
+    scores_G = np.full(total, np.nan)
 
     def check(first: int, last: int) -> None:
         with chunks.timed(last - first):
             scores_G[first:last] = _scores(model, task, schema, columns, slice(first, last), device)
 
+    errors = _in_chunks(total, check, chunks)
+    if errors and len(errors) == total and not works_on_zeros(_scoring(model, task), schema, device):
+        check(0, total)
+    if raised is not None:
+        raised |= errors
+    return scores_G
+
+
+def output_of_each(
+    model: nn.Module, names: Sequence[str], columns: Mapping[str, Array], shape: Sequence[int], chunks: Chunks
+) -> NDArray[np.float32]:
+    """Return the output of a model, in evaluation mode, for each of N events, float32 `[N, *shape]`; NaN where it
+    raises. `names`: of the features that it takes."""
+    total = len(columns["offset"])
+    output_N = np.full((total, *shape), np.nan, np.float32)
+
+    def check(first: int, last: int) -> None:
+        with chunks.timed(last - first), torch.inference_mode():
+            output_B = forward(model, _features(names, columns, slice(first, last), chunks.device))
+            output_N[first:last] = output_B.float().cpu().numpy()
+
+    _in_chunks(total, check, chunks)
+    return output_N
+
+
+def _in_chunks(total: int, check: Check, chunks: Chunks) -> dict[int, str]:
+    """Run `check` on one chunk after another, smaller ones for lack of memory; return its errors, by event."""
+    begin, errors, too_large = 0, dict[int, str](), False
     while begin < total:
         end = min(total, begin + chunks.rows)
         try:
@@ -129,16 +157,12 @@ def score_each(
             begin = end
             continue
         # After the handler, since the error references tensors of the pass.
-        release(device)
+        release(chunks.device)
         too_large = True
         chunks.limit((end - begin) // 2)
     if too_large:
-        log.warning("%s ran out of memory: from now on %d held-out events are scored at once", device, chunks.rows)
-    if errors and len(errors) == total and not works_on_zeros(_scoring(model, task), schema, device):
-        check(0, total)
-    if raised is not None:
-        raised |= errors
-    return scores_G
+        log.warning("%s ran out of memory: from now on %d events are scored at once", chunks.device, chunks.rows)
+    return errors
 
 
 def _raising_in(begin: int, end: int, check: Check) -> dict[int, str]:
@@ -167,17 +191,21 @@ def _scores(
 ) -> NDArray[np.float32]:
     """Return the scores of a slice of the events, from one pass."""
     with torch.inference_mode():
-        features = {
-            feature.name: torch.from_numpy(columns[f"feature.{feature.name}"][part]).to(device)
-            for feature in schema.features
-        }
-        output_B = forward(model, features)
+        names = [feature.name for feature in schema.features]
+        output_B = forward(model, _features(names, columns, part, device))
         label_B = torch.from_numpy(columns["label"][part]).to(device)
         with torch.autocast(device.type, enabled=False):  # the score is of the weights' own precision
             score_B = task.score(output_B.float() if output_B.dtype in _HALF else output_B, label_B).float()
         score_B[output_B.reshape(len(score_B), -1).isnan().any(1)] = torch.nan
         scores: NDArray[np.float32] = score_B.cpu().numpy()
     return scores
+
+
+def _features(
+    names: Sequence[str], columns: Mapping[str, Array], part: slice, device: torch.device
+) -> dict[str, Tensor]:
+    """Return the named features of a slice of the events, on the device."""
+    return {name: torch.from_numpy(columns[f"feature.{name}"][part]).to(device) for name in names}
 
 
 def newcomers(rows: HoldoutRows, before: HoldoutRows) -> dict[str, Array]:

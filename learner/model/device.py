@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from anabranch.core.errors import DependencyError, SettingsError
+from learner.config import LearnerSettings
 from learner.device_health.nvml import named_devices
 from learner.model.visible_devices import VISIBLE, show_only
 
@@ -123,10 +124,17 @@ def without_denormals(device: torch.device) -> Iterator[None]:
         torch.set_flush_denormal(False)
 
 
-def check_scaling(precision: Precision, sharding: str, sync_every: int) -> None:
+def check_scaling(precision: Precision, settings: LearnerSettings) -> None:
     """Raise SettingsError where ranks cannot agree on a loss scale, and the arithmetic needs one."""
-    if precision.scaled and (sharding == "fsdp" or sync_every > 1):
-        other = 'learner.sharding = "fsdp"' if sharding == "fsdp" else f"learner.sync_every = {sync_every}"
+    mesh = settings.mesh
+    causes = {
+        'learner.sharding = "fsdp"': settings.sharding == "fsdp",
+        f"learner.sync_every = {settings.sync_every}": settings.sync_every > 1,
+        "learner.mesh.tensor, pipeline or expert above 1": mesh is not None
+        and max(mesh.tensor, mesh.pipeline, mesh.expert) > 1,
+    }
+    other = next((name for name, holds in causes.items() if holds), None)
+    if precision.scaled and other is not None:
         raise SettingsError(f'learner.precision = "auto" is fp16 here, which does not go with {other}; write "fp32"')
 
 

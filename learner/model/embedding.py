@@ -26,7 +26,8 @@ class Embedding:
         except AttributeError as exc:
             names = ", ".join(name for name, _ in model.named_modules() if name)
             raise ModelError(f'model.embedding = "{module}": the model has no such module, but {names}') from exc
-        submodule.register_forward_hook(self._capture)
+        # Ahead of hooks that end a pass here.
+        submodule.register_forward_hook(self._capture, prepend=True)
 
     def capture_next(self) -> None:
         """Capture the module's output in the next forward pass."""

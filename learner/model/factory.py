@@ -1,6 +1,8 @@
 """Builds and checks the module that `[model]` names; used by the learner and by serving."""
 
+import contextlib
 import importlib
+import inspect
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -13,12 +15,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from anabranch.core.errors import AnabranchError
 from anabranch.core.failures import device_lost, out_of_memory
 from ingest.events.schema import Label, Schema
 from learner.config import ModelSettings
 from learner.errors import ModelError
+from learner.model.adapter import apply_adapter
 from learner.model.device import Precision
 from learner.model.task import METHODS, TASKS, Task
+from learner.model.trained_set import base_parameters, decide_trained_set, load_trained, trained_state
+from learner.sections.adapter import AdapterSettings
 
 _OTHERS = (
     "<frozen",
@@ -26,20 +32,27 @@ _OTHERS = (
     *(f"{Path(str(module.__file__)).parent}/" for module in (torch, importlib)),
 )
 """Path prefixes of frames that are not the user's: ours, torch's and those of the import system."""
+FOLDER = "config_folder"
+"""The parameter of a factory that gets the config's folder."""
 _CHECK_ROWS = 3
 """Events of the check at start: more than one, so that an output without the batch dimension is noticed."""
 
 
-def build_model(factory: str, args: Mapping[str, Any], folder: Path) -> nn.Module:
-    """Import `module:name` and call it with `args`; `folder`, the config's, is on the path, last.
+def build_model(
+    factory: str, args: Mapping[str, Any], folder: Path, adapter: AdapterSettings | None = None
+) -> nn.Module:
+    """Import `module:name`, call it with `args`, and add the adapter; `folder`, the config's, is on the path, last.
 
     Raises:
-        ModelError: the module or the name is not there, the call fails, or what it returns is no `nn.Module` whose
-            weights have their shapes.
+        ModelError: the module or the name is not there, the call fails, what it returns is no `nn.Module` whose
+            weights have their shapes, or the adapter does not fit it.
+        SettingsError: a package that the adapter needs is not installed.
     """
     build = _imported("model.factory", factory, folder)
     try:
-        model = build(**args)
+        model = build(**_with_folder(build, args, folder))
+    except AnabranchError:
+        raise
     except (Exception, SystemExit) as exc:  # the user's own code may raise anything
         raise ModelError(
             f'model.factory = "{factory}" fails with model.args = {dict(args)}: {in_one_line(exc)}'
@@ -52,20 +65,31 @@ def build_model(factory: str, args: Mapping[str, Any], folder: Path) -> nn.Modul
             f'model.factory = "{factory}": {lazy} has no shape yet, as the lazy modules of torch have it before their '
             "first call: call the model once in the factory, or name its sizes"
         )
+    if adapter is not None:
+        model = apply_adapter(model, adapter)
     return model
 
 
+def _with_folder(build: Callable[..., object], args: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Return the arguments of a factory, with the config's folder where it has a parameter for it."""
+    with contextlib.suppress(TypeError, ValueError):  # of callables without a signature
+        if FOLDER in inspect.signature(build).parameters:
+            return {FOLDER: folder, **args}
+    return dict(args)
+
+
 def build_on_device(settings: ModelSettings, folder: Path, device: torch.device) -> nn.Module:
-    """Build the model of `[model]` on a device, in the memory format of `model.channels_last`.
+    """Build the model of `[model]` on a device, in its memory format, and decide which tensors are trained.
 
     Raises:
         ModelError: as `build_model`.
     """
-    model = build_model(settings.factory, settings.args, folder).to(device)
+    model = build_model(settings.factory, settings.args, folder, settings.adapter).to(device)
     if settings.channels_last:
         for weight in model.parameters():
             weight.data = _channels_last(weight.data)
         model.register_forward_pre_hook(_features_channels_last, with_kwargs=True)
+    decide_trained_set(model)
     return model
 
 
@@ -121,16 +145,23 @@ def check_model(model: nn.Module, task: Task, schema: Schema, device: torch.devi
     The model runs in evaluation and in training mode. Its mode and state are unchanged afterwards.
 
     Raises:
-        ModelError: it fails, or its output does not fit.
+        ModelError: it fails, its output does not fit, or it writes to a frozen parameter.
     """
     was_training = model.training
-    before = {name: value.clone() for name, value in model.state_dict().items()}
+    before = {name: value.clone() for name, value in trained_state(model).items()}
+    frozen = {name: (value, value._version) for name, value in base_parameters(model).items()}
     try:
         features = sample(schema, _CHECK_ROWS, device)
         with torch.no_grad():
             for training in (False, True):
                 output = forward(model.train(training), features)
                 task.check(output, schema.label, _CHECK_ROWS)
+        changed = next((name for name, (value, version) in frozen.items() if value._version != version), None)
+        if changed is not None:
+            raise ModelError(
+                f"model.factory: the forward pass changes the frozen parameter {changed}, and versions and checkpoints "
+                "would not have its new values: make it a buffer, with register_buffer"
+            )
         return tuple(output.shape[1:])
     except ModelError:
         raise
@@ -139,7 +170,7 @@ def check_model(model: nn.Module, task: Task, schema: Schema, device: torch.devi
         raise ModelError(f"model.factory: the model fails on {shapes}: {in_one_line(exc)}") from exc
     finally:
         model.train(was_training)
-        model.load_state_dict(before)
+        load_trained(model, before)
 
 
 def check_training_pass(
@@ -154,7 +185,7 @@ def check_training_pass(
         ModelError: something fails that did not fail in float32 and without gradients.
     """
     was_training = model.training
-    before = {name: value.clone() for name, value in model.state_dict().items()}
+    before = {name: value.clone() for name, value in trained_state(model).items()}
     gradients = {weight: weight.grad for weight in model.parameters()}
     what = "model.factory: the forward pass"
     try:
@@ -175,7 +206,7 @@ def check_training_pass(
         raise ModelError(f"{what} fails in training, {_arithmetic(precision)}: {in_one_line(exc)}") from exc
     finally:
         model.train(was_training)
-        model.load_state_dict(before)
+        load_trained(model, before)
         for weight, gradient in gradients.items():
             weight.grad = gradient
 
@@ -280,13 +311,8 @@ def make_task(name: str, folder: Path = Path()) -> Task:
 
 
 def sample(schema: Schema, rows: int, device: torch.device) -> dict[str, Tensor]:
-    """Return the features of `rows` all-zero example events, or of the allowed values nearest to zero."""
-    return {
-        feature.name: torch.full(
-            (rows, *feature.shape), feature.filler, dtype=tensor_dtype(feature.dtype.name), device=device
-        )
-        for feature in schema.features
-    }
+    """Return the features of `rows` example events: all zero, or another allowed value."""
+    return {feature.name: torch.from_numpy(feature.example(rows)).to(device) for feature in schema.features}
 
 
 def tensor_dtype(name: str) -> torch.dtype:

@@ -9,6 +9,14 @@ import torch
 from torch import Tensor
 
 
+def seed_rng(seed: int, *, python: bool) -> None:
+    """Seed torch's generators; `python`: Python's and numpy's too, on which the ranks of a row group have to agree."""
+    torch.manual_seed(seed)
+    if python:
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+
+
 def rng_tensors(device: torch.device) -> dict[str, Tensor]:
     """Return the states of torch's generators: the CPU's, and as `cuda` the device's if it is a CUDA device."""
     states = {"cpu": torch.get_rng_state()}

@@ -20,7 +20,8 @@ METHODS = ("check", "loss", "score", "predict")
 class Task(Protocol):
     """The meaning of the model's output. Called on the learner's device and in serving; keeps no state.
 
-    An optional method, `embed(model, features)`, returns the embeddings of events, floats `[B, D]`.
+    An optional method, `embed(model, features)`, returns the embeddings of events, floats `[B, D]`. Another one,
+    `distil(output_B, teacher_B, temperature)`, is what a teacher needs (`Distils`).
     """
 
     def check(self, output_B: Tensor, label: Label, rows: int) -> None:
@@ -49,6 +50,15 @@ class Embeds(Protocol):
         ...
 
 
+@runtime_checkable
+class Distils(Protocol):
+    """A task with which a model can learn from the outputs of a teacher."""
+
+    def distil(self, output_B: Tensor, teacher_B: Tensor, temperature: float) -> Tensor:
+        """Return how far each output is from the teacher's, float32 `[B]`, with a gradient for `output_B` alone."""
+        ...
+
+
 class Classification:
     """One of C classes: the output is logits `[B, C]`, labels are int64 `[B]` in `0..C-1`."""
 
@@ -69,6 +79,16 @@ class Classification:
     def score(self, output_B: Tensor, label_B: Tensor) -> Tensor:
         """Return 1 where the most likely class is the label, else 0; float32 `[B]`."""
         return (output_B.argmax(dim=1) == label_B).float()
+
+    def distil(self, output_B: Tensor, teacher_B: Tensor, temperature: float) -> Tensor:
+        """Return the KL divergence from the teacher's classes at a temperature, times its square, float32 `[B]`.
+
+        The factor keeps the size of gradients independent of the temperature (Hinton et al. 2015).
+        """
+        student_BC = (output_B.float() / temperature).log_softmax(dim=1)
+        target_BC = (teacher_B.float() / temperature).log_softmax(dim=1)
+        loss_BC = functional.kl_div(student_BC, target_BC, reduction="none", log_target=True)
+        return loss_BC.sum(dim=1) * temperature**2
 
     def predict(self, output_B: Tensor) -> dict[str, Tensor]:
         """Return `prediction` int64 `[B]`, the most likely class, and `probabilities` float32 `[B, C]`."""
@@ -101,6 +121,15 @@ class MultiLabel:
         either_B = (predicted_BC | true_BC).sum(dim=1)
         return torch.where(either_B > 0, (predicted_BC & true_BC).sum(dim=1) / either_B.clamp_min(1), 1.0)
 
+    def distil(self, output_B: Tensor, teacher_B: Tensor, temperature: float) -> Tensor:
+        """Return the KL divergence from the teacher of each class at a temperature, times its square, the mean over the
+        classes, float32 `[B]`."""
+        student_BC, target_BC = output_B.float() / temperature, teacher_B.float() / temperature
+        probability_BC = target_BC.sigmoid()
+        loss_BC = functional.binary_cross_entropy_with_logits(student_BC, probability_BC, reduction="none")
+        entropy_BC = functional.binary_cross_entropy_with_logits(target_BC, probability_BC, reduction="none")
+        return (loss_BC - entropy_BC).mean(dim=1) * temperature**2
+
     def predict(self, output_B: Tensor) -> dict[str, Tensor]:
         """Return `prediction` bool `[B, C]`, where a class is likely, and `probabilities` float32 `[B, C]`."""
         return {"prediction": output_B > 0, "probabilities": output_B.float().sigmoid()}
@@ -125,6 +154,10 @@ class Regression:
     def score(self, output_B: Tensor, label_B: Tensor) -> Tensor:
         """Return minus the absolute error of each event, float32 `[B]`."""
         return -(output_B.reshape(-1).float() - label_B.float()).abs()
+
+    def distil(self, output_B: Tensor, teacher_B: Tensor, temperature: float) -> Tensor:  # noqa: ARG002 it has none
+        """Return the squared difference from the teacher's number, float32 `[B]`."""
+        return (output_B.reshape(-1).float() - teacher_B.reshape(-1).float()).square()
 
     def predict(self, output_B: Tensor) -> dict[str, Tensor]:
         """Return `prediction` float32 `[B]`."""

@@ -17,9 +17,11 @@ from learner.config import GateSettings
 from learner.errors import VersionError
 from learner.evaluation.holdout import YOUNG, HoldoutRows
 from learner.evaluation.scoring import Scorer, Scores, class_marks
+from learner.object_storage.fleet import FleetWatch
 from learner.publishing.baseline import Baseline
 from learner.publishing.gate import Drop, GateInput, compare, judge, surpasses
 from learner.publishing.hold import Hold
+from learner.state_dir.manifest_directory import other_base
 from learner.state_dir.version import ModelReference, RegistryState, Verdict, Versions
 
 MONITOR_ROWS = 50
@@ -34,8 +36,17 @@ log = logging.getLogger(__name__)
 class QualityGate:
     """Decides which versions serving may take. Used by the publisher's thread; other threads may read attributes."""
 
-    def __init__(self, versions: Versions, settings: GateSettings, scorer: Scorer, reference: ModelReference) -> None:
+    def __init__(
+        self,
+        versions: Versions,
+        settings: GateSettings,
+        scorer: Scorer,
+        reference: ModelReference,
+        fleet: FleetWatch | None = None,
+    ) -> None:
+        """`fleet`: the servers on other hosts; None where only this host has one."""
         self._versions = versions
+        self._fleet = fleet
         self._settings = settings
         self._scorer = scorer
         self._reference = reference
@@ -131,6 +142,11 @@ class QualityGate:
         elif count >= self._enough:
             self._last_good, self._first_on_probation = served, None
 
+    def return_to(self, baseline: Baseline, reasons: list[str]) -> None:
+        """Compare later versions with this one: those since were rejected, for these reasons."""
+        self._start_with(baseline)
+        self._start_hold(reasons)
+
     def _drop(self, candidate_G: Scores, baseline_G: Scores, marked_G: NDArray[np.bool_]) -> Drop | None:
         """Compare two versions on the marked events; None without one on which the scores of both are finite."""
         both = marked_G & np.isfinite(candidate_G) & np.isfinite(baseline_G)
@@ -202,16 +218,17 @@ class QualityGate:
         """Load the baselines after a restart, and apply decisions that a person has made since the last call."""
         try:
             state = self._versions.state()
+            state = state if self._fleet is None else self._fleet.state(state)
         except (VersionError, OSError):  # serving writes the file, and reports its problems
             return
         before = self._state
         if before is None:
             self._load_baselines(state, rows)
         elif state.promoted is not None and state.promoted != before.promoted:
-            self._start_with(self._read(state.promoted, rows))
+            self._start_with(self._read_baseline(state.promoted, rows))
             self.hold.end()
         elif self._served is not None and self._served.number in state.rolled_back and state.serving is not None:
-            self._start_with(self._read(state.serving, rows))
+            self._start_with(self._read_baseline(state.serving, rows))
             self._start_hold(["a person rolled back the version before"])
         self._state = state  # at the end: where memory runs out, the next call does all of this again
 
@@ -227,7 +244,7 @@ class QualityGate:
                 if verdict is None or (verdict.verdict == "fail" and number != state.promoted):
                     failed = failed or verdict is not None
                     continue
-            if (baseline := self._read(number, rows)) is not None:
+            if (baseline := self._read_baseline(number, rows)) is not None:
                 self._start_with(baseline)
                 break
         if failed and self._served is not None and len(rows):
@@ -240,16 +257,30 @@ class QualityGate:
             self._first_on_probation = None
             self._serve(baseline)
 
-    def _read(self, number: int, rows: HoldoutRows) -> Baseline | None:
+    def _read_baseline(self, number: int, rows: HoldoutRows) -> Baseline | None:
         """Read a version; None when it has another schema or model, or is damaged or gone."""
         try:
-            manifest = self._versions.manifest(number)
-            same = manifest.schema == self._scorer.schema.digest and manifest.model == self._reference
-            weights = self._versions.weights(manifest) if same else {}
+            return self.read(number, rows)
         except (VersionError, OSError) as exc:
             log.warning("no version can be compared with version %d: %s", number, exc)
             return None
-        return Baseline(number, weights, rows.hashes) if same and self._scorer.fits(weights) else None
+
+    def read(self, number: int, rows: HoldoutRows, versions: Versions | None = None) -> Baseline | None:
+        """Read a version, of this learner or of `versions`; None when it has another schema, model or base.
+
+        Raises:
+            OSError: it cannot be read for now.
+            VersionError: it is damaged, or gone.
+        """
+        versions = versions or self._versions
+        manifest = versions.manifest(number)
+        if manifest.schema != self._scorer.schema.digest or manifest.model != self._reference:
+            return None
+        if (other := other_base(manifest.base, self._versions.base)) is not None:
+            log.warning("version %d %s, so that no version can be compared with it", number, other)
+            return None
+        weights = versions.weights(manifest)
+        return Baseline(number, weights, rows.hashes) if self._scorer.fits(weights) else None
 
 
 def _has_failed(versions: Versions, number: int) -> bool:

@@ -22,6 +22,9 @@ from learner.evaluation.forgetting_metric import ForgettingState, retention_of
 from learner.evaluation.holdout import HoldoutRows, HoldoutSet
 from learner.evaluation.scoring import Evaluation, Scorer, Scores, evaluation_of, newcomers
 from learner.metrics import LearnerMetrics
+from learner.model.growing.parts import parts_in
+from learner.object_storage.fleet import FleetWatch
+from learner.publishing.canary import CanaryJudge
 from learner.publishing.gatekeeper import QualityGate
 from learner.runtime.background_worker import BackgroundWorker
 from learner.runtime.shutdown import Deadline
@@ -38,8 +41,8 @@ _WATCH_SECONDS = 1.0
 _NO_VERSION = "no version could be made"
 _NOT_MONITORED = "the served version is not monitored now"
 
-Progress = tuple[int, tuple[Position, ...]]
-"""Steps, and the position of each partition."""
+Progress = tuple[int, tuple[Position, ...], int]
+"""Steps, the position of each partition, and how many events that waited for their label have ended."""
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +58,8 @@ class Snapshot:
     accuracy_now: float | None
     newly_trained: RecordTimes
     """Record times of the newly trained events since the last snapshot."""
+    seen_through: Mapping[str, int] | None = None
+    """How far the stream was read, by `topic:partition`; None where no labels come late."""
 
 
 class Publisher:
@@ -74,14 +79,21 @@ class Publisher:
         generation: int,
         metrics: LearnerMetrics,
         check: Callable[[], object] = bool,
+        fleet: FleetWatch | None = None,
+        canary: CanaryJudge | None = None,
     ) -> None:
-        """Take the learner's generation, and `check`, which is called before each version is scored and written."""
+        """Take the learner's generation, and `check`, which is called before each version is scored and written.
+
+        `fleet` and `canary` are of the servers on other hosts; None without them.
+        """
         self._versions = versions
         self._settings = settings
         self._reference = reference
         self._schema = schema
         self._scorer = scorer
         self.gate = gate
+        self._fleet = fleet
+        self.canary = canary
         self._generation = generation
         self._metrics = metrics
         self._every = settings.publish_every.total_seconds()
@@ -118,7 +130,12 @@ class Publisher:
     @property
     def problem(self) -> str | None:
         """One sentence when the last version could not be written, or this one takes too long. Any thread may ask."""
-        return self._background.overdue(self._versions.path, self._every) or self._problem
+        return self._background.overdue(self._versions.location, self._every) or self._problem
+
+    @property
+    def servers(self) -> dict[str, int | None]:
+        """The version of each server of the fleet that is alive, by its id. Any thread may ask."""
+        return {} if self._fleet is None else {each.id: each.version for each in self._fleet.servers}
 
     def retention_state(self) -> dict[str, Any]:
         """Return the state of `retention` as plain values, for a checkpoint."""
@@ -179,7 +196,8 @@ class Publisher:
             newest = self._versions.manifest(self.number)
         except (VersionError, OSError):
             return False
-        if (newest.schema, newest.model) != (self._schema.digest, self._reference) or newest.step < step:
+        expected = self._schema.digest, self._reference, self._versions.base
+        if (newest.schema, newest.model, newest.base) != expected or newest.step < step:
             return False
         published = newest.trained_through
         return all(
@@ -219,8 +237,10 @@ class Publisher:
         before = self.gate.withdrawn
         try:
             self.gate.monitor(rows)
+            if self.canary is not None:
+                self.canary.update(rows)
         except OSError as exc:
-            log.error("a verdict in %s cannot be written: %s", self._versions.path, exc.strerror or exc)  # noqa: TRY400
+            log.error("a verdict in %s cannot be written: %s", self._versions.location, exc.strerror or exc)  # noqa: TRY400
         except (RuntimeError, MemoryError) as exc:
             self._report_memory(exc, _NOT_MONITORED)
         else:
@@ -254,23 +274,23 @@ class Publisher:
             time=time.time(),
             step=snapshot.step,
             trained_through=dict(snapshot.trained_through),
+            seen_through=None if snapshot.seen_through is None else dict(snapshot.seen_through),
             metrics={name: value for name, value in metrics.items() if math.isfinite(value)},
             schema=self._schema.digest,
-            encoders={
-                name: feature.encode.model_dump(mode="json")
-                for name, feature in self._schema.settings.features.items()
-                if feature.encode is not None
-            },
+            encoders=self._schema.encoders,
             model=self._reference,
+            parts=parts_in(weights),
             files={},
+            base=self._versions.base,
             learned=NewlyTrained(self._newly_trained.rows, self._newly_trained.quantiles(_MANIFEST_TIMES).tolist()),
         )
         try:
             self._versions.write(weights, manifest, verdict)
         except OSError as exc:
-            self._problem = f"version {number} could not be written to {self._versions.path}: {exc.strerror or exc}"
+            self._problem = f"version {number} could not be written to {self._versions.location}: {exc.strerror or exc}"
             log.error("%s", self._problem)  # noqa: TRY400 the sentence is complete
-            self._versions.clean()
+            with contextlib.suppress(OSError):
+                self._versions.clean()
             self._progress = None  # to try again, even without new progress
             return
         self._newly_trained = RecordTimes()
@@ -282,7 +302,7 @@ class Publisher:
         try:
             self._prune()
         except (OSError, VersionError) as exc:
-            self._problem = f"old versions in {self._versions.path} cannot be deleted: {exc}"
+            self._problem = f"old versions in {self._versions.location} cannot be deleted: {exc}"
             log.error("%s", self._problem)  # noqa: TRY400 the sentence is complete
         else:
             self._problem = None
@@ -319,14 +339,17 @@ class Publisher:
                 self.retention = self.retention.with_near(int(np.count_nonzero(stays)), total)
 
     def _prune(self) -> None:
-        """Delete versions that are stale or beyond `keep` and `keep_hourly`, except those that serving needs."""
+        """Delete versions that are stale or beyond `keep` and `keep_hourly`, except those that a server needs."""
         numbers = self._versions.numbers()
         stale = self._versions.stale(numbers)
         older = [number for number in numbers if number not in stale][: -self._settings.keep]
         if not older and not stale:
             return
+        of_fleet = set() if self._fleet is None else self._fleet.needed
+        if of_fleet is None:
+            return
         state = self._versions.state()
-        needed = {state.serving, state.previous, state.pinned} | self.gate.needed | self._hourly(older)
+        needed = {state.serving, state.previous, state.pinned} | self.gate.needed | self._hourly(older) | of_fleet
         for number in [*stale, *older]:
             if number not in needed:
                 self._versions.delete(number)

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 from anabranch.core.job_thread import JobThread
 from learner.runtime.shutdown import Deadline
@@ -21,15 +20,15 @@ class BackgroundWorker:
         self._check = check
         self._began = 0.0
 
-    def overdue(self, path: Path, every_seconds: float) -> str | None:
-        """Return one sentence when the work, which writes below `path`, takes over a minute and twice `every_seconds`.
+    def overdue(self, location: str, every_seconds: float) -> str | None:
+        """Return one sentence when the work takes over a minute and twice `every_seconds`; it writes to `location`.
 
         Any thread may call it. A disk that hangs raises no error.
         """
         bound = max(_PATIENCE_SECONDS, 2 * every_seconds)
         if not self.busy or time.monotonic() - self._began <= bound:
             return None
-        return f"what is written to {path} has taken more than {bound:g} s so far; is its disk slow or away?"
+        return f"what is written to {location} has taken more than {bound:g} s so far; is it slow or away?"
 
     @property
     def busy(self) -> bool:

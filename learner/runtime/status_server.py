@@ -1,4 +1,4 @@
-"""The learner's status server: `/metrics` and `/healthz`."""
+"""The learner's status server: `/metrics`, `/healthz` and `/livez`."""
 
 import contextlib
 import io
@@ -107,13 +107,15 @@ def serve_status(
     problems: Callable[[], list[str]],
     warnings: Callable[[], list[str]] = list,
     *,
+    hang: Callable[[], str | None] = lambda: None,
     admin_token: str = "",
 ) -> Iterator[int]:
     """Listen on `address` (`HOST:PORT`, port 0 takes a free one) in separate threads, and yield the port.
 
     `/healthz` answers 200 when `problems` returns nothing, else 503 with its sentences. Both answers contain those of
-    `warnings`. `/metrics` requires `token` or `admin_token` as a bearer token. If `token` is empty, which only loopback
-    allows, requests for another machine get 403. Both answer also while the training loop hangs.
+    `warnings`. `/livez` does so for `hang` alone, a problem that only a restart heals. `/metrics` requires `token` or
+    `admin_token` as a bearer token. If `token` is empty, which only loopback allows, requests for another machine get
+    403. All answer also while the training loop hangs.
 
     Raises:
         SettingsError: the address cannot be listened on.
@@ -124,11 +126,12 @@ def serve_status(
         if not token and not names_loopback(environ.get("HTTP_HOST", "")):
             start_response("403 Forbidden", [("Content-Type", "application/json")])
             return [json.dumps({"error": "ask for localhost, or set serving.tokens.read"}).encode()]
-        if environ["PATH_INFO"] == "/healthz":
-            sentences = problems()
+        if environ["PATH_INFO"] in ("/healthz", "/livez"):
+            healthz = environ["PATH_INFO"] == "/healthz"
+            sentences = problems() if healthz else [sentence for sentence in [hang()] if sentence]
             status = "503 Service Unavailable" if sentences else "200 OK"
             answer: dict[str, Any] = {"ok": not sentences, "problems": sentences}
-            if degraded := warnings():
+            if healthz and (degraded := warnings()):
                 answer["warnings"] = degraded
             start_response(status, [("Content-Type", "application/json")])
             return [json.dumps(answer).encode()]
@@ -140,7 +143,7 @@ def serve_status(
             page: Iterable[bytes] = metrics(environ, start_response)
             return page
         start_response("404 Not Found", [("Content-Type", "application/json")])
-        return [json.dumps({"error": "there is /metrics and /healthz"}).encode()]
+        return [json.dumps({"error": "there are /metrics, /healthz and /livez"}).encode()]
 
     host, _, port = address.rpartition(":")
     try:

@@ -1,7 +1,7 @@
 """The checkpoint format: all state that a restart restores, in a directory that is published atomically.
 
     var/checkpoints/<number>/rank-0/<part>.safetensors   tensors of one part: model, optimizer, replay, holdout, rng,
-                                                         segment-...
+                                                         segment-..., rows-...
     var/checkpoints/<number>/rank-0/state.json           all other values
     var/checkpoints/<number>/manifest.json               number, generation, step, schema, and the SHA-256 of every file
     var/checkpoints/<number>.set-aside/                  a checkpoint newer than one restored by command
@@ -14,15 +14,15 @@ others are deleted. Only erasures change a checkpoint: see `checkpoint_rewriter.
 """
 
 import contextlib
+import functools
+import hashlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from safetensors import SafetensorError
-from safetensors.torch import load as load_tensors
 from torch import Tensor
 
 from anabranch.core.failures import DamagedError, damage_is, decoded
@@ -30,14 +30,19 @@ from anabranch.core.files import MOST_BYTES
 from learner.errors import CheckpointError, MisfitError
 from learner.state_dir.folders import MANIFEST, Folder, Storage
 from learner.state_dir.manifest_directory import FolderManifest, ManifestDirectory, encode_manifest
-from learner.state_dir.safetensors_file import Piece, TensorFile, digest_of, pieces_of
+from learner.state_dir.rows_file import LazyRowsFile, RowsFile, row_pieces
+from learner.state_dir.safetensors_file import Piece, TensorFile, pieces_of
+from replay.row_source import RowSource
 
 STATE = "state.json"
 ERASED = "erased"
 """Key of the state: the number of records of `erasures.log` that are applied to the checkpoint."""
-FORMAT = 8
+FORMAT = 11
 SEGMENT = "segment-"
 """Prefix of parts with events of the store. Checkpoints share them, and can be restored without them."""
+ROWS = "rows-"
+"""Prefix of parts with the rows of a segment's events, for hosts that lack the tier with these rows: no others read
+them."""
 RANK = "rank-0"
 SUFFIX = ".safetensors"
 
@@ -64,12 +69,14 @@ class Checkpoint:
         tensors: by part.
         state: plain JSON values.
         carried: the parts that are linked from an earlier checkpoint, with its number.
+        rows: the parts with rows, which are written and read in parts.
     """
 
     step: int
     tensors: Mapping[str, Mapping[str, Tensor]]
     state: Mapping[str, Any]
     carried: Mapping[str, int] = field(default_factory=dict)
+    rows: Mapping[str, RowSource] = field(default_factory=dict)
 
     @property
     def begins(self) -> bool:
@@ -92,9 +99,11 @@ class Checkpoints(ManifestDirectory[CheckpointManifest]):
     def __init__(self, path: Path, schema: str, generation: int, storage: Storage | None = None) -> None:
         """Take the directory, the schema's digest, the learner's generation, and the storage if it is not local."""
         super().__init__(path, storage)
-        self._schema = schema
+        self.schema = schema
         self._generation = generation
         self._refused: set[int] = set()
+        self.fetch_again: Callable[[CheckpointManifest, str], bool] | None = None
+        """Replaces a file of a checkpoint that is damaged or missing; returns whether it could."""
 
     def newest(self) -> tuple[int, Checkpoint] | None:
         """Return the number and contents of the newest intact checkpoint; None without checkpoints.
@@ -111,8 +120,8 @@ class Checkpoints(ManifestDirectory[CheckpointManifest]):
         newest = self._newest(damage, lenient=False) or self._newest(damage, lenient=True)
         if newest is None and (left := [number for number in self.numbers() if number in damage]):
             raise CheckpointError(
-                f"there are checkpoints in {self.path} ({', '.join(map(str, left))}), and none can be used: "
-                f"{damage[left[-1]]}; restore one from a backup, or begin again by moving {self.path} away"
+                f"there are checkpoints in {self.location} ({', '.join(map(str, left))}), and none can be used: "
+                f"{damage[left[-1]]}; restore one from a backup, or begin again by moving {self.location} away"
             )
         return newest
 
@@ -124,9 +133,14 @@ class Checkpoints(ManifestDirectory[CheckpointManifest]):
         for number in reversed(self._by_age()):
             try:
                 manifest = self.manifest(number)
-                contents = self._verified(manifest, lenient=lenient)
+                paths = self._verified(manifest, lenient=lenient)
                 self.check(manifest)
-                checkpoint = _parse(manifest, contents)
+                rows = {
+                    part_of(name): LazyRowsFile(functools.partial(self._rows_again, number, part_of(name)))
+                    for name in manifest.files
+                    if part_of(name).startswith(ROWS)
+                }
+                checkpoint = self._checkpoint(manifest, paths, rows)
             except MisfitError:
                 raise
             except CheckpointError as exc:
@@ -152,13 +166,13 @@ class Checkpoints(ManifestDirectory[CheckpointManifest]):
         """Check that a checkpoint was made by this release and under this schema; raises MisfitError."""
         if manifest.format != FORMAT:
             raise MisfitError(
-                f"checkpoint {manifest.number} in {self.path} is of format {manifest.format}, and this release reads "
-                f"{FORMAT}; use the release that made it, or begin again by moving {self.path} away"
+                f"checkpoint {manifest.number} in {self.location} is of format {manifest.format}, and this release "
+                f"reads {FORMAT}; use the release that made it, or begin again by moving {self.location} away"
             )
-        if manifest.schema != self._schema and not manifest.begins:
+        if manifest.schema != self.schema and not manifest.begins:
             raise MisfitError(
-                f"checkpoint {manifest.number} in {self.path} was made under another [schema]; restore the old schema, "
-                f"or begin again by moving {self.path} away"
+                f"checkpoint {manifest.number} in {self.location} was made under another [schema], or with another "
+                f"tokenizer; restore the old one, or begin again by moving {self.location} away"
             )
 
     def write(self, number: int, checkpoint: Checkpoint, now: float) -> Path:
@@ -168,26 +182,38 @@ class Checkpoints(ManifestDirectory[CheckpointManifest]):
             for part, tensors in checkpoint.tensors.items():
                 name = f"{RANK}/{part}{SUFFIX}"
                 files[name] = write_tensors(folder, name, tensors)
+            for part, rows in checkpoint.rows.items():
+                name = f"{RANK}/{part}{SUFFIX}"
+                files[name] = write_rows(folder, name, rows)
             for part, source in checkpoint.carried.items():
                 name, files_there = self.name(source, part), self.manifest(source).files
                 files[name] = files_there[name]
                 folder.link(name, self.folder(source), name)
-            files[f"{RANK}/{STATE}"] = _write(folder, f"{RANK}/{STATE}", msgspec.json.encode(checkpoint.state))
+            files[f"{RANK}/{STATE}"] = _write(folder, f"{RANK}/{STATE}", [msgspec.json.encode(checkpoint.state)])
             manifest = CheckpointManifest(
                 format=FORMAT,
                 number=number,
                 generation=self._generation,
                 time=now,
                 step=checkpoint.step,
-                schema=self._schema,
+                schema=self.schema,
                 files=files,
+                base=None if checkpoint.begins else self.base,
             )
-            folder.write(MANIFEST, encode_manifest(manifest))
+            folder.write(MANIFEST, [encode_manifest(manifest)])
         return self.directory(number)
 
     def part(self, number: int, part: str) -> dict[str, Tensor]:
         """Read the tensors of one part of a checkpoint, and check its digest."""
-        return load_tensors(self.read(self.manifest(number), self.name(number, part)))
+        manifest, name = self.manifest(number), self.name(number, part)
+        return _tensors(manifest, self.checked(manifest, name))
+
+    def rows(self, number: int, part: str) -> RowsFile:
+        """Open the rows of one part of a checkpoint, after checking its digest."""
+        manifest, name = self.manifest(number), self.name(number, part)
+        path = self.checked(manifest, name)
+        with _damage_of(manifest):
+            return RowsFile(path)
 
     def clean_of(self, through: int) -> int:
         """Return the last record of `erasures.log`, at most `through`, that is applied to all checkpoints.
@@ -207,7 +233,7 @@ class Checkpoints(ManifestDirectory[CheckpointManifest]):
     def open(self, manifest: CheckpointManifest) -> tuple[dict[str, Mapping[str, Tensor]], dict[str, Any]]:
         """Return the parts of a checkpoint, whose tensors are read on access, and its state.
 
-        Damaged segments are left out. Digests are not checked: reading a tensor may raise DamagedError.
+        Damaged segments and rows are left out. Digests are not checked: reading a tensor may raise DamagedError.
         """
         folder, parts = self.folder(manifest.number), dict[str, Mapping[str, Tensor]]()
         for name in manifest.files:
@@ -216,7 +242,7 @@ class Checkpoints(ManifestDirectory[CheckpointManifest]):
                     with _damage_of(manifest):
                         parts[part_of(name)] = TensorFile(folder.local(name))
             except CheckpointError:
-                if not part_of(name).startswith(SEGMENT):
+                if not part_of(name).startswith((SEGMENT, ROWS)):
                     raise
         with _damage_of(manifest):
             return parts, decoded(folder.read(f"{RANK}/{STATE}", MOST_BYTES), dict[str, Any])
@@ -262,16 +288,45 @@ class Checkpoints(ManifestDirectory[CheckpointManifest]):
 
         return sorted(self.numbers(), key=age)
 
-    def _verified(self, manifest: CheckpointManifest, *, lenient: bool) -> dict[str, bytes]:
-        contents: dict[str, bytes] = {}
+    def _verified(self, manifest: CheckpointManifest, *, lenient: bool) -> dict[str, Path]:
+        """Return the paths of all files but rows, by name, after checking their digests."""
+        paths: dict[str, Path] = {}
         for name in manifest.files:
+            if part_of(name).startswith(ROWS):
+                continue
             try:
-                contents[name] = self.read(manifest, name)
+                paths[name] = self._checked_again(manifest, name)
             except CheckpointError as exc:
                 if not lenient or not name.startswith(f"{RANK}/{SEGMENT}"):
                     raise
                 log.error("%s; going on without the events that were stored in it", exc)  # noqa: TRY400
-        return contents
+        return paths
+
+    def _checked_again(self, manifest: CheckpointManifest, name: str) -> Path:
+        """Return the path of a file that has its digest, perhaps after `fetch_again`."""
+        try:
+            return self.checked(manifest, name)
+        except CheckpointError:
+            if self.fetch_again is None or not self.fetch_again(manifest, name):
+                raise
+        return self.checked(manifest, name)
+
+    def _rows_again(self, number: int, part: str) -> RowsFile:
+        """Open the rows of a part, as `rows`, perhaps after `fetch_again`."""
+        manifest = self.manifest(number)
+        path = self._checked_again(manifest, self.name(number, part))
+        with _damage_of(manifest):
+            return RowsFile(path)
+
+    def _checkpoint(
+        self, manifest: CheckpointManifest, paths: Mapping[str, Path], rows: Mapping[str, RowSource]
+    ) -> Checkpoint:
+        if (state_name := f"{RANK}/{STATE}") not in paths:
+            raise CheckpointError(f"checkpoint {manifest.number}: it has no {state_name}")
+        with _damage_of(manifest):
+            state = decoded(self.read(manifest, state_name), dict[str, Any])
+        tensors = {part_of(name): _tensors(manifest, path) for name, path in paths.items() if name.endswith(SUFFIX)}
+        return Checkpoint(manifest.step, tensors, state, rows=rows)
 
 
 def part_of(name: str) -> str:
@@ -281,24 +336,35 @@ def part_of(name: str) -> str:
 
 def write_tensors(folder: Folder, name: str, tensors: Mapping[str, Tensor]) -> str:
     """Write the file of a part, and return its digest."""
-    return _write(folder, name, *pieces_of({key: tensor.cpu().contiguous() for key, tensor in tensors.items()}))
+    return _write(folder, name, pieces_of({key: tensor.cpu().contiguous() for key, tensor in tensors.items()}))
+
+
+def write_rows(folder: Folder, name: str, rows: RowSource) -> str:
+    """Write the file of a part with rows, and return its digest; raises OSError also when they cannot be read."""
+    return _write(folder, name, row_pieces(rows))
+
+
+def rows_part(segment: str) -> str:
+    """Return the part with the rows of the part with a segment."""
+    return f"{ROWS}{segment.removeprefix(SEGMENT)}"
 
 
 def _damage_of(manifest: CheckpointManifest) -> contextlib.AbstractContextManager[None]:
     return damage_is(CheckpointError, f"checkpoint {manifest.number}: a part of it cannot be read")
 
 
-def _write(folder: Folder, name: str, *pieces: Piece) -> str:
-    folder.write(name, *pieces)
-    return digest_of(pieces)
+def _write(folder: Folder, name: str, pieces: Iterable[Piece]) -> str:
+    digest = hashlib.sha256()
+
+    def digested() -> Iterator[Piece]:
+        for piece in pieces:
+            digest.update(piece)
+            yield piece
+
+    folder.write(name, digested())
+    return digest.hexdigest()
 
 
-def _parse(manifest: CheckpointManifest, contents: Mapping[str, bytes]) -> Checkpoint:
-    tensors: dict[str, dict[str, Tensor]] = {}
-    try:
-        for name, payload in contents.items():
-            if name.endswith(SUFFIX):
-                tensors[part_of(name)] = load_tensors(payload)
-        return Checkpoint(manifest.step, tensors, decoded(contents[f"{RANK}/{STATE}"], dict[str, Any]))
-    except (SafetensorError, KeyError, DamagedError) as exc:
-        raise CheckpointError(f"checkpoint {manifest.number}: a part of it cannot be read: {exc}") from exc
+def _tensors(manifest: CheckpointManifest, path: Path) -> dict[str, Tensor]:
+    with _damage_of(manifest):
+        return dict(TensorFile(path))

@@ -8,7 +8,7 @@ import contextlib
 import os
 import shutil
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
@@ -17,10 +17,13 @@ from typing_extensions import override
 
 from anabranch.core.atomic_files import replace_file, write_durably
 from anabranch.core.failures import DamagedError
-from anabranch.core.files import number_of, read_file, sync_directory
+from anabranch.core.files import file_parts, number_of, read_file, sync_directory
 
 MANIFEST = "manifest.json"
 """Name of the file without which a folder does not exist."""
+BASES = "bases"
+"""Name of the directory of bases; see `bases.py`."""
+BASE_FILE = "model.safetensors"
 SET_ASIDE = ".set-aside"
 """Suffix of directories that were set aside."""
 
@@ -48,8 +51,11 @@ class Folder(Protocol):
         """Return the path of a local file with the same contents, to read parts of it."""
         ...
 
-    def write(self, name: str, *pieces: bytes | memoryview) -> None:
-        """Write a new file; it is durable once the folder is published or a file in it is replaced."""
+    def write(self, name: str, pieces: Iterable[bytes | memoryview]) -> None:
+        """Write a new file; it is durable once the folder is published or a file in it is replaced.
+
+        A piece may be computed when it is written: all of them may not fit into memory.
+        """
         ...
 
     def link(self, name: str, source: "Folder", other: str) -> None:
@@ -68,12 +74,18 @@ class Folder(Protocol):
 class Storage(Protocol):
     """Numbered folders. One process writes, others may read. All methods raise OSError."""
 
+    location: str
+    """Where the folders are, for messages."""
+
     def numbers(self) -> list[int]:
         """Return the numbers of all folders, ascending."""
         ...
 
     def highest(self) -> int:
-        """Return the highest number of any folder, complete or not; 0 when there is none."""
+        """Return the highest number of any folder, complete or not; 0 when there is none.
+
+        It may be that of a folder that was begun or deleted through this object.
+        """
         ...
 
     def folder(self, number: int) -> Folder:
@@ -102,6 +114,14 @@ class Storage(Protocol):
 
     def clean(self) -> None:
         """Remove what a crash left half-written or half-deleted."""
+        ...
+
+    def local_base(self, sha256: str) -> Path:
+        """Return the path of a local file that has a base; its digest is not checked."""
+        ...
+
+    def drop_copies(self) -> None:
+        """Remove the local copies that `Folder.local` has made, which nothing reads any more."""
         ...
 
 
@@ -138,8 +158,8 @@ class LocalFolder(Folder):
         return path
 
     @override
-    def write(self, name: str, *pieces: bytes | memoryview) -> None:
-        write_durably(self._new_path(name), *pieces)
+    def write(self, name: str, pieces: Iterable[bytes | memoryview]) -> None:
+        write_durably(self._new_path(name), pieces)
 
     @override
     def link(self, name: str, source: Folder, other: str) -> None:
@@ -149,7 +169,7 @@ class LocalFolder(Folder):
         except FileNotFoundError:
             raise
         except OSError:  # the file system has no links
-            write_durably(path, read_file(there))
+            write_durably(path, file_parts(there))
 
     @override
     def replace(self, name: str, content: bytes) -> None:
@@ -178,7 +198,7 @@ class LocalStorage(Storage):
     """Subdirectories of one directory, on a file system that renames atomically."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path, self.location = path, str(path)
 
     @override
     def numbers(self) -> list[int]:
@@ -195,7 +215,7 @@ class LocalStorage(Storage):
 
     @override
     @contextlib.contextmanager
-    def publish(self, number: int, generation: int) -> Iterator[Folder]:
+    def publish(self, number: int, generation: int) -> Iterator[LocalFolder]:
         with contextlib.suppress(FileExistsError):
             self.path.mkdir(parents=True)
             sync_directory(self.path.parent)
@@ -237,6 +257,14 @@ class LocalStorage(Storage):
         incomplete = [self.path / str(number) for number in {*self._directories()} - {*self.numbers()}]
         for leftover in [*incomplete, *self.path.glob(".tmp-*")]:
             shutil.rmtree(leftover, ignore_errors=True)
+
+    @override
+    def local_base(self, sha256: str) -> Path:
+        return LocalFolder(self.path.parent / BASES / sha256).local(BASE_FILE)
+
+    @override
+    def drop_copies(self) -> None:
+        """There are none."""
 
     def _directories(self) -> list[int]:
         try:

@@ -106,6 +106,15 @@ def check_generation(path: Path, generation: int) -> None:
         )
 
 
+def write_generation(path: Path, generation: int) -> None:
+    """Let the holder of a state directory have a later generation than `hold_state_directory` has returned.
+
+    Raises as `hold_state_directory` where it cannot be written.
+    """
+    with state_errors(f"{path / GENERATION} cannot be written"):
+        replace_file(path / GENERATION, str(generation).encode())
+
+
 def _lock(descriptor: int, path: Path, stop: threading.Event | None, patience: timedelta) -> None:
     """Lock the file, waiting while its holder is stopping or is a command."""
     mark, since, logged = b"", time.monotonic(), True

@@ -34,6 +34,53 @@ class PartitionReport(msgspec.Struct, frozen=True):
     """Events by outcome."""
     skipped: dict[str, int] = {}
     """Skipped events by reason."""
+    seen_through: int = -1
+    """The last offset with an outcome or an event that waits; `trained_through` is before the first that waits."""
+    waiting: int = 0
+    """Events that wait for their label, or for the step after it."""
+    waited: dict[str, int] = {}
+    """How events that waited ended, by outcome; with `waiting` they are the events of the outcome waiting."""
+    waited_skipped: dict[str, int] = {}
+    """Those that were skipped, by reason."""
+    files: int = 0
+    """For the rows of a history: the number of files, whose offsets and events are summed."""
+    history: int = 0
+    """The pass over them, counted from 1; 0 for the partition of a topic."""
+
+
+class LabelReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The events that wait for their labels, and the labels; counts are since the start of the process."""
+
+    waiting: int
+    """Events that wait now, or whose fate is decided and that are not trained on yet."""
+    ready: int
+    """Those whose fate is decided."""
+    kept: int
+    """Labels that are kept, since their event may still come."""
+    bytes: int
+    """Disk space of waiting events."""
+    bound: int
+    """The most that it may be."""
+    ended: dict[str, int]
+    """How waiting events ended over the life of the pipeline, by outcome."""
+    labels: dict[str, int]
+    """Labels by what became of them: matched, duplicate, unmatched, late; and events: timed_out, no_room, damaged."""
+    lag_p50_seconds: float | None
+    """Median time from an event to its label, by record times, of the last labels; None before the first."""
+    lag_p99_seconds: float | None
+
+
+class TeacherReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The teacher of `[model.teacher]`; counts are since the start of the process."""
+
+    name: str
+    """Which teacher it is."""
+    up: bool
+    """Whether it answered the last time that it was asked."""
+    rows: dict[str, int]
+    """New events by what it returned for them in time: answered, unusable, late, failed, unasked."""
+    waited_seconds: float
+    """How long steps waited for it."""
 
 
 class DeviceSharingReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,6 +155,60 @@ class DeviceHealthReport(msgspec.Struct, frozen=True, kw_only=True):
     """Energy of all devices by new events, over the last five seconds; None without new events."""
 
 
+class StorageReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The uploads to `[storage]`; counts are since the start of the process."""
+
+    url: str
+    lag_seconds: dict[str, float]
+    """How long the object store has lacked the newest checkpoint, version or erasure log, by kind; 0 if none."""
+    uploaded_bytes: int
+    failures: int
+    """Rounds of uploads in which a request failed, after its retries."""
+
+
+class BackfillReport(msgspec.Struct, frozen=True, kw_only=True):
+    """How far ingest has read the history of `[stream.backfill]`, over all passes."""
+
+    topics: list[str]
+    """Names of the history in `partitions`, one for each pass."""
+    rows_read: int
+    """Rows over the life of the pipeline."""
+    rows: int
+    files_read: int
+    """Files that were read to their end, counted once for each pass."""
+    files: int
+    file: str = ""
+    """The file that is read; empty before the first and after the last."""
+    rate: float = 0.0
+    """Rows per second, over the last half minute."""
+    seconds_left: float | None = None
+    """Until the last row at this rate; None while no row is read."""
+    done: bool = False
+    """Whether ingest reads the topics."""
+
+    @property
+    def fraction(self) -> float:
+        """The part of the rows that was read, 0 to 1; 1 only at the end."""
+        return 1.0 if self.done else min(0.999, self.rows_read / max(1, self.rows))
+
+
+class CanaryReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The comparison of a version on a part of the fleet with the one that the others serve."""
+
+    stable: int
+    """The newest version that all servers may serve."""
+    version: int | None = None
+    """The version on the canaries; None while there is none."""
+    servers: list[str] = []
+    """Ids of the canaries."""
+    rows: int = 0
+    """Events held out since it began."""
+    required_rows: int
+    """With how many the versions are compared first."""
+    last: str | None = None
+    """How the comparison before ended, as one sentence."""
+
+
 class LearnerReport(msgspec.Struct, frozen=True, kw_only=True):
     """The state of a learner at one point in time."""
 
@@ -147,6 +248,14 @@ class LearnerReport(msgspec.Struct, frozen=True, kw_only=True):
     """Whether `[stream.lag_policy]` holds, because that became longer than `high`."""
     partitions: dict[str, PartitionReport] = {}
     """By `topic:partition`."""
+    labels: LabelReport | None = None
+    """None without `[stream.labels]`."""
+    teacher: TeacherReport | None = None
+    """None without `[model.teacher]`."""
+    backfill: BackfillReport | None = None
+    """None without `[stream.backfill]`."""
+    storage: StorageReport | None = None
+    """None without `[storage]`."""
     accuracy: dict[str, float] = {}
     """By window: now, overall, near_future, worst, worst_group, old, old_lowest; absent while it is unknown."""
     error: dict[str, float] = {}
@@ -169,6 +278,8 @@ class LearnerReport(msgspec.Struct, frozen=True, kw_only=True):
     """Events to replay for each new one in the next step."""
     micro_batch_size: int | None = None
     """Largest number of events that go through the model at once; None: all of a step."""
+    exchanged_bytes: int | None = None
+    """Bytes that rank 0 of this process has sent to average tensors over the ranks; None: they are not counted."""
     rates: dict[str, float] = {}
     """Per second over the last five seconds: steps, rows_new, rows_replay, and joules where devices are watched."""
     replay_rows: dict[str, int] = {}
@@ -202,6 +313,10 @@ class LearnerReport(msgspec.Struct, frozen=True, kw_only=True):
     """Why the last one failed."""
     withdrawn: int = 0
     """Times that monitoring withdrew the served versions, since the start of the process."""
+    servers: dict[str, int | None] = {}
+    """The version of each server of the fleet that is alive, by its id; empty without `[storage]`."""
+    canary: CanaryReport | None = None
+    """None without `serving.canary`, and while no server has a version."""
     versions_published: int = 0
     publish_skipped: int = 0
 

@@ -1,13 +1,14 @@
 """Writes a safetensors file from the memory of its tensors, and reads it one tensor at a time.
 
-The library copies all tensors into one string while it holds the GIL, which delays steps. To read a file, it maps it
-into memory, where a disk error ends the process, and it reports any error on opening as a missing file.
+The library holds the GIL while it copies a tensor, into the string to write or from the one that was read. That delays
+steps, and the messages by which ranks notice that another one is gone. To read a file, it maps it into memory, where a
+disk error ends the process, and it reports any error on opening as a missing file.
 """
 
 import hashlib
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -18,6 +19,8 @@ from anabranch.core.failures import DamagedError, decoded
 from anabranch.core.files import MOST_BYTES, open_file
 
 Piece = bytes | memoryview
+Shaped = tuple[torch.dtype, Sequence[int]]
+"""The dtype and the shape of a tensor."""
 
 _DTYPE_NAMES = {
     torch.bool: "BOOL",
@@ -40,6 +43,8 @@ _DTYPE_NAMES = {
     torch.uint64: "U64",
 }
 """The format's names of dtypes. The tensors of a file are in the reverse order of this list, the widest first."""
+_METADATA = "__metadata__"
+"""The entry of the header that is no tensor: what the writer says about the file."""
 _ORDER = list(_DTYPE_NAMES)
 _DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 
@@ -49,18 +54,29 @@ def pieces_of(tensors: Mapping[str, Tensor]) -> list[Piece]:
 
     The pieces share the memory of the tensors, which must not change until they are written.
     """
-    header, pieces, end = {}, list[Piece](), 0
-    for name, tensor in sorted(tensors.items(), key=lambda item: (-_ORDER.index(item[1].dtype), item[0])):
-        flat = tensor.detach().reshape(-1)
+    return list(pieces_one_by_one(tensors))
+
+
+def pieces_one_by_one(tensors: Mapping[str, Tensor]) -> Iterator[Piece]:
+    """Yield the pieces of `pieces_of`; a tensor of another device is copied when its piece is due."""
+    ordered = sorted(tensors.items(), key=lambda item: (-_ORDER.index(item[1].dtype), item[0]))
+    yield header_of({name: (tensor.dtype, tensor.shape) for name, tensor in ordered})
+    for _, tensor in ordered:
+        flat = tensor.detach().cpu().reshape(-1)
         if flat.stride() != (1,):  # the stride of an empty array may be 0, which `view` refuses
             flat = flat.clone(memory_format=torch.contiguous_format)
-        piece = flat.view(torch.uint8).numpy().data
-        begin, end = end, end + piece.nbytes
-        header[name] = {"dtype": _DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
-        pieces.append(piece)
+        yield flat.view(torch.uint8).numpy().data
+
+
+def header_of(entries: Mapping[str, Shaped]) -> bytes:
+    """Return the beginning of the file of tensors with these dtypes and shapes, which follow in this order."""
+    header, end = {}, 0
+    for name, (dtype, shape) in entries.items():
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     encoded = msgspec.json.encode(header)
     encoded += b" " * (-len(encoded) % 8)
-    return [len(encoded).to_bytes(8, "little") + encoded, *pieces]
+    return len(encoded).to_bytes(8, "little") + encoded
 
 
 class TensorFile(Mapping[str, Tensor]):
@@ -76,22 +92,41 @@ class TensorFile(Mapping[str, Tensor]):
             length = int.from_bytes(file.read(8), "little")
             if not 0 < length <= min(size - 8, MOST_BYTES):
                 raise DamagedError(f"{path} is not safetensors: its header has {length} bytes")
-            self._entries = decoded(file.read(length), dict[str, _Entry])
+            entries = decoded(file.read(length), dict[str, msgspec.Raw])
+        entries.pop(_METADATA, None)
+        self._entries = {name: decoded(entry, _Entry) for name, entry in entries.items()}
         self._begin, self._bytes = 8 + length, size - 8 - length
         for name, entry in self._entries.items():
             self._check(name, entry)
 
     def __getitem__(self, name: str) -> Tensor:
         entry = self._entries[name]
-        begin, end = entry.data_offsets
-        content = bytearray(end - begin)
+        return self._read(entry, *entry.data_offsets).reshape(entry.shape)
+
+    def shape(self, name: str) -> Sequence[int]:
+        """Return the shape of a tensor, which is not read."""
+        return self._entries[name].shape
+
+    def part(self, name: str, begin: int, end: int) -> Tensor:
+        """Return `tensor[begin:end]` of a tensor that has at least one dimension; the rest is not read."""
+        entry = self._entries[name]
+        size = math.prod(entry.shape[1:]) * _DTYPES[entry.dtype].itemsize
+        first = entry.data_offsets[0]
+        return self._read(entry, first + begin * size, first + end * size).reshape([end - begin, *entry.shape[1:]])
+
+    def _read(self, entry: "_Entry", begin: int, end: int) -> Tensor:
+        """Read bytes of a tensor, flat, without the GIL: an array of Python would be zeroed first, which holds it."""
+        content = torch.empty(end - begin, dtype=torch.uint8)
         with os.fdopen(open_file(self._path), "rb") as file:
             file.seek(self._begin + begin)
-            if file.readinto(content) != len(content):
-                raise DamagedError(f"{self._path} is truncated")
-        dtype = _DTYPES[entry.dtype]
-        flat = torch.frombuffer(content, dtype=dtype) if content else torch.empty(0, dtype=dtype)
-        return flat.reshape(entry.shape)
+            try:
+                count = file.readinto(content.numpy().data)
+            except OSError as exc:
+                exc.filename = str(self._path)  # a descriptor's error has no name
+                raise
+        if count != len(content):
+            raise DamagedError(f"{self._path} is truncated")
+        return content.view(_DTYPES[entry.dtype])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)

@@ -27,7 +27,12 @@ class NewlyTrained(msgspec.Struct, frozen=True):
 
 def format_trained_through(trained_through: Mapping[str, PartitionProgress]) -> str:
     """Return the format of HTTP replies: `events:0=4711,events:1=4698`."""
-    return ",".join(f"{name}={trained.offset}" for name, trained in sorted(trained_through.items()))
+    return format_offsets({name: trained.offset for name, trained in trained_through.items()})
+
+
+def format_offsets(offsets: Mapping[str, int]) -> str:
+    """Return offsets by `topic:partition` in the same format."""
+    return ",".join(f"{name}={offset}" for name, offset in sorted(offsets.items()))
 
 
 def parse_trained_through(text: str) -> dict[str, int]:

@@ -47,11 +47,15 @@ class ModelReference(msgspec.Struct, frozen=True):
     factory: str
     args: dict[str, Any]
     task: str
+    adapter: dict[str, Any] | None = None
+    """`[model.adapter]`, without what matters in training alone."""
 
 
 def reference_to(model: ModelSettings) -> ModelReference:
-    """Return the reference of the model that `[model]` describes, with its args as JSON values."""
-    return ModelReference(model.factory, msgspec.json.decode(msgspec.json.encode(model.args)), model.task)
+    """Return the reference of the model that `[model]` describes, with its settings as JSON values."""
+    adapter = None if model.adapter is None else model.adapter.model_dump(exclude={"dropout"})
+    args, adapter = msgspec.json.decode(msgspec.json.encode((model.args, adapter)))
+    return ModelReference(model.factory, args, model.task, adapter)
 
 
 def other_model(actual: ModelReference, expected: ModelReference) -> str | None:
@@ -61,17 +65,22 @@ def other_model(actual: ModelReference, expected: ModelReference) -> str | None:
     """
     if (actual.factory, actual.task) != (expected.factory, expected.task):
         return f"it is of {actual.factory} for {actual.task}, but [model] names {expected.factory} for {expected.task}"
+    if (actual.adapter is None) != (expected.adapter is None):
+        then = "with [model.adapter], which the config does not have" if actual.adapter else "without [model.adapter]"
+        return f"it was trained {then}; set that back to serve it, or wait for a version that is trained as it is now"
+    return _other_settings("model.args", "[model]", actual.args, expected.args) or _other_settings(
+        "model.adapter", "[model.adapter]", actual.adapter or {}, expected.adapter or {}
+    )
+
+
+def _other_settings(what: str, section: str, actual: Mapping[str, Any], expected: Mapping[str, Any]) -> str | None:
     absent = object()
-    differ = [
-        key
-        for key in {**expected.args, **actual.args}
-        if actual.args.get(key, absent) != expected.args.get(key, absent)
-    ]
+    differ = [key for key in {**expected, **actual} if actual.get(key, absent) != expected.get(key, absent)]
     if not differ:
         return None
     named = ", ".join(key[:_LONGEST_KEY] for key in differ[:_MOST_KEYS]) + (", ..." if len(differ) > _MOST_KEYS else "")
     return (
-        f"it was trained with other model.args ({named}) than [model] has now; "
+        f"it was trained with other {what} ({named}) than {section} has now; "
         "set them back to serve it, or wait for a version that is trained with the new ones"
     )
 
@@ -81,13 +90,24 @@ class Manifest(FolderManifest, frozen=True, kw_only=True):
 
     parent: int | None
     trained_through: dict[str, PartitionProgress]
-    """By `topic:partition`."""
+    """By `topic:partition`: up to there each event has ended, with its label if it waited for one."""
+    seen_through: dict[str, int] | None = None
+    """Up to where events and labels were read, by `topic:partition`: some may wait. None where no labels come late."""
     metrics: dict[str, float]
     encoders: dict[str, Any]
     """Settings of the encoder of each string feature."""
     model: ModelReference
+    parts: int = 0
+    """Experts or columns of a module that grows, with the open one; 0: it does not grow."""
     learned: NewlyTrained | None = None
     """The newly trained events; None where they are unknown."""
+
+    @property
+    def labelled_through(self) -> dict[str, int] | None:
+        """Up to where each event has its label, or goes without, by `topic:partition`; None as `seen_through`."""
+        if self.seen_through is None:
+            return None
+        return {name: trained.offset for name, trained in self.trained_through.items()}
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -195,11 +215,11 @@ class Versions(ManifestDirectory[Manifest]):
         from safetensors import SafetensorError
         from safetensors.torch import load as load_tensors
 
-        contents, directory = self.contents(manifest), self.directory(manifest.number)
+        contents, directory = self.contents(manifest), f"{self.location}/{manifest.number}"
         try:
             return load_tensors(contents[WEIGHTS])
         except SafetensorError as exc:
-            raise VersionError(f"version {manifest.number}: {directory / WEIGHTS} is not safetensors: {exc}") from exc
+            raise VersionError(f"version {manifest.number}: {directory}/{WEIGHTS} is not safetensors: {exc}") from exc
 
     def write(self, weights: Mapping[str, "Tensor"], manifest: Manifest, verdict: Verdict) -> Path:
         """Write a version, completely or not at all, and return its path. `manifest.files` is filled in here."""
@@ -208,9 +228,9 @@ class Versions(ManifestDirectory[Manifest]):
         pieces = pieces_of(_untied(weights))
         files = {WEIGHTS: digest_of(pieces)}
         with self._storage.publish(manifest.number, manifest.generation) as folder:
-            folder.write(WEIGHTS, *pieces)
-            folder.write(VERDICT, msgspec.json.encode(verdict))
-            folder.write(MANIFEST, encode_manifest(msgspec.structs.replace(manifest, files=files)))
+            folder.write(WEIGHTS, pieces)
+            folder.write(VERDICT, [msgspec.json.encode(verdict)])
+            folder.write(MANIFEST, [encode_manifest(msgspec.structs.replace(manifest, files=files))])
         self._generations[manifest.number] = manifest.generation
         return self.directory(manifest.number)
 

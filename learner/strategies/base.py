@@ -16,6 +16,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from ingest.events.schema import Schema
+from learner.config import ModelSettings
 from learner.model.task import Task
 from learner.strategies.examples import Examples, Tensors
 
@@ -82,6 +84,7 @@ class StrategyContext:
         embed: runs the model on features; returns embeddings, float32 `[B, D]`, and its output. None when no module is
             named.
         ranks: the number of ranks.
+        reset_optimizer: discards what the optimizer keeps of each weight.
     """
 
     model: nn.Module
@@ -92,6 +95,7 @@ class StrategyContext:
     probe: Tensors
     embed: Callable[[Tensors], tuple[Tensor, Tensor]] | None = None
     ranks: int = 1
+    reset_optimizer: Callable[[], object] = bool
 
     @cached_property
     def weights(self) -> tuple[nn.Parameter, ...]:
@@ -103,13 +107,15 @@ class Strategy:
     """Base class of strategies: a step without replay state, whose `loss` a subclass has to implement.
 
     The first forward pass of `loss` has to be over the new events, followed by the replayed ones if there are any:
-    embeddings are taken from it.
+    embeddings are taken from it, and the weights of events whose label has not come apply to it.
     """
 
     replays: ClassVar[bool] = True
     """Whether old events are sampled."""
     keeps_output: ClassVar[bool] = False
     """Whether the store keeps the model's output with each event."""
+    teaches_old: ClassVar[bool] = False
+    """Whether old events are trained on by their labels, so that the teacher's outputs for them are stored and used."""
     tasks: ClassVar[frozenset[str]] = frozenset()
     """The tasks that it supports; empty: any."""
     sees_classes: ClassVar[bool] = True
@@ -120,6 +126,12 @@ class Strategy:
     """Whether `select` chooses among the old events."""
     learns_gradient: ClassVar[bool] = True
     """Whether the optimizer takes a step; if not, `after_step` updates the model."""
+    warning: str | None = None
+    """One sentence for `/healthz` when it cannot go on as its arguments ask for."""
+
+    def extend(self, _model: nn.Module, _settings: ModelSettings, _schema: Schema, _device: torch.device, /) -> None:
+        """Add to a freshly built model what the strategy trains; called in the learner, and in serving before weights
+        are loaded."""
 
     def setup(self, learner: StrategyContext) -> None:
         """Keep the parts of the learner that it uses; called once, before the first step."""
@@ -140,6 +152,10 @@ class Strategy:
     def loss(self, forward: Forward, new: Examples, old: Sequence[Examples], whole: StepWeights, /) -> MicroBatchLoss:
         """Return the loss of a micro-batch; `old` is empty when nothing was sampled."""
         raise NotImplementedError
+
+    def teacher_weights(self, whole: StepWeights, /) -> Sequence[Tensor]:
+        """Return what the teacher's part of the loss of new events, and that of each sample, is divided by."""
+        return [whole.new, *whole.old]
 
     def backward(self, loss: MicroBatchLoss, scaled: Callable[[Tensor], Tensor], /) -> None:
         """Add a micro-batch's gradient to that of the step; `scaled` multiplies by fp16's loss scale."""

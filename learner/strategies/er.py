@@ -2,6 +2,9 @@
 
 from collections.abc import Sequence
 
+from torch import Tensor
+from typing_extensions import override
+
 from learner.strategies.base import Forward, MicroBatchLoss, StepWeights, Strategy, weighted
 from learner.strategies.examples import Examples, concat
 
@@ -23,6 +26,11 @@ class ExperienceReplay(Strategy):
     """Learns from new and replayed events in one batch (ER: Chaudhry et al. 2019, "On tiny episodic memories")."""
 
     sees_classes = False
+    teaches_old = True
+
+    @override
+    def teacher_weights(self, whole: StepWeights) -> Sequence[Tensor]:
+        return [sum(whole.old, whole.new)] * (1 + len(whole.old))
 
     def loss(self, forward: Forward, new: Examples, old: Sequence[Examples], whole: StepWeights) -> MicroBatchLoss:
         """Return the weighted mean loss of new and old events together."""

@@ -17,6 +17,7 @@ class AsymmetricReplay(Strategy):
     """
 
     tasks = frozenset({"classification"})
+    teaches_old = True
 
     def loss(self, forward: Forward, new: Examples, old: Sequence[Examples], whole: StepWeights) -> MicroBatchLoss:
         """Return the mean loss of the new events over present classes, plus that of the old ones over all."""

@@ -9,6 +9,7 @@ from torch.func import functional_call
 from torch.nn import functional
 
 from learner.model.task import Classification
+from learner.model.trained_set import base_names, without
 from learner.strategies.base import Forward, MicroBatchLoss, StepWeights, eval_mode, weighted
 from learner.strategies.der import moved
 from learner.strategies.er import NoReplay
@@ -68,7 +69,9 @@ class Distillation(NoReplay):
         ).sum(dim=1)
 
     def _now(self) -> dict[str, Tensor]:
-        return {**dict(self.learner.model.named_parameters()), **dict(self.learner.model.named_buffers())}
+        """Return the trained parameters and all buffers: the snapshot has the same base as the model."""
+        model = self.learner.model
+        return without({**dict(model.named_parameters()), **dict(model.named_buffers())}, base_names(model))
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the snapshot."""

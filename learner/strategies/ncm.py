@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from anabranch.core.errors import SettingsError
+from learner.model.trained_set import base_parameters
 from learner.strategies.base import Forward, MicroBatchLoss, StepWeights, Strategy, StrategyContext, eval_mode, weighted
 from learner.strategies.examples import Examples, Tensors
 
@@ -44,6 +45,12 @@ class NearestClassMean(Strategy):
             raise SettingsError(
                 f"learner.strategy: the model's output is not that of the linear layer {self._name} on the embedding, "
                 "which has to be its very input; set model.embedding to the module before it"
+            )
+        frozen = {id(value) for value in base_parameters(learner.model).values()}
+        if frozen & {id(value) for value in self._head.parameters()}:
+            raise SettingsError(
+                f"learner.strategy sets the weights of the linear layer {self._name}, and the factory has frozen them; "
+                "leave that layer out when you freeze weights"
             )
         device = self._head.weight.device
         if device.type == "mps":

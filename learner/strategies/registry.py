@@ -13,6 +13,8 @@ from learner.strategies.der import DarkReplay, DarkReplayPlus
 from learner.strategies.er import ExperienceReplay, NoReplay
 from learner.strategies.er_ace import AsymmetricReplay
 from learner.strategies.ewc import ElasticWeights
+from learner.strategies.growing.experts import Experts
+from learner.strategies.growing.progressive import Progressive
 from learner.strategies.lwf import Distillation
 from learner.strategies.mir import InterferedReplay
 from learner.strategies.ncm import NearestClassMean
@@ -30,6 +32,8 @@ STRATEGIES: dict[str, type[Strategy]] = {
     "lwf": Distillation,
     "slda": StreamingDiscriminant,
     "ncm": NearestClassMean,
+    "experts": Experts,
+    "progressive": Progressive,
 }
 """To add a strategy, write a class in a new module and add a line here."""
 

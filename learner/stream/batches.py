@@ -1,6 +1,6 @@
-"""From blocks to batches: the new events of one step, and the rows that are settled when it is done.
+"""From blocks to batches.
 
-Legend: B new events of a batch, K rows of a span.
+Legend: K rows of a span.
 """
 
 import threading
@@ -13,17 +13,21 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ingest.events.block import IDENTITY_COLUMNS, Array, Block, Outcome, SkipReason
-from ingest.events.position import Fingerprint, Position
+from ingest.events.block import IDENTITY_COLUMNS, Array, Block, Outcome
+from ingest.events.position import Position
+from learner.stream.batch import Batch, Span
 
 PATIENCE = timedelta(milliseconds=100)
 _AT_ONCE = timedelta(0)
-PENDING, _STORED_ONLY, _HELD_OUT = (
-    np.uint8(outcome) for outcome in (Outcome.PENDING, Outcome.STORED_ONLY, Outcome.HELD_OUT)
+PENDING, _STORED_ONLY, _HELD_OUT, _WAITING, _LABEL = (
+    np.uint8(outcome)
+    for outcome in (Outcome.PENDING, Outcome.STORED_ONLY, Outcome.HELD_OUT, Outcome.WAITING, Outcome.LABEL)
 )
 """As numpy scalars: a comparison with a member of an enumeration takes numpy ten times as long."""
 _STORED_FOR_ONE = 8
 _LEAST_STORED = 4096
+MOST_LATE = 4096
+"""Number of waiting events and labels of a batch, where they are not trained on yet."""
 _FEW = 8
 """A first read assumes that fewer than one row in `_FEW` is not to be trained on."""
 Settle = Callable[[Mapping[str, Array]], Mapping[str, Array]]
@@ -42,59 +46,6 @@ class Blocks(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Span:
-    """Consecutive rows of one block, and how far they move each partition.
-
-    Attributes:
-        columns: the identity columns `[K]`, copied. The learner decides the outcome of rows that are PENDING.
-        trained: bool `[K]`, the rows that are in the batch.
-        positions: the first event without outcome after this span, by index of the partition.
-        removed: number of offsets that retention removed before the span, by index of the partition.
-        passed: number of offsets that `skip-to-latest` skipped before the span, by index of the partition.
-        last: the last record of the span, by index of the partition; only for a span that ends its block.
-    """
-
-    columns: Mapping[str, Array]
-    trained: NDArray[np.bool_]
-    positions: Mapping[int, Position]
-    removed: Mapping[int, int]
-    passed: Mapping[int, int]
-    last: Mapping[int, Fingerprint]
-
-
-@dataclass
-class Batch:
-    """The events of one step.
-
-    Attributes:
-        new: columns of the B events to train on, each `[B, ...]`.
-        stored_only: columns of events that are stored without training on them.
-        held_out: columns of events for the holdout set.
-        spans: all rows that are settled after the step, in order.
-    """
-
-    new: dict[str, Array]
-    stored_only: dict[str, Array]
-    held_out: dict[str, Array]
-    spans: list[Span]
-
-    def __len__(self) -> int:
-        return len(self.new["offset"]) if self.new else 0
-
-    def skip(self, rows: NDArray[np.bool_], reason: SkipReason) -> None:
-        """Remove new events, bool `[B]`, from the batch, and settle them as skipped."""
-        begin = 0
-        for span in self.spans:
-            indices = np.flatnonzero(span.trained)
-            skipped = indices[rows[begin : begin + len(indices)]]
-            begin += len(indices)
-            span.columns["outcome"][skipped] = np.uint8(Outcome.SKIPPED)
-            span.columns["reason"][skipped] = np.uint8(reason)
-            span.trained[skipped] = False
-        self.new = {} if rows.all() else {name: column[~rows] for name, column in self.new.items()}
-
-
 Rows = tuple[Mapping[str, Array], NDArray[np.intp]]
 """Rows of a block as views, and the indices of the selected ones."""
 
@@ -106,23 +57,38 @@ class BatchBuilder:
     new: list[Rows] = field(default_factory=list)
     stored_only: list[Rows] = field(default_factory=list)
     held_out: list[Rows] = field(default_factory=list)
+    waiting: list[Rows] = field(default_factory=list)
+    labels: list[Rows] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     count: int = 0
     stored: int = 0
+    late: int = 0
+    """Waiting events and labels."""
+    most_rows: int | None = None
+    """Number of rows that are taken of a block at once; None: no bound."""
+    unlabelled: bool = False
+    """Whether events without a label are trained on too."""
     settle: Settle | None = None
     ended: bool = False
     """Whether all rows of the last block were taken."""
 
     def keep(self) -> None:
         """Copy the rows taken so far, so that their blocks may be released."""
-        for rows in (self.new, self.stored_only, self.held_out):
+        for rows in (self.new, self.stored_only, self.held_out, self.waiting, self.labels):
             if rows:
                 copied = _copied(rows)
                 rows[:] = [(copied, np.arange(len(copied["offset"])))]
 
     def batch(self) -> Batch:
         """Return copies of the rows that were taken."""
-        return Batch(_copied(self.new), _copied(self.stored_only), _copied(self.held_out), self.spans)
+        return Batch(
+            _copied(self.new),
+            _copied(self.stored_only),
+            _copied(self.held_out),
+            self.spans,
+            _copied(self.waiting),
+            _copied(self.labels),
+        )
 
     def take(self, block: Block, begin: int, max_rows: int, *, exactly: bool = False) -> int:
         """Take rows of a block from `begin` on, until there are `max_rows` (at least 1) to train on or the block ends.
@@ -136,7 +102,7 @@ class BatchBuilder:
         Returns:
             The first row that was not taken.
         """
-        size = len(block)
+        size = len(block) if self.most_rows is None else min(len(block), begin + self.most_rows)
         rows, trained, indices = self._read(block, begin, min(size, begin + max_rows + max_rows // _FEW + 1))
         # The rows between the last row to train on and the next one are taken too.
         enough = max_rows + (not exactly)
@@ -152,8 +118,13 @@ class BatchBuilder:
             _pick(rows, stored_only, self.stored_only)
             self.stored += len(stored_only)
             _pick(rows, others[outcome == _HELD_OUT], self.held_out)
+            if self.most_rows is not None:
+                waiting, labels = others[outcome == _WAITING], others[outcome == _LABEL]
+                _pick(rows, waiting, self.waiting)
+                _pick({name: column for name, column in rows.items() if not _is_feature(name)}, labels, self.labels)
+                self.late += len(waiting) + len(labels)
         self.count += len(indices)
-        self.ended = begin + n == size
+        self.ended = begin + n == len(block)
         self.spans.append(_span(block, rows, begin, trained, done=self.ended))
         return begin + n
 
@@ -164,15 +135,30 @@ class BatchBuilder:
         rows: Mapping[str, Array] = block.rows(begin, end)
         if self.settle is not None:
             rows = self.settle(rows)
-        trained = (rows["outcome"] == PENDING) & rows["labelled"].astype(np.bool_, copy=False)
+        trained = trainable(rows, unlabelled=self.unlabelled)
         return rows, trained, np.flatnonzero(trained)
 
 
 class Batches:
     """Splits the stream of blocks into batches of at most `batch_size` new events, in order."""
 
-    def __init__(self, source: Blocks, batch_size: int, max_delay: timedelta, settle: Settle | None = None) -> None:
+    def __init__(
+        self,
+        source: Blocks,
+        batch_size: int,
+        max_delay: timedelta,
+        settle: Settle | None = None,
+        *,
+        most_late: int | None = None,
+        unlabelled: bool = False,
+    ) -> None:
+        """Take `most_late`, waiting events and labels at which a batch ends; None: the stream has none.
+
+        `unlabelled`: whether events without a label are trained on too.
+        """
+        self._unlabelled = unlabelled
         self._source = source
+        self._most_late = most_late
         self._settle = settle
         self._batch_size = batch_size
         self._max_delay = max_delay.total_seconds()
@@ -184,12 +170,15 @@ class Batches:
         """Return the next batch, or None when no row arrived for 100 ms.
 
         A batch that is not full is returned when `max_delay` has passed since its first row, or when it has
-        `most_stored` events that are stored only. A batch without new events only moves positions.
+        `most_stored` events that are stored only, or `most_late` waiting events and labels. A batch without new events
+        only moves positions.
         """
-        parts = BatchBuilder(settle=self._settle)
+        parts = BatchBuilder(settle=self._settle, most_rows=self._most_late, unlabelled=self._unlabelled)
         deadline: float | None = None
-        stored = most_stored(self._batch_size)
-        while parts.count < self._batch_size and parts.stored < stored and not stop.is_set():
+        stored, late = most_stored(self._batch_size), self._most_late or 1
+        while parts.count < self._batch_size and parts.stored < stored and parts.late < late:
+            if stop.is_set():
+                break
             if self._block is None:
                 left = PATIENCE.total_seconds() if deadline is None else max(0.0, deadline - time.monotonic())
                 self._block = self._next_block(parts, left)
@@ -216,8 +205,7 @@ class Batches:
             return False
         rows = self._block.rows(self._cursor, min(len(self._block), self._cursor + 2 * self._batch_size))
         settled = rows if self._settle is None else self._settle(rows)
-        trained = (settled["outcome"] == PENDING) & settled["labelled"].astype(np.bool_, copy=False)
-        return int(np.count_nonzero(trained)) >= self._batch_size
+        return int(np.count_nonzero(trainable(settled, unlabelled=self._unlabelled))) >= self._batch_size
 
     def _next_block(self, parts: BatchBuilder, seconds: float) -> Block | None:
         """Return the next block, or None when none arrives within `seconds`, and within 100 ms.
@@ -246,9 +234,19 @@ class Batches:
         """Do nothing."""
 
 
+def trainable(rows: Mapping[str, Array], *, unlabelled: bool) -> NDArray[np.bool_]:
+    """Return which rows are to be trained on, bool `[K]`; `unlabelled`: also those without a label."""
+    pending: NDArray[np.bool_] = rows["outcome"] == PENDING
+    return pending if unlabelled else pending & rows["labelled"].astype(np.bool_, copy=False)
+
+
 def most_stored(batch_size: int) -> int:
     """Return the number of events to store only at which a batch ends: the store needs free slots for them."""
     return max(_LEAST_STORED, _STORED_FOR_ONE * batch_size)
+
+
+def _is_feature(name: str) -> bool:
+    return name.startswith("feature.")
 
 
 def _pick(rows: Mapping[str, Array], indices: NDArray[np.intp], part: list[Rows]) -> None:

@@ -19,7 +19,8 @@ from ingest.config import LagPolicySettings
 from ingest.events.block import Array, Outcome, SkipReason
 from ingest.events.identity import identity_hash, partition_base
 from ingest.reader.cursors import Partition
-from learner.stream.ledger import PartitionLedger
+from learner.stream.batches import trainable
+from learner.stream.partition_ledger import PartitionLedger
 
 _MOST_MARKS = 64
 _ASK_SECONDS = 1.0
@@ -79,6 +80,11 @@ class Stream(Protocol):
         """All partitions, in the order of the index that blocks carry."""
         ...
 
+    @property
+    def reads_history(self) -> bool:
+        """Whether files are read, and the topics are not read yet."""
+        ...
+
     def pass_over(self) -> None:
         """Continue at the end of every partition."""
         ...
@@ -98,10 +104,15 @@ class LagPolicy:
         stream: Stream,
         *,
         reads: bool = False,
+        unlabelled: bool = False,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        """With `reads`, `skip-to-latest` reads the events that it skips: there may be tombstones among them."""
+        """With `reads`, `skip-to-latest` reads the events that it skips: there may be tombstones among them.
+
+        `unlabelled`: whether events without a label are trained on too.
+        """
+        self._unlabelled = unlabelled
         self._settings = settings
         self._seed = seed ^ _SALT
         self._stream = stream
@@ -124,6 +135,10 @@ class LagPolicy:
         `moved` are the indices of partitions whose position has moved since the last call. All partitions are measured
         when the broker has reported end offsets since then, about once a second.
         """
+        if self._stream.reads_history:
+            # Nobody waits for rows of files, and what arrives meanwhile waits from the switch to the topics on.
+            self.seconds, self.behind = 0.0, False
+            return
         now, ends_time = self._clock(), self._stream.ends_time
         if len(accounts) != len(self._arrival_times) or ends_time != self._ends_time:
             self._update_all(accounts, None if ends_time == self._ends_time else ends_time)
@@ -148,8 +163,8 @@ class LagPolicy:
         """Measure all partitions; `ends_time` is when end offsets were reported, None when they are not new."""
         self._arrivals += [Arrivals() for _ in accounts[len(self._arrivals) :]]
         for arrivals, account in zip(self._arrivals, accounts, strict=True):
-            if account.superseded:
-                arrivals.marks.clear()  # the events that were not read are gone, and do not wait
+            if account.superseded or account.name.history:
+                arrivals.marks.clear()  # what was not read is gone, and nobody waits for rows of files
             elif ends_time is not None:
                 arrivals.record(ends_time, account.position.offset + account.pending)
         pairs = zip(self._arrivals, accounts, strict=True)
@@ -157,10 +172,15 @@ class LagPolicy:
         self._arrival_times = np.fromiter(times, np.float64, len(accounts))
 
     def settle(self, rows: Mapping[str, Array]) -> Mapping[str, Array]:
-        """Return the rows; while behind, events to train on get the outcome of the action."""
+        """Return the rows; while behind, events to train on get the outcome of the action.
+
+        An event that waits for its label is skipped when it comes, and stored only when its label has come.
+        """
         if not self.behind or self._settings.action == "train-all":
             return rows
-        affected = (rows["outcome"] == Outcome.PENDING) & rows["labelled"].astype(np.bool_)
+        affected = trainable(rows, unlabelled=self._unlabelled)
+        if self._settings.action != "store-only":
+            affected |= rows["outcome"] == Outcome.WAITING
         if self._settings.action == "sample":
             affected &= self._not_sampled(rows)
         stored = self._settings.action == "store-only"
@@ -168,6 +188,11 @@ class LagPolicy:
         outcome[affected] = np.uint8(Outcome.STORED_ONLY if stored else Outcome.SKIPPED)
         reason[affected] = np.uint8(SkipReason.NONE if stored else SkipReason.BEHIND)
         return {**rows, "outcome": outcome, "reason": reason}
+
+    @property
+    def stores_only(self) -> bool:
+        """Whether events to train on are stored without training on them now."""
+        return self.behind and self._settings.action == "store-only"
 
     @property
     def warning(self) -> str | None:

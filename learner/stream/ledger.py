@@ -2,113 +2,30 @@
 
     end - start = finished + passed + gaps + removed + pending
 
-Events are counted by outcome; offsets are counted by message, since one may hold many events.
+Events are counted by outcome; offsets are counted by message, since one may hold many events. An event that waits for
+its label has the outcome `waiting`, and a second one when it ends, in a separate account:
+
+    waiting now + ended = events with the outcome `waiting`
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
-from typing import Any, Self
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ingest.events.block import IDENTITY_COLUMNS, Array, Outcome, SkipReason
 from ingest.events.partition import TopicPartition, latest_incarnations
-from ingest.events.position import Fingerprint, PartitionFingerprint, Position
+from ingest.events.position import PartitionFingerprint, Position
 from learner.state_dir.report import PartitionReport
 from learner.state_dir.trained_through import PartitionProgress
-from learner.stream.batches import Span
+from learner.stream.batch import Decided, Span
+from learner.stream.file_totals import FileTotals
+from learner.stream.partition_ledger import PartitionLedger, by_outcome, by_reason
 from learner.stream.record_times import RecordTimes
 
 _MANY = 16
 """Spans that are counted at once: calls of numpy cost more than their arithmetic."""
-
-
-class PartitionLedger:
-    """The account of one partition: position and mark as of the last span, all else as of the last `count`."""
-
-    def __init__(self, name: TopicPartition, start: int) -> None:
-        self.name = name
-        self.start = start
-        self.position = Position(start)
-        self.counted = Position(start)
-        """The position up to which outcomes are counted."""
-        self.end = start
-        self.gaps = 0
-        self.removed = 0
-        self.passed = 0
-        self.time_ms = 0
-        self.mark = PartitionFingerprint()
-        self.superseded = False
-        """Whether the topic was created again: what was not read of this incarnation is gone."""
-        self.outcomes = np.zeros(len(Outcome), np.int64)
-        self.skipped = np.zeros(len(SkipReason), np.int64)
-
-    def update_end(self, end: int | None, topic_id: str | None) -> None:
-        """Set the broker's end offset and the topic's id, where they are known."""
-        self.end = max(self.end, end or 0)
-        if topic_id is not None and topic_id != self.mark.topic_id:
-            self.mark = PartitionFingerprint(topic_id, self.mark.last)
-
-    def state(self) -> dict[str, Any]:
-        """Return the account as JSON values, for a checkpoint."""
-        return {
-            "topic": self.name.topic,
-            "partition": self.name.partition,
-            "incarnation": self.name.incarnation,
-            "start": self.start,
-            "position": [self.position.offset, self.position.row],
-            "end": self.end,
-            "gaps": self.gaps,
-            "removed": self.removed,
-            "passed": self.passed,
-            "time_ms": self.time_ms,
-            "topic_id": self.mark.topic_id,
-            "last": None if self.mark.last is None else asdict(self.mark.last),
-            "outcomes": {outcome.label: int(self.outcomes[outcome]) for outcome in Outcome},
-            "skipped": {reason.label: int(self.skipped[reason]) for reason in SkipReason},
-        }
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> Self:
-        """Return an account from its state in a checkpoint."""
-        account = cls(TopicPartition(state["topic"], state["partition"], state["incarnation"]), state["start"])
-        account.position = account.counted = Position(*state["position"])
-        account.end, account.gaps, account.removed = state["end"], state["gaps"], state["removed"]
-        account.passed, account.time_ms = state["passed"], state["time_ms"]
-        last = state["last"]
-        account.mark = PartitionFingerprint(state["topic_id"], None if last is None else Fingerprint(**last))
-        account.outcomes = np.array([state["outcomes"].get(outcome.label, 0) for outcome in Outcome], np.int64)
-        account.skipped = np.array([state["skipped"].get(reason.label, 0) for reason in SkipReason], np.int64)
-        return account
-
-    @property
-    def trained(self) -> PartitionProgress:
-        """How far a version that is published now is trained."""
-        return PartitionProgress(self.position.offset - 1, self.name.incarnation, self.time_ms)
-
-    @property
-    def pending(self) -> int:
-        """Number of offsets without an outcome that can still be read."""
-        return 0 if self.superseded else max(0, self.end - self.position.offset)
-
-    def report(self) -> PartitionReport:
-        """Return the numbers of the account, which add up."""
-        here = self.position.offset
-        gone = max(0, self.end - here) - self.pending
-        return PartitionReport(
-            start=self.start,
-            end=max(self.end, here),
-            finished=here - self.start - self.gaps - self.passed - self.removed,
-            passed=self.passed,
-            gaps=self.gaps,
-            removed=self.removed + gone,
-            pending=self.pending,
-            trained_through=here - 1,
-            incarnation=self.name.incarnation,
-            outcomes=_by_outcome(self.outcomes),
-            skipped=_by_reason(self.skipped),
-        )
 
 
 class Ledger:
@@ -124,6 +41,11 @@ class Ledger:
         self._learned = RecordTimes()
         self._open: list[tuple[Span, Outcome, SkipReason]] = []
         self._moved: set[int] = set()
+        self._files = FileTotals()
+        self.first_open: Callable[[], Mapping[int, int]] = dict
+        """Returns, by index of the partition, the first offset of an event or label that waits; see `LateLabels`."""
+        self.ended = 0
+        """Number of events that have ended after they waited, since the start of the process."""
 
     def add_partition(self, name: TopicPartition, start: int) -> None:
         """Open the account of the partition with the next index, at offset `start`."""
@@ -171,6 +93,34 @@ class Ledger:
         for index, last in span.last.items():
             account = self.partitions[index]
             account.mark = PartitionFingerprint(account.mark.topic_id, last)
+
+    def end(self, decided: Decided, outcome: Outcome, reason: SkipReason = SkipReason.NONE) -> None:
+        """Count how events ended that have waited for their label.
+
+        Args:
+            decided: the events; those that were not in the batch have their outcome and reason already.
+            outcome: of those in the batch: TRAINED, or SKIPPED.
+            reason: why those were skipped.
+        """
+        span = decided.span
+        settled = decided.ends(outcome)
+        reasons = np.where(span.trained, np.uint8(reason), span.columns["reason"])
+        self._count_ended(span.columns["partition"][decided.ended], settled[decided.ended], reasons[decided.ended])
+        learned = span.trained & (outcome is Outcome.TRAINED) & np.greater(span.columns["time_ms"], 0)
+        self._learned.add(span.columns["time_ms"][learned].astype(np.int64))
+
+    def end_erased(self, partition: NDArray[np.int32]) -> int:
+        """Count waiting events that were erased, one for each index of a partition; return how many."""
+        skipped, erased = (np.full(len(partition), value, np.uint8) for value in (Outcome.SKIPPED, SkipReason.ERASED))
+        self._count_ended(partition, skipped, erased)
+        return len(partition)
+
+    def _count_ended(self, partition: Array, outcome: NDArray[np.uint8], reason: Array) -> None:
+        self.ended += len(partition)
+        for index in np.unique(partition).tolist():
+            account, own = self.partitions[index], partition == index
+            account.waited += np.bincount(outcome[own], minlength=len(Outcome))
+            account.waited_skipped += np.bincount(reason[own], minlength=len(SkipReason))
 
     def take_moved(self) -> set[int]:
         """Return the indices of the partitions whose position has moved since the last call."""
@@ -222,10 +172,15 @@ class Ledger:
         self._learned.add(columns["time_ms"][learned].astype(np.int64))
 
     def _first(self, columns: Mapping[str, Array], partitions: Iterable[int]) -> NDArray[np.bool_]:
-        """Return which rows have a record time, and are in no version yet; all are of the given partitions."""
+        """Return which rows have a record time, and are in no version yet; all are of the given partitions.
+
+        Rows of files are none of them: how old they are says nothing of how fast the learner is.
+        """
         first: NDArray[np.bool_] = np.greater(columns["time_ms"], 0)
-        for index in partitions if self._published else ():
+        for index in partitions:
             name = self.partitions[index].name
+            if name.history:
+                first &= np.not_equal(columns["partition"], index)
             published = self._published.get(str(name))
             if published is not None and published.incarnation == name.incarnation:
                 first &= np.not_equal(columns["partition"], index) | np.greater(columns["offset"], published.offset)
@@ -239,32 +194,55 @@ class Ledger:
 
     @property
     def trained_through(self) -> dict[str, PartitionProgress]:
-        """How far training is on all partitions, by `topic:partition`."""
+        """How far training is on all partitions of topics, by `topic:partition`; there may be thousands of files."""
         self.count()
-        return {str(account.name): account.trained for account in self.partitions}
+        first = self.first_open()
+        each = enumerate(self.partitions)
+        return {str(one.name): one.trained(first.get(index)) for index, one in each if not one.name.history}
+
+    @property
+    def seen_through(self) -> dict[str, int]:
+        """The last offset that was read of each partition of topics and not left for later, by `topic:partition`."""
+        accounts = [account for account in self.partitions if not account.name.history]
+        return {str(account.name): account.position.offset - 1 for account in accounts}
 
     @property
     def outcomes(self) -> dict[str, int]:
         """Events by outcome, over all partitions."""
-        self.count()
-        totals = sum((account.outcomes for account in self.partitions), np.zeros(len(Outcome), np.int64))
-        return _by_outcome(totals)
+        return by_outcome(sum((each.outcomes for each in self._totals()), np.zeros(len(Outcome), np.int64)))
+
+    @property
+    def waited(self) -> dict[str, int]:
+        """How events that waited for their label ended: by outcome, over all partitions."""
+        return by_outcome(sum((each.waited for each in self._totals()), np.zeros(len(Outcome), np.int64)))
 
     @property
     def skipped(self) -> dict[str, int]:
         """Skipped events by reason, over all partitions."""
-        self.count()
-        totals = sum((account.skipped for account in self.partitions), np.zeros(len(SkipReason), np.int64))
-        return _by_reason(totals)
+        return by_reason(sum((each.skipped for each in self._totals()), np.zeros(len(SkipReason), np.int64)))
 
     def reports(self) -> Mapping[str, PartitionReport]:
-        """Return the numbers of all accounts, by `topic:partition`, or `topic#incarnation:partition` if superseded."""
+        """Return the numbers of all accounts, by `topic:partition`, or `topic#incarnation:partition` if superseded.
+
+        The files of each pass over the history are one account, by the topic alone.
+        """
         self.count()
+        first = self.first_open()
+        files = self._files.sums(self.partitions, first)
         return {
-            f"{name.topic}#{name.incarnation}:{name.partition}" if account.superseded else str(name): account.report()
-            for account in self.partitions
-            for name in [account.name]
-        }
+            f"{name.topic}#{name.incarnation}:{name.partition}" if each.superseded else str(name): each.report(
+                first.get(index)
+            )
+            for index, each in enumerate(self.partitions)
+            for name in [each.name]
+            if not name.history
+        } | {topic: total.report() for topic, total in files.items()}
+
+    def _totals(self) -> list[PartitionLedger]:
+        """Return the counted accounts of partitions, and the total of the files of each pass."""
+        self.count()
+        files = self._files.sums(self.partitions, self.first_open())
+        return [each for each in self.partitions if not each.name.history] + [each.account for each in files.values()]
 
     def _supersede(self) -> None:
         latest = set(latest_incarnations(account.name for account in self.partitions).values())
@@ -279,11 +257,3 @@ def _distinct(offset: Array, row: Array) -> Array:
         return offset
     assert (rising | (np.equal(offset[1:], offset[:-1]) & np.greater(row[1:], row[:-1]))).all()
     return np.unique(offset)
-
-
-def _by_outcome(counts: NDArray[np.int64]) -> dict[str, int]:
-    return {outcome.label: int(counts[outcome]) for outcome in Outcome if outcome is not Outcome.PENDING}
-
-
-def _by_reason(counts: NDArray[np.int64]) -> dict[str, int]:
-    return {reason.label: int(counts[reason]) for reason in SkipReason if counts[reason] and reason}

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from prometheus_client import Counter
 
 from ingest.events.block import Outcome
-from learner.stream.ledger import PartitionLedger
+from learner.stream.partition_ledger import PartitionLedger
 
 
 class OutcomeCounters:

@@ -11,7 +11,8 @@ import numpy as np
 from anabranch.core.errors import SettingsError
 from ingest.events.block import Block, Outcome, SkipReason
 from ingest.reader.cursors import Partition
-from learner.stream.batches import PATIENCE, PENDING, Batch, BatchBuilder, Blocks
+from learner.stream.batch import Batch
+from learner.stream.batches import PATIENCE, BatchBuilder, Blocks, trainable
 
 _DEAD_LETTERED, _SKIPPED = np.uint8(Outcome.DEAD_LETTERED), np.uint8(Outcome.SKIPPED)
 _TOMBSTONE = np.uint8(SkipReason.TOMBSTONE)
@@ -31,7 +32,8 @@ class Partitioned(Blocks, Protocol):
 class _PartitionQueue:
     """Blocks of one partition that wait for their turn."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, unlabelled: bool) -> None:
+        self._unlabelled = unlabelled
         self.blocks: deque[Block] = deque()
         self.cursor = 0
         self.trainable = 0
@@ -50,7 +52,7 @@ class _PartitionQueue:
             self.blocks[-1] = Block(self.blocks[-1].columns, (merged,))
             return True
         self.blocks.append(block)
-        self.trainable += _trainable(block)
+        self.trainable += int(trainable(block.columns, unlabelled=self._unlabelled).sum())
         return True
 
     def give(self, count: int, parts: BatchBuilder) -> None:
@@ -63,17 +65,31 @@ class _PartitionQueue:
                 self.blocks.popleft()
                 self.cursor = 0
 
+    def give_rest(self, parts: BatchBuilder) -> None:
+        """Move all events that are left, of which none is to train on, into the batch."""
+        while self.blocks:
+            parts.take(self.blocks.popleft(), self.cursor, 1)
+            self.cursor = 0
+
 
 class RoundRobin:
     """Splits the stream into batches of exactly `batch_size` new events: one of each partition in turn, by offset.
+
+    Files of the history come first, one after the other.
 
     It waits for a partition without events, unless the partition is read to the broker's end. So the batches of topics
     that were filled beforehand depend on no clock, and not on the order in which blocks arrive. At the end of all
     partitions, fewer events than a batch wait for more.
     """
 
-    def __init__(self, source: Partitioned, batch_size: int, settled: Callable[[int], int]) -> None:
-        """Take `settled`: it returns the first offset without outcome of a partition, given its index."""
+    def __init__(
+        self, source: Partitioned, batch_size: int, settled: Callable[[int], int], *, unlabelled: bool = False
+    ) -> None:
+        """Take `settled`: it returns the first offset without outcome of a partition, given its index.
+
+        `unlabelled`: whether events without a label are trained on too.
+        """
+        self._unlabelled = unlabelled
         self._source = source
         self._batch_size = batch_size
         self._settled = settled
@@ -92,10 +108,8 @@ class RoundRobin:
         while not stop.is_set():
             counts = self._counts()
             if counts is not None:
-                parts = BatchBuilder()
-                for queue, count in zip(self._queues, counts, strict=True):
-                    if count:
-                        queue.give(count, parts)
+                parts = BatchBuilder(unlabelled=self._unlabelled)
+                self._give(counts, parts)
                 return parts.batch()
             block = self._source.poll(PATIENCE)
             if block is None:
@@ -117,15 +131,23 @@ class RoundRobin:
     def _counts(self) -> list[int] | None:
         """Return how many events each partition gives to the next batch; None while more have to be read first."""
         partitions = self._source.partitions
-        self._queues += [_PartitionQueue() for _ in range(len(partitions) - len(self._queues))]
+        self._open_queues()
         ended = [self._ended(index, partition) for index, partition in enumerate(partitions)]
         counts, turn, passed = [0] * len(partitions), self._turn, 0
         missing = self._batch_size
+        for index, partition in enumerate(partitions):
+            if missing and partition.name.history:
+                counts[index] = min(missing, self._queues[index].trainable)
+                missing -= counts[index]
+                if missing and not ended[index]:
+                    return None
         while missing:
             if passed == len(partitions):
                 return None
             index = turn % len(partitions)
             turn, passed = index + 1, passed + 1
+            if partitions[index].name.history:
+                continue
             if counts[index] < self._queues[index].trainable:
                 counts[index] += 1
                 missing, passed = missing - 1, 0
@@ -133,6 +155,18 @@ class RoundRobin:
                 return None
         self._turn = turn
         return counts
+
+    def _open_queues(self) -> None:
+        missing = len(self._source.partitions) - len(self._queues)
+        self._queues += [_PartitionQueue(unlabelled=self._unlabelled) for _ in range(missing)]
+
+    def _give(self, counts: Sequence[int], parts: BatchBuilder) -> None:
+        """Move events into the batch; with the first one after a file, all that are left of the file too."""
+        for index, (queue, partition) in enumerate(zip(self._queues, self._source.partitions, strict=True)):
+            if counts[index]:
+                queue.give(counts[index], parts)
+            if partition.name.history and any(counts[index + 1 :]):
+                queue.give_rest(parts)
 
     def _ended(self, index: int, partition: Partition) -> bool:
         """Return whether a partition is read to its end, which the broker has to have reported."""
@@ -142,7 +176,7 @@ class RoundRobin:
     def _sort(self, block: Block) -> Batch | None:
         """Copy a block's rows to the queues of their partitions; return those that may be settled at once, if any."""
         settled = BatchBuilder()
-        self._queues += [_PartitionQueue() for _ in range(len(self._source.partitions) - len(self._queues))]
+        self._open_queues()
         for cover in block.coverage:
             own = block.columns["partition"] == cover.partition
             rows = {name: column[own] for name, column in block.columns.items()}
@@ -165,8 +199,3 @@ def _matters(block: Block) -> bool:
     outcome, reason = block.columns["outcome"], block.columns["reason"]
     without = (outcome == _DEAD_LETTERED) | ((outcome == _SKIPPED) & (reason != _TOMBSTONE))
     return not bool(without.all())
-
-
-def _trainable(block: Block) -> int:
-    rows = block.columns
-    return int(((rows["outcome"] == PENDING) & rows["labelled"].astype(np.bool_)).sum())

@@ -68,20 +68,22 @@ def _checkpointed(kind: type[nn.Module]) -> type[nn.Module]:
             self,
             *args,
             use_reentrant=False,
-            context_fn=lambda: (contextlib.nullcontext(), _OnCopiesOfBuffers(self)),
+            context_fn=lambda: (contextlib.nullcontext(), OnCopiesOfBuffers(self)),
             **kwargs,
         )
 
     return type(kind.__name__, (kind,), {"forward": forward})
 
 
-class _OnCopiesOfBuffers:
-    """Restores buffers after the recomputation: otherwise batch norm would count each batch twice.
+class OnCopiesOfBuffers:
+    """Binds a module's buffers to copies in its block: a pass there, such as a recomputation, leaves them unchanged.
 
-    May be entered several times in sequence: a retained graph is traversed once per gradient.
+    Buffers that earlier passes keep for the backward pass are not written. May be entered several times in sequence: a
+    retained graph is traversed once per gradient.
     """
 
     def __init__(self, module: nn.Module) -> None:
+        """Take the module whose buffers are copied, with those of its children."""
         self._module = module
         self._kept: list[tuple[dict[str, Tensor | None], dict[str, Tensor | None]]] = []
 

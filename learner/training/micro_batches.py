@@ -5,9 +5,7 @@ Legend: B new events, R of a sample.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from learner.model.cuda_graph import GraphedPass
@@ -46,11 +44,7 @@ def num_parts(counts: Sequence[int], max_rows: int | None) -> int:
 def idle(new: Examples, old: Sequence[Examples]) -> Part:
     """Return events of weight 0, two of each group, for a pass that other ranks need this rank to run."""
     first, *others = [events[:2] if len(events) > 1 else pad_single(events) for events in (new, *old) if len(events)]
-    return _weightless(first), [_weightless(events) for events in others]
-
-
-def _weightless(examples: Examples) -> Examples:
-    return replace(examples, weight_B=torch.zeros_like(examples.weight_B))
+    return first.weightless(), [events.weightless() for events in others]
 
 
 def _part(examples: Examples, index: int, parts: int) -> Examples:
@@ -90,7 +84,7 @@ def _tensors_of(events: Sequence[Examples], weights: StepWeights) -> list[Tensor
     tensors = [weights.new, *weights.old, *([] if weights.present_C is None else [weights.present_C])]
     for each in events:
         tensors += [*each.features.values(), each.label_B, each.weight_B]
-        tensors += [] if each.output_B is None else [each.output_B]
+        tensors += each.optional.values()
     return tensors
 
 
@@ -101,13 +95,5 @@ def _with_tensors(
     rest: Iterator[Tensor] = iter(tensors)
     new, old = next(rest), [next(rest) for _ in weights.old]
     given = StepWeights(new, old, None if weights.present_C is None else next(rest))
-    replaced = [
-        Examples(
-            {name: next(rest) for name in each.features},
-            next(rest),
-            next(rest),
-            None if each.output_B is None else next(rest),
-        )
-        for each in events
-    ]
+    replaced = [each.map(lambda _: next(rest)) for each in events]
     return replaced, given

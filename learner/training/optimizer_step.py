@@ -1,7 +1,7 @@
 """From gradients to weights: norm, loss scale, learning rate and optimizer."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from anabranch.core.failures import out_of_memory
 from learner.config import LearnerSettings, ScheduleSettings
 from learner.model.device import Precision
-from learner.training.optimizers import build_optimizer, load_optimizer, param_of, state_scalars
+from learner.training.optimizers import build_optimizer, load_optimizer, param_of, state_scalars, state_tensors
 from learner.training.out_of_memory import memory_error
 from learner.training.parallelism import Ranks, Weights, WholeWeights
 
@@ -21,10 +21,9 @@ class OptimizerStep:
     def __init__(
         self, settings: LearnerSettings, model: nn.Module, precision: Precision, device: torch.device, ranks: Ranks
     ) -> None:
-        self.gradients = Gradients(
-            [weight for weight in model.parameters() if weight.requires_grad], settings.max_grad_norm, ranks.weights
-        )
-        self.optimizer = ranks.shard(build_optimizer(settings.optimizer, model.parameters()))
+        self._trained = [weight for weight in model.parameters() if weight.requires_grad]
+        self.gradients = Gradients(self._trained, settings.max_grad_norm, ranks.weights)
+        self.optimizer = ranks.shard(build_optimizer(settings.optimizer, self.gradients.leaves))
         self.schedule = Schedule(settings.schedule)
         self.scaler = torch.amp.GradScaler(device.type, enabled=precision.scaled)
         self._scaled = precision.scaled
@@ -36,11 +35,16 @@ class OptimizerStep:
             and getattr(self.optimizer, "_step_supports_amp_scaling", False)
         )
         """Whether `apply` takes `skip` once the optimizer has its state."""
-        self._weights = ranks.weights
+        self._ranks = ranks
         self._device = device
         self._name = settings.optimizer.name
         self._has_state = False
         """Whether the optimizer has allocated its state."""
+
+    def end_backward(self) -> None:
+        """Take the gradients of all micro-batches, and average them over the ranks where no backward pass does."""
+        self.gradients.take()
+        self._ranks.average_gradients(self.gradients.leaves)
 
     def unscale(self) -> None:
         """Divide the gradients by the loss scale, once all micro-batches have added theirs."""
@@ -103,6 +107,11 @@ class OptimizerStep:
         finally:
             del optimizer.found_inf
 
+    def reset(self) -> None:
+        """Discard what the optimizer keeps of each weight, such as momentum."""
+        self.optimizer.state.clear()
+        self._has_state = False
+
     def begin(self, step: int) -> None:
         """Clear the gradients, and set the learning rate for a step."""
         self.gradients.clear()
@@ -120,6 +129,15 @@ class OptimizerStep:
             "schedule": {"step": step, **self.schedule.state()},
         }
 
+    def tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return the optimizer's tensors of this rank by name, and the weight that each belongs to."""
+        tensors = state_tensors(self.optimizer)
+        return tensors, self.weights_of(tensors)
+
+    def weights_of(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Return the weight that each of the optimizer's tensors belongs to, where there is one."""
+        return param_of(self._trained, names)
+
     def restore(self, kept: Mapping[str, Tensor], state: Mapping[str, Any]) -> int:
         """Restore the state of a checkpoint and return its step; settings of the optimizer stay those of the config.
 
@@ -127,7 +145,9 @@ class OptimizerStep:
             RuntimeError, KeyError, ValueError: the state is of another model or optimizer.
         """
         self.schedule.scale = 1.0
-        load_optimizer(self.optimizer, self._weights.shard_like(kept, param_of(self.optimizer, kept)), state)
+        weights = self._ranks.weights
+        shards = weights.shard_like(kept, self.weights_of(kept))
+        load_optimizer(self.optimizer, dict(zip(shards, weights.local_shards([*shards.values()]), strict=True)), state)
         self._has_state = bool(kept)
         if self._scaled and state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
@@ -188,14 +208,28 @@ class Gradients:
     """
 
     def __init__(self, weights: Sequence[nn.Parameter], max_norm: float, shards: Weights | None = None) -> None:
+        self._shards = shards or WholeWeights()
         self._weights = weights
         self._max_norm = max_norm
-        self._shards = shards or WholeWeights()
+        with torch.no_grad():
+            self.leaves = [
+                weight if shard is weight else nn.Parameter(shard)
+                for weight, shard in zip(weights, self._shards.local_shards(weights), strict=True)
+            ]
+        """What the optimizer updates: the weights, or plain tensors that share the memory of this rank's shards."""
+        self._counted = [self._shards.counts(weight) for weight in weights]
 
     def clear(self) -> None:
         """Set all gradients to None."""
-        for weight in self._weights:
-            weight.grad = None
+        for weight, leaf in zip(self._weights, self.leaves, strict=True):
+            weight.grad = leaf.grad = None
+
+    def take(self) -> None:
+        """Take this rank's shards of the gradients, where the weights are sharded."""
+        if not self._shards.sharded:
+            return
+        for weight, leaf in zip(self._weights, self.leaves, strict=True):
+            leaf.grad = self._shards.gradient(weight)
 
     @torch.no_grad()
     def clip(self) -> Tensor:
@@ -204,15 +238,18 @@ class Gradients:
         Returns:
             Their norm before, a scalar on the device; correct up to rounding where any norm is allowed.
         """
-        gradients = self._shards.local_shards([weight.grad for weight in self._weights if weight.grad is not None])
-        if not gradients:
-            return self._weights[0].new_zeros(())
-        if math.isinf(self._max_norm) and gradients[0].is_cpu:
+        with_gradients = [pair for pair in zip(self.leaves, self._counted, strict=True) if pair[0].grad is not None]
+        gradients = [leaf.grad for leaf, _ in with_gradients if leaf.grad is not None]
+        counted = [leaf.grad for leaf, is_counted in with_gradients if is_counted and leaf.grad is not None]
+        if not counted:
+            norm = self._shards.norm(self.leaves[0].detach().new_zeros(()))
+        elif math.isinf(self._max_norm) and counted[0].is_cpu:
             # Only whether it is finite matters then, and this takes half the time.
-            squares = [torch.dot(flat, flat) for flat in (gradient.reshape(-1) for gradient in gradients)]
-            return self._shards.norm(torch.stack(squares).sum().sqrt())
-        norm = self._shards.norm(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))))
-        if math.isinf(self._max_norm) or (norm.is_cpu and not norm.item() + 1e-6 > self._max_norm):
+            squares = [torch.dot(flat, flat) for flat in (gradient.reshape(-1) for gradient in counted)]
+            norm = self._shards.norm(torch.stack(squares).sum().sqrt())
+        else:
+            norm = self._shards.norm(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(counted))))
+        if math.isinf(self._max_norm) or not gradients or (norm.is_cpu and not norm.item() + 1e-6 > self._max_norm):
             return norm  # times 1 changes nothing; on a device, to compare would be to wait
         torch._foreach_mul_(gradients, (self._max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm

@@ -43,10 +43,6 @@ def build_optimizer(settings: OptimizerSettings, parameters: Iterable[nn.Paramet
     unknown = sorted(set(arguments) - set(names))
     if unknown:
         raise SettingsError(f"learner.optimizer: {settings.name} has no {unknown[0]!r}; it takes {', '.join(names)}")
-    if settings.name == "sgd" and arguments.get("fused") and _in_parts(weights):
-        raise SettingsError(
-            'learner.optimizer: sgd has no fused form for the weights of learner.sharding = "fsdp"; leave fused out'
-        )
     try:
         return kind(weights, **arguments, **_fused(settings.name, weights, arguments))
     except (TypeError, ValueError, RuntimeError) as exc:
@@ -54,19 +50,22 @@ def build_optimizer(settings: OptimizerSettings, parameters: Iterable[nn.Paramet
 
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return the optimizer's tensors, each as `<index of the parameter>.<name>`; its steps change them."""
+    """Return the optimizer's tensors, each as `<index of the parameter>.<name>`; its steps change them.
+
+    Parameters without elements have none: in a pipeline they are those of other ranks.
+    """
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     return {
         f"{index}.{name}": value
         for index, values in optimizer.state_dict()["state"].items()
         for name, value in values.items()
-        if isinstance(value, Tensor)
+        if isinstance(value, Tensor) and weights[index].numel()
     }
 
 
-def param_of(optimizer: torch.optim.Optimizer, tensors: Iterable[str]) -> dict[str, Tensor]:
-    """Return the parameter of each name that `state_tensors` gives, if the optimizer has it."""
-    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-    indices = {name: int(name.partition(".")[0]) for name in tensors}
+def param_of(weights: Sequence[Tensor], names: Iterable[str]) -> dict[str, Tensor]:
+    """Return which of an optimizer's weights each name that `state_tensors` gives belongs to, if there is one."""
+    indices = {name: int(name.partition(".")[0]) for name in names}
     return {name: weights[index] for name, index in indices.items() if index < len(weights)}
 
 
@@ -89,7 +88,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tenso
     if state["kind"] != _kind(optimizer):
         raise ValueError(f"the checkpoint is of {state['kind']}, and learner.optimizer is {_kind(optimizer)}")
     restored: dict[int, dict[str, Any]] = {int(index): dict(values) for index, values in state["others"].items()}
-    weights = param_of(optimizer, tensors)
+    weights = param_of([weight for group in optimizer.param_groups for weight in group["params"]], tensors)
     for key, value in tensors.items():
         index, _, name = key.partition(".")
         restored.setdefault(int(index), {})[name] = _in_format_of(weights.get(key), value)
@@ -134,16 +133,11 @@ def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     return [{**group, "params": [next(indices) for _ in group["params"]]} for group in optimizer.param_groups]
 
 
-def _in_parts(weights: Sequence[nn.Parameter]) -> bool:
-    """Return whether the weights are DTensors, without importing that class, which takes seconds."""
-    return any(hasattr(weight, "device_mesh") for weight in weights)
-
-
 def _fused(name: str, weights: Sequence[nn.Parameter], arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return `fused=True` where the fused form exists and is faster, unless the user has set it."""
     if name not in _FUSED or {"fused", "foreach", "differentiable"} & arguments.keys():
         return {}
-    if not all(weight.is_floating_point() for weight in weights) or (name == "sgd" and _in_parts(weights)):
+    if not all(weight.is_floating_point() for weight in weights):
         return {}
     kinds = {weight.device.type for weight in weights}
     if kinds == {"cuda"}:

@@ -1,11 +1,15 @@
 """What a trainer needs of the ranks that train one model together: averaging, and the layout of weights."""
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+Tensors = Mapping[str, Tensor]
 
 
 class Weights(Protocol):
@@ -14,8 +18,11 @@ class Weights(Protocol):
     sharded: bool
     """Whether each rank has only a shard of them."""
 
-    def split(self, model: nn.Module) -> None:
-        """Keep only this rank's shards of the model's parameters, which are replaced."""
+    def split(self, model: nn.Module, output: Callable[[], Tensor]) -> None:
+        """Keep only this rank's shards of the model's parameters, which are replaced.
+
+        `output` runs the model on a few events, in evaluation mode; its result can be differentiated.
+        """
         ...
 
     def num_forwards(self, n: int) -> int:
@@ -38,12 +45,25 @@ class Weights(Protocol):
         """Return this rank's shards of parameters or gradients, as tensors that share their memory."""
         ...
 
-    def norm(self, norm: Tensor) -> Tensor:
-        """Return the norm of the full tensors, given that of this rank's shards; both are scalars."""
+    def gradient(self, weight: nn.Parameter) -> Tensor | None:
+        """Return this rank's shard of a weight's gradient; all ranks ask for the same weights in the same order."""
         ...
 
-    def full_tensors(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name of each tensor and the full tensor, on the device: copy it before the next step or item."""
+    def counts(self, weight: nn.Parameter) -> bool:
+        """Return whether this rank is the first of those that have the same shard of a weight."""
+        ...
+
+    def norm(self, norm: Tensor) -> Tensor:
+        """Return the norm of the full tensors, given that of the shards that this rank counts; both are scalars."""
+        ...
+
+    def full_tensors(
+        self, tensors: Mapping[str, Tensor], like: Mapping[str, Tensor] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield the name of each tensor and the full tensor, on the device: copy it before the next step or item.
+
+        `like`: the weight of which a tensor has the shape, where it is the local shard of such a tensor.
+        """
         ...
 
     def shard_like(self, tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -56,7 +76,7 @@ class WholeWeights:
 
     sharded = False
 
-    def split(self, model: nn.Module) -> None:
+    def split(self, model: nn.Module, output: Callable[[], Tensor]) -> None:
         """Leave the model as it is."""
 
     def num_forwards(self, n: int) -> int:
@@ -77,11 +97,23 @@ class WholeWeights:
         """Return the tensors."""
         return list(tensors)
 
+    def gradient(self, weight: nn.Parameter) -> Tensor | None:
+        """Return the gradient."""
+        return weight.grad
+
+    def counts(self, weight: nn.Parameter) -> bool:  # noqa: ARG002
+        """Return True."""
+        return True
+
     def norm(self, norm: Tensor) -> Tensor:
         """Return the norm unchanged."""
         return norm
 
-    def full_tensors(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    def full_tensors(
+        self,
+        tensors: Mapping[str, Tensor],
+        like: Mapping[str, Tensor] | None = None,  # noqa: ARG002
+    ) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors themselves, in their order."""
         for name, value in tensors.items():
             yield name, value.detach()
@@ -91,13 +123,64 @@ class WholeWeights:
         return dict(tensors)
 
 
+@dataclass(frozen=True)
+class PassCallbacks:
+    """What a pipeline calls in its passes.
+
+    Attributes:
+        before_pass: called before each pass over a micro-batch; may wait.
+        autocast: returns the context in which the modules run.
+        raised: returns whether the model has raised in this step on this rank.
+        recorded: records an error, given the events of the pass; returns whether this rank can continue.
+    """
+
+    before_pass: Callable[[], object]
+    autocast: Callable[[], contextlib.AbstractContextManager[object]]
+    raised: Callable[[], bool]
+    recorded: Callable[[Exception, int], bool]
+
+
+class PipelineRanks(Protocol):
+    """Runs the stages of a model on its ranks. All ranks of a pipeline make the same calls with the same events."""
+
+    ranks: int
+    """The ranks of a pipeline."""
+    is_last: bool
+    """Whether this rank has the model's output."""
+    output_shape: tuple[int, ...]
+    """Shape of the model's output for one event."""
+    output_dtype: torch.dtype
+    """Its dtype."""
+
+    def run(self, features: Sequence[Tensors], loss: Callable[[int, Tensor], Tensor], callbacks: PassCallbacks) -> None:
+        """Add the gradient of a step to the weights of this rank.
+
+        Args:
+            features: of each micro-batch.
+            loss: takes the index of a micro-batch and the model's output for it, and returns the loss to differentiate;
+                called on the last rank alone.
+            callbacks: called in the passes.
+        """
+        ...
+
+    def share(self, values: Tensor) -> Tensor:
+        """Return the sum of the values of all ranks of the pipeline, in place."""
+        ...
+
+
 class Ranks(Protocol):
     """Averages the gradients of N ranks. All ranks make the same calls in the same order."""
 
     size: int
-    """N."""
+    """N: how many ranks, or groups of ranks with the same events, train on different events."""
+    world: int
+    """The number of all ranks that take a step together."""
+    splits_model: bool
+    """Whether ranks with the same events have different parts of the model."""
     weights: Weights
     """How the weights are split over the ranks."""
+    pipeline: PipelineRanks | None
+    """The stages of this rank; None where ranks have all modules. Set when the weights are split."""
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Return the module to run in training: the backward pass through it averages gradients over the ranks."""
@@ -112,11 +195,28 @@ class Ranks(Protocol):
         ...
 
     def average(self, tensors: Sequence[Tensor]) -> None:
-        """Average tensors over the ranks, in place; return when they can be used on the device."""
+        """Average tensors over the N ranks, in place; return when they can be used on the device."""
+        ...
+
+    def average_gradients(self, leaves: Sequence[nn.Parameter]) -> None:
+        """Average the gradients of a step, after its last backward pass, unless that pass has averaged them."""
+        ...
+
+    def average_all(self, tensor: Tensor) -> None:
+        """Average a tensor over all ranks, in place, so that all have the same bits."""
         ...
 
     def any(self, tensor: Tensor) -> Tensor:
-        """Return where a bool tensor is true on any rank."""
+        """Return where a bool tensor is true on any of all ranks."""
+        ...
+
+    @property
+    def sent_bytes(self) -> int | None:
+        """Bytes that this rank has sent to average gradients and other tensors; None: it does not count them."""
+        ...
+
+    def count_gradients(self) -> None:
+        """Count the gradients of one backward pass into `sent_bytes`."""
         ...
 
     def reset_comm_state(self) -> None:
@@ -127,10 +227,13 @@ class Ranks(Protocol):
 class SingleRank:
     """A single rank, which has nothing to average."""
 
-    size = 1
+    size = world = 1
+    splits_model = False
+    sent_bytes = None
 
     def __init__(self) -> None:
         self.weights: Weights = WholeWeights()
+        self.pipeline: PipelineRanks | None = None
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Return the module itself."""
@@ -147,9 +250,18 @@ class SingleRank:
     def average(self, tensors: Sequence[Tensor]) -> None:
         """Leave them as they are."""
 
+    def average_gradients(self, leaves: Sequence[nn.Parameter]) -> None:
+        """Leave them as they are."""
+
+    def average_all(self, tensor: Tensor) -> None:
+        """Leave it as it is."""
+
     def any(self, tensor: Tensor) -> Tensor:
         """Return the tensor itself."""
         return tensor
+
+    def count_gradients(self) -> None:
+        """Do nothing: none are sent."""
 
     def reset_comm_state(self) -> None:
         """Do nothing: there is no such state."""

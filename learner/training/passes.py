@@ -21,8 +21,10 @@ from learner.model.device import Precision
 from learner.model.embedding import Embeddings, TaskEmbedding
 from learner.model.factory import forward
 from learner.model.task import Task
-from learner.strategies.base import MicroBatchLoss, StepWeights, Strategy
+from learner.strategies.base import Forward, MicroBatchLoss, StepWeights, Strategy
+from learner.strategies.early_negatives import weighted_by_importance
 from learner.strategies.examples import Examples
+from learner.strategies.teacher_loss import TeacherLoss
 from learner.training.micro_batches import idle, micro_batches, run_graphed
 from learner.training.optimizer_step import OptimizerStep
 from learner.training.out_of_memory import halve_micro_batch, oom_warning, release
@@ -73,8 +75,11 @@ class Passes:
         update: OptimizerStep,
         hooks: StepHooks,
         warning: str | None = None,
+        teaching: TeacherLoss | None = None,
     ) -> None:
         """Take the model, and `trained`, which runs it so that gradients are averaged; `classes`: of the label."""
+        self._balanced: Callable[[Examples], Examples] | None = None if teaching is None else teaching.balanced
+        self._loss = strategy.loss if teaching is None else partial(teaching.loss, strategy)
         self.task = task
         self.strategy = strategy
         self.device = device
@@ -87,7 +92,7 @@ class Passes:
         """Most events of a micro-batch; None: all of a step."""
         self.warning = warning
         """One sentence when micro-batches were made smaller after running out of memory."""
-        self._forward_trained = partial(forward, trained)
+        self._forward_trained: Forward = partial(forward, trained)
         self._classes = classes if strategy.sees_classes else None
         self._fixed = settings.deterministic
         self._attempts = _SCALE_RETRIES if precision.scaled and strategy.learns_gradient else 1
@@ -124,6 +129,8 @@ class Passes:
         Raises:
             RankRaisedError: the model raised on one of the ranks.
         """
+        if self._balanced is not None:
+            new, *old = map(self._balanced, (new, *old))
         picked = self._pick(new, old, before) if self.strategy.picks and any(map(len, old)) else None
         if picked is not None:
             old = [events[indices] for events, indices in zip(old, picked, strict=True)]
@@ -175,7 +182,7 @@ class Passes:
             before.restore()
             rows = max(sum(map(len, group)) for group in at_once)
             try:
-                size = halve_micro_batch(rows, self.micro_batch_size, self.device, self._ranks.size, message)
+                size = halve_micro_batch(rows, self.micro_batch_size, self.device, self._ranks.world, message)
             except MemoryShortageError:
                 self.micro_batch_size, self.warning = size_before
                 raise
@@ -200,7 +207,8 @@ class Passes:
             return None
         # One extra entry takes the labels of weight 0: to filter them would be to wait for the device.
         present = torch.zeros(self._classes + 1, dtype=torch.bool, device=self.device)
-        present.index_fill_(0, torch.where(new.weight_B > 0, new.label_B, self._classes), True)
+        has_label_B = new.weight_B > 0 if new.labelled_B is None else new.labelled_B
+        present.index_fill_(0, torch.where(has_label_B, new.label_B, self._classes), True)
         return present[: self._classes]
 
     def _pick(self, new: Examples, old: Sequence[Examples], before: StepSnapshot) -> Sequence[Tensor] | None:
@@ -218,7 +226,7 @@ class Passes:
 
     def _step_weights(self, new: Examples, old: Sequence[Examples]) -> StepWeights:
         """Return the event weights of a step, averaged over all ranks."""
-        weights = [events.weight_B.sum() for events in (new, *old)]
+        weights = [events.total_weight for events in (new, *old)]
         if self._ranks.size > 1:
             together = torch.stack(weights)
             self._ranks.average([together])
@@ -231,7 +239,23 @@ class Passes:
     ) -> StepOutputs:
         """Compute the gradient of the step, transformed by the strategy and clipped, and its numbers."""
         self.strategy.on_step_start()
-        outputs, totals = StepOutputs(), list[Tensor]()
+        outputs = StepOutputs()
+        total = self._run_parts(new, old, weights, outputs, before)
+        if self.strategy.learns_gradient:
+            self._ranks.count_gradients()
+            self.update.end_backward()
+            if self._attempts > 1:
+                self.update.unscale()
+            if self._transforms:
+                self.strategy.transform_gradients(self.update.loss_scale())
+        self._measure(outputs, total, new, rows, before)
+        return outputs
+
+    def _run_parts(
+        self, new: Examples, old: Sequence[Examples], weights: StepWeights, outputs: StepOutputs, before: StepSnapshot
+    ) -> Tensor:
+        """Add the gradient of all micro-batches, and their outputs to `outputs`; return the loss of the step."""
+        totals = list[Tensor]()
         parts = micro_batches(new, old, self.micro_batch_size)
         last = self._ranks.weights.num_forwards(len(parts)) - 1  # before the first pass, in which ranks wait
         for index, (some_new, some_old) in enumerate(parts):
@@ -246,13 +270,7 @@ class Passes:
         for index in range(len(parts), last + 1):
             with self._ranks.no_sync() if index < last else contextlib.nullcontext():
                 self._run_idle(new, old, weights)
-        if self.strategy.learns_gradient:
-            if self._attempts > 1:
-                self.update.unscale()
-            if self._transforms:
-                self.strategy.transform_gradients(self.update.loss_scale())
-        self._measure(outputs, reduce(torch.add, totals), new, rows, before)
-        return outputs
+        return reduce(torch.add, totals)
 
     def _run_idle(self, new: Examples, old: Sequence[Examples], weights: StepWeights) -> None:
         """Run a pass of weight 0, which other ranks with more micro-batches need this rank to run."""
@@ -295,8 +313,11 @@ class Passes:
     def _pass(self, new: Examples, old: Sequence[Examples], weights: StepWeights) -> MicroBatchLoss:
         if self.embedding is not None:
             self.embedding.capture_next()
+        forward = self._forward_trained
+        if new.early_B is not None:
+            forward = weighted_by_importance(forward, new.early_B)
         with self.autocast():
-            loss = self.strategy.loss(self._forward_trained, new, old, weights)
+            loss = self._loss(forward, new, old, weights)
         if self.strategy.learns_gradient:
             self.strategy.backward(loss, self.update.scaler.scale)
         return loss
@@ -317,7 +338,10 @@ class Passes:
             if self._fallback.error is None:  # else the step is undone, and its outputs may be of other events
                 try:
                     loss_B = cat(outputs.new)[:rows] if outputs.new else self.task.loss(output_B, label_B)
-                    score, loss_new = self.task.score(output_B, label_B).sum(), loss_B.sum()
+                    score_B, labelled_B = self.task.score(output_B, label_B), new.labelled_B
+                    if labelled_B is not None:
+                        score_B, loss_B = (torch.where(labelled_B[:rows], each, 0) for each in (score_B, loss_B))
+                    score, loss_new = score_B.sum(), loss_B.sum()
                 except Exception as exc:  # the user's own code may raise anything
                     if not self._fallback.recorded(exc, rows):
                         raise

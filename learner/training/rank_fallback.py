@@ -47,7 +47,7 @@ class RankFallback:
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self.able = ranks.size > 1
+        self.able = ranks.world > 1
         """Whether `run` can complete a pass that raises."""
         self._averaged = 0
         self._skipped = 0
@@ -120,7 +120,8 @@ class RankFallback:
         `rows`: events of the pass, or of what followed it, where the error was raised.
         """
         too_large = isinstance(error, RuntimeError) and out_of_memory(error)
-        recorded = self.able and (too_large or may_be_of_events(error))
+        # Memory runs out on one rank of a split model, whose other ranks wait for activations of so many events.
+        recorded = self.able and (not self._ranks.splits_model if too_large else may_be_of_events(error))
         if recorded:
             self.error = self.error or error
             self._too_large = max(self._too_large, rows if too_large else 0)
@@ -128,7 +129,7 @@ class RankFallback:
 
     def abandon(self) -> None:
         """Reset the modules of a single rank after a pass that raised; `run` completes those of several ranks."""
-        if self._ranks.size == 1:
+        if self._ranks.world == 1:
             self._ranks.weights.repeat_pass()
 
     def run_parts(self, run_pass: Pass[object], parts: Iterable[Examples]) -> None:

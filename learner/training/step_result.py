@@ -127,14 +127,14 @@ def decide(
         RankRaisedError: the model raised on one of the ranks.
     """
     updated, mark = False, 0.0
-    if ranks.size == 1 and outputs.numbers[0].is_cpu and update is None:
+    if ranks.world == 1 and outputs.numbers[0].is_cpu and update is None:
         before_wait()
         outputs.score, outputs.loss_new, *deciding = map(Tensor.item, outputs.numbers)
     else:
         # Of the kind of the norm: the scores of some tasks are integers, which are neither infinite nor NaN.
         numbers = *outputs.numbers, outputs.numbers[3].new_full((), fallback.mark)
         together = torch.stack([number.float() for number in numbers])
-        ranks.average([together])
+        ranks.average_all(together)
         if update is not None:
             all_finite = torch.linalg.vector_norm(together[2:], math.inf) < math.inf
             update.apply(skip=all_finite.logical_not().float())

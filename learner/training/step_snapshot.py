@@ -133,6 +133,8 @@ class StepSnapshot:
         Waits for the device; called once for a model that has such buffers.
         """
         judged = self._copies.judged
+        if not judged:
+            return  # of another stage of a pipeline
         finite = torch.stack([self._copies.values[index].isfinite().all() for index in judged]).tolist()
         self._copies.partly_finite.update(
             index for index, is_finite in zip(judged, finite, strict=True) if not is_finite

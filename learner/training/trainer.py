@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial, reduce
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -17,22 +18,28 @@ from ingest.events.schema import Schema
 from learner.config import LearnerSettings
 from learner.device_memory.host_staging import HostStaging
 from learner.errors import CheckpointError, RankTooLargeError
+from learner.model.adapter import adapter_scale
 from learner.model.device import Precision
 from learner.model.embedding import Embeddings
-from learner.model.factory import forward, tensor_dtype
+from learner.model.factory import forward
 from learner.model.faulty_events import error_of, may_be_of_events, raising
+from learner.model.growing.parts import grow
 from learner.model.rng import restore_rng, rng_tensors, rng_values
 from learner.model.task import Task
-from learner.strategies.base import Strategy, StrategyContext
-from learner.strategies.examples import Examples, Tensors, pad_single
+from learner.model.trained_set import load_trained, trained_state
+from learner.strategies.base import Strategy, StrategyContext, eval_mode
+from learner.strategies.early_negatives import EARLY
+from learner.strategies.examples import TEACHER, Examples, Tensors, pad_single
+from learner.strategies.teacher_loss import TeacherLoss
 from learner.training.activation_checkpointing import checkpoint_activations
 from learner.training.compile import compiled
 from learner.training.host_to_device import Transfer
 from learner.training.optimizer_step import OptimizerStep
-from learner.training.optimizers import state_tensors
 from learner.training.out_of_memory import halve_micro_batch
 from learner.training.parallelism import Ranks, SingleRank
 from learner.training.passes import Passes, StepHooks
+from learner.training.pipelined.passes import PipelinedPasses
+from learner.training.pipelined.search import PipelinedSearch
 from learner.training.raising_search import RaisingSearch
 from learner.training.rank_fallback import RankFallback, RankRaisedError
 from learner.training.step_result import StepOutputs, StepResult
@@ -59,6 +66,7 @@ class Trainer:
         ranks: Ranks | None = None,
         hooks: StepHooks | None = None,
         warning: str | None = None,
+        teaching: TeacherLoss | None = None,
     ) -> None:
         """Prepare the model for training.
 
@@ -74,6 +82,7 @@ class Trainer:
             ranks: those that train together; None: this one alone.
             hooks: where device sharing takes part in a step.
             warning: a sentence on micro-batches that were made smaller before the start.
+            teaching: adds the teacher's part to the loss, where events have its outputs; None: there is no teacher.
         """
         self.model = model.train()
         self.task = task
@@ -89,14 +98,16 @@ class Trainer:
         self._features = [feature.name for feature in schema.features]
         self._ranks = ranks or SingleRank()
         self._fallback = RankFallback(self._ranks)
-        self._ranks.weights.split(model)
+        probe = _probe(schema, device)
+        self._ranks.weights.split(model, partial(_evaluated, model, probe, device))
         self.update = OptimizerStep(settings, model, precision, device, self._ranks)
         checkpoint_activations(self.model, settings.activation_checkpointing)
         self.trained_module = self._ranks.wrap(self.model)
         """The model as steps run it: in a group of ranks, or compiled."""
         if settings.compile:
             self.trained_module = compiled(self.trained_module, schema, device, precision, self._ranks)
-        self._passes = Passes(
+        pipelined = self._ranks.pipeline is not None
+        self._passes = (PipelinedPasses if pipelined else Passes)(
             model,
             self.trained_module,
             task,
@@ -111,8 +122,10 @@ class Trainer:
             update=self.update,
             hooks=hooks,
             warning=warning,
+            teaching=teaching,
         )
-        self._search = RaisingSearch(self._passes, schema, self._fallback)
+        search = PipelinedSearch if pipelined else RaisingSearch
+        self._search = search(self._passes, schema, self._fallback)
         strategy.setup(
             StrategyContext(
                 model=model,
@@ -120,11 +133,16 @@ class Trainer:
                 reduce=self._fallback.average,
                 rate=self.update.rate,
                 parts=self._passes.parts,
-                probe=_probe(schema, device),
+                probe=probe,
                 embed=None if embedding is None else self._embed,
                 ranks=self._ranks.size,
+                reset_optimizer=self._reset_optimizer,
             )
         )
+
+    def _reset_optimizer(self) -> None:
+        self.update.reset()
+        self._ranks.reset_comm_state()
 
     @property
     def micro_batch_size(self) -> int | None:
@@ -133,8 +151,13 @@ class Trainer:
 
     @property
     def warning(self) -> str | None:
-        """One sentence when micro-batches were made smaller after running out of memory."""
-        return self._passes.warning
+        """One sentence when micro-batches were made smaller after running out of memory, or of the strategy."""
+        return self._passes.warning or self.strategy.warning
+
+    @property
+    def sent_bytes(self) -> int | None:
+        """Bytes that this rank has sent to average gradients and other tensors; None: it does not count them."""
+        return self._ranks.sent_bytes
 
     def set_micro_batch_size(self, rows: int | None) -> None:
         """Set the most events of a micro-batch from the next step on; None: all of a step."""
@@ -152,10 +175,20 @@ class Trainer:
         """Show other ranks that this one is alive, where there are any; called between steps."""
 
     def examples(self, columns: Mapping[str, Array]) -> Examples:
-        """Return the columns of B labelled events as tensors on the device."""
-        arrays = [columns[f"feature.{name}"] for name in self._features]
-        *features, label_B, weight_B = self._transfer([*arrays, columns["label"], columns["weight"]])
-        return Examples(dict(zip(self._features, features, strict=True)), label_B, weight_B)
+        """Return the columns of B events as tensors on the device; columns `early` and `teacher` are taken where they
+        are. All events have a label unless there is a column `teacher`."""
+        optional = {"early_B": columns[EARLY]} if EARLY in columns else {}
+        label, weight = columns["label"], columns["weight"]
+        if TEACHER in columns:
+            labelled = columns["labelled"].astype(np.bool_)
+            optional |= {"teacher_B": columns[TEACHER], "taught_B": weight, "labelled_B": labelled}
+            weight = np.where(labelled, weight, np.float32(0))
+            label = np.where(labelled.reshape(-1, *[1] * (label.ndim - 1)), label, np.zeros_like(label))
+        arrays = [*(columns[f"feature.{name}"] for name in self._features), label, weight, *optional.values()]
+        tensors = iter(self._transfer(arrays))
+        features = {name: next(tensors) for name in self._features}
+        required = next(tensors), next(tensors)
+        return Examples(features, *required, **dict(zip(optional, tensors, strict=True)))
 
     def probe(self, old: Examples) -> tuple[int, float]:
         """Score old events in evaluation mode, without training on them.
@@ -246,7 +279,7 @@ class Trainer:
             self._shrink(too_large, error)
             outputs = None  # the step is repeated after the handler, since the errors reference tensors
         except Exception as exc:  # the user's own code may raise anything
-            if self._ranks.size > 1 or not may_be_of_events(exc):
+            if self._ranks.world > 1 or not may_be_of_events(exc):
                 raise
             self._search.raise_named(exc, events, before)
             raise
@@ -265,7 +298,7 @@ class Trainer:
             return
         try:
             halve_micro_batch(
-                rows, passes.micro_batch_size, self.device, self._ranks.size, " ".join(str(error).split())
+                rows, passes.micro_batch_size, self.device, self._ranks.world, " ".join(str(error).split())
             )
         except RankTooLargeError as exc:
             log.error("%s", exc)  # noqa: TRY400 the sentence says all
@@ -277,12 +310,12 @@ class Trainer:
         self.strategy.on_drift()
 
     def snapshot(self) -> Mapping[str, Tensor]:
-        """Copy the weights and buffers as they are now; later steps do not change the copy. See `HostStaging`."""
-        return self._copied(self.model.state_dict())
+        """Copy the trained set as it is now; later steps do not change the copy. See `HostStaging`."""
+        return self._copied(trained_state(self.model))
 
     def optimizer_state(self) -> Mapping[str, Tensor]:
         """Copy the optimizer's tensors; later steps do not change the copy."""
-        return self._copied(state_tensors(self.update.optimizer))
+        return self._copied(*self.update.tensors())
 
     def tensors(self) -> dict[str, Mapping[str, Tensor]]:
         """Copy the tensors of model, optimizer and strategy, for a checkpoint."""
@@ -290,14 +323,14 @@ class Trainer:
         strategy = self.strategy.tensors()
         return tensors | ({"strategy": self.staging.copy(strategy.items())} if strategy else {})
 
-    def _copied(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def _copied(self, tensors: Mapping[str, Tensor], like: Mapping[str, Tensor] | None = None) -> Mapping[str, Tensor]:
         weights = self._ranks.weights
-        return self.staging.copy(weights.full_tensors(tensors), gathered=weights.sharded)
+        return self.staging.copy(weights.full_tensors(tensors, like), gathered=weights.sharded)
 
     def state(self) -> dict[str, Any]:
         """Return the state of optimizer, scaler and strategy besides tensors, as JSON values, for a checkpoint."""
         strategy = {"class": type(self.strategy).__name__, **self.strategy.state()}
-        return {**self.update.state(self._steps), "strategy": strategy}
+        return {**self.update.state(self._steps), "strategy": strategy, "adapter_scale": adapter_scale(self.model)}
 
     def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:
         """Restore the weights and the optimizer of a checkpoint.
@@ -308,8 +341,16 @@ class Trainer:
         Raises:
             CheckpointError: the checkpoint is of another model or optimizer.
         """
+        scale = adapter_scale(self.model)
+        if state.get("adapter_scale") != scale:
+            raise CheckpointError(
+                f"the newest checkpoint has adapters with alpha / rank = {state.get('adapter_scale')}, and "
+                f"[model.adapter] has {scale}; put model.adapter.alpha back, or begin again by moving the checkpoints "
+                "away"
+            )
         try:
-            self.model.load_state_dict(self._ranks.weights.shard_like(tensors["model"], self.model.state_dict()))
+            grow(self.model, tensors["model"])
+            load_trained(self.model, self._ranks.weights.shard_like(tensors["model"], trained_state(self.model)))
             self._steps = self.update.restore(tensors["optimizer"], state)
             self._restore_strategy(tensors.get("strategy", {}), state.get("strategy", {}))
         except (RuntimeError, KeyError, ValueError) as exc:
@@ -355,12 +396,23 @@ def _first_clause(error: Exception) -> str:
     return (clauses[0] if clauses else headline).strip()
 
 
+def _evaluated(model: nn.Module, features: Tensors, device: torch.device) -> Tensor:
+    """Return the output for features in evaluation mode; random generators are unchanged afterwards."""
+    states = rng_tensors(device), rng_values()
+    try:
+        with eval_mode(model):
+            return forward(model, features)
+    finally:
+        restore_rng(*states, device)
+
+
 def _probe(schema: Schema, device: torch.device) -> dict[str, Tensor]:
     """Return features of a few made-up events, which differ where their dtype allows."""
     generator = torch.Generator().manual_seed(0)
     features = {}
     for feature in schema.features:
-        dtype, shape = tensor_dtype(feature.dtype.name), (_PROBES, *feature.shape)
-        noise = torch.randn(shape, generator=generator) if dtype.is_floating_point else torch.zeros(shape)
-        features[feature.name] = noise.to(device, dtype)
+        values = torch.from_numpy(feature.example(_PROBES))
+        if values.is_floating_point():
+            values = torch.randn(values.shape, generator=generator).to(values.dtype)
+        features[feature.name] = values.to(device)
     return features

@@ -26,6 +26,8 @@ Rows = Callable[[slice, NDArray[np.uint64]], tuple[Tensor, NDArray[np.bool_]]]
 """Reads the rows of a slice of the events with these identities; returns uint8 `[n, R]`, and which are valid."""
 
 _CHUNK = 1024
+_CHUNK_BYTES = 2**24
+"""Rows that are read at once, and the bytes that these have at most."""
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +48,8 @@ class StoreRestore:
 
         Args:
             contents: of the checkpoint.
-            source: the tier with the payload, if that is not one of the store's tiers.
+            source: the tier with the payload, if that is not one of the store's tiers. If there is none any more, the
+                contents have the rows.
             reservoir: of the store.
             layout: of its rows.
             tiers: of the store, which store the rows from now on.
@@ -62,14 +65,18 @@ class StoreRestore:
                 "events depend on it; put it back, or start empty by moving the checkpoints away"
             )
         rows = [plan.rows for plan in state.plans] + ([] if payload is None else [payload])
-        if any(rows_nR.shape[1:] != (layout.row_bytes,) for rows_nR in rows):
+        self.moves = source is not None or state.file is None or state.file != tiers.file
+        """Whether the rows are written into the store's tiers."""
+        missing = self.moves and source is None and state.file is not None
+        sizes = {rows_nR.shape[1] for rows_nR in rows} | ({state.row_bytes} if missing else set())
+        if sizes - {layout.row_bytes}:
             raise SettingsError(
                 "the events of the checkpoint have other columns than [schema] and learner.strategy declare; put those "
                 "back, or start empty by moving the checkpoints away"
             )
         self._source, self._reservoir, self._layout, self._tiers, self._seed = source, reservoir, layout, tiers, seed
-        self.moves = state.file is None or source is not None
-        """Whether the events get other slots than those that the checkpoint names."""
+        self.keeps_slots = missing and tiers.durable and int(contents.index["slot"].max(initial=-1)) < tiers.slots
+        """Whether moved events have the slots that the checkpoint names, so that its segments are valid."""
         self.converts = state.policy != reservoir.admission.name
         """Whether the checkpoint was made under another admission policy."""
         self.contents = self._converted(contents) if self.converts else contents
@@ -88,16 +95,21 @@ class StoreRestore:
             slots.restore(index["slot"], state.retired, state.checkpoint)
             slots.release(index["slot"][~keep])
             return kept
-        slots.restore(index["slot"][:0], state.retired[:0], state.checkpoint)
+        # No checkpoint names a retired slot of the tier that the rows are moved into.
+        slots.restore(kept["slot"] if self.keeps_slots else kept["slot"][:0], state.retired[:0], state.checkpoint)
         rows = self._rows_of(self.contents, kept, np.flatnonzero(keep))
-        readable = move(kept, self.contents, self._seed, rows, slots, self._tiers)
+        taken = None if self.keeps_slots else slots
+        readable = move(kept, self.contents, self._seed, rows, taken, self._tiers, self._layout.row_bytes)
+        if self.keeps_slots:
+            slots.release(kept["slot"][~readable])
         self.lost = int((~readable).sum())
         return kept[readable]
 
     @property
     def goes_on(self) -> bool:
         """Whether the next checkpoint can contain the changes since this one, if all of its events are restored."""
-        return not self.converts and (not self.moves or (self._source is None and not self._tiers.durable))
+        alike = not self._tiers.durable and self.contents.state.file is None
+        return not self.converts and (not self.moves or self.keeps_slots or alike)
 
     def _rows_of(self, contents: StoreSnapshot, index: NDArray[np.void], positions: NDArray[np.intp]) -> Rows:
         """Return a reader of the rows of events, ENTRY `[H]`, which are at `positions` of the checkpoint's payload."""
@@ -105,6 +117,9 @@ class StoreRestore:
         def read(chunk: slice, identity: NDArray[np.uint64]) -> tuple[Tensor, NDArray[np.bool_]]:
             if contents.payload is not None:
                 return contents.payload[torch.from_numpy(positions[chunk])], np.ones(len(identity), np.bool_)
+            if self.moves and self._source is None:
+                assert contents.rows is not None
+                return contents.rows.read(positions[chunk])
             return (self._source or self._tiers).read(index["slot"][chunk].astype(np.int64), identity)
 
         return read
@@ -113,11 +128,17 @@ class StoreRestore:
         log.info("replay.admission has changed: the stored events get new priorities")
         rows = self._rows_of(contents, contents.index, np.arange(len(contents.index)))
         weights = lambda rows_nR: self._layout.unpack(rows_nR)["weight"]  # noqa: E731
-        return converted(contents, self._reservoir.admission, self._seed, weights, rows)
+        size = self._layout.row_bytes
+        return converted(contents, self._reservoir.admission, self._seed, weights, rows, size)
 
 
 def converted(
-    contents: StoreSnapshot, admission: Admission, seed: int, weights: Callable[[Tensor], Tensor], rows: Rows
+    contents: StoreSnapshot,
+    admission: Admission,
+    seed: int,
+    weights: Callable[[Tensor], Tensor],
+    rows: Rows,
+    row_bytes: int,
 ) -> StoreSnapshot:
     """Return contents with the priorities and groups that the events have under `admission`; the rest is the same.
 
@@ -127,9 +148,10 @@ def converted(
         seed: of the store.
         weights: the weights of n events, by their rows uint8 `[n, R]`.
         rows: of the events.
+        row_bytes: R.
     """
     index = contents.index.copy()
-    for chunk, events, identity in _chunks(index, contents, seed):
+    for chunk, events, identity in _chunks(index, contents, seed, row_bytes):
         weight = weights(rows(chunk, identity)[0]).numpy()
         # A row that cannot be read may have any weight; it is reported as lost later.
         weight = np.where(weight >= 0, weight, 1).astype(np.float32)
@@ -146,25 +168,36 @@ def converted(
 
 
 def move(
-    index: NDArray[np.void], contents: StoreSnapshot, seed: int, rows: Rows, slots: SlotAllocator, tiers: TierHierarchy
+    index: NDArray[np.void],
+    contents: StoreSnapshot,
+    seed: int,
+    rows: Rows,
+    slots: SlotAllocator | None,
+    tiers: TierHierarchy,
+    row_bytes: int,
 ) -> NDArray[np.bool_]:
-    """Write the rows of events, ENTRY `[H]`, into new slots and set these in `index`; return which could be read."""
+    """Write the rows of events, ENTRY `[H]`, into slots; return which could be read.
+
+    `slots` are those to take, and are set in `index`; None: the rows get the slots of `index`.
+    """
     readable = np.ones(len(index), np.bool_)
-    for chunk, events, identity in _chunks(index, contents, seed):
+    for chunk, events, identity in _chunks(index, contents, seed, row_bytes):
         rows_nR, valid = rows(chunk, identity)
         readable[chunk] = valid
-        taken = slots.take(int(valid.sum()))
-        events["slot"][valid] = taken
-        tiers.write(taken.astype(np.int64), identity[valid], rows_nR.numpy()[valid].__getitem__)
+        if slots is not None:
+            events["slot"][valid] = slots.take(int(valid.sum()))
+        into = events["slot"][valid].astype(np.int64)
+        tiers.write(into, identity[valid], rows_nR.numpy()[valid].__getitem__)
     return readable
 
 
 def _chunks(
-    index: NDArray[np.void], contents: StoreSnapshot, seed: int
+    index: NDArray[np.void], contents: StoreSnapshot, seed: int, row_bytes: int
 ) -> Iterator[tuple[slice, NDArray[np.void], NDArray[np.uint64]]]:
     """Yield slices of events with views of them and their identities."""
     bases = np.array(contents.state.bases, np.uint64)
-    for begin in range(0, len(index), _CHUNK):
-        chunk = slice(begin, begin + _CHUNK)
+    count = max(1, min(_CHUNK, _CHUNK_BYTES // max(1, row_bytes)))
+    for begin in range(0, len(index), count):
+        chunk = slice(begin, begin + count)
         events = index[chunk]
         yield chunk, events, identity_hash(bases[events["partition"]], events["offset"], events["row"], seed)

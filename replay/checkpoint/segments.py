@@ -1,9 +1,13 @@
 """The segments in which checkpoints store events, so that a checkpoint writes the changes and not the whole store.
 
-A segment is a file with the events that were added between two checkpoints, in order. It is written once; later
-checkpoints link to it, and store one bit for each of its events: whether it is still held. A new segment is merged with
-the previous ones that are at most twice as long, or half empty. So there are few segments, and each event is written
-only a few times (the logarithmic method: Bentley and Saxe 1980; log-structured merge trees do the same).
+A segment is a file with events that were added one after the other. It is written once; later checkpoints link to it,
+and store one bit for each of its events: whether it is still held. A new segment is merged with the previous ones that
+are at most twice as long, or half empty. So there are few segments, and each event is written only a few times (the
+logarithmic method: Bentley and Saxe 1980; log-structured merge trees do the same).
+
+Segments are at most `PIECE_BYTES` long, and are not merged into longer ones. So an erased event costs that many bytes,
+and a checkpoint rewrites at most as many, or as many as are new. Adjacent segments that are half empty together are
+rewritten as one.
 
 Legend: A new events, B events held at the previous checkpoint, R bytes of a row.
 """
@@ -20,6 +24,8 @@ from replay.snapshot import ENTRY, StoreDelta
 
 Tensors = Mapping[str, Tensor]
 
+PIECE_BYTES = 2**28
+"""Bytes of a segment, with the rows of its events."""
 _GROWTH = 2
 
 
@@ -28,11 +34,11 @@ class Segment:
     """One file of events.
 
     Attributes:
-        number: of the checkpoint that it was written for, which names the file.
+        name: of the file: the number of the checkpoint that it was written for, and `-<n>` after the first one.
         live: which events of the file are still held, bool.
     """
 
-    number: int
+    name: str
     live: NDArray[np.bool_]
 
     @property
@@ -42,19 +48,39 @@ class Segment:
 
 
 @dataclass(frozen=True)
+class NewSegment:
+    """A segment that a checkpoint writes.
+
+    Attributes:
+        tensors: of its events.
+        merged: the earlier segments whose events it has first, in order.
+    """
+
+    tensors: Tensors
+    merged: Sequence[Segment]
+
+
+@dataclass(frozen=True)
 class Written:
-    """The segments of a checkpoint: those of the previous checkpoint, and at most one that is new.
+    """The segments of a checkpoint.
 
     Attributes:
         segments: all, in order.
-        fresh: the tensors of the new one; None if there is none.
+        new: those that are not of the previous checkpoint, by name.
     """
 
     segments: Sequence[Segment]
-    fresh: Tensors | None
+    new: Mapping[str, NewSegment]
 
 
-def advance(before: Sequence[Segment], change: StoreDelta, number: int, load: Callable[[Segment], Tensors]) -> Written:
+def most_events(row_bytes: int, entry: np.dtype[np.void] = ENTRY) -> int:
+    """Return how many events a segment may have, given the bytes of their rows in the checkpoint."""
+    return max(1, PIECE_BYTES // (entry.itemsize + row_bytes))
+
+
+def advance(
+    before: Sequence[Segment], change: StoreDelta, number: int, load: Callable[[Segment], Tensors], most: int
+) -> Written:
     """Return the segments of checkpoint `number`.
 
     Args:
@@ -62,45 +88,75 @@ def advance(before: Sequence[Segment], change: StoreDelta, number: int, load: Ca
         change: the events that were added and removed since.
         number: of the new checkpoint.
         load: reads a segment's tensors.
+        most: events of a segment.
     """
     segments = _still_live(before, change.alive) if change.base is not None else []
-    index, payload = [torch.from_numpy(_bytes_of(change.index))], [change.payload]
-    length, gone = len(change.index), False
-    while segments and (_GROWTH * length >= segments[-1].held or _half_empty(segments[-1])):
-        last = segments.pop()
-        length, gone = length + last.held, True
-        if last.held:
-            tensors, live = load(last), torch.from_numpy(last.live)
-            index.insert(0, tensors["index"][live])
-            payload.insert(0, tensors["payload"][live] if "payload" in tensors else None)
-    if not length and not gone and segments:
-        return Written(segments, None)
-    fresh = {"index": torch.cat(index)}
-    rows = [part for part in payload if part is not None]
-    if rows:
-        fresh["payload"] = torch.cat(rows)
-    return Written([*segments, Segment(number, np.ones(length, np.bool_))], fresh)
+    count, tail = len(change.index), list[Segment]()
+    length = count
+    while segments and length + segments[-1].held <= most:
+        if _GROWTH * length < segments[-1].held and 2 * segments[-1].held >= len(segments[-1].live):
+            break
+        length += segments[-1].held
+        tail.insert(0, segments.pop())
+    writer, kept, at = _Writer(number, change, load), list[Segment](), 0
+    for begin, end in _half_empty_runs(segments, most, max(most, count) - (length - count)):
+        kept += [*segments[at:begin], writer.write(segments[begin:end], slice(0, 0))]
+        at = end
+    kept += segments[at:]
+    kept = [segment for segment in kept if segment.held]
+    if length or not kept:
+        kept += [
+            writer.write([] if begin else tail, slice(begin, begin + most)) for begin in range(0, count or 1, most)
+        ]
+    return Written(kept, writer.new)
+
+
+class _Writer:
+    """Makes the new segments of a checkpoint."""
+
+    def __init__(self, number: int, change: StoreDelta, load: Callable[[Segment], Tensors]) -> None:
+        self._number, self._change, self._load = number, change, load
+        self.new: dict[str, NewSegment] = {}
+
+    def write(self, merged: Sequence[Segment], new: slice) -> Segment:
+        """Return a segment with the held events of earlier ones, and a slice of the new events."""
+        merged = [segment for segment in merged if segment.held]
+        index, payload = list[Tensor](), list[Tensor]()
+        for segment in merged:
+            tensors, live = self._load(segment), torch.from_numpy(segment.live)
+            index.append(tensors["index"][live])
+            if "payload" in tensors:
+                payload.append(tensors["payload"][live])
+        index.append(torch.from_numpy(_bytes_of(self._change.index[new])))
+        if self._change.payload is not None:
+            payload.append(self._change.payload[new])
+        tensors = {"index": torch.cat(index)} | ({"payload": torch.cat(payload)} if payload else {})
+        name = f"{self._number}-{len(self.new)}" if self.new else str(self._number)
+        self.new[name] = NewSegment(tensors, merged)
+        return Segment(name, np.ones(len(tensors["index"]), np.bool_))
 
 
 def assemble(
-    segments: Sequence[Segment], load: Callable[[Segment], Tensors | None]
+    segments: Sequence[Segment], load: Callable[[Segment], Tensors | None], entry: np.dtype[np.void] = ENTRY
 ) -> tuple[NDArray[np.void], Tensor | None, int]:
     """Return the held events of a checkpoint's segments.
 
     Args:
         segments: of a checkpoint.
         load: reads a segment's tensors; None when they cannot be read.
+        entry: the dtype of an event.
 
     Returns:
-        ENTRY `[B]`; their payload if the segments have it, uint8 `[B, R]`; the number of events in unreadable segments.
+        The events, `entry` `[B]`; their payload if the segments have it, uint8 `[B, R]`; the number of events in
+        unreadable segments.
     """
-    index, payload, lost = [np.empty(0, ENTRY)], [], 0
+    index, payload, lost = [np.empty(0, entry)], [], 0
     for segment in segments:
         tensors, live = load(segment), torch.from_numpy(segment.live)
         if tensors is None:
             lost += segment.held
             continue
-        index.append(tensors["index"].numpy().reshape(-1).view(ENTRY)[segment.live])
+        index.append(tensors["index"].numpy().reshape(-1).view(entry)[segment.live])
         if "payload" in tensors:
             payload.append(tensors["payload"][live])
     return np.concatenate(index), torch.cat(payload) if payload else None, lost
@@ -113,14 +169,31 @@ def _still_live(before: Sequence[Segment], alive: NDArray[np.bool_]) -> list[Seg
         live = segment.live.copy()
         live[live] = alive[begin : begin + segment.held]
         begin += segment.held
-        segments.append(Segment(segment.number, live))
+        segments.append(Segment(segment.name, live))
     assert begin == len(alive)
     return segments
 
 
-def _half_empty(segment: Segment) -> bool:
-    return 2 * segment.held < len(segment.live)
+def _half_empty_runs(segments: Sequence[Segment], most: int, budget: int) -> list[tuple[int, int]]:
+    """Return the first and last index of adjacent segments that are half empty together, at most `most` events.
+
+    They are those that waste most, and have `budget` events in all.
+    """
+    held, lengths = [segment.held for segment in segments], [len(segment.live) for segment in segments]
+    runs, chosen = [], list[tuple[int, int]]()
+    for begin in range(len(segments)):
+        for end in range(begin + 1, len(segments) + 1):
+            stay, waste = sum(held[begin:end]), sum(lengths[begin:end]) - sum(held[begin:end])
+            if stay > most:
+                break
+            if waste > stay > 0:
+                runs.append((waste, -stay, begin, end))
+    for _, negative, begin, end in sorted(runs, reverse=True):
+        if -negative <= budget and all(end <= first or begin >= last for first, last in chosen):
+            chosen.append((begin, end))
+            budget += negative
+    return sorted(chosen)
 
 
 def _bytes_of(index: NDArray[np.void]) -> NDArray[np.uint8]:
-    return np.ascontiguousarray(index).view(np.uint8).reshape(len(index), ENTRY.itemsize)
+    return np.ascontiguousarray(index).view(np.uint8).reshape(len(index), index.dtype.itemsize)

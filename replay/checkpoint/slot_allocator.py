@@ -42,6 +42,11 @@ class SlotAllocator:
         """Slots that were released since the last checkpoint began, and stay retired until it is gone."""
         return sum(len(slots) for last, slots in self._retired if last == self._last_checkpoint) if self._durable else 0
 
+    @property
+    def retired(self) -> int:
+        """Released slots that are free once enough checkpoints were written."""
+        return sum(len(slots) for _, slots in self._retired)
+
     def take(self, n: int) -> NDArray[np.int32]:
         """Return n free slots."""
         taken, self._free = self._free[len(self._free) - n :], self._free[: len(self._free) - n]

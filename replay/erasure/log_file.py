@@ -26,7 +26,7 @@ from replay.erasure.erased_events import ByKey, ByRange, ErasedEvents, Packed, R
 FORMAT = 3
 SECRET_FILE = "erasures.key"  # noqa: S105 its name
 """The name of the file with the secret, next to the log."""
-_SECRET_BYTES = 32
+SECRET_BYTES = 32
 _CHECK_BYTES = 8
 _AT_ONCE = 1 << 20
 """Keys of a line."""
@@ -139,12 +139,12 @@ class Secret:
             raise DependencyError(
                 f"{path.with_name(SECRET_FILE)} cannot be read: {exc.strerror}; {path} needs it"
             ) from exc
-        return cls(value) if len(value) == _SECRET_BYTES else None
+        return cls(value) if len(value) == SECRET_BYTES else None
 
     @classmethod
     def make(cls, path: Path) -> "Secret":
         """Create a secret for the log at a path; it is durable when this returns. Raises OSError."""
-        value = secrets.token_bytes(_SECRET_BYTES)
+        value = secrets.token_bytes(SECRET_BYTES)
         descriptor = os.open(path.with_name(SECRET_FILE), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
             os.write(descriptor, value)

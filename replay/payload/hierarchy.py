@@ -139,6 +139,11 @@ class TierHierarchy:
         Any thread may call it. Rows that a tier did not accept are lost, which is not an error.
         """
 
+    def mark_intact(self, number: int, stamp: str, oldest: int) -> None:
+        """Have the primary tier record that it has the rows of a checkpoint, as `SlowTier.mark_intact`."""
+        for primary in self.slow[-1:]:
+            primary.mark_intact(number, stamp, oldest)
+
     def mark_named(self) -> None:
         """Have the primary tier record that a checkpoint names it; raises OSError. Any thread may call it."""
         for primary in self.slow[-1:]:

@@ -21,6 +21,10 @@ MAX_PENDING_BYTES = 16_000_000
 _SCORED_COLUMNS = ("partition", "offset", "row", "time_ms", "key_hash", "weight", "label")
 """Columns that decide which events are held."""
 
+WAITED = "waited"
+"""A column that blocks may have, bool `[N]`: the event waited for its label. It comes behind later events of its
+partition, and only once."""
+
 
 @dataclass
 class PendingEvents:
@@ -45,7 +49,11 @@ class PendingEvents:
         """Return the columns that decide which events are held, each `[N, ...]`."""
         if len(self.blocks) == 1:
             return self.blocks[0]
-        return {name: np.concatenate([block[name] for block in self.blocks]) for name in _SCORED_COLUMNS}
+        columns = {name: np.concatenate([block[name] for block in self.blocks]) for name in _SCORED_COLUMNS}
+        if any(WAITED in block for block in self.blocks):
+            waited = [block.get(WAITED, np.zeros(len(block["offset"]), np.bool_)) for block in self.blocks]
+            columns[WAITED] = np.concatenate(waited)
+        return columns
 
     def pack(self, layout: RowLayout, rows: NDArray[np.intp]) -> NDArray[np.uint8]:
         """Pack n events, given by their ascending row numbers, into rows, uint8 `[n, R]`."""

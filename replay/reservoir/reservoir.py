@@ -14,6 +14,7 @@ from ingest.events.block import Array
 from ingest.events.identity import identity_hash
 from replay.reservoir.admission import Admission, Candidates
 from replay.reservoir.event_table import EventTable, records_of
+from replay.reservoir.pending_events import WAITED
 from replay.reservoir.quotas import Quotas
 from replay.reservoir.watermarks import Watermarks
 from replay.snapshot import DeltaTracker, StoreDelta, StoreState
@@ -62,7 +63,7 @@ class Reservoir:
         """Count N events, and return which are to be held: those that are admitted and not held already.
 
         Args:
-            columns: a block's columns, each `[N, ...]`, of registered partitions.
+            columns: a block's columns, each `[N, ...]`, of registered partitions, and WAITED where events waited.
             cluster: of each event's embedding; 0 where it is unknown.
         """
         # Columns of the right dtype are not copied, and must not be written.
@@ -78,13 +79,15 @@ class Reservoir:
         group = self.admission.group(label, cluster)
         priority = self.admission.priorities(Candidates(identity, weight, time_s))
         admits = self.quotas.admits(priority, group)
-        beyond = self._watermarks.advance(where, offset, row)
-        if beyond is None:
+        beyond, waited = self._watermarks.advance(where, offset, row), columns.get(WAITED)
+        if beyond is not None and waited is not None:
+            beyond |= waited.astype(np.bool_, copy=False)
+        if beyond is None or beyond.all():
             self._count(group, weight)
         else:
-            # An event before its partition's watermark was already added and counted.
+            # An event before its partition's watermark was already added and counted, unless it waited.
             self._count(group[beyond], weight[beyond])
-            admits &= beyond if self.admission.by_cluster else self._is_new(columns, priority, admits)
+            admits &= beyond if self.admission.by_cluster else beyond | self._is_new(columns, priority, admits)
         records = records_of({**columns, "label": label, "time_s": time_s})
         return ScoredEvents(np.flatnonzero(admits), identity, priority, group, records)
 

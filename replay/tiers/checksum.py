@@ -15,7 +15,13 @@ from numpy.typing import NDArray
 CHECKSUM = np.dtype("<u8")
 
 
-def row_sums(rows: memoryview, row_bytes: int, positions: Sequence[int]) -> NDArray[np.uint64]:
-    """Return the CRC-32C of the rows at n positions; xor the event's identity it is the record's checksum."""
-    sums = (crc32c.crc32c(rows[at * row_bytes : (at + 1) * row_bytes]) for at in positions)
-    return np.fromiter(sums, np.uint64, len(positions))
+def row_sums(
+    rows: memoryview, row_bytes: int, positions: Sequence[int], stride: int | None = None
+) -> NDArray[np.uint64]:
+    """Return the CRC-32C of the rows at n positions; xor the event's identity it is the record's checksum.
+
+    `stride`: bytes from one row to the next, if these are more than `row_bytes`.
+    """
+    crc, step = crc32c.crc32c, stride or row_bytes
+    sums = [crc(rows[at * step : at * step + row_bytes]) for at in positions]
+    return np.array(sums, np.uint64)

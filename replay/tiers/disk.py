@@ -29,13 +29,13 @@ from anabranch.core.failures import DamagedError, Failure, decoded, failure_of
 from anabranch.core.files import open_file, sync_directory, write_at
 from replay.snapshot import TierRef
 from replay.tiers.checksum import CHECKSUM, row_sums
-from replay.tiers.disk_files import ASIDE, FORMAT, PAGE, SUFFIX, Header
+from replay.tiers.disk_files import ASIDE, FORMAT, PAGE, REPLAY, SUFFIX, FileUse, Header, remove_empty
 from replay.tiers.tier import SlowTier
 
 _MAX_WASTE = 1 / 3
 """The part of a record by which it may be padded to whole pages."""
 _MAX_BATCH = 256
-"""Records of one call, of up to three parts each; the system accepts 1,024 parts."""
+"""Records of one call."""
 _REGION = 64
 """Slots that share one mark for having been written."""
 _COLD_SECONDS = 20e-6
@@ -49,13 +49,16 @@ class DiskTier(SlowTier):
 
     name = "disk"
 
-    def __init__(self, path: Path, header: Header, descriptor: int, *, pinned: bool = False) -> None:
+    def __init__(
+        self, path: Path, header: Header, descriptor: int, *, pinned: bool = False, use: FileUse = REPLAY
+    ) -> None:
         self.path = path
-        self._header = header
+        self._use = use
+        self.header = header
+        """The contents of the first page."""
         self.id = header.id
         """Distinguishes this file from others of the same name."""
-        self.slots = header.slots
-        self.row_bytes = header.row_bytes
+        self.slots, self.row_bytes = header.slots, header.row_bytes
         self.slot_bytes = self.bytes_of(header.row_bytes)
         self._faults: dict[str, str] = {}
         """By the operation that fails, one sentence on why."""
@@ -63,9 +66,6 @@ class DiskTier(SlowTier):
         self._pinned = pinned
         self._cold: bool | None = None
         """Whether the last read waited for the disk; None before the first."""
-        rest = bytes(self.slot_bytes - header.row_bytes - CHECKSUM.itemsize)
-        self._rest = [memoryview(rest)] if rest else []
-        """The padding after a record."""
         self._syncing, self._writing = threading.Lock(), threading.Lock()
         self._regions = self._no_regions()
         """The regions that were written since the last `sync` began."""
@@ -99,7 +99,9 @@ class DiskTier(SlowTier):
         return max(0, size - PAGE) // DiskTier.bytes_of(row_bytes)
 
     @classmethod
-    def create(cls, path: Path, row_bytes: int, slots: int, *, pinned: bool = False) -> "DiskTier":
+    def create(
+        cls, path: Path, row_bytes: int, slots: int, *, pinned: bool = False, use: FileUse = REPLAY
+    ) -> "DiskTier":
         """Create a file, or replace one, and allocate all its space on the disk at once.
 
         Raises:
@@ -123,14 +125,15 @@ class DiskTier(SlowTier):
                 temporary.unlink(missing_ok=True)
                 raise
         except OSError as exc:
+            remove_empty(path.parent)
             raise SettingsError(
-                f"replay.disk: {path.parent} cannot give {size / 1e9:.3g} GB: {exc.strerror}; free space there, or "
-                f"lower replay.disk.bytes (*{SUFFIX}{ASIDE} are of checkpoints that were moved away)"
+                f"{use.setting}: {path.parent} cannot give {size / 1e9:.3g} GB: {exc.strerror}; free space there, or "
+                f"lower {use.setting}.bytes (*{SUFFIX}{ASIDE} are of checkpoints that were moved away)"
             ) from exc
-        return cls(path, header, descriptor, pinned=pinned)
+        return cls(path, header, descriptor, pinned=pinned, use=use)
 
     @classmethod
-    def open(cls, path: Path, *, pinned: bool = False, writable: bool = True) -> "DiskTier":
+    def open(cls, path: Path, *, pinned: bool = False, writable: bool = True, use: FileUse = REPLAY) -> "DiskTier":
         """Open the file that a checkpoint names.
 
         Raises:
@@ -140,37 +143,38 @@ class DiskTier(SlowTier):
         try:
             descriptor = open_file(path, os.O_RDWR if writable else os.O_RDONLY)
         except (OSError, DamagedError) as exc:
-            raise _kind_of(exc)(_lost(path, f"cannot be opened: {getattr(exc, 'strerror', None) or exc}")) from exc
+            raise _kind_of(exc)(_lost(use, path, f"cannot be opened: {getattr(exc, 'strerror', None) or exc}")) from exc
         try:
             header = decoded(os.pread(descriptor, PAGE, 0), Header)
             complete = os.fstat(descriptor).st_size >= PAGE + header.slots * cls.bytes_of(header.row_bytes)
             if header.format != FORMAT or not complete:
-                raise SettingsError(_lost(path, "was written by another release" if complete else "is cut short"))
+                raise SettingsError(_lost(use, path, "was written by another release" if complete else "is cut short"))
         except (OSError, DamagedError) as exc:
             os.close(descriptor)
-            raise _kind_of(exc)(_lost(path, f"cannot be read: {exc}")) from exc
+            raise _kind_of(exc)(_lost(use, path, f"cannot be read: {exc}")) from exc
         except SettingsError:
             os.close(descriptor)
             raise
-        return cls(path, header, descriptor, pinned=pinned)
+        return cls(path, header, descriptor, pinned=pinned, use=use)
 
     @override
     def write(self, slots: NDArray[np.int64], identity: NDArray[np.uint64], rows_nR: NDArray[np.uint8]) -> None:
-        with self._reporting("cannot be written", "; events are not stored"):
+        with self._reporting("cannot be written", self._use.unwritten):
             self._write(slots, identity, rows_nR)
 
     def _write(self, slots: NDArray[np.int64], identity: NDArray[np.uint64], rows_nR: NDArray[np.uint8]) -> None:
-        rows = np.ascontiguousarray(rows_nR).reshape(-1).data
-        sums = (row_sums(rows, self.row_bytes, range(len(slots))) ^ identity).view(np.uint8).data
-        order = np.argsort(slots)
+        order = np.argsort(slots, kind="stable")
+        sorted_n = slots[order]
         if self._cold and self.slot_bytes % PAGE:
-            self._read_ahead(slots[order])  # the system first reads pages that change in part
-        ends = np.flatnonzero(np.diff(slots[order]) != 1) + 1
+            self._read_ahead(sorted_n)  # the system first reads pages that change in part
+        ends = np.flatnonzero(np.diff(sorted_n) != 1) + 1
         for run in np.split(order, ends) if len(slots) else ():
             for begin in range(0, len(run), _MAX_BATCH):
-                positions = run[begin : begin + _MAX_BATCH].tolist()
-                parts = [part for at in positions for part in [*self._record(rows, at, sums, at), *self._rest]]
-                self._put(parts, slots[positions[0]])
+                at = run[begin : begin + _MAX_BATCH]
+                records = np.zeros((len(at), self.slot_bytes), np.uint8)
+                records[:, : self.row_bytes] = rows_nR[at]
+                records[:, self._sum] = (self._sums(records) ^ identity[at])[:, None].view(np.uint8)
+                self._put(records.reshape(-1).data, int(slots[at[0]]))
 
     @override
     def read(self, slots: NDArray[np.int64], identity: NDArray[np.uint64]) -> tuple[Tensor, NDArray[np.bool_]]:
@@ -183,24 +187,18 @@ class DiskTier(SlowTier):
     ) -> NDArray[np.bool_]:
         # A record on a bad sector is invalid; only a file of which nothing can be read raises OSError. If the last read
         # waited for the disk, all records are requested before the first is read.
-        stored = np.zeros(len(slots), CHECKSUM)
-        rows, sums = rows_NR.numpy().reshape(-1).data, stored.view(np.uint8).data
-        offsets = (PAGE + slots * self.slot_bytes).tolist()
+        order = np.argsort(slots, kind="stable")
+        sorted_n = slots[order]
         if self._cold is not False:
-            self._read_ahead(np.sort(slots))
+            self._read_ahead(sorted_n)
         started = time.perf_counter()
-        into = positions.tolist()
-        with self._reporting("cannot be read", "; what it has is not rehearsed"):
-            failed = 0
-            for at, (position, offset) in enumerate(zip(into, offsets, strict=True)):
-                try:
-                    os.preadv(self._file, self._record(rows, position, sums, at), offset)
-                except OSError as exc:  # its checksum stays 0, which no row has
-                    failed += 1
-                    if exc.errno != errno.EIO or (failed == len(into) and not self._reads()):
-                        raise
-        self._cold = time.perf_counter() - started > _COLD_SECONDS * len(offsets)
-        valid: NDArray[np.bool_] = stored == row_sums(rows, self.row_bytes, into) ^ identity
+        with self._reporting("cannot be read", self._use.unread):
+            records = self._read_records(sorted_n)
+        self._cold = time.perf_counter() - started > _COLD_SECONDS * len(slots)
+        rows_NR.numpy()[positions[order]] = records[:, : self.row_bytes]
+        stored = np.ascontiguousarray(records[:, self._sum]).view(CHECKSUM).reshape(-1)
+        valid = np.empty(len(slots), np.bool_)
+        valid[order] = stored == self._sums(records) ^ identity[order]
         return valid
 
     @override
@@ -210,7 +208,7 @@ class DiskTier(SlowTier):
         with self._reporting("cannot be erased", "; erased events stay on the disk"):
             for slot in slots.tolist():
                 if os.pread(self._file, self.slot_bytes, PAGE + slot * self.slot_bytes) != zeros:
-                    self._put([memoryview(zeros)], slot)
+                    self._put(memoryview(zeros), slot)
 
     @override
     def sync(self) -> None:
@@ -227,16 +225,30 @@ class DiskTier(SlowTier):
 
     @override
     def mark_named(self) -> None:
-        if not self._header.named:
-            named = msgspec.structs.replace(self._header, named=True)
-            with self._reporting("cannot be marked", "; it is not kept where the checkpoints are moved away"):
-                os.pwrite(self._file, named.page(), 0)
+        if not self.header.named:
+            self._mark(msgspec.structs.replace(self.header, named=True))
+
+    @override
+    def mark_intact(self, number: int, stamp: str, oldest: int) -> None:
+        self._mark(self.header.listing(number, stamp, oldest), sync=False)
+
+    def unlist_after(self, number: int) -> None:
+        """Record durably that slots which only checkpoints after this one name may be written; raises OSError."""
+        if (header := self.header.without_after(number)) != self.header:
+            self._mark(header)
+
+    def _mark(self, header: Header, *, sync: bool = True) -> None:
+        with self._reporting("cannot be marked", "; the next checkpoint tries again"):
+            os.pwrite(self._file, header.page(), 0)
+            if sync:
                 self.sync()
-            self._header = named
+        self.header = header
 
     @override
     def close(self) -> None:
-        os.close(self._file)
+        # A checkpoint that is still being written must not read another file of the same descriptor.
+        descriptor, self._file = self._file, -1
+        os.close(descriptor)
 
     def _reads(self) -> bool:
         """Return whether the first page can be read."""
@@ -250,7 +262,7 @@ class DiskTier(SlowTier):
         try:
             yield
         except OSError as exc:
-            sentence = f"replay.disk: {self.path} {what}: {exc.strerror}{cost}"
+            sentence = f"{self._use.setting}: {self.path} {what}: {exc.strerror}{cost}"
             if sentence != self._faults.get(what):
                 log.error("%s", sentence)  # noqa: TRY400
             self._faults[what] = sentence
@@ -263,18 +275,42 @@ class DiskTier(SlowTier):
             for offset in (PAGE + slots * self.slot_bytes).tolist():
                 os.posix_fadvise(self._file, offset, self.slot_bytes, os.POSIX_FADV_WILLNEED)
 
-    def _record(self, rows: memoryview, position: int, sums: memoryview, at: int) -> list[memoryview]:
-        """Return the two parts of a record, which are stored in two arrays here."""
-        row, checksum = self.row_bytes, CHECKSUM.itemsize
-        return [rows[position * row : (position + 1) * row], sums[at * checksum : (at + 1) * checksum]]
+    @property
+    def _sum(self) -> slice:
+        """The bytes of a record with the checksum."""
+        return slice(self.row_bytes, self.row_bytes + CHECKSUM.itemsize)
 
-    def _put(self, parts: list[memoryview], slot: int) -> None:
-        """Write consecutive parts from a slot on."""
-        offset, size = PAGE + int(slot) * self.slot_bytes, sum(map(len, parts))
+    def _sums(self, records: NDArray[np.uint8]) -> NDArray[np.uint64]:
+        return row_sums(records.reshape(-1).data, self.row_bytes, range(len(records)), self.slot_bytes)
+
+    def _read_records(self, slots: NDArray[np.int64]) -> NDArray[np.uint8]:
+        """Return n records, in ascending slots; one that cannot be read is zeros, which is valid for no event."""
+        size, failed = self.slot_bytes, 0
+        records = np.zeros((len(slots), size), np.uint8)
+        content = records.reshape(-1).data
+        ends = np.flatnonzero(np.diff(slots, append=-1) != 1) + 1
+        begins = np.append(0, ends)[:-1]
+        runs = list(zip(begins.tolist(), ends.tolist(), slots[begins].tolist(), strict=True))
+        while runs:
+            begin, end, slot = runs.pop()
+            try:
+                os.preadv(self._file, (content[begin * size : end * size],), PAGE + slot * size)
+            except OSError as exc:
+                if exc.errno == errno.EIO and end > begin + 1:  # each of them may be readable
+                    runs += [(at, at + 1, slot + at - begin) for at in range(begin, end)]
+                    continue
+                failed += 1
+                if exc.errno != errno.EIO or (failed == len(slots) and not self._reads()):
+                    raise
+        return records
+
+    def _put(self, content: memoryview, slot: int) -> None:
+        """Write consecutive records from a slot on."""
+        offset, size = PAGE + slot * self.slot_bytes, len(content)
         with self._writing:
-            written = os.pwritev(self._file, parts, offset)
+            written = os.pwritev(self._file, [content], offset)
             if written < size:
-                write_at(self._file, b"".join(parts)[written:], offset + written)
+                write_at(self._file, bytes(content[written:]), offset + written)
             self._regions[slot // _REGION : (slot + size // self.slot_bytes - 1) // _REGION + 1] = True
 
     def _write_again(self, region: int) -> None:
@@ -299,9 +335,9 @@ def _kind_of(error: OSError | DamagedError) -> type[AnabranchError]:
     return SettingsError if failure_of(error) is Failure.DAMAGED else DependencyError
 
 
-def _lost(path: Path, what: str) -> str:
+def _lost(use: FileUse, path: Path, what: str) -> str:
     return (
-        f"the replay contents are in {path}, which {what}; put it back (is its disk mounted?), or start empty by "
+        f"{use.contents} {path}, which {what}; put it back (is its disk mounted?), or start empty by "
         "moving the checkpoints away"
     )
 

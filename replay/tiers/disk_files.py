@@ -3,6 +3,9 @@
     <number>.rows          the file of the store, and earlier files that checkpoints still name
     <number>.rows.before   a file that is put aside: the checkpoints that name it are missing; restored with them
 
+A file lists the checkpoints whose rows it has. One that was restored from a backup lacks rows of later checkpoints, and
+one that is ahead of a checkpoint may have others in its slots: then the checkpoint's rows are used, if it has them.
+
 A file that a checkpoint has named is marked. It is not removed when the checkpoints are missing: they may have been
 moved away, or their disk is not mounted. A file without the mark is from a start that wrote no checkpoint.
 """
@@ -11,10 +14,12 @@ import contextlib
 import logging
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
+from anabranch.core.errors import DependencyError
 from anabranch.core.failures import DamagedError, away_is_dependency, decoded
 from anabranch.core.files import number_of, open_file, sync_directory
 from replay.snapshot import TierRef
@@ -23,8 +28,30 @@ SUFFIX = ".rows"
 ASIDE = ".before"
 PAGE = 4096
 FORMAT = 3
+_MOST_LISTED = 63
+"""Checkpoints that the first page has space for besides the newest one."""
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class FileUse:
+    """What a file of rows is for, as error sentences say it.
+
+    Attributes:
+        setting: of its size.
+        unread: the effect while it cannot be read, after a semicolon.
+        unwritten: the effect while it cannot be written, likewise.
+        contents: what is in it, before its path.
+    """
+
+    setting: str = "replay.disk"
+    unread: str = "; what it has is not rehearsed"
+    unwritten: str = "; events are not stored"
+    contents: str = "the replay contents are in"
+
+
+REPLAY = FileUse()
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,6 +63,21 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     slots: int
     named: bool = False
     """Whether a checkpoint has named the file."""
+    intact: list[tuple[int, str]] = []
+    """Number and stamp of the checkpoints whose rows are in the slots that they name, or will be once these exist."""
+
+    def lists(self, stamp: str) -> bool:
+        """Return whether the file has the rows of the checkpoint with this stamp."""
+        return any(stamp == each for _, each in self.intact)
+
+    def listing(self, number: int, stamp: str, oldest: int) -> "Header":
+        """Return the header with one more checkpoint, and without those before `oldest`."""
+        kept = [each for each in self.intact if each[0] >= oldest]
+        return msgspec.structs.replace(self, intact=[*kept[-_MOST_LISTED:], (number, stamp)])
+
+    def without_after(self, number: int) -> "Header":
+        """Return the header without the checkpoints after this one."""
+        return msgspec.structs.replace(self, intact=[each for each in self.intact if each[0] <= number])
 
     def page(self) -> bytes:
         """Return the bytes of the page."""
@@ -57,7 +99,7 @@ def next_path(folder: Path) -> Path:
     return folder / f"{max(map(_number, files), default=0) + 1}{SUFFIX}"
 
 
-def make_way(folder: Path) -> None:
+def make_way(folder: Path, setting: str = "replay.disk") -> None:
     """When there is no checkpoint: put the files aside that a checkpoint has named, and remove the others.
 
     Files that were put aside before are removed if there are newer ones.
@@ -65,13 +107,13 @@ def make_way(folder: Path) -> None:
     Raises:
         DependencyError: files cannot be read or moved now.
     """
-    with away_is_dependency(f"replay.disk: files in {folder} cannot be put aside"):
+    with away_is_dependency(f"{setting}: files in {folder} cannot be put aside"):
         for path in folder.glob(f".tmp-*{SUFFIX}"):
             discard(path)
         _put_aside(folder, _aside(folder))
 
 
-def take_back(folder: Path, file: TierRef) -> Path:
+def take_back(folder: Path, file: TierRef, setting: str = "replay.disk") -> Path:
     """Return the path of the file that a checkpoint names; a file that was put aside gets its old name back.
 
     The files of a learner that ran in the meantime are put aside in turn: the checkpoints that name them are missing.
@@ -79,9 +121,9 @@ def take_back(folder: Path, file: TierRef) -> Path:
     Raises:
         DependencyError: files cannot be read or moved now.
     """
-    current, path = find(folder, file), folder / file.name
+    current, path = find(folder, file, setting), folder / file.name
     if current != path:
-        with away_is_dependency(f"replay.disk: {current} cannot be moved back"):
+        with away_is_dependency(f"{setting}: {current} cannot be moved back"):
             _put_aside(folder, ())
             current.rename(path)
             sync_directory(folder)
@@ -89,10 +131,10 @@ def take_back(folder: Path, file: TierRef) -> Path:
     return path
 
 
-def find(folder: Path, file: TierRef) -> Path:
+def find(folder: Path, file: TierRef, setting: str = "replay.disk") -> Path:
     """Return the path of the file that a checkpoint names, which may be aside; if it is missing, its own path."""
     path = folder / file.name
-    with away_is_dependency("replay.disk"):
+    with away_is_dependency(setting):
         candidates = [path, *_aside(folder)]
         return next((candidate for candidate in candidates if _id(candidate) == file.id), path)
 
@@ -101,6 +143,37 @@ def discard(path: Path) -> None:
     """Remove a file."""
     log.info("removing %s, which belongs to no checkpoint", path)
     path.unlink(missing_ok=True)
+
+
+def discard_unnamed(folder: Path, setting: str) -> None:
+    """Remove the files that no checkpoint has named: starts left them that restored a missing file and wrote none.
+
+    Raises:
+        DependencyError: files cannot be read or removed now.
+    """
+    with away_is_dependency(f"{setting}: files in {folder} cannot be removed"):
+        for path in _files(folder):
+            if not _is_named(path):
+                discard(path)
+        remove_empty(folder)
+
+
+def remove_empty(folder: Path) -> None:
+    """Remove a folder of files and its parent where they are empty: they would be taken for a disk that is missing."""
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+        folder.parent.rmdir()
+
+
+def check_mounted(folder: Path, setting: str) -> None:
+    """Raise DependencyError where files are missing since their disk is: its mount point is an empty folder."""
+    with away_is_dependency(f"{setting}: {folder} cannot be read"):
+        for path in (folder, folder.parent):
+            if path.is_dir() and not any(path.iterdir()) and not path.is_mount():
+                raise DependencyError(
+                    f"{setting}: {path} is empty: mount its disk; or if that is lost, remove the folder, and the "
+                    "events are restored from the checkpoint"
+                )
 
 
 def is_aside(path: Path) -> bool:

@@ -2,7 +2,8 @@
 
 The value of a key may vanish at any time (the server restarts empty, or evicts it), or belong to another event: the
 checksum detects both, and such a row is invalid. Keys are `PREFIX<generation>:<slot>`. A generation identifies one
-assignment of events to slots; checkpoints name it, so that rows of another one are never mixed up with these.
+assignment of events to slots; checkpoints name it, so that rows of another one are never mixed up with these. The value
+of `PREFIX<generation>:intact` lists the checkpoints whose rows are there: it vanishes with them.
 
 Legend: S slots, R bytes of a row, n rows of a call.
 """
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -19,6 +21,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from anabranch.core.errors import SettingsError
+from anabranch.core.failures import away_is_dependency
 from replay.config import RedisSettings
 from replay.snapshot import StoreSnapshot, TierRef
 from replay.tiers.checksum import CHECKSUM, row_sums
@@ -31,6 +34,11 @@ _KEY_BYTES = 128
 """Memory of a key without its value: name, object, entry of the hash table. Measured: 75 to 125 with names of 45."""
 _GENERATION = 16
 """Letters of the name of a generation, which each key contains."""
+_INTACT = "intact"
+"""The end of the key with the list of checkpoints, in place of a slot."""
+_MOST_LISTED = 63
+_MOST_BYTES = 4096
+"""Of that list."""
 _CLASSES = 8
 """Allocators round sizes up to one of four to eight steps between two powers of two; this assumes four."""
 
@@ -117,6 +125,21 @@ class RedisTier(SlowTier):
         """Do nothing: rows outlive the process as long as the server keeps them."""
 
     @override
+    def mark_intact(self, number: int, stamp: str, oldest: int) -> None:
+        kept = [each for each in self._listed() if each[0] >= oldest]
+        self._list([*kept[-_MOST_LISTED:], (number, stamp)])
+
+    def lists(self, stamp: str) -> bool:
+        """Return whether the server has the rows of the checkpoint with this stamp; raises OSError."""
+        return any(stamp == each for _, each in self._listed())
+
+    def unlist_after(self, number: int) -> None:
+        """Record that slots which only checkpoints after this one name may be written; raises OSError."""
+        listed = self._listed()
+        if len(kept := [each for each in listed if each[0] <= number]) < len(listed):
+            self._list(kept)
+
+    @override
     def mark_named(self) -> None:
         """Do nothing: the next start without checkpoints sweeps the keys."""
 
@@ -133,10 +156,22 @@ class RedisTier(SlowTier):
             return (
                 bool(generation)
                 and generation not in keep
+                and (generation != self.id or slot != _INTACT)
                 and (generation != self.id or not slot.isdigit() or int(slot) >= self.slots)
             )
 
         self.server.sweep_later(is_orphan)
+
+    def _listed(self) -> list[tuple[int, str]]:
+        """Return number and stamp of the checkpoints whose rows are there."""
+        (value,) = self.server.get([f"{self.id}:{_INTACT}"], _MOST_BYTES)
+        try:
+            return [] if value is None else msgspec.json.decode(value, type=list[tuple[int, str]])
+        except msgspec.MsgspecError:  # another user has written it
+            return []
+
+    def _list(self, checkpoints: list[tuple[int, str]]) -> None:
+        self.server.put([f"{self.id}:{_INTACT}"], [memoryview(msgspec.json.encode(checkpoints))])
 
     def _keys(self, slots: NDArray[np.int64]) -> list[str]:
         return [f"{self.id}:{slot}" for slot in slots.tolist()]
@@ -184,7 +219,13 @@ class RedisTierFactory(TierFactory):
                 "set it again, or start empty by moving the checkpoints away"
             )
         named = [*contents.index["slot"].tolist(), *state.retired[:, 1].tolist()]
-        return self._tier(state.file.id, max(named, default=-1) + 1, shared=True)
+        tier = self._tier(state.file.id, max(named, default=-1) + 1, shared=True)
+        with away_is_dependency("replay.redis"):
+            if contents.rows is not None and not tier.lists(state.stamp):
+                raise SettingsError(f"Redis has lost the rows of checkpoint {state.checkpoint}, or has later ones")
+            if self._context.writable:
+                tier.unlist_after(state.checkpoint)
+        return tier
 
     @override
     def open_primary(self, slots: int, source: SlowTier | None) -> RedisTier:

@@ -78,6 +78,14 @@ class SlowTier(Tier, Protocol):
         """Wait until all writes outlive the process; raises OSError when they do not."""
         ...
 
+    def mark_intact(self, number: int, stamp: str, oldest: int, /) -> None:
+        """Record that the rows which are durable after the next `sync` are those of the checkpoint of this number.
+
+        The checkpoint, of this stamp, is published after that; then `oldest` is the first that may be restored. Raises
+        OSError when it cannot.
+        """
+        ...
+
     def mark_named(self) -> None:
         """Record durably that a checkpoint names these slots; raises OSError when it cannot.
 

@@ -29,6 +29,8 @@ _SPARE_DESCRIPTORS = 128
 _LEAST_CONNECTIONS = 16
 _GRACE = timedelta(milliseconds=100)
 """Time in which a connection without a request is not closed: a client needs a while to send it."""
+_TURNS = 10
+"""Turns of the loop in which a new connection is made and a request is read that has arrived: four without TLS."""
 _POLL_SECONDS = 0.005
 _RETRY = timedelta(seconds=1)
 _WARN_EVERY = timedelta(minutes=1)
@@ -95,13 +97,15 @@ class Acceptor:
 
         1. accept all connections of the kernel's backlog;
         2. close the listener;
-        3. wait a short time for the requests of new connections;
+        3. read the requests that have arrived, and wait a short time for those of other new connections;
         4. end unfinished handshakes.
         """
         self._accept(BACKLOG)
         self._running = False
         self._pause()
         self._listener.close()
+        for _ in range(_TURNS):  # however long they take on a busy machine
+            await asyncio.sleep(0)
         until = self._loop.time() + _GRACE.total_seconds()
         while self._awaits_first_requests() and self._loop.time() < until:
             await asyncio.sleep(_POLL_SECONDS)

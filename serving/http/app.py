@@ -59,24 +59,29 @@ def build_app(
     metrics: ServingMetrics,
     overview: Overview,
     report: Callable[[], ServingReport],
+    bodies: BodyReader,
 ) -> ASGIApp:
-    """Return the ASGI application; it belongs to the thread of one event loop."""
-    api = _Api(service, settings.tokens, metrics, overview, report, _Infer(service, settings, metrics))
+    """Return the ASGI application; it belongs to the thread of one event loop. `bodies` counts what requests hold."""
+    infer = _Infer(service, settings, metrics, bodies)
+    api = _Api(service, settings.tokens, metrics, overview, report, infer)
     app = Starlette(
         routes=api.routes(),
         exception_handlers={RequestError: _on_request_error, HTTPException: _on_http_exception, Exception: _on_bug},
     )
     app.router.redirect_slashes = False
-    return RequestIdMiddleware(AuthMiddleware(app, settings.tokens, metrics, _OPEN), RequestLog(settings.request_log))
+    inner = AuthMiddleware(app, settings.tokens, metrics, _OPEN)
+    return RequestIdMiddleware(inner, RequestLog(settings.request_log), lambda: service.draining)
 
 
 class _Infer:
     """`POST .../infer`, as bare ASGI because it is the hot path."""
 
-    def __init__(self, service: Service, settings: ServingSettings, metrics: ServingMetrics) -> None:
+    def __init__(
+        self, service: Service, settings: ServingSettings, metrics: ServingMetrics, bodies: BodyReader
+    ) -> None:
         self._service = service
         self._metrics = metrics
-        self._bodies = BodyReader(settings)
+        self._bodies = bodies
         self._timeout = settings.timeout.total_seconds()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -157,7 +162,7 @@ class _Api:
         return json_response({"live": True})
 
     async def ready(self, _request: Request) -> Response:
-        self.service.resident(self.service.name)
+        self.service.check_ready(self.service.name)
         return json_response({"ready": True})
 
     async def model_metadata(self, request: Request) -> Response:
@@ -168,7 +173,7 @@ class _Api:
         return json_response(_metadata(self.service, [self.service.resident(**request.path_params).name]))
 
     async def model_ready(self, request: Request) -> Response:
-        self.service.resident(**request.path_params)
+        self.service.check_ready(**request.path_params)
         return json_response({**request.path_params, "ready": True})
 
     async def version_ready(self, request: Request) -> Response:

@@ -15,6 +15,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 HEAD_PATIENCE = timedelta(seconds=10)
 """From a connection, or the first byte of its next request, to a complete head; also of a TLS handshake."""
 MAX_HEAD_BYTES = 64_000
+PIPELINED = "anabranch.pipelined"
+"""Key of the state of a request's ASGI scope: a function that returns whether the connection has sent another one."""
 MAX_PIPELINED = 64
 """Requests of one connection that may wait for the answer to the one before; h11 pauses by itself after 1."""
 
@@ -134,6 +136,7 @@ class Connection(_Base):
         self._head_timer: asyncio.TimerHandle | None = None
         self._reply_timer: asyncio.TimerHandle | None = None
         self._close_timer: asyncio.TimerHandle | None = None
+        self.app_state = {**self.app_state, PIPELINED: self._has_next}
         super().connection_made(self._outer)
         self._await_head()
 
@@ -206,6 +209,10 @@ class Connection(_Base):
         """Return whether the next byte belongs to the body of a request."""
         raise NotImplementedError
 
+    def _has_next(self) -> bool:
+        """Return whether data of a request waits for the answer to the one before."""
+        raise NotImplementedError
+
     def _await_head(self) -> None:
         """Start the timer of the first head, or of one that has begun; stop it once the head is complete."""
         if self._awaits_head() and (self.cycle is None or self._head_bytes) and not self._outer.is_closing():
@@ -268,3 +275,6 @@ class H11Connection(Connection, H11Protocol):
 
     def _awaits_body(self) -> bool:
         return self.conn.their_state is h11.SEND_BODY
+
+    def _has_next(self) -> bool:
+        return self.conn.their_state is h11.DONE and bool(self.conn.trailing_data[0])

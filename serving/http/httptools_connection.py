@@ -54,6 +54,9 @@ class HttpToolsConnection(Connection, HttpToolsProtocol):  # type: ignore[misc]
     def _awaits_body(self) -> bool:
         return self._in_body
 
+    def _has_next(self) -> bool:
+        return bool(self.pipeline)
+
     def _count(self, chunks: int, size: int) -> None:
         if not self._budget.add(chunks, size):
             raise _RefusedError("the chunks of the body are too small")

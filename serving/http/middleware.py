@@ -3,6 +3,7 @@
 import logging
 import math
 import time
+from collections.abc import Callable
 
 import msgspec
 from starlette.responses import Response
@@ -12,6 +13,7 @@ from serving.config import Tokens
 from serving.errors import FramingError, HeadersError, RequestError, UnauthorizedError
 from serving.http.access_log import HEADER, RequestLog, name_of
 from serving.http.auth import check_read
+from serving.http.connection import PIPELINED
 from serving.metrics import ServingMetrics
 
 log = logging.getLogger("anabranch.serving")
@@ -28,11 +30,13 @@ _MOST_FIELDS = 100
 class RequestIdMiddleware:
     """Assigns an id to each request, adds it to the response and logs it. No exception passes this middleware.
 
-    If the body was not read, the response closes the connection: nothing parses the rest of that body.
+    If the body was not read, the response closes the connection: nothing parses the rest of that body. So does each
+    response while the server drains, unless the next request is there already: later ones go to another server.
     """
 
-    def __init__(self, app: ASGIApp, requests: RequestLog) -> None:
+    def __init__(self, app: ASGIApp, requests: RequestLog, drains: Callable[[], bool] = bool) -> None:
         self._app = app
+        self._drains = drains
         self._requests = requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -52,7 +56,8 @@ class RequestIdMiddleware:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message["headers"], (HEADER, name), _NO_SNIFFING, *([_CLOSE] if unread else [])]
+                closing = [_CLOSE] if unread or (self._drains() and not _has_next(scope)) else []
+                message["headers"] = [*message["headers"], (HEADER, name), _NO_SNIFFING, *closing]
             await send(message)
 
         try:
@@ -61,6 +66,10 @@ class RequestIdMiddleware:
             log.exception("request %s failed", scope[REQUEST_ID])
         finally:
             self._requests.answered(name, scope["method"], scope["path"], status, time.perf_counter() - began)
+
+
+def _has_next(scope: Scope) -> bool:
+    return PIPELINED in scope.get("state", {}) and bool(scope["state"][PIPELINED]())
 
 
 class AuthMiddleware:

@@ -46,8 +46,7 @@ class BodyReader:
                     raise ClientDisconnectedError
                 chunk: bytes = message.get("body", b"")
                 self._check(size + len(chunk))
-                if self.held_bytes + len(chunk) > self._most_held_bytes:
-                    raise TooManyRequestsError(f"this server holds {self.held_bytes} bytes of requests already")
+                self.check_room(len(chunk))
                 size += len(chunk)
                 self.held_bytes += len(chunk)
                 chunks.append(chunk)
@@ -60,6 +59,11 @@ class BodyReader:
     def add(self, size: int) -> None:
         """Count held bytes of a body or its reply; negative when they are released."""
         self.held_bytes += size
+
+    def check_room(self, size: int) -> None:
+        """Raise TooManyRequestsError where `size` bytes more would be too many."""
+        if self.held_bytes + size > self._most_held_bytes:
+            raise TooManyRequestsError(f"this server holds {self.held_bytes} bytes of requests already")
 
     def _check(self, size: int) -> None:
         if size > self._most_bytes:

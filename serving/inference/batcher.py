@@ -7,7 +7,6 @@ Requests of clients that recently made the model raise are run alone, so that ot
 """
 
 import asyncio
-import contextlib
 import logging
 import queue
 import threading
@@ -51,11 +50,14 @@ class _Queue:
         self._requests.append(waiting)
         self.rows += waiting.rows
 
-    def remove(self, waiting: QueuedRequest) -> None:
-        """Remove a request if it still waits."""
-        with contextlib.suppress(ValueError):
+    def remove(self, waiting: QueuedRequest) -> bool:
+        """Remove a request if it still waits; return whether it did."""
+        try:
             self._requests.remove(waiting)
-            self.rows -= waiting.rows
+        except ValueError:
+            return False
+        self.rows -= waiting.rows
+        return True
 
     def take(self, max_rows: int) -> list[QueuedRequest]:
         """Remove and return the oldest, and the next ones of its version that fit into a batch of `max_rows`."""
@@ -93,6 +95,7 @@ class Batcher:
         on_error: Callable[[BaseException], None],
         mark: ServerMark,
         device: torch.device = _CPU,
+        waited: Callable[[float], None] = lambda _: None,
     ) -> None:
         """Prepare; entering the context starts the worker.
 
@@ -101,6 +104,7 @@ class Batcher:
             on_error: gets the exception that ended the worker, in its thread.
             mark: reports load to the learner.
             device: on which versions run.
+            waited: gets the time that requests have waited when they leave the queue, in seconds times rows.
         """
         self._max_batch = settings.max_batch
         self._max_queue = settings.max_queue
@@ -108,6 +112,7 @@ class Batcher:
         self._on_error = on_error
         self._mark = mark
         self._device = device
+        self._waited = waited
         self._runner = BatchRunner(settings.max_batch, device)
         self._ended = False
         """Whether an error has ended the worker: no request can be answered any more."""
@@ -175,7 +180,8 @@ class Batcher:
                 self._consider()
                 return await waiting.answer
         except asyncio.CancelledError:
-            queue.remove(waiting)
+            if queue.remove(waiting):
+                self._count([waiting])
             raise
 
     def _consider(self) -> None:
@@ -204,7 +210,14 @@ class Batcher:
         self._ran_alone = queue is self._alone
         self._busy = True
         self._mark.run()
-        self._batches.put(queue.take(0 if self._ran_alone else self._max_batch))
+        batch = queue.take(0 if self._ran_alone else self._max_batch)
+        self._batches.put(batch)
+        self._count(batch)
+
+    def _count(self, left: Sequence[QueuedRequest]) -> None:
+        """Count how long requests that have left the queue were in it."""
+        now = self._loop.time()
+        self._waited(sum(request.rows * (now - request.since) for request in left))
 
     def _answer(self, batch: Sequence[QueuedRequest]) -> None:
         self._busy = False

@@ -20,6 +20,7 @@ from serving.inference.shadow import Shadow
 from serving.model.deployment import Deployment
 from serving.model.loaded_version import ServedVersion
 from serving.protocol.codec import Request, Signature
+from serving.protocol.tensors import Array
 from serving.reporting.worker_pool import PoolWorker
 from serving.rollout.commands import COMMANDS
 from serving.rollout.hot_swap import VersionSwapper
@@ -29,7 +30,8 @@ log = logging.getLogger("anabranch.serving")
 _LONGEST_NUMBER = 15
 """Digits."""
 _LARGE_BYTES = 262_144
-"""A longer body is decoded in a thread."""
+_LARGE_TEXT_BYTES = 16_384
+"""A longer body is decoded in a thread; that of a model with a tokenizer, which reads about 2 MB of text a second."""
 _LARGE_ELEMENTS = 65_536
 """A larger reply is encoded in a thread."""
 
@@ -62,6 +64,8 @@ class Service:
         self._waiting_rows = 0
         self._swapped = asyncio.Event()
         self._stopping = False
+        self.draining = False
+        """Whether it answers requests, and says that it is not ready: the process is about to end."""
 
     @property
     def version(self) -> ServedVersion | None:
@@ -82,6 +86,12 @@ class Service:
         """Raise UnavailableError after an error that ends the process, such as the loss of its device."""
         if self._bugs:
             raise UnavailableError("this server is about to start again after an error; see its log")
+
+    def check_ready(self, name: str, version: str | None = None) -> None:
+        """Raise RequestError unless new requests may be sent here: as `resident`, and while the server drains."""
+        self.resident(name, version)
+        if self.draining:
+            raise UnavailableError("the server is stopping")
 
     def resident(self, name: str, version: str | None = None) -> ServedVersion:
         """Return the served version if it is the requested one.
@@ -135,18 +145,30 @@ class Service:
             RequestError: there is no prediction; the sentence gives the reason.
         """
         self.check_name(name)
-        request = await _run(len(body) > _LARGE_BYTES, self.signature.decode, body, header_length)
+        request = await in_thread(self.is_long(len(body)), self.signature.decode, body, header_length)
+        chosen, answers = await self.predict(request, version, peer)
+        large = is_large(answers)
+        reply = await in_thread(large, self.signature.encode, request, answers, self.name, chosen.name, chosen.progress)
+        self.compare(chosen, request, answers)
+        return reply
+
+    def is_long(self, size: int) -> bool:
+        """Return whether a body of `size` bytes is decoded in a thread."""
+        return size > (_LARGE_TEXT_BYTES if self.signature.tokenizes else _LARGE_BYTES)
+
+    async def predict(
+        self, request: Request, version: str | None, peer: Hashable = None
+    ) -> tuple[ServedVersion, dict[str, Array]]:
+        """Return the answers to a request, and the one version that gave them; see `infer`."""
         chosen = await self._choose(request, version)
         self.check_alive()
-        answers = await self._batcher.predict(chosen, request.features, request.rows, request.embed, peer)
-        large = sum(answer.size for answer in answers.values()) > _LARGE_ELEMENTS
-        reply = await _run(
-            large, self.signature.encode, request, answers, self.name, chosen.name, chosen.trained_through
-        )
+        return chosen, await self._batcher.predict(chosen, request.features, request.rows, request.embed, peer)
+
+    def compare(self, chosen: ServedVersion, request: Request, answers: dict[str, Array]) -> None:
+        """Let the shadow's candidate answer the same request, if it is one of its fraction."""
         if self._shadow.chooses():
             # In the next turn of the loop: the reply is sent in this one.
             asyncio.get_running_loop().call_soon(self._shadow.add, chosen, request.features, answers)
-        return reply
 
     async def _choose(self, request: Request, version: str | None) -> ServedVersion:
         offsets = request.min_trained_through
@@ -191,9 +213,14 @@ class Service:
         return f"the time is over; the served version has learned {current.trained_through if current else 'nothing'}"
 
 
-async def _run(in_thread: bool, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+def is_large(answers: Mapping[str, Array]) -> bool:
+    """Return whether answers are encoded in a thread."""
+    return sum(answer.size for answer in answers.values()) > _LARGE_ELEMENTS
+
+
+async def in_thread(needed: bool, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
     """Return the result of `work`, called in a thread if it would block the event loop for long."""
-    if in_thread:
+    if needed:
         return await asyncio.to_thread(work, *args, **kwargs)
     return work(*args, **kwargs)
 

@@ -25,14 +25,14 @@ import numpy as np
 
 from anabranch.core.failures import Failure, failure_of
 from learner.errors import VersionError
-from learner.state_dir.version import reference_to
+from learner.state_dir.version import WEIGHTS
 from serving.metrics import ServingMetrics
 from serving.model.deployment import Deployment
 from serving.model.device import free_cached_memory
 from serving.model.loaded_version import ServedVersion, load_version
 from serving.protocol.tensors import Array
 from serving.reporting.report import ShadowReport
-from serving.rollout.eligibility import Requirements, misfit
+from serving.rollout.eligibility import misfit, requirements_of
 from serving.rollout.load_retry import Retries, may_pass
 
 log = logging.getLogger("anabranch.serving")
@@ -79,7 +79,7 @@ class Shadow:
         """
         # The model that versions are copied from is used by one thread at a time.
         self._deployment = dataclasses.replace(deployment, stream_priority=False, capture=None)
-        self._requirements = Requirements(deployment.schema.digest, reference_to(deployment.model))
+        self._requirements = requirements_of(deployment.schema, deployment.model)
         self._fraction = fraction
         self._max_batch = max_batch
         self._metrics = metrics
@@ -171,8 +171,11 @@ class Shadow:
 
     def _is_candidate(self, number: int, now: float) -> bool:
         """Return whether a version stays unserved: others are about to be swapped in."""
+        versions = self._deployment.versions
         try:
-            verdict = self._deployment.versions.verdict(number)
+            if versions.folder(number).stamp(WEIGHTS) is None:  # they were not copied from the object store
+                return False
+            verdict = versions.verdict(number)
         except (VersionError, OSError):
             return False
         failed = verdict is not None and verdict.verdict == "fail"

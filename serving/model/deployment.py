@@ -1,7 +1,8 @@
 """What all versions of a model share: schema, task, device."""
 
 import contextlib
-import copy
+import threading
+import weakref
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -10,18 +11,25 @@ import torch
 from torch import nn
 
 from anabranch.core.errors import DependencyError, SettingsError
+from anabranch.core.failures import failure_of
 from ingest.events.schema import Schema
-from learner.config import ModelSettings
+from learner.config import ModelSettings, StrategySettings
+from learner.errors import VersionError
 from learner.model.device import driver_fault
 from learner.model.embedding import Embedding, Embeddings, TaskEmbedding
 from learner.model.factory import build_on_device, check_model, make_task
 from learner.model.task import Embeds, Task
+from learner.model.trained_set import base_names, copy_sharing_base, release_base, with_base
+from learner.object_storage.config import StorageSettings
+from learner.state_dir.bases import Bases, bases_in
+from learner.state_dir.manifest_directory import SHOWN
 from learner.state_dir.version import Versions
+from learner.strategies.registry import build_strategy
 from serving.config import PrecisionName
 from serving.errors import DeviceError
 from serving.model.device import HALF, device_errors
 from serving.model.graphs import Capture
-from serving.model.tensor_slots import TensorSlots, loads_plainly
+from serving.model.tensor_slots import TensorSlot, TensorSlots, loads_plainly
 from serving.protocol.tensors import TensorSpec
 
 
@@ -48,10 +56,15 @@ class Deployment:
     """Arithmetic of the model; see `use_precision`."""
     capture: Capture | None = None
     """Captures runs as CUDA graphs; None: they are not captured."""
+    strategy: StrategySettings = field(default_factory=StrategySettings)
+    """`learner.strategy`, which may add to the model what it trains."""
+    storage: StorageSettings | None = None
+    """The object store that versions come from; None: they come from the learner of `state_dir`."""
+    _shared: "SharedBases" = field(default_factory=lambda: SharedBases(), compare=False, repr=False)
 
     @property
     def versions(self) -> Versions:
-        """The directory into which the learner publishes."""
+        """The directory into which the learner publishes, or the follower copies."""
         return Versions(self.state_dir / "versions")
 
     @cached_property
@@ -109,8 +122,24 @@ class Deployment:
         module = build_on_device(self.model, self.folder, self.device)
         with self.autocast():
             shape = check_model(module, self.task, self.schema, self.device)
-        self.embedding_of(copy.deepcopy(module))
-        return ModelTemplate(module.cpu().eval().requires_grad_(False), shape)
+            build_strategy(self.strategy, self.model, self.task).extend(module, self.model, self.schema, self.device)
+        self.embedding_of(copy_sharing_base(module))
+        module.cpu().eval().requires_grad_(False)
+        release_base(module)
+        return ModelTemplate(module, shape)
+
+    def template_on(self, base: str | None) -> "ModelTemplate":
+        """Return the template of versions that name this base, which is read once while a version uses it.
+
+        Raises:
+            VersionError: the base is missing, damaged, or not that of the configured model.
+            OSError: it cannot be read for now.
+        """
+        if base is None:
+            if base_names(self.template.module):
+                raise VersionError("it names no base, and the model of [model] has frozen weights")
+            return self.template
+        return self._shared.template_on(base, self.template, bases_in(self.state_dir), self.device)
 
     @property
     def _output_shape(self) -> tuple[int, ...]:
@@ -173,6 +202,36 @@ class ModelTemplate:
     def loads_plainly(self) -> bool:
         """Whether versions may be loaded into the tensors of others."""
         return loads_plainly(self.module)
+
+    def put(self, slot: TensorSlot) -> None:
+        """Make a slot free: no run uses its tensors any more."""
+        self.slots.put(slot)
+
+
+class SharedBases:
+    """The bases of this process on its device, each in one template that all versions share. Any thread may use it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._templates = weakref.WeakValueDictionary[str, ModelTemplate]()
+        """By SHA-256; a version keeps its template."""
+        self._latest: ModelTemplate | None = None
+        """Kept between two versions."""
+
+    def template_on(self, base: str, without: ModelTemplate, bases: Bases, device: torch.device) -> ModelTemplate:
+        """Return the template with a base, on the device; raises as `Deployment.template_on`."""
+        with self._lock:
+            template = self._templates.get(base)
+            if template is None:
+                try:
+                    module = with_base(without.module, bases.tensors(base), device).to(device)
+                except RuntimeError as exc:
+                    if failure_of(exc) is not None:
+                        raise
+                    raise VersionError(f"its base {base[:SHOWN]!r} does not fit [model]: {exc}") from exc
+                template = self._templates[base] = ModelTemplate(module, without.output_shape)
+            self._latest = template
+            return template
 
 
 def _sentence(exc: BaseException) -> str:

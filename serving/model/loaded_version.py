@@ -19,10 +19,11 @@ from anabranch.core.failures import Failure, failure_of
 from learner.errors import ModelError, VersionError
 from learner.model.embedding import Embeddings
 from learner.model.factory import forward
-from learner.state_dir.trained_through import format_trained_through
+from learner.model.growing.parts import grown, parts_in
+from learner.state_dir.trained_through import format_offsets, format_trained_through
 from learner.state_dir.version import Manifest
 from serving.model.batch_copies import to_device, to_host
-from serving.model.deployment import Deployment, _sentence
+from serving.model.deployment import Deployment, ModelTemplate, _sentence
 from serving.model.device import HALF, free_cached_memory, use_device
 from serving.model.graphs import Capture, Graphs
 from serving.model.tensor_slots import bound_tensors
@@ -36,6 +37,18 @@ _WARM_UP = timedelta(seconds=1)
 _WORKS_FOR = timedelta(seconds=1)
 
 
+def progress_of(manifest: Manifest) -> dict[str, str]:
+    """Return how far a version is trained, as replies have it: with late labels also how far it has read."""
+    progress = {"trained_through": format_trained_through(manifest.trained_through)}
+    if manifest.seen_through is None:
+        return progress
+    return {
+        **progress,
+        "labelled_through": progress["trained_through"],
+        "seen_through": format_offsets(manifest.seen_through),
+    }
+
+
 class ServedVersion:
     """A loaded version. Immutable: it answers the requests that hold it, also after a swap."""
 
@@ -44,6 +57,8 @@ class ServedVersion:
         self.number = manifest.number
         self.name = str(manifest.number)
         self.trained_through = format_trained_through(manifest.trained_through)
+        self.progress = progress_of(manifest)
+        """The parameters of a reply."""
         self._module = module
         self._embedding = deployment.embedding_of(module)
         self._deployment = deployment
@@ -51,6 +66,11 @@ class ServedVersion:
         self._stream: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
         self._graphs: Graphs | None = None
         self._padding = {feature.name: feature.filler for feature in deployment.schema.features}
+
+    @property
+    def module(self) -> nn.Module:
+        """The module, in evaluation mode; nobody else may run it while the version answers requests."""
+        return self._module
 
     def has_trained_through(self, offsets: Mapping[str, int]) -> bool:
         """Return whether it has learned at least up to `offsets`, on each of these partitions."""
@@ -97,11 +117,8 @@ class ServedVersion:
         self._stream = self._deployment.stream
 
     def zeros(self, rows: int) -> dict[str, Array]:
-        """Return features of zeros for `rows` rows, or of the allowed value nearest to zero."""
-        return {
-            feature.name: np.full((rows, *feature.shape), feature.filler, feature.dtype)
-            for feature in self._deployment.schema.features
-        }
+        """Return features of zeros for `rows` rows, or of another allowed value."""
+        return {feature.name: feature.example(rows) for feature in self._deployment.schema.features}
 
     def works(self) -> bool:
         """Return whether it answers a row of zeros: distinguishes a bad input from a broken model after a failure.
@@ -160,28 +177,31 @@ def load_version(deployment: Deployment, manifest: Manifest, max_batch: int) -> 
 
 
 def _loaded(deployment: Deployment, manifest: Manifest, weights: Mapping[str, Tensor], max_batch: int) -> ServedVersion:
-    template = deployment.template
+    template = deployment.template_on(manifest.base)
+    if parts_in(weights) != manifest.parts:
+        raise ModelError(f"its manifest names {manifest.parts} parts, and its weights have {parts_in(weights)}")
     slot = template.slots.take()
     try:
-        module = slot.load(template.module, weights, deployment.device, plainly=template.loads_plainly)
+        module = slot.load(grown(template.module, weights), weights, deployment.device, plainly=template.loads_plainly)
         version = ServedVersion(manifest, module, deployment)
         if template.slots.taken == 1:  # no request runs yet; the allocator takes memory for their stream
             version.use_request_stream()
         _warm_up(version, 1)
-        _try_graphs(version, slot.graphs, deployment, max_batch)
+        _try_graphs(version, slot.graphs, deployment, template, max_batch)
         _warm_up_batches(version, max_batch, template.warmed)
     except BaseException:
-        template.slots.put(slot)
+        template.put(slot)
         raise
     version.use_request_stream()
     # Not in a cycle of references, which would keep the slot until the next garbage collection.
-    weakref.finalize(version, template.slots.put, slot).atexit = False
+    weakref.finalize(version, template.put, slot).atexit = False
     return version
 
 
-def _try_graphs(version: ServedVersion, graphs: Graphs, deployment: Deployment, max_batch: int) -> None:
+def _try_graphs(
+    version: ServedVersion, graphs: Graphs, deployment: Deployment, template: ModelTemplate, max_batch: int
+) -> None:
     """Let a version run as CUDA graphs, if they are configured and the model can be captured."""
-    template = deployment.template
     if deployment.capture is None or template.without_graphs:
         return
     try:

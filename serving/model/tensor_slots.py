@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
+from learner.model.trained_set import base_names, copy_sharing_base, load_trained
 from serving.model.graphs import Graphs
 
 _SPARE = 1
@@ -31,15 +32,17 @@ class TensorSlot:
         """Return a copy of `template` on the device with `weights`, in the tensors of the version before.
 
         Only tensors are taken over: other attributes, and buffers that are not in `weights`, are the template's. Unless
-        weights load `plainly`, nothing is taken over, and they are loaded on the CPU. Raises RuntimeError when weights
-        do not fit.
+        weights load `plainly`, nothing is taken over, and they are loaded on the CPU. A template with a base is on the
+        device, and all copies share its base. Raises RuntimeError when weights do not fit.
         """
         if not plainly:
-            module = copy.deepcopy(template)
-            module.load_state_dict(weights, strict=True)
-            return module.to(device)
-        module = copy.deepcopy(template, self._taken_over(template, weights, device)).to(device)
-        module.load_state_dict(weights, strict=True)
+            module = copy_sharing_base(template)
+            load_trained(module, weights)
+            return module if base_names(template) else module.to(device)
+        module = copy.deepcopy(template, self._taken_over(template, weights, device))
+        if not base_names(template):
+            module.to(device)
+        load_trained(module, weights)
         tensors = dict(_tensors(module))
         if [each.data_ptr() for each in tensors.values()] != [each.data_ptr() for each in self._tensors.values()]:
             self.graphs = Graphs()
@@ -52,7 +55,11 @@ class TensorSlot:
         """Return what `copy.deepcopy` is to use for tensors of the template, by their id, where they fit."""
         taken: dict[int, Tensor] = {}
         storages: dict[int, int] = {}
+        base = base_names(template)
         for name, own in _tensors(template):
+            if name in base:
+                taken[id(own)] = own
+                continue
             kept = self._tensors.get(name)
             if kept is None or not _fits(kept, own, device):
                 continue

@@ -3,8 +3,9 @@
 Legend: B rows of a request. Independent of HTTP, except for the header that separates JSON from binary data.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -35,7 +36,7 @@ class Request:
     """A request that fits the model.
 
     Attributes:
-        features: one array `[rows, *shape]` for each feature of the schema, of the feature's dtype (int64 ids for
+        features: one array `[rows, *column_shape]` for each feature of the schema, of the feature's dtype (ids for
             strings), finite.
         outputs: the requested outputs by name, each with whether it is sent as binary data.
         min_trained_through: offsets, by `topic:partition`, that the answering version must have learned.
@@ -52,6 +53,14 @@ class Request:
     embed: bool = False
 
 
+class GivenInput(NamedTuple):
+    """What a request says of an input besides its elements."""
+
+    name: str
+    datatype: str
+    shape: list[int]
+
+
 class Signature:
     """The inputs and outputs of the served model, and the codec between them and bytes."""
 
@@ -60,6 +69,8 @@ class Signature:
         self.features = {feature.name: feature for feature in schema.features}
         self.inputs = {feature.name: input_spec(feature) for feature in schema.features}
         self.outputs = {spec.name: spec for spec in outputs}
+        self.tokenizes = any(feature.column_shape != feature.shape for feature in schema.features)
+        """Whether decoding takes the time of a tokenizer."""
         self._max_rows = max_rows
         self._embeds = embeds
         self._decoder = msgspec.json.Decoder(InferBody)
@@ -82,17 +93,53 @@ class Signature:
         text_bytes = len(body) if header_length is None else header_length
         document = self._parse(view[:text_bytes])
         _check_sizes(document, text_bytes)
-        rows = self._rows(document)
+        rows = self._rows(list(map(self._given, document.inputs)))
         arrays = _read_tensors(self.inputs, document.inputs, rows, view[text_bytes:])
-        return self._request(arrays, rows, document)
+        return self._request(
+            arrays, rows, read_parameters(document.parameters), self._requested(document.outputs), document.id
+        )
+
+    def request(
+        self,
+        inputs: Sequence[GivenInput],
+        read: Callable[[int, TensorSpec, int], Array],
+        parameters: Parameters,
+        requested: Sequence[RequestedOutput],
+        id_: str | None,
+    ) -> Request:
+        """Return the request with these parts; its outputs count as JSON, where that makes a difference.
+
+        Args:
+            inputs: what describes each input.
+            read: returns the elements of an input, given its index, what it has to be, and the number of rows.
+            parameters: of the request.
+            requested: outputs; empty: all.
+            id_: of the request.
+
+        Raises:
+            BadRequestError: it does not fit the model.
+            TooLargeError: it has more rows than the queue.
+        """
+        if id_ is not None and len(id_) > _LONGEST_ID:
+            raise BadRequestError(f"id has {len(id_)} characters; it may have {_LONGEST_ID}")
+        rows = self._rows(inputs)
+        arrays = {each.name: read(index, self.inputs[each.name], rows) for index, each in enumerate(inputs)}
+        return self._request(arrays, rows, parameters, requested, id_)
+
+    def datatype(self, output: str, array: Array) -> str:
+        """Return the protocol's name for the elements of an output."""
+        return self.outputs[output].datatype if output in self.outputs else DATATYPES[array.dtype.name]
 
     def encode(
-        self, request: Request, answers: Mapping[str, Array], name: str, version: str, trained_through: str
+        self, request: Request, answers: Mapping[str, Array], name: str, version: str, progress: Mapping[str, str]
     ) -> tuple[bytes, int | None]:
-        """Write a reply; return its body and the value of `HEADER_LENGTH`, None when all of it is JSON."""
+        """Write a reply; return its body and the value of `HEADER_LENGTH`, None when all of it is JSON.
+
+        `progress` are parameters of the reply: how far the version is trained.
+        """
         blobs: list[bytes] = []
         outputs = [self._output(answers[output], output, binary, blobs) for output, binary in request.outputs.items()]
-        parameters: Parameters = {"trained_through": trained_through}
+        parameters: Parameters = {**progress}
         header = self._encoder.encode(ReplyBody(name, version, outputs, parameters, request.id))
         return (b"".join((header, *blobs)), len(header)) if blobs else (header, None)
 
@@ -113,25 +160,24 @@ class Signature:
     def _parse(self, text: memoryview) -> InferBody:
         return decode_json(self._decoder, text, "the body is not an inference request")
 
-    def _rows(self, document: InferBody) -> int:
-        """Check names, datatypes and shapes, and return the rows that the inputs agree on."""
+    def _rows(self, inputs: Sequence[GivenInput]) -> int:
+        """Check names, datatypes and shapes of inputs, and return the rows that they agree on."""
         rows: int | None = None
         seen: set[str] = set()
-        for tensor in document.inputs:
-            spec = self.inputs.get(tensor.name)
+        for name, datatype, shape in inputs:
+            spec = self.inputs.get(name)
             if spec is None:
-                name = shorten(tensor.name)
-                raise BadRequestError(f"there is no input {name!r}; inputs are {', '.join(self.inputs)}")
-            if tensor.name in seen:
-                raise BadRequestError(f"input {tensor.name!r} is given twice")
-            seen.add(tensor.name)
-            if tensor.datatype != spec.datatype:
-                given = shorten(tensor.datatype)
-                raise BadRequestError(f"input {tensor.name!r} has datatype {spec.datatype}, not {given!r}")
-            own = self._own_rows(spec, tensor)
-            if rows is not None and own != rows:
-                raise BadRequestError(f"input {tensor.name!r} has {own} rows, but another has {rows}")
-            rows = own
+                raise BadRequestError(f"there is no input {shorten(name)!r}; inputs are {', '.join(self.inputs)}")
+            if name in seen:
+                raise BadRequestError(f"input {name!r} is given twice")
+            seen.add(name)
+            if datatype != spec.datatype:
+                raise BadRequestError(f"input {name!r} has datatype {spec.datatype}, not {shorten(datatype)!r}")
+            if tuple(shape[1:]) != spec.shape or not shape:
+                raise BadRequestError(f"input {name!r} has shape {[-1, *spec.shape]}, not {shape}")
+            if rows is not None and shape[0] != rows:
+                raise BadRequestError(f"input {name!r} has {shape[0]} rows, but another has {rows}")
+            rows = shape[0]
         if rows is None:
             raise BadRequestError(f"the request has no inputs; inputs are {', '.join(self.inputs)}")
         self._check_rows(rows)
@@ -140,16 +186,15 @@ class Signature:
                 raise BadRequestError(f"input {name!r} is missing")
         return rows
 
-    def _own_rows(self, spec: TensorSpec, tensor: InputTensor) -> int:
-        """Check a tensor's shape, and return its rows."""
-        text = bytes(tensor.shape)
+    def _given(self, tensor: InputTensor) -> GivenInput:
+        spec, text = self.inputs.get(tensor.name), bytes(tensor.shape)
+        if spec is None:
+            return GivenInput(tensor.name, tensor.datatype, [])
         if len(text) > _LONGEST_DIMENSION * (2 + len(spec.shape)):
             given = text[:_LONGEST_DIMENSION].decode("ascii", "replace")
             raise BadRequestError(f"input {spec.name!r} has shape {[-1, *spec.shape]}, not {given}...")
-        shape: list[int] = decode_json(self._shape_decoder, text, f"the shape of input {spec.name!r} is not one")
-        if tuple(shape[1:]) != spec.shape or not shape:
-            raise BadRequestError(f"input {spec.name!r} has shape {[-1, *spec.shape]}, not {shape}")
-        return shape[0]
+        shape = decode_json(self._shape_decoder, text, f"the shape of input {spec.name!r} is not one")
+        return GivenInput(tensor.name, tensor.datatype, shape)
 
     def _check_rows(self, rows: int) -> None:
         if rows < 1:
@@ -157,17 +202,23 @@ class Signature:
         if rows > self._max_rows:
             raise TooLargeError(f"the request has {rows} rows; this server accepts {self._max_rows} at once")
 
-    def _request(self, arrays: Mapping[str, Array], rows: int, document: InferBody) -> Request:
-        parameters = read_parameters(document.parameters)
+    def _request(
+        self,
+        arrays: Mapping[str, Array],
+        rows: int,
+        parameters: Parameters,
+        requested: Sequence[RequestedOutput],
+        id_: str | None,
+    ) -> Request:
         features = {
             name: _column(feature, arrays[name]) if name in arrays else _default(feature, rows)
             for name, feature in self.features.items()
         }
         embed = self._embed(parameters)
-        outputs = self._requested_outputs(document.outputs, parameters.get("binary_data_output") is True, embed)
+        outputs = self._requested_outputs(requested, parameters.get("binary_data_output") is True, embed)
         through, timeout_ms = read_freshness(parameters) if parameters else ({}, None)
         embed = embed and EMBEDDING not in self.outputs  # otherwise the model predicts it anyway
-        return Request(features, rows, document.id, outputs, through, timeout_ms, embed)
+        return Request(features, rows, id_, outputs, through, timeout_ms, embed)
 
     def _embed(self, parameters: Parameters) -> bool:
         embed = parameters.get("return_embedding", False)
@@ -180,13 +231,15 @@ class Signature:
             )
         return embed
 
-    def _requested_outputs(self, text: msgspec.Raw, binary: bool, embed: bool) -> dict[str, bool]:
-        outputs = {EMBEDDING: binary} if embed else {}
+    def _requested(self, text: msgspec.Raw) -> list[RequestedOutput]:
         if bytes(text) in ABSENT:
-            return dict.fromkeys(self.outputs, binary) | outputs
+            return []
         if len(text) > _LONGEST_OUTPUT * (2 + len(self.outputs)):
             raise BadRequestError(f"outputs has {len(text)} bytes, for a model that has {len(self.outputs)} outputs")
-        requested = decode_json(self._outputs_decoder, text, "outputs is not a list of outputs")
+        return decode_json(self._outputs_decoder, text, "outputs is not a list of outputs")
+
+    def _requested_outputs(self, requested: Sequence[RequestedOutput], binary: bool, embed: bool) -> dict[str, bool]:
+        outputs = {EMBEDDING: binary} if embed else {}
         if not requested:
             return dict.fromkeys(self.outputs, binary) | outputs
         for output in requested:
@@ -198,7 +251,7 @@ class Signature:
 
     def _output(self, array: Array, name: str, binary: bool, blobs: list[bytes]) -> OutputTensor:
         shape = list(array.shape)
-        datatype = self.outputs[name].datatype if name in self.outputs else DATATYPES[array.dtype.name]
+        datatype = self.datatype(name, array)
         if not binary:
             return OutputTensor(name, datatype, shape, data=write_json(array))
         blobs.append(write_binary(array))
@@ -252,9 +305,9 @@ def _column(feature: Feature, array: Array) -> Array:
         if feature.outside(array) is not None:
             raise BadRequestError(f"input {feature.name!r} has a value that is not {feature.allowed}")
         return array
-    return feature.encoder.encode(array.reshape(-1).tolist()).reshape(array.shape)
+    return feature.encoder.encode(array.reshape(-1).tolist()).reshape(len(array), *feature.column_shape)
 
 
 def _default(feature: Feature, rows: int) -> Array:
     assert feature.default is not None
-    return np.broadcast_to(feature.default, (rows, *feature.shape))
+    return np.broadcast_to(feature.default, (rows, *feature.column_shape))

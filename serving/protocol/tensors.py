@@ -75,7 +75,7 @@ def read_json(spec: TensorSpec, data: bytes, rows: int) -> Array:
     shape = (rows, *spec.shape)
     if array.shape != (shape if nested else (expected,)):
         raise BadRequestError(f"input {spec.name!r} has data of shape {list(array.shape)}, not {list(shape)}")
-    return _finite(spec, array.reshape(shape))
+    return check_finite(spec, array.reshape(shape))
 
 
 def read_binary(spec: TensorSpec, data: memoryview, rows: int) -> Array:
@@ -96,7 +96,7 @@ def read_binary(spec: TensorSpec, data: memoryview, rows: int) -> Array:
     if spec.dtype.kind == "b" and expected and np.frombuffer(data, np.uint8).max() > 1:
         raise BadRequestError(f"input {spec.name!r} is BOOL, but has a byte that is neither 0 nor 1")
     array = np.frombuffer(data, spec.dtype.newbyteorder("<")).astype(spec.dtype, copy=False)
-    return _finite(spec, array.reshape(shape))
+    return check_finite(spec, array.reshape(shape))
 
 
 def write_json(array: Array) -> list[Any]:
@@ -140,7 +140,8 @@ def _read_strings(spec: TensorSpec, data: memoryview, expected: int) -> list[str
     return texts
 
 
-def _finite(spec: TensorSpec, array: Array) -> Array:
+def check_finite(spec: TensorSpec, array: Array) -> Array:
+    """Return the array; raises BadRequestError where it has NaN or infinity."""
     if array.dtype.kind == "f" and not np.isfinite(array).all():
         raise BadRequestError(f"input {spec.name!r} has elements that are NaN or infinite as {spec.datatype}")
     return array

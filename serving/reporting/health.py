@@ -51,9 +51,9 @@ class ReportAge:
 
 def judge(learner: LearnerReport | None, serving: ServingReport, *, silent: bool) -> Health:
     """Return the health of the pipeline; `silent`: the learner does not report."""
-    if learner is None:
+    if learner is None and serving.server is None:
         return Health("starting", "No learner has reported yet: start one with anabranch up.")
-    problems = [f"Learner: {sentence}" for sentence in learner.problems]
+    problems = [f"Learner: {sentence}" for sentence in (learner.problems if learner is not None else [])]
     if silent:
         problems.insert(0, "The learner does not report: it hangs, or has stopped.")
     if serving.version is None and not problems:

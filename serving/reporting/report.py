@@ -40,6 +40,8 @@ class ServingReport(msgspec.Struct, frozen=True, kw_only=True):
     time: float
     address: str
     """The URL of the server, such as `http://127.0.0.1:8000`."""
+    grpc_address: str = ""
+    """Host and port for gRPC; empty without `serving.grpc_port`."""
     ready: bool
     """Whether a version is served."""
     version: int | None = None
@@ -65,6 +67,12 @@ class ServingReport(msgspec.Struct, frozen=True, kw_only=True):
     request_p99_seconds: float | None = None
     shadow: ShadowReport | None = None
     """The candidate of `serving.shadow`; None without one."""
+    server: str | None = None
+    """Its id in the fleet; None where it follows the learner of its state directory."""
+    follow_lag_seconds: float | None = None
+    """For how long there has been a version in the object store that is not here; None as `server`."""
+    model_problem: str | None = None
+    """One sentence when the served model fails on every input."""
     problems: list[str] = []
     """One sentence for each problem; empty when serving is healthy."""
 

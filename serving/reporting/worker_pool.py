@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import prometheus_client.values
@@ -28,7 +29,8 @@ COUNTS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 """Names the folder of counts for the client library."""
 
 _REPORTING_WORKER = 0
-"""The worker that counts events that all workers share: swaps, and how fresh events are served."""
+"""The worker that counts events that all workers share: swaps, and how fresh events are served. It also follows the
+object store."""
 _PATIENCE = timedelta(seconds=5)
 _POLL_EVERY = timedelta(milliseconds=20)
 
@@ -95,6 +97,9 @@ class WorkerPool:
             request_p50_seconds=_largest(reports, "request_p50_seconds"),
             request_p99_seconds=_largest(reports, "request_p99_seconds"),
             shadow=_shadow(reports.values()),
+            server=_first(reports, "server"),
+            follow_lag_seconds=_first(reports, "follow_lag_seconds"),
+            model_problem=_first(reports, "model_problem"),
             problems=problems,
         )
 
@@ -115,7 +120,7 @@ class PoolWorker:
         )
         total = CollectorRegistry()
         MultiProcessCollector(total, str(self.pool.folder))  # type: ignore[no-untyped-call]
-        return ServingMetrics(CollectorRegistry(), total, counts_shared_events=number == _REPORTING_WORKER)
+        return ServingMetrics(CollectorRegistry(), total, counts_shared_events=self.acts_for_all)
 
     def write(self, report: ServingReport) -> None:
         """Write the report of this worker. Raises OSError."""
@@ -124,6 +129,11 @@ class PoolWorker:
     def whole(self, own: ServingReport) -> ServingReport:
         """Return the combined report; this worker's own if there is none yet."""
         return read_report(self.state_dir, REPORT) or own
+
+    @property
+    def acts_for_all(self) -> bool:
+        """Whether this worker does what one of them does for all."""
+        return self.number == _REPORTING_WORKER
 
     def others_serve(self) -> bool:
         """Return whether another worker serves a version."""
@@ -149,6 +159,10 @@ def _applies(version: int | None, state: RegistryState) -> bool:
 
 def _largest(reports: Mapping[int, ServingReport], name: str) -> float | None:
     return max((value for report in reports.values() if (value := getattr(report, name)) is not None), default=None)
+
+
+def _first(reports: Mapping[int, ServingReport], name: str) -> Any:
+    return next((value for report in reports.values() if (value := getattr(report, name)) is not None), None)
 
 
 def _shadow(reports: Iterable[ServingReport]) -> ShadowReport | None:

@@ -4,12 +4,13 @@ import logging
 from collections.abc import Callable
 
 from learner.errors import VersionError
-from learner.state_dir.version import Manifest, RegistryState, reference_to
+from learner.state_dir.bases import bases_in
+from learner.state_dir.version import Manifest, RegistryState
 from serving.metrics import ServingMetrics
 from serving.model.deployment import Deployment
 from serving.model.device import free_cached_memory
 from serving.model.loaded_version import ServedVersion, load_version
-from serving.rollout.eligibility import Requirements, ServingPolicy, lowered, misfit
+from serving.rollout.eligibility import ServingPolicy, lowered, misfit, requirements_of
 from serving.rollout.load_retry import Retries, may_pass
 
 log = logging.getLogger("anabranch.serving")
@@ -62,11 +63,12 @@ class CandidateLoader:
         self.retries = Retries(clock)
         self._deployment = deployment
         self._versions = deployment.versions
+        self._bases = bases_in(deployment.state_dir)
         self._max_batch = max_batch
         self._metrics = metrics
         self._policy = policy
         self._problems = problems
-        self._requirements = Requirements(deployment.schema.digest, reference_to(deployment.model))
+        self._requirements = requirements_of(deployment.schema, deployment.model)
         self._unsuitable: dict[int, object] = {}
         """The stamp of the files of each version that was refused or withheld."""
 
@@ -92,7 +94,7 @@ class CandidateLoader:
             return None
         version, stamp = None, None
         try:
-            stamp = self._versions.stamp(number)
+            stamp = self._versions.stamp(number), self._bases.stamp()
             if self._unsuitable.get(number, ()) == stamp:
                 self.retries.remove(number)
                 return None

@@ -1,17 +1,35 @@
 """Which versions may be served, and why not: by verdict, by rollout commands, and by what they were learned with."""
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
+from ingest.events.schema import Schema
+from learner.config import ModelSettings
 from learner.state_dir.folders import LocalFolder
 from learner.state_dir.trained_through import PartitionProgress
-from learner.state_dir.version import STATE, Manifest, ModelReference, RegistryState, Verdict, Versions, other_model
+from learner.state_dir.version import (
+    STATE,
+    Manifest,
+    ModelReference,
+    RegistryState,
+    Verdict,
+    Versions,
+    other_model,
+    reference_to,
+)
 
 
 class Requirements(NamedTuple):
-    """What serving requires of a version: the digest of `[schema]`, and the model that `[model]` names."""
+    """What serving requires of a version: the digest of `[schema]`, the model of `[model]`, and `Schema.encoders`."""
 
     schema: str
     model: ModelReference
+    encoders: Mapping[str, Any] = {}
+
+
+def requirements_of(schema: Schema, model: ModelSettings) -> Requirements:
+    """Return what a config requires of a version."""
+    return Requirements(schema.digest, reference_to(model), schema.encoders)
 
 
 def refusal(
@@ -37,8 +55,23 @@ def withheld(number: int, verdict: Verdict | None, state: RegistryState) -> str 
 def misfit(manifest: Manifest, requirements: Requirements) -> str | None:
     """Return how a version differs from the configured schema and model; None if it does not."""
     if manifest.schema != requirements.schema:
-        return "it was learned under another schema than [schema] describes"
+        return _other_tokenizer(manifest, requirements) or "it was learned under another schema than [schema] describes"
     return other_model(manifest.model, requirements.model)
+
+
+def _other_tokenizer(manifest: Manifest, requirements: Requirements) -> str | None:
+    """Return which tokenizer has another content than that of a version; None if none has."""
+    for name, encoder in requirements.encoders.items():
+        learned = manifest.encoders.get(name)
+        if not isinstance(learned, dict) or "tokenizer" not in encoder or "tokenizer" not in learned:
+            continue
+        if learned["tokenizer"] != encoder["tokenizer"]:
+            return (
+                f"it was learned with another tokenizer than schema.features.{name}.encode names (SHA-256 "
+                f"{str(learned['tokenizer'])[:12]}..., not {encoder['tokenizer'][:12]}...); set the old file back to "
+                "serve it, or wait for a version that is trained with the new one"
+            )
+    return None
 
 
 class ServingPolicy:

@@ -15,7 +15,8 @@ from typing import Self
 from anabranch.core.failures import Failure, failure_of
 from learner.errors import VersionError
 from learner.state_dir.version import RegistryState
-from serving.errors import ConflictError, UnavailableError
+from serving.errors import ConflictError, RequestError, UnavailableError
+from serving.fleet.commands import FleetCommand, FleetCommands
 from serving.metrics import ServingMetrics
 from serving.model.deployment import Deployment
 from serving.model.loaded_version import ServedVersion
@@ -29,6 +30,8 @@ from serving.rollout.state_file import StateFile
 log = logging.getLogger("anabranch.serving")
 
 _REMEMBERED = 100
+_SERVING = (promote, roll_back, pin)
+"""Commands after which their version is served."""
 
 
 class VersionSwapper:
@@ -48,6 +51,7 @@ class VersionSwapper:
         on_swap: Callable[[], object],
         on_error: Callable[[BaseException], None],
         clock: Callable[[], float] = time.monotonic,
+        fleet: FleetCommands | None = None,
     ) -> None:
         """Prepare to watch; entering the context starts the thread.
 
@@ -58,6 +62,7 @@ class VersionSwapper:
             on_swap: called in the swap's thread after each swap.
             on_error: called in the swap's thread with the exception that ended it.
             clock: times the retries of versions that could not be loaded.
+            fleet: makes rollout commands those of all servers; None: of this server alone.
         """
         self.current: ServedVersion | None = None
         self.since: float | None = None
@@ -65,6 +70,7 @@ class VersionSwapper:
         self.recently_served: deque[int] = deque(maxlen=_REMEMBERED)
         """The newest versions that were swapped in, the served one last."""
         self._versions = deployment.versions
+        self._fleet = fleet
         self._freshness = FreshnessTracker(deployment.versions)
         self._metrics = metrics
         self._on_swap = on_swap
@@ -122,25 +128,14 @@ class VersionSwapper:
         Raises:
             NotFoundError: there is no such version.
             ConflictError: another command contradicts it, or the version cannot be served; nothing has changed then.
-            UnavailableError: the device was lost, and the process is about to end.
+            UnavailableError: the device was lost, and the process is about to end; or the object store of the fleet
+                cannot be reached, and nothing has changed.
         """
+        fleet = self._fleet.begin(number, served=command in _SERVING) if self._fleet is not None else None
         with self._lock:
             try:
                 with self._state.changing():
-                    before = self._versions.state()
-                    after = command(before, number, self._versions.numbers())
-                    self._versions.write_state(after)
-                    try:
-                        self._poll()
-                    except RuntimeError:  # else the next process would load the version that cost this one its device
-                        self._versions.write_state(before)
-                        raise
-                    served = self.current.number if self.current else None
-                    if command in (promote, roll_back, pin) and served != number:
-                        why = self._retries.reason_of(number) or self.refused.get(number, "see the log")
-                        self._versions.write_state(before)
-                        self._poll()
-                        raise ConflictError(f"version {number} cannot be served: {why}")
+                    served = self._apply(command, number, fleet)
             except (OSError, RuntimeError, VersionError) as exc:
                 if failure_of(exc) is Failure.DEVICE:
                     log.exception("the device is lost")
@@ -150,6 +145,31 @@ class VersionSwapper:
                     raise
                 raise ConflictError(f"the rollout command cannot be saved: {exc}") from exc
         log.info("rollout command: %s version %d; %s is served", command.__name__.replace("_", " "), number, served)
+
+    def _apply(self, command: RolloutCommand, number: int, fleet: FleetCommand | None) -> int | None:
+        """Apply a command here, then to the fleet, and return the served version; undo it where that fails."""
+        before, numbers = self._versions.state(), self._versions.numbers()
+        if fleet is not None:
+            before, numbers = fleet.rollout.applied_to(before), [*fleet.numbers]
+        after = command(before, number, numbers)
+        self._versions.write_state(after)
+        try:
+            self._poll()
+        except RuntimeError:  # else the next process would load the version that cost this one its device
+            self._versions.write_state(before)
+            raise
+        served = self.current.number if self.current else None
+        try:
+            if command in _SERVING and served != number:
+                why = self._retries.reason_of(number) or self.refused.get(number, "see the log")
+                raise ConflictError(f"version {number} cannot be served: {why}")
+            if fleet is not None:
+                fleet.commit(after)
+        except RequestError:
+            self._versions.write_state(before)
+            self._poll()
+            raise
+        return served
 
     def _poll(self) -> bool:
         swapped = self._choose()

@@ -70,6 +70,8 @@ def shown_with_its_status(page: Any) -> tuple[Any, dict[str, str]]:
         ".map(node => [node.dataset.figure, node.textContent]))"
     )
     page.unroute("**/api/status")
+    if not re.search(r"\d", figures["lag"]):  # the reply was of a learner that is late, on a busy machine
+        return shown_with_its_status(page)
     return taken, figures
 
 

@@ -74,7 +74,7 @@ def asked_all_the_while(ask):
     finally:
         done.set()
         asker.join()
-    assert len(replies) > 50
+    assert len(replies) > 20
     assert None not in replies, f"reply {replies.index(None)} of {len(replies)} was none"
     assert all(reaches(later, earlier) for earlier, later in itertools.pairwise(replies))
 

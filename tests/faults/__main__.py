@@ -14,19 +14,35 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.harness.results import options
-from tests.faults import baselines, cost, fuzz, kills, overload, poison, recovery, serving_kills, siege
+from tests.faults import (
+    backfill,
+    baselines,
+    bucket_kills,
+    cost,
+    fuzz_part,
+    kills,
+    late_labels,
+    overload,
+    poison,
+    recovery,
+    serving_kills,
+    siege,
+)
 from tests.faults.figures import Figures
 from tests.faults.pipeline import broker
 
 PARTS: dict[str, Callable[..., None]] = {
     "kills": kills.run,
+    "bucket": bucket_kills.run,
+    "late_labels": late_labels.run,
     "recovery": recovery.run,
     "baselines": baselines.run,
     "cost": cost.run,
     "serving": serving_kills.run,
-    "fuzz": fuzz.run,
+    "fuzz": fuzz_part.run,
     "poison": poison.run,
     "overload": overload.run,
+    "backfill": backfill.run,
     "siege": siege.run,
 }
 

@@ -69,11 +69,13 @@ class RecordingLoop(TrainingLoop):
     def _queued(self) -> float:
         return math.nan if self._schedule is None else int(os.pread(self._schedule, 100, 0).split()[1]) / 1e9
 
-    def _timed(self, call: Callable[..., None]) -> Callable[..., None]:
-        def timed(*arguments: Any) -> None:
+    def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any) -> Any:
             begin = time.perf_counter()
-            call(*arguments)
-            self._blocked += time.perf_counter() - begin
+            try:
+                return call(*arguments)
+            finally:
+                self._blocked += time.perf_counter() - begin
 
         return timed
 

@@ -6,8 +6,7 @@ A case is a message that is malformed by construction: a good one, changed in a 
 import json
 import math
 import random
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,7 @@ from ingest.events.schema import Schema
 from ingest.formats.arrow_writer import pack_batch
 from ingest.formats.registry import FORMATS
 from ingest.formats.rows import pack_rows, row_dtype
-from tests.faults.figures import Figures
-from tests.faults.pipeline import Pipeline, Supervised, make_topic, send
+from tests.faults.pipeline import Pipeline, Supervised, make_topic, producer
 from tests.pipelines import adds_up
 from tests.support.topics import TopicReader
 
@@ -278,17 +276,33 @@ def decoded(form: str, cases: int, seed: int) -> Fuzzed:
 
 def dead_lettered(folder: Path, bootstrap: str, form: str, cases: int, seed: int) -> Fuzzed:
     """Send malformed messages among good ones to a learner, and compare its dead letters with them."""
-    dice, fuzzed, values, bad = random.Random(seed), Fuzzed(), [], set()
+    dice, values, bad = random.Random(seed), [], set()
     while len(bad) < cases:
         some, indices = _mixed(form, dice)
         bad |= {len(values) + index for index in indices}
         values += some
+    return through_kafka(folder, bootstrap, form, [(value, []) for value in values], bad, TEXT.format(form=form))
+
+
+def through_kafka(
+    folder: Path,
+    bootstrap: str,
+    form: str,
+    messages: Sequence[tuple[bytes, Sequence[tuple[str, bytes]]]],
+    bad: set[int],
+    text: str,
+) -> Fuzzed:
+    """Send values with headers to the learner of a config `text`; those at the indices `bad` must be dead letters."""
+    fuzzed = Fuzzed(len(bad))
     topic = make_topic(bootstrap, f"fuzz-{form}")
-    pipeline = Pipeline(folder / form, bootstrap, topic, CODE, TEXT.format(form=form))
-    send(bootstrap, topic, values)
+    pipeline = Pipeline(folder / form, bootstrap, topic, CODE, text)
+    with producer(bootstrap, topic) as sender:
+        for value, headers in messages:
+            sender.send(value, headers=headers)
+        sender.flush()
     with Supervised(pipeline) as learner:
         report = learner.wait_for(
-            lambda report: sum(part.finished for part in report.partitions.values()) >= len(values), "every outcome"
+            lambda report: sum(part.finished for part in report.partitions.values()) >= len(messages), "every outcome"
         )
         restarts = learner.supervisor.restarts["learner"]
         if restarts:
@@ -296,9 +310,8 @@ def dead_lettered(folder: Path, bootstrap: str, form: str, cases: int, seed: int
     letters = TopicReader()(bootstrap, f"{topic}.dead", len(bad))
     sources = [dict(letter.headers)["anabranch-source"].decode() for letter in letters]
     expected = {f"{topic}[0]@{index}" for index in bad}
-    fuzzed.cases = len(bad)
     fuzzed.passed = [source.encode() for source in expected.symmetric_difference(sources)]
-    good = len(values) - len(bad)
+    good = len(messages) - len(bad)
     if report.outcomes.get("trained") != good or len(sources) != len(bad) or not adds_up(report):
         fuzzed.crashes.append(f"{form}: {report.outcomes} of {good} good events, {len(sources)} dead letters")
     return fuzzed
@@ -314,17 +327,3 @@ def _mixed(form: str, dice: random.Random) -> tuple[list[bytes], set[int]]:
             values.append(case(form, dice))
             bad.add(index)
     return values, bad
-
-
-def run(folder: Path, bootstrap: str, figures: Figures, *, quick: bool, minutes: float) -> None:
-    """Measure the part `fuzz`."""
-    alone, through = (3_000, 700) if quick else (30_000, 4_000)
-    title = f"{alone} malformed messages for the decoder of each format, {through} more through Kafka"
-    figures.part("fuzz", title)
-    fuzzed, seed = Fuzzed(), int(time.time())
-    for form in FORMATS:
-        fuzzed.add(decoded(form, alone, seed))
-        fuzzed.add(dead_lettered(folder, bootstrap, form, through, seed + 1))
-    figures.add("fuzzed", fuzzed.cases, f"seed {seed}")
-    figures.add("crashes", len(fuzzed.crashes), " ".join(fuzzed.crashes[:2]))
-    figures.add("not_dead_lettered", len(fuzzed.passed), " ".join(map(repr, fuzzed.passed[:2]))[:300])

@@ -46,15 +46,7 @@ class MinusTheWeight(Regression):
 def build(events):
     return Accounts(events)
 """
-TEXT = """
-{{stream}}
-format = "rows"
-[schema.features.id]
-dtype = "int64"
-[schema.label]
-name = "y"
-dtype = "float32"
-[model]
+LEARNER = """[model]
 factory = "faulty_model:build"
 args = {{events = {events}}}
 task = "faulty_model:MinusTheWeight"
@@ -66,7 +58,7 @@ max_grad_norm = inf
 precision = "fp32"
 device = "cpu"
 [versions]
-publish_every = "500ms"
+publish_every = "1s"
 keep = 2
 keep_hourly = 0
 [checkpoints]
@@ -74,12 +66,25 @@ every = "{checkpoint_every}"
 [gate]
 holdout_fraction = 0.0
 """
+"""The config of a learner that trains on each event once, for a stream that precedes it."""
+TEXT = (
+    """
+{{stream}}
+format = "rows"
+[schema.features.id]
+dtype = "int64"
+[schema.label]
+name = "y"
+dtype = "float32"
+"""
+    + LEARNER
+)
 PARTITIONS = 4
 ROW = np.dtype([("id", "<i8"), ("y", "<f4")])
 _BAD, _MOST_ROWS = 0.05, 30
-_STEP_SECONDS, _LIFE_SECONDS = 0.0008, 0.8
+STEP_SECONDS, LIFE_SECONDS = 0.0008, 0.8
 """Approximate duration of a step, and of the training between two kills."""
-_LEAST_A_SECOND = 200
+LEAST_A_SECOND = 200
 """Events a second after the last kill, on a slow machine."""
 
 
@@ -116,15 +121,15 @@ def killed_again_and_again(
     of three are at a random time in the first seconds after the first step since a start, the others during the start.
     """
     dice = random.Random(seed)
-    batch = max(2, round(events * _STEP_SECONDS / (kills * _LIFE_SECONDS)))
+    batch = max(2, round(events * STEP_SECONDS / (kills * LIFE_SECONDS)))
     topic = make_topic(bootstrap, "accounts", PARTITIONS)
     text = TEXT.format(events=events, batch=batch, checkpoint_every=checkpoint_every)
     pipeline = Pipeline(folder, bootstrap, topic, CODE, text)
-    messages = list(_messages(events, dice))
+    messages = list(messages_of(events, dice))
     bad = sum(1 for message in messages if len(message) % ROW.itemsize)
     early, again, begin = 0, 0, time.monotonic()
     with Supervised(pipeline) as learner:
-        *parts, rest = _parts(messages, kills + 1)
+        *parts, rest = parts_of(messages, kills + 1)
         for part in parts:
             send(bootstrap, topic, part)
             pid, at_start = learner.pid(), dice.random() < 1 / 3
@@ -139,7 +144,7 @@ def killed_again_and_again(
             again += max(0, before - _checkpoint_step(pipeline)) if stepped else 0
             learner.until(lambda pid=pid: learner.supervisor.pids().get("learner", pid) != pid, "another learner")
         send(bootstrap, topic, rest)
-        left = PATIENCE_SECONDS + events / _LEAST_A_SECOND
+        left = PATIENCE_SECONDS + events / LEAST_A_SECOND
         last = learner.wait_for(
             lambda report: total(report) >= events + bad, "an outcome for every event", patience=left
         )
@@ -152,13 +157,13 @@ def killed_again_and_again(
         lost=int((weights == 0).sum()),
         twice=int((weights > 1).sum()),
         other=int((weights != weights.round()).sum() + (weights < 0).sum()),
-        exact=_exact(last, events, bad) and finished is not None and _exact(finished, events, bad),
+        exact=is_exact(last, events, bad) and finished is not None and is_exact(finished, events, bad),
         seconds=time.monotonic() - begin,
     )
 
 
 def accounts(pipeline: Pipeline) -> NDArray[np.float32]:
-    """Return the weight of each event in the newest checkpoint, float32 `[events]`."""
+    """Return the weights of each event in the newest checkpoint, float32 `[events]`, or `[events, classes]`."""
     checkpoints = Checkpoints(pipeline.state_dir / "checkpoints", "", 0)
     tensors = load_file(checkpoints.path / str(checkpoints.numbers()[-1]) / RANK / "model.safetensors")
     weights: NDArray[np.float32] = tensors["learned"].numpy()
@@ -177,7 +182,8 @@ def run(folder: Path, bootstrap: str, figures: Figures, *, quick: bool, minutes:
     figures.add("steps_done_again", account.again, "steps that were in no checkpoint when a kill came")
 
 
-def _exact(report: LearnerReport, events: int, bad: int) -> bool:
+def is_exact(report: LearnerReport, events: int, bad: int) -> bool:
+    """Return whether a report counts each outcome exactly, and its offsets add up."""
     expected = {"trained": events, "dead_lettered": bad}
     counted = {name: count for name, count in report.outcomes.items() if count}
     parts = report.partitions.values()
@@ -185,7 +191,7 @@ def _exact(report: LearnerReport, events: int, bad: int) -> bool:
     return counted == expected and adds_up(report) and through
 
 
-def _messages(events: int, dice: random.Random) -> Iterator[bytes]:
+def messages_of(events: int, dice: random.Random) -> Iterator[bytes]:
     """Yield messages of one or more rows, and some that lack a byte."""
     rows = np.zeros(events, ROW)
     rows["id"] = np.arange(events)
@@ -199,7 +205,8 @@ def _messages(events: int, dice: random.Random) -> Iterator[bytes]:
         begin = end
 
 
-def _parts(messages: list[bytes], count: int) -> list[list[bytes]]:
+def parts_of(messages: list[bytes], count: int) -> list[list[bytes]]:
+    """Return the messages in `count` parts of the same length."""
     ends = [len(messages) * part // count for part in range(count + 1)]
     return [messages[begin:end] for begin, end in pairwise(ends)]
 

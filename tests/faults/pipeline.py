@@ -23,6 +23,7 @@ from anabranch.runtime.supervisor import RestartPolicy, Supervisor, pipeline_par
 from ingest.config import StreamSettings
 from ingest.kafka.producer import EventProducer, create_topics
 from learner.state_dir.report import LearnerReport, read_report
+from tests import forkserver
 from tests.support.kafka import START, RestartableBroker
 
 T = TypeVar("T")
@@ -205,7 +206,7 @@ class Supervised:
         for pid in self.supervisor.pids().values():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process = psutil.Process(pid)
-                processes += [process, *process.children(recursive=True)]
+                processes += [process, *forkserver.descendants(process)]
         return processes
 
 

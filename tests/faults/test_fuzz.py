@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ingest.formats.registry import FORMATS
@@ -13,7 +13,6 @@ from tests.faults.fuzz import SCHEMA, case, dead_lettered, decoded, event, packe
 
 
 @pytest.mark.parametrize("form", sorted(FORMATS))
-@settings(max_examples=100)
 @given(dice=st.randoms(use_true_random=False))
 def test_a_malformed_message_is_rejected_and_its_neighbours_are_not(form: str, dice: random.Random) -> None:
     good = packed(form, event(random.Random(0)))

@@ -101,7 +101,7 @@ def test_a_killed_supervisor_leaves_no_process_and_the_next_one_continues(
 
     first.process.kill()
     second = start(pipeline, "up")
-    assert psutil.wait_procs(family, 40)[1] == []
+    assert psutil.wait_procs(family, 100)[1] == []
     send(kafka.bootstrap, topic, encoded(events(300)))
 
     def trained() -> bool:

@@ -2,17 +2,19 @@
 
 import json
 import logging
-import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from anabranch.core.logs import LogFormat, LogLevel, LogSettings, configure_logging
-from ingest.config import StreamSettings
-from ingest.transport.tcp import Remote
+from ingest.config import HoldOut, SchemaSettings, StreamSettings
+from ingest.reader.reader import BlockReader
+from tests.support.kafka import SessionBroker
+from tests.support.topics import TopicFactory
 
-pytestmark = pytest.mark.process
-REFUSED = "a connection was closed: its first message is not a learner's"
+pytestmark = [pytest.mark.process, pytest.mark.any_broker]
+LISTED = "the history has 1 files with 1 rows and 19 bytes"
 
 
 @pytest.fixture(autouse=True)
@@ -24,27 +26,35 @@ def restored() -> Iterator[None]:
     logging.root.setLevel(level)
 
 
-def lines_of_a_refusal(capfd: pytest.CaptureFixture[str], level: LogLevel, form: LogFormat) -> list[str]:
-    """Return what an ingest process logs when something else than a learner connects to it."""
-    configure_logging(LogSettings(level, form))
-    remote = Remote(StreamSettings(topics=["a"]).resolved("test"), "127.0.0.1")
-    try:
-        host, _, port = remote.address.rpartition(":")
-        with socket.create_connection((host, int(port)), 60) as connection:
-            connection.sendall((3).to_bytes(4, "big") + b"abc")
-            assert connection.recv(1) == b""  # closed after the line was written
-    finally:
-        remote.close()
-    return capfd.readouterr().err.splitlines()
+@pytest.fixture
+def lines(
+    kafka: SessionBroker, make_topic: TopicFactory, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> Callable[[LogLevel, LogFormat], list[str]]:
+    """Returns what an ingest process logs that lists one file."""
+    (tmp_path / "events.jsonl").write_text('{"x": 1.0, "y": 2}\n')
+    settings = {"bootstrap_servers": kafka.bootstrap, "topics": [make_topic()]}
+    settings |= {"backfill": {"files": [str(tmp_path / "*.jsonl")]}}
+    schema = {"features": {"x": {"dtype": "float32"}}, "label": {"name": "y", "classes": 3}}
+
+    def run(level: LogLevel, form: LogFormat) -> list[str]:
+        configure_logging(LogSettings(level, form))
+        stream = StreamSettings.model_validate(settings).resolved("test")
+        reader = BlockReader(stream, SchemaSettings.model_validate(schema), HoldOut(fraction=0, seed=0))
+        try:
+            reader.open()
+        finally:
+            reader.close()
+        return capfd.readouterr().err.splitlines()
+
+    return run
 
 
-def test_the_format_is_that_of_the_learner(capfd: pytest.CaptureFixture[str]) -> None:
-    (line,) = lines_of_a_refusal(capfd, "info", "json")
-    entry = json.loads(line)
-    assert (entry["level"], entry["logger"], entry["message"]) == ("warning", "ingest.transport.tcp", REFUSED)
-    (line,) = lines_of_a_refusal(capfd, "info", "text")
-    assert line.endswith(f"WARNING ingest.transport.tcp {REFUSED}")
+def test_the_format_is_that_of_the_learner(lines: Callable[[LogLevel, LogFormat], list[str]]) -> None:
+    entries = [json.loads(line) for line in lines("info", "json")]
+    said = [(each["level"], each["logger"], each["message"]) for each in entries]
+    assert ("info", "ingest.backfill.history", LISTED) in said
+    assert any(line.endswith(f"INFO ingest.backfill.history {LISTED}") for line in lines("info", "text"))
 
 
-def test_the_level_is_that_of_the_learner(capfd: pytest.CaptureFixture[str]) -> None:
-    assert lines_of_a_refusal(capfd, "error", "text") == []
+def test_the_level_is_that_of_the_learner(lines: Callable[[LogLevel, LogFormat], list[str]]) -> None:
+    assert lines("error", "text") == []

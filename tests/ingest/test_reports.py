@@ -17,6 +17,7 @@ from ingest.transport.protocol import BlockReady, LagReport, PartitionsOpened, S
 from ingest.transport.shared_ring import SharedRing
 
 SCHEMA = SchemaSettings.model_validate({"features": {"x": {"dtype": "float32"}}, "label": {"name": "y", "classes": 3}})
+STREAM = StreamSettings.model_validate({"topics": ["events"], "buffer_bytes": 1_000_000})
 P0 = TopicPartition("events", 0)
 NOW = timedelta(0)
 
@@ -35,7 +36,7 @@ class FakeProcess(IngestProcess):
 
 @pytest.fixture
 def process():
-    return FakeProcess(BlockLayout(Schema(SCHEMA)), 1_000_000)
+    return FakeProcess(BlockLayout(Schema(SCHEMA)), STREAM)
 
 
 @pytest.fixture
@@ -81,4 +82,4 @@ def test_messages_of_a_process_that_died_are_handled_before_the_next_one_is_star
     assert source.problem == "the ingest process died; another one is started"
     source.poll(timedelta(seconds=1))
     assert process.there is not first
-    assert source.received[P0][0].offset == 200
+    assert dict(source._cursors.positions)[P0].offset == 200

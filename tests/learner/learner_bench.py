@@ -50,9 +50,11 @@ from learner.state_dir.checkpoint import RANK, Checkpoints
 from learner.state_dir.lock import check_generation
 from learner.state_dir.version import Versions, reference_to
 from learner.strategies.base import Strategy
-from learner.strategies.examples import output_field
+from learner.strategies.examples import output_fields
 from learner.strategies.registry import STRATEGIES
+from learner.strategies.teacher_loss import TeacherLoss, kept_outputs
 from learner.stream.lag import LagPolicy
+from learner.teacher.feed import Teacher, TeacherFeed
 from learner.training.trainer import Trainer
 from replay.background_store import BackgroundStore
 from replay.build import build_store
@@ -60,6 +62,7 @@ from replay.config import ReplaySettings
 from replay.erasure.erasure_log import ErasureLog
 from replay.metrics import ReplayMetrics
 from replay.store import Store
+from tests.support.strategies import extended
 
 CPU = torch.device("cpu")
 NAME = TopicPartition("events", 0)
@@ -92,6 +95,7 @@ class Stream:
         self.unknown_fields = 0
         self.letters_dropped: Counter[str] = Counter()
         self.ends_time: float | None = None
+        self.reads_history = False
         self.partitions = [Partition(NAME, 0, blocks * ROWS)]
 
     def poll(self, timeout: timedelta) -> Block | None:
@@ -139,6 +143,10 @@ class LearnerBench:
         learner: Mapping[str, Any] | None = None,
         task: Classification | None = None,
         device: torch.device = CPU,
+        *,
+        complete: bool = False,
+        teacher: Teacher | None = None,
+        distil: bool = False,
     ) -> None:
         self.stop, self.closed = threading.Event(), False
         self.stream = Stream(schema, blocks, self.stop)
@@ -148,19 +156,26 @@ class LearnerBench:
         registry = CollectorRegistry()
         self.metrics = LoopMetrics(IngestMetrics(registry), ReplayMetrics(registry), LearnerMetrics(registry))
         task = task or Classification()
-        strategy = strategy or STRATEGIES["er"]()
+        strategy = extended(strategy or STRATEGIES["er"](), model, schema, device)
         embedding = Embedding(model, "3") if strategy.embeds else None
         precision = choose_precision(settings.precision, device)
-        trainer = Trainer(model.to(device), task, strategy, schema, settings, device, precision, embedding)
+        teaching = TeacherLoss(task, 0.5, 2.0) if teacher is not None else None
+        trainer = Trainer(
+            *(model.to(device), task, strategy, schema, settings, device, precision, embedding), teaching=teaching
+        )
+        duration = self.metrics.learner.teacher_duration
+        self.feed = None if teacher is None else TeacherFeed(teacher, (3,), duration, unlabelled=distil)
         self.checkpoints = Checkpoints(path / "checkpoints", schema.digest, 1)
         self.checkpoints.clean()
         self.found = self.checkpoints.newest()
         contents, segments = (unpack(self.found[1]) if self.found else None) or (None, ())
         options = ReplaySettings.model_validate({"capacity": 300, **(replay or {})})
-        columns = output_field((3,)) if strategy.keeps_output else None
+        columns = output_fields(kept_outputs(strategy, (3,), taught=teacher is not None))
         step = most_added(settings, StreamSettings(topics=("events",)), 1)
         self.background_store = BackgroundStore(
-            build_store(options, schema, device, 0, path / "replay" / RANK, contents, columns, step=step)
+            build_store(
+                *(options, schema, device, 0, path / "replay" / RANK, contents, columns), step=step, complete=complete
+            )
         )
         settings_of_checkpoints = CheckpointSettings.model_validate({"every": every})
         check = functools.partial(check_generation, path, 1)
@@ -181,11 +196,13 @@ class LearnerBench:
         erasure = Erasure(
             self.log, self.checkpoints, path / "replay" / RANK, self.background_store, holdout, self.checkpointer
         )
-        lag = LagPolicy(LagPolicySettings(), 0, source)
+        lag = LagPolicy(LagPolicySettings(), 0, source, unlabelled=distil)
         monitor = StreamMonitor(settings)
         sampling = self.metrics.replay.sample
         feed = make_feed(self.background_store, settings, 1, monitor, holdout, trainer, sampling)
-        parts = LoopComponents(source, trainer, monitor, feed, holdout, publisher, self.checkpointer, erasure, lag)
+        parts = LoopComponents(
+            *(source, trainer, monitor, feed, holdout, publisher, self.checkpointer, erasure, lag), teacher=self.feed
+        )
         self.loop = TrainingLoop(settings, parts, self.metrics)
         self.trainer, self.holdout, self.publisher, self.erasure = trainer, holdout, publisher, erasure
 
@@ -205,6 +222,8 @@ class LearnerBench:
     def close(self) -> None:
         if not self.closed:
             self.background_store.close()
+            if self.feed is not None:
+                self.feed.close()
         self.closed = True
 
     @property

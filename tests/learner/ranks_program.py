@@ -1,14 +1,13 @@
 """One of N ranks that play through what `test_ranks.py` compares: `RANK SIZE FOLDER SCENARIO...`, each as JSON.
 
-Alone it trains as one rank does. What came out is written to `FOLDER/<number of the scenario>.safetensors`. Where there
-is a file `FOLDER/address` they connect there, as ranks of several hosts do, and rank 1 writes its weights to
-`FOLDER/led-<number>.safetensors`.
+Alone it trains as one rank does. What came out is written to `FOLDER/<number of the scenario>.safetensors`.
 """
 
 import json
 import random
 import sys
 import time
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,16 +26,18 @@ from learner.distributed.channel import Channel
 from learner.distributed.data_parallel import DataParallelGroup
 from learner.distributed.follower import follow
 from learner.distributed.leader import Leader
-from learner.distributed.process_group import RankAssignment, RendezvousAddress, join_group
+from learner.distributed.process_group import RankAssignment, join_group
 from learner.model.device import choose_precision
 from learner.model.embedding import Embedding
 from learner.model.faulty_events import RaisingEventsError
+from learner.model.layers.mixture import MixtureOfExperts
 from learner.model.task import Classification
+from learner.model.trained_set import base_state, decide_trained_set
 from learner.state_dir.checkpoint import Checkpoint, Checkpoints
 from learner.strategies.examples import Examples
-from learner.strategies.registry import STRATEGIES
 from learner.training.step_result import StepResult
 from learner.training.trainer import Trainer
+from tests.support.strategies import extended, small_strategy
 
 SCHEMA = Schema(
     SchemaSettings.model_validate(
@@ -101,6 +102,33 @@ def refuse_within(model: nn.Sequential) -> None:
     model[-1].register_forward_pre_hook(refuse)
 
 
+class Marked(nn.Linear):
+    """Returns the first feature in place of its last output, so that the next stage sees which events are bad."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([super().forward(x)[:, :-1], x[:, :1]], dim=1)
+
+
+def refuse_in_stage(model: nn.Sequential, kind: str, stage: int) -> None:
+    """Make the first module of a stage, of which the second begins at `1`, raise on bad events."""
+    marked = Marked(model[0].in_features, model[0].out_features).to(model[0].weight)
+    marked.load_state_dict(model[0].state_dict())
+    model[0] = marked
+
+    def refuse(_module: nn.Module, given: tuple[Tensor]) -> None:
+        if (given[0][:, -1 if stage else 0] == BAD).any():
+            raise IndexError("index out of range in self")
+
+    def refuse_gradient(_module: nn.Module, given: tuple[Tensor], output: Tensor) -> None:
+        if output.requires_grad and (given[0][:, -1 if stage else 0] == BAD).any():
+            output.register_hook(no_gradient)
+
+    if kind == "stage":
+        model[stage].register_forward_pre_hook(refuse)
+    else:
+        model[stage].register_forward_hook(refuse_gradient)
+
+
 class Narrow:
     """A hook that runs out of memory with more than so many events at once, as often as it is asked to."""
 
@@ -151,31 +179,50 @@ def arguments_of(scenario: dict[str, Any], rank: int = 0, device: torch.device =
     torch.manual_seed(0)
     width = scenario.get("width", 8)
     inner = [nn.Linear(width, width), nn.Tanh()] if "width" in scenario else []
+    inner += [nn.BatchNorm1d(width)] * scenario.get("norm", False)
+    if "experts" in scenario:
+        kinds = range(scenario["experts"])
+        experts = [nn.Sequential(nn.Linear(width, 4), nn.Tanh(), nn.Linear(4, width)) for _ in kinds]
+        balance = 0.0 if scenario.get("unbalanced") else 1e-3
+        inner += [MixtureOfExperts(width, experts, k=2, balance=balance), nn.Tanh()]
+        inner += [MixtureOfExperts(width, deepcopy(experts), k=1, balance=balance)]
     inner += [nn.Dropout(0.5), Noise()] * scenario.get("noisy", False)
     model = nn.Sequential(nn.Linear(3, width), nn.Tanh(), *inner, nn.Linear(width, 3))
+    if scenario.get("frozen"):
+        model[0].requires_grad_(False)
+        decide_trained_set(model)
     if scenario.get("double", True):
         model = model.double()
+    if scenario.get("double", True) and "stages" not in scenario:
         model.register_forward_pre_hook(lambda _, given: (given[0].double(),))
     settings = settings_of(scenario)
     if scenario.get("raises") == "forward":
         model.register_forward_pre_hook(refuse)
     if scenario.get("raises") == "within":
         refuse_within(model)
+    kind, _, stage = scenario.get("raises", "").partition(" ")
+    if stage:
+        refuse_in_stage(model, kind, int(stage))
     if scenario.get("raises") == "backward":
         model.register_forward_hook(refuse_gradient)
     if rank == scenario.get("narrow_rank"):
         model.register_forward_pre_hook(Narrow(scenario["narrow"]))
     model.to(device)
+    strategy = extended(
+        small_strategy(scenario.get("strategy", "er"), **scenario.get("arguments", {})), model, SCHEMA, device
+    )
     seed(rank)
     return {
         "model": model,
         "task": Choosy(scenario.get("raises", ""), scenario.get("refused", 2)),
-        "strategy": STRATEGIES[scenario.get("strategy", "er")](),
+        "strategy": strategy,
         "schema": SCHEMA,
         "settings": settings,
         "device": device,
         "precision": choose_precision(settings.precision, device),
-        "embedding": Embedding(model, "1"),
+        "embedding": Embedding(model, scenario.get("embedding", "1"))
+        if scenario.get("embeds", "stages" not in scenario)
+        else None,
     }
 
 
@@ -222,13 +269,14 @@ def spoiled(examples: Examples, every: int) -> Examples:
     return replace(examples, features={"x": x})
 
 
-def step_without(trainer: Trainer, given: list[Examples], raised: list[int]) -> StepResult | None:
-    """Step without the events on which the model raises, and record which they are; None: no new one is left."""
+def step_without(trainer: Trainer, given: list[Examples], raised: list[int], messages: list[str]) -> StepResult | None:
+    """Step without the events on which the model raises, and record which and why; None: no new one is left."""
     while len(given[0]):
         try:
             return trainer.step(given[0], given[1:])
         except RaisingEventsError as exc:
             raised += exc.indices
+            messages.append(exc.message)
             stays = torch.ones(sum(map(len, given)), dtype=torch.bool)
             stays[list(exc.indices)] = False
         left = [each[part] for each, part in zip(given, torch.split(stays, [*map(len, given)]), strict=True)]
@@ -240,6 +288,7 @@ def play(trainer: Trainer, scenario: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Step as the scenario says: [new, old...] a step; return the weights, and what the last step found out."""
     begun: float | None = None
     raised: list[int] = []
+    messages: list[str] = []
     found = {}
     restored, first_step = go_on(trainer, scenario["go_on_from"]) if "go_on_from" in scenario else ({}, 0)
     for step in range(first_step, scenario.get("times", 1) * len(scenario["steps"])):
@@ -251,12 +300,17 @@ def play(trainer: Trainer, scenario: dict[str, Any]) -> dict[str, torch.Tensor]:
             first, old = bent(first), [bent(each, scenario["candidates"]) for each in old]
         if scenario.get("separable"):
             first, old = separable(first), [separable(each) for each in old]
-        if scenario.get("raises") in ("forward", "within", "backward"):
+        if scenario.get("raises", "").partition(" ")[0] in ("forward", "within", "backward", "stage"):
             first, old = spoiled(first, 5), [spoiled(each, 7) for each in old]
-        result = step_without(trainer, [first, *(old if trainer.strategy.replays else [])], raised)
+        spoilt = step == scenario.get("spoilt_at")
+        if spoilt:
+            first = replace(first, features={"x": first.features["x"] * torch.inf})
+        result = step_without(trainer, [first, *(old if trainer.strategy.replays else [])], raised, messages)
         if result is None:
             continue
-        assert result.finite
+        assert result.finite != spoilt
+        if spoilt:
+            continue
         begun = result.loss_new if begun is None else begun
         found = {"score": torch.tensor(result.score), "loss": torch.tensor(result.loss)}
         found |= {"loss_new": torch.tensor(result.loss_new), "begun": torch.tensor(begun)}
@@ -279,8 +333,14 @@ def play(trainer: Trainer, scenario: dict[str, Any]) -> dict[str, torch.Tensor]:
     restored |= {f"optimizer.{name}": value for name, value in tensors["optimizer"].items()}
     if scenario.get("reports_drift"):
         found |= {f"strategy.{name}": value.contiguous() for name, value in tensors["strategy"].items()}
+    if scenario.get("counts_bytes"):
+        found["sent_bytes"] = torch.tensor(-1 if trainer.sent_bytes is None else trainer.sent_bytes)
+    if scenario.get("frozen") and scenario["settings"].get("sharding") != "fsdp":
+        found |= {f"base.{name}": value.clone() for name, value in base_state(trainer.model).items()}
     if "raises" in scenario:
         found["raised"] = torch.tensor(raised)
+    if scenario.get("reports_why"):
+        found["why"] = torch.tensor(list("\n".join(messages).encode()), dtype=torch.uint8)
     return found | restored | {f"model.{name}": value.contiguous() for name, value in trainer.snapshot().items()}
 
 
@@ -312,15 +372,15 @@ def main() -> None:
         for number, scenario in enumerate(scenarios):
             save(folder, number, play(Trainer(**arguments_of(scenario)), scenario))
         return
-    address, interface = folder / "address", "lo0" if sys.platform == "darwin" else "lo"
-    abroad = address.exists()
-    rendezvous = RendezvousAddress(address.read_text(), "ranks", interface) if abroad else folder / "rendezvous"
-    with join_group(RankAssignment(rank, size, rendezvous), settings_of(scenarios[0])) as device:
+    with join_group(RankAssignment(rank, size, folder / "rendezvous"), settings_of(scenarios[0])) as device:
         for number, scenario in enumerate(scenarios):
             if scenario.get("without_reset"):
                 without_reset()
-            channel, replicas = Channel(device), DataParallelGroup(settings_of(scenario))
-            arguments = arguments_of(scenario, rank, device)
+            replicas = DataParallelGroup(settings_of(scenario), parallel=scenario.get("parallel"))
+            channel, arguments = Channel(device), arguments_of(scenario, replicas.mesh.row_group(), device)
+            dtype = next(arguments["model"].parameters()).dtype
+            stages, features = scenario.get("stages", []), {"x": torch.zeros(2, 3, dtype=dtype, device=device)}
+            replicas.divide(arguments["model"], stages, features, arguments["precision"])
             if rank == 0:
                 with channel.leading():
                     begin = time.monotonic()
@@ -332,11 +392,9 @@ def main() -> None:
                     save(folder, number, found)
             else:
                 follow(channel, lambda given=arguments, its=replicas: (Trainer(**given, ranks=its), its))
-                if abroad:
-                    save(folder, f"led-{number}", arguments["model"].state_dict())
 
 
-def save(folder: Path, number: int | str, found: dict[str, torch.Tensor]) -> None:
+def save(folder: Path, number: int, found: dict[str, torch.Tensor]) -> None:
     safetensors.torch.save_file(found, folder / f"{number}.safetensors")
 
 

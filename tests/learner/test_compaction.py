@@ -91,3 +91,26 @@ def test_records_below_the_log_start_and_the_position_of_their_partition_are_dro
     left = [number for number, each in enumerate(ends) if is_left(number, *each)]
     assert left == [1, 3, 5, 6]
     assert written.dropped == 5
+
+
+@pytest.mark.parametrize("has_history", [True, False])
+def test_files_hold_records_back_until_the_history_is_removed_from_the_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, has_history: bool
+) -> None:
+    """A learner that begins again reads them, with the events that are erased."""
+    monkeypatch.setattr("learner.checkpointing.erasure._EVERY_SECONDS", 0.0)
+    monkeypatch.setattr(ErasureLog, "is_long", True)
+    names = [TopicPartition("history", 0, 0, 1), TopicPartition("history.2", 0, 0, 2), TopicPartition("e", 0)]
+    written = ErasureLog(tmp_path / "erasures.log")
+    up_to = {"history#0[0]": 1000, "e#0[0]": 20}
+    for number, ends in enumerate(({"e#0[0]": 20}, up_to, up_to | {"e#0[0]": 60})):
+        written.append([ByKey(time=0.0, by="command", key_hash=f"{number:016x}", up_to=ends)])
+    written.append(Applied(time=0.0, through=written.count, store=0, holdout=0))
+    checkpoints: Any = Checkpoints()
+    erasure = Erasure(written, checkpoints, tmp_path, None, checkpoints, checkpoints, has_history=has_history)
+    positions = dict(zip(names, map(Position, [100, 100, 50]), strict=True))
+    found = [Partition(name, 0, 100, None, 40 if name.topic == "e" else None) for name in names]
+    erasure.register_partitions(found, lambda: positions)
+    for _ in range(5):
+        erasure.poll_if_due()
+    assert written.dropped == (0 if has_history else 2)

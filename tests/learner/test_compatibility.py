@@ -14,7 +14,7 @@ from ingest.events.schema import Schema
 from ingest.kafka.fake import fake_columns
 from learner.build import TrainingSetup, build_trainer
 from learner.compatibility import RULES, conflicts, facts
-from learner.config import DeviceSharingSettings, LearnerSettings
+from learner.config import DeviceSharingSettings, LearnerSettings, ModelSettings
 from learner.distributed.channel import Channel
 from learner.model.device import Precision, choose_precision
 from learner.model.embedding import Embedding
@@ -23,6 +23,7 @@ from learner.strategies.registry import STRATEGIES
 from learner.training import compile as compiled
 from learner.training.trainer import Trainer
 from replay.config import ReplaySettings
+from tests.support.strategies import extended, small_strategy
 
 CPU = torch.device("cpu")
 AXES: dict[str, list[Any]] = {
@@ -53,13 +54,15 @@ def traced_ahead(cell: dict[str, Any]) -> bool:
 def test_what_is_not_refused_learns(schema: Schema, cell: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     settings = LearnerSettings.model_validate({**cell, "optimizer": {"name": "adam", "lr": 0.02}})
     if list(conflicts(facts(settings, ReplaySettings()))):
-        assert cell["compile"]
-        assert cell["activation_checkpointing"] or cell["strategy"] == "agem"
+        grows = cell["strategy"] in {"experts", "progressive"}
+        assert cell["compile"] or grows
+        assert cell["activation_checkpointing"] or cell["strategy"] == "agem" or grows
         return
     monkeypatch.setattr(compiled, "BACKEND", "aot_eager" if traced_ahead(cell) else "eager")
-    strategy = STRATEGIES[cell["strategy"]]()
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+    norm = nn.Identity() if cell["strategy"] == "progressive" else nn.BatchNorm1d(16)
+    model = nn.Sequential(nn.Linear(3, 16), norm, nn.ReLU(), nn.Linear(16, 3))
+    strategy = extended(small_strategy(cell["strategy"]), model, schema)
     precision = choose_precision(settings.precision, CPU)
     embedding = Embedding(model, "2") if strategy.embeds else None
     trainer = Trainer(model, Classification(), strategy, schema, settings, CPU, precision, embedding)
@@ -153,11 +156,6 @@ def test_what_is_not_refused_learns(schema: Schema, cell: dict[str, Any], monkey
         ({"replicas": 2, "deterministic": True}, {}, "learner.replicas = 2 does not go with learner.deterministic"),
         ({"standby": True, "replicas": 2}, {}, "learner.standby = true does not go with learner.replicas = 2: a stan"),
         (
-            {"standby": True, "hosts": 2, "rendezvous": "h:1", "interface": "lo"},
-            {},
-            "learner.standby = true does not go with learner.hosts = 2: a standby",
-        ),
-        (
             {"compile": True},
             {"admission": "diverse"},
             'learner.compile = true does not go with replay.admission = "div',
@@ -172,6 +170,37 @@ def test_what_does_not_go_together_is_one_sentence(
     assert said.startswith(sentence)
     assert said.startswith(key)
     assert any(f"; {verb} " in said for verb in ("set", "take", "write"))
+
+
+@pytest.mark.parametrize(
+    ("adapter", "learner", "sentence"),
+    [
+        (
+            {"base_precision": "nf4"},
+            {"sharding": "fsdp"},
+            (
+                'model.adapter.base_precision = "nf4" does not go with learner.sharding = "fsdp": weights of 4 bits '
+                'are packed bytes, which cannot be gathered in another precision; write "bf16"'
+            ),
+        ),
+        (
+            {},
+            {"precision": "fp8"},
+            (
+                'learner.precision = "fp8" does not go with model.adapter.kind = "lora": an adapter wraps the linear '
+                'layers, and its own matrices would be multiplied in 8 bits too; write "bf16"'
+            ),
+        ),
+        ({"base_precision": "bf16"}, {"sharding": "fsdp"}, None),
+        ({"base_precision": "nf4"}, {"sharding": "zero1", "replicas": 2}, None),
+    ],
+)
+def test_adapters_go_with_what_keeps_their_layers(
+    adapter: dict[str, Any], learner: dict[str, Any], sentence: str | None
+) -> None:
+    model = ModelSettings.model_validate({"factory": "m:build", "adapter": adapter})
+    chosen = facts(LearnerSettings.model_validate(learner), ReplaySettings(), model=model)
+    assert [said for _, said in conflicts(chosen)] == ([] if sentence is None else [sentence])
 
 
 def test_compiled_code_has_no_layers_to_yield_between() -> None:
@@ -199,20 +228,46 @@ def test_a_percentage_under_mps_overrides_multiprocessors() -> None:
     )
 
 
+def test_deterministic_batches_need_files_that_are_partitions() -> None:
+    files = {"files": ["/x/*.parquet"]}
+    identity = {"partition": "p", "offset": "o"}
+    learner, replay = LearnerSettings.model_validate({"deterministic": True}), ReplaySettings()
+    alone, both = (
+        StreamSettings.model_validate({"topics": ["events"], "backfill": backfill})
+        for backfill in (files, {**files, "identity": identity})
+    )
+    assert list(conflicts(facts(learner, replay, alone))) == []
+    assert list(conflicts(facts(LearnerSettings(), replay, both))) == []
+    ((key, said),) = conflicts(facts(learner, replay, both))
+    assert key == "learner.deterministic"
+    assert said == (
+        "learner.deterministic = true does not go with stream.backfill.identity = true: files may have one partition "
+        "after the other, and deterministic batches take turns between partitions; set it to false"
+    )
+
+
 def test_each_rule_is_of_keys_that_there_are() -> None:
-    known = set(facts(LearnerSettings(), ReplaySettings(), StreamSettings(topics=("events",)), DeviceSharingSettings()))
-    assert {key for rule in RULES for key in (rule.key, rule.other)} <= known
+    sections = (ReplaySettings(), StreamSettings(topics=("events",)), DeviceSharingSettings())
+    known = set(facts(LearnerSettings(), *sections, ModelSettings(factory="my_model:build")))
+    assert {key for rule in RULES for key in (rule.key, rule.other)} <= known | {"torchrun --nnodes"}
     assert list(conflicts(facts(LearnerSettings(), ReplaySettings()))) == []
 
 
-@pytest.mark.parametrize(("key", "value"), [("sharding", "fsdp"), ("sync_every", 4)])
+@pytest.mark.parametrize(
+    ("key", "value", "named"),
+    [
+        ("sharding", "fsdp", 'sharding = "fsdp"'),
+        ("sync_every", 4, "sync_every = 4"),
+        ("mesh", {"tensor": 2}, r"mesh\.tensor, pipeline or expert above 1"),
+    ],
+)
 def test_a_device_that_makes_auto_fp16_is_refused_where_losses_would_be_scaled_differently(
-    schema: Schema, key: str, value: str | int
+    schema: Schema, key: str, value: Any, named: str
 ) -> None:
     settings = LearnerSettings.model_validate({"replicas": 2, key: value})
     half, strategy = Precision("fp16", torch.float16), STRATEGIES["er"]()
     bench = TrainingSetup(
         *(schema, Classification(), nn.Linear(3, 3), None, half, CPU, strategy, settings), output_shape=(3,)
     )
-    with pytest.raises(SettingsError, match=rf'learner.precision = "auto" is fp16 here.*{key}.*{value}.*"fp32"'):
+    with pytest.raises(SettingsError, match=rf'learner.precision = "auto" is fp16 here.*{named}.*"fp32"'):
         build_trainer(bench, cast("Channel", object()), None)

@@ -5,6 +5,7 @@ Ranks of several processes are in `test_ranks.py`.
 
 import math
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import HashStore
 
-from anabranch.core.errors import SettingsError
 from ingest.events.schema import Schema
 from ingest.kafka.fake import fake_columns
 from learner.config import LearnerSettings
 from learner.distributed import process_group
 from learner.distributed.data_parallel import DataParallelGroup
-from learner.distributed.process_group import RankAssignment, RendezvousAddress, join_group
+from learner.distributed.process_group import RankAssignment, join_group
 from learner.model.device import choose_precision
 from learner.model.faulty_events import RaisingEventsError
 from learner.model.task import Classification
@@ -77,6 +78,7 @@ def distance(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
     [
         ("none", {"name": "sgd", "lr": 0.1}),
         ("er", {"name": "sgd", "lr": 0.1, "momentum": 0.9}),
+        ("er", {"name": "sgd", "lr": 0.1, "fused": True}),
         ("der++", {"name": "adamw", "lr": 0.01}),
     ],
 )
@@ -101,8 +103,10 @@ def test_weights_in_parts_learn_in_bf16_what_whole_ones_do(schema: Schema, tmp_p
 
 
 def hooks() -> Iterator[Any]:
-    for kind, name in (("cpu", "fp16"), ("cpu", "powersgd"), ("cuda", "bf16"), ("cuda", "fp16"), ("cuda", "powersgd")):
-        yield pytest.param(kind, name, marks=pytest.mark.gpu if kind == "cuda" else ())
+    for name in ("fp16", "powersgd", "int8", "topk"):
+        yield pytest.param("cpu", name)
+    for name in ("bf16", "fp16", "powersgd", "int8", "topk"):
+        yield pytest.param("cuda", name, marks=pytest.mark.gpu)
 
 
 @pytest.mark.parametrize(("kind", "name"), list(hooks()))
@@ -110,14 +114,16 @@ def test_what_a_hook_makes_smaller_is_nearly_what_was_meant(
     schema: Schema, tmp_path: Path, kind: str, name: str
 ) -> None:
     exact = trained(schema, tmp_path / "exact", device=kind, comm_hook="none")
-    hooked = trained(schema, tmp_path / "hooked", device=kind, comm_hook=name)
+    fraction = {"topk_fraction": 0.1} if name == "topk" else {}
+    hooked = trained(schema, tmp_path / "hooked", device=kind, comm_hook=name, **fraction)
     assert 0 < distance(exact, hooked) < 0.05
 
 
-def test_a_step_that_is_not_finite_leaves_nothing_in_powersgd(schema: Schema, tmp_path: Path) -> None:
+@pytest.mark.parametrize("hook", ["powersgd", "int8", "topk"])
+def test_a_step_that_is_not_finite_leaves_nothing_in_error_feedback(schema: Schema, tmp_path: Path, hook: str) -> None:
     """In a group of one, past the steps that PowerSGD leaves as they are."""
     settings = LearnerSettings.model_validate(
-        {"comm_hook": "powersgd", "device": "cpu", "optimizer": {"name": "sgd", "lr": 0.01}}
+        {"comm_hook": hook, "device": "cpu", "optimizer": {"name": "sgd", "lr": 0.01}}
     )
     with join_group(RankAssignment(0, 1, tmp_path / "rendezvous"), settings) as device:
         model = nn.Sequential(nn.Linear(3, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 3))
@@ -172,12 +178,6 @@ def test_zero1_keeps_restored_state_once_on_its_rank_and_continues_and_checkpoin
             assert before[0].step(examples).loss == after[0].step(examples).loss
 
 
-def test_a_fused_form_that_parts_do_not_have_is_refused(schema: Schema, tmp_path: Path) -> None:
-    optimizer = {"name": "sgd", "lr": 0.1, "fused": True}
-    with pytest.raises(SettingsError, match=r'sgd has no fused form for the weights of learner\.sharding = "fsdp"'):
-        trained(schema, tmp_path / "rendezvous", device="cpu", optimizer=optimizer, sharding="fsdp")
-
-
 def test_a_sharded_model_that_raises_on_an_event_goes_on_without_it(schema: Schema, tmp_path: Path) -> None:
     settings = LearnerSettings.model_validate({"sharding": "fsdp", "device": "cpu"})
 
@@ -200,19 +200,22 @@ def test_a_sharded_model_that_raises_on_an_event_goes_on_without_it(schema: Sche
             assert list(raised.value.indices) == [2, 7]
 
 
-def test_ranks_use_their_interface_alone_and_one_communicator(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_ranks_of_one_host_use_loopback_alone_and_all_ranks_one_communicator(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """NCCL takes a name as a prefix unless `=` is before it, and connects each pair unless it has the device."""
     calls: list[dict[str, Any]] = []
     environment: dict[str, str] = {}
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    rendezvous: list[Any] = [tmp_path / "rendezvous", HashStore()]
     monkeypatch.setattr(os, "environ", environment)
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **options: calls.append(options))
     monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _device: None)
-    rendezvous = RendezvousAddress("h:1", "round", "eth1")
-    monkeypatch.setattr(process_group, "_store_of", lambda _assignment: None)
     for device in (torch.device("cuda", 1), torch.device("cpu")):
         monkeypatch.setattr(process_group, "device_of", lambda *_, device=device: device)
-        with join_group(RankAssignment(1, 2, rendezvous), LearnerSettings()):
-            pass
+        with join_group(RankAssignment(1, 2, rendezvous.pop()), LearnerSettings()):
+            # Those of torchrun, which come first, keep what the environment names.
+            names = {} if rendezvous else {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": f"={loopback}"}
+            assert environment == names
     assert [call["device_id"] for call in calls] == [torch.device("cuda", 1), None]
-    assert environment == {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "=eth1"}

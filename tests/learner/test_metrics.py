@@ -3,12 +3,13 @@
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 from prometheus_client import CollectorRegistry
 
 from learner.metrics import LearnerMetrics
 from learner.model.device import UnusedDevice
 from learner.reporter import Reporter
-from learner.state_dir.report import LearnerReport, PartitionReport
+from learner.state_dir.report import BackfillReport, LearnerReport, PartitionReport, StorageReport
 
 PARTITION = PartitionReport(
     start=0, end=9, finished=4, passed=2, gaps=0, removed=0, pending=3, trained_through=5, outcomes={"trained": 4}
@@ -30,10 +31,44 @@ def test_each_partition_has_a_series_by_topic_and_number() -> None:
     assert [registry.get_sample_value(f"anabranch_{name}", labels) for name in names] == [3, 2, 5]
 
 
+def test_the_history_is_counted_and_its_files_have_no_series() -> None:
+    backfill = BackfillReport(topics=["history"], rows_read=40, rows=100, files_read=0, files=1)
+    files = msgspec.structs.replace(PARTITION, files=7, history=1)
+    registry = values(backfill=backfill, partitions={"history": files, "events:0": PARTITION})
+    names = "anabranch_backfill_rows", "anabranch_backfill_read_rows_total"
+    assert [registry.get_sample_value(name) for name in names] == [100, 40]
+    assert [values().get_sample_value(name) for name in names] == [0, 0]
+    lags = {
+        (sample.labels["topic"], sample.labels["partition"]): sample.value
+        for metric in registry.collect()
+        for sample in metric.samples
+        if sample.name == "anabranch_ingest_lag_offsets"
+    }
+    assert lags == {("events", "0"): 3}
+
+
 def test_dead_letters_that_were_not_written_are_counted_by_reason() -> None:
     registry = values(letters_dropped={"refused": 3, "loop": 1})
     name = "anabranch_ingest_letters_dropped_total"
     assert [registry.get_sample_value(name, {"reason": reason}) for reason in ("refused", "loop")] == [3, 1]
+
+
+def test_what_the_object_store_lacks_has_a_series_by_kind() -> None:
+    storage = StorageReport(
+        url="s3://b", lag_seconds={"versions": 2.5, "checkpoints": 0.0}, uploaded_bytes=7, failures=3
+    )
+    registry = values(storage=storage)
+    lags = [registry.get_sample_value("anabranch_storage_lag_seconds", {"kind": kind}) for kind in storage.lag_seconds]
+    assert lags == [2.5, 0.0]
+    names = "anabranch_storage_uploaded_bytes_total", "anabranch_storage_failures_total"
+    assert [registry.get_sample_value(name) for name in names] == [7, 3]
+    assert [values().get_sample_value(name) for name in names] == [0, 0]
+
+
+def test_bytes_that_ranks_exchange_are_0_where_they_are_not_counted() -> None:
+    name = "anabranch_learner_exchanged_bytes_total"
+    assert values(exchanged_bytes=7).get_sample_value(name) == 7
+    assert values().get_sample_value(name) == 0
 
 
 def test_times_are_relative_to_that_of_the_report_and_0_where_there_are_none() -> None:
@@ -64,14 +99,22 @@ def test_the_problems_are_those_of_all_components(tmp_path: Any) -> None:
     )
     loop.raising_events = SimpleNamespace(problem="the model raises")
     lag = SimpleNamespace(warning="behind")
-    publisher = SimpleNamespace(problem=None, gate=SimpleNamespace(hold=good))
-    parts: Any = SimpleNamespace(source=good, publisher=publisher, checkpointer=bad, erasure=good, lag=lag)
+    publisher = SimpleNamespace(problem=None, canary=None, gate=SimpleNamespace(hold=good))
+    parts: Any = SimpleNamespace(source=good, publisher=publisher, checkpointer=bad, erasure=good, lag=lag, late=None)
+    parts.teacher = SimpleNamespace(warning="the teacher is away")
     metrics: Any = SimpleNamespace(learner=LearnerMetrics(CollectorRegistry()))
     unused = UnusedDevice("auto takes the CPU")
-    arguments: Any = {"strategy": "none", "classification": True, "unused_device": unused}
+    fleet = SimpleNamespace(problem="the servers cannot be read")
+    arguments: Any = {"strategy": "none", "classification": True, "unused_device": unused, "fleet": fleet}
     reporter = Reporter(tmp_path, 1, loop, parts, metrics, **arguments)
-    assert reporter.problems() == ["the disk is full", "steps are not finite", "the model raises", "auto takes the CPU"]
-    assert reporter.warnings() == ["behind"]
+    assert reporter.problems() == [
+        "the disk is full",
+        "steps are not finite",
+        "the model raises",
+        "auto takes the CPU",
+        "the servers cannot be read",
+    ]
+    assert reporter.warnings() == ["behind", "the teacher is away"]
     reporter.problem = "cannot be written to"
     assert "cannot be written to" in reporter.problems()
-    assert len(reporter.problems()) == 5
+    assert len(reporter.problems()) == 6

@@ -3,7 +3,16 @@
 from types import SimpleNamespace
 from typing import Any
 
-from learner.replay_feed import NoFeed, StoreFeed
+import numpy as np
+import torch
+
+from ingest.events.block import Array
+from ingest.events.schema import Schema
+from ingest.kafka.fake import fake_columns
+from learner.replay_feed import NOTHING, NoFeed, StoreFeed
+from learner.strategies.early_negatives import EARLY, Early
+from learner.stream.batches import Batch
+from learner.training.step_result import StepResult
 
 
 def test_a_feed_with_a_store_goes_on_from_the_checkpoint_of_a_strategy_that_replays_nothing() -> None:
@@ -12,3 +21,53 @@ def test_a_feed_with_a_store_goes_on_from_the_checkpoint_of_a_strategy_that_repl
     feed.restore(NoFeed().state())
     assert feed.state() == {"debt": 0.0}
     NoFeed().restore({"debt": 0.5})
+
+
+class _RecordedStore:
+    """Records what is added."""
+
+    def __init__(self) -> None:
+        self.fields: dict[str, Any] = {"output": (np.dtype(np.float32), (3,))}
+        self.listens = False
+        self.added: list[dict[str, Array]] = []
+        self.removed: list[list[int]] = []
+
+    def add(self, columns: dict[str, Array], *_: object) -> None:
+        self.added.append(columns)
+
+    def remove_events(self, columns: dict[str, Array], *_: object) -> None:
+        self.removed.append(columns["offset"].tolist())
+
+    def plan_ahead(self, *_: object) -> None:
+        pass
+
+
+def test_only_events_with_their_final_label_are_stored(schema: Schema) -> None:
+    store, strategy = _RecordedStore(), SimpleNamespace(keeps_output=True)
+    part: Any = SimpleNamespace()
+    feed = StoreFeed(store, strategy, part, part, batch_size=1, step_size=1, timer=part)  # type: ignore[arg-type]
+    new = {**fake_columns(schema, range(3), label=[0, 0, 1]), EARLY: np.array([0, 1, 2], np.uint8)}
+    result = StepResult(True, 0.0, 0.0, 0.0, output_B=torch.arange(9.0).view(3, 3))
+    feed.add(0, Batch(new, {}, {}, []), NOTHING, result, [])
+    (added,) = store.added
+    assert EARLY not in added
+    assert (added["offset"].tolist(), added["label"].tolist()) == ([0, 2], [0, 1])
+    assert added["output"].tolist() == [[0, 1, 2], [6, 7, 8]], "each with its own output"
+
+    early = {**fake_columns(schema, range(3)), EARLY: np.full(3, Early.NEGATIVE, np.uint8)}
+    feed.add(1, Batch(early, {}, {}, []), NOTHING, result, [])
+    assert len(store.added) == 1, "a step of early negatives alone adds nothing"
+    assert store.removed == []
+
+
+def test_an_event_that_is_taken_back_replaces_the_stored_negative(schema: Schema) -> None:
+    store, strategy = _RecordedStore(), SimpleNamespace(keeps_output=True)
+    part: Any = SimpleNamespace()
+    feed = StoreFeed(store, strategy, part, part, batch_size=1, step_size=1, timer=part)  # type: ignore[arg-type]
+    new = {**fake_columns(schema, [7, 9], label=[1]), EARLY: np.array([0, 3], np.uint8), "waited": np.ones(2, np.bool_)}
+    result = StepResult(True, 0.0, 0.0, 0.0, output_B=torch.zeros(2, 3))
+    feed.add(0, Batch(new, fake_columns(schema, [8]), {}, []), NOTHING, result, [])
+    (added,) = store.added
+    assert store.removed == [[9]]
+    assert added["offset"].tolist() == [7, 8, 9]
+    assert added["waited"].tolist() == [True, False, True]

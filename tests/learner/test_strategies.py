@@ -32,6 +32,7 @@ from learner.strategies.ncm import NearestClassMean
 from learner.strategies.registry import STRATEGIES, build_strategy
 from learner.strategies.slda import StreamingDiscriminant
 from learner.training.trainer import Trainer
+from tests.support.strategies import extended, small_strategy
 
 CPU = torch.device("cpu")
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "extend" / "strategy.md").read_text(encoding="utf-8")
@@ -51,6 +52,7 @@ def make_trainer(
     options = LearnerSettings.model_validate({**PLAIN, **settings})
     embedding = Embedding(model, "2") if strategy.embeds else None
     precision = choose_precision(options.precision, device)
+    extended(strategy, model, schema, device)
     arguments = (model.to(device), task or Classification(), strategy, schema, options, device, precision)
     return Trainer(*arguments, embedding)
 
@@ -140,7 +142,7 @@ class TestEveryStrategy:
     @pytest.mark.slow
     def test_it_learns_a_separable_stream(self, schema: Schema, name: str, precision: str) -> None:
         optimizer = {"name": "adamw", "lr": 1e-2}
-        trainer = make_trainer(schema, small(), STRATEGIES[name](), optimizer=optimizer, precision=precision)
+        trainer = make_trainer(schema, small(), small_strategy(name), optimizer=optimizer, precision=precision)
         assert Stream(trainer).score(150) == 1
 
     @pytest.mark.gpu
@@ -151,7 +153,7 @@ class TestEveryStrategy:
             "precision": precision,
             "device": torch.device("cuda", 0),
         }
-        trainer, other = (make_trainer(schema, small(), STRATEGIES[name](), **options) for _ in range(2))
+        trainer, other = (make_trainer(schema, small(), small_strategy(name), **options) for _ in range(2))
         assert Stream(trainer).score(150) == 1
         host = {part: {key: value.cpu() for key, value in each.items()} for part, each in trainer.tensors().items()}
         other.restore(host, trainer.state())
@@ -164,14 +166,15 @@ class TestEveryStrategy:
     @pytest.mark.parametrize("precision", ["fp32", "bf16"])
     def test_it_takes_a_lone_event_with_old_ones_and_without(self, schema: Schema, name: str, precision: str) -> None:
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
-        trainer = make_trainer(schema, model, STRATEGIES[name](), precision=precision)
+        norm = nn.Identity() if name == "progressive" else nn.BatchNorm1d(8)  # it has columns of linear layers alone
+        model = nn.Sequential(nn.Linear(3, 8), norm, nn.ReLU(), nn.Linear(8, 3))
+        trainer = make_trainer(schema, model, small_strategy(name), precision=precision)
         samples = trainer.strategy.samples(1)
         for old in ([], [events(n, index) for index, n in enumerate(samples)], [events(1, 4) for _ in samples]):
             assert trainer.step(events(1, 1), old).finite
 
     def test_it_does_a_step_that_is_not_finite_over(self, schema: Schema, name: str) -> None:
-        trainer = make_trainer(schema, small(), STRATEGIES[name]())
+        trainer = make_trainer(schema, small(), small_strategy(name))
         samples = trainer.strategy.samples(6)
         old = [events(n, index) for index, n in enumerate(samples)]
         assert trainer.step(events(6, 1), old).finite
@@ -185,7 +188,7 @@ class TestEveryStrategy:
         assert trainer.step(events(6, 3), old).finite
 
     def test_it_replays_what_its_samples_bring_to_the_step(self, schema: Schema, name: str) -> None:
-        trainer = make_trainer(schema, small(), STRATEGIES[name]())
+        trainer = make_trainer(schema, small(), small_strategy(name))
         samples = trainer.strategy.samples(6)
         result = trainer.step(events(6, 1), [events(n, index) for index, n in enumerate(samples)])
         assert (len(samples) > 0) == trainer.strategy.replays
@@ -465,6 +468,15 @@ class TestClassMeans:
         assert np.allclose(state["3.weight"][[0, 2]].numpy(), means @ inverse, atol=1e-3)
         bias = -0.5 * np.einsum("cd,de,ce->c", means, inverse, means)
         assert np.allclose(state["3.bias"][[0, 2]].numpy(), bias, atol=1e-3)
+
+    def test_a_last_layer_that_is_frozen_is_refused_and_a_frozen_body_is_not(self, schema: Schema) -> None:
+        model = small()
+        model[:3].requires_grad_(False)
+        self.seen(make_trainer(schema, model, NearestClassMean()))
+        model = small()
+        model[3].bias.requires_grad_(False)
+        with pytest.raises(SettingsError, match="sets the weights of the linear layer 3, and the factory has frozen"):
+            make_trainer(schema, model, NearestClassMean())
 
     def test_ncm_says_the_class_whose_mean_is_nearest(self, schema: Schema) -> None:
         trainer = make_trainer(schema, small(), NearestClassMean())

@@ -15,7 +15,7 @@ AXES: dict[str, list[Any]] = {
     "precision": ["fp32", "bf16"],
     "micro_batch_size": [None, 4],
     "sync_every": [1, 3],
-    "comm_hook": ["none", "fp16", "powersgd"],
+    "comm_hook": ["none", "fp16", "powersgd", "int8", "topk"],
     "sharding": ["none", "zero1"],
 }
 
@@ -27,13 +27,18 @@ def cells() -> list[dict[str, Any]]:
 
 
 def settings_of(cell: dict[str, Any]) -> LearnerSettings:
-    return LearnerSettings.model_validate({**cell, "replicas": 2})
+    return LearnerSettings.model_validate({**cell, **few(cell), "replicas": 2})
+
+
+def few(cell: dict[str, Any]) -> dict[str, float]:
+    """Return the fraction of top-k for a model of a few numbers, which would send one of them in a step."""
+    return {"topk_fraction": 0.5} if cell["comm_hook"] == "topk" else {}
 
 
 def expect_learning(play: Any, chosen: list[dict[str, Any]], timeout: float) -> None:
     scenarios = []
     for cell in chosen:
-        settings = {name: value for name, value in cell.items() if name != "strategy"}
+        settings = few(cell) | {name: value for name, value in cell.items() if name != "strategy"}
         optimizer = {"name": "adam", "lr": 0.2}
         steps = [[9, *[6] * len(STRATEGIES[cell["strategy"]]().samples(6))]]
         whole = {"settings": {**settings, "replicas": 2, "optimizer": optimizer}, "steps": steps, "times": 5}

@@ -313,6 +313,53 @@ def test_events_out_of_order_have_an_importance_though_none_of_weight_was_counte
     assert sample.importance.tolist() == [1.0] * 9
 
 
+@pytest.mark.parametrize("admission", ["reservoir", "class-balanced", "recent"])
+def test_events_that_waited_are_held_and_counted_as_if_they_came_in_order(schema: Schema, admission: str) -> None:
+    """Labels come in another order than their events, and some events of a block did not wait."""
+    found = []
+    for shuffled in (False, True):
+        store = build_store(ReplaySettings(capacity=50, admission=admission), schema, torch.device("cpu"), 0)
+        order = np.random.default_rng(0).permutation(3000) if shuffled else np.arange(3000)
+        for begin in range(0, 3000, 100):
+            columns = fake_columns(schema, order[begin : begin + 100].tolist())
+            columns["label"] = columns["offset"] % 4
+            columns["weight"] = (1 + columns["offset"] % 3).astype(np.float32)
+            if shuffled:
+                columns["waited"] = np.ones(100, np.bool_)
+            store.add(columns, PARTITIONS)
+        store.flush_pending()
+        index, (_, state) = store.event_table.copy(), store.reservoir.begin_snapshot(1)
+        first = np.lexsort((index["priority"], index["group"]))
+        firsts = [index["offset"][first][index["group"][first] == group][:5].tolist() for group in range(5)]
+        found.append((firsts, state["added"].tolist(), state["weight"]))
+    assert found[0] == found[1]
+    assert sum(found[0][1]) == 3000
+
+
+def test_blocks_with_and_without_events_that_waited_are_added_together(schema: Schema, make_store: MakeStore) -> None:
+    store = make_store(100)
+    store.add(fake_columns(schema, range(10, 20)), PARTITIONS)
+    store.add({**fake_columns(schema, range(5)), "waited": np.ones(5, np.bool_)}, PARTITIONS)
+    store.add(fake_columns(schema, range(15, 25)), PARTITIONS)
+    store.flush_pending()
+    assert held(store) == {(0, offset) for offset in (*range(5), *range(10, 25))}
+    assert len(store) == 20
+
+
+def test_a_removed_event_may_be_added_with_another_label(schema: Schema, make_store: MakeStore) -> None:
+    store = make_store(100)
+    store.remove_events(fake_columns(schema, [3]), PARTITIONS)
+    store.add(fake_columns(schema, range(10)), PARTITIONS)
+    again = {**fake_columns(schema, [3, 70], label=[1]), "waited": np.ones(2, np.bool_)}
+    store.remove_events(again, PARTITIONS)
+    store.flush_pending()
+    assert held(store) == {(0, offset) for offset in range(10) if offset != 3}
+    add_now(store, again, PARTITIONS)
+    sample = store.fetch(store.plan(0, 100))
+    labels = dict(zip(sample.records["offset"].tolist(), sample.columns["label"].tolist(), strict=True))
+    assert labels == {**dict.fromkeys(range(10), 0), 3: 1, 70: 1}
+
+
 def test_a_burst_larger_than_the_room_for_it_is_taken_in_pieces(schema: Schema, make_store: MakeStore) -> None:
     store = make_store(10)
     total = 3 * store.burst + 7

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,35 @@ class Monthly(nn.Module):
         return self.effect(month - 1)
 
 
+class HalfFrozen(nn.Module):
+    """Learns a layer on a frozen one, and has a buffer that it adds to each answer."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(4, 4).requires_grad_(False)
+        self.head = nn.Linear(4, 1)
+        self.register_buffer("number", torch.zeros(()))
+
+    def forward(self, x):
+        return self.head(self.body(x))[:, 0] + self.number
+
+
+class Hooked(HalfFrozen):
+    """Takes part in loading weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_load_state_dict_pre_hook(lambda *_: None)
+
+
+def half_frozen():
+    return HalfFrozen()
+
+
+def hooked():
+    return Hooked()
+
+
 def linear(classes=3):
     return nn.Linear(4, classes)
 
@@ -207,6 +237,8 @@ SCHEMAS = {
     "linear": LINEAR,
     "tagged": TAGGED,
     "number": NUMBER,
+    "half_frozen": NUMBER,
+    "hooked": NUMBER,
     "sluggish": NUMBER,
     "touchy": NUMBER,
     "doomed": NUMBER,
@@ -348,6 +380,12 @@ class Running:
         report = read_report(self.deployment.state_dir)
         assert report is not None
         return report
+
+
+@pytest.fixture(autouse=True)
+def _frequent_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let servers in this process write a report with each poll: tests wait for the next one."""
+    monkeypatch.setattr("serving.server.REPORT_EVERY", timedelta(milliseconds=50))
 
 
 @pytest.fixture

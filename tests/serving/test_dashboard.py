@@ -8,11 +8,20 @@ from collections.abc import Callable
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 import torch
 
 from anabranch.core.atomic_files import replace_file
-from learner.state_dir.report import DeviceHealthReport, DeviceReport, LearnerReport, PartitionReport, write_report
+from learner.state_dir.report import (
+    BackfillReport,
+    DeviceHealthReport,
+    DeviceReport,
+    LabelReport,
+    LearnerReport,
+    PartitionReport,
+    write_report,
+)
 from serving.dashboard.status import SERIES
 from serving.rollout.commands import COMMANDS
 
@@ -306,6 +315,46 @@ def test_in_a_browser_lag_that_is_old_is_not_that_of_now(browser: Any, numbers: 
         page.close()
 
 
+def test_in_a_browser_the_history_is_shown_until_its_end(browser: Any, numbers: Any, served: Served) -> None:
+    numbers.publish(1)
+    backfill = BackfillReport(
+        topics=["history", "history.2"],
+        rows_read=4_300_000,
+        rows=10_000_000,
+        files_read=4,
+        files=1000,
+        file=f"year=2026/{HOSTILE}.parquet",
+        rate=812_345.6,
+        seconds_left=430.2,
+    )
+    partition = PartitionReport(start=0, end=9, finished=9, passed=0, gaps=0, removed=0, pending=0, trained_through=8)
+    files = (msgspec.structs.replace(partition, files=1000, history=number) for number in (1, 2))
+    partitions = dict(zip(("history", "history.2", "events:0"), (*files, partition), strict=True))
+    write_report(numbers.deployment.state_dir, learner_report(backfill=backfill, partitions=partitions))
+    with served(numbers) as server:
+        page = browser.new_page(viewport={"width": 360, "height": 740})
+        page.goto(server.url)
+        await_sentence(page, "All is well.")
+        shown = {name: page.text_content(f"[data-figure=backfill_{name}]") for name in ("read", "left", "rows", "file")}
+        assert shown == {
+            "read": "43.0 %",
+            "left": "7 min 10 s left",
+            "rows": "4,300,000 of 10,000,000 rows, 812,346 rows/s",
+            "file": f"file 5 of 1,000: {backfill.file}",
+        }
+        bar = page.locator("#backfill-bar")
+        assert bar.get_attribute("aria-valuenow") == "43"
+        width = "e => e.firstElementChild.getBoundingClientRect().width / e.getBoundingClientRect().width"
+        assert bar.evaluate(width) == pytest.approx(0.43, abs=0.01)
+        assert page.locator("#partitions tbody th").all_text_contents() == ["events:0"]
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        done = msgspec.structs.replace(backfill, rows_read=10_000_000, files_read=1000, done=True)
+        write_report(numbers.deployment.state_dir, learner_report(backfill=done, partitions=partitions))
+        page.wait_for_selector("#backfill", state="hidden")
+        assert "History10,000,000 rows of 1,000 files were read" in page.text_content("#training")
+        page.close()
+
+
 def test_in_a_browser_a_cache_is_not_counted_twice_and_two_hundred_partitions_fit_the_page(
     browser: Any, numbers: Any, served: Served
 ) -> None:
@@ -569,4 +618,31 @@ def test_in_a_browser_series_of_different_meaning_have_their_own_scale_with_its_
         assert svg.locator("text").all_text_contents() == ["max 600", "min 600", "max 3", "min 3"]
         assert page.locator("header a").all_text_contents() == ["HTTP API", "Metrics", "See outcomes"]
         assert httpx.get(f"{server.url}/{page.get_attribute('header a', 'href')}").status_code == 200
+        page.close()
+
+
+def test_in_a_browser_late_labels_have_a_line_and_waiting_events_a_row(
+    browser: Any, numbers: Any, served: Served
+) -> None:
+    numbers.publish(1)
+    labels = LabelReport(
+        waiting=7,
+        ready=0,
+        kept=0,
+        bytes=700,
+        bound=10**9,
+        ended={"trained": 3, "timed_out": 2},
+        labels={},
+        lag_p50_seconds=60.0,
+        lag_p99_seconds=7200.0,
+    )
+    write_report(numbers.deployment.state_dir, learner_report(outcomes={"waiting": 12, "label": 3}, labels=labels))
+    with served(numbers) as server:
+        page = browser.new_page()
+        page.goto(server.url)
+        page.wait_for_selector("[data-outcome=waiting]")
+        for outcome, count in (("waiting", "7"), ("trained", "3"), ("timed_out", "2")):
+            assert page.text_content(f"[data-outcome={outcome}] td.num") == count
+        assert page.query_selector("[data-outcome=label]") is None
+        assert "7 events wait, labels take 1 min 0 s, 99 % of them less than 2 h 0 min" in page.text_content("body")
         page.close()

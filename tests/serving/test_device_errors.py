@@ -24,6 +24,7 @@ from serving.config import ServingSettings
 from serving.dashboard.status import Overview
 from serving.errors import ConflictError, DeviceError, UnavailableError
 from serving.http.app import build_app
+from serving.http.request_body import BodyReader
 from serving.inference import batcher as serving_batcher
 from serving.inference.service import Service
 from serving.metrics import ServingMetrics
@@ -107,7 +108,8 @@ def test_liveness_readiness_and_requests_are_503_once_the_process_is_about_to_en
     swap.poll()
     unused: Any = None
     service = Service(numbers.deployment, settings, swap, unused, unused, None, bugs)
-    app = build_app(service, settings, metrics, Overview(numbers.deployment, swap, "", None), unused)
+    overview, bodies = Overview(numbers.deployment, swap, "", None), BodyReader(settings)
+    app = build_app(service, settings, metrics, overview, unused, bodies)
 
     async def statuses() -> list[int]:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:

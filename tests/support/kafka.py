@@ -85,9 +85,20 @@ def _quiet_kafka() -> None:
     logging.getLogger("kafka").setLevel(logging.CRITICAL)
 
 
+@pytest.fixture
+def kafka(_session_kafka: SessionBroker) -> Iterator[SessionBroker]:
+    """The broker of the session: started by START's command, else Apache Kafka in Docker, else the embedded broker.
+
+    All topics are deleted after each test: the embedded broker writes its whole contents after each change.
+    """
+    yield _session_kafka
+    with contextlib.closing(KafkaAdminClient(bootstrap_servers=_session_kafka.bootstrap)) as admin:
+        if topics := [topic for topic in admin.list_topics() if not topic.startswith("__")]:
+            admin.delete_topics(topics)
+
+
 @pytest.fixture(scope="session")
-def kafka() -> Iterator[SessionBroker]:
-    """The broker of the session: started by START's command, else Apache Kafka in Docker, else the embedded broker."""
+def _session_kafka() -> Iterator[SessionBroker]:
     with contextlib.ExitStack() as stack:
         if os.environ.get(START):
             ports = free_ports(2)

@@ -1,6 +1,7 @@
 """Certificates of this host."""
 
 import ipaddress
+import os
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -17,13 +18,15 @@ class CertificateFactory:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def __call__(self, days: int, name: str = "server", issued: bool = False) -> tuple[Path, Path]:
+    def __call__(
+        self, days: int, name: str = "server", issued: bool = False, subject_name: str = "localhost"
+    ) -> tuple[Path, Path]:
         """Return the paths of a certificate that is valid for `days` more days, and of its key.
 
         It is signed by its own key; with `issued`, by the key of an authority that is not kept.
         """
         key = ec.generate_private_key(ec.SECP256R1())
-        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")])
+        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, subject_name)])
         names = [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
         now = datetime.now(UTC)
         certificate = (
@@ -42,6 +45,14 @@ class CertificateFactory:
         plain = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
         key_path.write_bytes(key.private_bytes(*plain))
         return cert_path, key_path
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_authority(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Trust one authority. Each HTTP client reads the certificates of all, and those of the web take it 15 ms."""
+    # Its name differs from that of the tests' servers, whose own certificates would be searched for under it.
+    authority, _ = CertificateFactory(tmp_path_factory.mktemp("authority"))(days=3, subject_name="nobody")
+    os.environ["SSL_CERT_FILE"] = str(authority)
 
 
 @pytest.fixture

@@ -3,7 +3,8 @@
 import contextlib
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -52,6 +53,7 @@ class ConfluentClient:
         self._letters: ConfluentDeadLetters | None = None
         self._partitions: dict[tuple[str, int], TopicPartition] = {}
         self._positions: dict[TopicPartition, int] = {}
+        self._paused: frozenset[TopicPartition] = frozenset()
         self._most = most_inflated(settings)
         self._corrupt = CorruptBatches()
 
@@ -110,11 +112,14 @@ class ConfluentClient:
         except KafkaException as exc:
             raise BrokerError(f"cannot look up the ends of partitions: {brief(exc)}") from exc
 
-    def assign(self, positions: Mapping[TopicPartition, int]) -> None:
-        """Read exactly these partitions from these offsets on."""
+    def assign(self, positions: Mapping[TopicPartition, int], paused: Collection[TopicPartition] = ()) -> None:
+        """Read exactly these partitions from these offsets on; of those that are `paused`, only the lag."""
         self._partitions = {(partition.topic, partition.partition): partition for partition in positions}
-        self._positions = dict(positions)
+        resumed = [KafkaPartition(p.topic, p.partition) for p in self._paused if p in positions and p not in paused]
+        self._positions, self._paused = dict(positions), frozenset(paused)
         self._consumer.assign([KafkaPartition(p.topic, p.partition, offset) for p, offset in positions.items()])
+        self._consumer.resume(resumed)
+        self._consumer.pause([KafkaPartition(p.topic, p.partition) for p in paused])
 
     def poll(self, timeout: timedelta, limit: int) -> list[Messages]:
         """Return at most `limit` messages."""
@@ -129,7 +134,7 @@ class ConfluentClient:
             return self._taken(polled, limit)
         except BrokerError:
             # The messages that were polled together with the error must be fetched again.
-            self.assign(self._positions)
+            self.assign(self._positions, self._paused)
             raise
 
     def lag(self, *, log_starts: bool = False) -> Lag:
@@ -176,38 +181,42 @@ class ConfluentClient:
 
     def _taken(self, polled: Sequence[Any], limit: int) -> list[Messages]:
         """Sort what was polled, messages and events, by partition."""
-        batches: dict[TopicPartition, list[Any]] = {}
+        # By name and number: a TopicPartition takes about as long to hash as a message to poll.
+        records: defaultdict[tuple[str, int], list[Any]] = defaultdict(list)
+        bad: dict[tuple[str, int], Any] = {}
         ends: dict[TopicPartition, int] = {}
         removed: dict[TopicPartition, int] = {}
-        bad: dict[TopicPartition, Any] = {}
         stopped = False
         for message in polled:
-            partition = self._partitions.get((message.topic(), message.partition()))
-            error = message.error()
-            if partition in bad:
+            key, error = (message.topic(), message.partition()), message.error()
+            if bad and key in bad:
                 continue  # librdkafka silently continues after a batch with a wrong checksum
-            if error is None and partition is not None:
-                batches.setdefault(partition, []).append(message)
-            elif error is not None and error.code() == KafkaError._PARTITION_EOF and partition is not None:
+            if error is None:
+                records[key].append(message)
+                continue
+            partition = self._partitions.get(key)
+            if partition is not None and error.code() == KafkaError._PARTITION_EOF:
                 ends[partition] = message.offset()
-            elif error is not None and error.code() in UNREADABLE and partition is not None:
-                bad[partition] = message
-            elif error is not None and error.code() in REMOVED and partition is not None:
+            elif partition is not None and error.code() in UNREADABLE:
+                bad[key] = message
+            elif partition is not None and error.code() in REMOVED:
                 stopped = True
                 # A gap after messages is reported again once they are handled.
-                if partition not in batches and partition not in ends:
+                if key not in records and partition not in ends:
                     removed[partition] = self._pass_gap(partition)
-            elif error is not None:
+            else:
                 raise_if_fatal(error)
+        batches = {self._partitions[key]: batch for key, batch in records.items() if key in self._partitions}
         reached = dict.fromkeys((*batches, *ends, *removed))
         found = [self._messages(p, batches.get(p, ()), ends.get(p, -1), removed.get(p, 0)) for p in reached]
-        found += self._unread({p: message for p, message in bad.items() if p not in reached}, limit)
+        unread = {self._partitions[key]: message for key, message in bad.items()}
+        found += self._unread({p: message for p, message in unread.items() if p not in reached}, limit)
         if bad and not found:
             message = next(iter(bad.values()))
             raise BrokerError(f"cannot read {message.topic()}[{message.partition()}]: {message.error().str()}")
         if stopped or bad:
             # A partition with such an error has stopped, and ignores a seek.
-            self.assign(self._positions)
+            self.assign(self._positions, self._paused)
         return found
 
     def _unread(self, bad: Mapping[TopicPartition, Any], limit: int) -> list[Messages]:
@@ -247,15 +256,18 @@ class ConfluentClient:
         if records:
             self._corrupt.remove(partition)
         headers, faults = headers_of(records)
+        values = [record.value() for record in records]
         if max(map(len, records), default=0) > self._most:
-            faults |= {index: too_large(self._most) for index, each in enumerate(records) if len(each) > self._most}
+            large = [index for index, record in enumerate(records) if len(record) > self._most]
+            faults |= dict.fromkeys(large, too_large(self._most))
+            for index in large:
+                values[index] = None  # a dead letter could not carry a value of this size either
         return Messages(
             partition=partition,
             offsets=[record.offset() for record in records],
             times_ms=[record.timestamp()[1] for record in records],
             keys=[record.key() for record in records],
-            # A dead letter could not carry a value of this size either.
-            values=[record.value() if len(record) <= self._most else None for record in records],
+            values=values,
             headers=headers,
             end=self._positions[partition],
             removed=removed,

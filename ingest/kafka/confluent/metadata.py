@@ -35,7 +35,7 @@ class TopicMetadata:
             self._topics = self._describe(seconds)
         except KafkaException as exc:
             raise BrokerError(f"cannot look up the topics: {brief(exc)}") from exc
-        for topic in (*self._settings.topics, self._settings.dead_letter_topic):
+        for topic in (*self._settings.all_topics, self._settings.dead_letter_topic):
             if topic not in self._topics:
                 raise BrokerError(missing_topic(topic, self._settings.bootstrap_servers))
 
@@ -43,20 +43,20 @@ class TopicMetadata:
         """Return all partitions of the topics."""
         return [
             TopicPartition(topic, partition.id)
-            for topic in self._settings.topics
+            for topic in self._settings.all_topics
             for partition in sorted(self._topics[topic].partitions, key=lambda each: each.id)
         ]
 
     def ids(self) -> dict[str, str]:
         """Return the id of each topic, 32 hexadecimal digits, where the broker gives them."""
-        encoded = {topic: str(self._topics[topic].topic_id) for topic in self._settings.topics}
+        encoded = {topic: str(self._topics[topic].topic_id) for topic in self._settings.all_topics}
         ids = {topic: base64.urlsafe_b64decode(f"{each}==").hex() for topic, each in encoded.items()}
         return {topic: each for topic, each in ids.items() if each.strip("0")}
 
     def refresh(self) -> None:
         """Ask the broker again. Raises KafkaException without an answer, BrokerError when a topic is gone."""
         found = self._describe(_REQUEST_SECONDS)
-        for topic in self._settings.topics:
+        for topic in self._settings.all_topics:
             if topic not in found:
                 raise BrokerError(gone_topic(topic, self._settings.bootstrap_servers))
             self.is_recreated |= str(found[topic].topic_id) != str(self._topics[topic].topic_id)
@@ -77,7 +77,7 @@ class TopicMetadata:
 
     def _describe(self, seconds: float) -> dict[str, Any]:
         """Return the broker's descriptions of the topics that exist."""
-        names = list(dict.fromkeys(map(str, (*self._settings.topics, self._settings.dead_letter_topic))))
+        names = list(dict.fromkeys(map(str, (*self._settings.all_topics, self._settings.dead_letter_topic))))
         futures = self._admin.describe_topics(TopicCollection(names), request_timeout=seconds)
         found = {}
         for name, future in futures.items():

@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -72,7 +72,7 @@ class KafkaPythonClient:
         )
         bound(self._consumer, most_inflated(settings))
         self._connections.callback(self._consumer.close, autocommit=False)
-        for topic in (*settings.topics, settings.dead_letter_topic):
+        for topic in (*settings.all_topics, settings.dead_letter_topic):
             with translated(f"cannot look up topic {topic}"):
                 found = self._consumer.partitions_for_topic(topic)
             if not found:
@@ -83,7 +83,7 @@ class KafkaPythonClient:
         with translated("cannot look up the partitions"):
             return [
                 TopicPartition(topic, partition)
-                for topic in self._settings.topics
+                for topic in self._settings.all_topics
                 for partition in sorted(self._consumer.partitions_for_topic(topic) or ())
             ]
 
@@ -115,13 +115,15 @@ class KafkaPythonClient:
                 found = admin.list_partition_offsets(dict.fromkeys(theirs, OffsetSpec.LATEST))
         return {theirs[tp]: int(each.offset) for tp, each in found.items()}
 
-    def assign(self, positions: Mapping[TopicPartition, int]) -> None:
-        """Read exactly these partitions from these offsets on."""
+    def assign(self, positions: Mapping[TopicPartition, int], paused: Collection[TopicPartition] = ()) -> None:
+        """Read exactly these partitions from these offsets on; of those that are `paused`, only the lag."""
         self._incarnations = {(partition.topic, partition.partition): partition for partition in positions}
         self._consumer.assign([_theirs(partition) for partition in positions])
         self._positions = {_theirs(partition): offset for partition, offset in positions.items()}
         for partition, offset in self._positions.items():
             self._consumer.seek(partition, offset)
+        self._consumer.resume(*self._consumer.paused())
+        self._consumer.pause(*map(_theirs, paused))
 
     def poll(self, timeout: timedelta, limit: int) -> list[Messages]:
         """Return at most `limit` messages."""
@@ -180,7 +182,7 @@ class KafkaPythonClient:
                 starts = self._consumer.beginning_offsets([_theirs(p) for p in partitions], timeout_ms=_REQUEST_MS)
         except kafka_errors.KafkaError as exc:
             servers = self._settings.bootstrap_servers
-            gone = [topic for topic in self._settings.topics if not self._consumer.partitions_for_topic(topic)]
+            gone = [topic for topic in self._settings.all_topics if not self._consumer.partitions_for_topic(topic)]
             return Lag({}, gone_topic(gone[0], servers) if gone else unresponsive_message(servers, brief(exc)))
         self._behind = [tp for tp, end in ends.items() if end > self._positions[tp]]
         self._unmoved = {tp for tp in self._behind if self._positions[tp] == self._before.get(tp)}
@@ -236,7 +238,7 @@ class KafkaPythonClient:
 
     def _ids(self) -> dict[str, str]:
         """Return the topics' ids by the metadata; brokers without them, and topics that are just gone, give none."""
-        found = {topic: self._consumer._client.cluster.topic_id(topic) for topic in self._settings.topics}
+        found = {topic: self._consumer._client.cluster.topic_id(topic) for topic in self._settings.all_topics}
         return {topic: each.hex for topic, each in found.items() if each is not None and each.int}
 
     def _pass_gap(self, offsets: Mapping[Any, int]) -> dict[Any, int]:

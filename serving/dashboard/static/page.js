@@ -19,13 +19,16 @@ const HELP = {
   status: "Served now; replaced by a newer version; refused by the gate or because it cannot be loaded; rejected by a person; superseded before it was served.",
   trained_through: "The last offset, inclusive, up to which every event of the partition has its outcome.",
   checkpoint: "What a restart resumes from: model, optimizer, replay store and offsets, written together.",
+  storage: "What [storage] lacks of the newest checkpoint, version and erasure log. Uploads run in the background, and training does not wait for them.",
   holdout: "Labelled events that are never trained on. The gate judges versions by them.",
+  backfill: "The files of [stream.backfill], which are learned before the topics. The expected end is at the rate of the last half minute.",
   device: "The NVIDIA devices that the learner trains on, by the driver's own readings. The temperature is that of the hottest.",
   capacity: "Old events that are sampled together with new ones. The store evicts when it is 1/32 above its capacity, back to it.",
   forgetting: "Best accuracy ever less accuracy now on the holdout set, mean over the classes.",
   loss: "Mean loss of new events before the model trains on them.",
   drift: "Changes of the stream that the detector has noticed over the life of the pipeline.",
   ratio: "Old events that the next step replays for each new one.",
+  labels: "Events that wait for a label from the topics of [stream.labels], and the time from an event to its label.",
   sharing: "The learner yields the device to requests. The percentage is the time of the last steps that was left to training.",
 };
 
@@ -179,6 +182,7 @@ function render() {
   const rejected = learner?.outcomes.dead_lettered ?? 0;
   $("rejected").hidden = !rejected;
   $("rejected").firstElementChild.textContent = `${count(rejected)} ${rejected === 1 ? "message was" : "messages were"} rejected and sent to the dead-letter topic, each with its reason.`;
+  renderBackfill(learner?.backfill);
   renderAccuracy();
   renderTiles();
   renderVersions();
@@ -300,6 +304,19 @@ function renderTiles() {
   }
 }
 
+function renderBackfill(backfill) {
+  $("backfill").hidden = !backfill || backfill.done;
+  if ($("backfill").hidden) return;
+  const { rows_read: read, rows, files_read: filesRead, files, file, rate: speed, seconds_left: left } = backfill;
+  const part = Math.min(0.999, read / Math.max(1, rows)), ends = known(left) && !status.health.silent;
+  figure("backfill_read", percent(part));
+  figure("backfill_left", ends ? `${age(left)} left` : "");
+  figure("backfill_rows", `${count(read)} of ${count(rows)} rows, ${status.health.silent ? NONE : count(Math.round(speed))} rows/s`);
+  figure("backfill_file", `file ${count(Math.min(filesRead + 1, files))} of ${count(files)}${file ? `: ${file}` : ""}`);
+  $("backfill-bar").setAttribute("aria-valuenow", Math.floor(100 * part));
+  $("backfill-bar").firstElementChild.style.width = `${100 * part}%`;
+}
+
 function renderDevice(health) {
   const devices = health?.devices ?? [], of = (name) => devices.map((device) => device[name]).filter(known);
   $("device").hidden = !devices.length;
@@ -365,15 +382,19 @@ function renderVersions() {
 const OUTCOMES = ["trained", "stored_only", "held_out", "skipped", "dead_lettered"];
 
 function renderOutcomes() {
-  const outcomes = status.learner?.outcomes ?? {}, skipped = status.learner?.skipped ?? {};
+  const outcomes = { ...status.learner?.outcomes }, skipped = status.learner?.skipped ?? {};
+  for (const [name, many] of Object.entries(status.learner?.labels?.ended ?? {})) outcomes[name] = (outcomes[name] ?? 0) + many;
+  if (known(outcomes.waiting)) outcomes.waiting = status.learner.labels?.waiting ?? 0;
+  delete outcomes.label;
+  const names = [...OUTCOMES, ...Object.keys(outcomes).filter((name) => !OUTCOMES.includes(name))];
   const read = sum(Object.values(outcomes)), alarms = { skipped: "warn", dead_lettered: "bad" };
   figure("read", count(read));
-  $("outcome-bar").replaceChildren(...OUTCOMES.filter((name) => outcomes[name]).map((name) => {
+  $("outcome-bar").replaceChildren(...names.filter((name) => outcomes[name]).map((name) => {
     const part = element("span", { class: `o-${name}` });
     part.style.flexGrow = outcomes[name];
     return part;
   }));
-  $("outcomes").tBodies[0].replaceChildren(...OUTCOMES.map((name) => {
+  $("outcomes").tBodies[0].replaceChildren(...names.map((name) => {
     const many = outcomes[name] ?? 0;
     const why = name === "skipped" ? Object.entries(skipped).filter(([, rows]) => rows).map(([reason]) => reason.replaceAll("_", " ")).join(", ") : "";
     const label = element("th", { scope: "row" }, element("span", { class: `key o-${name}`, "aria-hidden": "true" }), name.replace("_", " ") + (why && `: ${why}`));
@@ -403,7 +424,7 @@ function renderReplay() {
 }
 
 function renderPartitions() {
-  const partitions = Object.entries(status.learner?.partitions ?? {});
+  const partitions = Object.entries(status.learner?.partitions ?? {}).filter(([, partition]) => !partition.history);
   const [name, most] = partitions.reduce((worst, one) => (one[1].pending > worst[1].pending ? one : worst), ["", { pending: 0 }]);
   figure("behindmost", name && partitions.length > 1 ? `${name} lags most, by ${count(most.pending)}` : "");
   const rows = partitions.map(([name, partition]) => element("tr", { "data-partition": name },
@@ -416,10 +437,17 @@ function renderPartitions() {
 
 const pairs = (values, format) => Object.entries(values).map(([name, value]) => `${name.replaceAll("_", " ")} ${format(value)}`).join(", ");
 
+const lacking = (lags) => {
+  const late = Object.entries(lags).filter(([, lag]) => lag > 0);
+  return late.length ? `lacks the newest ${pairs(Object.fromEntries(late), (lag) => `for ${duration(lag)}`)}` : "has everything";
+};
+
 function renderFacts() {
   const { learner, serving, baseline } = status, ago = (time) => `${age(status.time - time)} ago`;
   const swaps = serving.swaps.swapped ?? 0, refused = serving.swaps.refused ?? 0, { shadow } = serving, device = learner?.device_sharing;
+  const learned = learner?.backfill?.done ? [["History", `${count(learner.backfill.rows_read)} rows of ${count(learner.backfill.files)} files were read`, "backfill"]] : [];
   const training = [
+    ...learned,
     ["Strategy", learner?.strategy || NONE],
     ["Loss, mean", learner && Object.keys(learner.loss).length ? pairs(learner.loss, digits) : NONE, "loss"],
     ["Forgetting, mean", known(learner?.forgetting) ? score(learner.forgetting) : NONE, "forgetting"],
@@ -428,8 +456,11 @@ function renderFacts() {
     ["Device sharing", device ? `${device.policy}, training ${percent(device.training, true)} of the time, yielded ${count(device.times)} times` : "off", "sharing"],
     ["Gate", !learner?.verdict ? NONE : learner.held_reasons.length ? `fail: ${learner.held_reasons.join("; ")}` : learner.verdict, "verdict"],
   ];
+  const labels = learner?.labels;
+  if (labels) training.push(["Late labels", `${count(labels.waiting)} events wait${known(labels.lag_p99_seconds) ? `, labels take ${duration(labels.lag_p50_seconds)}, 99 % of them less than ${duration(labels.lag_p99_seconds)}` : ""}`, "labels"]);
   const state = [
     ["Checkpoint", learner?.checkpoint ? `number ${learner.checkpoint}, ${known(learner.checkpoint_time) ? ago(learner.checkpoint_time) : "age not known"}` : "none yet", "checkpoint"],
+    ...(learner?.storage ? [["Object store", lacking(learner.storage.lag_seconds), "storage"]] : []),
     ["Holdout set", learner ? `${count(learner.holdout_rows)} events` : NONE, "holdout"],
     ["Learner reported", learner ? ago(learner.time) : "never"],
     ...(baseline ? [["Baseline reported", ago(baseline.time)]] : []),

@@ -1,6 +1,7 @@
 """`anabranch backtest`: what is learned from a file, and what is said of it."""
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,8 @@ import pytest
 import torch
 
 from anabranch.cli import app as cli
-from anabranch.commands.backtest import _Reservoir, backtest
+from anabranch.commands.backtest import backtest
+from anabranch.commands.backtesting.reservoir import UniformSample
 from anabranch.config.loader import load_config
 from learner.strategies.examples import Examples
 
@@ -89,7 +91,7 @@ def test_a_file_without_labels_is_one_sentence(run: Callable[..., Any], example:
 
 
 def test_the_reservoir_is_a_uniform_sample_of_all_events() -> None:
-    reservoir = _Reservoir(seed=0, capacity=100)
+    reservoir = UniformSample(seed=0, capacity=100)
     for begin in range(0, 1000, 7):
         values = torch.arange(begin, min(begin + 7, 1000)).float()
         reservoir.add(Examples({"x": values}, values.long(), torch.ones(len(values))))
@@ -98,4 +100,103 @@ def test_the_reservoir_is_a_uniform_sample_of_all_events() -> None:
     assert len(sampled.unique()) == 100
     assert torch.equal(first.features["x"].long(), first.label_B)
     assert 400 < sampled.float().mean() < 600
-    assert _Reservoir(seed=0).sample((5,)) == []
+    assert UniformSample(seed=0).sample((5,)) == []
+
+
+@pytest.fixture
+def late(example: Path) -> Callable[..., Path]:
+    """1,000 events, one a minute; one of four is positive: its largest feature is the second, and its label comes late.
+
+    The first argument is the delay of positives in seconds; the labels of negatives never come. Others are settings.
+    """
+
+    def write(delay: float, **labels: object) -> Path:
+        text, model = (example / "pipeline.toml").read_text(), example / "my_model.py"
+        model.write_text(model.read_text().replace("nn.Linear(hidden, 10)", "nn.Linear(hidden, 2)"))
+        options = {"topics": ["labels"], "wait": "1h", "unmatched": "negative", **labels}
+        section = "\n".join(f"{name} = {json.dumps(value)}" for name, value in options.items())
+        (example / "pipeline.toml").write_text(
+            text.replace("classes = 10", "classes = 2")
+            + f'\n[schema.key]\nname = "id"\n[schema.time]\nname = "t"\n[stream.labels]\n{section}\n'
+        )
+        random, path = np.random.default_rng(0), example / "late.jsonl"
+        with path.open("w") as lines:
+            for index in range(1000):
+                label, x = int(random.random() < 0.25), random.uniform(0, 0.1, 64)
+                x[label] = 1.0
+                time = 1e9 + 60 * index
+                event = {"x": x.tolist(), "y": label, "id": index, "t": time}
+                lines.write(json.dumps(event | ({"known": time + delay} if label else {})) + "\n")
+        return path
+
+    return write
+
+
+def test_labels_come_at_their_own_time(run: Callable[..., Any], late: Callable[..., Path]) -> None:
+    """Positives that come after half an hour are learned from; the same that come after the wait are negatives."""
+    code, out, err = run(late(1800.0), "--label-time", "known", "--json")
+    document = json.loads(out)
+    assert (code, document["events"], err) == (0, 1000, "")
+    (only,) = document["runs"]
+    assert (only["policy"], only["replay"]) == ("wait", True)
+    assert only["labelled"] > 200
+    assert 933 <= only["labelled"] + only["timed_out"] < 963, "those of the last hour wait on"
+    assert document["points"][-1]["recent"] > 0.85
+    assert document["points"][0]["overall_loss"] > document["points"][-1]["overall_loss"]
+
+
+def test_a_label_after_the_wait_does_not_count(run: Callable[..., Any], late: Callable[..., Path]) -> None:
+    (only,) = json.loads(run(late(7200.0), "--label-time", "known", "--json")[1])["runs"]
+    assert (only["labelled"], only["timed_out"]) == (0, 933), "those up to an hour before the last batch of 32"
+    assert 0.7 < only["overall"] < 0.8, "all are taken for negatives"
+
+
+def test_policies_and_replay_are_compared_side_by_side(run: Callable[..., Any], late: Callable[..., Path]) -> None:
+    file = late(1800.0, early="negative-then-correct")
+    document = json.loads(run(file, "--label-time", "known", "--compare", "--json")[1])
+    runs = [(each["policy"], each["replay"]) for each in document["runs"]]
+    policies = ("negative-then-correct", "wait", "negative")
+    assert runs == [(policy, replay) for policy in policies for replay in (True, False)]
+    assert document["points"][-1]["overall_loss"] == document["runs"][0]["overall_loss"]
+    lines = run(file, "--label-time", "known", "--compare")[1].splitlines()
+    assert lines[0].split() == ["labels", "replay", "overall", "accuracy", "overall", "loss"]
+    assert [line.split()[:2] for line in lines[1:3]] == [
+        ["negative-then-correct", "yes"],
+        ["negative-then-correct", "no"],
+    ]
+
+
+def test_replay_is_compared_without_late_labels_too(run: Callable[..., Any], file: Path) -> None:
+    runs = json.loads(run(file, "--compare", "--json")[1])["runs"]
+    assert [(each["policy"], each["replay"]) for each in runs] == [("labelled", True), ("labelled", False)]
+    assert runs[0]["overall_loss"] < runs[1]["overall_loss"]
+
+
+def test_no_prediction_is_by_a_model_that_has_seen_a_later_label(example: Path, late: Callable[..., Path]) -> None:
+    """With a delay beyond the end of the file, and a wait as long, nothing is learned and all predictions are equal."""
+    config = load_config(late(1e8, wait="10000d").parent / "pipeline.toml", {})
+    result = backtest(config, example / "late.jsonl", label_time="known")
+    assert (result.runs[0].labelled, result.runs[0].timed_out) == (0, 0)
+    early = load_config(example / "pipeline.toml", {"ANABRANCH__STREAM__LABELS__EARLY": "negative-then-correct"})
+    (all_negative,) = backtest(early, example / "late.jsonl", label_time="known").runs
+    assert 0.7 < all_negative.overall < 0.8, "early negatives alone make all events negatives"
+
+
+@pytest.mark.parametrize(
+    ("column", "taken_out", "sentence"),
+    [
+        ("known", r"\[schema.time\]\nname = \"t\"\n", "name the field with the time of an event as well"),
+        ("known", r"\[stream.labels\](\n.*)*", "the settings have no [stream.labels]"),
+        ("x", "", "name a column of the file that has letters"),
+        ("t", "", "name a column of the file that has letters"),
+        ("not a name", "", "name a column of the file that has letters"),
+    ],
+)
+def test_what_delays_no_label_is_one_sentence(
+    run: Callable[..., Any], late: Callable[..., Path], example: Path, column: str, taken_out: str, sentence: str
+) -> None:
+    file, path = late(60.0), example / "pipeline.toml"
+    path.write_text(re.sub(taken_out, "", path.read_text()))
+    code, _, err = run(file, "--label-time", column)
+    assert (code, err.count("\n")) == (2, 1)
+    assert sentence in err

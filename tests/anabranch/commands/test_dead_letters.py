@@ -80,6 +80,24 @@ def test_each_message_is_sent_again_once_and_what_cannot_be_is_named(run, topics
     assert list(second.headers) == [("trace", b"t1"), ("trace", b""), *earlier], "its own headers alone"
 
 
+def test_a_row_of_a_file_is_sent_again_only_where_messages_are_json(run, topics, kafka, consume_all, monkeypatch):
+    """With offsets of Kafka, it has the source of an event of the topic."""
+    events, dead = topics
+    producer = KafkaProducer(bootstrap_servers=kafka.bootstrap, acks="all")
+    added = {"anabranch-error": b"x is null", "anabranch-source": b"%s[0]@7" % events.encode()}
+    producer.send(dead, b'{"x": null}', headers=[*added.items(), ("anabranch-format", b"json")])
+    producer.flush()
+    producer.close()
+    source = f"{events}[0]@7"
+    monkeypatch.setenv("ANABRANCH__STREAM__FORMAT", "rows")
+    code, out, _ = run("resend", "--source", source)
+    why = "it is a row of a file, written as json, and stream.format is rows; encode it so"
+    assert (code, out.splitlines()) == (0, ["sent 0 messages again", f"skipped {source}: {why}"])
+    monkeypatch.setenv("ANABRANCH__STREAM__FORMAT", "json")
+    assert run("resend", "--source", source)[1].splitlines() == ["sent 1 messages again"]
+    assert [record.value for record in consume_all(kafka.bootstrap, events, 1)] == [b'{"x": null}']
+
+
 def test_letters_written_meanwhile_are_not_sent_and_memory_is_bounded(run, topics, kafka, consume_all, monkeypatch):
     events, dead = topics
     producer = KafkaProducer(bootstrap_servers=kafka.bootstrap)

@@ -10,16 +10,20 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 import anabranch.commands.erase
 from anabranch.cli import app as cli
-from anabranch.commands.erase import erase_events
+from anabranch.commands.erase import erase_events, plan_erasure
 from anabranch.config.loader import Config, load_config
+from anabranch.core.errors import SettingsError
 from ingest.events.schema import Schema
 from learner.state_dir.checkpoint import Checkpoint, Checkpoints
 from learner.state_dir.lock import LOCK, hold_state_directory
+from learner.state_dir.report import LearnerReport, PartitionReport, write_report
+from replay.erasure.erased_events import ByKey, ByRange
 
 
 @pytest.fixture
@@ -89,6 +93,14 @@ def test_while_a_learner_runs_it_waits_for_its_report_and_does_not_touch_its_fil
     assert (config.state_dir / LOCK).read_bytes() == b""
 
 
+def test_what_an_object_store_has_is_left_to_the_learner(write_pipeline: Callable[..., Path], tmp_path: Path) -> None:
+    found = load_config(write_pipeline("127.0.0.1:1", "events", f'[storage]\nurl = "file://{tmp_path}/bucket"'))
+    found.state_dir.mkdir()
+    result = erase_events(found, [], ["events[0]@1..2"], timedelta(0))
+    assert result.missing is not None
+    assert result.missing.startswith(f"checkpoints in file://{tmp_path}/bucket are removed by the next start")
+
+
 def test_checkpoints_that_were_set_aside_are_deleted_by_an_erasure(config: Config) -> None:
     checkpoints = Checkpoints(config.state_dir / "checkpoints", Schema(config.pipeline.events).digest, 1)
     for number in (1, 2):
@@ -97,3 +109,21 @@ def test_checkpoints_that_were_set_aside_are_deleted_by_an_erasure(config: Confi
     assert (checkpoints.numbers(), checkpoints.highest()) == ([1], 2)
     assert erase_events(config, [], ["events[0]@1..2"], timedelta(0)).applied
     assert [path.name for path in checkpoints.path.iterdir()] == ["1"]
+
+
+def test_the_erasure_of_a_key_covers_all_rows_of_all_files_of_the_history(write_pipeline: Callable[..., Path]) -> None:
+    """Reports have one account for all files of a pass, whose rows have the same identities in all passes."""
+    config = load_config(write_pipeline("127.0.0.1:1", "events", '[schema.key]\nname = "k"\n'))
+    config.state_dir.mkdir()
+    topic = PartitionReport(start=0, end=9, finished=9, passed=0, gaps=0, removed=0, pending=0, trained_through=8)
+    files = [msgspec.structs.replace(topic, end=500, pending=491, files=2, history=number) for number in (1, 2)]
+    partitions = {"history": files[0], "history.2": files[1], "events:0": topic}
+    report = LearnerReport(pid=1, generation=1, started=0.0, time=0.0, steps=1, partitions=partitions)
+    write_report(config.state_dir, report)
+    by_key, by_range = plan_erasure(config, ["anna"], ["history[1]@10..19"])
+    assert isinstance(by_key, ByKey)
+    assert by_key.up_to == {"history#0[0]": 500, "history#0[1]": 500, "events#0[0]": 9}
+    assert isinstance(by_range, ByRange)
+    assert by_range.partition == "history#0[1]"
+    with pytest.raises(SettingsError, match="is of no partition that was read"):
+        plan_erasure(config, [], ["history[2]@10..19"])

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from anabranch.commands.event_files.files import STDIN, open_source
@@ -261,7 +261,6 @@ class TestEveryValue:
     """Whatever the types of the schema hold goes through a file unchanged."""
 
     @given(rows=st.lists(EVENTS, min_size=1, max_size=5))
-    @settings(max_examples=100)
     def test_by_csv(self, tmp_path_factory, schema, rows):
         path = table(tmp_path_factory.mktemp("csv") / "a.csv", list(ROW), *map(cells, rows))
         records = read(path, schema)
@@ -270,7 +269,6 @@ class TestEveryValue:
         assert_decoded(schema, [json.dumps(record.content).encode() for record in records], rows)
 
     @given(rows=st.lists(EVENTS, min_size=1, max_size=5))
-    @settings(max_examples=100)
     def test_by_parquet(self, tmp_path_factory, schema, rows):
         path = TestParquet().write(tmp_path_factory.mktemp("parquet") / "a.parquet", rows)
         assert [record.content for record in read(path, schema)] == rows

@@ -13,7 +13,7 @@ from anabranch.commands.produce import STDIN, produce
 from anabranch.config.loader import load_config
 from anabranch.core.errors import SettingsError
 from ingest.events.schema import Schema
-from ingest.formats.registry import FORMATS
+from ingest.formats.registry import FORMATS, make_format
 from ingest.formats.rows import row_dtype
 from learner.state_dir.trained_through import parse_trained_through
 
@@ -186,6 +186,17 @@ def test_arrow_batches_are_packed_by_the_schema(environment, example, values):
     assert sorted(decoded.columns["label"].tolist()) == sorted(event["y"] for event in events)
 
 
+def test_events_are_wrapped_where_the_stream_expects_it(environment, example, kafka, consume_all):
+    config = load_config(example / "pipeline.toml", {**os.environ, "ANABRANCH__STREAM__ENVELOPE": "cloudevents"})
+    produced = produce(config, example / "events.jsonl", topic=None, rate=None, partitions=None, checked=True)
+    records = consume_all(kafka.bootstrap, environment, 20)
+    decoded = make_format(config.pipeline.stream, Schema(config.pipeline.events)).decode(
+        [record.value for record in records], [record.headers for record in records]
+    )
+    assert (produced.events, len(decoded.message), decoded.rejects) == (20, 20, [])
+    assert len({dict(record.headers)["ce_id"] for record in records}) == 20
+
+
 @pytest.mark.parametrize("format_", ["rows", "arrow"])
 def test_a_line_that_does_not_fit_its_row_is_named(environment, example, format_):
     (example / "bad.jsonl").write_text('{"x": [1, 2], "y": 3}\n')
@@ -218,3 +229,12 @@ def test_ctrl_c_ends_it_with_what_was_sent(environment, example, monkeypatch, va
     produced = produce(config, STDIN, topic=None, rate=None, partitions=None, checked=True)
     assert (produced.events, produced.interrupted) == (5, True)
     assert len(values(environment, 5)) == 5
+
+
+def test_a_format_with_a_registry_is_refused_with_the_way_out(anabranch, environment, example):
+    path = example / "pipeline.toml"
+    registry = 'format = "avro"\nregistry = {url = "http://localhost:1"}'
+    path.write_text(path.read_text().replace('format = "json"', registry))
+    code, _, err = anabranch("produce", "events.jsonl")
+    assert code == 2
+    assert 'produce cannot write stream.format = "avro": use a serializer of the registry' in err

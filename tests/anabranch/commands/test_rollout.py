@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -175,6 +176,19 @@ def test_a_serving_process_that_reports_and_does_not_answer_is_a_dependency_out_
     assert run(config, "pin", "1") == 3
     assert f"serving at {address} does not answer" in capsys.readouterr().err
     assert found(config).state().pinned is None
+
+
+def test_a_command_whose_answer_takes_long_may_still_be_applied(
+    config: Config, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("anabranch.commands.rollout._PATIENCE_SECONDS", 0.01)
+    now = time.time()
+    with socket.create_server(("127.0.0.1", config.pipeline.serving.port)) as silent:
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        report = ServingReport(pid=os.getpid(), started=now, time=now, address=address, ready=True)
+        write_report(config.state_dir, report)
+        assert run(config, "pin", "1") == 3
+    assert "may still apply the command: see `anabranch status` before you send it again" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

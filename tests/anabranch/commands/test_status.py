@@ -15,12 +15,16 @@ from anabranch.cli import app as cli
 from anabranch.cli.common import show
 from anabranch.commands.status import read_status, render
 from anabranch.config.loader import Config, load_config
+from anabranch.runtime.console import PlainConsole
 from learner.state_dir.report import (
+    BackfillReport,
     DeviceHealthReport,
     DeviceReport,
     DeviceSharingReport,
+    LabelReport,
     LearnerReport,
     PartitionReport,
+    StorageReport,
 )
 from serving.reporting.report import ServingReport
 
@@ -107,6 +111,84 @@ def test_device_sharing_is_on_the_screen(config: Config) -> None:
     )
     learner.state_dir.report.write_report(config.state_dir, learner_report(device_sharing=share))
     assert "device sharing fraction: 75% training, 1 server, p99 3.4 ms to yield, micro-batches of 32" in screen(config)
+
+
+def backfill_report(**changes):
+    report = BackfillReport(
+        topics=["history", "history.2"],
+        rows_read=4_300_000,
+        rows=10_000_000,
+        files_read=4,
+        files=12,
+        file="year=2026/part-0004.parquet",
+        rate=812_345.6,
+        seconds_left=430.2,
+    )
+    return msgspec.structs.replace(report, **changes)
+
+
+@pytest.mark.parametrize("columns", [80, None])
+def test_the_history_is_shown_with_its_expected_end_at_80_columns_and_without_a_terminal(config, columns):
+    partitions = {
+        name: msgspec.structs.replace(PARTITION, files=12, history=number)
+        for number, name in enumerate(("history", "history.2"), 1)
+    }
+    learner.state_dir.report.write_report(
+        config.state_dir,
+        learner_report(backfill=backfill_report(), partitions=partitions | {"events:0": PARTITION}),
+    )
+    terminal = {} if columns is None else {"width": columns, "force_terminal": True, "color_system": None}
+    console = PlainConsole(file=io.StringIO(), **terminal)
+    console.print(render(read_status(config)))
+    shown = console.file.getvalue()
+    first, second, third = (line.split() for line in shown.partition("\nhistory")[2].splitlines()[:3])
+    bar, *rest = first
+    assert set(bar) == {"\N{BOX DRAWINGS HEAVY HORIZONTAL}"}
+    assert len(bar) == 17, "43 % of 40 columns"
+    assert rest == ["43.0%,", "0:07:10", "left"]
+    assert second == ["4,300,000", "of", "10,000,000", "rows,", "812,346/s"]
+    assert third == ["file", "5", "of", "12:", "year=2026/part-0004.parquet"]
+    assert "events:0" in shown
+    assert [line for line in shown.splitlines() if line.startswith("history.2")] == []
+    assert len([line for line in shown.splitlines() if line.startswith("history")]) == 1
+
+
+def test_a_history_that_is_read_is_one_line(config: Config) -> None:
+    done = backfill_report(rows_read=10_000_000, files_read=12, done=True)
+    learner.state_dir.report.write_report(config.state_dir, learner_report(backfill=done))
+    assert "history read, 10,000,000 rows of 12 files steps" in screen(config)
+
+
+def test_what_the_object_store_lacks_is_on_the_screen(config: Config) -> None:
+    lags = {"checkpoints": 0.0, "versions": 125.0}
+    storage = StorageReport(url="s3://b/p", lag_seconds=lags, uploaded_bytes=2_000_000, failures=4)
+    learner.state_dir.report.write_report(config.state_dir, learner_report(storage=storage))
+    assert "object store s3://b/p lacks the newest versions for 0:02:05" in screen(config)
+    storage = msgspec.structs.replace(storage, lag_seconds=dict.fromkeys(lags, 0.0))
+    learner.state_dir.report.write_report(config.state_dir, learner_report(storage=storage))
+    assert "object store s3://b/p has everything, 2.0 MB uploaded" in screen(config)
+
+
+def test_late_labels_are_on_the_screen(config: Config) -> None:
+    labels = LabelReport(
+        waiting=1500,
+        ready=0,
+        kept=3,
+        bytes=150_000,
+        bound=10**9,
+        ended={"trained": 40, "timed_out": 2, "skipped": 0},
+        labels={"matched": 40, "late": 1, "duplicate": 0},
+        lag_p50_seconds=5.0,
+        lag_p99_seconds=7200.0,
+    )
+    waiting = msgspec.structs.replace(PARTITION, waiting=1500)
+    learner.state_dir.report.write_report(
+        config.state_dir, learner_report(labels=labels, partitions={"events:0": waiting})
+    )
+    text = screen(config)
+    assert "1,500 events wait (0.1 of 1000.0 MB); ended: trained 40, timed out 2; labels: matched 40, late 1" in text
+    assert "lag p50 5.00 s, p99 2:00:00" in text
+    assert "trained through 957, 1,500 wait for labels" in text
 
 
 def test_the_device_is_on_the_screen_with_its_gravest_sentence(config: Config) -> None:

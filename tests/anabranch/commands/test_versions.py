@@ -1,5 +1,6 @@
 """`anabranch versions`: what is listed, what is refused and why, and that torch is not needed for it."""
 
+import hashlib
 import io
 import json
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from rich.console import Console
 
@@ -18,6 +20,7 @@ from anabranch.commands.versions import list_versions, render_list, render_one, 
 from anabranch.config.loader import Config, load_config
 from anabranch.core.errors import SettingsError
 from ingest.events.schema import Schema
+from learner.state_dir.bases import bases_in
 from learner.state_dir.trained_through import PartitionProgress
 from learner.state_dir.version import Manifest, ModelReference, RegistryState, Verdict, Versions
 
@@ -32,7 +35,7 @@ def publish(config):
     """Publishes a version: `publish(7, verdict="fail", schema="other")`."""
     versions = Versions(config.state_dir / "versions")
 
-    def write(number, verdict="pass", reasons=(), schema=None, args=None, weights=None):
+    def write(number, verdict="pass", reasons=(), schema=None, args=None, weights=None, base=None):
         manifest = Manifest(
             number=number,
             generation=2,
@@ -45,6 +48,7 @@ def publish(config):
             encoders={},
             model=ModelReference("my_model:build", {"hidden": 128} if args is None else args, "classification"),
             files={},
+            base=base,
         )
         versions.write(
             weights or {"w": torch.zeros(100_000)}, manifest, Verdict(verdict, list(reasons), {"drop_new": 0.25})
@@ -262,6 +266,29 @@ def test_a_diff_says_how_far_each_tensor_and_each_figure_has_changed(
     assert together["name"] is None
     assert together["relative_change"] == pytest.approx((3.0 / 7.0) ** 0.5)
     assert (half["name"], half["relative_change"]) == ("half", 0.5)
+
+
+def test_an_export_has_the_frozen_weights_too_and_a_diff_says_where_they_differ(
+    run: Callable[..., Any], config: Config, publish: Callable[..., Versions], tmp_path: Path
+) -> None:
+    content = safetensors.torch.save({"body": torch.ones(5)})
+    base, bases = hashlib.sha256(content).hexdigest(), bases_in(config.state_dir)
+    bases.write(base, [content])
+    publish(3)
+    publish(4, base=base)
+
+    assert run("export", 4, tmp_path / "out")[0] == 0
+    assert (tmp_path / "out" / "base.safetensors").read_bytes() == content
+    assert f"base {base}" in " ".join(run("show", 4)[1].split())
+    rows = [line.split() for line in run("diff", 3, 4)[1].splitlines()]
+    assert ["base", "none", base[:12], "differs"] in rows
+    assert json.loads(run("diff", 3, 4, "--json")[1])["after"]["base"] == base
+
+    bases.file(base).write_bytes(content[:-1])
+    code, _, err = run("export", 4, tmp_path / "none")
+    sentence = f"version 4: its base '{base[:12]}' cannot be used: {bases.file(base)} does not have its digest"
+    assert (code, err) == (2, f"anabranch: {sentence}\n")
+    assert not (tmp_path / "none").exists()
 
 
 def test_an_export_is_a_copy_of_weights_and_manifest_or_nothing(

@@ -9,7 +9,7 @@ import pytest
 
 from anabranch.config.loader import Config, load_config
 from anabranch.core.errors import SettingsError
-from ingest.config import HashBuckets, Vocabulary
+from ingest.config import HashBuckets, TokenizerFile, Vocabulary
 
 TEMPLATE = Path(__file__).parents[3] / "anabranch" / "commands" / "template" / "pipeline.toml"
 SMALLEST = {
@@ -154,7 +154,6 @@ class TestValues:
             ("", "seed = 1", "name is missing; write name = ... at the top: "),
             ("", 'name = "a b"', 'name = \'a b\': write letters, digits, ".", "_" and "-", such as'),
             ("learner", 'replay_ratio = "often"', "learner.replay_ratio = 'often': Input should be 'auto' or a number"),
-            ("learner", "hosts = 2", "learner: hosts = 2 needs rendezvous and interface"),
             ("stream", "", "stream.topics is missing; write topics = ... below [stream]: "),
             ("schema.label", "classes = 10", "schema.label.name is missing; write name = ... below [schema.label]: "),
             ("stream", "topics = []", "stream.topics = []: List should have at least 1 item"),
@@ -163,8 +162,8 @@ class TestValues:
             ("stream", 'topics = ["a", "a"]', "stream: topics names a topic twice"),
             (
                 "stream",
-                'topics = ["a"]\nformat = "avro"',
-                "stream.format = 'avro': Input should be 'json', 'rows' or 'arrow'",
+                'topics = ["a"]\nformat = "csv"',
+                "stream.format = 'csv': Input should be 'json', 'rows', 'arrow', 'avro', 'protobuf' or 'json-schema'",
             ),
             (
                 "stream",
@@ -197,12 +196,17 @@ class TestValues:
             (
                 "schema.features.x",
                 'dtype = "string"\nencode = {}',
-                "schema.features.x.encode: write {vocab = [...]} or",
+                "schema.features.x.encode: write {vocab = [...]}, {hash = N} or {tokenizer",
             ),
             (
                 "schema.features.x",
                 'dtype = "string"\nencode = {vocab = []}',
                 "schema.features.x.encode.vocab = []: List",
+            ),
+            (
+                "schema.features.x",
+                'dtype = "string"\nencode = {tokenizer = "t.json", length = 0}',
+                "schema.features.x.encode.length = 0: Input should be greater",
             ),
             (
                 "schema.features.x",
@@ -285,6 +289,12 @@ class TestValues:
     def test_strings_are_encoded_in_either_way(self, load, encode, kind):
         pipeline = load({"schema.features.x": f'dtype = "string"\nencode = {encode}'}).pipeline
         assert isinstance(pipeline.events.features["x"].encode, kind)
+
+    def test_the_path_of_a_tokenizer_is_relative_to_the_file(self, load: Callable[..., Config]) -> None:
+        encode = '{tokenizer = "model/tokenizer.json", length = 64}'
+        config = load({"schema.features.x": f'dtype = "string"\nencode = {encode}'})
+        encoding = config.pipeline.events.features["x"].encode
+        assert encoding == TokenizerFile(tokenizer=config.folder / "model/tokenizer.json", length=64)
 
     def test_features_keep_the_order_of_the_file(self, load: Callable[..., Config]) -> None:
         sections = {"schema.features.b": 'dtype = "int8"', "schema.features.a": 'dtype = "int8"'}
@@ -436,6 +446,14 @@ class TestSecrets:
         assert (error.__cause__, error.__suppress_context__) == (None, True)
 
 
+def test_files_of_the_history_are_relative_to_the_folder_of_the_config(load: Callable[..., Config]) -> None:
+    section = {"stream.backfill": 'files = ["lake/*.parquet", "/data/*.pq", "s3://lake/*.parquet"]'}
+    config = load(section)
+    backfill = config.pipeline.stream.backfill
+    assert backfill is not None
+    assert backfill.files == (f"{config.folder.absolute()}/lake/*.parquet", "/data/*.pq", "s3://lake/*.parquet")
+
+
 class TestTokens:
     @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "example.org"])
     def test_are_required_off_loopback(self, refused: Callable[..., str], host: str) -> None:
@@ -458,3 +476,22 @@ class TestTokens:
         sections = {"learner": 'status = "0.0.0.0:8001"'}
         assert re.search(r'learner.status = "0.0.0.0:..." is not loopback, so serving.tokens.read', refused(sections))
         load(sections | {"serving.tokens": 'read = "r"'})
+
+
+@pytest.mark.parametrize(
+    ("key", "sentence"),
+    [
+        ('versions_from = "storage"', 'serving.versions_from = "storage" needs the section [storage]'),
+        ("canary = 0.1", "serving.canary = 0.1 needs the section [storage]"),
+    ],
+)
+def test_a_fleet_needs_an_object_store(load, refused, key: str, sentence: str) -> None:
+    assert sentence in refused({"serving": key})
+    load({"serving": key, "storage": 'url = "memory://fleet/state"'})
+
+
+def test_canaries_need_held_out_events(load, refused) -> None:
+    sections = {"serving": "canary = 0.1", "storage": 'url = "memory://fleet/state"'}
+    sentence = refused({**sections, "gate": "holdout_fraction = 0"})
+    assert "serving.canary = 0.1 compares versions on held-out events, and gate.holdout_fraction = 0 holds" in sentence
+    load(sections)

@@ -9,6 +9,7 @@ import torch
 
 from anabranch.core.errors import DependencyError, SettingsError
 from anabranch.core.failures import DamagedError, Failure, away_is_dependency, damage_is, decoded, failure_of
+from anabranch.core.object_store.bucket import BucketAwayError
 from ingest.errors import BrokerError
 from learner.errors import CheckpointError, VersionError
 
@@ -119,3 +120,8 @@ def test_an_error_of_the_system_that_ends_a_process_is_a_dependency_that_names_t
         away_is_dependency("no checkpoint can be read"),
     ):
         raise system_error(errno.EIO)
+    with (
+        pytest.raises(BucketAwayError, match=r"^storage\.url: no reply$"),
+        away_is_dependency("no checkpoint can be read"),
+    ):
+        raise BucketAwayError("storage.url: no reply")

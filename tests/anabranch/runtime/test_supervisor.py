@@ -357,6 +357,18 @@ def test_a_pipeline_that_has_a_version_has_run_before(example: Path) -> None:
         assert [part.has_run_before for part in pipeline_parts(config)] == [has_run, has_run]
 
 
+def test_serving_does_not_copy_versions_to_where_the_learner_of_the_same_state_dir_writes(example: Path) -> None:
+    path = example / "pipeline.toml"
+    path.write_text(f'{path.read_text()}\n[storage]\nurl = "file://{example}/bucket"\n')
+    environment = {"ANABRANCH__SERVING__VERSIONS_FROM": "storage"}
+    with pytest.raises(SettingsError, match="here both have one state_dir"):
+        pipeline_parts(load_config(path, environment))
+    only = {"ANABRANCH__STORAGE__MODE": "only"}
+    assert pipeline_parts(load_config(path, {**environment, **only}))
+    with pytest.raises(SettingsError, match=r'"only" publishes no version into state_dir, .*versions_from = "storage"'):
+        pipeline_parts(load_config(path, only))
+
+
 def test_a_stop_is_a_sigterm_to_every_part(
     part: Callable[..., Part],
     running: Callable[..., Any],

@@ -105,10 +105,8 @@ def cursors(
     source: BlockReader,
 ) -> tuple[dict[TopicPartition, Position], dict[TopicPartition, PartitionFingerprint]]:
     """Return the position and the fingerprint of each partition."""
-    return (
-        {name: position for name, (position, _) in source.received.items()},
-        {name: mark for name, (_, mark) in source.received.items()},
-    )
+    positions = dict(source._cursors.positions)
+    return positions, dict(zip(positions, source._cursors.fingerprints, strict=True))
 
 
 def started() -> BlockReader:
@@ -142,7 +140,7 @@ def test_a_process_that_died_before_it_began_to_read_is_replaced() -> None:
     first.kill()
     first.wait()
     try:
-        source.reopen({}, {}, [])
+        source._begin()
         assert source._process.popen is not None
         assert source._process.popen.pid != first.pid
     finally:

@@ -212,7 +212,7 @@ class TestABugInTheDecoder:
         """A decoder that raises at one value, whatever comes with it."""
         sound = JsonFormat.decode
 
-        def decode(self: JsonFormat, values: list[bytes]) -> Decoded:
+        def decode(self: JsonFormat, values: list[bytes], headers: object = ()) -> Decoded:
             if b"poison" in values:
                 raise TypeError("unforeseen")
             return sound(self, values)
@@ -233,7 +233,7 @@ class TestABugInTheDecoder:
         assert [record.exc_info is not None for record in caplog.records] == [True]
 
     def test_a_lack_of_memory_is_no_fault_of_a_message(self, schema: Schema, monkeypatch: pytest.MonkeyPatch) -> None:
-        def decode(self: JsonFormat, values: list[bytes]) -> Decoded:
+        def decode(self: JsonFormat, values: list[bytes], headers: object = ()) -> Decoded:
             raise MemoryError
 
         monkeypatch.setattr(JsonFormat, "decode", decode)

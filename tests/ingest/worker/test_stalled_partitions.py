@@ -1,9 +1,20 @@
 """A stalled position is reported within 30 s, and nothing else is."""
 
+import contextlib
+from multiprocessing import Pipe
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
+from ingest.config import StreamSettings
 from ingest.events.partition import TopicPartition
 from ingest.events.position import Position
+from ingest.kafka.fake import FakeClient, FakePartition
+from ingest.transport.protocol import LagReport, receive_in_learner
+from ingest.worker import lag_reporter
+from ingest.worker.lag_reporter import LagReporter
+from ingest.worker.partition_table import PartitionTable
 from ingest.worker.stalled_partitions import STALLED_SECONDS, StallDetector
 
 P0, P1 = TopicPartition("events", 0), TopicPartition("events", 1)
@@ -62,3 +73,33 @@ def test_several_stalls_are_reported_in_one_sentence_the_longest_first() -> None
 def test_a_partition_without_a_known_end_is_not_reported(ends: dict[TopicPartition, int]) -> None:
     stalls = StallDetector()
     assert [stalls.check({P0: Position(1)}, ends, 1.0) for _ in range(50)] == [None] * 50
+
+
+def test_topics_that_wait_for_the_history_are_not_stalled(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(lag_reporter, "time", SimpleNamespace(monotonic=lambda: now))
+    client = FakeClient({P0: FakePartition(end=201)})
+    table = PartitionTable(StreamSettings(topics=("events",)), client)
+    table.refresh("earliest", due=True)
+    history: Any = SimpleNamespace(done=False, ends={}, progress=None)
+    here, there = Pipe()
+    with contextlib.closing(here), contextlib.closing(there):
+        reporter = LagReporter(client, table, there, history)
+
+        def problems(seconds: int) -> list[str | None]:
+            nonlocal now
+            found = []
+            for _ in range(seconds):
+                now, reporter.unanswered, reporter.had_few_rows = now + 1.0, 0, True
+                reporter.report_if_due()
+                report = receive_in_learner(here)
+                assert isinstance(report, LagReport)
+                found.append(report.problem)
+            return found
+
+        assert problems(300) == [None] * 300
+        history.done = True
+        after = problems(30)
+        assert after[:20] == [None] * 20, "nothing counts from before the switch"
+        assert after[-1] is not None
+        assert after[-1].startswith("events[0] is stalled at offset 0")

@@ -9,13 +9,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ingest.config import HoldOut, SchemaSettings, StreamSettings
-from ingest.errors import GapError, RecreatedError
+from ingest.config import FieldSettings, HoldOut, SchemaSettings, StreamSettings
+from ingest.errors import GapError
 from ingest.events.block import Block, BlockLayout, Coverage, Outcome
 from ingest.events.partition import TopicPartition
 from ingest.events.position import Fingerprint, PartitionFingerprint, Position
@@ -53,6 +55,9 @@ SCHEMA = Schema(
     )
 )
 STREAM = StreamSettings.model_validate({"topics": ["events"], "format": "rows"}).resolved("test")
+KEYED = Schema(SCHEMA.settings.model_copy(update={"key": FieldSettings(name="id")}))
+LATE = {"topics": ["events"], "format": "rows", "labels": {"topics": ["labels"], "wait": "1h"}}
+WITH_LABELS = StreamSettings.model_validate(LATE).resolved("test")
 
 
 class Learner:
@@ -64,13 +69,15 @@ class Learner:
         ring: SharedRing,
         positions: list[tuple[TopicPartition, Position]],
         marks: list[PartitionFingerprint],
+        stream: StreamSettings = STREAM,
     ) -> None:
         ours, theirs = socket.socketpair()
         self.connection, connection = Connection(ours.detach()), Connection(theirs.detach())
         self.ring = ring
         self.broker: list[LagReport] = []
-        assembler = BlockBuilder(SCHEMA, STREAM, HoldOut(fraction=0, seed=0))
-        worker = IngestWorker(STREAM, client, assembler, ring, connection)
+        schema = SCHEMA if stream.labels is None else KEYED
+        assembler = BlockBuilder(schema, stream, HoldOut(fraction=0, seed=0))
+        worker = IngestWorker(stream, client, assembler, ring, connection)
 
         def run() -> None:
             with pytest.raises(StoppedError):
@@ -102,9 +109,10 @@ def learner(
     buffer_bytes: int = 1_000_000,
     positions: list[tuple[TopicPartition, Position]] | None = None,
     marks: list[PartitionFingerprint] | None = None,
+    stream: StreamSettings = STREAM,
 ) -> Iterator[Learner]:
     ring = SharedRing(BlockLayout(SCHEMA), buffer_bytes)
-    end = Learner(client, ring, positions or [], marks or [])
+    end = Learner(client, ring, positions or [], marks or [], stream)
     try:
         yield end
     finally:
@@ -244,7 +252,17 @@ class TestAStall:
                 other.append(message(0, 1))
             assert end.broker[-1].problem.startswith("events[0] is stalled at offset 0, while it ends at 1: the broker")
 
-    def test_waiting_for_the_learner_does_not_count_as_a_stall(self) -> None:
+    def test_waiting_for_the_learner_does_not_count_as_a_stall(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        now, receive = 0.0, IngestWorker._receive
+
+        def receive_slowly(worker: IngestWorker, *, wait: bool) -> None:
+            nonlocal now
+            now += 0.05 * wait
+            receive(worker, wait=wait)
+
+        monkeypatch.setattr(IngestWorker, "_receive", receive_slowly)
+        for module in (lag_reporter, worker_module):
+            monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now, sleep=time.sleep))
         partition = FakePartition()
         with learner(FakeClient({P0: partition}), buffer_bytes=8_000) as end:
             rows = end.ring.rows
@@ -252,10 +270,10 @@ class TestAStall:
                 partition.append(message(0, rows))
             for _ in range(end.ring.slots):
                 end.block()
-            begin = time.monotonic()
-            while time.monotonic() < begin + 0.5:
+            for _ in range(20):
                 end.receive_until(lambda each: isinstance(each, LagReport))
                 send(end.connection, Resume())
+        assert now >= 1
         assert [each.problem for each in end.broker] == [None] * len(end.broker)
 
 
@@ -288,6 +306,21 @@ class TestPassingOver:
             block, _ = end.block()
             assert block.columns["offset"].tolist() == [502]
             assert [(cover.start, cover.end, cover.passed) for cover in block.coverage] == [(502, 503, 0)]
+
+    def test_labels_are_read_since_events_that_were_read_wait_for_them(self) -> None:
+        events, labels = FakePartition(), FakePartition()
+        for number in range(3):
+            events.append(pack_rows(KEYED, [{"x": [0, 0, 0], "id": number}]))
+            labels.append(np.array([(1, number)], [("y", "<i8"), ("id", "<i8")]).tobytes())
+        client = Held({P0: events, TopicPartition("labels", 0): labels})
+        with learner(client, stream=WITH_LABELS) as end:
+            send(end.connection, SkipToEnd())
+            client.may.set()
+            block, _ = end.block()
+            assert block.coverage == (Coverage(0, 0, 3, passed=3),)
+            block, _ = end.block()
+            assert block.columns["partition"].tolist() == [1, 1, 1]
+            assert block.columns["outcome"].tolist() == [Outcome.LABEL] * 3
 
     def test_at_the_end_of_a_partition_nothing_is_skipped_or_reported(self) -> None:
         with learner(FakeClient({P0: FakePartition()})) as end:
@@ -383,7 +416,7 @@ def test_a_broker_that_is_away_is_reported_and_waited_for() -> None:
 def test_a_bug_in_decoding_is_reported_and_does_not_stop_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     sound = RowsFormat.decode
 
-    def decode(self: RowsFormat, values: list[bytes]) -> Decoded:
+    def decode(self: RowsFormat, values: list[bytes], headers: object = ()) -> Decoded:
         if b"poison" in values:
             raise TypeError("unforeseen")
         return sound(self, values)
@@ -469,25 +502,6 @@ def test_a_log_that_lost_its_end_is_read_on_from_there_under_either_on_gap() -> 
                 [(P0, Position(2))],
                 [PartitionFingerprint("one", Fingerprint(1, 1_700_000_000_001, "of one that is lost"))],
             )
-
-
-def test_a_worker_that_does_not_own_new_partitions_reports_a_recreated_topic_and_reads_nothing_of_it() -> None:
-    """Only the reader that owns new partitions may replace the topic id by which it recognises the topic."""
-    client = FakeClient({P0: FakePartition(), P1: FakePartition()})
-    client.topics[P1].append(message(0, 1))
-    client.ids = {"events": "another"}
-    ours, theirs = socket.socketpair()
-    with contextlib.closing(Connection(ours.detach())) as end, contextlib.closing(Connection(theirs.detach())) as there:
-        ring = SharedRing(BlockLayout(SCHEMA), 1_000_000)
-        assembler = BlockBuilder(SCHEMA, STREAM, HoldOut(fraction=0, seed=0))
-        worker = IngestWorker(STREAM, client, assembler, ring, there, [0], owns_new_partitions=False)
-        send(end, Stop())
-        with contextlib.closing(ring), pytest.raises(RecreatedError, match=r"events\[1\]"):
-            worker.run(
-                [(P0, Position(0)), (P1, Position(0))],
-                [PartitionFingerprint("the one"), PartitionFingerprint("the one")],
-            )
-        assert not end.poll(0)
 
 
 @settings(max_examples=25)

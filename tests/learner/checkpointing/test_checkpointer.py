@@ -225,3 +225,28 @@ def test_copies_that_run_out_of_memory_lose_no_event_and_a_checkpoint_is_written
     assert found[1].step == 30
     assert bench.publisher.problem is None
     assert bench.loop.ledger.positions[NAME].offset == 30 * ROWS
+
+
+def test_the_wait_for_free_slots_calls_what_must_not_stop_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keep-alives of other ranks, reports and the check of the lease: a large checkpoint takes minutes."""
+    store = FakeStore()
+    checkpointer, checkpoints = make(tmp_path, store)
+    write, third, calls = Checkpoints.write, threading.Event(), list[int]()
+
+    def slow(*args: Any) -> Path:
+        third.wait()
+        return write(*args)
+
+    def call() -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            third.set()
+
+    monkeypatch.setattr(Checkpoints, "write", slow)
+    monkeypatch.setattr(FakeStore, "has_room", lambda _: bool(checkpoints.numbers()))
+    checkpointer.request()
+    checkpointer.checkpoint(lambda _: captured({}), while_waiting=[call])
+    assert len(calls) == 3
+    assert checkpoints.numbers() == [1]

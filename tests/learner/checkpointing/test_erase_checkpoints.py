@@ -1,6 +1,6 @@
 """Erased events are removed from checkpoints, which can be read at all times and still share files."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +11,14 @@ import torch
 from ingest.events.partition import TopicPartition
 from ingest.events.schema import Schema
 from ingest.kafka.fake import fake_columns
+from learner.checkpointing import replay_state
 from learner.checkpointing.erase_checkpoints import Eraser
 from learner.checkpointing.replay_state import pack, unpack
 from learner.checkpointing.without_erased import named_slots, without_erased
 from learner.evaluation.holdout import HoldoutSet
 from learner.state_dir import folders as storage
-from learner.state_dir.checkpoint import Checkpoint, Checkpoints
+from learner.state_dir.checkpoint import Checkpoint, Checkpoints, part_of
+from learner.state_dir.rows_file import RowsFile
 from replay.build import build_store
 from replay.checkpoint.segments import Segment
 from replay.config import ReplaySettings
@@ -29,7 +31,7 @@ from replay.tiers.disk_files import make_way
 
 NAMES = [TopicPartition("events", 0)]
 ERASED = ErasedEvents([ByKey(time=0, by="command", key_hash=f"{9:016x}", up_to={"events#0[0]": 10_000})])
-TIERS = {"device": {}, "disk": {"disk": {"bytes": "1MB"}}}
+TIERS = {"device": {}, "disk": {"disk": {"bytes": "1MB"}}, "complete": {"disk": {"bytes": "1MB"}, "complete": True}}
 
 
 class Pipeline:
@@ -39,16 +41,21 @@ class Pipeline:
         self, path: Path, schema: Schema, replay: dict[str, Any], contents: StoreSnapshot | None = None
     ) -> None:
         self.schema, self.path = schema, path
+        replay = dict(replay)
+        complete = replay.pop("complete", False)
         options = ReplaySettings.model_validate({"capacity": 400, "sampling": "loss", **replay})
-        self.store: Store = build_store(options, schema, torch.device("cpu"), 0, path / "replay", contents)
+        self.store: Store = build_store(
+            *(options, schema, torch.device("cpu"), 0, path / "replay", contents), complete=complete
+        )
         self.holdout = HoldoutSet(schema, 100)
         self.checkpoints = Checkpoints(path / "checkpoints", schema.digest, 1)
         self.segments: Sequence[Segment] = ()
+        self.erased_offsets: Collection[int] = range(0, 10_000, 10)
 
     def add(self, offsets: range) -> None:
         """Add events, of which every tenth has the key to erase and every seventh is held out."""
         columns = fake_columns(self.schema, offsets, label=[0, 1, 2])
-        columns["key_hash"][:] = np.where(columns["offset"] % 10 == 0, 9, 1)
+        columns["key_hash"][:] = np.where(np.isin(columns["offset"], list(self.erased_offsets)), 9, 1)
         out = columns["offset"] % 7 == 0
         self.holdout.add({name: column[out] for name, column in columns.items()}, NAMES)
         add_now(self.store, {name: column[~out] for name, column in columns.items()}, NAMES)
@@ -56,9 +63,9 @@ class Pipeline:
 
     def checkpoint(self, number: int) -> None:
         part = pack(*self.store.contents(self.store.begin_snapshot(number)), self.segments, self.checkpoints.part)
-        state = {"replay": part.state, "ledger": [{"topic": "events", "partition": 0, "incarnation": 0}]}
+        state = {"replay": part.state, "ledger": [{"topic": "events", "partition": 0, "incarnation": 0, "history": 0}]}
         tensors = {"holdout": self.holdout.tensors(), **part.tensors}
-        self.checkpoints.write(number, Checkpoint(number, tensors, state, part.carried), 0.0)
+        self.checkpoints.write(number, Checkpoint(number, tensors, state, part.carried, part.rows), 0.0)
         self.segments = part.segments
         self.store.end_snapshot(1)
 
@@ -90,6 +97,7 @@ def keys(contents: StoreSnapshot) -> set[int]:
 def test_erased_events_are_removed_from_all_checkpoints_which_stay_intact(pipeline: Pipeline) -> None:
     before = pipeline.newest()
     kept = before.index[before.index["key_hash"] != 9]
+    rows_before = None if before.rows is None else before.rows.read(np.arange(len(before.index)))[0]
     assert 0 < len(kept) < len(before.index)
     assert pipeline.erase() == 3
     after = pipeline.newest()
@@ -97,6 +105,11 @@ def test_erased_events_are_removed_from_all_checkpoints_which_stay_intact(pipeli
     assert len(after.state.sampler["positions"]) == len(after.state.sampler["weights"]) == len(kept)
     if before.payload is not None and after.payload is not None:
         assert torch.equal(after.payload, before.payload[torch.from_numpy(before.index["key_hash"] != 9)])
+    assert (after.rows is None) == (before.rows is None)
+    if after.rows is not None and rows_before is not None:
+        rows, valid = after.rows.read(np.arange(len(kept)))
+        assert valid.all()
+        assert torch.equal(rows, rows_before[torch.from_numpy(before.index["key_hash"] != 9)])
     for number in pipeline.checkpoints.numbers():
         manifest = pipeline.checkpoints.manifest(number)
         for name in manifest.files:
@@ -105,8 +118,9 @@ def test_erased_events_are_removed_from_all_checkpoints_which_stay_intact(pipeli
         assert there == set(manifest.files)
         tensors, _ = pipeline.checkpoints.open(manifest)
         assert not (tensors["holdout"]["key_hash"] == 9).any()
-    one = {path.stat().st_ino for path in (pipeline.path / "checkpoints").glob("*/rank-0/segment-1.*")}
-    assert len(one) == 1, "a file that checkpoints share was written more than once"
+    for name in ("segment-1", "rows-1"):
+        one = {path.stat().st_ino for path in (pipeline.path / "checkpoints").glob(f"*/rank-0/{name}.*")}
+        assert len(one) <= 1, "a file that checkpoints share was written more than once"
     assert pipeline.erase() == 0
 
 
@@ -184,6 +198,61 @@ def test_a_damaged_checkpoint_is_deleted_and_a_damaged_segment_is_removed(pipeli
     assert keys(pipeline.newest()) == {1}
 
 
+@pytest.mark.parametrize("damage", ["header", "contents", "segment"])
+@pytest.mark.parametrize("pipeline", [TIERS["complete"]], indirect=True)
+def test_rows_in_which_erased_events_cannot_be_found_are_removed(pipeline: Pipeline, damage: str) -> None:
+    """Their checkpoints can still be restored: without them where the disk tier is, else without their events."""
+    folder = pipeline.path / "checkpoints" / "3" / "rank-0"
+    segment = max(folder.glob("segment-*"), key=lambda path: path.stat().st_size)
+    rows = segment.with_name(segment.name.replace("segment-", "rows-"))
+    if damage == "segment":
+        flip(segment, -300)
+    else:
+        for path in (pipeline.path / "checkpoints").glob(f"*/rank-0/{rows.name}"):
+            flip(path, 5 if damage == "header" else -300)
+    pipeline.erase()
+    assert not list(folder.glob(f"{rows.stem}.*"))
+    assert bool(list(folder.glob(f"{segment.stem}.*"))) == (damage != "segment")
+    assert keys(pipeline.newest()) == {1}
+
+
+def test_an_erased_event_costs_the_segment_that_has_it_and_its_rows(
+    tmp_path: Path, schema: Schema, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Pipeline(tmp_path, schema, TIERS["complete"])
+    monkeypatch.setattr(replay_state, "most_events", lambda _: 40)
+    made.erased_offsets = {100}
+    made.add(range(300))
+    made.checkpoint(1)
+    before = dict(made.checkpoints.manifest(1).files)
+    assert len([name for name in before if part_of(name).startswith("segment-")]) == 7
+    assert made.erase() == 1
+    changed = {part_of(name) for name in before.keys() - made.checkpoints.manifest(1).files.keys()}
+    assert changed == {"replay", "segment-1-2", "rows-1-2"}
+    assert keys(made.newest()) == {1}
+    made.store.close()
+
+
+@pytest.mark.parametrize("pipeline", [TIERS["complete"]], indirect=True)
+def test_rows_that_checkpoints_share_are_read_once_and_a_damaged_copy_is_replaced(
+    pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, opened = pipeline.path / "checkpoints", list[tuple[int, str]]()
+    open_rows = pipeline.checkpoints.rows
+
+    def counted(number: int, part: str) -> RowsFile:
+        opened.append((number, part))
+        return open_rows(number, part)
+
+    monkeypatch.setattr(pipeline.checkpoints, "rows", counted)
+    flip(folder / "3" / "rank-0" / "rows-1.safetensors", -300)
+    pipeline.erase()
+    assert sum(part == "rows-1" for _, part in opened) == 1
+    manifest = pipeline.checkpoints.manifest(3)
+    (name,) = (name for name in manifest.files if part_of(name) == "rows-1")
+    pipeline.checkpoints.read(manifest, name)
+
+
 def test_slots_that_no_checkpoint_refers_to_are_erased_in_the_file(pipeline: Pipeline) -> None:
     file = pipeline.store.tiers.slow[-1] if pipeline.store.tiers.slow else None
     if not isinstance(file, DiskTier):
@@ -193,7 +262,7 @@ def test_slots_that_no_checkpoint_refers_to_are_erased_in_the_file(pipeline: Pip
     records = np.frombuffer(file.path.read_bytes()[4096:], np.uint8).reshape(-1, file.slot_bytes)
     written = np.flatnonzero(records.any(axis=1))
     named = [
-        named_slots(*pipeline.checkpoints.open(pipeline.checkpoints.manifest(number)))
+        named_slots(*pipeline.checkpoints.open(pipeline.checkpoints.manifest(number)))[file.id]
         for number in pipeline.checkpoints.numbers()
     ]
     assert set(written.tolist()) == set(np.concatenate(named).tolist())
@@ -216,14 +285,14 @@ def test_a_file_that_was_moved_aside_is_erased_once_its_checkpoints_are_back(tmp
     (tmp_path / "checkpoints.before").rename(checkpoints)
     assert made.erase() == 1
     records = np.frombuffer(aside.read_bytes()[4096:], np.uint8).reshape(-1, made.store.tiers.slow[-1].slot_bytes)
-    named = named_slots(*made.checkpoints.open(made.checkpoints.manifest(1)))
+    (named,) = named_slots(*made.checkpoints.open(made.checkpoints.manifest(1))).values()
     assert 0 < len(named) < 300
     assert set(np.flatnonzero(records.any(axis=1)).tolist()) == set(named.tolist())
 
 
-def flip(path: Path) -> None:
+def flip(path: Path, at: int = -1) -> None:
     content = bytearray(path.read_bytes())
-    content[-1] ^= 1
+    content[at] ^= 1
     path.unlink()  # other checkpoints may share it
     path.write_bytes(content)
 

@@ -2,17 +2,21 @@
 
 import shutil
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from learner.checkpointing.erasure import Erasure
 from learner.errors import MisfitError
 from learner.resume import ResumePoint
+from learner.runtime.shutdown import Deadline
 from learner.state_dir.checkpoint import RANK
 from replay.erasure.erased_events import ByKey
 from replay.erasure.erasure_log import ErasureLog
 from replay.erasure.log_file import Applied
+from replay.tiers.disk import DiskTier
 from tests.learner.learner_bench import LearnerBench
 
 
@@ -89,3 +93,29 @@ def test_records_that_a_checkpoint_needs_are_kept_and_a_checkpoint_without_them_
     flip = later.checkpoints.path / "1" / RANK / "state.json"
     flip.write_bytes(flip.read_bytes().replace(b'"erased":0', b'"erased":9'))
     assert later.checkpoints.clean_of(3) == 0, "the state of a damaged checkpoint was used"
+
+
+def test_records_that_another_host_has_applied_are_applied_to_the_files_of_this_one(
+    make_bench: Callable[..., LearnerBench], tmp_path: Path
+) -> None:
+    """After a failover and back: this host still has files with the events that were erased elsewhere meanwhile."""
+    bench = make_bench(12, replay={"disk": {"bytes": "1MB"}})
+    bench.run()
+    bench.finish()
+    bench.close()
+    old = DiskTier.create(tmp_path / "replay" / RANK / "9.rows", 16, 100)
+    old.write(np.arange(50), np.arange(50, dtype=np.uint64), np.full((50, 16), 7, np.uint8))
+    old.close()
+    shutil.copytree(bench.checkpoints.path / "1", bench.checkpoints.path / "5.set-aside")
+    bench.log.append([ByKey(time=0, by="command", key_hash=f"{10**9:016x}", up_to={"events#0[0]": 3})])
+    bench.log.append(Applied(time=0, through=1, store=0, holdout=0))
+    for fetched in (False, True):
+        later = make_bench(14, replay={"disk": {"bytes": "1MB"}})
+        later.resume()
+        if fetched:
+            later.erasure.start_over()
+        later.erasure.finish(Deadline(timedelta(seconds=30)))
+        assert (bytes([7] * 16) in old.path.read_bytes()) == (not fetched)
+        assert (bench.checkpoints.path / "5.set-aside").exists() == (not fetched)
+        assert later.erasure.through == 1
+        later.close()

@@ -10,83 +10,17 @@ import numpy as np
 import pytest
 import torch
 
-from ingest.events.partition import TopicPartition
 from ingest.events.schema import Schema
 from ingest.kafka.fake import fake_columns
 from learner.checkpointing.replay_state import pack, unpack
 from learner.errors import CheckpointError
-from learner.state_dir.checkpoint import SEGMENT, Checkpoint, Checkpoints
+from learner.state_dir.checkpoint import Checkpoint
 from replay.build import build_store
-from replay.checkpoint.segments import Segment
 from replay.config import ReplaySettings
 from replay.fake import add_now
-from replay.store import Store
+from tests.learner.checkpointing.store_bench import PARTITIONS, Bench
 
-PARTITIONS = [TopicPartition("events", 0)]
 each_tier = pytest.mark.parametrize("options", [{}, {"disk": {"bytes": "200kB"}}], ids=["device", "disk"])
-
-
-class Bench:
-    """A store and its checkpoints, without a learner."""
-
-    def __init__(self, path: Path, schema: Schema, options: dict[str, Any]) -> None:
-        self.checkpoints, self.schema, self.path, self.options = (
-            Checkpoints(path / "checkpoints", schema.digest, 1),
-            schema,
-            path,
-            options,
-        )
-        self.store: Store | None = None
-        self.number, self.segments, self.begin = 0, tuple[Segment, ...](), 0
-        self.resume()
-
-    def resume(self) -> int:
-        """Restore the newest checkpoint, and return its number; 0 without one."""
-        self.close()
-        found = self.checkpoints.newest()
-        contents, segments = (unpack(found[1]) if found else None) or (None, ())
-        settings = ReplaySettings.model_validate({"capacity": 1000, **self.options})
-        folder = self.path / "replay"
-        self.store = build_store(settings, self.schema, torch.device("cpu"), 0, folder, contents)
-        self.segments = tuple(segments)
-        return found[0] if found else 0
-
-    def add(self, n: int) -> None:
-        assert self.store is not None
-        add_now(self.store, fake_columns(self.schema, range(self.begin, self.begin + n)), PARTITIONS)
-        self.begin += n
-
-    def checkpoint(self, keep: int = 3, *, fails: bool = False) -> None:
-        assert self.store is not None
-        self.number += 1
-        held = self.store.begin_snapshot(self.number)
-        if not fails:
-            part = pack(*self.store.contents(held), self.segments, self.checkpoints.part)
-            self.checkpoints.write(self.number, Checkpoint(0, part.tensors, {"replay": part.state}, part.carried), 0.0)
-            self.segments = tuple(part.segments)
-            self.checkpoints.prune(keep)
-        self.store.end_snapshot(min(self.checkpoints.numbers(), default=None), written=not fails)
-
-    @property
-    def held(self) -> list[int]:
-        assert self.store is not None
-        return self.store.event_table.copy()["offset"].tolist()
-
-    def files(self, number: int) -> dict[str, Path]:
-        folder = self.checkpoints.path / str(number) / "rank-0"
-        return {path.name: path for path in folder.iterdir() if path.name.startswith(SEGMENT)}
-
-    def payload(self) -> dict[int, list[float]]:
-        """Return the features of all events, by offset."""
-        assert self.store is not None
-        plan = self.store.plan(0, len(self.store))
-        rows = self.store.fetch(plan).columns["feature.x"].tolist()
-        return dict(zip(plan.records["offset"].tolist(), rows, strict=True))
-
-    def close(self) -> None:
-        if self.store is not None:
-            self.store.close()
-        self.store = None
 
 
 @pytest.fixture

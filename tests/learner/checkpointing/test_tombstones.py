@@ -12,7 +12,7 @@ from ingest.events.partition import TopicPartition
 from ingest.events.position import Position
 from learner.checkpointing import tombstones
 from learner.checkpointing.tombstones import Tombstones
-from learner.stream.batches import Span
+from learner.stream.batch import Span
 from replay.erasure.erased_events import ByKey, ErasedEvents
 
 PARTITIONS = [TopicPartition("events", index) for index in range(3)]

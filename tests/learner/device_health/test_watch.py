@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from learner.device_health.config import DeviceSettings
 from learner.device_health.reading import DeviceInfo, Reading
-from learner.device_health.rules import Level
+from learner.device_health.rules import RISES, Level
 from learner.device_health.watch import HealthWatch
 from learner.metrics import LearnerMetrics
 from tests.support.nvml import UUID
@@ -204,16 +204,17 @@ def test_nothing_is_queried_between_steps(fake_nvml):
 
 
 class Scripted:
-    """A device in Python, for long scripts: yields dicts of values; None is no answer."""
+    """A device in Python, for long scripts: yields dicts of values; None is no answer. Other counters stay at 0."""
 
     info = DeviceInfo(uuid=UUID, name="a device", slowdown_celsius=90, memory_max_celsius=95)
+    counters = dict.fromkeys((rise.field for rise in RISES), 0)
 
     def __init__(self, seconds):
         self._seconds = seconds
 
     def read(self, now):
         values = next(self._seconds)
-        return None if values is None else Reading(time=now, **values)
+        return None if values is None else Reading(time=now, **{**self.counters, **values})
 
 
 def grows(rng, field, chance, doubles):

@@ -32,6 +32,8 @@ def test_plain_replay_with_adamw_takes_24_bytes_a_parameter_at_a_checkpoint() ->
         ({"precision": "bf16"}, 26),
         ({"ranks": 4, "sharding": "zero1"}, 4 + 4 + 4 + 2 + 8),
         ({"ranks": 4, "sharding": "fsdp"}, (4 + 4 + 8) / 4 + 8),
+        ({"ranks": 2, "comm_hook": "fp16"}, 24 + 4),
+        ({"ranks": 2, "comm_hook": "topk"}, 24 + 4 + 4),
         ({"cloned": True}, 24 + 4 + 12),
     ],
 )
@@ -46,7 +48,15 @@ def test_the_tier_and_the_contexts_come_on_top() -> None:
 
 def test_serving_holds_two_versions_at_a_swap_and_two_more_with_a_shadow() -> None:
     found = serving_ledger(PARAMETERS, workers=2, shadow=True)
-    assert found == {"versions": 16 * PARAMETERS, "shadow": 16 * PARAMETERS, "contexts": 2 * CONTEXT_BYTES}
+    assert found == {"versions": 16 * PARAMETERS, "base": 0, "shadow": 16 * PARAMETERS, "contexts": 2 * CONTEXT_BYTES}
+
+
+def test_frozen_weights_are_there_once_and_have_neither_gradients_nor_moments() -> None:
+    assert ledger(PARAMETERS, base_bytes=100)["base"] == 100
+    assert sum(ledger(PARAMETERS, base_bytes=100).values()) == sum(ledger(PARAMETERS).values()) + 100
+    assert ledger(PARAMETERS, base_bytes=100, ranks=4, sharding="fsdp", leads=False)["base"] == 25
+    assert ledger(PARAMETERS, base_bytes=100, ranks=4, sharding="fsdp")["base"] == 125, "the scorer has them whole"
+    assert serving_ledger(PARAMETERS, workers=2, shadow=True, base_bytes=100)["base"] == 200
 
 
 @pytest.mark.process

@@ -22,6 +22,12 @@ def test_tensors_are_counted_by_purpose() -> None:
     assert found == {"weights": 104, "gradients": 72, "optimizer": 72, "scorer": 5}
 
 
+def test_frozen_weights_are_counted_separately() -> None:
+    model = nn.Sequential(nn.Linear(3, 3).requires_grad_(False), nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    assert live_bytes(CPU, model, optimizer, {}) == {"weights": 16, "base": 48}
+
+
 def test_on_cuda_the_rest_of_what_is_allocated_and_reserved_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     stats = {"allocated_bytes.all.current": 100, "reserved_bytes.all.current": 250}
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda _: stats)

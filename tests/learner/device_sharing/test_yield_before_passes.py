@@ -23,6 +23,7 @@ from learner.model.task import Classification
 from learner.strategies.registry import STRATEGIES
 from learner.training.passes import StepHooks
 from learner.training.trainer import Trainer
+from tests.support.strategies import extended, small_strategy
 
 CPU = torch.device("cpu")
 ROWS, MICRO_BATCH = 32, 16
@@ -47,7 +48,8 @@ class Said:
         model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Identity(), nn.Linear(8, 3))
         model.register_forward_pre_hook(self._run)
         options = LearnerSettings.model_validate({"micro_batch_size": MICRO_BATCH, **settings})
-        kind = STRATEGIES[strategy](**({"every": 1} if strategy in {"ewc", "lwf"} else {}))
+        kind = small_strategy(strategy, **({"every": 1} if strategy in {"ewc", "lwf"} else {}))
+        extended(kind, model, schema)
         embedding: Any = Embedding(model, "2") if kind.embeds else None
         if isinstance(task, EmbeddingTask):
             embedding = TaskEmbedding(model, task, ["x"])
@@ -91,6 +93,8 @@ class Said:
         ("lwf", 2 + 2),
         ("ncm", 2),
         ("slda", 2),
+        ("experts", 2),
+        ("progressive", 2),
     ],
 )
 def test_training_may_yield_before_every_pass_of_every_strategy(schema: Schema, strategy: str, passes: int) -> None:
@@ -133,8 +137,11 @@ def test_training_may_yield_before_passes_that_search_events_which_raise(schema:
 
 
 @pytest.mark.parametrize("strategy", ["er", "mir", "ewc", "lwf"])
-def test_no_time_is_counted_twice(tmp_path: Path, schema: Schema, strategy: str) -> None:
+def test_no_time_is_counted_twice(
+    tmp_path: Path, schema: Schema, monkeypatch: pytest.MonkeyPatch, strategy: str
+) -> None:
     """Of training and of yielding together, all passes of a step have no more than there was."""
+    monkeypatch.setattr("learner.device_sharing.sharing.step_back", lambda nice: f"nice {nice}")
     spec = DeviceSharingSpec(DeviceSharingSettings(), timedelta(milliseconds=20), timedelta(seconds=10))
     with hold_server(tmp_path, spec.slo) as mark, device_sharing(spec, tmp_path, CPU, threading.Event()) as sharing:
         assert isinstance(sharing, DeviceSharing)

@@ -35,7 +35,9 @@ UNEVEN = [[11, 9], [1, 0], [1, 1], [2, 0], [1, 5], [3, 1], [7, 0]]
 
 NOISY = {"steps": UNEVEN, "times": 2, "noisy": True, "double": False}
 """Of a model that throws dice, in the precision that models have."""
-POWERSGD = {"comm_hook": "powersgd"}
+
+GROWING = "experts", "progressive"
+"""Strategies that add to the model while they train."""
 
 Play = Any
 
@@ -93,9 +95,12 @@ def test_two_ranks_learn_what_one_learns_from_the_same_events(play: Play) -> Non
     scenarios.append({"strategy": "er", "steps": UNEVEN, "drift_at": 2, "settings": {"schedule": schedule}})
     scenarios.append({"strategy": "er", "steps": UNEVEN, "settings": {"activation_checkpointing": True}})
     replicas = [each | {"settings": each["settings"] | {"replicas": 2}} for each in scenarios]
-    zero = [each | {"settings": each["settings"] | {"sharding": "zero1"}} for each in replicas[2::3]]
+    split = [index for index in range(2, len(scenarios), 3) if scenarios[index]["strategy"] not in GROWING]
+    zero = [replicas[index] | {"settings": replicas[index]["settings"] | {"sharding": "zero1"}} for index in split]
     alone, together = play(1, scenarios), play(2, replicas + zero)
-    for scenario, one, two in zip([*scenarios, *scenarios[2::3]], [*alone, *alone[2::3]], together, strict=True):
+    every = [*range(len(scenarios)), *split]
+    for index, two in zip(every, together, strict=True):
+        scenario, one = scenarios[index], alone[index]
         del two["seconds"]
         assert one.keys() == two.keys(), scenario
         if scenario["strategy"] == "mir":
@@ -103,6 +108,27 @@ def test_two_ranks_learn_what_one_learns_from_the_same_events(play: Play) -> Non
         for name, value in one.items():
             atol = 1e-6 if value.dtype is torch.float64 else 1e-5
             assert torch.allclose(value, two[name], rtol=0, atol=atol, equal_nan=True), (scenario, name)
+
+
+def test_a_model_grows_in_the_same_step_on_all_ranks(play: Play) -> None:
+    """With a drift, and then from a checkpoint on that has the new part; also in one that was made before."""
+    scenarios = [
+        {
+            "strategy": name,
+            "steps": UNEVEN,
+            "drift_at": 2,
+            "checkpoint_at": at,
+            "arguments": {"least": 1},
+            "settings": {},
+        }
+        for name in GROWING
+        for at in (1, 4)
+    ]
+    replicas = [each | {"settings": {"replicas": 2}} for each in scenarios]
+    for scenario, one, two in zip(scenarios, play(1, scenarios), play(2, replicas), strict=True):
+        assert len(two["model.expert_pool.shift"]) == 1
+        for name in one.keys() - {"seconds"}:
+            assert torch.allclose(one[name], two[name], rtol=0, atol=1e-5, equal_nan=True), (scenario, name)
 
 
 def test_events_on_which_the_model_raises_on_some_rank_are_left_out_on_all(play: Play) -> None:
@@ -117,9 +143,10 @@ def test_events_on_which_the_model_raises_on_some_rank_are_left_out_on_all(play:
     scenarios.insert(0, {"strategy": "er", "steps": steps, "raises": "loss", "refused": 0, "settings": small})
     replicas = [each | {"settings": each["settings"] | {"replicas": 2}} for each in scenarios]
     zero = replicas[-1] | {"settings": replicas[-1]["settings"] | {"sharding": "zero1"}}
-    others = [replicas[-1] | {"settings": small | {"replicas": 2} | each} for each in ({"sync_every": 2}, POWERSGD)]
+    ways = {"sync_every": 2}, *({"comm_hook": name} for name in ("powersgd", "int8", "topk"))
+    others = [replicas[-1] | {"settings": small | {"replicas": 2} | each} for each in ways]
     alone, together = play(1, scenarios), play(2, [*replicas, zero, *others])
-    assert all(torch.equal(each["raised"], alone[-1]["raised"]) for each in together[-2:])
+    assert all(torch.equal(each["raised"], alone[-1]["raised"]) for each in together[-len(others) :])
     for scenario, one, two in zip([*scenarios, zero], [*alone, alone[-1]], together, strict=False):
         del two["seconds"]
         assert one.keys() == two.keys(), scenario
@@ -240,6 +267,34 @@ def test_ranks_with_a_part_of_the_weights_learn_what_one_learns_and_checkpoint_t
             assert torch.allclose(value, two[name], rtol=0, atol=atol, equal_nan=True), (scenario, name)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_ranks_with_frozen_weights_learn_what_one_learns_and_checkpoint_the_trained_set(play: Play) -> None:
+    """Also where the frozen weights are sharded, and where ranks average what they train every few steps."""
+    adamw = {"optimizer": {"name": "adamw", "lr": 0.01}, "micro_batch_size": 3}
+    frozen = {"steps": UNEVEN, "checkpoint_at": 3, "frozen": True, "settings": adamw}
+    scenarios = [frozen | {"strategy": strategy} for strategy in ("er", "lwf")]
+    modes: list[dict[str, Any]] = [{}, {"sharding": "zero1"}, {"sharding": "fsdp"}]
+    ranks = [
+        each | {"settings": {**adamw, "replicas": 2, **mode}}
+        for mode in modes
+        for each in scenarios
+        if (mode, each["strategy"]) != (modes[-1], "lwf")
+    ]
+    averaged = frozen | {"strategy": "er", "settings": {**adamw, "replicas": 3, "sync_every": 2}}
+    alone = dict(zip(("er", "lwf"), play(1, scenarios), strict=True))
+    for scenario, two in zip(ranks, play(2, ranks, 250), strict=True):
+        one = alone[scenario["strategy"]]
+        assert {name for name in two if name.startswith("model.")} == {"model.2.weight", "model.2.bias"}
+        for name in two.keys() - {"seconds"}:
+            atol = 1e-6 if two[name].dtype is torch.float64 else 1e-5
+            assert torch.allclose(one[name], two[name], rtol=0, atol=atol, equal_nan=True), (scenario, name)
+    (three,) = play(3, [averaged], 100)
+    bases = [name for name in three if name.startswith("base.")]
+    assert len(bases) == 2
+    assert all(torch.equal(three[name], alone["er"][name]) for name in bases)
+
+
 def test_a_drift_makes_a_strategy_consolidate_on_all_ranks(play: Play) -> None:
     """EWC pulls at nothing, and is plain training, until it has consolidated."""
     drifts = {"steps": UNEVEN, "drift_at": 2, "settings": {"replicas": 2}}
@@ -272,7 +327,8 @@ def test_uneven_steps_do_not_hang(play: Play) -> None:
 
 
 def test_compressed_and_rarer_exchange_leads_about_as_far(play: Play) -> None:
-    ways = [{}, {"comm_hook": "fp16"}, {"comm_hook": "powersgd"}, {"sync_every": 4}]
+    ways: list[dict[str, Any]] = [{}, *({"comm_hook": name} for name in ("fp16", "powersgd", "int8"))]
+    ways += [{"comm_hook": "topk", "topk_fraction": 0.1}, {"sync_every": 4}]
     scenario = {"steps": [[16, 16]], "times": 61, "double": False, "width": 64}
     exact, *others = play(2, [scenario | {"settings": {"replicas": 2, **way}} for way in ways])
     for way, found in zip(ways[1:], others, strict=True):

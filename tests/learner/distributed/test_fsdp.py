@@ -1,4 +1,7 @@
-"""Sharded weights: what one of eight ranks holds and exchanges, in a process group without other processes."""
+"""Sharded weights: what one of eight ranks holds and exchanges, in a process group without other processes.
+
+FSDP and DTensor take half a second to import, so each test that names them imports them.
+"""
 
 import weakref
 from collections.abc import Iterator, Sequence
@@ -8,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -18,7 +20,7 @@ from learner.config import LearnerSettings
 from learner.distributed.channel import Action
 from learner.distributed.data_parallel import DataParallelGroup
 from learner.distributed.follower import follow
-from learner.distributed.fsdp import ShardedWeights
+from learner.distributed.mesh import Mesh
 from learner.distributed.messages import json_to_bytes
 from learner.model.device import choose_precision
 from learner.model.task import Classification
@@ -27,6 +29,7 @@ from learner.training.trainer import Trainer
 
 CPU = torch.device("cpu")
 WIDTH, LAYERS = 64, 8
+ALL_DATA = Mesh(LearnerSettings(), 3, 8)
 
 
 @pytest.fixture(autouse=True)
@@ -34,6 +37,10 @@ def _one_of_eight() -> Iterator[None]:
     dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=8)
     yield
     dist.destroy_process_group()
+
+
+def not_run() -> Tensor:
+    raise AssertionError("FSDP runs the model before it is split")
 
 
 def make_model() -> nn.Module:
@@ -98,6 +105,8 @@ class Script:
 def test_a_rank_that_helps_to_gather_holds_one_full_tensor_at_a_time_and_returns_nothing(
     schema: Schema, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from torch.distributed.tensor import DTensor
+
     gathered: list[weakref.ref[Tensor]] = []
     alive: list[int] = []
     full_tensor = DTensor.full_tensor
@@ -119,6 +128,8 @@ def test_a_rank_that_helps_to_gather_holds_one_full_tensor_at_a_time_and_returns
 
 
 def test_a_checkpoint_is_restored_tensor_by_tensor(schema: Schema) -> None:
+    from torch.distributed.tensor import DTensor
+
     of, replicas = make_trainer(schema, optimizer={"name": "adamw", "lr": 0.01})
     step(of, schema)
     tensors = {"model": of.model.state_dict(), "optimizer": of.optimizer_state()}
@@ -131,17 +142,21 @@ def test_a_checkpoint_is_restored_tensor_by_tensor(schema: Schema) -> None:
     channel: Any = Script([(Action.RESTORE, message)])
     follow(channel, lambda: (of, replicas))
     assert channel.alive == 0, "full tensors are alive when the next comes"
-    moments = [values["exp_avg"] for values in of.update.optimizer.state.values()]
-    for value in (*of.model.state_dict().values(), *moments):
+    weights, moments = of.model.state_dict().values(), of.update.optimizer.state.values()
+    for value, of_weight in zip(weights, moments, strict=True):
         assert isinstance(value, DTensor)
         assert value.to_local().numel() <= -(-value.shape[0] // 8) * value[0].numel()
+        assert of_weight["exp_avg"].shape == value.to_local().shape
         assert not value.to_local().any(), "it is not what came"
+        assert not of_weight["exp_avg"].any(), "it is not what came"
 
 
 def bytes_of_weights(precision: str) -> int:
     """Return the bytes of copies of weights that are alive between a forward and its backward pass under bf16."""
+    from learner.distributed.fsdp import ShardedWeights
+
     model = make_model()
-    ShardedWeights(precision).split(model)
+    ShardedWeights(ALL_DATA, precision).split(model, not_run)
     saved: list[Tensor] = []
 
     def pack(tensor: Tensor) -> Tensor:
@@ -177,8 +192,10 @@ def test_weights_are_gathered_in_half_precision_and_gradients_averaged_in_full(s
 
 
 def test_normalizing_modules_run_with_weights_in_full_precision() -> None:
+    from learner.distributed.fsdp import ShardedWeights
+
     model = nn.Sequential(nn.LayerNorm(3), nn.Linear(3, 8), nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 3)))
-    ShardedWeights("bf16").split(model)
+    ShardedWeights(ALL_DATA, "bf16").split(model, not_run)
     seen: list[torch.dtype] = []
     for module in (model[0], model[2][0], model[2][1]):
         module.register_forward_hook(lambda module, *_: seen.append(module.weight.dtype))

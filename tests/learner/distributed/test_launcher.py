@@ -19,9 +19,7 @@ from torch.numa.binding import AffinityMode
 
 from learner.config import LearnerSettings
 from learner.distributed.launcher import launch, numa_options
-from learner.distributed.membership import HostAssignment, MembershipRound
 from learner.distributed.process_group import record_collectives
-from learner.distributed.rendezvous import MembershipChange, SingleHost
 from learner.state_dir.checkpoint import Checkpoints
 from learner.state_dir.lock import hold_state_directory
 from learner.state_dir.version import Versions
@@ -45,6 +43,14 @@ holdout_fraction = 0.1
 """
 
 
+TENSOR = {"ANABRANCH__LEARNER__MESH": "{tensor = 2}", "ANABRANCH__MODEL__PARALLEL": '{"0" = "column", "2" = "row"}'}
+LAYERS = """
+from torch import nn
+def build():
+    return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3))
+"""
+
+
 @pytest.fixture
 def pipeline(write_pipeline: Callable[..., Path]) -> Callable[..., Path]:
     """Writes a pipeline and returns the path of its config."""
@@ -58,7 +64,7 @@ def ranks(learner: Learner) -> list[psutil.Process]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("killed", [0, 1])
+@pytest.mark.parametrize(("killed", "mesh"), [(0, {}), (1, {}), (1, TENSOR)], ids=["0", "1", "1 of a tensor group"])
 def test_when_a_rank_is_killed_all_come_back_from_the_checkpoint_and_nothing_is_learned_twice(
     kafka: Any,
     make_topic: Callable[..., str],
@@ -66,9 +72,10 @@ def test_when_a_rank_is_killed_all_come_back_from_the_checkpoint_and_nothing_is_
     pipeline: Callable[..., Path],
     start: Callable[..., Learner],
     killed: int,
+    mesh: dict[str, str],
 ) -> None:
     topic = make_topic(partitions=2)
-    learner = start(pipeline(kafka.bootstrap, topic))
+    learner = start(pipeline(kafka.bootstrap, topic, model=LAYERS), **mesh)
     produce(kafka.bootstrap, topic, [*events(300), b"bad"], partition=0)
     produce(kafka.bootstrap, topic, events(30), partition=1)
     report = learner.wait_for(lambda each: total(each) >= 100 and (each.checkpoint or 0) > 1)
@@ -187,59 +194,15 @@ if rounds >= 0:
 """Dies in as many rounds as a file says, and then ends well."""
 
 
-class Two(SingleHost):
-    """Host 0 of two; the other has the same launcher in each round, or `another`, and may always run out of memory."""
-
-    def __init__(self, change: MembershipChange, another: bool, ran_out: bool) -> None:
-        super().__init__(1)
-        self._change = change
-        self._another = another
-        self._out = ran_out
-        self.rounds = 0
-
-    def next_round(self, stop: threading.Event) -> MembershipRound | None:
-        self.rounds += 1
-        return MembershipRound(
-            str(self.rounds), 1, {0: HostAssignment("0", 0), 1: HostAssignment(f"1, {self.rounds * self._another}", 1)}
-        )
-
-    def poll(self) -> MembershipChange:
-        return self._change if self.rounds < 6 else MembershipChange.NONE
-
-    def round_ended(self, *, ran_out: bool) -> None:
-        assert not ran_out, "it is the other's memory"
-        self.ran_out = [str(self.rounds)] if self._out else []
-
-
-@pytest.mark.parametrize(
-    ("change", "another", "ran_out", "code"),
-    [
-        (MembershipChange.NONE, False, False, None),
-        (MembershipChange.DIED, False, False, None),
-        (MembershipChange.NONE, True, False, 0),
-        (MembershipChange.LOST, False, False, 0),
-        (MembershipChange.NONE, False, True, 0),
-        (MembershipChange.DIED, False, True, 0),
-    ],
-    ids=[
-        "of themselves",
-        "elsewhere",
-        "of a host that was gone by then",
-        "of a host that was seen to be gone",
-        "of a host that ran out of memory, before its state arrived",
-        "of a host that was seen to end, out of memory",
-    ],
-)
 @pytest.mark.process
-def test_ranks_that_die_four_times_in_a_row_end_the_learner_unless_it_was_of_another_host(
-    tmp_path: Path, change: MembershipChange, another: bool, ran_out: bool, code: int | None
-) -> None:
-    program, bad, hosts = tmp_path / "rank.py", tmp_path / "bad", Two(change, another, ran_out)
+@pytest.mark.parametrize(("deaths", "code"), [(3, 0), (4, None)])
+def test_ranks_that_die_four_times_in_a_row_end_the_learner(tmp_path: Path, deaths: int, code: int | None) -> None:
+    program, bad = tmp_path / "rank.py", tmp_path / "bad"
     program.write_text(RANK)
-    bad.write_text("5")
-    settings = LearnerSettings(device="cpu", hosts=2, rendezvous="h:1", interface="i")
-    assert launch(settings, hosts, (sys.executable, str(program), str(bad)), threading.Event()) == code
-    assert hosts.rounds == (5 if code is None else 6)
+    bad.write_text(str(deaths))
+    command = (sys.executable, str(program), str(bad))
+    assert launch(LearnerSettings(device="cpu"), command, threading.Event()) == code
+    assert bad.read_text() == ("-1" if code == 0 else "0")
 
 
 BLOCKED = """
@@ -268,35 +231,9 @@ def test_a_rank_that_waits_in_c_for_one_that_has_died_is_ended_within_two_second
     program = tmp_path / "rank.py"
     program.write_text(BLOCKED)
     command, settings = (sys.executable, str(program), str(tmp_path)), LearnerSettings(device="cpu", replicas=2)
-    assert launch(settings, SingleHost(2), command, threading.Event()) == 0
+    assert launch(settings, command, threading.Event()) == 0
     died, again = (float((tmp_path / name).read_text()) for name in ("died", "again"))
     assert again - died < 2.0 + max(1.0, os.getloadavg()[0]), "with the start of the next ranks"
-
-
-class Losing(SingleHost):
-    """Loses another host as soon as there is a file, once."""
-
-    def __init__(self, blocked: Path) -> None:
-        super().__init__(1)
-        self._blocked = blocked
-        self.lost = 0.0
-
-    def poll(self) -> MembershipChange:
-        if self.lost or not self._blocked.exists():
-            return MembershipChange.NONE
-        self.lost = time.monotonic()
-        self._blocked.with_name("died").touch()
-        return MembershipChange.LOST
-
-
-@pytest.mark.process
-def test_a_rank_that_waits_in_c_for_another_host_that_is_lost_is_ended_within_two_seconds(tmp_path: Path) -> None:
-    program, hosts = tmp_path / "rank.py", Losing(tmp_path / "blocked")
-    program.write_text(BLOCKED.replace('os.environ["RANK"] == "0"', "False"))
-    command = (sys.executable, str(program), str(tmp_path))
-    assert launch(LearnerSettings(device="cpu"), hosts, command, threading.Event()) == 0
-    again = float((tmp_path / "again").read_text())
-    assert again - hosts.lost < 2.0 + max(1.0, os.getloadavg()[0]), "with the start of the next rank"
 
 
 @pytest.mark.process
@@ -360,6 +297,6 @@ def test_nothing_of_the_ranks_stays_in_the_temporary_directory(tmp_path: Path, m
     temporary.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     command = (sys.executable, str(program), str(bad))
-    assert launch(LearnerSettings(device="cpu"), SingleHost(1), command, threading.Event()) == 0
+    assert launch(LearnerSettings(device="cpu"), command, threading.Event()) == 0
     assert bad.read_text() == "-1", "ranks were started twice"
     assert list(temporary.iterdir()) == []

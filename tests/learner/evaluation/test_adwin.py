@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from river.drift import ADWIN
 
 from learner.evaluation.adwin import Adwin
 
@@ -22,9 +21,12 @@ def stream(levels: list[float], seed: int, *, bits: bool) -> list[float]:
     return values.astype(float).tolist()
 
 
+@pytest.mark.timeout(300)  # a first import of scipy may take minutes while others keep the disk busy
 @settings(max_examples=25)
 @given(LEVELS, st.integers(0, 1000), st.booleans())
 def test_length_mean_and_changes_equal_those_of_river(levels: list[float], seed: int, bits: bool) -> None:
+    from river.drift import ADWIN  # brings scipy, which takes half a second
+
     ours, theirs = Adwin(every=32), ADWIN(clock=32)
     for value in stream(levels, seed, bits=bits):
         changed = ours.add(value)

@@ -66,3 +66,15 @@ def test_held_out_events_are_independent_of_the_reservoir() -> None:
         assert abs(held.mean() - 0.2) < 0.02
         assert abs(priority[held].mean() - 0.5) < 0.03
         assert abs(np.mean(priority[held] < 0.1) - 0.1) < 0.03
+
+
+def test_events_get_other_labels_where_they_are_in_the_set(schema: Schema) -> None:
+    holdout = HoldoutSet(schema, 100)
+    holdout.relabel(fake_columns(schema, range(9), label=[1]), NAMES)
+    for first in (0, 3):
+        holdout.add(fake_columns(schema, range(first, first + 3), label=[0]), NAMES)
+    before = holdout.held
+    holdout.relabel(fake_columns(schema, [9, 4, 1], label=[1, 2, 1]), NAMES)
+    assert holdout.held.columns["label"].tolist() == [0, 1, 0, 0, 2, 0]
+    assert before.columns["label"].tolist() == [0] * 6
+    assert len(holdout) == 6

@@ -137,7 +137,7 @@ def test_at_most_two_models_are_on_the_device_and_one_where_a_second_does_not_fi
     def fail(_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr("learner.evaluation.resident_models.copy.deepcopy", fail)
+    monkeypatch.setattr("learner.evaluation.resident_models.copy_sharing_base", fail)
     for seed in range(4):
         weights = some_weights(seed)
         assert np.array_equal(narrow.score(weights, columns), expected.score(weights, columns))
@@ -184,6 +184,31 @@ def test_small_chunks_grow_while_the_device_is_quick(cuda: CudaRecorder) -> None
         with found.timed(found.rows):
             pass
     assert found.rows == 48, "more did not fit into memory"
+
+
+@pytest.mark.parametrize("device", [CPU, CUDA], ids=str)
+def test_after_a_shortage_chunks_grow_again_and_more_slowly_after_each_that_follows(
+    cuda: CudaRecorder, monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    monkeypatch.setattr(chunks, "_FITS", 10)
+    monkeypatch.setattr(chunks, "_FIRST_ROWS", chunks._MOST_ROWS)
+    found = Chunks(device)
+
+    def until(rows: int) -> int:
+        """Return how many chunks fit before they have `rows` events."""
+        count = 0
+        while found.rows < rows:
+            count += 1
+            with found.timed(found.rows):
+                pass
+        return count
+
+    for rows in (512, 256, 128):
+        found.limit(rows)
+    assert until(256) == 10
+    found.limit(128)
+    assert until(256) == 20
+    assert until(chunks._MOST_ROWS) == 40
 
 
 def test_the_time_of_scoring_is_that_of_its_kernels(cuda: CudaRecorder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -138,6 +138,28 @@ class TestChecking:
         assert model.training
         assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
+    @pytest.mark.parametrize("as_buffer", [True, False])
+    def test_what_the_forward_pass_changes_has_to_be_a_buffer(self, as_buffer):
+        class Counting(nn.Linear):
+            def __init__(self):
+                super().__init__(4, 3)
+                if as_buffer:
+                    self.register_buffer("count", torch.zeros(()))
+                else:
+                    self.count = nn.Parameter(torch.zeros(()), requires_grad=False)
+
+            def forward(self, x):
+                if self.training:
+                    with torch.no_grad():
+                        self.count += len(x)
+                return super().forward(x)
+
+        if as_buffer:
+            self.check(Counting())
+        else:
+            with pytest.raises(ModelError, match=r"the forward pass changes the frozen parameter count, .*: make it a"):
+                self.check(Counting())
+
     @pytest.mark.parametrize(
         ("model", "sentence"),
         [

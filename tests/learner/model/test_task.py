@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from sklearn.metrics import jaccard_score
 from torch import Tensor, nn
 
 from anabranch.core.errors import SettingsError
@@ -137,6 +136,8 @@ class TestEmbed:
 
 
 def test_labels_of_several_classes_are_scored_as_the_field_does() -> None:
+    from sklearn.metrics import jaccard_score  # takes half a second
+
     generator = torch.Generator().manual_seed(0)
     output, label = torch.randn(200, 5, generator=generator), torch.rand(200, 5, generator=generator) < 0.3
     label[:20], output[:10] = False, -1.0

@@ -110,7 +110,7 @@ class TestSettings:
             (A, 2, "device names 1 devices, but replicas = 2: one for each"),
             (f"{A},{B}", 1, "device names 2 devices, but replicas = 1"),
             (f"{A},{A}", 2, "device names 1 devices, but replicas = 2"),
-            (f"{SLICE},{A}", 2, "is an instance of MIG, over which NCCL does not work; set replicas and hosts to 1"),
+            (f"{SLICE},{A}", 2, "is an instance of MIG, over which NCCL does not work; set replicas to 1"),
         ],
     )
     def test_each_replica_has_its_own(self, device: str, replicas: int, sentence: str) -> None:
@@ -120,7 +120,7 @@ class TestSettings:
     def test_an_instance_of_mig_is_for_a_learner_of_one_process(self) -> None:
         assert LearnerSettings(device=SLICE).device == SLICE
         with pytest.raises(ValidationError, match="over which NCCL does not work"):
-            LearnerSettings(device=SLICE, hosts=2, rendezvous="host:1", interface="eth0")
+            LearnerSettings(device=SLICE, replicas=2)
 
 
 class TestShown:

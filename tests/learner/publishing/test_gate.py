@@ -170,7 +170,6 @@ def test_an_equally_good_model_rarely_fails_where_the_limit_alone_would_fail_hal
     assert beyond >= 0.3 * 300
 
 
-@settings(max_examples=100)
 @given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=8, max_size=300), st.booleans())
 def test_a_drop_is_the_difference_of_the_means_and_its_upper_limit_is_larger(
     answers: list[tuple[bool, bool]], bounded: bool

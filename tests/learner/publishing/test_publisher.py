@@ -117,6 +117,17 @@ def test_a_manifest_describes_its_version(make_bench: Callable[..., Bench], sche
     assert all(torch.equal(weights[name], value) for name, value in bench.model.state_dict().items())
 
 
+def test_a_manifest_has_what_decides_the_ids_of_strings(
+    make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoders = {"text": {"tokenizer": "a" * 64, "length": 8}}
+    monkeypatch.setattr(Schema, "encoders", encoders)
+    monkeypatch.setattr(Schema, "digest", "d" * 64)
+    bench = make_bench()
+    bench.publish()
+    assert bench.versions.manifest(1).encoders == encoders
+
+
 def test_a_manifest_has_no_score_that_is_not_finite(
     make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:

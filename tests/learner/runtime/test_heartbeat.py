@@ -12,9 +12,9 @@ from learner.runtime.heartbeat import PATIENCE, Heartbeat
 from learner.runtime.status_server import serve_status
 
 
-def asked(port: int) -> tuple[int, Any]:
+def asked(port: int, path: str = "healthz") -> tuple[int, Any]:
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz") as reply:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/{path}") as reply:
             return reply.status, json.load(reply)
     except urllib.error.HTTPError as refusal:
         with refusal:
@@ -45,3 +45,15 @@ def test_the_metric_is_zero_until_the_first_beat() -> None:
     assert registry.get_sample_value(name) == 0
     heartbeat.beat()
     assert (registry.get_sample_value(name) or 0) > 1e9
+
+
+def test_livez_fails_for_a_loop_that_hangs_and_for_no_other_problem() -> None:
+    registry, now = CollectorRegistry(), 0.0
+    heartbeat = Heartbeat(LearnerMetrics(registry).heartbeat, lambda: now)
+    heartbeat.beat()
+    problems, hang = ["the broker is away"], lambda: heartbeat.problem
+    with serve_status("127.0.0.1:0", "", registry, lambda: problems, hang=hang) as port:
+        assert asked(port) == (503, {"ok": False, "problems": problems})
+        assert asked(port, "livez") == (200, {"ok": True, "problems": []})
+        now = PATIENCE.total_seconds()
+        assert asked(port, "livez") == (503, {"ok": False, "problems": [heartbeat.problem]})

@@ -4,13 +4,19 @@ import json
 import shutil
 import threading
 from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
 
+import msgspec
 import pytest
+import torch
 
 from learner.errors import CheckpointError
-from learner.state_dir.checkpoint import Checkpoints
+from learner.state_dir.checkpoint import Checkpoint, Checkpoints
 from learner.state_dir.folders import MANIFEST
+from learner.state_dir.manifest_directory import encode_manifest
 from tests.learner.learner_bench import LearnerBench
+from tests.support.memory import python_memory
 
 
 @pytest.mark.parametrize("harm", ["flip", "truncate", "remove a file", "tear the manifest"])
@@ -51,7 +57,7 @@ def test_a_refused_checkpoint_does_not_count_as_one_that_is_kept(make_bench: Cal
     assert found is not None
     payload = bench.checkpoints.write(2, found[1], 0.0) / "rank-0" / "rng.safetensors"
     payload.write_bytes(payload.read_bytes()[:-1])
-    checkpoints = Checkpoints(bench.checkpoints.path, bench.checkpoints._schema, 2)
+    checkpoints = Checkpoints(bench.checkpoints.path, bench.checkpoints.schema, 2)
     newest = checkpoints.newest()
     assert newest is not None
     assert newest[0] == 1
@@ -69,7 +75,7 @@ def test_a_checkpoint_of_an_older_generation_is_older_whatever_its_number(
     bench = make_bench(4)
     bench.run()
     bench.finish()
-    path, schema = bench.checkpoints.path, bench.checkpoints._schema
+    path, schema = bench.checkpoints.path, bench.checkpoints.schema
     found = bench.checkpoints.newest()
     assert found is not None
     later, stale = Checkpoints(path, schema, 2), Checkpoints(path, schema, 1)
@@ -103,3 +109,31 @@ def test_a_checkpoint_of_another_schema_is_refused(make_bench: Callable[..., Lea
     path.write_text(json.dumps(json.loads(path.read_text()) | {"schema": "0" * 64}))
     with pytest.raises(CheckpointError, match=r"checkpoint 1 in .* was made under another \[schema\]"):
         bench.checkpoints.newest()
+
+
+def test_no_part_is_read_into_memory_of_python(tmp_path: Path) -> None:
+    """What copies it would hold the GIL: with 10 GB, other ranks would take this one for gone."""
+    checkpoints = Checkpoints(tmp_path, "", 1)
+    checkpoints.write(1, Checkpoint(1, {"optimizer": {"w": torch.ones(2**24, dtype=torch.uint8)}}, {}), 0.0)
+    with python_memory() as most:
+        assert checkpoints.part(1, "optimizer")["w"].sum() == 2**24
+        found = checkpoints.newest()
+    assert most() < 4 * 2**20, "parts of a file for its digest"
+    assert found is not None
+    assert found[1].tensors["optimizer"]["w"].sum() == 2**24
+
+
+@pytest.mark.parametrize(
+    ("missing", "sentence"), [("state.json", "it has no rank-0/state.json"), ("", "is not safetensors")]
+)
+def test_a_checkpoint_that_has_its_digests_and_is_none_is_refused(tmp_path: Path, missing: str, sentence: str) -> None:
+    checkpoints = Checkpoints(tmp_path, "", 1)
+    folder = checkpoints.write(1, Checkpoint(1, {"rng": {"cpu": torch.ones(2)}}, {}), 0.0)
+    path, manifest = folder / "rank-0" / "rng.safetensors", checkpoints.manifest(1)
+    files = {name: digest for name, digest in manifest.files.items() if name != f"rank-0/{missing}"}
+    if not missing:
+        path.write_bytes(b"{}")
+        files["rank-0/rng.safetensors"] = sha256(b"{}").hexdigest()
+    (folder / MANIFEST).write_bytes(encode_manifest(msgspec.structs.replace(manifest, files=files)))
+    with pytest.raises(CheckpointError, match=sentence):
+        checkpoints.newest()

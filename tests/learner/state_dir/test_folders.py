@@ -4,36 +4,66 @@ import contextlib
 import os
 import stat
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
+from anabranch.core.object_store.bucket import Bucket
 from learner.errors import CheckpointError, VersionError
+from learner.object_storage.bucket_storage import BucketStorage
+from learner.object_storage.head import Kind
+from learner.object_storage.lease import Lease
 from learner.state_dir import folders as storage_module
 from learner.state_dir.checkpoint import Checkpoint, Checkpoints
 from learner.state_dir.checkpoint_rewriter import CheckpointRewriter
 from learner.state_dir.folders import MANIFEST, Folder, LocalStorage, Storage
+from learner.state_dir.rows_file import ErasedRows
 from learner.state_dir.version import Manifest, ModelReference, Verdict, Versions
+from replay.row_source import TierRows
 from tests.memory_storage import MemoryStorage
+from tests.support.s3 import S3Prefix
 
-MAKERS: dict[str, Callable[[Path], Storage]] = {
-    "local": lambda path: LocalStorage(path / "local"),
-    "memory": lambda path: MemoryStorage(path / "fetched"),
+Maker = Callable[[Path, Callable[[], S3Prefix]], Storage]
+
+
+def bucket_storage(bucket: Bucket, kind: Kind, path: Path) -> BucketStorage:
+    lease = Lease(bucket, timedelta(hours=1), "a")
+    lease.take(0)
+    return BucketStorage(bucket, kind, path / "fetched", lease)
+
+
+MAKERS: dict[str, Maker] = {
+    "local": lambda path, _: LocalStorage(path / "local"),
+    "memory": lambda path, _: MemoryStorage(path / "fetched"),
+    "checkpoints in a folder": lambda path, _: bucket_storage(Bucket(f"file://{path}/b", {}), "checkpoints", path),
+    "versions in a folder": lambda path, _: bucket_storage(Bucket(f"file://{path}/b", {}), "versions", path),
+    "checkpoints in memory": lambda path, _: bucket_storage(Bucket(f"memory://{path.name}", {}), "checkpoints", path),
+    "versions in memory": lambda path, _: bucket_storage(Bucket(f"memory://{path.name}", {}), "versions", path),
+    "checkpoints in s3": lambda path, s3: bucket_storage(s3().bucket, "checkpoints", path),
+    "versions in s3": lambda path, s3: bucket_storage(s3().bucket, "versions", path),
 }
 
 
-@pytest.fixture(params=MAKERS.values(), ids=MAKERS)
+@pytest.fixture(
+    params=[
+        pytest.param(make, id=name, marks=[pytest.mark.services] if "s3" in name else [])
+        for name, make in MAKERS.items()
+    ]
+)
 def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
-    made: Storage = request.param(tmp_path)
-    return made
+    make: Maker = request.param
+    return make(tmp_path, lambda: request.getfixturevalue("s3"))
 
 
 def publish(storage: Storage, number: int, **files: bytes) -> Folder:
     with storage.publish(number, 1) as folder:
         for name, content in files.items():
-            folder.write(name, content)
-        folder.write(MANIFEST, b"{}")
+            folder.write(name, [content])
+        folder.write(MANIFEST, [b"{}"])
     return storage.folder(number)
 
 
@@ -46,8 +76,8 @@ def test_a_new_storage_is_empty(storage: Storage) -> None:
 
 def test_a_folder_exists_once_it_is_published(storage: Storage) -> None:
     with storage.publish(10, 1) as folder:
-        folder.write("rank-0/a", b"one")
-        folder.write(MANIFEST, b"{}")
+        folder.write("rank-0/a", [b"one"])
+        folder.write(MANIFEST, [b"{}"])
         assert storage.numbers() == []
         assert storage.folder(10).files() == {}
     assert storage.numbers() == [10]
@@ -60,9 +90,9 @@ def test_a_folder_exists_once_it_is_published(storage: Storage) -> None:
 
 def test_an_error_leaves_no_folder_and_its_number_can_be_used_again(storage: Storage) -> None:
     with contextlib.suppress(ZeroDivisionError), storage.publish(1, 1) as folder:
-        folder.write(MANIFEST, b"{}")
+        folder.write(MANIFEST, [b"{}"])
         raise ZeroDivisionError
-    assert (storage.numbers(), storage.highest()) == ([], 0)
+    assert (storage.numbers(), storage.highest()) == ([], 1 if isinstance(storage, BucketStorage) else 0)
     publish(storage, 1)
     assert storage.numbers() == [1]
 
@@ -76,10 +106,10 @@ def test_a_number_can_be_published_only_once(storage: Storage) -> None:
 
 def test_writers_of_two_generations_do_not_interfere(storage: Storage) -> None:
     with storage.publish(1, 1) as stale, storage.publish(2, 2) as folder:
-        stale.write("a", b"stale")
-        folder.write("a", b"new")
+        stale.write("a", [b"stale"])
+        folder.write("a", [b"new"])
         for each in (stale, folder):
-            each.write(MANIFEST, b"{}")
+            each.write(MANIFEST, [b"{}"])
     assert [storage.folder(number).read("a") for number in (1, 2)] == [b"stale", b"new"]
 
 
@@ -87,7 +117,7 @@ def test_a_link_is_unchanged_when_its_source_is_deleted_or_replaced(storage: Sto
     source = publish(storage, 1, a=b"shared")
     with storage.publish(2, 1) as folder:
         folder.link("rank-0/a", source, "a")
-        folder.write(MANIFEST, b"{}")
+        folder.write(MANIFEST, [b"{}"])
     source.replace("a", b"changed")
     assert storage.folder(2).read("rank-0/a") == b"shared"
     storage.delete(1)
@@ -122,23 +152,36 @@ def test_a_folder_without_a_manifest_does_not_exist_and_is_cleaned(storage: Stor
     publish(storage, 2, a=b"half").remove(MANIFEST)
     assert (storage.numbers(), storage.highest()) == ([1], 2)
     storage.clean()
-    assert (storage.numbers(), storage.highest()) == ([1], 1)
+    assert (storage.numbers(), storage.highest()) == ([1], 2 if isinstance(storage, BucketStorage) else 1)
 
 
 def test_a_checkpoint_and_its_links_are_read_back(storage: Storage, tmp_path: Path) -> None:
     def events(begin: int) -> dict[str, torch.Tensor]:
         return {"index": torch.arange(begin, begin + 9)}
 
+    def read(slots: NDArray[np.int64], _: object) -> tuple[torch.Tensor, NDArray[np.bool_]]:
+        return torch.from_numpy(slots)[:, None].view(torch.uint8), slots != 3
+
+    every, rows = np.arange(9), TierRows(8, np.arange(9), np.zeros(9, np.uint64), read)
     checkpoints = Checkpoints(tmp_path / "nowhere", "digest", 3, storage)
-    checkpoints.write(1, Checkpoint(10, {"model": {"w": torch.ones(9)}, "segment-1": events(0)}, {"steps": 10}), 1.0)
-    checkpoints.write(2, Checkpoint(20, {"model": {"w": torch.zeros(9)}}, {"steps": 20}, {"segment-1": 1}), 2.0)
+    first = {"model": {"w": torch.ones(9)}, "segment-1": events(0)}
+    checkpoints.write(1, Checkpoint(10, first, {"steps": 10}, rows={"rows-1": rows}), 1.0)
+    carried = {"segment-1": 1, "rows-1": 1}
+    checkpoints.write(2, Checkpoint(20, {"model": {"w": torch.zeros(9)}}, {"steps": 20}, carried), 2.0)
     checkpoints.prune(1)
     found = checkpoints.newest()
     assert found is not None
     assert (found[0], found[1].step, found[1].state) == (2, 20, {"steps": 20})
     assert found[1].tensors["segment-1"]["index"].tolist() == list(range(9))
+    found_rows, valid = found[1].rows["rows-1"].read(every)
+    assert found_rows.view(torch.int64).reshape(-1).tolist() == [0, 1, 2, 0, 4, 5, 6, 7, 8]
+    assert valid.tolist() == (every != 3).tolist()
     manifest = checkpoints.manifest(2)
-    CheckpointRewriter(checkpoints).replace(manifest, {"segment-1": events(100)})
+    erased = ErasedRows(checkpoints.rows(2, "rows-1"), every == 5)
+    CheckpointRewriter(checkpoints).replace(manifest, {"segment-1": events(100)}, {"rows-1": erased})
+    left, valid = checkpoints.rows(2, "rows-1").read(every)
+    assert left.view(torch.int64).reshape(-1).tolist() == [0, 1, 2, 0, 4, 0, 6, 7, 8]
+    assert valid.tolist() == ((every != 3) & (every != 5)).tolist()
     tensors, state = checkpoints.open(checkpoints.manifest(2))
     assert state == {"steps": 20}
     assert tensors["segment-1"]["index"].tolist() == list(range(100, 109))
@@ -220,7 +263,7 @@ def test_a_link_and_a_new_file_are_synced_before_their_manifest(
     synced.clear()
     folder = storage.folder(2)
     folder.link("rank-0/a", storage.folder(1), "rank-0/a")
-    folder.write("rank-0/b", b"two")
+    folder.write("rank-0/b", [b"two"])
     folder.replace(MANIFEST, b"{ }")
     names = [names for where, names in synced if where == inode(tmp_path / "2" / "rank-0")]
     assert names == [["a", "b"]]
@@ -244,6 +287,6 @@ def test_a_file_is_copied_if_the_file_system_has_no_links(tmp_path: Path, monkey
     monkeypatch.setattr(storage_module.Path, "hardlink_to", refused)
     with storage.publish(2, 1) as folder:
         folder.link("a", source, "a")
-        folder.write(MANIFEST, b"{}")
+        folder.write(MANIFEST, [b"{}"])
     assert storage.folder(2).read("a") == b"shared"
     assert storage.folder(2).stamp("a") != source.stamp("a")

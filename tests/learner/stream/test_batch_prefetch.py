@@ -89,7 +89,7 @@ def test_a_batch_that_was_taken_early_is_trained_on_by_the_next_learner_after_a_
 ) -> None:
     monkeypatch.setattr(trainer, "overlaps", lambda _device: True)
     bench, _ = run(schema, tmp_path, lambda bench: bench.stop.set())
-    assert bench.loop._prefetch._batch is not None
+    assert bench.loop._prefetch._ahead
     bench.finish()
     found = bench.checkpoints.newest()
     assert found is not None

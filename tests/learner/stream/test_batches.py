@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from ingest.events.block import Block, Coverage, Outcome
 from ingest.events.schema import Schema
 from ingest.kafka.fake import fake_columns
-from learner.stream.batches import PATIENCE, Batch, Batches
+from learner.stream.batch import Batch
+from learner.stream.batches import PATIENCE, Batches, Blocks
 
 LONG = timedelta(hours=1)
 
@@ -116,3 +117,41 @@ def test_waiting_for_more_events_of_a_batch_ends_with_stop(schema: Schema) -> No
     assert batch is not None
     assert len(batch) == 10
     assert time.monotonic() - begin < LONG.total_seconds() / 60
+
+
+def late(schema: Schema, outcomes: list[Outcome]) -> Blocks:
+    """Return a stream of one block with these outcomes."""
+    columns = fake_columns(schema, range(len(outcomes)), label=[0, 1, 2])
+    columns["outcome"][:] = outcomes
+    columns["labelled"][columns["outcome"] == Outcome.WAITING] = False
+    return OneBlock(Block(columns, (Coverage(0, 0, len(outcomes)),)))
+
+
+class OneBlock:
+    """A stream that ends after one block."""
+
+    def __init__(self, block: Block) -> None:
+        self._blocks = [block]
+
+    def poll(self, timeout: timedelta) -> Block | None:
+        return self._blocks.pop() if self._blocks else None
+
+    def release(self, block: Block) -> None:
+        """Keep the block as it is."""
+
+
+def test_waiting_events_and_labels_are_columns_of_their_own_and_end_a_batch(schema: Schema) -> None:
+    outcomes = [Outcome.WAITING, Outcome.LABEL, Outcome.PENDING, Outcome.DEAD_LETTERED] * 25
+    batches = Batches(late(schema, outcomes), 100, LONG, most_late=20)
+    first, second = next_of(batches), next_of(batches)
+    assert first.waiting["offset"].tolist() == list(range(0, 40, 4))
+    assert first.labels["offset"].tolist() == list(range(1, 40, 4))
+    assert first.new["offset"].tolist() == list(range(2, 40, 4))
+    assert "feature.x" in first.waiting
+    assert "feature.x" not in first.labels
+    assert second.spans[0].columns["offset"][0] == 40
+
+
+def test_without_late_labels_a_batch_has_neither(schema: Schema) -> None:
+    batch = next_of(Batches(late(schema, [Outcome.PENDING] * 3), 3, LONG))
+    assert (batch.waiting, batch.labels, batch.decided) == ({}, {}, None)

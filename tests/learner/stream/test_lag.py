@@ -21,7 +21,8 @@ from ingest.kafka.fake import fake_columns
 from ingest.reader.cursors import Partition
 from learner.stream.batches import Batches
 from learner.stream.lag import Arrivals, LagPolicy
-from learner.stream.ledger import Ledger, PartitionLedger
+from learner.stream.ledger import Ledger
+from learner.stream.partition_ledger import PartitionLedger
 
 NAME = TopicPartition("events", 0)
 ACTIONS = ["train-all", "sample", "store-only", "skip-to-latest"]
@@ -42,6 +43,7 @@ class Stream:
 
     def __init__(self, clock: Clock) -> None:
         self.ends_time: float | None = None
+        self.reads_history = False
         self.partitions = [Partition(NAME, 0, None)]
         self.asked: list[float] = []
         self.clock = clock
@@ -353,3 +355,55 @@ def test_skipped_events_have_the_reason_behind(schema: Schema) -> None:
     assert (skipping.settle(fake_columns(schema, range(5)))["reason"] == SkipReason.BEHIND).all()
     assert skipping.warning is not None
     assert skipping.warning.startswith("the stream is faster than training")
+
+
+@pytest.mark.parametrize(
+    ("action", "outcome"),
+    [("sample", Outcome.SKIPPED), ("skip-to-latest", Outcome.SKIPPED), ("store-only", Outcome.WAITING)],
+)
+def test_an_event_that_waits_for_its_label_is_skipped_when_it_comes_or_stored_when_that_is_there(
+    schema: Schema, action: str, outcome: Outcome
+) -> None:
+    clock = Clock()
+    lagging = policy(clock, action, **({"fraction": 1e-9} if action == "sample" else {}))
+    columns = fake_columns(schema, range(2))
+    columns["outcome"][:] = [Outcome.WAITING, Outcome.LABEL]
+    assert lagging.settle(columns) is columns
+    assert not lagging.stores_only
+    lagging.behind = True
+    assert lagging.settle(columns)["outcome"].tolist() == [outcome, Outcome.LABEL]
+    assert lagging.stores_only == (action == "store-only")
+
+
+def test_the_last_rows_of_files_do_not_wait_when_the_topics_begin() -> None:
+    """They are read, and in batches that are not trained on yet."""
+    clock = Clock()
+    lag, accounts = policy(clock), Ledger()
+    for at, name in enumerate((TopicPartition("history", 0, 0, 1), NAME)):
+        accounts.add_partition(name, 0)
+        accounts.partitions[at].end = 1000
+    accounts.partitions[1].position = Position(1000)
+    for _ in range(3):
+        clock.now += 60
+        lag._stream.ends_time = clock.now
+        lag.update(accounts.partitions, [0])
+        assert (lag.seconds, lag.behind) == (0.0, False)
+
+
+def test_nothing_waits_while_files_are_read_and_what_arrived_meanwhile_waits_from_then_on() -> None:
+    """Though the topic grows for an hour, `skip-to-latest` skips none of it."""
+    clock = Clock()
+    stream = Stream(clock)
+    skipping = policy(clock, "skip-to-latest", stream)
+    stream.reads_history = True
+    for _ in range(60):
+        clock.now += 60
+        assert measured(skipping, clock, end=1000 + int(clock.now), position=0) == (0.0, False)
+    stream.reads_history = False
+    assert measured(skipping, clock, end=5000, position=0) == (0.0, False)
+    clock.now += 59
+    assert measured(skipping, clock, end=6000, position=0) == (59.0, False)
+    assert stream.asked == []
+    clock.now += 1
+    assert measured(skipping, clock, end=6000, position=0) == (60.0, True)
+    assert stream.asked == [clock.now]

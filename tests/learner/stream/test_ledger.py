@@ -10,13 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ingest.backfill.files import FileMark
 from ingest.events.block import Block, Coverage, Outcome, SkipReason
 from ingest.events.partition import TopicPartition
 from ingest.events.position import Fingerprint, Position
 from ingest.events.schema import Schema
 from ingest.kafka.fake import fake_columns
 from learner.state_dir.trained_through import PartitionProgress
-from learner.stream.batches import Batch, Batches
+from learner.stream.batch import Batch, Decided, Span
+from learner.stream.batches import Batches
 from learner.stream.ledger import Ledger
 
 NAMES = [TopicPartition("events", 0), TopicPartition("events", 1)]
@@ -269,3 +271,116 @@ def test_the_last_record_of_a_block_is_kept_once_all_of_the_block_is_settled(sch
     again = Ledger()
     again.restore(json.loads(json.dumps(accounts.state())))
     assert again.partitions[0].mark.last == last
+
+
+def ended(outcomes: list[Outcome], *, partition: int = 0, trained: int = 0) -> Decided:
+    """Return events that ended, the first `trained` of which are in the batch of the step."""
+    n = len(outcomes)
+    mask = np.arange(n) < trained
+    columns = {
+        "partition": np.full(n, partition, np.int32),
+        "outcome": np.where(mask, Outcome.PENDING, outcomes).astype(np.uint8),
+        "reason": np.where(np.array(outcomes) == Outcome.SKIPPED, SkipReason.TIMED_OUT, 0).astype(np.uint8),
+        "time_ms": np.arange(1, n + 1),
+    }
+    final, yes = np.array(outcomes, np.uint8), np.ones(n, np.bool_)
+    return Decided(Span(columns, mask, {}, {}, {}, {}), final, yes, np.zeros((n, 3), np.float32), final, yes)
+
+
+def test_events_that_waited_end_once_in_an_account_of_their_own(schema: Schema) -> None:
+    accounts = ledger()
+    (batch,) = drain(Queue([block(schema, [(0, n, 0, Outcome.WAITING) for n in range(6)], [Coverage(0, 0, 6)])]), 9)
+    for span in batch.spans:
+        accounts.advance(span, Outcome.TRAINED)
+    accounts.count()
+    account = accounts.partitions[0]
+    assert (account.waiting, accounts.outcomes["waiting"]) == (6, 6)
+    accounts.first_open = lambda: {0: 2}
+    assert accounts.trained_through["events:0"].offset == 1
+    assert accounts.reports()["events:0"].trained_through == 1
+    assert accounts.reports()["events:0"].seen_through == accounts.seen_through["events:0"] == 5
+
+    kinds = [Outcome.TRAINED, Outcome.TIMED_OUT, Outcome.HELD_OUT, Outcome.SKIPPED]
+    accounts.end(ended(kinds, trained=2), Outcome.TRAINED)
+    assert accounts.end_erased(np.zeros(1, np.int32)) == 1
+    assert account.waiting == 1
+    report = accounts.reports()["events:0"]
+    assert {name: count for name, count in report.waited.items() if count} == {
+        "trained": 1,
+        "timed_out": 1,
+        "held_out": 1,
+        "skipped": 2,
+    }
+    assert report.waited_skipped == {"timed_out": 1, "erased": 1}
+    assert accounts.take_newly_trained().rows == 2
+    restored = Ledger()
+    restored.restore(accounts.state())
+    assert restored.reports()["events:0"].waited == report.waited
+    assert restored.partitions[0].waiting == 1
+
+
+def test_waited_events_of_a_step_that_is_not_taken_are_skipped(schema: Schema) -> None:
+    accounts = ledger()
+    accounts.end(ended([Outcome.TRAINED, Outcome.STORED_ONLY], trained=1), Outcome.SKIPPED, SkipReason.NON_FINITE)
+    account = accounts.partitions[0]
+    assert (account.waited[Outcome.SKIPPED], account.waited[Outcome.STORED_ONLY]) == (1, 1)
+    assert account.waited_skipped[SkipReason.NON_FINITE] == 1
+    assert accounts.take_newly_trained().rows == 0
+
+
+def test_the_files_of_each_pass_are_one_account_and_versions_name_topics_alone(schema: Schema) -> None:
+    names = [TopicPartition(topic, file, 0, number) for number, topic in ((1, "h"), (2, "h.2")) for file in (0, 1)]
+    accounts = Ledger()
+    for name in (*names, NAMES[0]):
+        accounts.add_partition(name, 0)
+    for account, rows in zip(accounts.partitions, (3, 5, 3, 5), strict=False):
+        account.update_end(rows, FileMark("a", 1, "tag", rows).encoded())
+    outcomes = [Outcome.PENDING, Outcome.HELD_OUT, Outcome.SKIPPED]
+    for file, rows in enumerate((3, 4)):
+        part = block(schema, [(file, at, 0, outcomes[at % 3]) for at in range(rows)], [Coverage(file, 0, rows)])
+        for batch in drain(Queue([part]), 8):
+            for span in batch.spans:
+                accounts.advance(span, Outcome.TRAINED)
+        for _ in range(2):  # a file that was read is added once
+            first, second, topic = (accounts.reports()[name] for name in ("h", "h.2", "events:0"))
+            assert len(accounts.reports()) == 3
+            read = (3, 7)[file]
+            assert (first.files, first.history, first.end, first.finished, first.pending) == (2, 1, 8, read, 8 - read)
+            assert first.outcomes == accounts.outcomes
+            assert (first.trained_through, first.seen_through) == (read - 1, read - 1)
+            assert (second.files, second.history, second.end, second.pending) == (2, 2, 8, 8)
+            assert (topic.files, topic.history) == (0, 0)
+    assert {*accounts.trained_through} == {*accounts.seen_through} == {"events:0"}
+
+
+def test_the_files_of_a_checkpoint_are_summed_as_before(schema: Schema) -> None:
+    accounts = Ledger()
+    for file in range(3):
+        accounts.add_partition(TopicPartition("h", file, 0, 1), 0)
+        accounts.partitions[file].update_end(4, FileMark("a", 1, "tag", 4).encoded())
+        rows = 4 - file
+        part = block(schema, [(file, at, 0, Outcome.PENDING) for at in range(rows)], [Coverage(file, 0, rows)])
+        for batch in drain(Queue([part]), 8):
+            for span in batch.spans:
+                accounts.advance(span, Outcome.TRAINED)
+    again = Ledger()
+    again.restore(json.loads(json.dumps(accounts.state())))
+    assert again.reports() == accounts.reports()
+    assert accounts.reports()["h"].outcomes["trained"] == again.outcomes["trained"] == 9
+
+
+def test_a_file_whose_events_wait_for_labels_is_not_read_yet() -> None:
+    accounts = Ledger()
+    for file in range(2):
+        accounts.add_partition(TopicPartition("h", file, 0, 1), 0)
+        account = accounts.partitions[file]
+        account.update_end(10, FileMark("a", 1, "tag", 10).encoded())
+        account.position = account.counted = Position(10)
+    accounts.partitions[0].outcomes[Outcome.WAITING] = 4
+    accounts.first_open = lambda: {0: 6}
+    report = accounts.reports()["h"]
+    assert (report.waiting, report.trained_through, report.seen_through) == (4, 15, 19)
+    accounts.partitions[0].waited[Outcome.TRAINED] = 4
+    accounts.first_open = dict
+    report = accounts.reports()["h"]
+    assert (report.waiting, report.trained_through, report.waited["trained"]) == (0, 19, 4)

@@ -5,8 +5,8 @@ from prometheus_client import CollectorRegistry
 from ingest.events.block import Outcome
 from ingest.events.partition import TopicPartition
 from ingest.metrics import IngestMetrics
-from learner.stream.ledger import PartitionLedger
 from learner.stream.outcome_counters import OutcomeCounters
+from learner.stream.partition_ledger import PartitionLedger
 
 
 def test_outcomes_of_a_checkpoint_are_not_counted_and_each_later_one_is_counted_once() -> None:

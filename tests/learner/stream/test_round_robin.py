@@ -16,7 +16,7 @@ from ingest.events.schema import Schema
 from ingest.kafka.fake import fake_columns
 from ingest.reader.cursors import Partition
 from learner.stream import round_robin
-from learner.stream.batches import Batch
+from learner.stream.batch import Batch
 from learner.stream.round_robin import RoundRobin
 
 
@@ -207,3 +207,41 @@ def test_a_partition_may_be_added_with_its_first_block(schema: Schema) -> None:
     topic.sizes, topic.read = (4, 6), [4, 0]
     reader._sort(topic.poll(timedelta()))
     assert reader.next(stop) is not None
+
+
+class FilesFirst(Topic):
+    """Two files, which arrive in order, and then a topic of two partitions."""
+
+    @property
+    def partitions(self) -> list[Partition]:
+        files = [Partition(TopicPartition("history", i, 0, 1), 0, size) for i, size in enumerate(self.sizes[:2])]
+        return [*files, *super().partitions[2:]]
+
+    def poll(self, timeout: timedelta) -> Block | None:
+        reading = next((i for i in (0, 1) if self.read[i] < self.sizes[i]), None)
+        if reading is not None:
+            self.pieces.insert(0, (reading, self.pieces[0][1] if self.pieces else 3))
+        return super().poll(timeout)
+
+
+@given(
+    st.tuples(*[st.integers(0, 40)] * 4),
+    st.lists(st.tuples(st.integers(2, 3), st.integers(1, 9)), max_size=30),
+    st.lists(st.tuples(st.integers(2, 3), st.integers(1, 9)), max_size=30),
+    st.integers(1, 12),
+)
+def test_files_come_first_one_after_the_other(
+    schema: Schema, sizes: tuple[int, ...], one: list[tuple[int, int]], other: list[tuple[int, int]], size: int
+) -> None:
+    found, again = (batches(FilesFirst(schema, sizes, each), size) for each in (one, other))
+    assert [events(batch) for batch in found] == [events(batch) for batch in again]
+    assert [len(batch.held_out.get("row", ())) for batch in found] == [
+        len(batch.held_out.get("row", ())) for batch in again
+    ]
+    all_events = [event for batch in found for event in events(batch)]
+    assert len(all_events) // size == sum(offset % 7 != 3 for count in sizes for offset in range(count)) // size
+    files = [(i, offset) for i in (0, 1) for offset in range(sizes[i]) if offset % 7 != 3]
+    assert all_events[: len(files)] == files[: len(all_events)]
+    ends = {index: span.positions[index].offset for batch in found for span in batch.spans for index in span.positions}
+    if len(all_events) > len(files):
+        assert [ends.get(i, 0) for i in (0, 1)] == [*sizes[:2]], "events at the end of a file were left"

@@ -20,6 +20,7 @@ from learner.strategies.examples import Examples
 from learner.strategies.registry import STRATEGIES
 from learner.training.micro_batches import micro_batches
 from learner.training.trainer import Trainer
+from tests.support.strategies import extended, small_strategy
 
 CPU = torch.device("cpu")
 
@@ -43,9 +44,9 @@ def test_every_event_is_in_one_part_in_order_and_none_is_alone(n: int, sampled: 
         assert max(sizes) <= most
 
 
-def often(kind: type[Strategy]) -> Strategy:
+def often(name: str) -> Strategy:
     """Make a strategy that consolidates after each step, if it does so at all."""
-    return kind(every=1) if "every" in inspect.signature(kind).parameters else kind()
+    return small_strategy(name, **({"every": 1} if "every" in inspect.signature(STRATEGIES[name]).parameters else {}))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -55,12 +56,12 @@ def test_the_gradient_of_micro_batches_is_that_of_the_large_batch(schema: Schema
     for micro in (None, most):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3))
-        kind = STRATEGIES[strategy]
+        kind = extended(often(strategy), model, schema)
         settings = LearnerSettings.model_validate(
             {"optimizer": {"name": "sgd", "lr": 0.1}, "micro_batch_size": micro, "max_grad_norm": float("inf")}
         )
         trainer = Trainer(
-            *(model, Classification(), often(kind), schema, settings, CPU, choose_precision("fp32", CPU)),
+            *(model, Classification(), kind, schema, settings, CPU, choose_precision("fp32", CPU)),
             Embedding(model, "1") if kind.embeds else None,
         )
         model.double()

@@ -219,7 +219,7 @@ def test_held_out_events_that_do_not_fit_are_scored_fewer_at_once(
     for _ in range(2):
         assert np.array_equal(scorer.score(narrow.state_dict(), columns), expected)
     said = [record.getMessage() for record in caplog.records]
-    assert said == ["cpu ran out of memory: from now on 3 held-out events are scored at once"]
+    assert said == ["cpu ran out of memory: from now on 3 events are scored at once"]
 
 
 def test_where_not_even_one_held_out_event_fits_the_error_is_raised(schema: Schema) -> None:

@@ -26,6 +26,7 @@ from learner.training.host_to_device import Transfer
 from learner.training.trainer import Examples, Trainer
 from replay.reservoir.event_table import RECORD
 from replay.sample_plan import Sample
+from tests.support.strategies import extended, small_strategy
 
 CPU = torch.device("cpu")
 MakeModel = Callable[[], nn.Module]
@@ -34,9 +35,9 @@ MakeModel = Callable[[], nn.Module]
 def make_trainer(schema: Schema, model: nn.Module, strategy: str = "er", **settings: object) -> Trainer:
     options = LearnerSettings.model_validate({"optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9}, **settings})
     precision = choose_precision(options.precision, CPU)
-    kind = STRATEGIES[strategy]
+    kind = extended(small_strategy(strategy), model, schema)
     embedding = Embedding(model, "2") if kind.embeds else None
-    return Trainer(model, Classification(), kind(), schema, options, CPU, precision, embedding)
+    return Trainer(model, Classification(), kind, schema, options, CPU, precision, embedding)
 
 
 def sgd(lr: float) -> dict[str, object]:
@@ -190,7 +191,7 @@ def test_a_step_that_is_not_finite_leaves_weights_and_statistics_as_they_were(
 
 
 def test_a_lone_event_is_learned_also_with_batch_norm(schema: Schema, make_model: MakeModel) -> None:
-    for strategy in STRATEGIES:
+    for strategy in STRATEGIES.keys() - {"progressive"}:  # its model has no batch norm
         trainer = make_trainer(schema, make_model(), strategy)
         result = trainer.step(trainer.examples(fake_columns(schema, [7], label=[1])))
         assert result.finite

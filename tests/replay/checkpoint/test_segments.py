@@ -4,12 +4,13 @@ import math
 from dataclasses import dataclass, field
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from replay.checkpoint.segments import Segment, Tensors, advance, assemble
+from replay.checkpoint.segments import Segment, Tensors, advance, assemble, most_events
 from replay.snapshot import ENTRY, DeltaTracker, StoreDelta
 
 R = 8
@@ -30,28 +31,32 @@ class Log:
     """Checkpoints on a disk that is a dict; counts what is written."""
 
     payload: bool
-    files: dict[int, Tensors] = field(default_factory=dict)
+    most: int = 10**9
+    files: dict[str, Tensors] = field(default_factory=dict)
     segments: list[Segment] = field(default_factory=list)
     written: int = 0
 
     def checkpoint(self, number: int, change: StoreDelta, *, fails: bool = False) -> None:
-        made = advance(self.segments, change, number, self.load)
+        made = advance(self.segments, change, number, self.load, self.most)
         if fails:
             return
-        assert (made.fresh is not None) == any(segment.number == number for segment in made.segments)
-        if made.fresh is not None:
-            self.files[number] = made.fresh
-            self.written += len(made.fresh["index"])
+        assert list(made.new) == [each.name for each in made.segments if each.name not in self.files]
+        again = sum(len(new.tensors["index"]) for new in made.new.values()) - len(change.index)
+        assert again <= max(self.most, len(change.index)), "a checkpoint writes more than a segment again"
+        for name, new in made.new.items():
+            assert len(new.tensors["index"]) <= self.most
+            self.files[name] = new.tensors
+            self.written += len(new.tensors["index"])
         self.segments = list(made.segments)
-        named = {segment.number for segment in self.segments}
-        self.files = {number: file for number, file in self.files.items() if number in named}
+        named = {segment.name for segment in self.segments}
+        self.files = {name: file for name, file in self.files.items() if name in named}
 
     def load(self, segment: Segment) -> Tensors:
-        return self.files[segment.number]
+        return self.files[segment.name]
 
-    def assembled(self, without: int | None = None) -> tuple[list[int], torch.Tensor | None, int]:
+    def assembled(self, without: str | None = None) -> tuple[list[int], torch.Tensor | None, int]:
         index, payload, lost = assemble(
-            self.segments, lambda segment: None if segment.number == without else self.load(segment)
+            self.segments, lambda segment: None if segment.name == without else self.load(segment)
         )
         names = index["offset"].tolist()
         assert (index == index_of(names)).all()
@@ -66,6 +71,10 @@ class SegmentsMachine(RuleBasedStateMachine):
         self.log, self.held, self.at_checkpoint = Log(payload=True), list[int](), list[int]()
         self.changes, self.number, self.next = DeltaTracker(), 0, 0
         self.came = self.left = self.peak = 0
+
+    @initialize(most=st.sampled_from([7, 50, 10**9]))
+    def choose_size(self, most: int) -> None:
+        self.log.most = most
 
     @rule(n=st.integers(0, 300))
     def add(self, n: int) -> None:
@@ -109,19 +118,19 @@ class SegmentsMachine(RuleBasedStateMachine):
 
     @invariant()
     def little_is_written_again(self) -> None:
-        """Each time that an event is, its segment has grown by half, or half of it had left."""
+        """Each time that an event is, its segment has grown by half, or as many had left."""
         assert self.log.written <= self.came * (1 + math.log(max(2, self.peak), 1.5)) + 3 * self.left
 
     @invariant()
     def there_are_few_segments(self) -> None:
-        assert len(self.log.segments) <= 2 + math.log2(max(2, self.peak))
+        assert len(self.log.segments) <= 2 + math.log2(max(2, self.peak)) + 4 * self.peak / self.log.most
         assert sum(len(segment.live) for segment in self.log.segments) <= 2 * self.peak
 
     @precondition(lambda self: self.log.segments)
     @rule(data=st.data())
     def a_segment_that_is_lost_costs_its_events_alone(self, data: st.DataObject) -> None:
         segment = data.draw(st.sampled_from(self.log.segments))
-        names, payload, lost = self.log.assembled(without=segment.number)
+        names, payload, lost = self.log.assembled(without=segment.name)
         mine = self.log.load(segment)["index"].numpy().reshape(-1).view(ENTRY)["offset"][segment.live].tolist()
         assert lost == len(mine) == segment.held
         gone = set(mine)
@@ -154,10 +163,43 @@ def test_a_store_that_is_full_writes_what_changed_a_few_times_and_not_itself(see
     assert log.written < k + 12 * fresh < 200 * k / 4
 
 
+@pytest.mark.parametrize("most", [20, 100, 300])
+def test_a_full_store_in_pieces_takes_twice_its_space_and_writes_few_pieces_again(most: int) -> None:
+    """300 checkpoints, in each of which 20 of 1000 events are replaced."""
+    dice, log, changes, held = np.random.default_rng(0), Log(payload=True, most=most), DeltaTracker(), []
+    following = 1000
+    held += range(following)
+    for number in range(1, 301):
+        new = held[changes.old :]
+        log.checkpoint(number, StoreDelta(changes.base, changes.alive, index_of(new), rows_of(new)))
+        changes.begin(number, len(held))
+        stays = dice.permutation(len(held)) >= 20
+        changes.keep(stays)
+        held = [name for name, stay in zip(held, stays.tolist(), strict=True) if stay]
+        held += range(following, following + 20)
+        following += 20
+        assert sum(len(segment.live) for segment in log.segments) <= 2 * 1000 + 3 * most
+        assert len(log.segments) <= 4 * 1000 / most + 10
+    assert log.written <= 1000 + 6 * 300 * 20
+
+
+def test_segments_have_as_many_events_as_fit_with_their_rows() -> None:
+    assert most_events(0) == 2**28 // ENTRY.itemsize
+    assert most_events(2**20) == 2**28 // (2**20 + ENTRY.itemsize)
+    assert most_events(2**40) == 1
+
+
+def test_more_new_events_than_fit_into_a_segment_are_divided() -> None:
+    log, names = Log(payload=True, most=20), list(range(50))
+    log.checkpoint(1, StoreDelta(None, np.ones(0, np.bool_), index_of(names), rows_of(names)))
+    assert {name: len(file["index"]) for name, file in log.files.items()} == {"1": 20, "1-1": 20, "1-2": 10}
+    assert log.assembled()[0] == names
+
+
 def test_a_checkpoint_in_which_nothing_changed_writes_nothing() -> None:
     log, names = Log(payload=True), list(range(50))
     log.checkpoint(1, StoreDelta(None, np.ones(0, np.bool_), index_of(names), rows_of(names)))
     log.checkpoint(2, StoreDelta(1, np.ones(50, np.bool_), index_of([]), rows_of([])))
     assert log.written == 50
-    assert [segment.number for segment in log.segments] == [1]
+    assert [segment.name for segment in log.segments] == ["1"]
     assert log.assembled()[0] == names

@@ -1,13 +1,12 @@
 """Lists of slots by group, against plain lists."""
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from replay.sampling.group_lists import GroupLists
 
 
-@settings(max_examples=100)
 @given(st.integers(0, 2**32), st.integers(1, 10), st.integers(1, 8))
 def test_a_choice_is_as_even_as_the_groups_allow(seed: int, turns: int, groups: int) -> None:
     """While events come and go, groups grow beyond their first room and become empty."""

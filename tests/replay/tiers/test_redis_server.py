@@ -350,7 +350,7 @@ def test_what_no_checkpoint_can_name_is_swept_and_what_others_have_is_not(
     until(lambda: not server._sweeps)
     moved = build(contents=contents, bytes="200kB")
     moved.tiers.sync()
-    assert mortal_redis.keys() == 1500 + len(moved) + 3  # those two, and the probe
+    assert mortal_redis.keys() == 1500 + len(moved) + 4  # those two, the probe, and the list of checkpoints
     moved.begin_snapshot(4)
     moved.end_snapshot(3)
     assert sampled(moved) == len(moved)

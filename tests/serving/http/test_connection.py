@@ -341,7 +341,10 @@ def test_a_tls_connection_releases_its_memory_when_it_ends(serve: Serve, certifi
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_connections_that_were_not_accepted_yet_are_answered_when_it_stops(shared: bool, tmp_path: Path) -> None:
+def test_connections_that_were_not_accepted_yet_are_answered_when_it_stops(
+    monkeypatch: pytest.MonkeyPatch, shared: bool, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(serving.http.acceptor, "_GRACE", timedelta(0))  # as on a machine that is busy for longer
     server = HttpServer(answer, ServingSettings(), tmp_path, shared)
     server.load()
     with contextlib.ExitStack() as stack:

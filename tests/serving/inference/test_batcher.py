@@ -56,13 +56,16 @@ class FakeVersion:
 
 
 def batching(
-    test: Callable[[Batcher], Awaitable[None]], expected: type[BaseException] | None = None, **settings: Any
+    test: Callable[[Batcher], Awaitable[None]],
+    expected: type[BaseException] | None = None,
+    waited: Callable[[float], None] = lambda row_seconds: None,
+    **settings: Any,
 ) -> None:
     bugs: list[BaseException] = []
 
     async def main(mark: ServerMark) -> None:
         chosen = ServingSettings(**{"max_delay": timedelta(milliseconds=20), **settings})
-        with Batcher(chosen, bugs.append, mark) as batcher:
+        with Batcher(chosen, bugs.append, mark, waited=waited) as batcher:
             await asyncio.wait_for(test(batcher), 30)
 
     with tempfile.TemporaryDirectory() as folder, hold_server(Path(folder), timedelta(milliseconds=20)) as mark:
@@ -110,6 +113,34 @@ def test_a_single_request_waits_no_longer_than_the_delay() -> None:
 
     batching(test, max_delay=timedelta(0))
     batching(test, max_delay=timedelta(milliseconds=1))
+
+
+def test_the_time_that_rows_wait_is_counted_also_of_requests_that_are_given_up() -> None:
+    version = FakeVersion()
+    counted: list[float] = []
+
+    async def test(batcher: Batcher) -> None:
+        loop = asyncio.get_running_loop()
+        version.go_on.clear()
+        first = ask(batcher, version, 0)
+        await occupied(version)
+        counted.clear()
+        begin = loop.time()
+        kept, given_up = ask(batcher, version, 1, 2, 3), ask(batcher, version, *range(4))
+        await asyncio.sleep(0)
+        added = loop.time()
+        await asyncio.to_thread(version.go_on.wait, 0.02)
+        before = loop.time()
+        given_up.cancel()
+        await asyncio.wait([given_up])
+        after = loop.time()
+        assert 4 * (before - added) <= counted.pop() <= 4 * (after - begin)
+        version.go_on.set()
+        await asyncio.gather(first, kept)
+        assert 3 * (after - added) <= counted.pop() <= 3 * (loop.time() - begin)
+        assert counted == []
+
+    batching(test, waited=counted.append, max_delay=timedelta(0))
 
 
 def test_requests_that_arrive_while_the_model_runs_are_one_batch_afterwards() -> None:

@@ -4,6 +4,7 @@ import errno
 import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import httpx
@@ -19,6 +20,11 @@ from serving.metrics import ServingMetrics
 from serving.model.loaded_version import ServedVersion, load_version
 
 UNITS = torch.tensor([[1.0, 0, 0, 0], [0, 1.0, 0, 0], [0, 0, 1.0, 0]])
+
+
+@pytest.fixture(autouse=True)
+def _frequent_polls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("serving.inference.shadow._POLL_CANDIDATES", timedelta(milliseconds=100))
 
 
 def tensor(rows: list[list[float]]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import torch
 from prometheus_client import CollectorRegistry
 from torch import Tensor, nn
 
+from learner.model.trained_set import decide_trained_set
 from serving.metrics import ServingMetrics
 from serving.model.loaded_version import ServedVersion, load_version
 from serving.model.tensor_slots import TensorSlot, TensorSlots, loads_plainly
@@ -95,10 +96,16 @@ class Counting(nn.Module):
         return self.weight + self.saved
 
 
+def frozen(template: nn.Module) -> nn.Module:
+    """Return a module that learns all its weights, as serving has it: without gradients."""
+    decide_trained_set(template)
+    return template.requires_grad_(False)
+
+
 def taken_over(template: nn.Module, change: Callable[[nn.Module], object]) -> tuple[nn.Module, nn.Module]:
     """Return two modules that were loaded one after the other; the first was changed between."""
     slot = TensorSlot()
-    template.requires_grad_(False)
+    frozen(template)
     first = slot.load(template, template.state_dict(), CPU, plainly=True)
     change(first)
     return first, slot.load(template, template.state_dict(), CPU, plainly=True)
@@ -130,7 +137,7 @@ def test_tensors_that_the_template_shares_stay_shared_and_others_stay_separate()
         assert isinstance(module, Tied)
         slot._tensors["third.weight"] = slot._tensors["one.weight"]
 
-    template = Tied().requires_grad_(False)
+    template = frozen(Tied())
     weights = {name: torch.full((2, 2), float(number)) for number, name in enumerate(template.state_dict())}
     slot = TensorSlot()
     tie(slot.load(template, template.state_dict(), CPU, plainly=True))
@@ -145,7 +152,7 @@ def test_tensors_that_the_template_shares_stay_shared_and_others_stay_separate()
     "change", [lambda tensor: tensor.double(), lambda tensor: tensor.new_zeros(3), lambda tensor: tensor.to("meta")]
 )
 def test_a_tensor_that_does_not_fit_is_not_taken_over(change: Callable[[Tensor], Tensor]) -> None:
-    slot, template = TensorSlot(), nn.Linear(2, 2).requires_grad_(False)
+    slot, template = TensorSlot(), frozen(nn.Linear(2, 2))
     first = slot.load(template, template.state_dict(), CPU, plainly=True)
     graphs = slot.graphs
     slot._tensors["bias"] = nn.Parameter(change(first.bias), requires_grad=False)

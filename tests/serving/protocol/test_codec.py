@@ -296,7 +296,7 @@ ANSWERS = {
 
 def test_a_reply_echoes_the_id_and_names_its_version() -> None:
     request = SIGNATURE.decode(body(id="abc"), None)
-    content, length = SIGNATURE.encode(request, ANSWERS, "digits", "7", "events:0=3")
+    content, length = SIGNATURE.encode(request, ANSWERS, "digits", "7", {"trained_through": "events:0=3"})
     assert length is None
     assert json.loads(content) == {
         "model_name": "digits",
@@ -329,7 +329,7 @@ def test_outputs_are_the_requested_ones_and_binary_where_requested(
 ) -> None:
     request = SIGNATURE.decode(body(outputs=requested, parameters=parameters), None)
     assert request.outputs == expected
-    content, length = SIGNATURE.encode(request, ANSWERS, "digits", "7", "")
+    content, length = SIGNATURE.encode(request, ANSWERS, "digits", "7", {"trained_through": ""})
     header = json.loads(content[:length])
     position = length or len(content)
     for output in header["outputs"]:

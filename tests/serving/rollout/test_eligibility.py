@@ -51,6 +51,25 @@ def test_another_schema_or_model_is_refused_whatever_the_commands() -> None:
     assert misfit(manifest(), REQUIREMENTS) is None
 
 
+def test_another_tokenizer_is_named() -> None:
+    ours = Requirements("schema", MODEL, {"text": {"tokenizer": "a" * 64, "length": 8}, "word": {"hash": 9}})
+    theirs = {"text": {"tokenizer": "b" * 64, "length": 8}, "word": {"hash": 8}}
+    assert misfit(manifest(schema="other", encoders=theirs), ours) == (
+        "it was learned with another tokenizer than schema.features.text.encode names (SHA-256 bbbbbbbbbbbb..., not "
+        "aaaaaaaaaaaa...); set the old file back to serve it, or wait for a version that is trained with the new one"
+    )
+
+
+@pytest.mark.parametrize(
+    "encoders",
+    [{}, {"text": None}, {"text": 5}, {"text": {"hash": 9}}, {"text": {"tokenizer": "a" * 64, "length": 9}}],
+)
+def test_what_is_no_other_tokenizer_is_another_schema(encoders: dict[str, Any]) -> None:
+    ours = Requirements("schema", MODEL, {"text": {"tokenizer": "a" * 64, "length": 8}})
+    reason = misfit(manifest(schema="other", encoders=encoders), ours)
+    assert reason == "it was learned under another schema than [schema] describes"
+
+
 def test_a_version_that_has_learned_less_names_the_partition() -> None:
     served = manifest(trained_through={"events:0": PartitionProgress(offset=10, incarnation=1)})
     for offset, expected in ((9, ("events:0", 10, 9)), (10, None), (11, None)):

@@ -1,0 +1,1 @@
+"""What `versions export` writes."""

@@ -1,0 +1,1 @@
+"""`anabranch init --subject`: a pipeline whose `[schema]` comes from a subject of the Schema Registry."""

@@ -1,0 +1,1 @@
+"""The checks of what is stored on other hosts."""

@@ -1,0 +1,60 @@
+"""The object store of `[storage]`: whether it answers, can be written, and compares before it replaces."""
+
+import contextlib
+import secrets
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+from anabranch.core.errors import SettingsError
+from anabranch.core.object_store.bucket import Bucket, BucketAwayError, ReplacedError
+from anabranch.doctor.findings import CheckContext, Finding, found, ok
+from learner.errors import StorageError
+from learner.object_storage.head import HeadReader
+
+_DENIED = ("PermissionDeniedError", "UnauthenticatedError")
+"""Names of obstore's errors about credentials and rights."""
+_LOCAL = ("file", "memory")
+
+
+def check_storage(context: CheckContext) -> Iterator[Finding]:
+    """Read the head, then write, replace, list and delete a separate object."""
+    settings = context.config.pipeline.storage
+    if settings is None:
+        return
+    try:
+        bucket = settings.quick_bucket
+        HeadReader(bucket).poll()
+        yield from _check_writes(bucket)
+    except SettingsError as exc:
+        yield found("storage.head" if isinstance(exc, StorageError) else "storage.unusable", f"{exc}.")
+        return
+    except BucketAwayError as exc:
+        denied = type(exc.__cause__).__name__ in _DENIED
+        yield found("storage.denied" if denied else "storage.connect", f"{exc}.")
+        return
+    named = sorted(name for name in settings.options if "encryption" in name or "sse" in name)
+    if named:
+        yield ok(f"Encryption of objects by the object store is set by {', '.join(named)}.")
+    elif urlsplit(settings.url).scheme not in _LOCAL:
+        yield found("storage.encryption", "storage.options names no encryption: that of the bucket's default applies.")
+
+
+def _check_writes(bucket: Bucket) -> Iterator[Finding]:
+    """Try what a learner does, with an object that is deleted again."""
+    path, taken = f"doctor/{secrets.token_hex(8)}", False
+    tag = bucket.create(path, b"1")
+    try:
+        with contextlib.suppress(ReplacedError):
+            bucket.create(path, b"2")
+            taken = True
+        newer = bucket.replace(path, b"3", tag)
+        with contextlib.suppress(ReplacedError):
+            bucket.replace(path, b"4", tag)
+            taken = taken or newer != tag
+    finally:
+        bucket.delete([each for each in bucket.sizes("doctor") if each.startswith(path)])
+    if taken:
+        message = f"{bucket.url} replaces objects without a comparison: it ignores If-None-Match or If-Match."
+        yield found("storage.conditional", message)
+    else:
+        yield ok(f"{bucket.url} answers, can be written, and compares before it replaces.")

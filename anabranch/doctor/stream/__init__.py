@@ -1,0 +1,1 @@
+"""Checks of what `[stream]` reads besides the topics."""

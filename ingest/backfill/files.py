@@ -1,0 +1,149 @@
+"""Files of the history: listing them, recognizing them, and opening them, on this host or in an object store."""
+
+import glob
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO, Protocol
+from urllib.parse import urlsplit
+
+import msgspec
+from typing_extensions import override
+
+from anabranch.core.errors import SettingsError
+from ingest.backfill_settings import BackfillSettings
+from ingest.errors import HistoryAwayError
+from ingest.events.position import PartitionFingerprint
+
+_MOST_PARTITIONS = 10_000
+"""Each file has an account in the ledger and in reports, for each pass."""
+
+
+class FileMark(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a file is recognized by; as JSON it is the `topic_id` of its partition, in checkpoints too."""
+
+    name: str
+    """Path or URL."""
+    size: int
+    tag: str
+    """A digest of its version: of the etag in an object store, else of the time of its last change."""
+    rows: int = 0
+    until_ms: int | None = None
+    """Rows from this time on are left to the topics; milliseconds since 1970, the same for all files."""
+    shuffle: int = 0
+    """Rows of a window that are shuffled."""
+    seed: int = 0
+    """Of the order in a window."""
+    identity: bool = False
+    """Whether rows are events of the topics."""
+
+    def encoded(self) -> str:
+        """Return the mark as text."""
+        return msgspec.json.encode(self).decode()
+
+    @classmethod
+    def decoded(cls, text: str) -> "FileMark":
+        """Return the mark of a text."""
+        return msgspec.json.decode(text, type=cls)
+
+
+def rows_of(partition: PartitionFingerprint) -> int:
+    """Return the end of the partition of a file, by what it is recognised by: with an identity it has one offset."""
+    mark = FileMark.decoded(partition.topic_id or "")
+    return 1 if mark.identity else mark.rows
+
+
+class FileStore(Protocol):
+    """Lists, checks and opens files; all methods raise HistoryAwayError when the storage does not answer."""
+
+    def matching(self, pattern: str) -> list[FileMark]:
+        """Return the files of a pattern, by name."""
+        ...
+
+    def find(self, name: str) -> FileMark | None:
+        """Return a file as it is now; None if it is gone."""
+        ...
+
+    def open(self, mark: FileMark) -> BinaryIO:
+        """Open a file, to read from any byte on."""
+        ...
+
+
+class LocalFiles(FileStore):
+    """Files on this host, and on file systems that are mounted."""
+
+    @override
+    def matching(self, pattern: str) -> list[FileMark]:
+        with _named(pattern):
+            names = sorted(glob.glob(pattern.removeprefix("file://"), recursive=True))  # noqa: PTH207 absolute ones too
+        return [mark for name in names if Path(name).is_file() and (mark := self.find(name)) is not None]
+
+    @override
+    def find(self, name: str) -> FileMark | None:
+        with _named(name):
+            try:
+                status = Path(name).stat()
+            except (FileNotFoundError, NotADirectoryError):
+                if not Path(name).absolute().parent.exists():
+                    raise HistoryAwayError(f"{name} cannot be read: its folder is missing; mount it again") from None
+                return None
+        return FileMark(name, status.st_size, tag_of(str(status.st_mtime_ns)))
+
+    @override
+    def open(self, mark: FileMark) -> BinaryIO:
+        with _named(mark.name):
+            return Path(mark.name).open("rb")
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Turn errors of the file system into ours."""
+    try:
+        yield
+    except OSError as exc:
+        why = exc.strerror or exc
+        raise HistoryAwayError(f"{name} cannot be read: {why}; reading it is tried again") from exc
+
+
+def tag_of(version: str) -> str:
+    """Return the digest of a file's version."""
+    return hashlib.blake2b(version.encode(), digest_size=8).hexdigest()
+
+
+def store_of(name: str, settings: BackfillSettings) -> FileStore:
+    """Return the store of a file or pattern: URLs need the extra `storage`."""
+    if "://" not in name or name.startswith("file://"):
+        return LocalFiles()
+    try:
+        # Imported here since it is an extra.
+        from ingest.backfill.object_store import object_store
+    except ImportError as exc:
+        raise SettingsError(f"stream.backfill.files: {name} needs obstore: pip install 'anabranch[storage]'") from exc
+    parts = urlsplit(name)
+    options = tuple((key, value.get_secret_value()) for key, value in settings.storage.items())
+    return object_store(f"{parts.scheme}://{parts.netloc}/", options)
+
+
+def listed(settings: BackfillSettings) -> list[FileMark]:
+    """Return the files of all patterns, each once: by name, or in the order of the patterns with `order = "given"`.
+
+    Raises:
+        SettingsError: a pattern matches no file, or there are too many files.
+        HistoryAwayError: the storage does not answer.
+    """
+    found: dict[str, FileMark] = {}
+    for pattern in settings.files:
+        matching = store_of(pattern, settings).matching(pattern)
+        if not matching:
+            raise SettingsError(
+                f'stream.backfill.files: no file matches "{pattern}"; correct it, or remove [stream.backfill]'
+            )
+        found |= {mark.name: mark for mark in matching if mark.name not in found}
+    if len(found) * settings.epochs > _MOST_PARTITIONS:
+        raise SettingsError(
+            f"stream.backfill.files: {len(found)} files match, which makes {len(found) * settings.epochs} partitions "
+            f"with epochs = {settings.epochs}, and {_MOST_PARTITIONS} are allowed; join small files"
+        )
+    marks = list(found.values())
+    return sorted(marks, key=lambda mark: mark.name) if settings.order == "name" else marks

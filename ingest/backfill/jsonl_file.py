@@ -1,0 +1,138 @@
+"""Rows of a file of JSON lines: each line is a row, decoded as a message of `stream.format = "json"` is."""
+
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from typing import Any, BinaryIO
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+from typing_extensions import override
+
+from ingest.backfill.row_tables import CHUNK_ROWS, Decoder, FileRows, RowTables, Seek
+from ingest.events.schema import Schema
+from ingest.formats.base import WHOLE_MESSAGE, Decoded, Reject, joined
+from ingest.formats.json import JsonFormat
+
+LINE = "line"
+"""The only column of the tables: the bytes of a line."""
+_CHUNK_BYTES = 4_000_000
+"""Bytes of lines that are decoded together; decoded values may take many times as much memory."""
+_COUNT_BYTES = 1 << 20
+_TYPE = pa.large_binary()
+
+
+class JsonlRows(RowTables):
+    """An open file of JSON lines."""
+
+    def __init__(self, file: BinaryIO, longest: int) -> None:
+        """Of a line with more than `longest` bytes, only one byte more is read."""
+        self._file = file
+        self._longest = longest
+
+    @property
+    @override
+    def rows(self) -> int:
+        """Number of lines; counts them."""
+        self._file.seek(0)
+        count, last = 0, b"\n"
+        while part := self._file.read(_COUNT_BYTES):
+            count, last = count + part.count(b"\n"), part[-1:]
+        return count + (last != b"\n")
+
+    @property
+    @override
+    def schema(self) -> Any:
+        return pa.schema([(LINE, _TYPE)])
+
+    @override
+    def tables(self, columns: Sequence[str], row: int, hint: Seek | None = None) -> Iterator[FileRows]:
+        at, byte = (hint.row, hint.byte) if hint is not None else (0, 0)
+        self._file.seek(byte)
+        while at < row and (line := self._line()) is not None:
+            at, byte = at + 1, byte + line[1]
+        while True:
+            lines: list[bytes] = []
+            size = 0
+            while len(lines) < CHUNK_ROWS and size < _CHUNK_BYTES and (line := self._line()) is not None:
+                lines.append(line[0])
+                size += line[1]
+            if not lines:
+                return
+            yield FileRows(pa.table({LINE: pa.array(lines, _TYPE)}), at, Seek(at, byte))
+            at, byte = at + len(lines), byte + size
+
+    def _line(self) -> tuple[bytes, int] | None:
+        """Return the next line without its end, and its bytes in the file; None at the end of the file."""
+        line = self._file.readline(self._longest + 2)
+        size = len(line)
+        end = line[-1:] == b"\n"
+        while not end and (more := self._file.readline(_COUNT_BYTES)):
+            size, end = size + len(more), more[-1:] == b"\n"
+        return (line.rstrip(b"\r\n"), size) if size else None
+
+    @override
+    def close(self) -> None:
+        """Do nothing: the file is closed by who opened it."""
+
+
+class LineDecoder(Decoder):
+    """Decodes JSON lines."""
+
+    def __init__(self, schema: Schema, time: str | None, longest: int) -> None:
+        """Take `time`, the field of record times if there is one; longer lines than `longest` bytes are rejected."""
+        self._format = JsonFormat(schema)
+        self._longest = longest
+        kind = msgspec.defstruct("Time", [("time", float | str | None, None)], rename={"time": time or ""})
+        self._time = None if time is None else msgspec.json.Decoder(kind)
+
+    @override
+    def columns_in(self, schema: Any) -> list[str]:
+        return [LINE]
+
+    @override
+    def problem(self, schema: Any) -> str | None:
+        return None
+
+    @override
+    def decode(self, table: Any) -> Decoded:
+        lines = table.column(LINE).to_pylist()
+        long = [index for index, line in enumerate(lines) if len(line) > self._longest]
+        if not long:
+            return self._format.decode(lines)
+        out = set(long)
+        fair = np.array([index for index in range(len(lines)) if index not in out], np.int32)
+        rejects = [Reject(index, WHOLE_MESSAGE, f"oversized: more than {self._longest} bytes") for index in long]
+        decoded = self._format.decode([lines[index] for index in fair.tolist()]).at(fair)
+        return joined(
+            [
+                decoded,
+                Decoded(decoded.message[:0], decoded.row[:0], {n: c[:0] for n, c in decoded.columns.items()}, rejects),
+            ]
+        )
+
+    @override
+    def times_ms(self, table: Any) -> NDArray[np.int64]:
+        times = np.zeros(table.num_rows, np.int64)
+        if self._time is not None:
+            for row, line in enumerate(table.column(LINE).to_pylist()):
+                times[row] = self._time_of(line)
+        return times
+
+    def _time_of(self, line: bytes) -> int:
+        """Return the time of a line in milliseconds since 1970; 0 where it has none that can be read."""
+        assert self._time is not None
+        try:
+            time: float | str | None = msgspec.structs.asdict(self._time.decode(line))["time"]
+            if isinstance(time, str):
+                moment = datetime.fromisoformat(time)
+                time = (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError):
+            return 0
+        return int(min(time, 2**52) * 1000) if time is not None and time > -(2**52) else 0
+
+    @override
+    def text(self, table: Any, row: int) -> bytes:
+        line: bytes = table.column(LINE)[row].as_py()
+        return line

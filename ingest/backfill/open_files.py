@@ -1,0 +1,152 @@
+"""Opens the files of the history in their formats, and turns errors of reading them into ours."""
+
+import errno
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import pyarrow as pa
+from pyarrow import types
+
+from anabranch.core.errors import SettingsError
+from ingest.backfill.files import FileMark, FileStore, listed, store_of
+from ingest.backfill.jsonl_file import LINE, JsonlRows, LineDecoder
+from ingest.backfill.parquet_file import ParquetRows
+from ingest.backfill.row_decoder import RowDecoder
+from ingest.backfill.row_tables import CHUNK_BYTES, CHUNK_ROWS, Decoder, RowTables
+from ingest.backfill_settings import BackfillSettings, FileFormat
+from ingest.errors import HistoryAwayError, HistoryError
+from ingest.events.block import BlockLayout
+from ingest.events.schema import Schema
+
+_AT_ONCE = 16
+"""Files that are opened at once when all are listed."""
+_NEVER = 2**63 - 1
+_MOST_AHEAD_MS = 86_400_000
+"""First times that are further ahead of the clock are in another unit than seconds."""
+_AWAY = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENODEV, errno.ENOTCONN, errno.EHOSTDOWN, errno.ENXIO}
+"""Errors of reading that say nothing of the file."""
+_WAY_OUT = (
+    "put back the file as it was, with its time of change, or move the checkpoints away to read the history again"
+)
+
+
+class RowFiles:
+    """Files of rows, by their marks. Thread-safe."""
+
+    def __init__(
+        self, settings: BackfillSettings, schema: Schema, time: str | None, longest: int, others: Sequence[str] = ()
+    ) -> None:
+        """Take `time`, the column of record times, and `others`, columns to read besides; see `LineDecoder`."""
+        self._settings = settings
+        self._time = time
+        self._longest = longest
+        self.chunk_rows = max(1, min(CHUNK_ROWS, CHUNK_BYTES // BlockLayout(schema).row_bytes()))
+        """Most rows that are decoded together."""
+        self._decoders: dict[FileFormat, Decoder] = {
+            "parquet": RowDecoder(schema, time, others),
+            "jsonl": LineDecoder(schema, time, longest),
+        }
+
+    def decoder(self, mark: FileMark) -> Decoder:
+        """Return the decoder of a file."""
+        return self._decoders[self._settings.format_of(mark.name)]
+
+    def listed(self) -> list[FileMark]:
+        """List the files in the order in which they are read, check their schemas, and count their rows.
+
+        Raises:
+            SettingsError: a pattern matches no file, or a file has another schema or times in another unit.
+            HistoryError: a file cannot be decoded.
+            HistoryAwayError: the storage does not answer.
+        """
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            found = list(pool.map(self._inspected, listed(self._settings)))
+        if self._settings.order == "time":
+            found.sort(key=lambda each: each[1])
+        return [mark for mark, _ in found]
+
+    @contextmanager
+    def opened(self, mark: FileMark) -> Iterator[RowTables]:
+        """Open a file that is unchanged and fits the schema; errors of reading it become ours."""
+        store = store_of(mark.name, self._settings)
+        _check_unchanged(store, mark)
+        try:
+            with store.open(mark) as file:
+                is_parquet = self._settings.format_of(mark.name) == "parquet"
+                rows: RowTables = ParquetRows(file, self.chunk_rows) if is_parquet else JsonlRows(file, self._longest)
+                try:
+                    self._check_schema(mark, rows)
+                    yield rows
+                finally:
+                    rows.close()
+        except (pa.ArrowException, OSError, ValueError) as exc:
+            if isinstance(exc, OSError) and exc.errno in _AWAY:
+                raise HistoryAwayError(
+                    f"{mark.name} cannot be read: {exc.strerror}; reading it is tried again"
+                ) from exc
+            _check_unchanged(store, mark)  # a file that was changed while it was read is not damaged
+            raise self.damaged(mark, str(exc).partition("\n")[0]) from exc
+
+    def check_unchanged(self, mark: FileMark) -> None:
+        """Raise HistoryError where a file is no longer the one that was listed."""
+        _check_unchanged(store_of(mark.name, self._settings), mark)
+
+    @staticmethod
+    def damaged(mark: FileMark, why: str) -> HistoryError:
+        """Return the error for a file that is unchanged and cannot be decoded."""
+        return HistoryError(
+            f"{mark.name} is damaged: {why}; write it again and move the checkpoints away, or leave it out of "
+            "stream.backfill.files"
+        )
+
+    def _inspected(self, mark: FileMark) -> tuple[FileMark, int]:
+        """Return a file with its number of rows, and its earliest time where files are read by time."""
+        with self.opened(mark) as rows:
+            self.check_times(mark, rows)
+            earliest = min(self._earliest_times(mark, rows), default=_NEVER) if self._settings.order == "time" else 0
+            return msgspec.structs.replace(mark, rows=rows.rows), earliest
+
+    def check_times(self, mark: FileMark, rows: RowTables) -> None:
+        """Raise SettingsError where the first times of a file, as numbers, are all ahead of the clock."""
+        if self._time is None or (
+            self._time in rows.schema.names and types.is_timestamp(rows.schema.field(self._time).type)
+        ):
+            return
+        first = next(self._earliest_times(mark, rows), _NEVER)
+        if time.time() * 1000 + _MOST_AHEAD_MS < first < _NEVER:
+            raise SettingsError(
+                f"stream.backfill.files: {mark.name} has only times more than a day ahead of now in {self._time}, "
+                "which is read as seconds since 1970 and seems to have milliseconds; write seconds, or a timestamp"
+            )
+
+    def _earliest_times(self, mark: FileMark, rows: RowTables) -> Iterator[int]:
+        """Yield the earliest time in each table of a file; `_NEVER` where none has one."""
+        decoder = self.decoder(mark)
+        columns = [name for name in decoder.columns_in(rows.schema) if name in (self._time, LINE)]
+        for part in rows.tables(columns, 0):
+            times = decoder.times_ms(part.table)
+            yield int(times[times > 0].min(initial=_NEVER))
+
+    def _check_schema(self, mark: FileMark, rows: RowTables) -> None:
+        problem = self.decoder(mark).problem(rows.schema)
+        if problem is not None:
+            raise SettingsError(
+                f"stream.backfill.files: {mark.name} does not fit [schema]: {problem}; correct [schema], or leave the "
+                "file out"
+            )
+
+
+def _check_unchanged(store: FileStore, mark: FileMark) -> None:
+    now: Any = store.find(mark.name)
+    if now is None:
+        raise HistoryError(f"{mark.name} is missing, which is a file of the history; {_WAY_OUT}")
+    if now.size < mark.size:
+        raise HistoryError(
+            f"{mark.name} has {now.size} bytes, and had {mark.size} when the history was listed; {_WAY_OUT}"
+        )
+    if (now.size, now.tag) != (mark.size, mark.tag):
+        raise HistoryError(f"{mark.name} was changed after the history was listed; {_WAY_OUT}")

@@ -1,0 +1,148 @@
+"""Decodes Arrow tables of rows: the schema's columns, record times, and the reason for each row that cannot be used.
+
+Legend: K rows.
+"""
+
+import contextlib
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+from pyarrow import types
+from typing_extensions import override
+
+from ingest.backfill.row_tables import Decoder
+from ingest.events.block import Array, BlockLayout
+from ingest.events.schema import Schema
+from ingest.formats.arrow_columns import ArrowField, Faults, columns_of, fields_of, sizes_of
+from ingest.formats.base import Decoded, Reject, reject_unusable_numbers
+
+_PER_MS = {"us": 1_000, "ns": 1_000_000}
+
+
+class RowDecoder(Decoder):
+    """Decodes rows of Arrow tables, whose types have been checked by `problem`."""
+
+    def __init__(self, schema: Schema, time: str | None, others: Sequence[str] = ()) -> None:
+        """Take `time`, the column of record times if there is one, and `others`, columns to read besides."""
+        self._schema = schema
+        self._fields: tuple[ArrowField, ...] = tuple(fields_of(schema))
+        self._layout = BlockLayout(schema)
+        self._time = time
+        names = [field.name for field in self._fields] + [name for name in (time, *others) if name is not None]
+        self._names = tuple(dict.fromkeys(names))
+
+    @override
+    def columns_in(self, schema: Any) -> list[str]:
+        return [name for name in self._names if name in schema.names]
+
+    @override
+    def problem(self, schema: Any) -> str | None:
+        for field in self._fields:
+            if field.name not in schema.names:
+                if field.required:
+                    return f"it has no column {field.name}"
+            elif schema.names.count(field.name) > 1:
+                return f"two of its columns are named {field.name}"
+            elif sizes_of(schema.field(field.name).type, field) is None:
+                return f"its column {field.name} is of Arrow type {schema.field(field.name).type}, not {field.expected}"
+        if self._time is not None:
+            if self._time not in schema.names:
+                return f"it has no column {self._time}, which stream.backfill.time names"
+            kind = schema.field(self._time).type
+            if not (types.is_timestamp(kind) or types.is_integer(kind) or types.is_floating(kind)):
+                return f"its column {self._time} is of Arrow type {kind}, not a timestamp or a number of seconds"
+        return None
+
+    @override
+    def decode(self, table: Any) -> Decoded:
+        rows = table.num_rows
+        invalid = _invalid_rows(table)
+        if invalid.any():
+            good = np.flatnonzero(~invalid)
+            decoded = self.decode(table.take(pa.array(good))).at(good.astype(np.int32))
+            rejects = [
+                Reject(int(row), 0, "it is not valid Arrow data, such as text that is not UTF-8")
+                for row in np.flatnonzero(invalid)
+            ]
+            return Decoded(decoded.message, decoded.row, decoded.columns, sorted([*decoded.rejects, *rejects]))
+        faults = Faults(rows)
+        arrays = {
+            field.name: _single(table.column(field.name)) for field in self._fields if field.name in table.schema.names
+        }
+        columns = columns_of(self._schema, self._fields, arrays, faults)
+        decoded = Decoded(np.arange(rows, dtype=np.int32), np.zeros(rows, np.int32), columns, ())
+        bad = np.flatnonzero(faults.first)
+        if len(bad):
+            good = np.flatnonzero(faults.first == 0)
+            rejects = [Reject(int(row), 0, faults.reasons[faults.first[row]]) for row in bad]
+            kept: dict[str, Array] = {name: column[good] for name, column in columns.items()}
+            decoded = Decoded(good.astype(np.int32), np.zeros(len(good), np.int32), kept, rejects)
+        return reject_unusable_numbers(decoded, self._schema)
+
+    @override
+    def times_ms(self, table: Any) -> NDArray[np.int64]:
+        if self._time is None:
+            return np.zeros(table.num_rows, np.int64)
+        array = _single(table.column(self._time))
+        if types.is_timestamp(array.type):
+            whole: NDArray[np.int64] = array.cast(pa.int64()).fill_null(0).to_numpy(zero_copy_only=False)
+            unit = array.type.unit
+            return whole * 1000 if unit == "s" else whole if unit == "ms" else whole // _PER_MS[unit]
+        seconds = array.cast(pa.float64(), safe=False).fill_null(0).to_numpy(zero_copy_only=False)
+        with np.errstate(invalid="ignore", over="ignore"):
+            ms: NDArray[np.float64] = seconds * 1000
+            if not -(2.0**62) < ms.min(initial=0.0) <= ms.max(initial=0.0) < 2.0**62:  # NaN is no bound
+                ms = np.nan_to_num(ms, nan=0.0, posinf=0.0, neginf=0.0)
+                ms = np.where(ms > -(2.0**62), np.minimum(ms, 2.0**62), 0)
+            return ms.astype(np.int64)
+
+    @override
+    def text(self, table: Any, row: int) -> bytes:
+        cells = table.slice(row, 1)
+        return json.dumps(dict(zip(cells.column_names, map(_value, cells.columns), strict=True)), default=str).encode()
+
+
+def _single(column: Any) -> Any:
+    if not isinstance(column, pa.ChunkedArray):
+        return column
+    return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()  # which copies also one chunk
+
+
+def _value(cell: Any) -> Any:
+    """Return the value of a column with one row, as text where Python has no such value."""
+    # A time of nanoseconds or beyond the year 9999, and text that is not UTF-8.
+    with contextlib.suppress(ValueError, OverflowError, pa.ArrowException):
+        return cell.to_pylist()[0]
+    with contextlib.suppress(pa.ArrowException):
+        if types.is_temporal(cell.type):
+            return cell.cast(pa.string()).to_pylist()[0]
+        return cell.cast(pa.binary()).to_pylist()[0].decode(errors="replace")
+    return f"a value of Arrow type {cell.type} that cannot be written"
+
+
+def _invalid_rows(table: Any) -> NDArray[np.bool_]:
+    """Return which rows have values that pyarrow could not read, bool `[K]`."""
+    invalid = np.zeros(table.num_rows, np.bool_)
+    texts = [name for name, kind in zip(table.schema.names, table.schema.types, strict=True) if not _is_plain(kind)]
+    if not texts:
+        return invalid
+    checked = table.select(texts)
+    try:
+        checked.validate(full=True)
+    except pa.ArrowInvalid:
+        for row in range(table.num_rows):
+            try:
+                # A copy, since a slice validates all values of a dictionary and all bytes before it.
+                checked.slice(row, 1).take(pa.array([0])).validate(full=True)
+            except pa.ArrowInvalid:
+                invalid[row] = True
+    return invalid
+
+
+def _is_plain(kind: Any) -> bool:
+    """Return whether any bytes are a valid value of an Arrow type."""
+    return bool(types.is_primitive(kind) or types.is_null(kind))

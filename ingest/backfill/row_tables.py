@@ -1,0 +1,84 @@
+"""The contract of a file's rows and of their decoder, whatever the format."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ingest.formats.base import Decoded
+
+CHUNK_ROWS = 32_768
+"""Most rows that are decoded together: calls of numpy cost little then."""
+CHUNK_BYTES = 8_000_000
+"""Most bytes of events that are decoded together."""
+
+
+@dataclass(frozen=True)
+class Seek:
+    """A row, and the byte at which it begins, in formats that need it to find this row and those after it."""
+
+    row: int
+    byte: int
+
+
+class FileRows(NamedTuple):
+    """An Arrow table of consecutive rows.
+
+    Attributes:
+        table: the rows.
+        row: the index of the first one in the file.
+        hint: of this row or an earlier one; None in formats that need no hint.
+    """
+
+    table: Any
+    row: int
+    hint: Seek | None = None
+
+
+class RowTables(ABC):
+    """An open file of rows. Used by one thread."""
+
+    @property
+    @abstractmethod
+    def rows(self) -> int:
+        """Number of rows; may read the file."""
+
+    @property
+    @abstractmethod
+    def schema(self) -> Any:
+        """The Arrow schema of the rows."""
+
+    @abstractmethod
+    def tables(self, columns: Sequence[str], row: int, hint: Seek | None = None) -> Iterator[FileRows]:
+        """Yield tables of consecutive rows from `row` on; `hint` is of this row or an earlier one, if any is known."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close the file."""
+
+
+class Decoder(ABC):
+    """Decodes K rows of a table; a bad row raises nothing: it becomes a reject."""
+
+    @abstractmethod
+    def columns_in(self, schema: Any) -> list[str]:
+        """Return the columns of an Arrow schema that are read."""
+
+    @abstractmethod
+    def problem(self, schema: Any) -> str | None:
+        """Return why files of this Arrow schema cannot be used, if so."""
+
+    @abstractmethod
+    def decode(self, table: Any) -> Decoded:
+        """Decode K rows: message `k` is row `k`."""
+
+    @abstractmethod
+    def times_ms(self, table: Any) -> NDArray[np.int64]:
+        """Return the record time of each row, int64 `[K]`: milliseconds since 1970, 0 where there is none."""
+
+    @abstractmethod
+    def text(self, table: Any, row: int) -> bytes:
+        """Return a row as a JSON object, for its dead letter."""

@@ -1,0 +1,24 @@
+"""Which events are held out: the same decision at ingest, and when the label of an event comes later."""
+
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ingest.config import HoldOut
+from ingest.events.block import Array
+from ingest.events.identity import identity_hash, seeded_hash
+
+
+def held_out(hold_out: HoldOut, columns: Mapping[str, Array], base: NDArray[np.uint64]) -> NDArray[np.bool_]:
+    """Return which of N labelled events are held out, bool `[N]`; `base` is `partition_base` of each.
+
+    By a hash of the group, else of the key, else of the identity: events of one group or key are held out together.
+    """
+    seed = hold_out.seed
+    hashed = identity_hash(base, columns["offset"].astype(np.int64), columns["row"].astype(np.int32), seed)
+    for name in ("key_hash", "group_hash"):
+        own = columns[name].astype(np.uint64)
+        if own.any():
+            hashed = np.where(own != 0, seeded_hash(own, seed), hashed)
+    return np.asarray(hashed < np.uint64(int(hold_out.fraction * 2**64)))

@@ -1,0 +1,202 @@
+"""Which fields of a Protobuf message `[schema]` reads, and a message type that has only these.
+
+The smaller type makes decoding independent of the rest of the message: all other fields are skipped, also those that
+are nested without end. A field with presence (`optional`, wrappers, members of a oneof, all of proto2) that is absent
+is missing. One without is never missing: it then has its zero.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from google.protobuf import descriptor_pool
+from google.protobuf.descriptor import Descriptor
+from google.protobuf.descriptor_pb2 import DescriptorProto, FieldDescriptorProto, FileDescriptorProto
+
+from ingest.events.schema import Schema
+from ingest.schema_registry.writer_schema import UnfitSchemaError
+
+_REPEATED, _OPTIONAL = FieldDescriptorProto.LABEL_REPEATED, FieldDescriptorProto.LABEL_OPTIONAL
+_INTEGERS = ("int32", "int64", "uint32", "uint64", "sint32", "sint64", "fixed32", "fixed64", "sfixed32", "sfixed64")
+_NUMBERS = (*_INTEGERS, "float", "double")
+_WRAPPERS = {
+    f"google.protobuf.{name}Value"
+    for name in ("Double", "Float", "Int64", "UInt64", "Int32", "UInt32", "Bool", "String", "Bytes")
+}
+_TIMESTAMP = "google.protobuf.Timestamp"
+_TYPE_NAMES = {number: name.removeprefix("TYPE_").lower() for name, number in FieldDescriptorProto.Type.items()}
+
+
+@dataclass(frozen=True)
+class DeclaredField:
+    """A field that `[schema]` reads, and the Protobuf types that it accepts."""
+
+    name: str
+    types: tuple[str, ...]
+    expected: str
+    shape: tuple[int, ...] = ()
+    repeated: bool = False
+    required: bool = True
+    classes: tuple[str, ...] | None = None
+    """Names of the classes, for a label that has them."""
+    is_label: bool = False
+    is_word: bool = False
+    """Whether values are strings, and those of an enum the names of its values."""
+
+
+@dataclass(frozen=True)
+class ReadField:
+    """A field that is read from messages of one writer schema.
+
+    Attributes:
+        declared: what `[schema]` expects.
+        scalar: its type by Protobuf's name; that of the value for wrappers.
+        form: "scalar", "wrapper", "timestamp", or "list" for repeated fields.
+        presence: whether it may be absent; a list that is empty is not absent.
+        words: names of an enum's values by their number, where the names are read.
+        missing: the value that counts as missing, for a label without presence whose zero is no class.
+    """
+
+    declared: DeclaredField
+    scalar: str
+    form: str
+    presence: bool
+    words: Mapping[int, str] | None = None
+    missing: str | None = None
+
+    def word(self, number: int) -> str:
+        """Return the name of an enum's value, or its number for values that the writer schema does not have."""
+        return (self.words or {}).get(number, str(number))
+
+
+@dataclass(frozen=True)
+class ReadType:
+    """A message type with the fields that are read, and whether the writer schema has others.
+
+    `messages` is a type with many of them in its only field, number 1.
+    """
+
+    message: Descriptor
+    messages: Descriptor
+    fields: tuple[ReadField, ...]
+    has_unknown: bool
+
+
+def read_type(writer: Descriptor, schema: Schema) -> ReadType:
+    """Return what is read of messages of a writer schema.
+
+    Raises:
+        UnfitSchemaError: a field that `[schema]` requires is not in the writer schema, or is of a type that cannot fit.
+    """
+    described = DescriptorProto()
+    writer.CopyToProto(described)
+    own = {field.name: field for field in described.field}
+    file = FileDescriptorProto(name="read.proto", package="read", syntax="proto3")
+    message = file.message_type.add(name="Event")
+    fields: list[ReadField] = []
+    for declared in declared_fields(schema):
+        if declared.name in own:
+            field = _read_field(writer, own[declared.name], declared)
+            fields.append(field)
+            _add(file, message, field, own[declared.name].number)
+        elif declared.required:
+            raise UnfitSchemaError(
+                f"{writer.full_name} has no field {declared.name}, which [schema] requires; give it a default"
+            )
+    many = file.message_type.add(name="Events").field.add(name="event", number=1, label=_REPEATED)
+    many.type, many.type_name = FieldDescriptorProto.TYPE_MESSAGE, ".read.Event"
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    one, all_of_them = (pool.FindMessageTypeByName(f"read.{name}") for name in ("Event", "Events"))
+    return ReadType(one, all_of_them, tuple(fields), len(own) > len(fields))
+
+
+def declared_fields(schema: Schema) -> Iterator[DeclaredField]:
+    """Yield the fields that a message may have, the features first and in their order."""
+    words, whole = ("string", "enum"), (*_INTEGERS, "enum")
+    for feature in schema.features:
+        types = {"b": ("bool",), "f": _NUMBERS}.get(feature.dtype.kind, whole)
+        expected = "string" if feature.is_string else str(feature.dtype)
+        yield DeclaredField(
+            feature.name,
+            words if feature.is_string else types,
+            f"{expected} of shape {list(feature.shape)}" if feature.shape else expected,
+            feature.shape,
+            repeated=bool(feature.shape),
+            required=feature.default is None,
+            is_word=feature.is_string,
+        )
+    label = schema.label
+    if label.names is not None:
+        types, expected = words, "a string or an enum"
+    elif label.classes is not None:
+        types, expected = whole, "a whole number"
+        if label.one_of == 2:
+            types, expected = (*whole, "bool"), "a whole number or a bool"
+    else:
+        types, expected = _NUMBERS, "a number"
+    yield DeclaredField(
+        label.name,
+        types,
+        f"repeated, each {expected}" if label.multi else expected,
+        repeated=label.multi,
+        required=False,
+        classes=label.names,
+        is_label=True,
+        is_word=label.names is not None,
+    )
+    for name, types, expected in (
+        (schema.key, (*words, *_INTEGERS), "a string or a whole number"),
+        (schema.time, (*_NUMBERS, _TIMESTAMP), "a google.protobuf.Timestamp or a number of seconds"),
+        (schema.weight, _NUMBERS, "a number"),
+        (schema.group, (*words, *_INTEGERS), "a string or a whole number"),
+        (schema.join, (*words, *_INTEGERS), "a string or a whole number"),
+    ):
+        if name is not None:
+            yield DeclaredField(name, types, expected, is_word="enum" in types)
+
+
+def _read_field(writer: Descriptor, described: FieldDescriptorProto, declared: DeclaredField) -> ReadField:
+    found: Any = writer.fields_by_name[declared.name]
+    repeated = described.label == _REPEATED
+    scalar, form = _TYPE_NAMES[described.type], "list" if repeated else "scalar"
+    if found.message_type is not None and not repeated and scalar == "message":
+        scalar = found.message_type.full_name
+        value = found.message_type.fields_by_name.get("value")
+        if scalar in _WRAPPERS and value is not None:
+            scalar, form = _TYPE_NAMES[value.type], "wrapper"
+        elif scalar == _TIMESTAMP:
+            form = "timestamp"
+    if scalar not in declared.types or repeated != declared.repeated:
+        named = found.message_type or found.enum_type
+        kind = f"{'repeated ' if repeated else ''}{named.full_name if named else scalar}"
+        raise UnfitSchemaError(f"{declared.name} is of Protobuf type {kind}, not {declared.expected}")
+    words: dict[int, str] | None = None
+    if scalar == "enum" and declared.is_word:
+        words = {}
+        for value in found.enum_type.values:
+            words.setdefault(value.number, value.name)
+    presence = bool(found.has_presence)
+    zero = "" if words is None else words.get(0, "0")
+    unset = not presence and not repeated and declared.classes is not None and zero not in declared.classes
+    return ReadField(declared, scalar, form, presence, words, zero if unset else None)
+
+
+def _add(file: FileDescriptorProto, message: DescriptorProto, field: ReadField, number: int) -> None:
+    """Add a field to the message type that is read: enums as numbers, and wrappers and timestamps as own messages."""
+    kind = FieldDescriptorProto.Type
+    label = _REPEATED if field.form == "list" else _OPTIONAL
+    added = message.field.add(name=field.declared.name, number=number, label=label)
+    scalar = "int32" if field.scalar == "enum" else field.scalar
+    if field.form in ("wrapper", "timestamp"):
+        inner = file.message_type.add(name=f"Field{number}")
+        added.type, added.type_name = kind.TYPE_MESSAGE, f".read.{inner.name}"
+        values = (("seconds", "int64"), ("nanos", "int32")) if field.form == "timestamp" else (("value", scalar),)
+        for index, (name, each) in enumerate(values, start=1):
+            inner.field.add(name=name, number=index, label=_OPTIONAL, type=kind.Value(f"TYPE_{each.upper()}"))
+        return
+    added.type = kind.Value(f"TYPE_{scalar.upper()}")
+    if field.presence:
+        added.proto3_optional = True
+        added.oneof_index = len(message.oneof_decl)
+        message.oneof_decl.add(name=f"_presence_{number}")

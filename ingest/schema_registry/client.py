@@ -1,0 +1,217 @@
+"""A client of a Schema Registry: Confluent's API, of which only schemas are read.
+
+Credentials are sent to the configured host alone: answers that redirect to another one are refused.
+"""
+
+import contextlib
+import json
+import logging
+import re
+import ssl
+import time
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+
+from anabranch.core.durations import format_duration
+from anabranch.core.errors import SettingsError
+from ingest.errors import MissingSchemaError, RegistryCertificateError, RegistryCredentialsError, RegistryError
+from ingest.registry_settings import RegistrySettings
+from ingest.schema_registry.writer_schema import Reference, SchemaKind, WriterSchema
+
+_MOST_BYTES = 4_000_000
+"""Bytes of the longest answer that is read."""
+_MOST_REDIRECTS = 3
+_MOST_REFERENCES = 200
+_KINDS: dict[str, SchemaKind] = {"AVRO": "avro", "PROTOBUF": "protobuf", "JSON": "json-schema"}
+_MISSING = re.compile("404[0-9]{2}")
+"""Error codes with which a registry says that it has no such schema, subject or version; 404 alone is any server's."""
+
+
+class _NotFoundError(RegistryError):
+    """A 404 without an error code of a registry."""
+
+
+class RegistryClient:
+    """Reads schemas; each method raises RegistryError where the registry gives no answer. Used by one thread."""
+
+    def __init__(self, settings: RegistrySettings, *, are_serialized: bool = False) -> None:
+        """Connect to nothing yet; with `are_serialized`, ask for Protobuf schemas as descriptors instead of text.
+
+        Raises:
+            SettingsError: the file of authorities cannot be read, or the proxy of the environment cannot be used.
+        """
+        self._settings = settings
+        self._parameters = {"format": "serialized"} if are_serialized else {}
+        self._seconds = settings.timeout.total_seconds()
+        headers = {"Accept": "application/vnd.schemaregistry.v1+json, application/json", "Accept-Encoding": "identity"}
+        auth = None
+        if settings.token is not None:
+            headers["Authorization"] = f"Bearer {settings.token.get_secret_value()}"
+        elif settings.user is not None and settings.password is not None:
+            auth = httpx.BasicAuth(settings.user, settings.password.get_secret_value())
+        logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs each request
+        verify = _authorities(settings)
+        try:
+            self._http = httpx.Client(auth=auth, headers=headers, timeout=self._seconds, verify=verify)
+        except (ImportError, ValueError, httpx.InvalidURL) as exc:
+            raise SettingsError(
+                "the proxy of stream.registry cannot be used: HTTPS_PROXY, HTTP_PROXY and ALL_PROXY must be "
+                "http://host:port, or socks5://host:port after pip install 'httpx[socks]'"
+            ) from exc
+
+    def schema(self, schema_id: int | str) -> WriterSchema:
+        """Return the schema with this number, or with this GUID.
+
+        Registries without GUIDs answer such a path with a plain 404, as any other server does: whether there is a
+        registry is asked then.
+
+        Raises:
+            MissingSchemaError: the registry has none.
+        """
+        path = f"/schemas/{'ids' if isinstance(schema_id, int) else 'guids'}/{schema_id}"
+        try:
+            answer = self._get(path, self._parameters)
+        except _NotFoundError as exc:
+            try:
+                self._get("/schemas/types", kind=list)
+            except _NotFoundError:
+                raise exc from None
+            raise MissingSchemaError(f"{self._named} has no {path.lstrip('/')}") from exc
+        return self._writer_schema(schema_id, answer)
+
+    def newest(self, subject: str) -> WriterSchema:
+        """Return the newest schema of a subject, with `subject:version` as its id.
+
+        Raises:
+            MissingSchemaError: the registry answers that it has no such subject.
+        """
+        answer = self._get(f"/subjects/{quote(subject, safe='')}/versions/latest", self._parameters)
+        return self._writer_schema(f"{subject}:{answer.get('version')}", answer)
+
+    def subjects(self) -> list[str]:
+        """Return the names of all subjects."""
+        return [str(name) for name in self._get("/subjects", kind=list)]
+
+    def close(self) -> None:
+        """Disconnect."""
+        self._http.close()
+
+    def _writer_schema(self, schema_id: int | str, answer: dict[str, Any]) -> WriterSchema:
+        kind = _KINDS.get(str(answer.get("schemaType") or "AVRO"))
+        text = answer.get("schema")
+        if kind is None or not isinstance(text, str):
+            raise RegistryError(f"{self._named} answers with no schema for {schema_id}: check stream.registry.url")
+        references: dict[tuple[str, str, int], Reference] = {}
+        try:
+            self._add_references(answer, references, set())
+        except (KeyError, TypeError, ValueError) as exc:
+            raise RegistryError(f"{self._named} answers with references that cannot be read, for {schema_id}") from exc
+        return WriterSchema(schema_id, kind, text, tuple(references.values()))
+
+    def _add_references(
+        self, answer: dict[str, Any], found: dict[tuple[str, str, int], Reference], begun: set[tuple[str, str, int]]
+    ) -> None:
+        """Add what a schema refers to, those that they refer to first."""
+        for each in answer.get("references") or ():
+            key = str(each["name"]), str(each["subject"]), int(each["version"])
+            if key in found or key in begun:
+                continue
+            if len(begun) >= _MOST_REFERENCES:
+                raise RegistryError(f"{self._named} has a schema that refers to more than {_MOST_REFERENCES} others")
+            begun.add(key)
+            try:
+                # A schema that was deleted is still referred to.
+                path = f"/subjects/{quote(key[1], safe='')}/versions/{key[2]}"
+                inner = self._get(path, {"deleted": "true", **self._parameters})
+            except MissingSchemaError as exc:
+                raise RegistryError(f"{self._named} lacks a schema that another one refers to: {exc}") from exc
+            self._add_references(inner, found, begun)
+            found[key] = Reference(key[0], str(inner.get("schema")))
+
+    @property
+    def _named(self) -> str:
+        return f"the registry at {self._settings.url}"
+
+    def _get(self, path: str, parameters: Mapping[str, str] | None = None, kind: type[Any] = dict) -> Any:
+        """Return the JSON at a path, of the type `kind`."""
+        try:
+            request = self._http.build_request("GET", f"{self._settings.url}{path}", params=parameters or None)
+            status, body = self._fetch(request)
+        except httpx.TimeoutException as exc:
+            raise self._unanswered() from exc
+        except (httpx.HTTPError, httpx.InvalidURL) as exc:
+            refused = _certificate_error(exc)
+            if refused is not None:
+                sentence = f"the certificate of {self._named} is not trusted ({refused}): set stream.registry.ca"
+                raise RegistryCertificateError(sentence) from exc
+            why = "" if isinstance(exc, httpx.LocalProtocolError) else str(exc)  # its text may have a secret
+            raise RegistryError(f"{self._named} cannot be reached: {why or type(exc).__name__}") from exc
+        if status in (401, 403):
+            sent = "credentials" if self._settings.user or self._settings.token else "a request without credentials"
+            keys = "stream.registry.user and password, or token"
+            raise RegistryCredentialsError(f"{self._named} refuses {sent} ({status}): check {keys}")
+        try:
+            answer = json.loads(body)
+        except (ValueError, RecursionError):
+            answer = None
+        if status == 404 and isinstance(answer, dict) and _MISSING.fullmatch(str(answer.get("error_code"))):
+            raise MissingSchemaError(f"{self._named} has no {path.lstrip('/')}")
+        if status != 200 or not isinstance(answer, kind):
+            what = f"answers {status}" if status != 200 else "answers with something else than a schema"
+            error = _NotFoundError if status == 404 else RegistryError
+            raise error(f"{self._named} {what} for {path}: is stream.registry.url right?")
+        return answer
+
+    def _fetch(self, request: httpx.Request) -> tuple[int, bytes]:
+        """Return status and body, after redirects within the host."""
+        until = time.monotonic() + self._seconds
+        for _ in range(_MOST_REDIRECTS + 1):
+            with contextlib.closing(self._http.send(request, stream=True)) as response:
+                body = self._read(response, until)
+            if response.next_request is None:
+                return response.status_code, body
+            if _origin(response.next_request.url) != _origin(request.url):
+                target = "{}://{}:{}".format(*_origin(response.next_request.url))
+                sentence = f"{self._named} redirects to {target}, which is not followed: is stream.registry.url right?"
+                raise RegistryError(sentence)
+            request = response.next_request
+        raise RegistryError(f"{self._named} redirects {_MOST_REDIRECTS + 1} times")
+
+    def _read(self, response: httpx.Response, until: float) -> bytes:
+        body = bytearray()
+        for part in response.iter_raw():
+            body += part
+            if len(body) > _MOST_BYTES:
+                raise RegistryError(f"{self._named} answers with more than {_MOST_BYTES} bytes, which are not read")
+            if time.monotonic() > until:
+                raise self._unanswered()
+        return bytes(body)
+
+    def _unanswered(self) -> RegistryError:
+        within = format_duration(self._settings.timeout)
+        return RegistryError(f"{self._named} does not answer within {within} (stream.registry.timeout)")
+
+
+def _authorities(settings: RegistrySettings) -> ssl.SSLContext | bool:
+    if settings.ca is None:
+        return True
+    try:
+        return ssl.create_default_context(cafile=settings.ca)
+    except OSError as exc:  # ssl.SSLError is one too
+        raise SettingsError(f"stream.registry.ca = {settings.ca} cannot be read as PEM: {exc.strerror or exc}") from exc
+
+
+def _origin(url: httpx.URL) -> tuple[str, str, int]:
+    return url.scheme, url.host, url.port or (443 if url.scheme == "https" else 80)
+
+
+def _certificate_error(exc: BaseException | None) -> str | None:
+    """Return why the server's certificate is refused, if that is why a request failed."""
+    while exc is not None:
+        if isinstance(exc, ssl.SSLCertVerificationError):
+            return exc.verify_message
+        exc = exc.__cause__ or exc.__context__
+    return None

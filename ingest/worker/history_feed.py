@@ -1,0 +1,154 @@
+"""Feeds the worker with the history, and begins the topics after it."""
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import Protocol, TypeVar
+
+from ingest.backfill.history_rows import HistorySource
+from ingest.config import StreamSettings
+from ingest.events.block import Coverage
+from ingest.events.partition import TopicPartition
+from ingest.events.position import Position
+from ingest.kafka.client import Client
+from ingest.worker.block_builder import Assembled, BlockBuilder
+from ingest.worker.partition_table import PartitionTable
+from ingest.worker.retention_watch import RetentionWatch, watch_of
+from ingest.worker.topic_switch import switch_time
+
+Cover = Callable[[int, int], Iterable[Coverage]]
+"""Returns what a range of rows covers of each partition, and advances positions."""
+
+_T = TypeVar("_T")
+
+
+_REMOVED = 2**62
+"""The first offset of a log that does not exist any more."""
+
+
+class Run(Protocol):
+    """Returns what a function returns that reads files for long."""
+
+    def __call__(self, work: Callable[[], _T]) -> _T:
+        """Call `work`."""
+        ...
+
+
+_WAIT = timedelta(seconds=0.1)
+"""How long to wait for rows of files, before messages of the learner are handled."""
+
+log = logging.getLogger(__name__)
+
+
+class HistoryFeed:
+    """Rows of files, until all are read; none where there is no history."""
+
+    def __init__(
+        self,
+        history: HistorySource | None,
+        stream: StreamSettings,
+        client: Client,
+        table: PartitionTable,
+        assembler: BlockBuilder,
+        send: Callable[[Assembled, Cover], None],
+        report: Callable[[], None],
+        run: Run,
+    ) -> None:
+        """`send` writes rows into blocks, once their dead letters are written; `report` is called at the switch."""
+        self._history = history
+        self._stream = stream
+        self._client = client
+        self._table = table
+        self._assembler = assembler
+        self._send = send
+        self._report = report
+        self._run = run
+        self._first = False
+        self._planned = history is None
+        self._retention = RetentionWatch({})
+        self._switched = history is None
+        """Whether the topics are read."""
+
+    def open(self, positions: Sequence[tuple[TopicPartition, Position]]) -> None:
+        """List the files at the first start; else continue from the positions of the learner.
+
+        Raises:
+            SettingsError, HistoryError, HistoryAwayError: as `FileHistory.list_files` and `restore` do.
+        """
+        history, self._first = self._history, not positions
+        if history is None:
+            return
+        if positions:
+            history.restore(positions, self._table.marks)
+            return
+        # The topics' beginning comes before the list: what arrives meanwhile is read from them.
+        begin = switch_time(self._client, self._stream, timed=history.times is not None)
+        self._run(lambda: history.list_files(None if begin is None else int(begin.timestamp() * 1000)))
+        self._table.begin_at = begin
+        self._table.add_history(history.partitions, history.marks)
+
+    def plan(self) -> None:
+        """Decide which offsets of the topics are read from files, before the learner receives where they begin.
+
+        Raises:
+            SettingsError, HistoryError, HistoryAwayError: as `KafkaHistory.plan` does.
+        """
+        history, table = self._history, self._table
+        if history is None or self._planned:
+            return
+        names = {index: table.partitions[index] for index in table.read}
+        positions = {name: table.positions[index].offset for index, name in names.items()}
+        starts = self._client.first_offsets(list(positions), "earliest", None)
+        ends = self._client.log_ends(list(positions))
+        # Files have the events of the topics as they were when the history began. Of a topic that was created again
+        # since, nothing else has them.
+        gone = {name for name in table.partitions if name.topic in self._stream.topics and not name.incarnation}
+        gone -= {name for name in gone if name in positions or name.next_incarnation not in table.index}
+        every = positions | {name: table.positions[table.index[name]].offset for name in gone}
+        begins = self._run(lambda: history.plan(every, starts | dict.fromkeys(gone, _REMOVED), ends, first=self._first))
+        if not begins and not history.done:
+            self._retention = watch_of(self._client, self._stream, positions, history.progress.rows_done)
+            table.assign()
+        self._first = False
+        for index, name in names.items():
+            if begins.get(name, positions[name]) != positions[name]:
+                table.positions[index] = Position(begins[name])
+        self._planned = True
+
+    @property
+    def problem(self) -> str | None:
+        """One sentence when records of the topics are removed before the history is read."""
+        return None if self._history is None else self._retention.problem(self._history.progress)
+
+    def read(self) -> bool:
+        """Make blocks of the next rows of files, if they are there in time; return False once all rows were read.
+
+        Raises:
+            HistoryError, HistoryAwayError: as `FileHistory.poll` does.
+        """
+        history = self._history
+        if history is None or self._switched:
+            return False
+        rows = None if history.done else history.poll(_WAIT)
+        if rows is not None:
+            assembled = self._assembler.assemble_history(rows, [self._table.index[name] for name in rows.counts])
+            self._send(
+                assembled, lambda begin, end: self._table.cover_history(assembled, rows.ends, rows.hints, begin, end)
+            )
+        self._switch_if_done(history)
+        return True
+
+    def _switch_if_done(self, history: HistorySource) -> None:
+        """Begin the topics when all rows were read, also those that retention has removed from the topics meanwhile."""
+        if not history.done:
+            return
+        self._planned = False
+        self.plan()
+        if history.done:
+            passed = list(self._table.pass_offsets(history.ends))
+            if passed:
+                self._send(self._assembler.assemble([]), lambda *_: passed)
+            self._table.assign()
+            self._switched = True
+            self._report()
+            log.info("the history is read: the topics are read from now on")

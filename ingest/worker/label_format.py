@@ -1,0 +1,41 @@
+"""Decodes the messages of label topics: see `[stream.labels]`."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ingest.config import StreamSettings
+from ingest.events.block import BlockLayout
+from ingest.events.label_schema import label_schema
+from ingest.events.schema import Schema
+from ingest.formats.base import Decoded, Headers
+from ingest.formats.registry import make_format
+from ingest.schema_registry.cache import WriterSchemas
+
+
+class LabelFormat:
+    """Decodes messages of a key and a label, in the format of the events, to rows like theirs with features of zeros.
+
+    The hash of the key is in the column by which events are found, `Schema.join_column`.
+    """
+
+    def __init__(self, schema: Schema, stream: StreamSettings, schemas: WriterSchemas | None = None) -> None:
+        """Take the schema of events, `[stream]` with `[stream.labels]`, and the writer schemas of a registry."""
+        assert stream.labels is not None
+        self._schema = schema
+        self._label_schema = label_schema(schema, stream.labels)
+        self._format = make_format(stream, self._label_schema, schemas, is_of_subject=False)
+        self._layout = BlockLayout(schema)
+        self._hashes = [f"{start}_hash" for start, _ in schema.hashed]
+
+    def decode(self, values: Sequence[bytes], headers: Sequence[Headers] = ()) -> Decoded:
+        """Decode M message values; a message without a label is a reject."""
+        labels = self._format.decode(values, headers)
+        absent = ~labels.columns["labelled"].astype(np.bool_)
+        if absent.any():
+            labels = labels.without(absent, f"{self._label_schema.label.name} is missing or null")
+        zeros = self._layout.empty(len(labels.message))
+        columns = {name: zeros[name] for name in (*self._schema.payload(), *self._hashes)}
+        columns |= {name: labels.columns[name] for name in ("label", "labelled", "weight")}
+        columns[self._schema.join_column] = labels.columns["key_hash"]
+        return Decoded(labels.message, labels.row, columns, labels.rejects, labels.unknown_fields, labels.deferred)

@@ -1,0 +1,28 @@
+"""Totals of a join, for metrics and reports."""
+
+from dataclasses import dataclass
+
+
+@dataclass
+class JoinCounts:
+    """Totals of a join since the pipeline began.
+
+    Attributes:
+        matched: events that got a label in time.
+        timed_out: events that timed out; `early_timeouts` are those of them for which there was no space.
+        taken_back: events that got a label after they had been returned as timed out.
+        duplicate_labels: labels that came for an event that has one: an earlier label of their key was used.
+        unmatched_labels: labels that no event has matched.
+        late_labels: labels of events that had timed out, of the last half to one million of these since the process
+            began; one in 40 unmatched labels may be counted here instead.
+        damaged: events whose payload was damaged.
+    """
+
+    matched: int = 0
+    timed_out: int = 0
+    early_timeouts: int = 0
+    taken_back: int = 0
+    duplicate_labels: int = 0
+    unmatched_labels: int = 0
+    late_labels: int = 0
+    damaged: int = 0

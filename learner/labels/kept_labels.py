@@ -1,0 +1,218 @@
+"""The labels that came within `wait`: an event that comes later may match one of them.
+
+Labels that an event has matched are kept as well: other events may have the same key, and a second label for the event
+is recognised as a duplicate.
+
+Legend: n labels of a call, m pairs of an event and a label.
+"""
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ingest.events.block import Array
+from ingest.events.schema import Label
+from learner.labels.index.due_times import DueTimes
+from learner.labels.index.key_index import KeyIndex
+from learner.labels.index.numbers import Ids, Numbers
+from learner.labels.index.recent_keys import RecentKeys
+from learner.labels.join_counts import JoinCounts
+
+FREE, UNUSED, COUNTED, USED = 0, 1, 2, 3
+"""States: there is no label of this number; no event has matched it; the same, and it is counted as a duplicate or as
+late; an event has matched it."""
+COLUMNS = ("key_hash", "time_ms", "partition", "offset")
+"""Columns of a label besides its value: `partition` and `offset` are those of its message, for erasure."""
+_LABELS_AT_LEAST = 2**16
+_MOST_OF_KEY = 64
+"""Labels of one key that are kept, so that the time of a batch does not grow with those of a frequent key."""
+
+
+class KeptLabels:
+    """At most `most` labels; used by one thread.
+
+    Attributes:
+        key_hash, time_ms, value: of each label, by its number.
+        order: in which labels came.
+        own_keys: whether their key is another than that of erasures, so that an erasure by key is not of labels.
+    """
+
+    def __init__(self, label: Label, most: int, counts: JoinCounts, *, own_keys: bool = False) -> None:
+        self._counts = counts
+        self.own_keys = own_keys
+        self.most = most = max(most, _LABELS_AT_LEAST)
+        # Pages of these arrays take memory once they are used.
+        self.key_hash, self.time_ms = np.zeros(most, np.uint64), np.zeros(most, np.int64)
+        self.value = np.zeros((most, *label.shape), label.dtype)
+        self._state = np.zeros(most, np.uint8)
+        self._partition, self._offset = np.zeros(most, np.int32), np.zeros(most, np.int64)
+        self.order = np.zeros(most, np.int64)
+        self._index = KeyIndex(self.key_hash, self._state)
+        self._expiry = DueTimes(self.time_ms, lambda ids: self._state[ids] != FREE)
+        self._numbers = Numbers(most)
+        self._count = self._came = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def add(self, columns: Mapping[str, Array]) -> Ids:
+        """Add n labels in the order of arrival, and return their numbers; with too many, the oldest are dropped."""
+        count = len(columns["label"])
+        if self._count + count > self.most:
+            self._drop(self._expiry.pop_oldest(self._count + count - self.most))
+        ids = self._numbers.take(count)
+        self.key_hash[ids], self.time_ms[ids] = columns["key_hash"], columns["time_ms"]
+        self.value[ids] = columns["label"]
+        self._partition[ids], self._offset[ids] = columns["partition"], columns["offset"]
+        self.order[ids] = np.arange(self._came, self._came + count)
+        self._came += count
+        self._state[ids] = UNUSED
+        self._count += count
+        self._index.add(ids)
+        self._expiry.add(ids)
+        return ids
+
+    def first_for(
+        self, keys: NDArray[np.uint64], begin_ms: NDArray[np.int64], end_ms: NDArray[np.int64]
+    ) -> tuple[NDArray[np.intp], Ids, int]:
+        """Return the first label for each of n events that has one, and mark the later ones as duplicates.
+
+        Args:
+            keys: of the events, `[n]`.
+            begin_ms: the earliest record time of a label that matches, `[n]`.
+            end_ms: the latest.
+
+        Returns:
+            The positions of the events, their labels, and the number of labels that are duplicates now.
+        """
+        position, ids = self._index.find(keys)
+        fits = (self.time_ms[ids] >= begin_ms[position]) & (self.time_ms[ids] <= end_ms[position])
+        position, ids = position[fits], ids[fits]
+        order = np.lexsort((self.order[ids], position))
+        position, ids = position[order], ids[order]
+        first = np.ones(len(position), np.bool_)
+        first[1:] = position[1:] != position[:-1]
+        later = np.setdiff1d(ids[~first], ids[first])
+        later = later[self._state[later] == UNUSED]
+        self._state[later] = COUNTED
+        return position[first], ids[first], len(later)
+
+    def has_for(
+        self, keys: NDArray[np.uint64], begin_ms: NDArray[np.int64], end_ms: NDArray[np.int64]
+    ) -> NDArray[np.bool_]:
+        """Return which of n events have a label, bool `[n]`; the arguments are those of `first_for`."""
+        _, ids = self._index.find(np.unique(keys))
+        return self._any_within(ids, keys, begin_ms, end_ms)
+
+    def use(self, ids: Ids) -> None:
+        """Mark n labels as used."""
+        self._state[ids] = USED
+
+    def mark_duplicates(self, ids: Ids, within_ms: int) -> int:
+        """Mark those of n labels as duplicates that are unused and have the key of a used one; return how many.
+
+        The record times of the two differ by at most `within_ms`. Of each key of the n labels, those are dropped that
+        came after the first `_MOST_OF_KEY`; unused ones are duplicates too.
+        """
+        position, found = self._index.find(np.unique(self.key_hash[ids]))
+        ids = ids[self._state[ids] == UNUSED]
+        time_ms, used = self.time_ms[ids], found[self._state[found] == USED]
+        duplicates = ids[self._any_within(used, self.key_hash[ids], time_ms - within_ms, time_ms + within_ms)]
+        self._state[duplicates] = COUNTED
+        excess = self._excess(position, found)
+        unused = int(np.count_nonzero(self._state[excess] == UNUSED))
+        self._remove(excess)
+        return len(duplicates) + unused
+
+    def mark_late(self, ids: Ids, timed_out: RecentKeys) -> int:
+        """Mark those of n labels that are unused and whose key timed out, so that they are not unmatched as well.
+
+        Returns how many these are. They match events that come later all the same.
+        """
+        late = ids[(self._state[ids] == UNUSED) & timed_out.find(self.key_hash[ids])]
+        self._state[late] = COUNTED
+        return len(late)
+
+    def expire(self, time_ms: int) -> None:
+        """Drop the labels with a record time below `time_ms`."""
+        self._drop(self._expiry.pop_before(time_ms))
+        self._index.shrink(self._count)
+        self._expiry.shrink(self._count)
+
+    def erase(self, covers: Callable[[Mapping[str, Array]], NDArray[np.bool_]]) -> int:
+        """Remove erased labels, and return how many."""
+        ids = self._ids()
+        erased = ids[covers(erasable(self._columns(ids), own_keys=self.own_keys))]
+        self._remove(erased)
+        self.value[erased] = 0
+        return len(erased)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the labels for a checkpoint, in the order of arrival."""
+        ids = self._ids()
+        ids = ids[np.argsort(self.order[ids])]
+        columns = {**self._columns(ids), "value": self.value[ids], "state": self._state[ids]}
+        return {f"label.{name}": torch.from_numpy(column) for name, column in columns.items()}
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """Restore the labels of a checkpoint."""
+        columns = {name: tensors[f"label.{name}"].numpy() for name in COLUMNS}
+        columns["label"] = tensors["label.value"].numpy()
+        ids = self.add({name: column[-self.most :] for name, column in columns.items()})
+        self._state[ids] = tensors["label.state"].numpy()[-self.most :]
+
+    def _any_within(
+        self, ids: Ids, keys: NDArray[np.uint64], begin_ms: NDArray[np.int64], end_ms: NDArray[np.int64]
+    ) -> NDArray[np.bool_]:
+        """Return for each of n keys whether one of m labels has it and a record time in the range, bool `[n]`.
+
+        Without a loop, and without the pairs of both, of which there are many where few keys have many labels.
+        """
+        if not len(ids):
+            return np.zeros(len(keys), np.bool_)
+        times = np.sort(self.time_ms[ids])
+        distinct, of_label = np.unique(self.key_hash[ids], return_inverse=True)
+        of_key = np.minimum(np.searchsorted(distinct, keys), len(distinct) - 1)
+        # Keys and times as one sorted number: the key's number, then the number of lower times.
+        label = np.sort(of_label * (len(times) + 1) + np.searchsorted(times, self.time_ms[ids]))
+        first = of_key * (len(times) + 1) + np.searchsorted(times, begin_ms)
+        end = of_key * (len(times) + 1) + np.searchsorted(times, end_ms, side="right")
+        any_within = np.searchsorted(label, first) < np.searchsorted(label, end)
+        found: NDArray[np.bool_] = any_within & (distinct[of_key] == keys)
+        return found
+
+    def _excess(self, position: NDArray[np.intp], ids: Ids) -> Ids:
+        """Return those of m labels, each with the position of its key, that came after `_MOST_OF_KEY` of their key."""
+        many = np.bincount(position)[position] > _MOST_OF_KEY if len(ids) else np.empty(0, np.bool_)
+        position, ids = position[many], ids[many]
+        order = np.lexsort((self.order[ids], position))
+        before = np.searchsorted(position, position)  # the positions ascend
+        return ids[order[np.arange(len(ids)) - before >= _MOST_OF_KEY]]
+
+    def _columns(self, ids: Ids) -> dict[str, Array]:
+        return {
+            "key_hash": self.key_hash[ids],
+            "time_ms": self.time_ms[ids],
+            "partition": self._partition[ids],
+            "offset": self._offset[ids],
+        }
+
+    def _ids(self) -> Ids:
+        return np.flatnonzero(self._state[: self._numbers.used]).astype(np.int32)
+
+    def _drop(self, ids: Ids) -> None:
+        self._counts.unmatched_labels += int(np.count_nonzero(self._state[ids] == UNUSED))
+        self._remove(ids)
+
+    def _remove(self, ids: Ids) -> None:
+        self._state[ids] = FREE
+        self._count -= len(ids)
+        self._numbers.release(ids)
+
+
+def erasable(columns: Mapping[str, Array], *, own_keys: bool) -> dict[str, Array]:
+    """Return the columns of n labels with the keys of erasures: none if the labels have other keys."""
+    return {**columns, "key_hash": np.zeros_like(columns["key_hash"])} if own_keys else dict(columns)

@@ -1,0 +1,123 @@
+"""`[model.adapter]`: a pretrained model trains in its adapters and a few modules, and all else is frozen.
+
+LoRA: Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models", by peft. It needs no model of transformers:
+any linear layer or convolution can be adapted.
+"""
+
+import re
+import warnings
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import nn
+
+from anabranch.core.errors import SettingsError
+from learner.errors import ModelError
+from learner.model.base_precision import stay_offline, store_frozen
+from learner.sections.adapter import AdapterSettings
+
+_MOST_NAMES = 8
+_NAME = "default"
+"""Of the adapters, as peft names them."""
+
+
+def apply_adapter(model: nn.Module, settings: AdapterSettings) -> nn.Module:
+    """Add adapters to a model, on the CPU and in place, freeze all that does not train, and return the model.
+
+    What trains stays float32, whatever the precision of the frozen layers is. The adapters change nothing at first.
+
+    Raises:
+        SettingsError: a package is not installed.
+        ModelError: a name in `targets` or `train` fits no module that can be adapted or trained.
+    """
+    stay_offline()
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as exc:
+        raise SettingsError('[model.adapter] needs peft: pip install "anabranch[hf]", or take the section out') from exc
+    trained = _trained_modules(model, settings)
+    targets = _target_names(model, settings, trained)
+    config = LoraConfig(
+        r=settings.rank,
+        lora_alpha=settings.alpha,  # type: ignore[arg-type]
+        lora_dropout=settings.dropout,
+        target_modules="|".join(map(re.escape, targets)),  # as one pattern: names in a list match as ends, too
+    )
+    model.cpu().float().requires_grad_(False)
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of transposed weights, which peft recognizes itself
+            model = inject_adapter_in_model(config, model)
+    except ValueError as exc:
+        raise ModelError(f"model.adapter: peft cannot adapt {_listed(targets)}: {exc}") from exc
+    for name in trained:
+        model.get_submodule(name).requires_grad_()
+    if any(isinstance(module, nn.TransformerEncoderLayer) for module in model.modules()):
+        torch.backends.mha.set_fastpath_enabled(False)  # it reads the weights of its layers, and skips their adapters
+    if settings.base_precision != "fp32":
+        store_frozen(model, settings.base_precision)
+    return model
+
+
+def adapter_scale(model: nn.Module) -> float | None:
+    """Return the factor of a model's adapters, `alpha / rank`, which no tensor has; None where it has no adapter."""
+    scales = (getattr(module, "scaling", None) for module in model.modules())
+    return next((float(scale[_NAME]) for scale in scales if isinstance(scale, dict) and _NAME in scale), None)
+
+
+def _trained_modules(model: nn.Module, settings: AdapterSettings) -> list[str]:
+    modules = [name for name, module in model.named_modules() if name and list(module.parameters())]
+    for name in settings.train:
+        if name not in modules:
+            raise ModelError(
+                f'model.adapter.train = "{name}": the model has no such module with weights, but {_listed(modules)}'
+            )
+    return list(settings.train)
+
+
+def _target_names(model: nn.Module, settings: AdapterSettings, trained: Iterable[str]) -> list[str]:
+    """Return the full names of the layers to adapt, in the order of the model."""
+    inside = tuple(f"{name}." for name in trained)
+    candidates = {
+        name: layer
+        for name, layer in model.named_modules()
+        if name and _adaptable(layer) and not f"{name}.".startswith(inside)
+    }
+    if settings.targets == "all-linear":
+        names = [name for name, layer in candidates.items() if not isinstance(layer, _CONVOLUTIONS)]
+        if not names:
+            raise ModelError(
+                'model.adapter.targets = "all-linear": the model has no linear layer outside model.adapter.train; '
+                "name the layers to adapt"
+            )
+        return names
+    for target in settings.targets:
+        if not any(_fits(name, target) for name in candidates):
+            raise ModelError(
+                f'model.adapter.targets = "{target}": the model has no such linear layer or convolution outside '
+                f"model.adapter.train, but {_listed(candidates)}"
+            )
+    return [name for name in candidates if any(_fits(name, target) for target in settings.targets)]
+
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+def _adaptable(layer: nn.Module) -> bool:
+    """Whether a layer is run as a module: the output projection of attention, a subclass, is only read."""
+    return type(layer) in (nn.Linear, *_CONVOLUTIONS) or type(layer).__name__ == "Conv1D"
+
+
+def _fits(name: str, target: str) -> bool:
+    return name == target or name.endswith(f".{target}")
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(_first(names)) or "none"
+
+
+def _first(names: Iterable[str]) -> Iterator[str]:
+    for count, name in enumerate(names):
+        if count == _MOST_NAMES:
+            yield "..."
+            return
+        yield name

@@ -1,0 +1,1 @@
+"""The state of a pipeline in an object store: `[storage]`."""

@@ -1,0 +1,106 @@
+"""Training on events before their label comes: each is a negative at first, and a positive once its label says so.
+
+A step then sees more negatives than there are, and each positive twice. Importance weights correct for that (FNW: Ktena
+et al. 2019, "Addressing delayed feedback for continuous training with neural networks in CTR prediction"). f is the
+probability of a positive that the model computes in the same pass: a negative that came early weighs (1 - f)(1 + f),
+and an event that is corrected to a positive 1 + f. For f = p, the true probability given the features, the expected
+gradient is that of the true labels. The weights are numbers: no gradient flows through them.
+
+An event that was trained on as a negative with weight 1, since it timed out, weighs 1 / (1 - f) when its label comes
+after all: with respect to the logits this is the gradient of the positive minus that of the negative, which is taken
+back.
+
+The alternative, FNC, trains without weights, and computes p = b / (1 - b) from the model's output b when it is served.
+Then the versions would predict b: every tool that reads a version would have to compute p.
+
+Legend: B new events, N all events of a pass.
+"""
+
+from collections.abc import Mapping
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from anabranch.core.errors import SettingsError
+from ingest.events.schema import Label
+from learner.model.task import Classification, Task
+from learner.strategies.base import Forward, Strategy
+from learner.strategies.er_ace import AsymmetricReplay
+
+EARLY = "early"
+"""A column of the events of a step, uint8 `[B]` with values of `Early`; without it, all events are PLAIN."""
+
+
+class Early(IntEnum):
+    """How far the label of an event in a step is known."""
+
+    PLAIN = 0
+    """It is final, and the event was not trained on before."""
+    NEGATIVE = 1
+    """It has not come: the event is trained on as a negative."""
+    CORRECTED = 2
+    """It has come and is positive: the event, which was trained on as a NEGATIVE, is trained on as a positive."""
+    TAKEN_BACK = 3
+    """It has come after the event was trained on as a plain negative when it timed out, and is positive."""
+
+
+def check_early(task: Task, label: Label, strategy: Strategy, name: str) -> None:
+    """Check that events can be trained on before their label comes.
+
+    Args:
+        task: the meaning of the model's output.
+        label: of the schema.
+        strategy: trains on them.
+        name: of the strategy, in the settings.
+
+    Raises:
+        SettingsError: labels are not of two classes, or the weights have no effect under the strategy.
+    """
+    setting = 'stream.labels.early = "negative-then-correct"'
+    if not isinstance(task, Classification) or label.one_of != 2:
+        found = "labels are numbers" if label.classes is None else f"there are {label.classes} classes"
+        found = "an event has several classes" if label.multi else found
+        raise SettingsError(
+            f"{setting} trains on events as negatives until their label comes, which needs model.task = "
+            f'"classification" and schema.label.classes = 2; here {found}: set early = "none"'
+        )
+    if not strategy.learns_gradient or isinstance(strategy, AsymmetricReplay):
+        # ER-ACE: a step without positives leaves out its negatives, and so the weights are those of other events.
+        raise SettingsError(
+            f'{setting} weighs the gradient of each event\'s loss, which learner.strategy = "{name}" does not compute: '
+            'set early = "none", or take the strategy "er"'
+        )
+
+
+def importance(output_B: Tensor, early_B: Tensor) -> Tensor:
+    """Return the weight of each event in the gradient, float32 `[B]`, from logits `[B, 2]` and `Early` values `[B]`."""
+    positive_B = output_B.detach().float().softmax(dim=1)[:, 1]
+    more_B = 1 + positive_B
+    least = torch.finfo(torch.float32).eps
+    weight_B = torch.where(early_B == Early.NEGATIVE, (1 - positive_B) * more_B, 1.0)
+    weight_B = torch.where(early_B == Early.TAKEN_BACK, 1 / (1 - positive_B).clamp_min(least), weight_B)
+    return torch.where(early_B == Early.CORRECTED, more_B, weight_B)
+
+
+def weighted_by_importance(forward: Forward, early_B: Tensor) -> Forward:
+    """Return `forward`, whose first call multiplies the gradient of the output by each event's importance.
+
+    The first pass of a strategy is over the B new events, followed by replayed ones, whose gradient stays. A factor of
+    an event's output multiplies its part of the gradient of all weights, whatever the strategy's loss is; losses and
+    scores that are reported stay those of the labels.
+    """
+    calls = 0
+
+    def run(features: Mapping[str, Tensor]) -> Tensor:
+        nonlocal calls
+        output_N = forward(features)
+        calls += 1
+        if calls == 1 and output_N.requires_grad:
+            rows = len(early_B)
+            weight_B1 = importance(output_N[:rows], early_B).unsqueeze(1)
+            weight_N1 = torch.cat([weight_B1, weight_B1.new_ones(len(output_N) - rows, 1)])
+            output_N.register_hook(lambda gradient_N: gradient_N * weight_N1.to(gradient_N.dtype))  # type: ignore[no-untyped-call]
+        return output_N
+
+    return run

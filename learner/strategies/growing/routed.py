@@ -1,0 +1,201 @@
+"""Strategies whose model grows: the open part is trained, and a router chooses a part for each event.
+
+Legend: B events, C classes, D dimensions of an embedding, P prototypes: one for each class of each part.
+"""
+
+import abc
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anabranch.core.errors import SettingsError
+from learner.model.factory import forward as run
+from learner.model.growing.parts import Pool, pool_of
+from learner.strategies.base import Forward, MicroBatchLoss, StepWeights, Strategy, StrategyContext, eval_mode, weighted
+from learner.strategies.examples import Examples, Tensors
+
+MOST_DIMENSIONS = 4096
+"""Of an embedding: the covariance has the square of that."""
+
+log = logging.getLogger(__name__)
+
+
+class RoutedParts(Strategy, abc.ABC):
+    """Trains the open part of a growing model on all new events, and opens another when the stream changes.
+
+    The open part is frozen when a new class comes, or when drift is detected, once it has trained on `least` events.
+    The router compares embeddings of the frozen base with the mean of each class of each part, under one covariance
+    within classes (as SLDA: Hayes & Kanan 2020). Means of a frozen part do not change. Sums are kept in float64.
+    """
+
+    replays = False
+    tasks = frozenset({"classification"})
+
+    def __init__(self, most: int, least: int, shrinkage: float) -> None:
+        """Take the most parts, the events after which a part may be frozen, and how much of the covariance is replaced
+        by the identity."""
+        if not 0 < shrinkage <= 1:
+            raise ValueError("shrinkage has to be more than 0 and at most 1")
+        self._most, self._least, self._shrinkage = most, least, shrinkage
+        self._classes: list[int] = []
+        """Classes of the open part."""
+        self._seen: set[int] = set()
+        """Classes of all parts."""
+        self._present: list[int] = []
+        """Classes of this step."""
+        self._embedding: list[Tensor] = []
+
+    def setup(self, learner: StrategyContext) -> None:
+        """Find the parts of the model, and start with empty sums."""
+        super().setup(learner)
+        pool = pool_of(learner.model)
+        assert pool is not None
+        self._pool: Pool = pool
+        classes, dim = pool.shift.shape[1], pool.router.weight.shape[1]
+        device = pool.shift.device
+        if device.type == "mps":
+            raise SettingsError("learner.strategy: its sums are float64, which mps has not; set learner.device = 'cpu'")
+        if dim > MOST_DIMENSIONS:
+            raise SettingsError(
+                f"model.embedding: an embedding has {dim} numbers, and the router compares at most {MOST_DIMENSIONS}; "
+                "name a module with fewer, such as one after pooling"
+            )
+        self._label = torch.zeros(0, dtype=torch.int64, device=device)
+        """Classes of the open part, int64."""
+        self._sums = [torch.zeros(size, dtype=torch.float64, device=device) for size in ((classes,), (classes, dim))]
+        self._product_DD = self._sums[1].new_zeros(dim, dim)
+        self._mean_PD = self._sums[1].new_zeros(0, dim)
+        """Means of the classes of frozen parts."""
+        self._within_DD, self._count = torch.zeros_like(self._product_DD), self._product_DD.new_zeros(())
+        """Scatter within the classes of frozen parts, and their events."""
+
+    def on_step_start(self) -> None:
+        """Discard the embeddings of a step that is retried."""
+        self._embedding = []
+
+    def loss(self, forward: Forward, new: Examples, _old: Sequence[Examples], whole: StepWeights) -> MicroBatchLoss:
+        """Return the mean loss of the open part; the output is that of the part that the router chooses."""
+        assert whole.present_C is not None
+        self._open_for(_classes_in(whole.present_C))
+        logits_BC = forward(new.features)
+        assert self._pool.embedding_BD is not None
+        self._embedding.append(self._pool.embedding_BD)
+        losses_B = self.learner.task.loss(logits_BC, new.label_B)
+        output_BC = logits_BC.detach() if self._pool.size == 1 else self._predict(new)
+        return MicroBatchLoss(weighted(losses_B, new.weight_B, whole.new), output_BC, (), losses_B.detach())
+
+    def after_step(self, new: Examples, _output_B: Tensor) -> None:
+        """Add the events of all ranks to the sums, and update the router."""
+        embedding_BD, weight_B1 = torch.cat(self._embedding).double(), new.weight_B.double()[:, None]
+        count_C, sum_CD = map(torch.zeros_like, self._sums)
+        count_C.index_add_(0, new.label_B, weight_B1[:, 0])
+        sum_CD.index_add_(0, new.label_B, weight_B1 * embedding_BD)
+        parts = [count_C, sum_CD, (weight_B1 * embedding_BD).T @ embedding_BD]
+        self.learner.reduce(parts)
+        for total, part in zip((*self._sums, self._product_DD), parts, strict=True):
+            total += part * self.learner.ranks
+        self._seen.update(self._present)
+        if not set(self._present) <= set(self._classes):
+            self._set_classes(sorted({*self._classes, *self._present}))
+        self._update_router()
+
+    def on_drift(self) -> None:
+        """Freeze the open part, unless it is too young; called by every rank."""
+        self._grow("the stream has changed")
+
+    def _open_for(self, classes: list[int]) -> None:
+        """Freeze the open part where there are new classes, and let the open one predict all that are there."""
+        new = [each for each in classes if each not in self._seen]
+        if new and self._seen:
+            self._grow(f"classes {', '.join(map(str, new))} are new")
+        self._present = classes
+        if not set(classes) <= set(self._classes):
+            self._pool.open_to([*self._classes, *classes])
+
+    def _grow(self, reason: str) -> None:
+        if self._sums[0].sum().item() < self._least:
+            return
+        if self._pool.size >= self._most:
+            if self.warning is None:
+                self.warning = (
+                    f"learner.strategy: {reason}, and the model has most = {self._most} parts: the last one goes on "
+                    "learning, at the cost of what it learned before; raise most, or least, to open parts less often"
+                )
+                log.warning("%s", self.warning)
+            return
+        count_C, sum_CD = self._sums
+        mean_PD = self._open_means()
+        self._mean_PD = torch.cat([self._mean_PD, mean_PD])
+        self._within_DD += self._product_DD - sum_CD[self._label].T @ mean_PD
+        self._count += count_C.sum()
+        for total in (*self._sums, self._product_DD):
+            total.zero_()
+        self._pool.freeze_open()
+        self.learner.reset_optimizer()
+        self._set_classes([])
+        log.info("%s: part %d of the model is opened, and the one before it is frozen", reason, self._pool.size)
+
+    def _open_means(self) -> Tensor:
+        count_C, sum_CD = self._sums
+        return sum_CD[self._label] / count_C[self._label].clamp_min(1e-300)[:, None]
+
+    def _set_classes(self, classes: list[int]) -> None:
+        self._classes = classes
+        self._label = torch.tensor(classes, dtype=torch.int64, device=self._label.device)
+
+    def _update_router(self) -> None:
+        """Set the prototypes: one for each class of each part."""
+        router, (count_C, sum_CD) = self._pool.router, self._sums
+        open_PD, frozen = self._open_means(), len(self._mean_PD)
+        within_DD = self._within_DD + self._product_DD - sum_CD[self._label].T @ open_PD
+        covariance_DD = within_DD / (self._count + count_C.sum()).clamp_min(1e-300)
+        identity_DD = torch.eye(len(within_DD), dtype=within_DD.dtype, device=within_DD.device)
+        variance = covariance_DD.diagonal().mean().clamp_min(1e-12)
+        shrunk_DD = (1 - self._shrinkage) * covariance_DD + self._shrinkage * variance * identity_DD
+        mean_PD = torch.cat([self._mean_PD, open_PD])
+        # Less what all means have in common, which is the same for all prototypes, and would take float32's digits.
+        centred_PD = mean_PD - mean_PD.mean(dim=0)
+        # Without the check for a singular matrix, which this one never is: it would wait for the device.
+        weight_PD = torch.linalg.solve_ex(shrunk_DD, centred_PD.T).result.T
+        router.set(
+            weight_PD.contiguous(),
+            -(weight_PD * (mean_PD - centred_PD / 2)).sum(dim=1),
+            torch.cat([router.owner[:frozen], torch.full_like(self._label, self._pool.size - 1)]),
+            torch.cat([router.label[:frozen], self._label]),
+        )
+
+    @torch.no_grad()
+    def _predict(self, new: Examples) -> Tensor:
+        with eval_mode(self.learner.model):
+            return torch.cat([run(self.learner.model, part.features) for part in self.learner.parts(new)])
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the sums and means."""
+        return {
+            "count": self._sums[0],
+            "sum": self._sums[1],
+            "product": self._product_DD,
+            "mean": self._mean_PD,
+            "within": self._within_DD,
+            "frozen_count": self._count,
+        }
+
+    def state(self) -> dict[str, Any]:
+        """Return the classes of the open part, and of all."""
+        return {"classes": self._classes, "seen": sorted(self._seen)}
+
+    def restore(self, tensors: Tensors, state: Mapping[str, Any]) -> None:
+        """Restore the state of a checkpoint."""
+        self._seen = set(state["seen"])
+        self._set_classes(list(state["classes"]))
+        restored = {name: value.to(self._label.device, copy=True) for name, value in tensors.items()}
+        self._sums, self._product_DD = [restored["count"], restored["sum"]], restored["product"]
+        self._mean_PD, self._within_DD, self._count = restored["mean"], restored["within"], restored["frozen_count"]
+
+
+def _classes_in(present_C: Tensor) -> list[int]:
+    """Return the classes of a step on the host: whether one is new decides which weights are trained."""
+    return [index for index, present in enumerate(present_C.tolist()) if present]

@@ -1,0 +1,151 @@
+"""Stream time of labels and events, and up to where labels are learned from. Legend: N rows of a call."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ingest.reader.cursors import Partition
+from learner.stream.ledger import Ledger
+
+_IN_FLIGHT = timedelta(seconds=2)
+"""A record may take this long from its record time until the broker reports it in an end offset."""
+_MOST_AHEAD = timedelta(minutes=1)
+"""Producers' clocks may be ahead of this machine's by so much."""
+_MOST_LAGS = 16_384
+_MOST_SAVED = 1024
+NEVER = -(2**62)
+"""Stream time before any record."""
+
+
+@dataclass(frozen=True)
+class LabelClock:
+    """The clocks that stream time is computed from, for tests to replace."""
+
+    monotonic: Callable[[], float] = time.monotonic
+    wall: Callable[[], float] = time.time
+    cpu: Callable[[], float] = time.thread_time
+
+
+class StreamTimes:
+    """The highest record time of each partition: no earlier record is expected from it.
+
+    A partition that is read to its end has the time at which the broker was asked for that end, so that a quiet topic
+    holds nothing up. Stream time is never ahead of this machine's clock: a record whose time is, by more than a minute,
+    says nothing about those that follow.
+    """
+
+    def __init__(self, label_topics: Sequence[str], clock: LabelClock) -> None:
+        self._label_topics = frozenset(label_topics)
+        self._clock = clock
+        self._highest = np.full(0, NEVER, np.int64)
+
+    def add(self, partition: NDArray[np.int32], time_ms: NDArray[np.int64]) -> None:
+        """Add the record times of N rows, by the index of their partition."""
+        likely = time_ms <= self._wall_ms + int(_MOST_AHEAD.total_seconds() * 1000)
+        partition, time_ms = partition[likely], time_ms[likely]
+        if len(partition):
+            missing = int(partition.max()) + 1 - len(self._highest)
+            if missing > 0:
+                self._highest = np.concatenate([self._highest, np.full(missing, NEVER, np.int64)])
+            np.maximum.at(self._highest, partition, time_ms)
+
+    def now(
+        self, partitions: Sequence[Partition], ledger: Ledger, ends_time: float | None
+    ) -> tuple[int | None, int | None]:
+        """Return the stream time of label topics and that of event topics, in ms; None while a partition has none."""
+        age = None if ends_time is None else self._clock.monotonic() - ends_time
+        asked = None if age is None else int((self._clock.wall() - age - _IN_FLIGHT.total_seconds()) * 1000)
+        wall_ms = self._wall_ms
+        lowest: dict[bool, int] = {}
+        for index, (partition, account) in enumerate(zip(partitions, ledger.partitions, strict=False)):
+            if account.superseded:
+                continue
+            highest = min(wall_ms, int(self._highest[index])) if index < len(self._highest) else NEVER
+            if asked is not None and partition.end is not None and account.position.offset >= partition.end:
+                highest = max(highest, asked)
+            labels = partition.name.topic in self._label_topics
+            lowest[labels] = min(highest, lowest.get(labels, highest))
+        labels_ms, events_ms = lowest.get(True, NEVER), lowest.get(False, NEVER)
+        return (None if labels_ms == NEVER else labels_ms), (None if events_ms == NEVER else events_ms)
+
+    def state(self) -> list[int]:
+        """Return the times, for a checkpoint."""
+        return self._highest.tolist()
+
+    def restore(self, state: Sequence[int]) -> None:
+        """Restore the times of a checkpoint."""
+        self._highest = np.minimum(np.array(state, np.int64), self._wall_ms)
+
+    @property
+    def _wall_ms(self) -> int:
+        return int(self._clock.wall() * 1000)
+
+
+class LabelLags:
+    """The time from event to label of the last labels, in milliseconds."""
+
+    def __init__(self) -> None:
+        self._lags = np.zeros(_MOST_LAGS, np.int64)
+        self._count = 0
+
+    def add(self, lags_ms: NDArray[np.int64]) -> None:
+        """Add the lags of N labels, which replace the oldest ones."""
+        self._lags[(self._count + np.arange(len(lags_ms))) % _MOST_LAGS] = lags_ms
+        self._count += len(lags_ms)
+
+    def quantiles(self) -> tuple[float, float] | tuple[None, None]:
+        """Return the median and the 99th percentile, in seconds; None before the first label."""
+        if not self._count:
+            return None, None
+        p50, p99 = np.quantile(self._lags[: self._count], (0.5, 0.99)) / 1000
+        return float(p50), float(p99)
+
+    def state(self) -> list[int]:
+        """Return some of the lags, for a checkpoint."""
+        return list(map(int, self._lags[: min(self._count, _MOST_SAVED)]))
+
+
+class LabelsThrough:
+    """Up to which offset each label partition has been learned from: a label may be decided, and its step not taken.
+
+    Decided events are taken in the order of the decisions: so their number shows when all up to a position are settled.
+    """
+
+    def __init__(self) -> None:
+        self._settled = 0
+        self._marks: deque[tuple[int, dict[int, int]]] = deque()
+        """How many events have to be settled, and the positions of label partitions that are then learned from."""
+        self._through: dict[int, int] = {}
+
+    def mark(self, ready: int, positions: Mapping[int, int]) -> None:
+        """Record positions after which `ready` events are decided and not settled."""
+        if ready:
+            self._marks.append((self._settled + ready, dict(positions)))
+        else:
+            self._marks.clear()
+            self._through = dict(positions)
+
+    def settle(self, events: int) -> None:
+        """Count events that were settled, or erased before that."""
+        self._settled += events
+        while self._marks and self._marks[0][0] <= self._settled:
+            self._through = self._marks.popleft()[1]
+
+    @property
+    def first_open(self) -> Mapping[int, int]:
+        """The first offset of a label whose event is not settled, by index of the partition; none where all are."""
+        return self._through if self._marks else {}
+
+    def state(self) -> list[list[int]]:
+        """Return the positions for a checkpoint."""
+        return [[index, offset] for index, offset in self._through.items()]
+
+    def restore(self, state: Sequence[tuple[int, int]], ready: int, positions: Mapping[int, int]) -> None:
+        """Restore the positions of a checkpoint with `ready` events that are decided."""
+        self._through = dict(state)
+        self.mark(ready, positions)

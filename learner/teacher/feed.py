@@ -1,0 +1,218 @@
+"""Feeds a teacher's outputs into the steps: asks in the background, waits within a bound, and goes on without.
+
+Legend: N new events of a batch.
+"""
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from prometheus_client import Histogram
+
+from anabranch.core.backoff import Backoff
+from anabranch.core.job_thread import JobThread
+from ingest.events.block import Array, SkipReason
+from learner.errors import TeacherError
+from learner.state_dir.report import TeacherReport
+from learner.strategies.examples import TEACHER
+from learner.stream.batch import Batch
+
+_FIRST_RETRY, _LONGEST_RETRY = timedelta(seconds=1), timedelta(seconds=30)
+
+log = logging.getLogger(__name__)
+
+
+class Teacher(Protocol):
+    """Returns outputs for events. `answer` is called by background threads, by `threads` of them at once at most."""
+
+    name: str
+    """What messages call it, such as `the teacher at http://models:8000`."""
+    threads: int
+    """How many batches may be answered at once; 0: the thread of the steps asks itself."""
+    timeout: timedelta | None
+    """Longest time of an answer, which a step waits for too; None: a step waits until the answer is there."""
+
+    def answer(self, columns: Mapping[str, Array]) -> NDArray[np.float32]:
+        """Return the outputs for N events, `[N, *output]`, NaN where there is none that can be learned from.
+
+        Raises:
+            TeacherError: there is none for any of them.
+        """
+        ...
+
+    def close(self) -> None:
+        """Give up what is being asked; it fails soon."""
+        ...
+
+
+class TeacherRequest:
+    """The events of a batch, of which a teacher is asked the outputs."""
+
+    def __init__(self, columns: Mapping[str, Array], until: float | None, *, is_trial: bool) -> None:
+        """Take `until`, when a step waits no longer; `is_trial`: no step waits at all."""
+        self.columns = columns
+        self.until = until
+        self.is_trial = is_trial
+        self.done = threading.Event()
+        self.output_N: NDArray[np.float32] | None = None
+        """The outputs once it is done; None: there are none."""
+
+
+class TeacherFeed:
+    """A teacher at the side of the loop. Used by the loop's thread, save where said otherwise.
+
+    After a failure the teacher counts as away: the events of steps are not sent to it, except those of one batch after
+    a back-off, for which no step waits. Its answer ends that.
+    """
+
+    def __init__(
+        self,
+        teacher: Teacher,
+        shape: tuple[int, ...],
+        duration: Histogram,
+        *,
+        unlabelled: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Ask nothing yet.
+
+        Args:
+            teacher: closed by `close`.
+            shape: of the output for one event.
+            duration: observes how long the teacher takes for a batch.
+            unlabelled: whether events without a label are trained on, by the teacher's output alone.
+            clock: for tests.
+        """
+        self._teacher = teacher
+        self._shape = shape
+        self.unlabelled = unlabelled
+        self._clock = clock
+        self._threads = [JobThread(f"teacher-{index}") for index in range(teacher.threads)]
+        self._next_thread = 0
+        self._requests: dict[int, TeacherRequest] = {}
+        self._rows: Counter[str] = Counter()
+        self._waited = 0.0
+        self._duration = duration
+        self._lock = threading.Lock()
+        self._backoff = Backoff(_FIRST_RETRY, _LONGEST_RETRY)
+        self._failure: str | None = None
+        self._retry_at = 0.0
+
+    @property
+    def warning(self) -> str | None:
+        """One sentence while the teacher is away. Any thread may ask."""
+        failure = self._failure
+        if failure is None:
+            return None
+        skipped = ", and those without one are skipped, counted as untaught" * self.unlabelled
+        return f"{failure}; until it answers again events are learned from by their labels alone{skipped}"
+
+    @property
+    def report(self) -> TeacherReport:
+        """Its part of the learner's report."""
+        rows, is_up = dict(self._rows), self._failure is None
+        return TeacherReport(name=self._teacher.name, up=is_up, rows=rows, waited_seconds=self._waited)
+
+    def ask(self, columns: Mapping[str, Array]) -> None:
+        """Begin to ask about the new events of a batch, unless the teacher is away."""
+        if self._threads:
+            self._begin(columns)
+
+    def add_outputs(self, batch: Batch) -> None:
+        """Add the column of the teacher's outputs to the new events of a batch, NaN where there is none.
+
+        Waits for them within the teacher's time. Events without a label and without an output leave the batch, skipped.
+        """
+        request = self._requests.pop(id(batch.new), None)
+        if not batch.new:
+            return
+        rows = len(batch)
+        if request is None:
+            request = self._begin(batch.new)
+        output_N, result = self._received(request)
+        if output_N is None:
+            output_N = np.full((rows, *self._shape), np.nan, np.float32)
+        batch.new[TEACHER] = output_N
+        known_N = np.isfinite(output_N.reshape(rows, -1)).all(axis=1)
+        known = int(np.count_nonzero(known_N))
+        self._rows["answered"] += known
+        self._rows[result] += rows - known
+        untaught_N = ~known_N & ~batch.new["labelled"].astype(np.bool_)
+        if untaught_N.any():
+            batch.skip(untaught_N, SkipReason.UNTAUGHT)
+
+    def close(self) -> None:
+        """Give up what is being asked, and end the threads."""
+        self._teacher.close()
+        for thread in self._threads:
+            thread.close()
+
+    def _begin(self, columns: Mapping[str, Array]) -> TeacherRequest | None:
+        now, timeout = self._clock(), self._teacher.timeout
+        with self._lock:
+            is_trial = self._failure is not None
+            if is_trial and now < self._retry_at:
+                return None
+            if is_trial:  # one at a time
+                self._retry_at = float("inf")
+        until = None if timeout is None else now + timeout.total_seconds()
+        request = TeacherRequest(columns, until, is_trial=is_trial)
+        if not self._threads:
+            self._run(request)
+            return request
+        self._requests[id(columns)] = request
+        self._threads[self._next_thread].submit(lambda: self._run(request))
+        self._next_thread = (self._next_thread + 1) % len(self._threads)
+        return request
+
+    def _received(self, request: TeacherRequest | None) -> tuple[NDArray[np.float32] | None, str]:
+        """Return the outputs for a request, None without any, and the result that events without one are counted as."""
+        if request is None:
+            return None, "unasked"
+        begin = self._clock()
+        if request.is_trial:
+            left: float | None = 0.0
+        else:
+            left = None if request.until is None else max(0.0, request.until - begin)
+        in_time = request.done.wait(left)
+        self._waited += self._clock() - begin
+        for thread in self._threads:
+            thread.raise_bug()
+        if not in_time:
+            return None, "late"
+        return request.output_N, "failed" if request.output_N is None else "unusable"
+
+    def _run(self, request: TeacherRequest) -> None:
+        """Ask the teacher; called by a background thread, or by that of the loop where there is none."""
+        begin = self._clock()
+        try:
+            with self._lock:
+                is_given_up = self._failure is not None and not request.is_trial
+            if not is_given_up:
+                request.output_N = self._teacher.answer(request.columns)
+                self._duration.observe(self._clock() - begin)
+                self._succeed()
+        except TeacherError as exc:
+            self._fail(str(exc))
+        finally:
+            request.done.set()
+
+    def _succeed(self) -> None:
+        with self._lock:
+            was_away, self._failure = self._failure is not None, None
+            self._backoff.reset()
+        if was_away:
+            log.info("%s answers again", self._teacher.name)
+
+    def _fail(self, sentence: str) -> None:
+        with self._lock:
+            was_away, self._failure = self._failure is not None, sentence
+            self._retry_at = self._clock() + self._backoff.next()
+        if not was_away:
+            log.warning("%s", self.warning)

@@ -1,0 +1,221 @@
+"""The calls of `inference.GRPCInferenceService`: what each answers, and with which status it is refused."""
+
+import asyncio
+import importlib.metadata
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from functools import partial
+from typing import Any, TypeAlias
+
+import grpc
+from google.protobuf.message import DecodeError
+from typing_extensions import override
+
+from serving.config import ServingSettings
+from serving.errors import BadRequestError, DeadlineExceededError, RequestError
+from serving.grpc.messages import MESSAGES, SERVICE
+from serving.grpc.tensors import read_request, write_reply
+from serving.http.auth import check_read
+from serving.http.request_body import BodyReader, HeldBytes
+from serving.inference.service import Service, in_thread, is_large
+from serving.metrics import ServingMetrics
+
+log = logging.getLogger("anabranch.serving")
+
+_CODES = {
+    400: grpc.StatusCode.INVALID_ARGUMENT,
+    401: grpc.StatusCode.UNAUTHENTICATED,
+    403: grpc.StatusCode.PERMISSION_DENIED,
+    404: grpc.StatusCode.NOT_FOUND,
+    413: grpc.StatusCode.INVALID_ARGUMENT,
+    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    503: grpc.StatusCode.UNAVAILABLE,
+    504: grpc.StatusCode.DEADLINE_EXCEEDED,
+}
+"""By the status of the same refusal over HTTP; others are INTERNAL."""
+_CLIENT_CLOSED_REQUEST = 499
+_OPEN = ("ServerLive", "ServerReady")
+"""Calls that need no token."""
+
+_Context: TypeAlias = grpc.aio.ServicerContext
+_Call = Callable[[bytes, _Context], Awaitable[bytes]]
+Metadata = Iterable[tuple[str, str | bytes]] | None
+"""What a call has in place of headers."""
+
+
+class InferenceCalls:
+    """Answers calls. Belongs to the thread of one event loop."""
+
+    def __init__(
+        self, service: Service, settings: ServingSettings, metrics: ServingMetrics, bodies: BodyReader
+    ) -> None:
+        """`bodies` counts the bytes that requests of HTTP hold, too."""
+        self._service = service
+        self._tokens = settings.tokens
+        self._timeout = settings.timeout.total_seconds()
+        self._metrics = metrics
+        self._bodies = bodies
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        """Return the handler of all calls; messages are bytes for it, so that their size is counted."""
+        return _Handler(
+            calls={
+                "ServerLive": self._live,
+                "ServerReady": self._ready,
+                "ModelReady": self._model_ready,
+                "ServerMetadata": self._server_metadata,
+                "ModelMetadata": self._model_metadata,
+                "ModelInfer": self._infer,
+            },
+            check=self._check_read,
+        )
+
+    async def _live(self, _body: bytes, _context: _Context) -> bytes:
+        return _written("ServerLiveResponse", live=_passes(self._service.check_alive))
+
+    async def _ready(self, _body: bytes, _context: _Context) -> bytes:
+        ready = _passes(partial(self._service.check_ready, self._service.name))
+        return _written("ServerReadyResponse", ready=ready)
+
+    async def _model_ready(self, body: bytes, _context: _Context) -> bytes:
+        asked = _parsed("ModelReadyRequest", body)
+        self._service.check_name(asked.name)
+        ready = _passes(partial(self._service.check_ready, asked.name, asked.version or None))
+        return _written("ModelReadyResponse", ready=ready)
+
+    async def _server_metadata(self, _body: bytes, _context: _Context) -> bytes:
+        return _written("ServerMetadataResponse", name="anabranch", version=importlib.metadata.version("anabranch"))
+
+    async def _model_metadata(self, body: bytes, _context: _Context) -> bytes:
+        asked = _parsed("ModelMetadataRequest", body)
+        resident, signature = self._service.resident(asked.name, asked.version or None), self._service.signature
+        return _written(
+            "ModelMetadataResponse",
+            name=self._service.name,
+            versions=[resident.name],
+            platform="pytorch",
+            inputs=[spec.metadata() for spec in signature.inputs.values()],
+            outputs=[spec.metadata() for spec in signature.outputs.values()],
+        )
+
+    async def _infer(self, body: bytes, context: _Context) -> bytes:
+        began, status = time.perf_counter(), _CLIENT_CLOSED_REQUEST
+        try:
+            with HeldBytes(self._bodies) as held:
+                reply = await self._in_time(self._answer(body, context, held), context)
+        except RequestError as exc:
+            status = exc.status
+            raise
+        except Exception:
+            status = 500
+            raise
+        else:
+            status = 200
+            return reply
+        finally:
+            self._metrics.request(status, time.perf_counter() - began)
+
+    async def _in_time(self, answer: Coroutine[Any, Any, bytes], context: _Context) -> bytes:
+        left: float | None = context.time_remaining()
+        try:
+            return await asyncio.wait_for(answer, self._timeout if left is None else min(self._timeout, left))
+        except TimeoutError:
+            raise DeadlineExceededError(
+                f"the request took longer than its deadline, or than the {self._timeout:g} s of serving.timeout"
+            ) from None
+
+    async def _answer(self, body: bytes, context: _Context, held: HeldBytes) -> bytes:
+        self._bodies.check_room(len(body))
+        held.add(len(body))
+        service = self._service
+        long = service.is_long(len(body))
+        message = await in_thread(long, _parsed, "ModelInferRequest", body)
+        service.check_name(message.model_name)
+        request = await in_thread(long, read_request, service.signature, message)
+        chosen, answers = await service.predict(request, message.model_version or None, context.peer())
+        reply = await in_thread(
+            is_large(answers),
+            write_reply,
+            *(request, answers, service.signature, service.name, chosen.name, chosen.progress),
+        )
+        held.add(len(reply))
+        service.compare(chosen, request, answers)
+        return reply
+
+    def _check_read(self, call: str, metadata: Metadata) -> None:
+        """Raise RequestError for a call without a token of this server; called before its message is read."""
+        if call in _OPEN:
+            return
+        # No page of a browser can make such a call, so there is no Host to check.
+        given = dict(metadata or ()).get("authorization", "")
+        try:
+            check_read(self._tokens, given if isinstance(given, str) else "", "localhost")
+        except RequestError as exc:
+            if call == "ModelInfer":
+                self._metrics.request(exc.status, 0.0)
+            raise
+
+
+class _Handler(grpc.GenericRpcHandler):  # type: ignore[misc]
+    """Finds the handler of a call. One that is refused by its metadata reads no message."""
+
+    def __init__(self, calls: Mapping[str, _Call], check: Callable[[str, Metadata], object]) -> None:
+        self._handlers = {
+            f"/{SERVICE}/{name}": grpc.unary_unary_rpc_method_handler(_refusing(call)) for name, call in calls.items()
+        }
+        self._check = check
+
+    @override
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
+        handler = self._handlers.get(handler_call_details.method)
+        if handler is None:
+            return None
+        try:
+            self._check(handler_call_details.method.rpartition("/")[2], handler_call_details.invocation_metadata)
+        except RequestError as exc:
+            return grpc.stream_unary_rpc_method_handler(partial(_refuse, exc))
+        return handler
+
+
+def _refusing(call: _Call) -> _Call:
+    """Return a call that answers what `call` raises with a status and a sentence."""
+
+    async def answer(body: bytes, context: _Context) -> bytes:
+        try:
+            return await call(body, context)
+        except RequestError as exc:
+            await _refuse(exc, None, context)
+        except Exception:
+            log.exception("a call failed")
+            await context.abort(grpc.StatusCode.INTERNAL, "the server failed on this request; see its log")
+        raise AssertionError("abort raises")
+
+    return answer
+
+
+async def _refuse(exc: RequestError, _messages: object, context: _Context) -> None:
+    after = exc.retry_after
+    hints = () if after is None else (("retry-after", str(math.ceil(after.total_seconds()))),)
+    await context.abort(_CODES.get(exc.status, grpc.StatusCode.INTERNAL), str(exc), hints)
+
+
+def _passes(check: Callable[[], object]) -> bool:
+    try:
+        check()
+    except RequestError:
+        return False
+    return True
+
+
+def _parsed(name: str, body: bytes) -> Any:
+    try:
+        return MESSAGES[name].FromString(body)
+    except DecodeError as exc:
+        raise BadRequestError(f"the message is no {name}") from exc
+
+
+def _written(message: str, /, **fields: object) -> bytes:
+    written: bytes = MESSAGES[message](**fields).SerializeToString()
+    return written

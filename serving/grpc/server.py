@@ -1,0 +1,77 @@
+"""The gRPC server: its listener, TLS, limits and stop. Its calls are those of `InferenceCalls`."""
+
+import logging
+from pathlib import Path
+
+import grpc
+
+from anabranch.core.errors import SettingsError
+from serving.config import ServingSettings
+from serving.grpc.calls import InferenceCalls
+from serving.http.listening_socket import tls_errors
+
+log = logging.getLogger("anabranch.serving")
+
+_MESSAGE_OVERHEAD = 65_536
+"""Bytes of a message besides the elements of its inputs."""
+_MOST_CALLS = 256
+"""Calls that are answered at a time. It bounds the memory of messages: gRPC reads them before they are counted."""
+
+
+class GrpcServer:
+    """Answers calls in the event loop that starts it, on a port of `serving.host`."""
+
+    def __init__(self, calls: InferenceCalls, settings: ServingSettings, folder: Path) -> None:
+        """Take the folder of the config, to which the paths of `serving.tls` are relative."""
+        self._calls = calls
+        self._settings = settings
+        self._folder = folder
+        self._server: grpc.aio.Server | None = None
+
+    async def start(self) -> str:
+        """Listen, answer calls from now on, and return the address; workers of a server listen on one port together.
+
+        Raises:
+            SettingsError: the port cannot be taken, or the TLS files cannot be used.
+        """
+        settings = self._settings
+        most_bytes = int(settings.max_body_bytes) + _MESSAGE_OVERHEAD
+        self._server = grpc.aio.server(
+            options=[
+                ("grpc.max_receive_message_length", most_bytes),
+                ("grpc.max_send_message_length", -1),
+                ("grpc.max_concurrent_streams", _MOST_CALLS),
+                ("grpc.so_reuseport", int(settings.workers > 1)),
+            ],
+            maximum_concurrent_rpcs=min(_MOST_CALLS, settings.max_queue),
+        )
+        self._server.add_generic_rpc_handlers((self._calls.handler(),))
+        host = f"[{settings.host}]" if ":" in settings.host else settings.host
+        port = self._listen(f"{host}:{settings.grpc_port}")
+        await self._server.start()
+        address = f"{host}:{port}"
+        log.info("serving gRPC on %s", address)
+        return address
+
+    async def stop(self) -> None:
+        """Accept no more calls, and finish those in flight, within the time that a request may take."""
+        if self._server is not None:
+            await self._server.stop(self._settings.timeout.total_seconds())
+
+    def _listen(self, address: str) -> int:
+        assert self._server is not None
+        tls = self._settings.tls
+        credentials: grpc.ServerCredentials | None = None
+        if tls.cert is not None and tls.key is not None:
+            with tls_errors():
+                pair = (self._folder / tls.key).read_bytes(), (self._folder / tls.cert).read_bytes()
+                credentials = grpc.ssl_server_credentials([pair])
+        try:
+            if credentials is None:
+                return int(self._server.add_insecure_port(address))
+            return int(self._server.add_secure_port(address, credentials))
+        except RuntimeError as exc:
+            raise SettingsError(
+                f"serving.grpc_port = {self._settings.grpc_port} cannot be listened on: {address} is taken, or "
+                "serving.host is no address of this machine"
+            ) from exc

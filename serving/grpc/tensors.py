@@ -1,0 +1,120 @@
+"""Requests and replies of gRPC, to and from those of the service."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from serving.errors import BadRequestError, shorten
+from serving.grpc.messages import MESSAGES
+from serving.protocol.bodies import Parameters, RequestedOutput
+from serving.protocol.codec import GivenInput, Request, Signature
+from serving.protocol.tensors import Array, TensorSpec, check_finite, read_binary, write_binary
+
+_CONTENTS = {
+    "BOOL": "bool_contents",
+    **dict.fromkeys(("INT8", "INT16", "INT32"), "int_contents"),
+    "INT64": "int64_contents",
+    **dict.fromkeys(("UINT8", "UINT16", "UINT32"), "uint_contents"),
+    "UINT64": "uint64_contents",
+    "FP32": "fp32_contents",
+    "FP64": "fp64_contents",
+    "BYTES": "bytes_contents",
+}
+"""The field of `InferTensorContents` for each datatype; FP16 has none, and is sent raw."""
+_MOST_ITEMS = 64
+"""Largest number of parameters, and of requested outputs."""
+_MOST_DIMENSIONS = 64
+
+
+def read_request(signature: Signature, message: Any) -> Request:
+    """Read a `ModelInferRequest`.
+
+    Raises:
+        BadRequestError: it does not fit the protocol or the model.
+        TooLargeError: it has more rows than the queue.
+    """
+    inputs, raw = message.inputs, message.raw_input_contents
+    if len(inputs) > len(signature.inputs):
+        raise BadRequestError(f"the request has {len(inputs)} inputs; inputs are {', '.join(signature.inputs)}")
+    if raw and len(raw) != len(inputs):
+        raise BadRequestError(f"raw_input_contents has {len(raw)} elements for {len(inputs)} inputs")
+    for name, items in (("parameters", message.parameters), ("outputs", message.outputs)):
+        if len(items) > _MOST_ITEMS:
+            raise BadRequestError(f"there are {len(items)} {name}; there may be {_MOST_ITEMS}")
+    given = [GivenInput(tensor.name, tensor.datatype, _shape(tensor)) for tensor in inputs]
+
+    def read(index: int, spec: TensorSpec, rows: int) -> Array:
+        if not raw:
+            return _read_contents(spec, inputs[index].contents, rows)
+        if inputs[index].HasField("contents"):
+            raise BadRequestError(f"input {spec.name!r} has contents besides raw_input_contents")
+        return read_binary(spec, memoryview(raw[index]), rows)
+
+    requested = [RequestedOutput(output.name) for output in message.outputs]
+    return signature.request(given, read, _parameters(message.parameters), requested, message.id or None)
+
+
+def write_reply(
+    request: Request,
+    answers: Mapping[str, Array],
+    signature: Signature,
+    name: str,
+    version: str,
+    progress: Mapping[str, str],
+) -> bytes:
+    """Write a `ModelInferResponse` with raw contents; `progress` are its parameters."""
+    reply = MESSAGES["ModelInferResponse"](model_name=name, model_version=version, id=request.id or "")
+    for key, value in progress.items():
+        reply.parameters[key].string_param = value
+    for output in request.outputs:
+        array = answers[output]
+        reply.outputs.add(name=output, datatype=signature.datatype(output, array), shape=array.shape)
+        reply.raw_output_contents.append(write_binary(array))
+    written: bytes = reply.SerializeToString()
+    return written
+
+
+def _shape(tensor: Any) -> list[int]:
+    if len(tensor.shape) > _MOST_DIMENSIONS:
+        raise BadRequestError(f"input {shorten(tensor.name)!r} has {len(tensor.shape)} dimensions")
+    return list(tensor.shape)
+
+
+def _parameters(entries: Any) -> Parameters:
+    parameters: Parameters = {}
+    for key, value in entries.items():
+        choice = value.WhichOneof("parameter_choice")
+        parameters[key] = None if choice is None else getattr(value, choice)
+    return parameters
+
+
+def _read_contents(spec: TensorSpec, contents: Any, rows: int) -> Array:
+    """Read the one field of typed contents into `[rows, *spec.shape]`; strings come as an object array."""
+    field = _CONTENTS.get(spec.datatype)
+    given = [each.name for each, _ in contents.ListFields()]
+    if field is None or given not in ([field], []):
+        raise BadRequestError(
+            f"input {spec.name!r} has {' and '.join(given) or 'no contents'}; {spec.datatype} is sent in "
+            f"{f'{field} or ' if field else ''}raw_input_contents"
+        )
+    values = getattr(contents, field)
+    expected = rows * spec.row_elements
+    if len(values) != expected:
+        raise BadRequestError(f"input {spec.name!r} has {len(values)} elements, but its shape asks for {expected}")
+    shape = (rows, *spec.shape)
+    if spec.dtype is None:
+        return np.array(_texts(spec, values), dtype=object).reshape(shape)
+    array = np.array(values, dtype={"i": np.int64, "u": np.uint64}.get(spec.dtype.kind, spec.dtype))
+    if spec.dtype.kind in "iu":
+        limits = np.iinfo(spec.dtype.name)
+        if array.size and (array.min() < limits.min or array.max() > limits.max):
+            raise BadRequestError(f"input {spec.name!r} has elements that are not {spec.datatype}")
+    return check_finite(spec, array.astype(spec.dtype, copy=False).reshape(shape))
+
+
+def _texts(spec: TensorSpec, values: Sequence[bytes]) -> list[str]:
+    try:
+        return [value.decode() for value in values]
+    except UnicodeDecodeError as exc:
+        raise BadRequestError(f"input {spec.name!r} has a string that is not UTF-8") from exc

@@ -1,0 +1,171 @@
+"""`anabranch versions export --format`: what cannot be exported as a program is refused, and nothing is written."""
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from anabranch.commands.exporting import program
+from anabranch.commands.exporting.program import export_program
+from anabranch.config.loader import Config, load_config
+from anabranch.core.errors import SettingsError
+from ingest.events.schema import Schema
+from learner.model.base_file import write_base
+from learner.model.factory import build_on_device, make_task
+from learner.model.growing.parts import parts_in
+from learner.model.trained_set import trained_state
+from learner.state_dir.bases import bases_in
+from learner.state_dir.version import Manifest, Verdict, Versions, reference_to
+from learner.strategies.registry import build_strategy
+
+CPU = torch.device("cpu")
+
+PIPELINE = """
+name = "numbers"
+[stream]
+bootstrap_servers = "localhost:9092"
+topics = ["numbers"]
+[schema.features.x]
+dtype = "float32"
+shape = [4]
+[schema.label]
+name = "y"
+classes = 3
+[model]
+factory = "program_model:build"
+"""
+PLAIN = "self.linear(x)"
+MODEL = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return {}
+
+def build():
+    return Net()
+
+def layers():
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+"""
+EXPERTS = """embedding = "1"
+[learner]
+strategy = {name = "experts", size = 0.9}
+"""
+
+
+@pytest.fixture
+def published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Config]]:
+    """`published(output)`: a pipeline with a version of a model that computes `output` of `x`."""
+    monkeypatch.setattr(sys, "path", sys.path[:])
+
+    def publish(output: str = PLAIN, pipeline: str = PIPELINE) -> Config:
+        (tmp_path / "program_model.py").write_text(MODEL.format(output))
+        (tmp_path / "pipeline.toml").write_text(pipeline)
+        config = load_config(tmp_path / "pipeline.toml", {})
+        model, schema = config.pipeline.model, Schema(config.pipeline.events)
+        module = build_on_device(model, config.folder, CPU)
+        build_strategy(config.pipeline.learner.strategy, model, make_task(model.task)).extend(
+            module, model, schema, CPU
+        )
+        weights = trained_state(module)
+        manifest = Manifest(
+            number=1,
+            generation=1,
+            parent=None,
+            time=1.7e9,
+            step=1,
+            trained_through={},
+            metrics={},
+            schema=schema.digest,
+            encoders={},
+            model=reference_to(model),
+            parts=parts_in(weights),
+            base=write_base(bases_in(config.state_dir), module),
+            files={},
+        )
+        Versions(config.state_dir / "versions").write(weights, manifest, Verdict("pass"))
+        return config
+
+    sys.modules.pop("program_model", None)
+    yield publish
+    sys.modules.pop("program_model", None)
+
+
+def refused(config: Config, folder: Path, form: Any = "torch") -> str:
+    with pytest.raises(SettingsError) as refusal:
+        export_program(config, "latest", folder, form)
+    assert not list(folder.parent.glob("*program*"))
+    return str(refusal.value)
+
+
+def test_a_program_takes_any_number_of_rows(published: Callable[..., Config], tmp_path: Path) -> None:
+    exported = export_program(published(), "latest", tmp_path / "a" / "program", "torch")
+    assert exported.rows == 74
+    assert exported.difference <= 1e-5
+    assert sorted(path.name for path in (tmp_path / "a" / "program").iterdir()) == ["manifest.json", "model.pt2"]
+    module = torch.export.load(tmp_path / "a" / "program" / "model.pt2").module()
+    for rows in (1, 5):
+        assert module(torch.zeros(rows, 4))["probabilities"].shape == (rows, 3)
+    assert not isinstance(module, nn.Linear)
+
+
+@pytest.mark.parametrize(
+    ("output", "sentence"),
+    [
+        ("self.linear(x) if x.sum() > 0 else self.linear(-x)", "torch.export cannot trace the model"),
+        ("self.linear(x) + torch.rand_like(x)[:, :3]", "answers otherwise than the version"),
+    ],
+)
+def test_what_a_program_cannot_hold_is_refused(
+    published: Callable[..., Config], tmp_path: Path, output: str, sentence: str
+) -> None:
+    assert sentence in refused(published(output), tmp_path / "b" / "program")
+
+
+def test_a_version_of_another_model_is_refused(published: Callable[..., Config], tmp_path: Path) -> None:
+    config = published()
+    path = tmp_path / "pipeline.toml"
+    path.write_text(PIPELINE.replace("classes = 3", "classes = 4"))
+    assert "another schema" in refused(load_config(path, {}), tmp_path / "b" / "program")
+    path.write_text(PIPELINE.replace('"program_model:build"', '"other_model:build"'))
+    assert "[model] names other_model:build" in refused(load_config(path, {}), tmp_path / "b" / "program")
+    assert config.path == path
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        ('[model.adapter]\nbase_precision = "nf4"\n', "cannot hold weights of 4 bits"),
+        ('[storage]\nurl = "memory://models"\nmode = "only"\n', "reads state_dir, which has no versions"),
+    ],
+)
+def test_what_is_not_there_or_has_other_numbers_is_refused_first(
+    published: Callable[..., Config], tmp_path: Path, more: str, sentence: str
+) -> None:
+    published()
+    (tmp_path / "pipeline.toml").write_text(PIPELINE + more)
+    assert sentence in refused(load_config(tmp_path / "pipeline.toml", {}), tmp_path / "b" / "program")
+
+
+def test_a_version_with_experts_is_refused(published: Callable[..., Config], tmp_path: Path) -> None:
+    config = published(pipeline=PIPELINE.replace(":build", ":layers") + EXPERTS)
+    assert "chooses one of 1 parts for each event in Python" in refused(config, tmp_path / "b" / "program")
+
+
+def test_onnx_without_its_extra_is_one_sentence(
+    published: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(program, "find_spec", lambda name: None if name == "onnxruntime" else object())
+    assert refused(published(), tmp_path / "b" / "program", "onnx") == (
+        '--format onnx needs onnxruntime: pip install "anabranch[onnx]"; --format torch needs no extra'
+    )

@@ -1,0 +1,251 @@
+"""The worker with a history, against a client without Kafka."""
+
+import contextlib
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+from unittest.mock import ANY
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from anabranch.core.errors import SettingsError
+from ingest.backfill.build import history_of
+from ingest.backfill.history import FileHistory
+from ingest.config import HoldOut, SchemaSettings, StreamSettings
+from ingest.errors import BrokerError
+from ingest.events.block import BlockLayout
+from ingest.events.partition import TopicPartition
+from ingest.events.position import PartitionFingerprint, Position
+from ingest.events.schema import Schema
+from ingest.formats.rows import pack_rows
+from ingest.kafka.fake import FakeClient, FakePartition
+from ingest.transport.protocol import (
+    BlockReady,
+    FromIngest,
+    LagReport,
+    PartitionsOpened,
+    Release,
+    Stop,
+    receive_in_learner,
+    send,
+)
+from ingest.transport.shared_ring import SharedRing
+from ingest.worker import lag_reporter, retention_watch
+from ingest.worker.block_builder import BlockBuilder
+from ingest.worker.retention_watch import RetentionWatch
+from ingest.worker.worker import IngestWorker, StoppedError
+
+P0 = TopicPartition("events", 0)
+SCHEMA = Schema(
+    SchemaSettings.model_validate({"features": {"x": {"dtype": "float32"}}, "label": {"name": "y", "classes": 3}})
+)
+
+
+@contextlib.contextmanager
+def working(
+    client: FakeClient,
+    folder: Path,
+    positions: Sequence[tuple[TopicPartition, Position]] = (),
+    marks: Sequence[PartitionFingerprint] = (),
+    on_gap: str = "fail",
+    **backfill: Any,
+) -> Iterator[Callable[[Callable[[FromIngest], bool]], FromIngest]]:
+    """A worker in a thread; yields a function that returns the first message that fits, and releases blocks."""
+    stream = StreamSettings.model_validate(
+        {
+            "topics": ["events"],
+            "format": "rows",
+            "on_gap": on_gap,
+            "backfill": {"files": [f"{folder}/*.parquet"], **backfill},
+        }
+    ).resolved("test")
+    ours, theirs = socket.socketpair()
+    connection, other = Connection(ours.detach()), Connection(theirs.detach())
+    ring = SharedRing(BlockLayout(SCHEMA), 1_000_000)
+    history = history_of(stream, SCHEMA, 0)
+    assert history is not None
+    assembler = BlockBuilder(SCHEMA, stream, HoldOut(fraction=0, seed=0))
+    worker = IngestWorker(stream, client, assembler, ring, other, history=history)
+
+    def run() -> None:
+        with pytest.raises(StoppedError):
+            worker.run(positions, marks)
+
+    def receive(fits: Callable[[FromIngest], bool]) -> FromIngest:
+        while True:
+            assert connection.poll(20), "the worker sent no message"
+            message = receive_in_learner(connection)
+            if isinstance(message, BlockReady):
+                send(connection, Release(message.slot))
+            if fits(message):
+                return message
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield receive
+    finally:
+        send(connection, Stop())
+        thread.join(20)
+        assert not thread.is_alive()
+        history.close()
+        ring.close()
+
+
+def covers(partition: int, end: int) -> Callable[[FromIngest], bool]:
+    """Return whether a message is a block that moves a partition to an offset."""
+    return lambda message: (
+        isinstance(message, BlockReady)
+        and (partition, end) in [(cover.partition, cover.end) for cover in message.coverage]
+    )
+
+
+def test_a_broker_that_is_away_stops_no_history_and_is_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lag_reporter, "LAG_SECONDS", 0.0)
+    monkeypatch.setattr("ingest.worker.history_feed.watch_of", lambda *_: RetentionWatch({}))
+    rows = 300_000
+    pq.write_table(pa.table({"x": [1.0] * rows, "y": [1] * rows}), tmp_path / "a.parquet")
+    topic = FakePartition()
+    topic.append(pack_rows(SCHEMA, [{"x": 1.0, "y": 1}]))
+    client = FakeClient({P0: topic})
+    with working(client, tmp_path) as receive:
+        opened = receive(lambda message: isinstance(message, PartitionsOpened))
+        assert isinstance(opened, PartitionsOpened)
+        assert opened.partitions == [TopicPartition("history", 0, 0, 1), P0]
+        client.away = True
+        receive(lambda message: isinstance(message, LagReport) and message.problem == "away")
+        receive(covers(0, rows))
+        # At the switch the worker waits for the broker.
+        receive(lambda message: isinstance(message, LagReport) and message.problem == "the fake broker is away")
+        client.away = False
+        receive(covers(1, 1))
+        done = receive(lambda message: isinstance(message, LagReport) and message.history is not None)
+        assert isinstance(done, LagReport)
+        assert done.history is not None
+        assert done.history.done
+
+
+@pytest.mark.parametrize("step", ["list_files", "plan"])
+def test_ingest_reports_while_files_are_listed_and_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    monkeypatch.setattr("ingest.worker.worker.LAG_SECONDS", 0.001)
+    monkeypatch.setattr("ingest.worker.history_feed.watch_of", lambda *_: RetentionWatch({}))
+    pq.write_table(pa.table({"x": [1.0] * 9, "y": [1] * 9}), tmp_path / "a.parquet")
+    may, call = threading.Event(), getattr(FileHistory, step)
+
+    def late(*arguments: Any, **named: Any) -> Any:
+        assert may.wait(20)
+        return call(*arguments, **named)
+
+    monkeypatch.setattr(FileHistory, step, late)
+    with working(FakeClient({P0: FakePartition()}), tmp_path) as receive:
+        for _ in range(8):  # more come only after a message of the learner
+            assert receive(lambda message: True) == LagReport([], None, ANY)
+        may.set()
+        receive(lambda message: isinstance(message, PartitionsOpened))
+        receive(covers(0, 9))
+
+
+def test_a_learner_that_ends_while_files_are_listed_ends_ingest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ingest.worker.worker.LAG_SECONDS", 0.001)
+    may = threading.Event()
+    monkeypatch.setattr(FileHistory, "list_files", lambda *_: may.wait(30))
+    with working(FakeClient({P0: FakePartition()}), tmp_path) as receive:
+        receive(lambda message: isinstance(message, LagReport))
+    may.set()
+
+
+def test_blocks_of_several_partitions_cover_each_without_a_gap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Row groups have events of both partitions, and more of them than a block has room for."""
+    rows = 20_000
+    columns = {
+        "x": [1.0] * 2 * rows,
+        "y": [1] * 2 * rows,
+        "p": [n % 2 for n in range(2 * rows)],
+        "o": [n // 2 for n in range(2 * rows)],
+    }
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet", row_group_size=15_000)
+    topics = {P0: FakePartition(), TopicPartition("events", 1): FakePartition()}
+    for topic in topics.values():
+        topic.skip(rows)
+        topic.append(pack_rows(SCHEMA, [{"x": 1.0, "y": 1}]))
+    covered: dict[int, list[tuple[int, int]]] = {0: [], 1: [], 2: []}
+    total = 0
+
+    def collect(message: FromIngest) -> bool:
+        nonlocal total
+        if isinstance(message, BlockReady):
+            total += message.rows
+            for cover in message.coverage:
+                covered[cover.partition].append((cover.start, cover.end))
+        return total == 2 * rows + 2
+
+    with working(FakeClient(topics), tmp_path, identity={"partition": "p", "offset": "o"}) as receive:
+        receive(collect)
+    assert covered[0] == [(0, 1)], "the mark of the file"
+    for index in (1, 2):
+        assert len(covered[index]) > 5
+        assert covered[index][0][0] == 0
+        assert [end for _, end in covered[index][:-1]] == [start for start, _ in covered[index][1:]]
+        assert covered[index][-1][1] == rows + 1
+
+
+def test_files_are_read_to_their_end_though_the_topic_was_created_again(tmp_path: Path) -> None:
+    columns = {"x": [1.0] * 9, "y": [1] * 9, "p": [0] * 9, "o": [*range(9)]}
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    identity = {"partition": "p", "offset": "o"}
+    client = FakeClient({P0: FakePartition(end=10)})
+    client.ids = {"events": "one"}
+    file = TopicPartition("history", 0, 0, 1)
+    with working(client, tmp_path, identity=identity) as receive:
+        opened = receive(lambda message: isinstance(message, PartitionsOpened))
+        assert isinstance(opened, PartitionsOpened)
+        assert opened.partitions == [file, P0]
+    marks = [PartitionFingerprint(mark) for mark in opened.ids]
+    client.ids = {"events": "two"}
+    client.topics[P0] = again = FakePartition()
+    again.append(pack_rows(SCHEMA, [{"x": 1.0, "y": 1}]))
+    positions = [(file, Position(0)), (P0, Position(4))]
+    covered: list[tuple[int, int, int]] = []
+
+    def is_last(message: FromIngest) -> bool:
+        if isinstance(message, BlockReady):
+            covered.extend((cover.partition, cover.start, cover.end) for cover in message.coverage)
+        return len(covered) == 3
+
+    with working(client, tmp_path, positions, marks, on_gap="earliest", identity=identity) as receive:
+        opened = receive(lambda message: isinstance(message, PartitionsOpened))
+        assert isinstance(opened, PartitionsOpened)
+        assert opened.partitions == [file, P0, P0.next_incarnation]
+        receive(is_last)
+    assert covered == [(1, 4, 9), (0, 0, 1), (2, 0, 1)]
+
+
+@pytest.mark.parametrize("error", [BrokerError("it is away"), SettingsError("kafka-python has no such property")])
+def test_retention_is_unknown_where_the_broker_shows_none(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def fail(_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("ingest.kafka.topic_inspector.Inspector", fail)
+    stream = StreamSettings.model_validate({"topics": ["events"]})
+    watch = retention_watch.watch_of(FakeClient({P0: FakePartition()}), stream, {P0: 0}, 0)
+    assert watch._first is None
+
+
+@pytest.mark.process
+def test_without_a_history_ingest_loads_neither_pyarrow_nor_obstore_nor_a_kafka_client() -> None:
+    code = "import ingest.__main__, sys; print(sorted({'pyarrow', 'obstore', 'kafka'} & set(sys.modules)))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"

@@ -1,0 +1,211 @@
+"""JSON records are validated against their writer schema, which comes from the network, then decoded as JSON is."""
+
+import json
+import socket
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ingest.formats.base import WHOLE_MESSAGE, Decoded
+from ingest.formats.json_schema import make_decoder
+from ingest.schema_registry.writer_schema import Reference, UnfitSchemaError, WriterSchema
+from tests.ingest.conftest import make_schema
+
+SCHEMA = make_schema(
+    {"amount": {"dtype": "float32"}, "n": {"dtype": "int16", "default": 7}},
+    {"name": "y", "classes": ["no", "yes"]},
+    key={"name": "id"},
+)
+PAYMENT = {
+    "$schema": "http://json-schema.org/draft-07/schema#",
+    "title": "Payment",
+    "type": "object",
+    "properties": {
+        "amount": {"type": "number", "minimum": 0},
+        "n": {"type": "integer"},
+        "y": {"enum": ["no", "yes"]},
+        "id": {"type": "string", "pattern": "^(k+)+$"},
+    },
+    "required": ["amount", "id"],
+}
+
+
+def writer(text: Any = PAYMENT, *references: Reference) -> WriterSchema:
+    return WriterSchema(7, "json-schema", text if isinstance(text, str) else json.dumps(text), references)
+
+
+def decode(*records: Any, text: Any = PAYMENT, references: tuple[Reference, ...] = ()) -> Decoded:
+    contents = [record if isinstance(record, bytes) else json.dumps(record).encode() for record in records]
+    return make_decoder(writer(text, *references), SCHEMA).decode(contents)
+
+
+def test_objects_become_columns() -> None:
+    decoded = decode({"amount": 1.5, "n": 2, "y": "yes", "id": "k"}, {"amount": 2, "id": "kk", "z": [1]})
+    assert not decoded.rejects
+    assert decoded.message.tolist() == [0, 1]
+    assert decoded.columns["feature.amount"].tolist() == [1.5, 2]
+    assert decoded.columns["feature.n"].tolist() == [2, 7]
+    assert decoded.columns["label"].tolist() == [1, -1]
+    assert decoded.unknown_fields == 1
+    assert len(decode().message) == 0
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        ({"amount": -1, "id": "k"}, "schema: -1 is less than the minimum of 0 at /amount"),
+        ({"id": "k"}, 'schema: "amount" is a required property'),
+        ({"amount": "1", "id": "k"}, 'schema: "1" is not of type "number" at /amount'),
+        ([1], 'schema: [1] is not of type "object"'),
+        ({"amount": 1, "id": "k", "n": 2**20}, "schema: Expected `int` <= 32767 - at `$.n`"),
+        ({"amount": 1, "id": "k", "n": None}, 'schema: null is not of type "integer" at /n'),
+        ({"amount": 1e39, "id": "k"}, "amount is NaN, infinite or too large"),
+        (b"", "schema: Input data was truncated"),
+        (b"[" * 100_000, "schema: maximum recursion depth exceeded"),
+        (b'{"amount": 1, "id": "\xff"}', "schema: "),
+        ({"amount": 1, "id": "k" * 30 + "!"}, 'schema: "kkkk'),
+        ({"amount": 1, "id": "!" * 5000}, "schema: "),
+    ],
+)
+def test_a_record_that_does_not_fit_is_rejected_and_its_neighbours_are_not(record: Any, reason: str) -> None:
+    good = {"amount": 1, "id": "k"}
+    decoded = decode(good, record, good)
+    assert decoded.message.tolist() == [0, 2]
+    assert decoded.columns["feature.amount"].tolist() == [1, 1]
+    assert [(each.message, each.row == WHOLE_MESSAGE) for each in decoded.rejects] in ([(1, True)], [(1, False)])
+    assert decoded.rejects[0].reason.startswith(reason)
+    assert len(decoded.rejects[0].reason) < 300
+
+
+def test_a_field_that_is_null_is_missing() -> None:
+    optional = {"oneOf": [{"type": "null"}, {"type": "number"}]}
+    text = {"properties": {"amount": optional, "n": {"type": ["null", "integer"]}, "y": {}}}
+    decoded = decode({"amount": 1, "id": "k", "n": None, "y": None}, {"amount": None, "id": "k"}, text=text)
+    assert decoded.message.tolist() == [0]
+    assert decoded.columns["feature.n"].tolist() == [7]
+    assert decoded.columns["labelled"].tolist() == [False]
+    assert decoded.rejects == [(1, WHOLE_MESSAGE, "schema: Object missing required field `amount`")]
+
+
+def test_formats_are_not_checked() -> None:
+    text = {"properties": {"id": {"type": "string", "format": "date-time"}}}
+    assert decode({"amount": 1, "id": "k"}, text=text).message.tolist() == [0]
+
+
+def test_references_are_those_of_the_registry() -> None:
+    text = {"type": "object", "properties": {"amount": {"$ref": "money.json"}}}
+    money = Reference("money.json", json.dumps({"$ref": "number.json#/definitions/positive"}))
+    number = Reference("number.json", json.dumps({"definitions": {"positive": {"type": "number", "minimum": 0}}}))
+    decoded = decode({"amount": 1, "id": "k"}, {"amount": -1, "id": "k"}, text=text, references=(number, money))
+    assert decoded.message.tolist() == [0]
+    assert "less than the minimum" in decoded.rejects[0].reason
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "truncated"),
+        ("[1]", 'is not of types "boolean", "object"'),
+        ({"type": "number or so"}, "is not valid under any of the schemas"),
+        ({"$ref": "http://example.com/payment.json"}, "http://example.com/payment.json"),
+        ({"properties": {"a": {"$ref": "file:///etc/passwd"}}}, "file:///etc/passwd"),
+        ({"$ref": "#/definitions/gone"}, "/definitions/gone"),
+        ({"pattern": "("}, 'is not a "regex"'),
+        ("[" * 100_000, "recursion"),
+    ],
+)
+def test_a_schema_that_cannot_be_read_is_refused_and_nothing_is_fetched(
+    monkeypatch: pytest.MonkeyPatch, text: Any, reason: str
+) -> None:
+    def refuse(*_: Any) -> Any:
+        raise AssertionError
+
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    with pytest.raises(UnfitSchemaError, match="the JSON Schema 7 cannot be read: ") as caught:
+        decode(text=text)
+    assert reason in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"amount": {"type": "string"}}, "amount is of JSON type string, not float32"),
+        ({"amount": {"type": ["null", "boolean", "string"]}}, "amount is of JSON type boolean or string, not float32"),
+        ({"id": {"type": "object"}}, "id is of JSON type object, not a string or a whole number"),
+        ({"y": {"type": "integer"}}, None),
+        ({"n": {"type": "string"}}, None),
+        ({"amount": {"type": ["null", "number"]}}, None),
+        ({"amount": {}}, None),
+        ({"amount": True}, None),
+    ],
+)
+def test_a_property_of_a_type_that_cannot_fit_is_named(changes: dict[str, Any], sentence: str | None) -> None:
+    text = {"type": "object", "properties": {**PAYMENT["properties"], **changes}}  # type: ignore[dict-item]
+    if sentence is None:
+        assert len(decode(text=text).message) == 0
+        return
+    with pytest.raises(UnfitSchemaError) as caught:
+        decode(text=text)
+    assert str(caught.value) == sentence
+    optional = make_schema({"amount": {"dtype": "float32", "default": 0}}, {"name": "y", "classes": ["no", "yes"]})
+    make_decoder(writer(text), optional)
+    if "amount" in changes:
+        with pytest.raises(UnfitSchemaError):
+            make_decoder(writer({**text, "required": ["amount"]}), optional)
+
+
+def test_a_property_that_is_excluded_is_named() -> None:
+    text: dict[str, Any] = {"properties": {"id": {"type": "string"}}, "additionalProperties": False}
+    with pytest.raises(UnfitSchemaError, match="the writer schema has no property amount"):
+        decode(text=text)
+    for changes in ({"additionalProperties": True}, {"patternProperties": {"a": {}}}):
+        assert decode({"amount": 1, "id": "k"}, text={**text, **changes}).message.tolist() == [0]
+
+
+def test_a_schema_may_refer_to_itself() -> None:
+    text = {"type": "object", "properties": {"child": {"$ref": "#"}, "amount": {"type": "number"}}}
+    record: dict[str, Any] = {"amount": 1, "id": "k"}
+    for _ in range(200):
+        record = {"amount": 1, "id": "k", "child": record}
+    assert decode(record, text=text).message.tolist() == [0]
+    assert decode({"amount": 1, "id": "k"}, text="true").message.tolist() == [0]
+
+
+@pytest.mark.timeout(30)
+def test_a_pattern_that_takes_many_steps_rejects_its_message() -> None:
+    text = {"properties": {"id": {"pattern": "^(?=k)((k|kk)+)+$"}}}
+    decoded = decode({"amount": 1, "id": "k" * 5000 + "!"}, {"amount": 1, "id": "k"}, text=text)
+    assert decoded.message.tolist() == [1]
+    assert decoded.rejects[0].reason.startswith("schema: ")
+
+
+NUMBERS = st.floats(0, allow_nan=False, allow_infinity=False, width=32)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(
+        st.fixed_dictionaries(
+            {"amount": NUMBERS, "id": st.just("k")},
+            optional={"n": st.integers(-(2**15), 2**15 - 1), "y": st.sampled_from(["no", "yes"])},
+        ),
+        max_size=6,
+    )
+)
+def test_what_is_encoded_is_decoded(events: list[dict[str, Any]]) -> None:
+    decoded = decode(*events)
+    assert not decoded.rejects
+    assert decoded.columns["feature.amount"].tolist() == [each["amount"] for each in events]
+    assert decoded.columns["feature.n"].tolist() == [each.get("n", 7) for each in events]
+    assert decoded.columns["label"].tolist() == [
+        ["no", "yes"].index(each["y"]) if "y" in each else -1 for each in events
+    ]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.binary(max_size=60), max_size=6))
+def test_arbitrary_bytes_are_events_or_rejects(records: list[bytes]) -> None:
+    decoded = decode(*records)
+    assert sorted([*decoded.message.tolist(), *(each.message for each in decoded.rejects)]) == list(range(len(records)))

@@ -1,0 +1,286 @@
+"""Writer schemas by id, while the registry answers and while it does not."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import pytest
+
+from anabranch.core.backoff import Backoff
+from ingest.errors import MissingSchemaError
+from ingest.registry_settings import RegistrySettings
+from ingest.schema_registry.cache import WriterSchemas
+from ingest.schema_registry.client import RegistryClient
+from ingest.schema_registry.writer_schema import WriterSchema
+from tests.support.registry_server import Registry
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 1_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@contextmanager
+def schemas_of(registry: Registry, clock: Callable[[], float]) -> Iterator[WriterSchemas]:
+    settings = RegistrySettings(url=registry.url, subject="payments-value", timeout="5s")
+    backoff = Backoff(timedelta(seconds=10), timedelta(seconds=10))
+    schemas = WriterSchemas(settings, RegistryClient(settings), backoff=backoff, clock=clock)
+    yield schemas
+    schemas.close()
+
+
+def text_of(found: WriterSchema | str | None) -> str:
+    assert isinstance(found, WriterSchema)
+    return found.text
+
+
+@pytest.fixture
+def no_lag(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a registry lacks twice, it lacks."""
+    monkeypatch.setattr("ingest.schema_registry.cache._LAGGING_SECONDS", 0.0)
+
+
+def fetched(schemas: WriterSchemas) -> None:
+    """Let the background thread finish."""
+    schemas.fetch_if_due()
+    schemas._thread.wait()
+
+
+def test_a_schema_is_fetched_once(registry):
+    number = registry.register("payments-value", "one")
+    with schemas_of(registry, Clock()) as schemas:
+        for _ in range(3):
+            assert text_of(schemas.find([number])[number]) == "one"
+    assert registry.paths() == [f"/schemas/ids/{number}"]
+
+
+def test_known_ids_go_on_while_the_registry_is_away_and_unknown_ones_are_awaited(registry):
+    known, unknown = registry.register("payments-value", "one"), registry.register("payments-value", "two")
+    clock = Clock()
+    with schemas_of(registry, clock) as schemas:
+        schemas.find([known])
+        registry.faults.away = True
+        found = schemas.find([known, unknown])
+        assert (text_of(found[known]), found[unknown]) == ("one", None)
+        assert "cannot be reached" in str(schemas.problem)
+        asked, answers = len(registry.requests), schemas.answers
+        registry.faults.away = False
+        # Not before the back-off is over.
+        assert schemas.find([unknown])[unknown] is None
+        fetched(schemas)
+        assert (len(registry.requests), schemas.answers) == (asked, answers)
+        clock.now += 11
+        fetched(schemas)
+        assert schemas.answers == answers + 1
+        assert schemas.problem is None
+        assert text_of(schemas.find([unknown])[unknown]) == "two"
+
+
+def test_a_registry_that_is_away_delays_no_lookup(registry, monkeypatch):
+    with schemas_of(registry, Clock()) as schemas:
+        registry.faults.away = True
+        assert schemas.find([1])[1] is None
+        monkeypatch.setattr(schemas._thread, "wait", lambda seconds: pytest.fail("a lookup waits"))
+        assert schemas.find([1, 2]) == {1: None, 2: None}
+        monkeypatch.undo()
+
+
+@pytest.mark.usefixtures("no_lag")
+def test_an_id_that_does_not_exist_is_asked_for_again_only_later(registry):
+    clock = Clock()
+    with schemas_of(registry, clock) as schemas:
+        assert schemas.find([1])[1] == f"the registry at {registry.url} has no schemas/ids/1"
+        schemas.find([1])
+        assert len(registry.requests) == 2
+        registry.register("payments-value", "one")
+        clock.now += 31
+        assert text_of(schemas.find([1])[1]) == "one"
+
+
+def test_an_id_that_another_server_of_the_registry_has_just_got_is_asked_for_again(registry, monkeypatch):
+    answer = registry.answer
+
+    def answer_of_a_replica(path: str) -> object:
+        answered = answer(path)
+        if not registry.schemas:
+            registry.register("payments-value", "one")
+        return answered
+
+    monkeypatch.setattr(registry, "answer", answer_of_a_replica)
+    with schemas_of(registry, Clock()) as schemas:
+        assert text_of(schemas.find([1])[1]) == "one"
+
+
+class TestServersThatLag:
+    @pytest.fixture(autouse=True)
+    def at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("ingest.schema_registry.cache._AGAIN_SECONDS", 0.0)
+
+    def test_an_id_is_asked_for_again_for_ten_seconds_while_its_messages_wait(self, registry):
+        clock = Clock()
+        with schemas_of(registry, clock) as schemas:
+            assert schemas.find([1])[1] is None
+            for _ in range(9):
+                clock.now += 1
+                fetched(schemas)
+            assert schemas.answers == 0
+            assert len(registry.requests) == 2 + 9
+            registry.register("payments-value", "one")
+            fetched(schemas)
+            assert text_of(schemas.find([1])[1]) == "one"
+
+    def test_an_id_that_no_server_has_after_that_is_given_up(self, registry):
+        clock = Clock()
+        with schemas_of(registry, clock) as schemas:
+            assert schemas.find([1])[1] is None
+            clock.now += 11
+            fetched(schemas)
+            assert schemas.answers == 1
+            assert schemas.find([1])[1] == f"the registry at {registry.url} has no schemas/ids/1"
+
+    def test_an_id_that_was_given_up_is_asked_for_as_long_the_second_time_and_once_again_after_that(self, registry):
+        clock, missing = Clock(), f"the registry at {registry.url} has no schemas/ids/1"
+        with schemas_of(registry, clock) as schemas:
+            for _ in range(2):
+                assert schemas.find([1])[1] is None
+                clock.now += 9
+                fetched(schemas)
+                assert schemas.find([1])[1] is None
+                clock.now += 2
+                fetched(schemas)
+                assert schemas.find([1])[1] == missing
+                clock.now += 31
+            asked = len(registry.requests)
+            assert schemas.find([1])[1] == missing
+            assert len(registry.requests) == asked + 2
+            clock.now += 31
+            registry.register("payments-value", "one")
+            assert text_of(schemas.find([1])[1]) == "one"
+
+    def test_after_three_that_were_given_up_others_are_asked_for_again_once(self, registry):
+        clock = Clock()
+        with schemas_of(registry, clock) as schemas:
+            schemas.find([1, 2, 3])
+            clock.now += 11
+            fetched(schemas)
+            assert schemas.find([4])[4] == f"the registry at {registry.url} has no schemas/ids/4"
+            clock.now += 31
+            assert schemas.find([5])[5] is None
+
+    def test_an_id_that_is_asked_for_again_keeps_no_new_one_back(self, registry):
+        with schemas_of(registry, Clock()) as schemas:
+            assert schemas.find([99])[99] is None
+            number = registry.register("payments-value", "one")
+            assert text_of(schemas.find([number])[number]) == "one"
+            assert schemas.answers == 1
+
+
+@pytest.mark.usefixtures("no_lag")
+def test_an_id_stays_unsure_when_its_round_ends(registry):
+    clock = Clock()
+    settings = RegistrySettings(url="http://registry", subject="payments-value", timeout="1s")
+    client = SlowClient(settings, clock, 1)
+    schemas = WriterSchemas(settings, client, clock=clock)
+    schemas.find([101, 102])
+    assert schemas.answers == 0
+    fetched(schemas)
+    assert (client.asked, schemas.answers) == ([101, 101], 1)
+    schemas.close()
+
+
+def test_one_schema_that_cannot_be_fetched_keeps_no_other_back(registry):
+    bad = registry.register("a", "a", references=[{"name": "b", "subject": "gone", "version": 1}])
+    good = registry.register("payments-value", "one")
+    with schemas_of(registry, Clock()) as schemas:
+        found = schemas.find([bad, good])
+        assert (found[bad], text_of(found[good])) == (None, "one")
+        assert "lacks a schema that another one refers to" in str(schemas.problem)
+
+
+class TestTheNewestOfTheSubject:
+    def test_is_asked_for_again_after_a_minute_and_the_former_one_is_used_meanwhile(self, registry):
+        registry.register("payments-value", "one")
+        clock = Clock()
+        with schemas_of(registry, clock) as schemas:
+            assert text_of(schemas.find([None])[None]) == "one"
+            registry.register("payments-value", "two")
+            assert text_of(schemas.find([None])[None]) == "one"
+            clock.now += 61
+            registry.faults.away = True
+            assert text_of(schemas.find([None])[None]) == "one"
+            fetched(schemas)
+            registry.faults.away = False
+            clock.now += 11
+            fetched(schemas)
+            assert text_of(schemas.find([None])[None]) == "two"
+
+    def test_of_a_subject_that_does_not_exist_is_no_fault_of_messages(self, registry):
+        with schemas_of(registry, Clock()) as schemas:
+            assert schemas.find([None]) == {None: None}
+            sentence = "has no subjects/payments-value/versions/latest: check stream.registry.subject"
+            assert sentence in str(schemas.problem)
+
+
+@pytest.mark.usefixtures("no_lag")
+def test_ids_that_do_not_exist_fill_no_memory(registry, monkeypatch):
+    monkeypatch.setattr("ingest.schema_registry.cache._MOST_MISSING", 10)
+    with schemas_of(registry, Clock()) as schemas:
+        schemas.find(range(100, 125))
+        fetched(schemas)
+        assert len(schemas._missing) <= 10
+        assert not schemas._awaited
+
+
+class SlowClient(RegistryClient):
+    """Has no schemas, and takes seconds for each second answer."""
+
+    def __init__(self, settings: RegistrySettings, clock: Clock, seconds: float) -> None:
+        super().__init__(settings)
+        self.asked: list[int | str] = []
+        self._clock, self._wait = clock, seconds
+
+    def schema(self, schema_id: int | str) -> WriterSchema:
+        self._clock.now += self._wait * (int(schema_id) % 2)
+        self.asked.append(schema_id)
+        raise MissingSchemaError(f"no {schema_id}")
+
+
+@pytest.mark.parametrize(("timeout", "seconds", "in_a_round"), [("5s", 2, 6), ("3s", 2, 4), ("60s", 40, 2)])
+def test_many_ids_that_do_not_exist_are_asked_for_in_rounds_and_messages_go_on_after_each(timeout, seconds, in_a_round):
+    clock = Clock()
+    settings = RegistrySettings(url="http://registry", subject="payments-value", timeout=timeout, fallback=True)
+    client = SlowClient(settings, clock, seconds)
+    schemas = WriterSchemas(settings, client, clock=clock)
+    ids = list(range(100, 130))
+    for round_ in range(1, 4):
+        found = schemas.find(ids)
+        done = round_ * in_a_round
+        assert client.asked == list(range(100, 100 + done))
+        assert schemas.answers == round_
+        assert [schema_id for schema_id in ids if found[schema_id] is not None] == ids[:in_a_round]
+        ids = ids[in_a_round:]
+    schemas.close()
+
+
+def test_a_lookup_waits_two_seconds_at_most(registry):
+    with schemas_of(registry, Clock()) as schemas:
+        schemas._wait_seconds = 0.05
+        registry.faults.seconds = 0.5
+        number = registry.register("payments-value", "one")
+        assert schemas.find([number])[number] is None
+        assert schemas.problem is None
+        fetched(schemas)
+        assert text_of(schemas.find([number])[number]) == "one"
+
+
+def test_a_bug_of_the_background_thread_is_raised_instead_of_waiting_forever(registry, monkeypatch):
+    with schemas_of(registry, Clock()) as schemas:
+        monkeypatch.setattr(schemas._client, "schema", lambda schema_id: 1 // 0)
+        schemas.find([1])
+        with pytest.raises(ZeroDivisionError):
+            schemas.find([1])

@@ -1,0 +1,84 @@
+"""Where the topics begin when the history was read."""
+
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Any, cast
+
+import pytest
+
+from ingest.config import StreamSettings
+from ingest.events.partition import TopicPartition
+from ingest.kafka.client import Client, Messages
+from ingest.worker.partition_table import PartitionTable
+from ingest.worker.topic_switch import switch_time
+
+E0, E1, LABELS = TopicPartition("events", 0), TopicPartition("events", 1), TopicPartition("labels", 0)
+BEGIN = 1_764_000_000_000
+HOUR = 3_600_000
+
+
+class Broker:
+    """Has, of each partition, one record an hour from a time on; `removed` are gone before it."""
+
+    def __init__(self, first_hours: Mapping[TopicPartition, int], removed: Mapping[TopicPartition, int]) -> None:
+        self._hours, self._removed = first_hours, removed
+        self._assigned: Sequence[TopicPartition] = ()
+
+    def partitions(self) -> list[TopicPartition]:
+        return list(self._hours)
+
+    def topic_ids(self) -> dict[str, str]:
+        return {}
+
+    def first_offsets(self, partitions: Sequence[TopicPartition], start: str, moment: datetime | None) -> Any:
+        at = 0 if moment is None else int(moment.timestamp() * 1000)
+        late = {name: max(0, -(-(at - BEGIN) // HOUR) - self._hours[name]) for name in partitions}
+        return {name: self._removed.get(name, 0) + (100 if start == "latest" else late[name]) for name in partitions}
+
+    def log_ends(self, partitions: Sequence[TopicPartition]) -> dict[TopicPartition, int]:
+        return {name: self._removed.get(name, 0) + 100 for name in partitions}
+
+    def assign(self, positions: Mapping[TopicPartition, int], paused: Sequence[TopicPartition] = ()) -> None:
+        self._assigned = list(positions)
+
+    def poll(self, timeout: timedelta, most: int) -> list[Messages]:
+        at = [(name, self._removed.get(name, 0)) for name in self._assigned]
+        return [Messages(n, [o], [BEGIN + self._hours[n] * HOUR], [None], [b""], [()], o + 1) for n, o in at]
+
+
+def settings(start: str = "earliest") -> StreamSettings:
+    values = {
+        "topics": ["events"],
+        "format": "rows",
+        "start": start,
+        "labels": {"topics": ["labels"], "key": "k", "name": "y", "wait": "30d"},
+        "backfill": {"files": ["/x/*.parquet"], "time": "ts"},
+    }
+    return StreamSettings.model_validate(values).resolved("p")
+
+
+def switched(hours: Mapping[TopicPartition, int], removed: Mapping[TopicPartition, int]) -> float:
+    moment = switch_time(cast("Client", Broker(hours, removed)), settings(), timed=True)
+    assert moment is not None
+    return (moment.timestamp() * 1000 - BEGIN) / HOUR
+
+
+def test_the_partition_that_lost_most_decides() -> None:
+    assert switched({E0: 5, E1: 7, LABELS: 0}, {E0: 10, E1: 10}) == 7
+
+
+def test_a_partition_or_label_topic_that_began_late_skips_no_event_of_the_others() -> None:
+    assert switched({E0: 5, E1: 50, LABELS: 90}, {E0: 10}) == 5
+    assert switched({E0: 5, E1: 50, LABELS: 90}, {LABELS: 10}) == 5
+
+
+@pytest.mark.parametrize("start", ["earliest", "latest"])
+def test_labels_are_read_from_their_beginning_as_rows_of_files_wait_for_them(start: str) -> None:
+    client = cast("Client", Broker({E0: 50, LABELS: 0}, {E0: 10, LABELS: 3}))
+    stream = settings(start)
+    table = PartitionTable(stream, client)
+    table.begin_at = datetime.fromtimestamp((BEGIN + 60 * HOUR) / 1000, UTC)
+    table.refresh(stream.start, due=True)
+    assert [table.positions[table.index[name]].offset for name in (E0, LABELS)][1] == 3
+    if start == "earliest":
+        assert table.positions[table.index[E0]].offset == 20

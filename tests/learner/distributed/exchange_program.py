@@ -1,0 +1,70 @@
+"""Ranks that average gradients with each hook: `SIZE FOLDER`, on a separate network.
+
+`FOLDER/measured.json` has for each hook, of a pass and over all ranks: the bytes that ranks count, those that the
+loopback interface sent, and those of full gradients.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from learner.config import LearnerSettings
+from learner.distributed.gradient_exchange import GradientExchange
+
+PASSES = 2
+
+
+def model() -> nn.Sequential:
+    """Return a model of 640,000 parameters, in several buckets."""
+    torch.manual_seed(0)
+    width, layers = 400, 4
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)), nn.Linear(width, 10))
+
+
+def sent_bytes() -> int:
+    """Return how many bytes the loopback interface has sent."""
+    (line,) = (line for line in Path("/proc/net/dev").read_text().splitlines() if line.strip().startswith("lo:"))
+    return int(line.split()[9])
+
+
+def run(rank: int, size: int, folder: str) -> None:
+    """Measure each hook; all ranks end with the same weights."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size)
+    measured = {}
+    for name in ("none", "fp16", "powersgd", "int8", "topk"):
+        trained = DistributedDataParallel(model(), gradient_as_bucket_view=True, bucket_cap_mb=1)
+        exchange = GradientExchange(LearnerSettings.model_validate({"comm_hook": name}), search=False)
+        exchange.register(trained)
+        torch.manual_seed(rank)
+        on_wire = counted = 0
+        warm_up = 11 if name == "powersgd" else 2  # PowerSGD compresses from the eleventh pass on
+        for number in range(warm_up + PASSES):
+            if number == warm_up:
+                dist.barrier()
+                on_wire, counted = sent_bytes(), exchange.sent_bytes
+            trained.zero_grad()
+            trained(torch.randn(4, 400)).square().mean().backward()
+            exchange.count_gradients()
+        dist.barrier()
+        total = torch.tensor([exchange.sent_bytes - counted])
+        on_wire = sent_bytes() - on_wire
+        dist.all_reduce(total)
+        full = 2 * (size - 1) * sum(weight.nbytes for weight in trained.parameters())
+        measured[name] = int(total) / PASSES, on_wire / PASSES, full
+        gradient = torch.cat([weight.grad.flatten() for weight in trained.parameters() if weight.grad is not None])
+        gradients = [torch.empty_like(gradient) for _ in range(size)]
+        dist.all_gather(gradients, gradient)
+        assert all(torch.equal(gradient, other) for other in gradients), name
+    if rank == 0:
+        (Path(folder) / "measured.json").write_text(json.dumps(measured))
+
+
+if __name__ == "__main__":
+    mp.spawn(run, (int(sys.argv[1]), sys.argv[2]), int(sys.argv[1]))

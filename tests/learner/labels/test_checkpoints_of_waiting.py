@@ -1,0 +1,193 @@
+"""The checkpointer and the background erasure with events that wait for labels."""
+
+import errno
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from prometheus_client import CollectorRegistry
+
+from ingest.events.identity import partition_name
+from ingest.events.partition import TopicPartition
+from learner.checkpointing.background_erasure import BackgroundErasure
+from learner.checkpointing.checkpointer import CapturedState, Checkpointer
+from learner.config import CheckpointSettings
+from learner.metrics import LearnerMetrics
+from learner.runtime.shutdown import Deadline
+from replay.erasure.erased_events import ByRange
+from replay.erasure.erasure_log import ErasureLog
+from tests.learner.labels.joins import JoinBench, drain, events, labels, options, predictions
+
+DEADLINE = timedelta(seconds=30)
+NAME = TopicPartition("events", 0)
+LEDGER = [{"topic": "events", "partition": 0, "incarnation": 0, "history": 0}]
+
+
+class Run(JoinBench):
+    """A join whose checkpoints are written by a checkpointer."""
+
+    def start(self) -> None:
+        settings = CheckpointSettings(every=timedelta(hours=1), keep=2)
+        metrics = LearnerMetrics(CollectorRegistry())
+        self.checkpointer = Checkpointer(self.checkpoints, settings, None, metrics, label_join=self.join)
+
+    def capture_state(self, _number: int) -> CapturedState:
+        return CapturedState(1, {"model": {"w": torch.zeros(1)}}, {"ledger": LEDGER}, None)
+
+    def save(self) -> None:
+        self.checkpointer.request()
+        self.checkpointer.checkpoint(self.capture_state)
+        self.checkpointer.wait(Deadline(DEADLINE))
+
+
+@pytest.fixture
+def make_run(tmp_path: Path) -> Callable[..., Run]:
+    def make(size: int = 2**20) -> Run:
+        run = Run(tmp_path, options(bytes=size))
+        run.start()
+        return run
+
+    return make
+
+
+def add(run: Run, begin: int, end: int) -> None:
+    offsets = list(range(begin, end))
+    run.join.add_events(events(offsets, offsets, [1000] * len(offsets)), predictions(offsets))
+
+
+def label(run: Run, begin: int, end: int) -> None:
+    count = end - begin
+    run.join.add_labels(labels(range(begin, end), [1] * count, [1000] * count))
+
+
+def test_checkpoints_have_the_waiting_events_and_link_their_segments(make_run: Callable[..., Run]) -> None:
+    run = make_run()
+    add(run, 1, 101)
+    run.save()
+    add(run, 101, 104)
+    label(run, 1, 3)
+    run.save()
+    first, second = (set(run.checkpoints.manifest(number).files) for number in (1, 2))
+    assert "rank-0/segment-labels-1.safetensors" in first & second
+    assert "rank-0/segment-labels-2.safetensors" in second
+    run.restart()
+    assert [row[0] for row in drain(run.join)] == [1, 2]
+    label(run, 50, 104)
+    assert [row[0] for row in drain(run.join)] == list(range(50, 104))
+
+
+def test_after_a_checkpoint_that_was_not_written_the_next_has_all_events(
+    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run()
+    add(run, 1, 101)
+    run.save()
+
+    def fails(*_args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(run.checkpoints, "write", fails)
+        add(run, 101, 104)
+        run.save()
+    assert "could not be written" in str(run.checkpointer.problem)
+    label(run, 1, 51)
+    drain(run.join)
+    run.save()
+    assert "rank-0/segment-labels-3.safetensors" in run.checkpoints.manifest(3).files
+    assert "rank-0/segment-labels-1.safetensors" not in run.checkpoints.manifest(3).files
+    run.restart()
+    label(run, 51, 104)
+    assert [row[0] for row in drain(run.join)] == list(range(51, 104))
+
+
+def test_a_checkpoint_starts_early_when_slots_wait_for_it(make_run: Callable[..., Run]) -> None:
+    run = make_run(2**14)
+    add(run, 1, 91)
+    run.save()
+    assert not run.checkpointer.is_due()
+    label(run, 1, 91)
+    drain(run.join)
+    add(run, 91, 105)
+    assert run.checkpointer.is_due()
+    for _ in range(3):
+        run.checkpointer.checkpoint(run.capture_state)
+        run.checkpointer.wait(Deadline(DEADLINE))
+    assert not run.checkpointer.is_due()
+
+
+def test_a_background_erasure_overwrites_what_no_checkpoint_refers_to(
+    make_run: Callable[..., Run], tmp_path: Path
+) -> None:
+    run = make_run()
+    add(run, 1, 11)
+    label(run, 3, 6)
+    drain(run.join)  # the rows of these are left in the file
+    run.save()
+    log = ErasureLog(tmp_path / "erasures.log")
+    log.refresh()
+    erasure = BackgroundErasure(log, run.checkpoints, tmp_path / "replay", None, run.checkpointer, dict)
+    log.append([ByRange(time=0.0, by="command", partition=partition_name(NAME), first=3, last=4)])
+    run.join.erase(lambda columns: log.erased.covers(np.array([0], np.uint64), columns))
+    erasure.finish(1, Deadline(DEADLINE))
+    assert (erasure.through, erasure.problem) == (1, None)
+    content = (run.folder / run.join.file.name).read_bytes()
+    left = [offset for offset in range(1, 11) if events([offset], [1], [0])["feature.x"].tobytes() in content]
+    assert left == [1, 2, 6, 7, 8, 9, 10]
+    run.restart()
+    label(run, 6, 11)
+    assert [row[0] for row in drain(run.join)] == [6, 7, 8, 9, 10]
+
+
+def test_a_checkpoint_that_begins_during_an_erasure_loses_no_event(
+    make_run: Callable[..., Run], tmp_path: Path
+) -> None:
+    run = make_run()
+    add(run, 1, 11)
+    run.save()
+    log = ErasureLog(tmp_path / "erasures.log")
+    log.refresh()
+    erasure = BackgroundErasure(log, run.checkpoints, tmp_path / "replay", None, run.checkpointer, dict)
+    log.append([ByRange(time=0.0, by="command", partition=partition_name(NAME), first=3, last=4)])
+    run.join.erase(lambda columns: log.erased.covers(np.array([0], np.uint64), columns))
+    erasure.advance(1)  # the checkpoints are rewritten, and the slots that they name are found
+    run.checkpointer.wait(Deadline(DEADLINE))
+    add(run, 11, 31)
+    run.save()
+    label(run, 5, 31)
+    drain(run.join)
+    erasure.finish(1, Deadline(DEADLINE))
+    assert (erasure.through, erasure.problem) == (1, None)
+    run.restart()
+    label(run, 1, 31)
+    assert [row[0] for row in drain(run.join)] == [1, 2, *range(5, 31)]
+    assert run.join.counts.damaged == 0
+
+
+def test_a_checkpoint_that_fails_while_slots_wait_for_it_is_not_tried_again_at_once(
+    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(2**14)
+    add(run, 1, 91)
+    run.save()
+    label(run, 1, 91)
+    drain(run.join)
+    add(run, 91, 110)
+    assert run.checkpointer.is_due()
+
+    def fails(*_arguments: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(run.checkpoints), "write", fails)
+        run.save()
+    assert "could not be written" in str(run.checkpointer.problem)
+    assert run.join.needs_checkpoint
+    assert not run.checkpointer.is_due()
+    run.save()
+    assert run.checkpointer.problem is None
+    assert run.checkpointer.is_due()

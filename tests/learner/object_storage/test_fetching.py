@@ -1,0 +1,428 @@
+"""What a learner fetches from an object store before it resumes."""
+
+import dataclasses
+import errno
+import logging
+import threading
+from datetime import timedelta
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from anabranch.core.errors import DependencyError, SettingsError
+from anabranch.core.object_store.bucket import Bucket
+from learner.errors import CheckpointError, MisfitError, SecondLearnerError
+from learner.object_storage.bucket_storage import storage_to_read
+from learner.object_storage.config import StorageSettings
+from learner.object_storage.fetching import (
+    PARTIAL,
+    age_of,
+    discard_partial,
+    fetch_checkpoint,
+    fetch_versions,
+    newest_age,
+)
+from learner.object_storage.opening import (
+    HeldStorage,
+    hold_storage,
+    stored_checkpoints,
+    stored_versions,
+)
+from learner.resume import resume_point
+from learner.state_dir.checkpoint import Checkpoint, Checkpoints
+from learner.state_dir.lock import GENERATION, hold_state_directory
+from learner.state_dir.version import Manifest, ModelReference, Verdict, Versions
+from replay.erasure.erasure_log import NAME, ErasureLog
+from replay.row_source import RowSource
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> StorageSettings:
+    return StorageSettings(url=f"file://{tmp_path}/bucket", lease=timedelta(seconds=4))
+
+
+def checkpoint(step: int, *segments: int) -> Checkpoint:
+    tensors = {"model": {"w": torch.full((9,), float(step))}}
+    tensors |= {f"segment-{number}": {"index": torch.arange(number, number + 9)} for number in segments}
+    return Checkpoint(step, tensors, {"steps": step})
+
+
+def local_checkpoints(folder: Path, generation: int = 0) -> Checkpoints:
+    return Checkpoints(folder / "checkpoints", "digest", generation)
+
+
+def upload(settings: StorageSettings, folder: Path, *steps: int) -> int:
+    """Write checkpoints of these steps into the object store, as the learner of another host, and return the
+    generation."""
+    with hold_state_directory(folder) as generation, hold_storage(settings, folder, generation) as held:
+        upload_as(held, folder, *steps)
+        return held.lease.generation
+
+
+def upload_as(held: HeldStorage, folder: Path, *steps: int) -> None:
+    stored = Checkpoints(folder / "checkpoints", "digest", held.lease.generation, held.checkpoints)
+    for step in steps:
+        stored.write(stored.highest() + 1, checkpoint(step, 1, step), 1.0)
+
+
+def version(number: int) -> Manifest:
+    return Manifest(
+        number=number,
+        generation=1,
+        parent=None,
+        time=1.0,
+        step=number,
+        trained_through={},
+        metrics={},
+        schema="digest",
+        encoders={},
+        model=ModelReference("m:build", {}, "regression"),
+        files={},
+    )
+
+
+def upload_version(settings: StorageSettings, folder: Path, number: int) -> None:
+    with hold_state_directory(folder) as generation, hold_storage(settings, folder, generation) as held:
+        Versions(folder, held.versions).write({"w": torch.ones(9)}, version(number), Verdict("pass"))
+
+
+def resumed_step(held: HeldStorage, folder: Path) -> int:
+    checkpoints = stored_checkpoints(folder, "digest", held.lease.generation, held)
+    held.checkpoints.clean()
+    found = checkpoints.newest()
+    if fetch_checkpoint(held.checkpoints, checkpoints, (-1, -1) if found is None else age_of(checkpoints, found[0])):
+        found = checkpoints.newest()
+    assert found is not None
+    return found[1].step
+
+
+def test_an_empty_host_fetches_the_newest_checkpoint(settings: StorageSettings, tmp_path: Path):
+    upload(settings, tmp_path / "a", 10, 20)
+    folder = tmp_path / "b"
+    with hold_state_directory(folder) as generation, hold_storage(settings, folder, generation) as held:
+        assert held.lease.generation == 2
+        assert (folder / GENERATION).read_text() == "2"
+        assert resumed_step(held, folder) == 20
+        checkpoints = stored_checkpoints(folder, "digest", 2, held)
+        assert checkpoints.numbers() == [2]
+        assert not fetch_checkpoint(held.checkpoints, checkpoints, newest_age(checkpoints)), "it is there"
+    assert local_checkpoints(folder).newest() is not None
+
+
+def test_on_a_full_disk_no_older_checkpoint_is_taken_and_nothing_half_fetched_stays(
+    settings: StorageSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    upload(settings, tmp_path / "a", 10, 20)
+    folder = tmp_path / "b"
+
+    def fill(_bucket: Bucket, _path: str, to: Path) -> None:
+        to.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with hold_state_directory(folder) as generation, hold_storage(settings, folder, generation) as held:
+        with monkeypatch.context() as full:
+            full.setattr(Bucket, "download", fill)
+            with pytest.raises(OSError, match="No space left"):
+                resumed_step(held, folder)
+        assert list((folder / "checkpoints").iterdir()) == []
+        assert resumed_step(held, folder) == 20
+
+
+def test_the_newest_by_generation_wins_and_numbers_go_on_from_the_highest_of_both(
+    settings: StorageSettings, tmp_path: Path
+):
+    upload(settings, tmp_path / "a", 10, 20)
+    folder = tmp_path / "b"
+    stale = local_checkpoints(folder, generation=1)
+    stale.write(7, checkpoint(5), 1.0)
+    stale.write(2, checkpoint(6), 1.0)
+    with hold_state_directory(folder) as generation, hold_storage(settings, folder, generation) as held:
+        assert resumed_step(held, folder) == 5, "number 7 of generation 1 is newer than number 2"
+    upload(settings, tmp_path / "a", 30)
+    with hold_state_directory(folder) as generation, hold_storage(settings, folder, generation) as held:
+        assert resumed_step(held, folder) == 30, "generation 3, number 3"
+        checkpoints = stored_checkpoints(folder, "digest", held.lease.generation, held)
+        assert checkpoints.highest() == 7
+        assert held.checkpoints.highest() == 3
+    (folder / "checkpoints" / "7" / "manifest.json").unlink()
+    local_checkpoints(folder).clean()
+    with hold_state_directory(folder) as generation, hold_storage(settings, folder, generation) as held:
+        assert stored_checkpoints(folder, "digest", 9, held).highest() == 3
+    upload(settings, tmp_path / "a", *range(40, 49))
+    with hold_state_directory(folder) as generation, hold_storage(settings, folder, generation) as held:
+        assert stored_checkpoints(folder, "digest", 9, held).highest() == 12
+
+
+def test_a_damaged_checkpoint_is_passed_over_on_both_sides(
+    settings: StorageSettings, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    upload(settings, tmp_path / "a", 10, 20)
+    folder = tmp_path / "b"
+    bucket = settings.bucket
+    with hold_state_directory(folder) as generation, hold_storage(settings, folder, generation) as held:
+        path = held.checkpoints.files_of(2)["rank-0/model.safetensors"].path
+        whole = bucket.read(path)
+        bucket.write(path, b"torn")
+        assert resumed_step(held, folder) == 10
+        assert "checkpoint 2 in file://" in caplog.text
+        assert "does not have its digest" in caplog.text
+        bucket.write(path, whole)
+        assert resumed_step(held, folder) == 20
+        (folder / "checkpoints" / "2" / "rank-0" / "model.safetensors").write_bytes(b"torn")
+        assert resumed_step(held, folder) == 20, "the damaged one is replaced"
+        for number in (1, 2):
+            (folder / "checkpoints" / str(number) / "rank-0" / "state.json").write_bytes(b"torn")
+        checkpoints = stored_checkpoints(folder, "digest", held.lease.generation, held)
+        with pytest.raises(CheckpointError, match="none can be used"):
+            checkpoints.newest()
+        log = ErasureLog(folder / NAME)
+        assert resume_point_step(checkpoints, log, held) == 20, "all of the state directory are damaged"
+
+
+def resume_point_step(checkpoints: Checkpoints, written: ErasureLog, held: HeldStorage) -> int:
+    """Return the step of `resume_point`; the checkpoints of this module have no positions of the stream."""
+    try:
+        found = resume_point(checkpoints, written, held).found
+    except KeyError:
+        found = checkpoints.newest()
+    assert found is not None
+    return found[1].step
+
+
+def test_the_newest_of_both_is_found_before_one_is_judged(settings: StorageSettings, tmp_path: Path):
+    """The old host comes back: its own checkpoint is of another schema, and that of the object store is newer."""
+    folder = tmp_path / "b"
+    Checkpoints(folder / "checkpoints", "old schema", 1).write(1, checkpoint(5), 1.0)
+    upload(settings, tmp_path / "a", 10)
+    upload(settings, tmp_path / "a", 20)
+    with hold_state_directory(folder) as generation, hold_storage(settings, folder, generation) as held:
+        checkpoints = stored_checkpoints(folder, "digest", held.lease.generation, held)
+        assert resume_point_step(checkpoints, ErasureLog(folder / NAME), held) == 20
+        other = stored_checkpoints(tmp_path / "c", "new schema", held.lease.generation, held)
+        with pytest.raises(MisfitError, match=f"checkpoint 2 in {settings.url}/checkpoints was made under another"):
+            resume_point(other, ErasureLog(folder / NAME), held)
+        assert not other.path.exists(), "nothing is fetched that cannot be used"
+
+
+def test_a_start_that_was_killed_while_it_fetched_a_version_is_cleaned_up(settings: StorageSettings, tmp_path: Path):
+    (tmp_path / "versions" / ".tmp-1-1").mkdir(parents=True)
+    upload_version(settings, tmp_path / "a", 1)
+    with hold_state_directory(tmp_path) as generation, hold_storage(settings, tmp_path, generation) as held:
+        assert stored_versions(tmp_path, held).numbers() == [1]
+
+
+def test_files_that_are_there_are_linked(settings: StorageSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    upload(settings, tmp_path / "a", 10)
+    folder = tmp_path / "b"
+    with hold_state_directory(folder) as generation, hold_storage(settings, folder, generation) as held:
+        assert resumed_step(held, folder) == 10
+    upload(settings, tmp_path / "a", 20)
+    fetched: list[str] = []
+    download = Bucket.download
+
+    def record(self: Bucket, path: str, to: Path) -> None:
+        fetched.append(to.name)
+        download(self, path, to)
+
+    monkeypatch.setattr(Bucket, "download", record)
+    with hold_state_directory(folder) as generation, hold_storage(settings, folder, generation) as held:
+        assert resumed_step(held, folder) == 20
+    assert "rank-0-segment-1.safetensors" not in fetched
+    assert "rank-0-segment-20.safetensors" in fetched
+
+
+def test_a_fetch_that_was_interrupted_goes_on_with_the_files_that_are_missing(
+    settings: StorageSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A file that was damaged since is fetched again."""
+    upload(settings, tmp_path / "a", 10)
+    folder, fetched, download = tmp_path / "b", list[str](), Bucket.download
+    monkeypatch.setattr("learner.object_storage.fetching._THREADS", 1)
+
+    def fetch(self: Bucket, path: str, to: Path) -> None:
+        fetched.append(to.name)
+        download(self, path, to)
+
+    def fetch_two(self: Bucket, path: str, to: Path) -> None:
+        if len(fetched) == 2:
+            to.write_bytes(b"half")
+            raise OSError(errno.EIO, "killed")
+        fetch(self, path, to)
+
+    monkeypatch.setattr(Bucket, "download", fetch_two)
+    with hold_state_directory(folder) as generation, hold_storage(settings, folder, generation) as held:
+        with pytest.raises(OSError, match="killed"):
+            resumed_step(held, folder)
+    first, second = fetched
+    whole = sorted((folder / PARTIAL).glob("?" * 64), key=lambda path: path.stat().st_mtime_ns)
+    assert len(whole) == 2
+    whole[1].write_bytes(b"torn")
+    monkeypatch.setattr(Bucket, "download", fetch)
+    fetched.clear()
+    with hold_state_directory(folder) as generation, hold_storage(settings, folder, generation) as held:
+        assert resumed_step(held, folder) == 10
+        assert first not in fetched
+        assert second in fetched
+        assert len(fetched) == len(held.checkpoints.files_of(1)) - 1
+        checkpoints = stored_checkpoints(folder, "digest", held.lease.generation, held)
+        assert resume_point_step(checkpoints, ErasureLog(folder / NAME), held) == 10
+    discard_partial(checkpoints)
+    assert not (folder / PARTIAL).exists()
+
+
+def with_rows(checkpoint: Checkpoint, size: int) -> Checkpoint:
+    rows = torch.arange(3 * size, dtype=torch.uint8).view(3, size)
+
+    class Rows(RowSource):
+        row_bytes = size
+
+        def __len__(self) -> int:
+            return 3
+
+        def read(self, positions: NDArray[np.intp]) -> tuple[Tensor, NDArray[np.bool_]]:
+            return rows[torch.from_numpy(positions)].clone(), np.ones(len(positions), np.bool_)
+
+    return dataclasses.replace(checkpoint, rows={"rows-1": Rows()})
+
+
+@pytest.mark.parametrize("name", ["rows-1", "segment-1", "model"])
+@pytest.mark.parametrize("missing", [True, False])
+def test_a_local_file_that_is_damaged_or_missing_is_fetched_again(
+    settings: StorageSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, *, missing: bool
+):
+    """Alone, and the newest checkpoint is used; a damaged one in the object store as well is used as before."""
+    folder, fetched, download = tmp_path / "b", list[str](), Bucket.download
+    with hold_state_directory(folder) as generation, hold_storage(settings, folder, generation) as held:
+        for checkpoints in (
+            Checkpoints(folder / "checkpoints", "digest", held.lease.generation, held.checkpoints),
+            local_checkpoints(folder, held.lease.generation),
+        ):
+            checkpoints.write(1, checkpoint(10, 1), 1.0)
+            checkpoints.write(2, with_rows(checkpoint(20, 1), 5), 1.0)
+    path = folder / "checkpoints" / "2" / "rank-0" / f"{name}.safetensors"
+    path.unlink()
+    if not missing:
+        path.write_bytes(b"torn")
+
+    def record(self: Bucket, path: str, to: Path) -> None:
+        fetched.append(path)
+        download(self, path, to)
+
+    monkeypatch.setattr(Bucket, "download", record)
+    with hold_state_directory(folder) as generation, hold_storage(settings, folder, generation) as held:
+        checkpoints = stored_checkpoints(folder, "digest", held.lease.generation, held)
+        assert resume_point_step(checkpoints, ErasureLog(folder / NAME), held) == 20
+        found = checkpoints.newest()
+        assert found is not None
+        rows, valid = found[1].rows["rows-1"].read(np.arange(3))
+        assert rows.tolist() == torch.arange(15).view(3, 5).tolist()
+        assert valid.all()
+        assert found[1].tensors["segment-1"]["index"].tolist() == list(range(1, 10))
+        assert fetched == [held.checkpoints.files_of(2)[f"rank-0/{name}.safetensors"].path]
+
+
+def test_rows_that_are_damaged_on_both_sides_are_lost_and_no_start_goes_on_while_the_store_is_away(
+    settings: StorageSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    folder = tmp_path / "b"
+    with hold_state_directory(folder) as generation, hold_storage(settings, folder, generation) as held:
+        upload_as(held, folder, 5)
+        local = local_checkpoints(folder, held.lease.generation)
+        local.write(2, with_rows(checkpoint(20, 1), 5), 1.0)
+        for path in (folder / "checkpoints").glob("2/rank-0/rows-1*"):
+            path.unlink()
+        checkpoints = stored_checkpoints(folder, "digest", held.lease.generation, held)
+        assert resume_point_step(checkpoints, ErasureLog(folder / NAME), held) == 20
+        found = checkpoints.newest()
+        assert found is not None
+        assert not found[1].rows["rows-1"].read(np.arange(3))[1].any()
+        found = checkpoints.newest()
+        assert found is not None
+        monkeypatch.setattr(held.checkpoints, "numbers", lambda: fail_away())
+        with pytest.raises(DependencyError, match=r"rows-1\.safetensors of checkpoint 2 is damaged, and cannot be fe"):
+            found[1].rows["rows-1"].read(np.arange(3))
+
+
+def fail_away() -> None:
+    raise OSError(errno.EHOSTUNREACH, "no route")
+
+
+def test_the_served_version_is_fetched_with_its_verdict(settings: StorageSettings, tmp_path: Path):
+    folder = tmp_path / "a"
+    with hold_state_directory(folder) as generation, hold_storage(settings, folder, generation) as held:
+        there = Versions(folder / "versions", held.versions)
+        for number, verdict in enumerate(("pass", "pass", "fail", "fail"), 1):
+            there.write({"w": torch.full((9,), float(number))}, version(number), Verdict(verdict))  # type: ignore[arg-type]
+    folder = tmp_path / "b"
+    with hold_state_directory(folder) as generation, hold_storage(settings, folder, generation) as held:
+        versions = stored_versions(folder, held)
+        assert versions.numbers() == [2, 4], "the newest, and the newest that has not failed"
+        assert versions.verdict(2) == Verdict("pass")
+        assert versions.weights(versions.manifest(2))["w"].tolist() == [2.0] * 9
+        held.versions.delete(4)
+        assert versions.highest() == 4
+        fetch_versions(held.versions, versions)
+        assert versions.numbers() == [2, 3, 4]
+
+
+def test_commands_read_the_object_store_in_mode_only(settings: StorageSettings, tmp_path: Path):
+    upload(settings, tmp_path / "a", 10, 20)
+    assert storage_to_read(None, "checkpoints") is None
+    assert storage_to_read(settings, "checkpoints") is None
+    only = settings.model_copy(update={"mode": "only"})
+    checkpoints = Checkpoints(tmp_path / "nowhere", "digest", 9, storage_to_read(only, "checkpoints"))
+    assert checkpoints.numbers() == [1, 2]
+    tensors, state = checkpoints.open(checkpoints.manifest(2))
+    assert (tensors["model"]["w"].tolist(), state) == ([20.0] * 9, {"steps": 20})
+    upload(settings, tmp_path / "a", 30)
+    assert checkpoints.numbers() == [1, 2, 3]
+
+
+def test_mode_only_does_not_pass_over_newer_checkpoints_of_the_state_directory(
+    settings: StorageSettings, tmp_path: Path
+):
+    folder, only = tmp_path / "a", settings.model_copy(update={"mode": "only"})
+    local_checkpoints(folder, generation=1).write(1, checkpoint(10), 1.0)
+    with hold_state_directory(folder) as generation, hold_storage(only, folder, generation) as held:
+        with pytest.raises(SettingsError, match=r'storage\.mode = "only" does not go with the checkpoints in .*mirror'):
+            stored_checkpoints(folder, "digest", held.lease.generation, held)
+        upload_as(held, folder, 20)
+        assert stored_checkpoints(folder, "digest", held.lease.generation, held).numbers() == [1]
+
+
+def test_the_lease_is_released_although_the_store_is_away_and_no_time_is_lost(
+    settings: StorageSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    with hold_state_directory(tmp_path / "a") as generation, hold_storage(settings, tmp_path / "a", generation) as held:
+        held.lease.away_since = 1.0
+        monkeypatch.setattr(Bucket, "replace", lambda *_: pytest.fail("a request"))
+    monkeypatch.undo()
+    stop = threading.Event()
+    stop.set()
+    with (
+        hold_state_directory(tmp_path / "b") as generation,
+        pytest.raises(SecondLearnerError, match="stopped while"),
+        hold_storage(settings, tmp_path / "b", generation, stop),
+    ):
+        pytest.fail("the lease was not released, and is not over")
+
+
+def test_progress_is_logged(
+    settings: StorageSettings, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("learner.object_storage.fetching._PROGRESS_SECONDS", 0.0)
+    upload(settings, tmp_path / "a", 10)
+    folder = tmp_path / "b"
+    with (
+        caplog.at_level(logging.INFO),
+        hold_state_directory(folder) as generation,
+        hold_storage(settings, folder, generation) as held,
+    ):
+        resumed_step(held, folder)
+    assert "fetching checkpoint 1 from file://" in caplog.text
+    assert msgspec.json.decode((folder / "checkpoints" / "1" / "manifest.json").read_bytes())["step"] == 10

@@ -1,0 +1,120 @@
+"""Learners as processes, whose state is in an object store."""
+
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from anabranch.core.object_store.bucket import Bucket
+from learner.object_storage.head import HEAD
+from learner.state_dir.lock import GENERATION
+from learner.state_dir.version import Versions
+from tests import forkserver
+from tests.pipelines import LINEAR, Learner, adds_up, events, total, write_pipeline
+from tests.support.ports import first_free_port
+from tests.support.s3 import S3Prefix
+
+REST = """
+batch_size = 8
+[checkpoints]
+every = "200ms"
+[versions]
+publish_every = "100ms"
+[gate]
+holdout_fraction = 0.1
+holdout_rows = 100
+[replay]
+capacity = 10000
+device_bytes = "1MB"
+[storage]
+lease = "4s"
+mode = "only"
+"""
+
+pytestmark = [pytest.mark.any_broker, pytest.mark.process]
+
+
+def pipeline_in(folder: Path, bootstrap: str, topic: str, storage: str) -> Path:
+    """Write a pipeline into its own folder, as another host has it."""
+    folder.mkdir()
+    status = f"127.0.0.1:{first_free_port()}"
+    return write_pipeline(folder, bootstrap, topic, REST + storage, model=LINEAR, status=status)
+
+
+def test_with_an_empty_disk_a_learner_goes_on_from_the_object_store_and_everything_adds_up(
+    kafka: Any,
+    make_topic: Callable[..., str],
+    produce: Callable[..., list[int]],
+    start: Callable[..., Learner],
+    s3: S3Prefix,
+    tmp_path: Path,
+) -> None:
+    topic = make_topic()
+    config = pipeline_in(tmp_path / "a", kafka.bootstrap, topic, s3.toml)
+    disk = {"ANABRANCH__REPLAY__DISK__BYTES": "1MB", "ANABRANCH__REPLAY__DEVICE_BYTES": "10kB"}
+    for turn in (1, 2):
+        learner = start(config, **disk)
+        produce(kafka.bootstrap, topic, events(200))
+        report = learner.wait_for(lambda each, n=200 * turn: total(each) == n and each.version is not None)
+        assert adds_up(report)
+        assert report.replay_rows["disk"] == report.outcomes["trained"], "an event is in the store twice, or lost"
+        assert report.replay_lost == 0
+        if turn == 1:  # the next one waits for the lease, as on another host
+            learner.kill()
+        else:
+            assert learner.stop() == 0
+        assert learner.log.read_text().count("going on from checkpoint") == turn - 1
+        assert not Versions(learner.state_dir / "versions").numbers()
+        assert not (learner.state_dir / "checkpoints").exists()
+        shutil.rmtree(learner.state_dir)
+
+
+def test_of_two_learners_on_one_prefix_one_goes_on_also_after_a_pause_of_the_other(
+    kafka: Any,
+    make_topic: Callable[..., str],
+    produce: Callable[..., list[int]],
+    start: Callable[..., Learner],
+    tmp_path: Path,
+) -> None:
+    topic, url = make_topic(), f"file://{tmp_path}/bucket"
+    configs = [pipeline_in(tmp_path / name, kafka.bootstrap, topic, f'url = "{url}"\n') for name in "ab"]
+    first = start(configs[0])
+    produce(kafka.bootstrap, topic, events(100))
+    first.wait_for(lambda each: total(each) == 100 and (each.checkpoint or 0) > 1)
+    refused = start(configs[1])
+    assert refused.process.wait(60) == 2
+    assert f"another learner is at work in {url}; stop it first" in refused.log.read_text().splitlines()[-1]
+    os.kill(first.process.pid, signal.SIGSTOP)
+    second = start(configs[1])
+    produce(kafka.bootstrap, topic, events(100))
+    second.wait_for(lambda each: total(each) == 200)
+    os.kill(first.process.pid, signal.SIGCONT)
+    assert first.process.wait(30) == 2
+    assert f"another learner has taken {url} since this one" in first.log.read_text().splitlines()[-1]
+    produce(kafka.bootstrap, topic, events(100))
+    report = second.wait_for(lambda each: total(each) == 300)
+    assert adds_up(report)
+    assert second.stop() == 0
+    assert b'"released":true' in Bucket(url, {}).read(HEAD)
+    assert int((second.state_dir / GENERATION).read_text()) == 2
+
+
+def test_a_store_that_is_away_at_the_start_ends_with_3_and_one_sentence(
+    free_port: Callable[[], int], tmp_path: Path
+) -> None:
+    options = {
+        "aws_access_key_id": "key-of-us",
+        "aws_secret_access_key": "the-secret-of-us",
+        "aws_region": "us-east-1",
+        "endpoint": f"http://127.0.0.1:{free_port()}",
+    }
+    config = pipeline_in(tmp_path / "a", "127.0.0.1:1", "nothing", S3Prefix("s3://bucket/prefix", options).toml)
+    done = forkserver.run(["-m", "learner", "-c", str(config)])
+    sentence = done.stderr.strip().splitlines()[-1]
+    assert done.returncode == 3
+    assert "storage.url: s3://bucket/prefix/head.json" in sentence
+    assert "of-us" not in done.stderr

@@ -1,0 +1,100 @@
+"""Uploads to a real S3 server whose requests fail, are slow, or lose their replies: they go on, and heal."""
+
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from learner.object_storage import mirror
+from learner.object_storage.head import HEAD, HeadReader
+from learner.runtime.shutdown import Deadline
+from tests.learner.object_storage.uploading import PATIENCE, FaultyBucket, UploadBench, damaged, torn
+from tests.support.s3 import S3Prefix
+from tests.support.s3_proxy import CLOSED, INTERNAL_ERROR, NO_REPLY, SLOW_DOWN, Fault, S3Proxy, no_fault, some_of
+
+
+@pytest.fixture
+def proxy(s3: S3Prefix) -> Iterator[S3Proxy]:
+    with S3Proxy(s3.options["endpoint"]) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def bench(s3: S3Prefix, proxy: S3Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> UploadBench:
+    """A learner behind the proxy, whose back-off is short."""
+    monkeypatch.setattr(mirror, "_FIRST", timedelta(milliseconds=10))
+    monkeypatch.setattr(mirror, "_LONGEST", timedelta(milliseconds=50))
+    return UploadBench(tmp_path, FaultyBucket(s3.url, proxy.options(s3.options)))
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(some_of(SLOW_DOWN, 2, of=3), id="SlowDown"),
+        pytest.param(some_of(INTERNAL_ERROR, 1, of=2), id="500"),
+        pytest.param(some_of(NO_REPLY, 1, of=3, method="PUT"), id="lost replies"),
+        pytest.param(some_of(NO_REPLY, 1, of=2, method="POST"), id="lost replies of deletions"),
+        pytest.param(some_of(CLOSED, 1, of=2), id="closed connections"),
+    ],
+)
+def test_requests_that_fail_leave_the_newest_state_intact(
+    bench: UploadBench, s3: S3Prefix, proxy: S3Proxy, fault: Fault
+) -> None:
+    proxy.fault = fault
+    with bench.mirror:
+        for number in range(1, 9):
+            bench.checkpoint(number, carried=number - 1 if number > 1 else None)
+            bench.version(number)
+            for thread in bench.mirror.threads:
+                thread.finish(Deadline(timedelta(seconds=0.3)))
+            bench.checkpoints.prune(3)
+            bench.versions.delete(number - 3)
+            assert torn(s3.bucket) == []
+        assert proxy.answered
+        proxy.fault = no_fault
+        deadline = time.monotonic() + PATIENCE.total_seconds()
+        while not bench.finished():
+            assert time.monotonic() < deadline
+    reader = HeadReader(s3.bucket)
+    reader.poll()
+    assert reader.head is not None
+    assert max(reader.head.checkpoints) == max(reader.head.versions) == 8
+    assert len(reader.head.checkpoints) <= 3
+    assert damaged(s3.bucket) == []
+    assert all(thread.warning is None for thread in bench.mirror.threads)
+    named = {str(number) for number in reader.head.versions}
+    assert {path.split("/")[-2].partition("-")[0] for path in s3.bucket.sizes("versions")} == named
+
+
+def test_a_reply_that_is_lost_after_the_head_was_replaced_is_no_other_learner(
+    s3: S3Prefix, proxy: S3Proxy, tmp_path: Path
+) -> None:
+    bench = UploadBench(tmp_path, FaultyBucket(s3.url, proxy.options(s3.options), retries=1))
+    lost = some_of(NO_REPLY, 1, of=2)
+    proxy.fault = lambda method, path: lost(method, path) if method == "PUT" and path.endswith(HEAD) else None
+    bench.version(1)
+    assert bench.version_uploads.advance()
+    assert proxy.answered
+    bench.lease.check()
+    assert damaged(s3.bucket) == []
+
+
+def test_a_slow_upload_is_finished_and_then_the_newest_one_follows(
+    bench: UploadBench, s3: S3Prefix, proxy: S3Proxy
+) -> None:
+    proxy.bytes_per_second = 2e6
+    bench.checkpoint(1, size=500_000)  # a second
+    with bench.mirror:
+        while not any("files/" in path for _, path in proxy.requests):
+            time.sleep(0.01)
+        bench.checkpoint(2)
+        bench.checkpoint(3)
+        bench.checkpoints.prune(1)
+        bench.version(1)
+        assert bench.mirror.threads[0].finish(Deadline(PATIENCE))
+        assert bench.lease.head.checkpoints == {}, "the version waited for the checkpoint"
+        assert bench.finished()
+    assert bench.lease.head.checkpoints == {1: 1, 3: 1}
+    assert damaged(s3.bucket) == []

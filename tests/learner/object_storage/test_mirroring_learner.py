@@ -1,0 +1,101 @@
+"""A learner as a process that mirrors its state into an S3 server, whose requests fail for a while."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ingest.events.identity import partition_name
+from ingest.events.partition import TopicPartition
+from learner.object_storage.erasure_upload import ERASURES, stored_erasures
+from learner.object_storage.head import HeadReader
+from learner.state_dir.checkpoint import Checkpoints
+from learner.state_dir.report import LearnerReport
+from learner.state_dir.version import Versions
+from replay.erasure.erased_events import ByRange
+from replay.erasure.erasure_log import NAME, ErasureLog
+from tests.learner.object_storage.uploading import damaged
+from tests.pipelines import LINEAR, Learner, adds_up, events, total, write_pipeline
+from tests.support.s3 import S3Prefix
+from tests.support.s3_proxy import SLOW_DOWN, S3Proxy, no_fault
+
+REST = """
+batch_size = 8
+[checkpoints]
+every = "200ms"
+[versions]
+publish_every = "100ms"
+[gate]
+holdout_fraction = 0.1
+holdout_rows = 100
+[replay]
+capacity = 10000
+[storage]
+"""
+
+pytestmark = [pytest.mark.any_broker, pytest.mark.process]
+
+
+def lags(report: LearnerReport) -> list[float]:
+    assert report.storage is not None
+    return list(report.storage.lag_seconds.values())
+
+
+def test_training_goes_on_while_every_request_fails_and_another_host_goes_on_from_what_was_uploaded(
+    kafka: Any,
+    make_topic: Callable[..., str],
+    produce: Callable[..., list[int]],
+    start: Callable[..., Learner],
+    free_port: Callable[[], int],
+    s3: S3Prefix,
+    tmp_path: Path,
+) -> None:
+    topic, status, reader = make_topic(), f"127.0.0.1:{free_port()}", HeadReader(s3.bucket)
+    with S3Proxy(s3.options["endpoint"]) as proxy:
+        storage = S3Prefix(s3.url, proxy.options(s3.options)).toml
+        config = write_pipeline(tmp_path, kafka.bootstrap, topic, REST + storage, model=LINEAR, status=status)
+        learner = start(config)
+        produce(kafka.bootstrap, topic, events(200))
+        learner.wait_for(lambda each: total(each) == 200 and not any(lags(each)))
+
+        proxy.fault = lambda method, path: SLOW_DOWN
+        produce(kafka.bootstrap, topic, events(200))
+        report = learner.wait_for(lambda each: total(each) == 400 and len(each.warnings) == 2)
+        assert "has lacked the newest versions for" in report.warnings[0]
+        assert "SlowDown" in report.warnings[0]
+        assert report.problems == []
+        proxy.fault = no_fault
+        report = learner.wait_for(lambda each: not any(lags(each)) and not each.warnings)
+        assert report.storage is not None
+        assert report.storage.failures >= 2
+        before = report.checkpoint
+
+        written = ErasureLog(learner.state_dir / NAME)
+        partition = partition_name(TopicPartition(topic, 0))
+        written.append([ByRange(time=0.0, by="command", partition=partition, first=0, last=9)])
+        report = learner.wait_for(lambda each: each.erased_through == 1)
+        reader.poll()
+        assert reader.head is not None
+        assert min(reader.head.checkpoints) > (before or 0), "checkpoints with the erased events are still there"
+
+        produce(kafka.bootstrap, topic, events(200))
+        learner.wait_for(lambda each: total(each) == 600)
+        assert learner.stop() == 0
+    reader.poll()
+    assert reader.head is not None
+    assert reader.head.released
+    assert max(reader.head.checkpoints) == Checkpoints(learner.state_dir / "checkpoints", "", 0).numbers()[-1]
+    assert max(reader.head.versions) == Versions(learner.state_dir / "versions").numbers()[-1]
+    assert damaged(s3.bucket) == []
+    assert s3.bucket.read(ERASURES) == stored_erasures(learner.state_dir)
+
+    shutil.rmtree(learner.state_dir)
+    config.write_text(config.read_text().replace(proxy.endpoint, s3.options["endpoint"]))
+    other = start(config)
+    produce(kafka.bootstrap, topic, events(200))
+    report = other.wait_for(lambda each: total(each) == 800)
+    assert adds_up(report)
+    assert report.erased == 1
+    assert other.stop() == 0

@@ -1,0 +1,119 @@
+"""Stream time of labels and events, and up to where labels are learned from."""
+
+import numpy as np
+import pytest
+
+from ingest.events.partition import TopicPartition
+from ingest.events.position import Position
+from ingest.reader.cursors import Partition
+from learner.stream.label_times import LabelClock, LabelLags, LabelsThrough, StreamTimes
+from learner.stream.ledger import Ledger
+
+EVENTS, LABELS_0, LABELS_1 = TopicPartition("events", 0), TopicPartition("labels", 0), TopicPartition("labels", 1)
+CLOCK = LabelClock(monotonic=lambda: 100.0, wall=lambda: 5_000.0)
+
+
+def ledger(*positions: int) -> Ledger:
+    """Return the accounts of EVENTS, LABELS_0 and LABELS_1 at these positions."""
+    accounts = Ledger()
+    for name, position in zip((EVENTS, LABELS_0, LABELS_1), positions, strict=True):
+        accounts.add_partition(name, 0)
+        accounts.partitions[-1].position = Position(position)
+    return accounts
+
+
+def partitions(*ends: int | None) -> list[Partition]:
+    return [Partition(name, 0, end) for name, end in zip((EVENTS, LABELS_0, LABELS_1), ends, strict=True)]
+
+
+@pytest.fixture
+def times() -> StreamTimes:
+    times = StreamTimes(["labels"], CLOCK)
+    times.add(np.array([0, 1, 1, 2], np.int32), np.array([7_000, 3_000, 9_000, 8_000]))
+    return times
+
+
+def test_stream_time_is_the_lowest_of_the_highest_record_times(times: StreamTimes) -> None:
+    assert times.now(partitions(9, 9, 9), ledger(1, 2, 1), 99.0) == (8_000, 7_000)
+
+
+def test_a_partition_at_its_end_has_the_time_at_which_the_end_was_asked_for(times: StreamTimes) -> None:
+    asked = (5_000 - 1 - 2) * 1000  # a second ago, and two seconds for records on their way
+    assert times.now(partitions(9, 9, 1), ledger(1, 2, 1), 99.0) == (9_000, 7_000)
+    assert times.now(partitions(1, 2, 1), ledger(1, 2, 1), 99.0) == (asked, asked)
+    assert times.now(partitions(1, 2, 1), ledger(1, 2, 1), None) == (8_000, 7_000)
+
+
+def test_there_is_no_stream_time_before_each_partition_has_one() -> None:
+    times = StreamTimes(["labels"], CLOCK)
+    times.add(np.array([0, 1], np.int32), np.array([7_000, 3_000]))
+    assert times.now(partitions(9, 9, None), ledger(1, 1, 0), 99.0) == (None, 7_000)
+
+
+def test_a_topic_that_was_created_again_has_the_time_of_the_latest(times: StreamTimes) -> None:
+    accounts = ledger(1, 2, 1)
+    accounts.add_partition(EVENTS.next_incarnation, 0)
+    again = [*partitions(9, 9, 9), Partition(EVENTS.next_incarnation, 0, 9)]
+    assert times.now(again, accounts, 99.0) == (8_000, None)
+    times.add(np.array([3], np.int32), np.array([1_000]))
+    assert times.now(again, accounts, 99.0) == (8_000, 1_000)
+
+
+def test_the_times_are_restored(times: StreamTimes) -> None:
+    other = StreamTimes(["labels"], CLOCK)
+    other.restore(times.state())
+    assert other.now(partitions(9, 9, 9), ledger(1, 2, 1), 99.0) == (8_000, 7_000)
+
+
+def test_a_record_of_the_future_does_not_move_stream_time(times: StreamTimes) -> None:
+    wall_ms = 5_000_000
+    times.add(np.array([1, 2], np.int32), np.array([wall_ms + 20 * 3_600_000, wall_ms + 60_001]))
+    assert times.now(partitions(9, 9, 9), ledger(1, 2, 1), 99.0) == (8_000, 7_000)
+    times.add(np.array([1, 2], np.int32), np.array([wall_ms + 60_000, wall_ms + 60_000]))
+    assert times.now(partitions(9, 9, 9), ledger(1, 2, 1), 99.0) == (wall_ms, 7_000)
+
+
+def test_restored_times_are_not_ahead_of_the_clock() -> None:
+    other = StreamTimes(["labels"], CLOCK)
+    other.restore([7_000, 10**12, 10**12])
+    assert other.state() == [7_000, 5_000_000, 5_000_000]
+
+
+def test_a_label_is_learned_from_once_the_event_that_it_decided_is_settled() -> None:
+    through = LabelsThrough()
+    through.mark(0, {1: 5})
+    assert through.first_open == {}
+    through.mark(3, {1: 8})
+    through.mark(7, {1: 12})
+    assert through.first_open == {1: 5}
+    through.settle(2)
+    assert through.first_open == {1: 5}
+    through.settle(1)
+    assert through.first_open == {1: 8}
+    restored = LabelsThrough()
+    restored.restore([(1, 8)], 4, {1: 12})
+    for each in (through, restored):
+        each.settle(3)
+        assert each.first_open == {1: 8}
+        each.settle(1)
+        assert each.first_open == {}
+
+
+def test_where_nothing_is_decided_all_labels_are_learned_from() -> None:
+    through = LabelsThrough()
+    through.mark(2, {1: 8})
+    through.mark(0, {1: 9})
+    assert through.first_open == {}
+
+
+def test_the_lag_of_labels_is_that_of_the_last_ones() -> None:
+    lags = LabelLags()
+    assert lags.quantiles() == (None, None)
+    lags.add(np.arange(1, 100) * 1000)
+    assert lags.quantiles() == pytest.approx((50.0, 98.02))
+    restored = LabelLags()
+    restored.add(np.array(lags.state()))
+    assert restored.quantiles() == lags.quantiles()
+    for _ in range(200):
+        lags.add(np.full(100, 7_000))
+    assert lags.quantiles() == (7.0, 7.0)

@@ -1,0 +1,184 @@
+"""The feed of a teacher's outputs: what steps wait for, what they go on without, and what is counted."""
+
+import threading
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from prometheus_client import CollectorRegistry, Histogram
+
+from ingest.events.block import Array, Outcome, SkipReason
+from learner.errors import TeacherError
+from learner.stream.batch import Batch, Span
+from learner.teacher.feed import TeacherFeed
+
+
+class FakeTeacher:
+    """Answers with ones, or does as the test says."""
+
+    name = "the teacher of the test"
+
+    def __init__(self, threads: int = 1, timeout: timedelta | None = timedelta(seconds=60)) -> None:
+        self.threads, self.timeout = threads, timeout
+        self.asked = 0
+        self.failure: str | None = None
+        self.blocked = threading.Event()
+        self.blocked.set()
+        self.output: float | NDArray[np.float32] = 1.0
+
+    def answer(self, columns: Mapping[str, Array]) -> NDArray[np.float32]:
+        self.asked += 1
+        assert self.blocked.wait(60)
+        if self.failure is not None:
+            raise TeacherError(self.failure)
+        return np.full((len(columns["offset"]), 2), self.output, np.float32)
+
+    def close(self) -> None:
+        self.blocked.set()
+
+
+@pytest.fixture
+def make_feed():
+    feeds: list[TeacherFeed] = []
+
+    def make(teacher: FakeTeacher, *, unlabelled: bool = False, clock: Callable[[], float] = lambda: 0.0):
+        histogram = Histogram("seconds", "Of a request.", registry=CollectorRegistry())
+        feeds.append(TeacherFeed(teacher, (2,), histogram, unlabelled=unlabelled, clock=clock))
+        return feeds[-1]
+
+    yield make
+    for feed in feeds:
+        feed.close()
+
+
+def batch_of(labelled: list[bool]) -> Batch:
+    rows = len(labelled)
+    identity = {
+        "partition": np.zeros(rows, np.int32),
+        "offset": np.arange(rows),
+        "outcome": np.zeros(rows, np.uint8),
+        "reason": np.zeros(rows, np.uint8),
+    }
+    span = Span(identity, np.ones(rows, np.bool_), {}, {}, {}, {})
+    return Batch({"offset": np.arange(rows), "labelled": np.array(labelled)}, {}, {}, [span])
+
+
+@pytest.mark.parametrize("threads", [0, 1, 3])
+def test_a_step_gets_the_outputs_that_were_asked_for_before(make_feed, threads: int) -> None:
+    teacher = FakeTeacher(threads)
+    feed, batches = make_feed(teacher), [batch_of([True] * rows) for rows in (3, 1, 2)]
+    for batch in batches:
+        feed.ask(batch.new)
+    for batch in batches:
+        feed.add_outputs(batch)
+        assert batch.new["teacher"].tolist() == [[1.0, 1.0]] * len(batch)
+    assert teacher.asked == 3
+    assert feed.report.rows == {"answered": 6, "unusable": 0}
+    assert (feed.report.up, feed.warning) == (True, None)
+
+
+def test_a_batch_that_was_not_asked_about_before_is_asked_about_at_its_step(make_feed) -> None:
+    feed, batch = make_feed(FakeTeacher()), batch_of([True])
+    feed.add_outputs(batch)
+    assert batch.new["teacher"].tolist() == [[1.0, 1.0]]
+
+
+def test_no_step_waits_beyond_the_timeout_and_its_events_learn_from_labels_alone(make_feed) -> None:
+    teacher = FakeTeacher(timeout=timedelta(milliseconds=1))
+    teacher.blocked.clear()
+    feed, batch = make_feed(teacher), batch_of([True, True])
+    feed.ask(batch.new)
+    feed.add_outputs(batch)
+    assert np.isnan(batch.new["teacher"]).all()
+    assert feed.report.rows["late"] == 2
+
+
+def test_the_wait_is_counted_from_when_the_events_were_sent(make_feed) -> None:
+    teacher, now = FakeTeacher(timeout=timedelta(seconds=5)), [0.0]
+    teacher.blocked.clear()
+    feed, batch = make_feed(teacher, clock=lambda: now[0]), batch_of([True])
+    feed.ask(batch.new)
+    now[0] = 5.0
+    feed.add_outputs(batch)  # returns at once
+    assert feed.report.rows["late"] == 1
+    assert feed.report.waited_seconds == 0
+
+
+def test_events_without_label_and_output_are_skipped_and_counted(make_feed) -> None:
+    teacher = FakeTeacher()
+    teacher.output = np.array([[1.0, 1.0], [np.nan, 1.0], [1.0, 1.0], [1.0, np.nan]], np.float32)
+    feed, batch = make_feed(teacher, unlabelled=True), batch_of([True, True, False, False])
+    feed.add_outputs(batch)
+    assert batch.new["offset"].tolist() == [0, 1, 2]
+    assert np.isnan(batch.new["teacher"]).any(axis=1).tolist() == [False, True, False]
+    (span,) = batch.spans
+    assert span.columns["outcome"].tolist() == [0, 0, 0, Outcome.SKIPPED]
+    assert span.columns["reason"].tolist() == [0, 0, 0, SkipReason.UNTAUGHT]
+    assert feed.report.rows == {"answered": 2, "unusable": 2}
+
+
+def test_a_teacher_that_fails_is_away_until_one_batch_after_the_back_off_is_answered(make_feed) -> None:
+    teacher, now = FakeTeacher(), [0.0]
+    feed = make_feed(teacher, unlabelled=True, clock=lambda: now[0])
+    teacher.failure = "the teacher at http://x:1 cannot be reached: Connection refused"
+    feed.add_outputs(batch_of([True]))
+    assert feed.report.rows["failed"] == 1
+    assert not feed.report.up
+    assert feed.warning == (
+        "the teacher at http://x:1 cannot be reached: Connection refused; until it answers again events are learned "
+        "from by their labels alone, and those without one are skipped, counted as untaught"
+    )
+    feed.add_outputs(batch_of([True, False]))
+    assert (teacher.asked, feed.report.rows["unasked"]) == (1, 2), "it is not asked during the back-off"
+
+    now[0] = 1.0
+    teacher.failure = None
+    teacher.blocked.clear()
+    trial, others = batch_of([True]), batch_of([True])
+    feed.ask(trial.new)
+    feed.ask(others.new)
+    feed.add_outputs(trial)  # no step waits for a trial
+    feed.add_outputs(others)
+    assert (feed.report.rows["late"], feed.report.rows["unasked"]) == (1, 3)
+    teacher.blocked.set()
+    feed._threads[0].wait()
+    assert (feed.report.up, feed.warning, teacher.asked) == (True, None, 2)
+    feed.add_outputs(batch_of([True]))
+    assert feed.report.rows["answered"] == 1
+
+
+def test_batches_that_were_sent_before_a_failure_do_not_wait_for_their_own(make_feed) -> None:
+    teacher = FakeTeacher()
+    teacher.failure, batches = "away", [batch_of([True]) for _ in range(4)]
+    teacher.blocked.clear()
+    feed = make_feed(teacher)
+    for batch in batches:
+        feed.ask(batch.new)
+    teacher.blocked.set()
+    for batch in batches:
+        feed.add_outputs(batch)
+    assert (teacher.asked, feed.report.rows["failed"]) == (1, 4)
+
+
+def test_the_pause_between_trials_doubles_up_to_half_a_minute(make_feed) -> None:
+    teacher, now = FakeTeacher(threads=0), [0.0]
+    teacher.failure = "away"
+    feed, pauses = make_feed(teacher, clock=lambda: now[0]), []
+    for _ in range(12):
+        before, asked = now[0], teacher.asked
+        while teacher.asked == asked:
+            now[0] += 0.25
+            feed.add_outputs(batch_of([True]))
+        pauses.append(now[0] - before)
+    assert pauses[1] <= 1.25
+    assert 15 <= pauses[-1] <= 30.25
+
+
+def test_an_error_of_our_own_ends_the_learner(make_feed) -> None:
+    teacher = FakeTeacher()
+    teacher.output = np.zeros(7, np.float32)  # does not fit
+    feed, batch = make_feed(teacher), batch_of([True])
+    with pytest.raises(ValueError, match="broadcast"):
+        feed.add_outputs(batch)

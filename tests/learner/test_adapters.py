@@ -1,0 +1,163 @@
+"""A learner with adapters: it goes on bit for bit, and a hostile adapter is refused by one sentence."""
+
+import hashlib
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from anabranch.core.errors import SettingsError
+from learner.errors import CheckpointError
+from learner.model.adapter import apply_adapter
+from learner.model.base_file import write_base
+from learner.model.trained_set import decide_trained_set, trained_state
+from learner.sections.adapter import AdapterSettings
+from learner.state_dir.bases import Bases
+from learner.state_dir.version import Verdict
+from tests.learner.learner_bench import LearnerBench
+
+
+def adapted(precision: str = "fp32", **settings: Any) -> nn.Module:
+    model = nn.Sequential(nn.Linear(3, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 3))
+    model = apply_adapter(
+        model, AdapterSettings.model_validate({"rank": 2, "train": ["4"], "base_precision": precision, **settings})
+    )
+    decide_trained_set(model)
+    return model
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "nf4"])
+def test_a_learner_goes_on_bit_for_bit_and_stores_the_adapters_alone(
+    make_bench: Callable[..., LearnerBench], tmp_path: Path, precision: str
+) -> None:
+    through = make_bench(12, lambda: adapted(precision))
+    through.run()
+    expected = {name: value.clone() for name, value in through.trainer.model.state_dict().items()}
+    through.close()
+    for folder in tmp_path.iterdir():
+        shutil.rmtree(folder)
+    interrupted = make_bench(7, lambda: adapted(precision))
+    interrupted.run()
+    interrupted.finish()
+    interrupted.close()
+
+    resumed = make_bench(12, lambda: adapted(precision))
+    assert resumed.found is not None
+    stored = resumed.found[1].tensors
+    resumed.resume()
+    resumed.run()
+
+    matrices = [f"{layer}.lora_{side}.default.weight" for layer in (0, 2) for side in "AB"]
+    assert stored["model"].keys() == {*matrices, "4.weight", "4.bias"}
+    assert {value.dtype for value in stored["model"].values()} == {torch.float32}
+    state = resumed.trainer.model.state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in state.items())
+
+
+def test_a_base_of_four_bits_has_the_same_digest_whenever_it_is_built(tmp_path: Path) -> None:
+    digests = set()
+    for _ in range(2):
+        torch.manual_seed(0)
+        digests.add(write_base(Bases(tmp_path), adapted("nf4")))
+    assert len(digests) == 1
+
+
+A = "0.lora_A.default.weight"
+
+
+def saved(change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Callable[[dict[str, Tensor]], bytes]:
+    return lambda tensors: safetensors.torch.save(change(tensors))
+
+
+def without(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value for name, value in tensors.items() if name != A}
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (lambda _tensors: pickle.dumps(os.system), "is not safetensors: its header has"),
+        (lambda _tensors: (2**63).to_bytes(8, "little") + b"{}", "its header has 9223372036854775808 bytes"),
+        (saved(lambda tensors: {**tensors, A: torch.zeros(2, 4)}), rf"{A}.*\[2, 4\].*\[2, 3\]"),
+        (saved(without), f"missing {A}, unexpected none"),
+        (saved(lambda tensors: {**tensors, "evil": torch.zeros(1)}), "missing none, unexpected evil"),
+        (
+            saved(lambda tensors: {**tensors, "0.base_layer.weight": torch.zeros(64, 3)}),
+            "there are tensors for frozen weights: 0.base_layer.weight",
+        ),
+    ],
+)
+def test_a_checkpoint_with_a_hostile_adapter_is_refused_by_one_sentence(
+    make_bench: Callable[..., LearnerBench], tmp_path: Path, content: Any, sentence: str
+) -> None:
+    bench = make_bench(4, adapted)
+    bench.run()
+    bench.finish()
+    bench.close()
+    for path in tmp_path.glob("**/checkpoints/*/manifest.json"):
+        manifest = json.loads(path.read_bytes())
+        (name,) = [name for name in manifest["files"] if name.endswith("model.safetensors")]
+        file = path.parent / name
+        changed = content(safetensors.torch.load_file(file))
+        file.unlink()
+        file.write_bytes(changed)
+        manifest["files"][name] = hashlib.sha256(changed).hexdigest()
+        path.write_text(json.dumps(manifest))
+
+    with pytest.raises(SettingsError, match=sentence) as refused:
+        make_bench(6, adapted).resume()
+
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "../../model.safetensors"])
+def test_a_checkpoint_that_names_a_file_elsewhere_is_refused(
+    make_bench: Callable[..., LearnerBench], tmp_path: Path, name: str
+) -> None:
+    bench = make_bench(4, adapted)
+    bench.run()
+    bench.finish()
+    bench.close()
+    for path in tmp_path.glob("**/checkpoints/*/manifest.json"):
+        manifest = json.loads(path.read_bytes())
+        manifest["files"][name] = hashlib.sha256(b"").hexdigest()
+        path.write_text(json.dumps(manifest))
+
+    with pytest.raises(SettingsError, match=f"'{name}' is not the name of a file") as refused:
+        make_bench(6, adapted).resume()
+
+    assert "\n" not in str(refused.value)
+
+
+def test_a_version_with_a_hostile_adapter_is_no_baseline(make_bench: Callable[..., LearnerBench]) -> None:
+    bench = make_bench(4, adapted)
+    bench.run()
+    bench.finish()
+    number = bench.versions.numbers()[-1]
+    assert bench.publisher.gate.read(number, bench.holdout.held) is not None
+    manifest = msgspec.structs.replace(bench.versions.manifest(number), number=number + 1)
+    weights = {**trained_state(bench.trainer.model), A: torch.zeros(2, 4)}
+    bench.versions.write(weights, manifest, Verdict("pass"))
+
+    assert bench.publisher.gate.read(number + 1, bench.holdout.held) is None
+
+
+def test_another_alpha_is_refused_since_no_tensor_would_show_it(
+    make_bench: Callable[..., LearnerBench],
+) -> None:
+    before = make_bench(7, adapted)
+    before.run()
+    before.finish()
+    before.close()
+    after = make_bench(12, lambda: adapted(alpha=64))
+    with pytest.raises(CheckpointError, match=r"alpha / rank = 8\.0, and \[model\.adapter\] has 32\.0; put model"):
+        after.resume()

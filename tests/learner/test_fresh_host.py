@@ -1,0 +1,117 @@
+"""A learner on a host that has only the checkpoints continues as the original, bit for bit."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from anabranch.core.object_store.bucket import Bucket
+from learner.object_storage.head import HEAD, decode_head
+from learner.state_dir.checkpoint import ROWS, Checkpoints
+from replay.tiers.disk_files import read_header
+from tests.learner.learner_bench import TIERS, LearnerBench
+from tests.pipelines import LINEAR, Learner, adds_up, events, total, write_pipeline
+from tests.support.ports import first_free_port
+
+DISK = TIERS["disk with a small cache"]
+
+
+@pytest.mark.parametrize("policies", [{}, {"sampling": "loss", "admission": "class-balanced"}], ids=["even", "by loss"])
+def test_a_learner_on_a_fresh_host_equals_the_uninterrupted_one_bit_for_bit(
+    make_bench: Callable[..., LearnerBench], tmp_path: Path, policies: dict[str, Any]
+) -> None:
+    """Weights, optimizer, samples and ledger, over two fresh hosts, one after a checkpoint that has only changes."""
+    replay = {**DISK, **policies}
+    uninterrupted = make_bench(45, replay=policies)
+    uninterrupted.run()
+    for blocks in (20, 30):
+        bench = make_bench(blocks, replay=replay, complete=True)
+        if bench.found is not None:
+            bench.resume()
+        bench.run(bench.checkpointer.request)
+        bench.finish()
+        bench.close()
+        files = bench.checkpoints.manifest(bench.checkpoints.numbers()[-1]).files
+        assert [name for name in files if ROWS in name]
+        (file,) = (tmp_path / "replay").rglob("*.rows")
+        own = [number for number in bench.checkpoints.numbers() if bench.found is None or number > bench.found[0]]
+        assert [number for number, _ in read_header(file).intact] == own, "those that may be restored, and no others"
+        shutil.rmtree(tmp_path / "replay")
+    resumed = make_bench(45, replay=replay, complete=True)
+    resumed.resume()
+    assert resumed.loop.state.steps == 30
+    resumed.run()
+    for name, value in uninterrupted.trainer.snapshot().items():
+        assert torch.equal(resumed.trainer.snapshot()[name], value), name
+    for name, value in uninterrupted.trainer.tensors()["optimizer"].items():
+        assert torch.equal(resumed.trainer.tensors()["optimizer"][name], value), name
+    assert resumed.loop.ledger.state() == uninterrupted.loop.ledger.state()
+    assert resumed.loop.state.rows_replay == uninterrupted.loop.state.rows_replay
+    assert resumed.store.lost == 0
+
+
+REST = """
+batch_size = 8
+deterministic = true
+replay_ratio = 2.0
+[checkpoints]
+every = "200ms"
+[versions]
+publish_every = "1s"
+[gate]
+holdout_fraction = 0.1
+holdout_rows = 100
+[replay]
+capacity = 1000
+device_bytes = "8kB"
+disk = {bytes = "1MB"}
+"""
+
+
+@pytest.mark.any_broker
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_learner_whose_host_is_lost_equals_one_that_was_never_killed(
+    kafka: Any,
+    make_topic: Callable[..., str],
+    produce: Callable[..., list[int]],
+    start: Callable[..., Learner],
+    tmp_path: Path,
+) -> None:
+    """SIGKILL, and nothing is left but the pipeline file and the object store: weights bit for bit, each event once."""
+    topic, count = make_topic(), 6000
+    produce(kafka.bootstrap, topic, events(count))
+
+    def pipeline_in(name: str, more: str) -> Path:
+        (folder := tmp_path / name).mkdir()
+        status = f"127.0.0.1:{first_free_port()}"
+        return write_pipeline(folder, kafka.bootstrap, topic, REST + more, model=LINEAR, status=status)
+
+    bucket = Bucket(f"file://{tmp_path}/bucket", {})
+    storage = f'[storage]\nurl = "{bucket.url}"\nlease = "4s"\n'
+    learner = start(lost := pipeline_in("lost", storage))
+    number = learner.wait_for(lambda each: each.steps > 150).checkpoint or 0
+    learner.until(lambda: max(decode_head(bucket, bucket.read(HEAD)).checkpoints) > number)
+    learner.kill()
+    shutil.rmtree(lost.parent)
+    weights, outcomes = [], []
+    for config in (pipeline_in("fresh", storage), pipeline_in("never killed", "")):
+        learner = start(config)
+        report = learner.wait_for(lambda each: count - total(each) < 8)  # fewer are no batch
+        assert learner.stop() == 0
+        outcomes.append(report.outcomes)
+        assert adds_up(report)
+        assert report.replay_lost == 0
+        assert report.replay_rows["disk"] >= 1000
+        checkpoints = Checkpoints(learner.state_dir / "checkpoints", "", 1)
+        weights.append(checkpoints.part(max(checkpoints.numbers()), "model"))
+        said = learner.log.read_text()
+        assert ("events are restored from checkpoint" in said) == (config.parent.name == "fresh")
+    assert outcomes[0] == outcomes[1]
+    assert weights[0].keys() == weights[1].keys()
+    for name, value in weights[0].items():
+        assert torch.equal(weights[1][name], value), name

@@ -1,0 +1,398 @@
+"""Labels that come after their events, through a broker and the learner's process."""
+
+import os
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from learner.state_dir.report import LearnerReport
+from learner.state_dir.version import Versions
+from tests import forkserver
+from tests.pipelines import LINEAR, Learner, adds_up
+
+CONFIG = """
+batch_size = 16
+stop_timeout = "20s"
+optimizer = {{name = "sgd", lr = 0.5}}
+[stream.labels]
+topics = ["{labels}"]
+wait = "{wait}"
+bytes = "5MB"
+{settings}
+[schema.key]
+name = "id"
+[versions]
+publish_every = "100ms"
+[checkpoints]
+every = "300ms"
+[gate]
+holdout_fraction = 0.1
+"""
+Pipeline = Callable[..., Path]
+
+
+def event(number: int) -> dict[str, Any]:
+    """An event of the class `number % 3`, without its label."""
+    return {"id": str(number), "x": [float(number % 3 == each) for each in range(3)]}
+
+
+def label(number: int) -> dict[str, Any]:
+    return {"id": str(number), "y": number % 3}
+
+
+@pytest.fixture
+def pipeline(write_pipeline: Callable[..., Path]) -> Pipeline:
+    """Writes a pipeline with late labels and returns the path of its config."""
+
+    def write(bootstrap: str, events: str, labels: str, wait: str = "1h", settings: str = "", **keys: str) -> Path:
+        rest = CONFIG.format(labels=labels, wait=wait, settings=settings)
+        return write_pipeline(bootstrap, events, rest, LINEAR, **keys)
+
+    return write
+
+
+@pytest.fixture
+def topics(make_topic: Callable[..., str]) -> tuple[str, str]:
+    return make_topic(partitions=2), make_topic(partitions=2)
+
+
+def waited(report: LearnerReport) -> dict[str, int]:
+    """How waiting events ended, over all partitions, by outcome; only what is not 0."""
+    totals: dict[str, int] = {}
+    for partition in report.partitions.values():
+        for outcome, count in partition.waited.items():
+            totals[outcome] = totals.get(outcome, 0) + count
+    return {outcome: count for outcome, count in totals.items() if count}
+
+
+def ended(report: LearnerReport) -> int:
+    """The number of events that have ended after they waited; checks that no event is lost."""
+    assert adds_up(report)
+    for partition in report.partitions.values():
+        assert partition.waiting + sum(partition.waited.values()) == partition.outcomes.get("waiting", 0)
+    return sum(waited(report).values())
+
+
+def test_events_are_trained_on_with_their_late_labels(
+    kafka: Any,
+    topics: tuple[str, str],
+    produce: Callable[..., list[int]],
+    pipeline: Pipeline,
+    start: Callable[..., Learner],
+) -> None:
+    events, labels = topics
+    config = pipeline(kafka.bootstrap, events, labels)
+    learner = start(config)
+    for partition in range(2):
+        numbers = range(partition * 300, partition * 300 + 300)
+        produce(kafka.bootstrap, events, [event(number) for number in numbers], partition=partition)
+    report = learner.wait_for(lambda each: each.outcomes.get("waiting") == 600)
+    assert report.steps == 0
+    assert ended(report) == 0
+    assert {report.partitions[f"{events}:{index}"].trained_through for index in range(2)} == {-1}
+    assert {report.partitions[f"{events}:{index}"].seen_through for index in range(2)} == {299}
+
+    shuffled = [label(number) for number in range(600)]
+    random.Random(0).shuffle(shuffled)
+    produce(kafka.bootstrap, labels, shuffled[:550], partition=0)
+    report = learner.wait_for(lambda each: ended(each) == 550)
+    assert report.outcomes["label"] == 550
+    assert report.outcomes["trained"] == 0
+    counts = waited(report)
+    assert counts["trained"] + counts["held_out"] == 550
+    assert 20 < counts["held_out"] == report.holdout_rows < 110
+    assert report.replay_rows == {"device": counts["trained"]}
+    waiting = min(int(each["id"]) for each in shuffled[550:])
+    assert report.partitions[f"{events}:0"].trained_through == (waiting if waiting < 300 else 300) - 1
+
+    produce(kafka.bootstrap, labels, shuffled[550:], partition=1)
+    learner.wait_for(lambda each: ended(each) == 600 and each.partitions[f"{events}:1"].trained_through == 299)
+    assert learner.stop() == 0
+    versions = Versions(learner.state_dir / "versions")
+    newest = versions.manifest(versions.numbers()[-1])
+    through = {f"{events}:0": 299, f"{events}:1": 299, f"{labels}:0": 549, f"{labels}:1": 49}
+    assert newest.seen_through == newest.labelled_through == through
+
+
+@pytest.mark.parametrize("client", ["kafka-python", "confluent"])
+def test_the_order_of_topics_does_not_matter_and_the_first_label_wins(
+    kafka: Any,
+    topics: tuple[str, str],
+    produce: Callable[..., list[int]],
+    pipeline: Pipeline,
+    start: Callable[..., Learner],
+    client: str,
+) -> None:
+    events, labels = topics
+    config = pipeline(kafka.bootstrap, events, labels, stream=f'client = "{client}"')
+    learner = start(config)
+    second = [{**label(number), "y": (number + 1) % 3} for number in range(30)]
+    unknown = [{"id": f"unknown-{number}", "y": 0} for number in range(5)]
+    # One partition: labels of other partitions may come in any order.
+    produce(kafka.bootstrap, labels, [*map(label, range(90)), *second, *unknown], partition=0)
+    learner.wait_for(lambda each: each.outcomes.get("label") == 125)
+    produce(kafka.bootstrap, events, list(map(event, range(90))), partition=1)
+    report = learner.wait_for(lambda each: ended(each) == 90)
+    assert waited(report).keys() <= {"trained", "held_out"}
+    assert report.labels is not None
+    assert report.labels.labels["matched"] == 90
+    assert report.labels.labels["duplicate"] == 30
+    assert report.labels.labels["late"] == report.labels.labels["unmatched"] == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "outcome"),
+    [("", "skipped"), ('unmatched = "store"', "stored_only"), ('unmatched = "negative"', "timed_out")],
+)
+def test_an_event_whose_label_does_not_come_ends_as_the_settings_say(
+    kafka: Any,
+    topics: tuple[str, str],
+    produce: Callable[..., list[int]],
+    pipeline: Pipeline,
+    start: Callable[..., Learner],
+    settings: str,
+    outcome: str,
+) -> None:
+    events, labels = topics
+    config = pipeline(kafka.bootstrap, events, labels, "1s", settings)
+    learner = start(config)
+    now = int(time.time() * 1000)
+    produce(kafka.bootstrap, events, list(map(event, range(60))), partition=0, timestamp_ms=now)
+    late = {"id": "late", "y": 1}
+    produce(kafka.bootstrap, labels, [*map(label, range(20)), late], partition=0, timestamp_ms=now)
+    report = learner.wait_for(lambda each: ended(each) == 60)
+    counts = waited(report)
+    held_out = counts.pop("held_out", 0)
+    # Only events with a label are held out.
+    assert counts["trained"] + held_out == 20 if outcome != "timed_out" else sum(counts.values()) + held_out == 60
+    assert counts[outcome] == (40 if outcome != "timed_out" else counts[outcome]) > 20
+    if outcome == "skipped":
+        assert report.partitions[f"{events}:0"].waited_skipped == {"timed_out": 40}
+    report = learner.wait_for(lambda each: each.labels is not None and each.labels.labels["unmatched"] == 1)
+    assert report.labels is not None
+    assert report.labels.kept == 0
+    assert report.labels.labels["timed_out"] == 40
+    assert report.partitions[f"{events}:0"].trained_through == 59
+    assert report.partitions[f"{labels}:0"].trained_through == 20
+
+
+def test_accuracy_is_that_of_the_prediction_at_event_time(
+    kafka: Any,
+    topics: tuple[str, str],
+    produce: Callable[..., list[int]],
+    write_pipeline: Callable[..., Path],
+    start: Callable[..., Learner],
+) -> None:
+    """The model learns all events by the first labels, but predicted them before that."""
+    events, labels = topics
+    rest = CONFIG.format(labels=labels, wait="1h", settings="").replace(
+        "holdout_fraction = 0.1", "holdout_fraction = 0"
+    )
+    zeros = "from torch import nn\ndef build():\n    m = nn.Linear(3, 3)\n    nn.init.zeros_(m.weight)\n"
+    model = zeros + "    nn.init.zeros_(m.bias)\n    return m\n"
+    learner = start(write_pipeline(kafka.bootstrap, events, rest, model))
+    produce(kafka.bootstrap, events, list(map(event, range(600))), partition=0)
+    learner.wait_for(lambda each: each.outcomes.get("waiting") == 600)
+    produce(kafka.bootstrap, labels, list(map(label, range(600))), partition=0)
+    report = learner.wait_for(lambda each: ended(each) == 600)
+    # Zeros predict the first class, a third of the events; hindsight would be nearly perfect.
+    assert report.accuracy["overall"] == pytest.approx(1 / 3)
+    produce(kafka.bootstrap, events, list(map(event, range(600, 1200))), partition=0)
+    learner.wait_for(lambda each: each.outcomes.get("waiting") == 1200)
+    produce(kafka.bootstrap, labels, list(map(label, range(600, 1200))), partition=0)
+    report = learner.wait_for(lambda each: ended(each) == 1200)
+    assert report.accuracy["overall"] == pytest.approx(2 / 3)
+
+
+@pytest.mark.slow
+def test_events_end_once_although_the_learner_is_killed_again_and_again(
+    kafka: Any,
+    topics: tuple[str, str],
+    produce: Callable[..., list[int]],
+    pipeline: Pipeline,
+    start: Callable[..., Learner],
+) -> None:
+    events, labels = topics
+    config = pipeline(kafka.bootstrap, events, labels, "1h")
+    learner, numbers = start(config), list(range(900))
+    sent = random.Random(1)
+    sent.shuffle(numbers)
+    for kill in range(6):
+        part = numbers[kill * 150 : kill * 150 + 150]
+        # Half of the labels come before their events.
+        produce(kafka.bootstrap, labels, list(map(label, part[::2])), partition=kill % 2)
+        produce(kafka.bootstrap, events, list(map(event, part)), partition=kill % 2)
+        produce(kafka.bootstrap, labels, list(map(label, part[1::2])), partition=kill % 2)
+        learner.wait_for(lambda each, least=kill * 150 + 60: ended(each) >= least)
+        learner.kill()
+        learner = start(config)
+    report = learner.wait_for(lambda each: ended(each) == 900)
+    counts = waited(report)
+    assert counts["trained"] + counts["held_out"] == 900
+    assert report.replay_rows == {"device": counts["trained"]}
+    assert report.holdout_rows == counts["held_out"]
+    assert report.outcomes["label"] == report.outcomes["waiting"] == 900
+    assert report.labels is not None
+    assert report.labels.labels["matched"] == 900
+    assert learner.stop() == 0
+
+
+BINARY = """
+batch_size = 16
+stop_timeout = "20s"
+[stream.labels]
+topics = ["{labels}"]
+wait = "{wait}"
+bytes = "5MB"
+unmatched = "negative"
+{settings}
+[schema.key]
+name = "id"
+[checkpoints]
+every = "300ms"
+[gate]
+holdout_fraction = 0.1
+"""
+
+
+@pytest.fixture
+def binary(write_pipeline: Callable[..., Path]) -> Pipeline:
+    """Writes a pipeline of two classes."""
+
+    def write(bootstrap: str, events: str, labels: str, wait: str, settings: str) -> Path:
+        rest = BINARY.format(labels=labels, wait=wait, settings=settings)
+        config = write_pipeline(bootstrap, events, rest, LINEAR.replace("Linear(3, 3)", "Linear(3, 2)"))
+        config.write_text(config.read_text().replace("classes = 3", "classes = 2"))
+        return config
+
+    return write
+
+
+def test_events_are_trained_on_before_their_label_comes_and_again_if_it_is_positive(
+    kafka: Any,
+    topics: tuple[str, str],
+    produce: Callable[..., list[int]],
+    binary: Pipeline,
+    start: Callable[..., Learner],
+) -> None:
+    events, labels = topics
+    learner = start(binary(kafka.bootstrap, events, labels, "1h", 'early = "negative-then-correct"'))
+    produce(kafka.bootstrap, events, list(map(event, range(300))), partition=0)
+    report = learner.wait_for(lambda each: each.outcomes.get("waiting") == 300 and each.steps)
+    early = learner.metric('learner_rows_trained_total{source="new"}')
+    assert 240 < early < 300  # all but those that will be held out
+    assert report.replay_rows == {"device": 0}
+    assert report.accuracy == {}
+
+    produce(kafka.bootstrap, labels, [{"id": str(each), "y": int(each % 3 == 0)} for each in range(300)], partition=0)
+    report = learner.wait_for(lambda each: ended(each) == 300)
+    counts = waited(report)
+    assert counts == {"trained": early, "held_out": 300 - early}
+    assert report.replay_rows == {"device": early}
+    assert report.holdout_rows == 300 - early
+    # Only the positives were trained on a second time.
+    again = learner.metric('learner_rows_trained_total{source="new"}') - early
+    assert 60 < again < 110
+    assert report.accuracy["overall"] > 0.5
+    assert learner.stop() == 0
+
+
+def test_a_label_that_comes_after_the_time_out_takes_the_negative_back(
+    kafka: Any,
+    topics: tuple[str, str],
+    produce: Callable[..., list[int]],
+    binary: Pipeline,
+    start: Callable[..., Learner],
+) -> None:
+    events, labels = topics
+    learner = start(binary(kafka.bootstrap, events, labels, "30s", "take_back = true"))
+    before = int(time.time() * 1000) - 50_000  # a label may come until 60 s after the event
+    produce(kafka.bootstrap, events, list(map(event, range(100))), partition=0, timestamp_ms=before)
+    report = learner.wait_for(lambda each: ended(each) == 100)
+    assert set(waited(report)) == {"timed_out", "held_out"}
+    stored = report.replay_rows
+    late = [{"id": str(each), "y": 1} for each in range(40)]
+    produce(kafka.bootstrap, labels, late, partition=0, timestamp_ms=before + 40_000)
+    report = learner.wait_for(lambda each: each.labels is not None and each.labels.labels["taken_back"] == 40)
+    trained = 100 - waited(report)["held_out"]
+    report = learner.wait_for(lambda _: learner.metric('learner_rows_trained_total{source="new"}') > trained + 20)
+    assert ended(report) == 100
+    assert report.replay_rows == stored
+    assert learner.stop() == 0
+
+
+def test_two_ranks_train_on_the_events_that_the_first_joins(
+    kafka: Any,
+    topics: tuple[str, str],
+    produce: Callable[..., list[int]],
+    pipeline: Pipeline,
+    start: Callable[..., Learner],
+) -> None:
+    events, labels = topics
+    learner = start(pipeline(kafka.bootstrap, events, labels), ANABRANCH__LEARNER__REPLICAS="2")
+    produce(kafka.bootstrap, events, list(map(event, range(300))), partition=0)
+    learner.wait_for(lambda each: each.outcomes.get("waiting") == 300)
+    produce(kafka.bootstrap, labels, list(map(label, range(300))), partition=0)
+    report = learner.wait_for(lambda each: ended(each) == 300)
+    counts = waited(report)
+    assert report.replay_rows == {"device": counts["trained"]}
+    assert report.steps < 20  # each of both ranks' 16 events
+    assert report.accuracy["overall"] < 0.9
+    assert learner.stop() == 0
+
+
+def test_an_erased_event_does_not_wait_any_more_and_its_label_finds_nothing(
+    kafka: Any,
+    topics: tuple[str, str],
+    produce: Callable[..., list[int]],
+    pipeline: Pipeline,
+    start: Callable[..., Learner],
+) -> None:
+    events, labels = topics
+    config = pipeline(kafka.bootstrap, events, labels)
+    learner = start(config)
+    produce(kafka.bootstrap, events, list(map(event, range(60))), partition=0)
+    learner.wait_for(lambda each: each.outcomes.get("waiting") == 60)
+    # One by a tombstone in each kind of topic, one by a command.
+    produce(kafka.bootstrap, events, [None], partition=0, key=b"7")
+    produce(kafka.bootstrap, labels, [None], partition=0, key=b"8")
+    done = forkserver.run(
+        ["-m", "anabranch", "replay", "erase", "--key", "9", "--yes", "-c", str(config)], env=os.environ
+    )
+    assert done.returncode == 0, done.stderr
+    report = learner.wait_for(lambda each: ended(each) == 3 and each.erased_through == 3)
+    assert report.partitions[f"{events}:0"].waited_skipped == {"erased": 3}
+    learner.kill()
+    learner = start(config)
+    produce(kafka.bootstrap, labels, list(map(label, range(60))), partition=0)
+    report = learner.wait_for(lambda each: ended(each) == 60)
+    counts = waited(report)
+    assert counts["skipped"] == 3
+    assert counts["trained"] + counts.get("held_out", 0) == 57
+    assert learner.stop() == 0
+
+
+def test_without_late_labels_a_learner_does_not_start_while_events_wait(
+    kafka: Any,
+    topics: tuple[str, str],
+    produce: Callable[..., list[int]],
+    pipeline: Pipeline,
+    start: Callable[..., Learner],
+) -> None:
+    events, labels = topics
+    config = pipeline(kafka.bootstrap, events, labels)
+    learner = start(config)
+    produce(kafka.bootstrap, events, list(map(event, range(20))), partition=0)
+    learner.wait_for(lambda each: each.outcomes.get("waiting") == 20)
+    assert learner.stop() == 0
+    text = config.read_text()
+    begin = text.index("[stream.labels]")
+    config.write_text(text[:begin] + text[text.index("[schema.key]", begin) :])
+    done = forkserver.run(["-m", "learner", "-c", str(config)], env=os.environ)
+    assert done.returncode == 2
+    said = done.stderr.strip().splitlines()[-1]
+    assert "has 20 events that wait for their labels, and there is no [stream.labels]; put it back" in said

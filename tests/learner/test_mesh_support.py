@@ -1,0 +1,97 @@
+"""The table of what goes with which dimension of a mesh: each cell trains, or is refused with its sentence."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from anabranch.config.loader import examine_config
+from learner.config import LearnerSettings
+from learner.strategies.registry import STRATEGIES
+from tools.mesh_support import COLUMNS, PAIRS, ROWS, Column, Row, lines, refusal, settings
+
+Play = Any
+CELLS = [
+    pytest.param(row, column, id=f"{row.name} {column.name}")
+    for row in ROWS
+    for column in COLUMNS
+    if settings(row, column) is not None
+]
+ELSEWHERE = {"`compile`", '`precision = "fp16"`', '`precision = "fp8"`', "`[model.adapter]`", "`[model.teacher]`"}
+"""Rows that other tests train with: they take a minute, a CUDA device, or another model."""
+REFUSED = [cell for cell in CELLS if refusal(*cell.values) is not None]
+BASE = """
+    name = "base"
+    [schema]
+    features = {x = {dtype = "float32"}}
+    key = {name = "id"}
+    label = {name = "y", classes = 2}
+    [model]
+    factory = "my_model:build"
+    stages = ["1"]
+"""
+
+
+def toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {toml(each)}" for key, each in value.items()) + "}"
+    return json.dumps(value)
+
+
+@pytest.mark.parametrize(("row", "column"), REFUSED)
+def test_what_is_refused_is_refused_by_the_configuration_with_its_sentence(
+    row: Row, column: Column, tmp_path: Path
+) -> None:
+    sections = {
+        "learner": settings(row, column),
+        "replay": dict(row.replay),
+        "stream": {"topics": ["events"], **row.stream},
+        **{f"model.{name}": section for name, section in row.model.items()},
+    }
+    config = tmp_path / "pipeline.toml"
+    config.write_text(
+        BASE
+        + "".join(
+            f"[{name}]\n" + "".join(f"{key} = {toml(value)}\n" for key, value in section.items())
+            for name, section in sections.items()
+        )
+    )
+    sentences = [fault.sentence for fault in examine_config(config, {}).faults]
+    assert any(str(refusal(row, column)) in each for each in sentences), sentences
+
+
+def scenario(row: Row, column: Column) -> dict[str, Any]:
+    """Two steps of a model that can be divided along each dimension."""
+    learner = settings(row, column) or {}
+    strategy = LearnerSettings.model_validate(learner).strategy.name
+    kind, mesh = STRATEGIES[strategy], learner["mesh"]
+    embeds = kind.embeds or bool(row.replay)
+    parallel = {"0": "column", "2": "row", "[46]": "expert"}
+    common = {"strategy": strategy, "steps": [[8, *[4] * len(kind().samples(4))]] * 2, "width": 8, "double": False}
+    common |= {
+        "embeds": embeds,
+        "embedding": "3",
+        "parallel": parallel,
+        "settings": {k: v for k, v in learner.items() if k != "strategy"},
+    }
+    return common | ({"stages": ["3"]} if "pipeline" in mesh else {}) | ({"experts": 4} if "expert" in mesh else {})
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("column", COLUMNS, ids=lambda column: column.name)
+def test_what_is_not_refused_trains(play: Play, column: Column) -> None:
+    cells = [cell.values for cell in CELLS if cell.values[1] is column and cell.values[0].name not in ELSEWHERE]
+    able = [row for row, _ in cells if refusal(row, column) is None]
+    assert len(able) > 6
+    for size, rows in ((2, [row for row in able if row not in PAIRS]), (4, [row for row in able if row in PAIRS])):
+        if not rows:
+            continue
+        for row, found in zip(rows, play(size, [scenario(row, column) for row in rows], 300), strict=True):
+            assert found["loss"].isfinite(), row.name
+
+
+def test_the_table_of_the_page_is_that_of_the_rules() -> None:
+    page = (Path(__file__).parents[2] / "docs/explanation/parallelism.md").read_text()
+    assert "\n".join(lines()) in page, "write it again: python -m tools.mesh_support"

@@ -1,0 +1,269 @@
+"""gRPC: the stock client's calls, what is refused and with which status, and that HTTP does not load any of it."""
+
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import torch
+
+from anabranch.core.errors import SettingsError
+from serving.config import ServingSettings
+from serving.grpc.messages import MESSAGES, SERVICE
+from serving.reporting.report import read_report
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import tritonclient.grpc as triton
+    from tritonclient.grpc import service_pb2
+
+Calls = Callable[..., Any]
+X = np.array([[1.0, 2.0, 3.0, 4.0]] * 3, np.float32)
+
+
+def address_of(server: Any) -> str:
+    """Return where it listens, once it does."""
+    while not ((report := read_report(server.deployment.state_dir)) and report.grpc_address):
+        threading.Event().wait(0.01)
+    return report.grpc_address
+
+
+@pytest.fixture
+def called(deploy: Any, served: Any) -> Iterator[tuple[Any, Calls]]:
+    """A server of version 7, which answers 7, and `call(method, message, metadata)` on its channel."""
+    publisher = deploy("number")
+    publisher.publish(7)
+    with served(publisher, grpc_port=0, max_body_bytes=100_000, max_held_bytes=200_000, max_queue=99_999) as server:
+        options = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
+        with grpc.insecure_channel(address_of(server), options) as channel:
+
+            def call(method: str, message: Any, metadata: Any = (), **options: Any) -> Any:
+                answer = channel.unary_unary(
+                    f"/{SERVICE}/{method}",
+                    request_serializer=None if isinstance(message, bytes) else type(message).SerializeToString,
+                    response_deserializer=MESSAGES[f"{method}Response"].FromString,
+                )
+                return answer(message, timeout=20, metadata=metadata, **options)
+
+            yield server, call
+
+
+def infer(x: Any = X, name: str = "tiny", **fields: Any) -> Any:
+    """Return a request with raw contents."""
+    message = MESSAGES["ModelInferRequest"](model_name=name, **fields)
+    message.inputs.add(name="x", datatype="FP32", shape=x.shape)
+    message.raw_input_contents.append(x.tobytes())
+    return message
+
+
+def refused(call: Calls, message: Any, method: str = "ModelInfer", **options: Any) -> tuple[grpc.StatusCode, str]:
+    with pytest.raises(grpc.RpcError) as refusal:
+        call(method, message, **options)
+    return refusal.value.code(), refusal.value.details()
+
+
+@pytest.mark.parametrize("name", sorted(MESSAGES))
+def test_messages_have_the_fields_of_the_protocol(name: str) -> None:
+    ours, theirs = MESSAGES[name].DESCRIPTOR, getattr(service_pb2, name).DESCRIPTOR
+
+    def fields(message: Any) -> Any:
+        return {
+            each.name: (
+                each.number,
+                each.type,
+                each.is_repeated,
+                each.containing_oneof.name if each.containing_oneof else None,
+                each.message_type and fields(each.message_type),
+            )
+            for each in message.fields
+        }
+
+    assert fields(ours) == fields(theirs)
+    assert ours.full_name == theirs.full_name
+
+
+def test_the_stock_client_gets_predictions(deploy: Any, served: Any) -> None:
+    publisher = deploy("mixed")
+    weights = {
+        "words.weight": torch.zeros(8, 3),
+        "numbers.weight": torch.zeros(3, 2),
+        "numbers.bias": torch.arange(3.0),
+    }
+    publisher.publish(4, weights=weights)
+    words = np.array([["red", "blue"], ["green", "ünknown"]], object)
+    with served(publisher, grpc_port=0) as server:
+        client = triton.InferenceServerClient(address_of(server))
+        assert client.is_server_live()
+        assert client.is_server_ready()
+        assert client.is_model_ready("tiny")
+        assert client.is_model_ready("tiny", "4")
+        assert not client.is_model_ready("tiny", "5")
+        assert client.get_server_metadata().name == "anabranch"
+        metadata = client.get_model_metadata("tiny", as_json=True)
+        assert metadata["inputs"][0] == {"name": "word", "datatype": "BYTES", "shape": ["-1", "2"]}
+        word = triton.InferInput("word", [2, 2], "BYTES")
+        word.set_data_from_numpy(words)
+        outputs = [triton.InferRequestedOutput("probabilities")]
+        result = client.infer("tiny", [word], outputs=outputs, request_id="r1", model_version="4")
+        answer = result.get_response()
+        expected = torch.arange(3.0).softmax(0).expand(2, 3).numpy()
+        np.testing.assert_allclose(result.as_numpy("probabilities"), expected, rtol=1e-6)
+        assert (answer.id, answer.model_version, result.as_numpy("prediction")) == ("r1", "4", None)
+        assert answer.parameters["trained_through"].string_param == "events:0=40"
+        client.close()
+
+
+def test_typed_contents_are_read_as_raw_ones_are(called: tuple[Any, Calls]) -> None:
+    _, call = called
+    message = MESSAGES["ModelInferRequest"](model_name="tiny")
+    message.inputs.add(name="x", datatype="FP32", shape=[3, 4]).contents.fp32_contents.extend(X.ravel())
+    answers = [call("ModelInfer", each).raw_output_contents[0] for each in (message, infer())]
+    assert answers[0] == answers[1] == np.full(3, 7, np.float32).tobytes()
+
+
+def test_each_refusal_has_its_status_and_sentence(called: tuple[Any, Calls]) -> None:
+    _, call = called
+    invalid, missing = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND
+    typed = MESSAGES["ModelInferRequest"](model_name="tiny")
+    typed.inputs.add(name="x", datatype="FP32", shape=[1, 4]).contents.int_contents.extend([1, 2, 3, 4])
+    short = MESSAGES["ModelInferRequest"](model_name="tiny")
+    short.inputs.add(name="x", datatype="FP32", shape=[1, 4]).contents.fp32_contents.extend([1, 2])
+    both = infer()
+    both.inputs[0].contents.fp32_contents.append(1)
+    through = infer()
+    through.parameters["min_trained_through"].string_param = "events:0=99"
+    through.parameters["timeout_ms"].int64_param = 1
+    for message, code, sentence in [
+        (infer(name="other"), missing, "there is no model 'other'"),
+        (infer(model_version="8"), missing, "version 8 is not resident"),
+        (infer(X[:, :3]), invalid, "input 'x' has shape [-1, 4], not [3, 3]"),
+        (infer(np.full((1, 4), np.nan, np.float32)), invalid, "NaN or infinite"),
+        (infer(outputs=[{"name": "z"}]), invalid, "there is no output 'z'"),
+        (infer(raw_input_contents=[b""]), invalid, "raw_input_contents has 2 elements for 1 inputs"),
+        (infer(inputs=[{}] * 9), invalid, "the request has 10 inputs; inputs are x"),
+        (typed, invalid, "FP32 is sent in fp32_contents or raw_input_contents"),
+        (short, invalid, "input 'x' has 2 elements, but its shape asks for 4"),
+        (both, invalid, "contents besides raw_input_contents"),
+        (MESSAGES["ModelInferRequest"](model_name="tiny"), invalid, "the request has no inputs"),
+        (b"\xff\xff", invalid, "the message is no ModelInferRequest"),
+        (through, grpc.StatusCode.DEADLINE_EXCEEDED, "the served version has learned events:0=70"),
+    ]:
+        given = refused(call, message)
+        assert (given[0], sentence in given[1]) == (code, True), given
+    metadata = MESSAGES["ModelMetadataRequest"](name="other")
+    assert refused(call, metadata, "ModelMetadata")[0] == missing
+
+
+@pytest.mark.parametrize("compression", [grpc.Compression.NoCompression, grpc.Compression.Gzip])
+def test_a_message_that_is_too_long_is_refused_compressed_or_not(
+    called: tuple[Any, Calls], compression: grpc.Compression
+) -> None:
+    server, call = called
+    code, _ = refused(call, infer(np.zeros((100_000, 4), np.float32)), compression=compression)
+    assert code == grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert call("ModelInfer", infer(), compression=compression).model_version == "7"
+    assert server.deployment.name == "tiny"
+
+
+def test_requests_hold_no_more_bytes_than_those_of_http(called: tuple[Any, Calls]) -> None:
+    server, call = called
+    module = sys.modules[server.deployment.model.factory.partition(":")[0]]
+    module.go_on.clear()
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            waiting = [pool.submit(call, "ModelInfer", infer(np.zeros((3000, 4), np.float32))) for _ in range(8)]
+            refusal = next(as_completed(waiting, timeout=20)).exception()
+            module.go_on.set()
+        assert isinstance(refusal, grpc.RpcError)
+        assert (refusal.code(), "bytes of requests already" in refusal.details()) == (
+            grpc.StatusCode.RESOURCE_EXHAUSTED,
+            True,
+        )
+        assert ("retry-after", "1") in [tuple(each) for each in refusal.trailing_metadata()]
+        assert any(each.exception() is None for each in waiting)
+    finally:
+        module.go_on.set()
+
+
+def test_a_token_is_asked_for_as_over_http(deploy: Any, served: Any) -> None:
+    publisher = deploy("number")
+    publisher.publish(7)
+    with (
+        served(publisher, grpc_port=0, tokens={"read": "secret", "admin": "other"}) as server,
+        grpc.insecure_channel(address_of(server)) as channel,
+    ):
+
+        def code(method: str, message: Any, token: str | None) -> Any:
+            call = channel.unary_unary(f"/{SERVICE}/{method}", request_serializer=type(message).SerializeToString)
+            try:
+                call(message, timeout=20, metadata=[("authorization", f"Bearer {token}")] if token else [])
+            except grpc.RpcError as exc:
+                return exc.code()
+            return grpc.StatusCode.OK
+
+        for method, message in (
+            ("ModelInfer", infer()),
+            ("ModelReady", MESSAGES["ModelReadyRequest"](name="tiny")),
+            ("ModelMetadata", MESSAGES["ModelMetadataRequest"](name="tiny")),
+            ("ServerMetadata", MESSAGES["ServerMetadataRequest"]()),
+        ):
+            assert code(method, message, None) == grpc.StatusCode.UNAUTHENTICATED
+            assert code(method, message, "wrong") == grpc.StatusCode.UNAUTHENTICATED
+            assert code(method, message, "secret") == code(method, message, "other") == grpc.StatusCode.OK
+        for method in ("ServerLive", "ServerReady"):
+            assert code(method, MESSAGES[f"{method}Request"](), None) == grpc.StatusCode.OK
+
+
+def test_a_call_without_a_token_is_refused_before_its_message_is_read(deploy: Any, served: Any) -> None:
+    publisher = deploy("number")
+    publisher.publish(7)
+    with (
+        served(publisher, grpc_port=0, tokens={"read": "secret", "admin": "other"}) as server,
+        grpc.insecure_channel(address_of(server)) as channel,
+    ):
+        # A stream that sends no message: only a server that waits for none can answer.
+        sent = threading.Event()
+        call = channel.stream_unary(f"/{SERVICE}/ModelInfer")
+        with pytest.raises(grpc.RpcError) as refusal:
+            call((sent.wait(20) for _ in range(1)), timeout=20)  # type: ignore[misc]
+        sent.set()
+        assert refusal.value.code() == grpc.StatusCode.UNAUTHENTICATED
+
+
+def test_without_a_version_the_server_lives_and_is_not_ready(deploy: Any, served: Any) -> None:
+    with (
+        served(deploy("number"), ready=False, grpc_port=0) as server,
+        grpc.insecure_channel(address_of(server)) as channel,
+    ):
+        for method, field, expected in (("ServerLive", "live", True), ("ServerReady", "ready", False)):
+            call = channel.unary_unary(
+                f"/{SERVICE}/{method}", response_deserializer=MESSAGES[f"{method}Response"].FromString
+            )
+            assert getattr(call(b"", timeout=20), field) is expected
+        call = channel.unary_unary(f"/{SERVICE}/ModelInfer", request_serializer=lambda each: each.SerializeToString())
+        with pytest.raises(grpc.RpcError, match="no version of tiny is ready yet") as refusal:
+            call(infer(), timeout=20)
+        assert refusal.value.code() == grpc.StatusCode.UNAVAILABLE
+
+
+def test_a_port_that_is_taken_is_named(deploy_in: Any, served: Any, tmp_path: Path) -> None:
+    publisher = deploy_in("number", tmp_path / "first")
+    publisher.publish(7)
+    with served(publisher, grpc_port=0) as first:
+        port = int(address_of(first).rpartition(":")[2])
+        second = deploy_in("number", tmp_path / "second")
+        with pytest.raises(SettingsError, match=rf"serving\.grpc_port = {port} cannot be listened on"):
+            with served(second, grpc_port=port):
+                raise AssertionError
+
+
+def test_workers_need_a_port_that_they_share() -> None:
+    for port in (0, 8000):
+        with pytest.raises(ValueError, match="name a port for all workers"):
+            ServingSettings.model_validate({"grpc_port": port, "workers": 2})

@@ -1,0 +1,34 @@
+"""How far a version is trained, as replies have it."""
+
+from learner.state_dir.trained_through import PartitionProgress
+from learner.state_dir.version import Manifest, ModelReference
+from serving.model.loaded_version import progress_of
+
+
+def manifest(seen_through: dict[str, int] | None = None) -> Manifest:
+    return Manifest(
+        number=1,
+        generation=1,
+        time=0.0,
+        step=1,
+        schema="",
+        files={},
+        parent=None,
+        trained_through={"labels:0": PartitionProgress(4), "events:1": PartitionProgress(7)},
+        metrics={},
+        encoders={},
+        model=ModelReference("m:build", {}, "classification"),
+        seen_through=seen_through,
+    )
+
+
+def test_a_reply_says_how_far_the_version_is_trained() -> None:
+    assert progress_of(manifest()) == {"trained_through": "events:1=7,labels:0=4"}
+
+
+def test_with_late_labels_it_also_says_how_far_was_read_and_labelled() -> None:
+    assert progress_of(manifest({"events:1": 20, "labels:0": 6})) == {
+        "trained_through": "events:1=7,labels:0=4",
+        "labelled_through": "events:1=7,labels:0=4",
+        "seen_through": "events:1=20,labels:0=6",
+    }

@@ -1,0 +1,94 @@
+"""`serving.drain`: after SIGTERM requests are answered until balancers have noticed."""
+
+import contextlib
+import json
+import socket
+import threading
+
+import httpx
+import pytest
+
+import serving.server
+from serving.config import ServingSettings
+from serving.http.connection import H11Connection
+from serving.http.server import connection_class
+from serving.reporting.report import STOPPED, read_report
+from serving.server import serve
+
+
+@pytest.fixture
+def reports(monkeypatch):
+    """The reports that servers write, as they come."""
+    written, write = [], serving.server.write_report
+    monkeypatch.setattr(serving.server, "write_report", lambda at, each: written.append(each) or write(at, each))
+    return written
+
+
+@pytest.fixture
+def draining(numbers, eventually):
+    """A server that is to stop, and drains for half a second."""
+    with drained(numbers, eventually) as client:
+        yield client
+
+
+@contextlib.contextmanager
+def drained(numbers, eventually):
+    numbers.publish(1)
+    stop = threading.Event()
+    settings = ServingSettings.model_validate({"port": 0, "drain": "0.5s"})
+    thread = threading.Thread(target=serve, args=(numbers.deployment, settings, stop))
+    thread.start()
+    try:
+        state_dir = numbers.deployment.state_dir
+        address = eventually(lambda: (report := read_report(state_dir)) and report.ready and report.address)
+        with httpx.Client(base_url=address, timeout=30) as client:
+            assert client.get("/v2/health/ready").status_code == 200
+            stop.set()
+            eventually(lambda: httpx.get(f"{address}/v2/health/ready").status_code == 503)
+            yield client
+    finally:
+        stop.set()
+        thread.join(30)
+    assert not thread.is_alive()
+
+
+def test_a_server_that_drains_is_not_ready_and_answers_old_and_new_connections(draining, body_of):
+    for client in (draining, httpx.Client(base_url=draining.base_url)):
+        reply = client.post("/v2/models/tiny/infer", json=body_of(1))
+        assert reply.status_code == 200
+        assert reply.headers["connection"] == "close"  # the next request goes to another server
+    for path in ("/v2/health/ready", "/v2/models/tiny/ready", "/v2/models/tiny/versions/1/ready"):
+        assert httpx.get(f"{draining.base_url}{path}").json() == {"error": "the server is stopping"}
+    assert httpx.get(f"{draining.base_url}/v2/health/live").status_code == 200
+
+
+def test_its_report_says_that_it_is_not_ready(reports, draining):
+    draining.get("/v2/health/live")
+    while STOPPED not in reports[-1].problems:
+        pass
+    assert [report.ready for report in reports[-2:]] == [False, False]
+    assert STOPPED not in reports[-2].problems
+
+
+@pytest.mark.parametrize("parser", [H11Connection, connection_class()])
+def test_all_requests_that_a_client_has_sent_at_once_are_answered(monkeypatch, numbers, eventually, body_of, parser):
+    monkeypatch.setattr("serving.http.server.connection_class", lambda: parser)
+    with drained(numbers, eventually) as client, socket.create_connection(("127.0.0.1", client.base_url.port)) as one:
+        body = json.dumps(body_of(1)).encode()
+        head = f"POST /v2/models/tiny/infer HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n\r\n"
+        one.sendall(3 * (head.encode() + body))
+        with one.makefile("rb") as replies:
+            received = replies.read().lower()
+    assert received.count(b"model_version") == 3
+    assert received.count(b"connection: close") == 1
+
+
+def test_after_that_it_accepts_nothing(draining, eventually):
+    def refused():
+        try:
+            httpx.get(f"{draining.base_url}/v2/health/live")
+        except httpx.TransportError:
+            return True
+        return False
+
+    eventually(refused)

@@ -1,0 +1,194 @@
+"""A Schema Registry for tests: a real HTTP server that speaks the API, and fails on demand.
+
+Register schemas, then make confluent-kafka's serializers use it, or write messages by hand.
+"""
+
+import base64
+import contextlib
+import json
+import ssl
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+
+@dataclass
+class Faults:
+    """What is wrong with the server at the moment."""
+
+    away: bool = False
+    """Connections are closed without an answer."""
+    seconds: float = 0.0
+    """Delay of each answer."""
+    status: int | None = None
+    """Status of each answer, with an empty object."""
+    redirect: str | None = None
+    """Where each answer redirects to; the path is added."""
+    body_bytes: int = 0
+    """Length of each answer."""
+    body: bytes | None = None
+    """Content of each answer."""
+
+
+@dataclass
+class Registry:
+    """What a registry holds, and what was asked of it."""
+
+    url: str = ""
+    faults: Faults = field(default_factory=Faults)
+    credentials: tuple[str, str] | None = None
+    """User and password that are asked for."""
+    token: str | None = None
+    """Bearer token that is asked for."""
+    requests: list[tuple[str, dict[str, str]]] = field(default_factory=list)
+    """Path and headers of each request."""
+    schemas: dict[int, dict[str, Any]] = field(default_factory=dict)
+    subjects: dict[str, list[int]] = field(default_factory=dict)
+    has_guids: bool = True
+    """Whether schemas have GUIDs; older registries do not have that path."""
+    asked: threading.Event = field(default_factory=threading.Event)
+    """Set by each request."""
+
+    def register(
+        self, subject: str, schema: Any, kind: str = "AVRO", references: list[dict[str, Any]] | None = None
+    ) -> int:
+        """Add a version to a subject, and return its id."""
+        text = schema if isinstance(schema, str) else json.dumps(schema)
+        number = len(self.schemas) + 1
+        self.schemas[number] = {"schema": text, "guid": str(uuid.uuid4())}
+        if kind != "AVRO":  # registries leave it out for Avro
+            self.schemas[number]["schemaType"] = kind
+        if references:
+            self.schemas[number]["references"] = references
+        self.subjects.setdefault(subject, []).append(number)
+        return number
+
+    def guid(self, number: int) -> str:
+        """Return the GUID of a schema."""
+        return str(self.schemas[number]["guid"])
+
+    def paths(self) -> list[str]:
+        """Return the path of each request, without its query."""
+        return [path.partition("?")[0] for path, _ in self.requests]
+
+    def answer(self, path: str) -> tuple[int, Any]:
+        """Return status and content for a path."""
+        parts = [unquote(part) for part in urlsplit(path).path.strip("/").split("/")]
+        match parts:
+            case ["subjects"]:
+                return 200, sorted(self.subjects)
+            case ["schemas", "types"]:
+                return 200, ["AVRO", "JSON", "PROTOBUF"]
+            case ["schemas", "ids", number] if int(number) < 2**31:  # for others Jersey finds no such path
+                schema = self.schemas.get(int(number))
+                return (200, schema) if schema else (404, {"error_code": 40403, "message": "Schema not found"})
+            case ["schemas", "guids", guid] if self.has_guids:
+                found = [schema for schema in self.schemas.values() if schema["guid"] == guid]
+                return (200, found[0]) if found else (404, {"error_code": 40403, "message": "Schema not found"})
+            case ["subjects", subject, "versions", version]:
+                numbers = self.subjects.get(subject)
+                if numbers is None:
+                    return 404, {"error_code": 40401, "message": f"Subject '{subject}' not found."}
+                index = len(numbers) if version == "latest" else int(version)
+                if not 1 <= index <= len(numbers):
+                    return 404, {"error_code": 40402, "message": "Version not found."}
+                number = numbers[index - 1]
+                return 200, {"subject": subject, "version": index, "id": number, **self.schemas[number]}
+        return 404, {"error_code": 404, "message": "HTTP 404 Not Found"}
+
+    def allows(self, header: str | None) -> bool:
+        """Return whether an Authorization header is the one that is asked for."""
+        if self.credentials is not None:
+            return header == f"Basic {base64.b64encode(':'.join(self.credentials).encode()).decode()}"
+        return self.token is None or header == f"Bearer {self.token}"
+
+
+@contextlib.contextmanager
+def registry_server(certificate: tuple[Path, Path] | None = None, port: int = 0) -> Iterator[Registry]:
+    """Run a registry on a free port of 127.0.0.1, with TLS where a certificate and its key are given."""
+    registry = Registry()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True  # a body would wait 40 ms until the head is acknowledged
+
+        def do_GET(self) -> None:
+            registry.requests.append((self.path, dict(self.headers)))
+            registry.asked.set()
+            faults = registry.faults
+            if faults.away:
+                self.close_connection = True
+                return
+            time.sleep(faults.seconds)
+            if faults.redirect is not None:
+                self.send_response(307)
+                self.send_header("Location", f"{faults.redirect}{self.path}")
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+                return
+            status, answer = registry.answer(self.path)
+            if not registry.allows(self.headers.get("Authorization")):
+                status, answer = 401, {"error_code": 401, "message": "Unauthorized"}
+            body = faults.body or b" " * faults.body_bytes + json.dumps(answer).encode()
+            with contextlib.suppress(OSError):  # the client closes when an answer is too long
+                self.send_response(faults.status or status)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+        def do_POST(self) -> None:
+            """Register a schema under a subject, as serializers do."""
+            registry.requests.append((self.path, dict(self.headers)))
+            posted = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            subject = unquote(urlsplit(self.path).path.split("/")[2])
+            known = [n for n in registry.subjects.get(subject, []) if registry.schemas[n]["schema"] == posted["schema"]]
+            number = (
+                known[0] if known else registry.register(subject, posted["schema"], posted.get("schemaType", "AVRO"))
+            )
+            body = json.dumps({"id": number, "version": 1, "subject": subject, **registry.schemas[number]}).encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:  # noqa: A002
+            pass
+
+    class Server(ThreadingHTTPServer):
+        daemon_threads = True
+
+        def handle_error(self, request: object, client_address: object) -> None:
+            pass  # a client that does not trust the certificate
+
+    server = Server(("127.0.0.1", port), Handler)
+    if certificate is not None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(*certificate)
+        server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
+    registry.url = f"{'https' if certificate else 'http'}://127.0.0.1:{server.server_address[1]}"
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield registry
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[Registry]:
+    """A Schema Registry on this host. It has one server, so it is asked at once again for an id that it lacks."""
+    monkeypatch.setattr("ingest.schema_registry.cache._AGAIN_SECONDS", 0.0)
+    with registry_server() as running:
+        yield running
