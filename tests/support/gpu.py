@@ -1,5 +1,7 @@
 """A CUDA device for tests, or the recorder instead; and how exactly results of two devices agree."""
 
+import contextlib
+import importlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -21,6 +23,17 @@ def cuda(request: pytest.FixtureRequest) -> Iterator["torch.device"]:
         return
     with CudaRecorder():
         yield torch.device("cuda", 0)
+
+
+@pytest.fixture(scope="module")
+def packages_of_pretrained() -> None:
+    """Import, before a recorder starts, what asks for a device when it is imported, as far as it is installed."""
+    from learner.model.base_precision import stay_offline
+
+    stay_offline()
+    for name in ("peft", "bitsandbytes"):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
 
 
 def rtol(dtype: "torch.dtype", steps: int = 1) -> float:
