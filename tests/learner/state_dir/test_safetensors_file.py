@@ -10,7 +10,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from anabranch.core.failures import DamagedError
-from learner.state_dir.safetensors_file import _DTYPE_NAMES, TensorFile, digest_of, pieces_of
+from learner.state_dir.safetensors_file import _DTYPE_NAMES, TensorFile, digest_of, pieces_of, tensors_of
 from tests.support.memory import python_memory
 
 EACH_DTYPE = {f"t.{dtype}": torch.zeros(2, 3).to(dtype) for dtype in _DTYPE_NAMES}
@@ -42,6 +42,20 @@ def test_the_pieces_equal_the_file_of_the_library_byte_for_byte(tensors: dict[st
     assert {name: (each.dtype, each.shape) for name, each in found.items()} == {
         name: (each.dtype, each.shape) for name, each in tensors.items()
     }
+
+
+@pytest.mark.parametrize("tensors", FILES.values(), ids=FILES)
+def test_a_file_in_memory_is_read_into_tensors_that_share_nothing(tensors: dict[str, Tensor]) -> None:
+    content = save(tensors)
+    found = tensors_of(content, "a version")
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
+        assert save({"t": found[name].contiguous()}) == save({"t": tensor.detach().contiguous()})
+    assert len({each.untyped_storage()._cdata for each in found.values()}) == len(found)
+    for size in range(0, len(content), 7):
+        with pytest.raises(DamagedError, match="a version"):
+            tensors_of(content[:size], "a version")
 
 
 def test_pieces_share_the_memory_of_the_tensors() -> None:
