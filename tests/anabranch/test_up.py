@@ -27,6 +27,8 @@ def anabranch(spawn, example, kafka, make_topic, free_port):
         "ANABRANCH__STREAM__TOPICS": json.dumps([make_topic(2)]),
         "ANABRANCH__LEARNER__STATUS": "127.0.0.1:0",
         "ANABRANCH__SERVING__PORT": str(free_port()),
+        # Each refusal while there is no version would be a line, until nobody reads the pipe that they fill.
+        "ANABRANCH__SERVING__REQUEST_LOG": "none",
     }
 
     def start(*arguments, **changes):
