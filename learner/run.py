@@ -322,7 +322,12 @@ class Learner:
             )
         keyed = deployment.events.key is not None
         unlabelled = deployment.stream.unlabelled == "distil"
-        lag = LagPolicy(deployment.stream.lag_policy, deployment.seed, self._source, reads=keyed, unlabelled=unlabelled)
+        lag = LagPolicy(
+            *(deployment.stream.lag_policy, deployment.seed, self._source),
+            reads=keyed,
+            unlabelled=unlabelled,
+            only_full=deployment.learner.deterministic,
+        )
         late = build_late_labels(
             *(deployment, self._setup, self._trainer, lag, resumed.found), first=resumed.first, ranks=self._row_groups
         )

@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.support.waiting import slowness
+
 _PLUGINS = {
     "tests.support.ports": "",
     "tests.support.processes": "",
@@ -92,8 +94,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         seconds = float(item.config.getini("timeout"))
     else:
         seconds = _QUICK_SECONDS
-    load = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
-    item.add_marker(pytest.mark.timeout(seconds * load), append=False)
+    item.add_marker(pytest.mark.timeout(seconds * slowness()), append=False)
     return (yield)
 
 

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from learner.state_dir.report import LearnerReport, read_report
 from tests import forkserver
+from tests.support.waiting import PATIENCE_SECONDS, slowness
 
 T = TypeVar("T")
 
@@ -50,7 +51,6 @@ def build():
     return Narrow(3, 3)
 """
 """Runs out of memory with more than six events at once."""
-PATIENCE_SECONDS = 100.0
 
 
 def write_pipeline(
@@ -82,8 +82,9 @@ class Part:
             )
 
     def until(self, poll: Callable[[], T | None], patience: float = PATIENCE_SECONDS) -> T:
-        """Return the first true value of `poll`; fail if the process ends first, or after `patience` seconds."""
-        deadline = time.monotonic() + patience
+        """Return the first true value of `poll`; fail if the process ends first, or after `patience` seconds of an idle
+        machine."""
+        deadline = time.monotonic() + patience * slowness()
         while not (value := poll()):
             assert self.process.poll() is None, self.log.read_text()
             assert time.monotonic() < deadline, self.log.read_text()
@@ -98,7 +99,7 @@ class Part:
     def stop(self, patience: float = 30) -> int:
         """SIGTERM, and return the exit code."""
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(patience)
+        return self.process.wait(patience * slowness())
 
     def close(self) -> None:
         """Kill it, and close its stdin."""

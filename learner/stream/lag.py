@@ -105,14 +105,17 @@ class LagPolicy:
         *,
         reads: bool = False,
         unlabelled: bool = False,
+        only_full: bool = False,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
         """With `reads`, `skip-to-latest` reads the events that it skips: there may be tombstones among them.
 
-        `unlabelled`: whether events without a label are trained on too.
+        `unlabelled`: whether events without a label are trained on too; `only_full`: whether steps wait for full
+        batches, so that events may wait on a slow stream too.
         """
         self._unlabelled = unlabelled
+        self._only_full = only_full
         self._settings = settings
         self._seed = seed ^ _SALT
         self._stream = stream
@@ -224,6 +227,11 @@ class LagPolicy:
         return np.greater_equal(identity_hash(bases, offset, row, self._seed), threshold)
 
     def _sentence(self) -> str:
+        if self._only_full:
+            return (
+                f"events wait for {self.seconds:.0f} s: for a full batch, which learner.deterministic needs, "
+                "or because the stream is faster than training"
+            )
         action = self._settings.action
         done = {
             "train-all": 'all are trained on still; set stream.lag_policy.action = "sample" or another',

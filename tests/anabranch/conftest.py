@@ -6,31 +6,19 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import psutil
 import pytest
 
 from anabranch.commands.init import write_example
 from tests import forkserver
-
-PATIENCE_SECONDS = 60.0
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture
 def until():
-    """Returns the first true value of a callable: `until(condition, "what is awaited")`; fails after a minute."""
-
-    def wait(condition, what, patience=PATIENCE_SECONDS):
-        deadline = time.monotonic() + patience
-        while True:
-            value = condition()
-            if value:
-                return value
-            assert time.monotonic() < deadline, f"{what}: not so after {patience} s"
-            time.sleep(0.01)
-
-    return wait
+    """Returns the first true value of a callable: `until(condition, "what is awaited")`."""
+    return wait_until
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import pytest
 from kafka import KafkaAdminClient
 
 from tests import forkserver
+from tests.support.waiting import slowness
 
 SERVING_WINDOW_SECONDS = 60
 """Serving reports the freshness of its last minute."""
@@ -49,7 +50,7 @@ def left_of(processes):
 
 def test_it_ends_by_itself_with_a_report_in_which_every_event_has_its_outcome(demo, tmp_path):
     process = demo("--events", "2000", "--headless", "--report", "report.json")
-    _, said = process.communicate(timeout=240)
+    _, said = process.communicate(timeout=240 * slowness())
     assert process.returncode == 0, said
     report = json.loads((tmp_path / "report.json").read_text())
     outcomes = ("trained", "stored_only", "held_out", "dead_lettered", "skipped")
@@ -77,7 +78,7 @@ def test_ctrl_c_leaves_no_process_no_file_and_no_topic_on_a_broker_of_one_s_own(
     children = descendants(process)
     assert len(children) >= 3
     os.killpg(process.pid, signal.SIGINT)
-    out, said = process.communicate(timeout=60)
+    out, said = process.communicate(timeout=60 * slowness())
     assert (process.returncode, out) == (0, ""), said
     assert "anabranch: stopping on SIGINT" in said
     assert "requests, 0 failed" in said.splitlines()[-1]
@@ -99,7 +100,7 @@ def test_a_killed_demo_leaves_no_process(demo):
 def test_an_unreachable_broker_of_one_s_own_is_exit_code_3(demo, free_port):
     port = free_port()
     process = demo("--headless", "--bootstrap", f"127.0.0.1:{port}")
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=60 * slowness())
     assert process.returncode == 3
     assert said.splitlines()[-1] == f"anabranch: no Kafka broker can be reached at 127.0.0.1:{port}: Connection refused"
 
@@ -116,5 +117,5 @@ def test_a_taken_port_and_a_report_without_a_folder_are_exit_code_2(demo):
             (["--report", "none/r.json"], "anabranch: --report none/r.json: there is no folder none"),
         ):
             process = demo("--headless", *arguments)
-            _, said = process.communicate(timeout=60)
+            _, said = process.communicate(timeout=60 * slowness())
             assert (process.returncode, said.splitlines()[-1]) == (2, sentence)

@@ -14,6 +14,7 @@ import pytest
 
 from anabranch.demo.load_generator import request_body
 from learner.state_dir.trained_through import parse_trained_through
+from tests.support.waiting import slowness
 
 pytestmark = [pytest.mark.services, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -26,6 +27,8 @@ def anabranch(spawn, example, kafka, make_topic, free_port):
         "ANABRANCH__STREAM__TOPICS": json.dumps([make_topic(2)]),
         "ANABRANCH__LEARNER__STATUS": "127.0.0.1:0",
         "ANABRANCH__SERVING__PORT": str(free_port()),
+        # Each refusal while there is no version would be a line, until nobody reads the pipe that they fill.
+        "ANABRANCH__SERVING__REQUEST_LOG": "none",
     }
 
     def start(*arguments, **changes):
@@ -81,7 +84,7 @@ def asked_all_the_while(ask):
 
 def produced(anabranch):
     process = anabranch("produce", "events.jsonl")
-    out, said = process.communicate(timeout=60)
+    out, said = process.communicate(timeout=60 * slowness())
     assert process.returncode == 0, said
     return parse_trained_through(out.strip())
 
@@ -118,21 +121,21 @@ def test_what_is_produced_is_soon_in_predictions_also_after_a_part_was_killed(
     whole = ", its session too" if group.exists() and group.read_text() else ""
     until(lambda: scheduling_of(example) == f"nice 19{whole}", "a learner that waits for serving")
     process.terminate()
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=60 * slowness())
     assert process.returncode == 0, said
     assert f"learner (pid {pids[0]}) ended with SIGKILL; it is started again now" in said
 
 
 def test_a_model_that_does_not_fit_ends_up_with_exit_code_2(anabranch):
     process = anabranch("up", ANABRANCH__MODEL__FACTORY="my_model:nothing")
-    _, said = process.communicate(timeout=90)
+    _, said = process.communicate(timeout=90 * slowness())
     assert process.returncode == 2, said
     assert "has no function nothing" in said
 
 
 def test_a_missing_topic_ends_up_with_exit_code_3_and_the_way_out(anabranch):
     process = anabranch("up", ANABRANCH__STREAM__TOPICS='["none-such"]')
-    _, said = process.communicate(timeout=90)
+    _, said = process.communicate(timeout=90 * slowness())
     assert process.returncode == 3, said
     assert 'anabranch: topic "none-such" does not exist' in said
     assert "anabranch produce --create-topic" in said

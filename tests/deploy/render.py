@@ -10,7 +10,7 @@ from typing import Any
 
 import helm_python as helm
 
-from tools.kustomize import CHART, OVERLAYS, files, rendered
+from tools.kustomize import CHART, OVERLAYS, copies, files, rendered
 
 
 def refusal(chart: helm.Chart, values: dict[str, Any]) -> str:
@@ -23,7 +23,7 @@ def refusal(chart: helm.Chart, values: dict[str, Any]) -> str:
 
 
 def packaged(values: dict[str, Any]) -> dict[str, str]:
-    """What is rendered from an archive of the chart, for which the links to files outside of it are followed."""
+    """What is rendered from an archive of the chart, which has all files that it reads."""
     with tempfile.TemporaryDirectory() as folder, helm.Chart.load(helm.package(CHART, destination=folder)) as chart:
         rendered: dict[str, str] = chart.render(values, name="demo", namespace="ml")
         return rendered
@@ -43,7 +43,7 @@ def main() -> None:
             "refused": {name: refusal(chart, values) for name, values in asked["refused"].items()},
             "overlays": {name: rendered(chart, values) for name, values in OVERLAYS.items()},
             "packaged": packaged(asked["sets"]["monitoring"]),
-            "generated": [[str(path), text] for path, text in files(chart)],
+            "generated": [[str(path), text] for path, text in (*copies(), *files(chart))],
         }
     json.dump(answer, sys.stdout)
 

@@ -90,11 +90,9 @@ def test_its_containers_serve_a_model_that_has_learned_the_events(kafka, tmp_pat
             while not pod.is_ready() and process.poll() is None and time.monotonic() < deadline:
                 time.sleep(0.2)
             answers = pod.execute(pod.main, "predict", "-", given=events).splitlines()
-            begin = time.monotonic()
         finally:
             process.terminate()
             _, log = process.communicate(timeout=120)
     assert process.returncode == 0, log
-    assert time.monotonic() - begin < pod.spec["terminationGracePeriodSeconds"]
     assert len(answers) == len(events.splitlines())
     assert all(json.loads(answer)["version"] for answer in answers)

@@ -164,6 +164,6 @@ def test_an_archive_of_the_chart_has_its_rules_and_its_dashboard():
 
 
 def test_generated_files_are_what_the_chart_renders():
-    assert len(helm().generated) == 3
+    assert len(helm().generated) == 5
     stale = [path for path, text in helm().generated if Path(path).read_text(encoding="utf-8") != text]
     assert stale == [], "run python tools/kustomize.py"

@@ -1,13 +1,12 @@
 """What a rank makes of an error of torch."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from learner.errors import is_of_a_lost_rank
+from tests import forkserver
+from tests.support.waiting import PATIENCE_SECONDS
 
 PROGRAM = """
 import os, sys, torch, torch.distributed as dist
@@ -27,12 +26,12 @@ os._exit(0)
 
 @pytest.mark.process
 def test_a_lost_rank_is_distinguished_from_other_errors(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", PROGRAM]
-    with subprocess.Popen([*command, "1", str(tmp_path / "rendezvous")]) as other:
-        done = subprocess.run(
-            [*command, "0", str(tmp_path / "rendezvous")], stdout=subprocess.PIPE, env=os.environ, timeout=100
-        )
-    assert (done.stdout, other.returncode) == (b"True", 9)
+    other = forkserver.start(["-c", PROGRAM, "1", str(tmp_path / "rendezvous")])
+    try:
+        done = forkserver.run(["-c", PROGRAM, "0", str(tmp_path / "rendezvous")])
+        assert (done.stdout, other.wait(PATIENCE_SECONDS)) == ("True", 9)
+    finally:
+        other.kill()
     assert not is_of_a_lost_rank(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
 
 

@@ -25,6 +25,8 @@ from serving.config import ServingSettings
 from serving.model.deployment import Deployment
 from serving.reporting.report import ServingReport, read_report
 from serving.server import serve
+from tests.support import waiting
+from tests.support.waiting import PATIENCE_SECONDS
 
 MODULE = "anabranch_serving_test_models"
 
@@ -250,15 +252,9 @@ SCHEMAS = {
 }
 
 
-def wait_until(holds: Callable[[], Any], seconds: float = 20) -> Any:
+def wait_until(holds: Callable[[], Any], seconds: float = PATIENCE_SECONDS) -> Any:
     """Return the first true value of `holds`, which is asked until then."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        value = holds()
-        if value:
-            return value
-        threading.Event().wait(0.01)
-    raise AssertionError("it did not come true in time")
+    return waiting.wait_until(holds, patience=seconds)
 
 
 @dataclass

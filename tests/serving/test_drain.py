@@ -4,6 +4,8 @@ import contextlib
 import json
 import socket
 import threading
+import time
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -14,6 +16,7 @@ from serving.http.connection import H11Connection
 from serving.http.server import connection_class
 from serving.reporting.report import STOPPED, read_report
 from serving.server import serve
+from tests.support.waiting import PATIENCE_SECONDS
 
 
 @pytest.fixture
@@ -25,17 +28,26 @@ def reports(monkeypatch):
 
 
 @pytest.fixture
-def draining(numbers, eventually):
-    """A server that is to stop, and drains for half a second."""
-    with drained(numbers, eventually) as client:
+def end_drain(monkeypatch):
+    """Moves the clock of servers to the end of `serving.drain`."""
+    passed = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed[0], time=time.time)
+    monkeypatch.setattr(serving.server, "time", clock)
+    return lambda: passed.append(passed.pop() + 3600)
+
+
+@pytest.fixture
+def draining(numbers, eventually, end_drain):
+    """A server that is to stop, and drains until `end_drain` is called."""
+    with drained(numbers, eventually, end_drain) as client:
         yield client
 
 
 @contextlib.contextmanager
-def drained(numbers, eventually):
+def drained(numbers, eventually, end_drain):
     numbers.publish(1)
     stop = threading.Event()
-    settings = ServingSettings.model_validate({"port": 0, "drain": "0.5s"})
+    settings = ServingSettings.model_validate({"port": 0, "drain": "1h"})
     thread = threading.Thread(target=serve, args=(numbers.deployment, settings, stop))
     thread.start()
     try:
@@ -48,7 +60,8 @@ def drained(numbers, eventually):
             yield client
     finally:
         stop.set()
-        thread.join(30)
+        end_drain()
+        thread.join(PATIENCE_SECONDS)
     assert not thread.is_alive()
 
 
@@ -62,18 +75,23 @@ def test_a_server_that_drains_is_not_ready_and_answers_old_and_new_connections(d
     assert httpx.get(f"{draining.base_url}/v2/health/live").status_code == 200
 
 
-def test_its_report_says_that_it_is_not_ready(reports, draining):
+def test_its_report_says_that_it_is_not_ready(reports, draining, end_drain, eventually):
     draining.get("/v2/health/live")
-    while STOPPED not in reports[-1].problems:
-        pass
+    end_drain()
+    eventually(lambda: STOPPED in reports[-1].problems)
     assert [report.ready for report in reports[-2:]] == [False, False]
     assert STOPPED not in reports[-2].problems
 
 
 @pytest.mark.parametrize("parser", [H11Connection, connection_class()])
-def test_all_requests_that_a_client_has_sent_at_once_are_answered(monkeypatch, numbers, eventually, body_of, parser):
+def test_all_requests_that_a_client_has_sent_at_once_are_answered(
+    monkeypatch, numbers, eventually, end_drain, body_of, parser
+):
     monkeypatch.setattr("serving.http.server.connection_class", lambda: parser)
-    with drained(numbers, eventually) as client, socket.create_connection(("127.0.0.1", client.base_url.port)) as one:
+    with (
+        drained(numbers, eventually, end_drain) as client,
+        socket.create_connection(("127.0.0.1", client.base_url.port)) as one,
+    ):
         body = json.dumps(body_of(1)).encode()
         head = f"POST /v2/models/tiny/infer HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n\r\n"
         one.sendall(3 * (head.encode() + body))
@@ -83,7 +101,7 @@ def test_all_requests_that_a_client_has_sent_at_once_are_answered(monkeypatch, n
     assert received.count(b"connection: close") == 1
 
 
-def test_after_that_it_accepts_nothing(draining, eventually):
+def test_after_that_it_accepts_nothing(draining, end_drain, eventually):
     def refused():
         try:
             httpx.get(f"{draining.base_url}/v2/health/live")
@@ -91,4 +109,6 @@ def test_after_that_it_accepts_nothing(draining, eventually):
             return True
         return False
 
+    assert not refused()
+    end_drain()
     eventually(refused)

@@ -1,5 +1,6 @@
 """Waits for a condition in tests."""
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -8,11 +9,17 @@ from typing import TypeVar
 T = TypeVar("T")
 
 PATIENCE_SECONDS = 100.0
-"""Longer than anything takes on a machine that has ten times too much to do."""
+"""Longer than anything that is awaited takes."""
+
+
+def slowness() -> float:
+    """Return how many times as long as on an idle machine things may take, at least 1: the load of a processor."""
+    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 def wait_until(condition: Callable[[], T], what: str = "it", patience: float = PATIENCE_SECONDS) -> T:
-    """Return the first true value of a condition; fail after `patience` seconds, naming `what` was awaited."""
+    """Return the first true value of a condition; fail after `patience` seconds of an idle machine, and name `what`."""
+    patience *= slowness()
     deadline = time.monotonic() + patience
     while not (value := condition()):
         assert time.monotonic() < deadline, f"{what} did not come true within {patience:g} s"

@@ -69,25 +69,25 @@ def test_a_fresh_host_has_the_events_and_the_rows_in_the_same_slots(make: Callab
     assert bench.store.lost == 0
 
 
-@pytest.mark.parametrize("most", [7, 100])
+@pytest.mark.parametrize(("most", "first", "more"), [(7, 140, 26), (100, 700, 130)])
 def test_a_fresh_host_has_the_rows_of_a_store_in_many_pieces(
-    make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, most: int
+    make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, most: int, first: int, more: int
 ) -> None:
     """A checkpoint writes what is new, and at most as much again, or a piece."""
     bench = make()
     monkeypatch.setattr(replay_state, "most_events", lambda _: most)
     for number in range(12):
         before = bench.files(bench.number) if number else {}
-        bench.add(700 if number == 0 else 130)
+        bench.add(more if number else first)
         bench.checkpoint()
         counts = {path: len(RowsFile(path)) for name, path in bench.files(bench.number).items() if name[:4] == "rows"}
         assert max(counts.values()) <= most
         written = sum(count for path, count in counts.items() if path.name not in before)
-        assert written <= (700 if number == 0 else 130 + max(130, most))
+        assert written <= (more + max(more, most) if number else first)
     held, rows = bench.held, bench.payload()
     on_a_fresh_host(bench)
     assert (bench.held, bench.payload()) == (held, rows)
-    bench.add(130)
+    bench.add(more)
     bench.checkpoint()
     held, rows = bench.held, bench.payload()
     on_a_fresh_host(bench)

@@ -3,8 +3,6 @@
 import itertools
 import math
 import random
-import threading
-import time
 from datetime import timedelta
 
 import pytest
@@ -16,6 +14,7 @@ from learner.device_health.rules import RISES, Level
 from learner.device_health.watch import HealthWatch
 from learner.metrics import LearnerMetrics
 from tests.support.nvml import UUID
+from tests.support.waiting import wait_until
 
 SETTINGS = DeviceSettings()
 
@@ -141,29 +140,19 @@ def test_a_symptom_that_comes_back_asks_for_another_one(fake_nvml):
     assert run.checkpoints == [0.0, 93.0]
 
 
-def test_real_threads_report_a_fault_within_two_seconds_and_a_hang_too(fake_nvml):
+def test_real_threads_report_a_fault_and_a_hang_too(fake_nvml):
     settings = DeviceSettings(every=timedelta(milliseconds=100))
     watch = HealthWatch(
         [fake_nvml([*[""] * 5, "hang=4", "xid=79"]).open(UUID)], settings, lambda: None, end=lambda _: 0
     )
-    begin = time.monotonic()
     watch.start()
     try:
-        assert waits_for(lambda: watch.warning, begin + 4) < begin + 3.5  # the hang begins after half a second
-        assert "not answered" in watch.warning
-        assert waits_for(lambda: watch.problem, begin + 30) < begin + 4.5 + 2 + 1
-        assert "Xid 79" in watch.problem
+        assert "not answered" in wait_until(lambda: watch.warning, "a warning of the hang")
+        assert "Xid 79" in wait_until(lambda: watch.problem, "a problem")
         with pytest.raises(SystemExit):
             watch.act_if_needed()
     finally:
         watch._closed.set()  # `close` lets the threads go on after a fatal symptom
-
-
-def waits_for(condition, until):
-    while not condition() and time.monotonic() < until:
-        threading.Event().wait(0.01)
-    assert condition()
-    return time.monotonic()
 
 
 def test_metrics_and_report_are_those_of_the_last_reading(fake_nvml):

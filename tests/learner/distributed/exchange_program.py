@@ -1,4 +1,4 @@
-"""Ranks that average gradients with each hook: `SIZE FOLDER`.
+"""A rank that averages gradients with each hook: `RANK SIZE FOLDER`.
 
 `FOLDER/measured.json` has for each hook, of a pass and over all ranks: the bytes that ranks count, those that they sent
 over TCP, and those of full gradients.
@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -86,4 +85,4 @@ def run(rank: int, size: int, folder: str) -> None:
 
 
 if __name__ == "__main__":
-    mp.spawn(run, (int(sys.argv[1]), sys.argv[2]), int(sys.argv[1]))
+    run(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

@@ -2,7 +2,7 @@
 
 It writes its process id to `FOLDER/joined-<rank>`, and waits in C, where no signal reaches it, as ranks wait for a
 kernel of NCCL. With `SEES_STOP` it waits until a rank was stopped instead, and writes to `FOLDER/stopped-<rank>`
-whether it was another one. `FOLDER/stop-<rank>` stops it.
+whether it was another one. `FOLDER/stop-<rank>` stops it. `SILENT_SECONDS` and `JOIN_SECONDS` are its time-outs.
 """
 
 import ctypes
@@ -31,7 +31,8 @@ def main() -> None:
     folder, stop = Path(sys.argv[1]), threading.Event()
     heartbeat = torchrun.RankHeartbeat(stop)
     if len(sys.argv) > 2:
-        torchrun.SILENT = torchrun.JOIN_TIMEOUT = timedelta(seconds=3)
+        torchrun.SILENT = timedelta(seconds=float(os.environ.get("SILENT_SECONDS", "100")))
+        torchrun.JOIN_TIMEOUT = timedelta(seconds=float(os.environ.get("JOIN_SECONDS", "100")))
         os.environ["RANK"] = sys.argv[2]
         assignment = RankAssignment(int(sys.argv[2]), int(sys.argv[3]), folder / "rendezvous", heartbeat=heartbeat)
     else:

@@ -2,7 +2,6 @@
 
 import json
 import math
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from learner.config import LearnerSettings
 from learner.distributed.gradient_exchange import GradientExchange, _Int8, _TopK
+from tests import forkserver
+from tests.support.waiting import PATIENCE_SECONDS
 
 PROGRAM = Path(__file__).parent / "exchange_program.py"
 FEEDBACK = ["topk", "int8"]
@@ -184,7 +185,12 @@ def test_a_restart_begins_without_what_was_left_out(
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems do not count the bytes of a connection")
 def test_counted_bytes_are_those_on_the_wire(tmp_path: Path) -> None:
     """Within the headers of messages, with three ranks and several buckets; bytes that TCP sends again count once."""
-    subprocess.run([sys.executable, str(PROGRAM), "3", str(tmp_path)], check=True, timeout=100)
+    ranks = [forkserver.start([str(PROGRAM), str(rank), "3", str(tmp_path)]) for rank in range(3)]
+    try:
+        assert [rank.wait(PATIENCE_SECONDS) for rank in ranks] == [0, 0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
     measured = json.loads((tmp_path / "measured.json").read_text())
     assert measured.keys() == {"none", "fp16", "powersgd", "int8", "topk"}
     for name, (counted, on_wire, full) in measured.items():

@@ -57,8 +57,6 @@ holdout_fraction = 0.1
 """
 GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "several-hosts.md"
 PROGRAM = Path(__file__).parent / "heartbeat_program.py"
-MOST_SECONDS = 30.0
-"""How long any rank may wait for one that is lost."""
 
 
 IMPATIENT = """
@@ -196,10 +194,8 @@ def test_a_host_may_be_cut_off_or_killed_and_come_back_and_every_event_is_learne
         assert {rank.environ()["WORLD_SIZE"] for rank in ranks} == {"4"}
         assert len(ranks) == 4
         network.cut_off(1)
-        begin = time.monotonic()
-        assert [host.ended(MOST_SECONDS) for host in hosts] == [1, 1]
-        assert time.monotonic() - begin < MOST_SECONDS
-        assert psutil.wait_procs(ranks, 5)[1] == []
+        assert [host.ended(PATIENCE_SECONDS) for host in hosts] == [1, 1]
+        assert psutil.wait_procs(ranks, PATIENCE_SECONDS)[1] == []
         assert "another rank is gone: " in hosts[0].log
         assert "another rank is gone: " in hosts[1].log
         assert [host.log.count("Traceback") for host in hosts] == [1, 1], (
@@ -211,21 +207,21 @@ def test_a_host_may_be_cut_off_or_killed_and_come_back_and_every_event_is_learne
         assert len(hosts[0].ranks) == 2
 
         hosts[0].stop()
-        assert hosts[0].ended(MOST_SECONDS) == 1  # as always with a signal
+        assert hosts[0].ended(PATIENCE_SECONDS) == 1  # as always with a signal
         network.restore(1)
         start(0, 1)
         learn()
         assert {rank.environ()["WORLD_SIZE"] for host in hosts for rank in host.ranks} == {"4"}
 
         hosts[1].close()
-        assert hosts[0].ended(MOST_SECONDS) == 1
+        assert hosts[0].ended(PATIENCE_SECONDS) == 1
         start(0, 1)
         report = learn()
         assert report.accuracy["now"] > 0.8
         assert not (tmp_path / "host1" / "var").exists(), "a host without rank 0 has no state"
 
         hosts[1].stop()
-        assert [host.ended(MOST_SECONDS) for host in hosts] == [1, 1]
+        assert [host.ended(PATIENCE_SECONDS) for host in hosts] == [1, 1]
         assert "another host was stopped" in hosts[0].log
         assert hosts[0].log.count("stopped after") == 2, "in order, by a signal here and by one there"
     newest = Checkpoints(hosts[0].state_dir / "checkpoints", "", 0).latest()
@@ -315,12 +311,12 @@ def test_torchrun_may_start_ranks_again_and_no_rank_outlives_it(tmp_path: Path) 
         try:
             first = joined(tmp_path, 2)
             first[1].kill()
-            assert psutil.wait_procs(first, 20)[1] == []
+            assert psutil.wait_procs(first, PATIENCE_SECONDS)[1] == []
             again = joined(tmp_path, 2)
             assert not {process.pid for process in first} & {process.pid for process in again}
         finally:
             torchrun.kill()
-        assert psutil.wait_procs(again, 20)[1] == []
+        assert psutil.wait_procs(again, PATIENCE_SECONDS)[1] == []
 
 
 @pytest.mark.process
@@ -328,19 +324,19 @@ def test_a_rank_that_is_silent_or_gone_ends_those_that_wait_in_c(tmp_path: Path)
     for name, end in (("silent", psutil.Process.suspend), ("gone", psutil.Process.kill)):
         folder = tmp_path / name
         folder.mkdir()
-        with of_heartbeat(folder, 2) as processes:
+        with of_heartbeat(folder, 2, SILENT_SECONDS="5") as processes:
             ranks = joined(folder, 2)
             end(ranks[1])
-            assert processes[0].wait(20) == 1
+            assert processes[0].wait(PATIENCE_SECONDS) == 1
             if name == "silent":
                 ranks[1].resume()
-                assert processes[1].wait(20) == 1
+                assert processes[1].wait(PATIENCE_SECONDS) == 1
 
 
 @pytest.mark.process
 def test_a_rank_does_not_wait_without_end_until_all_are_connected(tmp_path: Path) -> None:
-    with of_heartbeat(tmp_path, 2, started=1) as (process,):
-        assert process.wait(20) == 1
+    with of_heartbeat(tmp_path, 2, started=1, JOIN_SECONDS="1") as (process,):
+        assert process.wait(PATIENCE_SECONDS) == 1
 
 
 @pytest.mark.process
@@ -348,7 +344,7 @@ def test_a_signal_to_one_host_stops_all_ranks_and_each_ends_after_all_others(tmp
     with of_heartbeat(tmp_path, 3, SEES_STOP="1") as processes:
         joined(tmp_path, 3)
         (tmp_path / "stop-1").touch()
-        assert [process.wait(20) for process in processes] == [0, 0, 0]
+        assert [process.wait(PATIENCE_SECONDS) for process in processes] == [0, 0, 0]
     assert [(tmp_path / f"stopped-{rank}").read_text() for rank in range(3)] == ["True", "False", "True"]
 
 

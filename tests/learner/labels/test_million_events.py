@@ -79,7 +79,7 @@ def test_a_million_shuffled_events_are_joined_as_offline(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("own_key", [False, True], ids=["one key", "a key of labels"])
 def test_a_waiting_event_takes_at_most_64_bytes_of_memory(tmp_path: Path, *, own_key: bool) -> None:
-    count, batch = 200_000, 4_000
+    count, batch = 60_000, 2_000
     bench = JoinBench(tmp_path, options(wait=timedelta(days=1), bytes=3 * count * 112))
     rng, waiting = np.random.default_rng(0), np.zeros(0, np.int64)
     for first in range(0, 3 * count // 2, batch):

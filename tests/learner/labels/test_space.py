@@ -339,8 +339,8 @@ def test_a_file_of_extents_that_are_half_in_use_makes_room_early(
             if bench.join.needs_checkpoint:
                 bench.checkpoint()
         add(bench, begin, begin + count)
-        for offset in (begin + np.flatnonzero(random.random(count) < labelled)).tolist():
-            label(bench, offset, offset + 1)
+        chosen = (begin + np.flatnonzero(random.random(count) < labelled)).tolist()
+        bench.join.add_labels(labels([offset + 1000 for offset in chosen], [1] * len(chosen), [1000] * len(chosen)))
         drain(bench.join)
         bench.join.advance(1001)
     assert bench.join.counts.damaged == 0

@@ -1,7 +1,6 @@
 """What servers of a fleet need stays in the object store."""
 
 import threading
-import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from learner.object_storage.fleet import FleetWatch
 from learner.object_storage.rollout import FleetRollout, RolloutFile
 from learner.object_storage.servers import REPORT_EVERY, FleetReader, FleetServer, read_servers, write_server
 from tests.learner.object_storage.uploading import FaultyBucket, UploadBench
+from tests.support.waiting import wait_until
 
 
 @pytest.mark.parametrize(("needed", "kept"), [({2}, [2]), (set(), []), (None, [1, 2, 3])])
@@ -26,6 +26,7 @@ def test_a_learner_on_a_fresh_host_does_not_delete_what_servers_need(
     for number in (1, 2, 3):
         first.version(number)
         first.version_uploads.advance()
+    first.lease.update(lambda head: msgspec.structs.replace(head, released=True))
     other = UploadBench(tmp_path, bucket, "other")
     other.version_uploads._needed = lambda: needed
     for number in range(4, 12):
@@ -147,9 +148,7 @@ def test_a_fleet_that_cannot_be_read_is_a_problem_until_it_can(
     found: list[str | None] = []
     monkeypatch.setattr(fleet._wake, "clear", lambda: found.append(fleet.problem))
     with fleet:
-        deadline = time.monotonic() + 20
-        while len(found) < 2 and time.monotonic() < deadline:
-            fleet._wake.wait(0.01)
+        wait_until(lambda: len(found) > 1, "another read")
     assert str(error) in str(found[0])
     assert found[1] is None
     assert fleet.is_read

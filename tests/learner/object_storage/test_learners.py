@@ -14,7 +14,7 @@ from learner.object_storage.head import HEAD
 from learner.state_dir.lock import GENERATION
 from learner.state_dir.version import Versions
 from tests import forkserver
-from tests.pipelines import LINEAR, Learner, adds_up, events, total, write_pipeline
+from tests.pipelines import LINEAR, PATIENCE_SECONDS, Learner, adds_up, events, total, write_pipeline
 from tests.support.ports import first_free_port
 from tests.support.s3 import S3Prefix
 
@@ -86,14 +86,14 @@ def test_of_two_learners_on_one_prefix_one_goes_on_also_after_a_pause_of_the_oth
     produce(kafka.bootstrap, topic, events(100))
     first.wait_for(lambda each: total(each) == 100 and (each.checkpoint or 0) > 1)
     refused = start(configs[1])
-    assert refused.process.wait(60) == 2
+    assert refused.process.wait(PATIENCE_SECONDS) == 2
     assert f"another learner is at work in {url}; stop it first" in refused.log.read_text().splitlines()[-1]
     os.kill(first.process.pid, signal.SIGSTOP)
     second = start(configs[1])
     produce(kafka.bootstrap, topic, events(100))
     second.wait_for(lambda each: total(each) == 200)
     os.kill(first.process.pid, signal.SIGCONT)
-    assert first.process.wait(30) == 2
+    assert first.process.wait(PATIENCE_SECONDS) == 2
     assert f"another learner has taken {url} since this one" in first.log.read_text().splitlines()[-1]
     produce(kafka.bootstrap, topic, events(100))
     report = second.wait_for(lambda each: total(each) == 300)

@@ -357,6 +357,14 @@ def test_skipped_events_have_the_reason_behind(schema: Schema) -> None:
     assert skipping.warning.startswith("the stream is faster than training")
 
 
+def test_events_that_are_no_full_batch_are_no_stream_that_is_too_fast() -> None:
+    clock = Clock()
+    lag = LagPolicy(LagPolicySettings(), 7, Stream(clock), only_full=True, clock=clock)
+    lag.behind = True
+    assert lag.warning is not None
+    assert lag.warning.startswith("events wait for 0 s: for a full batch, which learner.deterministic needs")
+
+
 @pytest.mark.parametrize(
     ("action", "outcome"),
     [("sample", Outcome.SKIPPED), ("skip-to-latest", Outcome.SKIPPED), ("store-only", Outcome.WAITING)],

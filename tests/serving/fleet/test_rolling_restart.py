@@ -23,13 +23,14 @@ pytestmark = [pytest.mark.process, pytest.mark.slow]
 MORE = """
 versions_from = "storage"
 workers = {workers}
-drain = "1.5s"
+drain = "5s"
 request_log = "none"
 [storage]
 url = "{url}"
 """
-PAUSES = (0.005, 0.005, 0.005, 3.0)
-"""Of each client, between its requests: the last one's connection is idle through a whole drain."""
+PAUSES = (0.005, 0.005, 0.005, 6.0)
+"""Of each client, between its requests: the last one's connection is idle through a whole drain, in which a balancer on
+a slow machine has to notice that the server is not ready."""
 
 
 class Process:
