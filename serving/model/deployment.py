@@ -190,8 +190,8 @@ class ModelTemplate:
 
     module: nn.Module
     output_shape: tuple[int, ...]
-    warmed: set[int] = field(default_factory=set)
-    """Batch sizes, in rows, that were warmed up: torch keeps its plans for their shapes."""
+    warmed: dict[int, set[int]] = field(default_factory=dict)
+    """Batch sizes, in rows, that were warmed up, by the number of parts: torch keeps its plans for their shapes."""
     slots: TensorSlots = field(default_factory=TensorSlots)
     """The tensors on the device that versions fill in turns."""
 
@@ -229,7 +229,7 @@ class SharedBases:
                     if failure_of(exc) is not None:
                         raise
                     raise VersionError(f"its base {base[:SHOWN]!r} does not fit [model]: {exc}") from exc
-                template = self._templates[base] = ModelTemplate(module, without.output_shape)
+                template = self._templates[base] = ModelTemplate(module, without.output_shape, without.warmed)
             self._latest = template
             return template
 
