@@ -20,6 +20,7 @@ from learner.errors import ModelError, VersionError
 from learner.model.embedding import Embeddings
 from learner.model.factory import forward
 from learner.model.growing.parts import grown, parts_in
+from learner.model.trained_set import bound_tensors
 from learner.state_dir.trained_through import format_offsets, format_trained_through
 from learner.state_dir.version import Manifest
 from serving.freed_memory import trim_freed_memory
@@ -28,7 +29,6 @@ from serving.model.deployment import Deployment, ModelTemplate, _sentence
 from serving.model.device import HALF, free_cached_memory, use_device
 from serving.model.graphs import Capture, Graphs
 from serving.model.pieces import BeforePiece, layers_as_pieces
-from serving.model.tensor_slots import bound_tensors
 from serving.protocol.codec import EMBEDDING
 from serving.protocol.tensors import Array
 

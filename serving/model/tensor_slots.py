@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from learner.model.trained_set import base_names, copy_sharing_base, load_trained
+from learner.model.trained_set import base_names, bound_tensors, copy_sharing_base, load_trained
 from serving.model.graphs import Graphs
 from serving.model.pieces import BeforePiece, deep_copy
 
@@ -122,18 +122,6 @@ def loads_plainly(module: nn.Module) -> bool:
         or any(_is_overridden(type(each), method) for method in ("load_state_dict", "_load_from_state_dict"))
         for each in module.modules()
     )
-
-
-def bound_tensors(module: nn.Module) -> list[Tensor]:
-    """Return all tensors that the modules have as attributes, also in lists and dicts, each as often as it is bound."""
-    bound = list[Tensor]()
-    for each in module.modules():
-        for value in vars(each).values():
-            values = (
-                value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
-            )
-            bound += [tensor for tensor in values if isinstance(tensor, Tensor)]
-    return bound
 
 
 def _has_views(module: nn.Module) -> bool:
