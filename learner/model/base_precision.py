@@ -40,23 +40,20 @@ def store_frozen(model: nn.Module, precision: BasePrecision) -> None:
     if precision == "nf4":
         load_bitsandbytes()
     new: dict[nn.Module, nn.Module] = {}
-    of_weight: dict[tuple[int, str], nn.Module] = {}
+    parts: dict[tuple[int, str], Any] = {}
     layers = list(_frozen_layers(model))  # which keeps their weights, and so the ids of these
     for parent, name, layer in layers:
         if layer not in new:
             new[layer] = stored(layer, precision)
-            _share_weight(new[layer], of_weight, id(layer.weight))
+            _share_weight(new[layer], parts, id(layer.weight))
         setattr(parent, name, new[layer])
 
 
-def _share_weight(layer: nn.Module, of_weight: dict[tuple[int, str], nn.Module], weight: int) -> None:
-    """Let a layer have the stored weight of an earlier one that was made of the same weight, which has this id."""
-    if isinstance(layer, Nf4Linear | Nf4Embedding):
-        first = of_weight.setdefault((weight, _NF4), layer)
-        layer.nf4 = first.nf4
-    elif isinstance(layer, tuple(_ROUNDED.values())):
-        first = of_weight.setdefault((weight, "bf16"), layer)
-        layer.weight = first.weight
+def _share_weight(layer: nn.Module, parts: dict[tuple[int, str], Any], weight: int) -> None:
+    """Let a layer have what stores the weight of an earlier one that was made of the same weight, which has this id."""
+    name = "nf4" if isinstance(layer, Nf4Linear | Nf4Embedding) else "weight"
+    if name == "nf4" or isinstance(layer, tuple(_ROUNDED.values())):
+        setattr(layer, name, parts.setdefault((weight, name), getattr(layer, name)))
 
 
 def stored(layer: nn.Module, precision: BasePrecision) -> nn.Module:
