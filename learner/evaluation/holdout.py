@@ -116,15 +116,11 @@ class HoldoutSet:
 
     def relabel(self, columns: Mapping[str, Array], partitions: Sequence[TopicPartition]) -> None:
         """Replace the labels of those of N events, columns `[N, ...]`, that are in the set."""
-        held = dict(joined(self._join_waiting()))
-        if not columns or not held:
+        if not columns:
             return
         self._register_partitions(partitions)
-        _, among, index = np.intersect1d(held["hash"], self._hashes(columns), return_indices=True)
-        if len(among):
-            held["label"] = held["label"].copy()
-            held["label"][among] = columns["label"][index]
-            self._replace(held)
+        hashes = self._hashes(columns)
+        self._parts = tuple(_relabelled(part, hashes, columns["label"]) for part in self._join_waiting())
 
     def _register_partitions(self, partitions: Sequence[TopicPartition]) -> None:
         if len(partitions) > len(self._bases):
@@ -186,6 +182,16 @@ def joined(parts: Sequence[Mapping[str, Array]]) -> Mapping[str, Array]:
     if len(parts) < 2:
         return parts[0] if parts else {}
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
+def _relabelled(part: Mapping[str, Array], hashes: NDArray[np.uint64], label: Array) -> Mapping[str, Array]:
+    """Return a part with the new labels of the events that have these hashes."""
+    _, among, index = np.intersect1d(part["hash"], hashes, return_indices=True)
+    if not len(among):
+        return part
+    labels = part["label"].copy()
+    labels[among] = label[index]
+    return {**part, "label": labels}
 
 
 def trimmed(columns: Mapping[str, Array], most: int, *, classes: bool) -> Mapping[str, Array]:

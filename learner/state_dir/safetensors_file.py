@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -79,6 +80,14 @@ def header_of(entries: Mapping[str, Shaped]) -> bytes:
     return len(encoded).to_bytes(8, "little") + encoded
 
 
+class _Entry(msgspec.Struct, frozen=True):
+    """The entry of a tensor in the header."""
+
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
+
+
 class TensorFile(Mapping[str, Tensor]):
     """The tensors of a file, each read onto the CPU on access.
 
@@ -89,15 +98,9 @@ class TensorFile(Mapping[str, Tensor]):
         self._path = path
         with os.fdopen(open_file(path), "rb") as file:
             size = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(file.read(8), "little")
-            if not 0 < length <= min(size - 8, MOST_BYTES):
-                raise DamagedError(f"{path} is not safetensors: its header has {length} bytes")
-            entries = decoded(file.read(length), dict[str, msgspec.Raw])
-        entries.pop(_METADATA, None)
-        self._entries = {name: decoded(entry, _Entry) for name, entry in entries.items()}
-        self._begin, self._bytes = 8 + length, size - 8 - length
-        for name, entry in self._entries.items():
-            self._check(name, entry)
+            length = _header_bytes(file.read(8), size, path)
+            self._entries = _entries_of(file.read(length), size - 8 - length, path)
+        self._begin = 8 + length
 
     def __getitem__(self, name: str) -> Tensor:
         entry = self._entries[name]
@@ -114,7 +117,7 @@ class TensorFile(Mapping[str, Tensor]):
         first = entry.data_offsets[0]
         return self._read(entry, first + begin * size, first + end * size).reshape([end - begin, *entry.shape[1:]])
 
-    def _read(self, entry: "_Entry", begin: int, end: int) -> Tensor:
+    def _read(self, entry: _Entry, begin: int, end: int) -> Tensor:
         """Read bytes of a tensor, flat, without the GIL: an array of Python would be zeroed first, which holds it."""
         content = torch.empty(end - begin, dtype=torch.uint8)
         with os.fdopen(open_file(self._path), "rb") as file:
@@ -134,24 +137,46 @@ class TensorFile(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._entries)
 
-    def _check(self, name: str, entry: "_Entry") -> None:
+
+def tensors_of(content: bytes, source: Path | str) -> dict[str, Tensor]:
+    """Return the tensors of a file that was read, each a copy in its own memory, made without the GIL.
+
+    Raises:
+        DamagedError: it is not safetensors; the error names `source`.
+    """
+    length = _header_bytes(content[:8], len(content), source)
+    entries = _entries_of(content[8 : 8 + length], len(content) - 8 - length, source)
+    data, tensors = np.frombuffer(content, np.uint8, offset=8 + length), dict[str, Tensor]()
+    for name, entry in entries.items():
+        tensors[name] = torch.empty(entry.shape, dtype=_DTYPES[entry.dtype])
+        tensors[name].reshape(-1).view(torch.uint8).numpy()[...] = data[slice(*entry.data_offsets)]
+    return tensors
+
+
+def _header_bytes(begin: bytes, size: int, source: Path | str) -> int:
+    """Return the length of the header of a file of `size` bytes, of which the first 8 have it."""
+    length = int.from_bytes(begin, "little")
+    if not 0 < length <= min(size - 8, MOST_BYTES):
+        raise DamagedError(f"{source} is not safetensors: its header has {length} bytes")
+    return length
+
+
+def _entries_of(header: bytes, size: int, source: Path | str) -> dict[str, _Entry]:
+    """Return what a header says of each tensor, where `size` bytes follow it."""
+    raw = decoded(header, dict[str, msgspec.Raw])
+    raw.pop(_METADATA, None)
+    entries = {name: decoded(entry, _Entry) for name, entry in raw.items()}
+    for name, entry in entries.items():
         begin, end = entry.data_offsets
         dtype = _DTYPES.get(entry.dtype)
         if (
             dtype is None
             or min([*entry.shape, begin], default=0) < 0
-            or not begin <= end <= self._bytes
+            or not begin <= end <= size
             or math.prod(entry.shape) * dtype.itemsize != end - begin
         ):
-            raise DamagedError(f"{self._path} is not safetensors: the entry of {name[:200]!r} is invalid")
-
-
-class _Entry(msgspec.Struct, frozen=True):
-    """The entry of a tensor in the header."""
-
-    dtype: str
-    shape: list[int]
-    data_offsets: tuple[int, int]
+            raise DamagedError(f"{source} is not safetensors: the entry of {name[:200]!r} is invalid")
+    return entries
 
 
 def digest_of(pieces: Iterable[Piece]) -> str:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from anabranch.core.atomic_files import replace_file
-from anabranch.core.failures import damage_is, decoded
+from anabranch.core.failures import DamagedError, damage_is, decoded
 from anabranch.core.files import MOST_BYTES, read_file
 from learner.config import ModelSettings
 from learner.errors import VersionError
@@ -212,14 +212,12 @@ class Versions(ManifestDirectory[Manifest]):
 
     def weights(self, manifest: Manifest) -> dict[str, "Tensor"]:
         """Read a version's weights onto the CPU, after checking the digests of all its files."""
-        from safetensors import SafetensorError
-        from safetensors.torch import load as load_tensors
+        from learner.state_dir.safetensors_file import tensors_of
 
-        contents, directory = self.contents(manifest), f"{self.location}/{manifest.number}"
         try:
-            return load_tensors(contents[WEIGHTS])
-        except SafetensorError as exc:
-            raise VersionError(f"version {manifest.number}: {directory}/{WEIGHTS} is not safetensors: {exc}") from exc
+            return tensors_of(self.contents(manifest)[WEIGHTS], f"{self.location}/{manifest.number}/{WEIGHTS}")
+        except DamagedError as exc:
+            raise VersionError(f"version {manifest.number}: {exc}") from exc
 
     def write(self, weights: Mapping[str, "Tensor"], manifest: Manifest, verdict: Verdict) -> Path:
         """Write a version, completely or not at all, and return its path. `manifest.files` is filled in here."""

@@ -17,6 +17,7 @@ from serving.model.pieces import BeforePiece, deep_copy
 
 _SPARE = 1
 """Slots that are kept besides those in use."""
+_PIECE_BYTES = 1 << 20
 
 
 class TensorSlot:
@@ -50,7 +51,11 @@ class TensorSlot:
         module = deep_copy(template, dict[int, Any](self._taken_over(template, weights, device)), before_piece)
         if not base_names(template):
             module.to(device)
-        load_trained(module, weights)
+        if device.type == "cuda":
+            load_trained(module, _uploaded(module, weights))
+            torch.cuda.current_stream(device).synchronize()  # requests run in another stream
+        else:
+            load_trained(module, weights)
         tensors = dict(_tensors(module))
         if [each.data_ptr() for each in tensors.values()] != [each.data_ptr() for each in self._tensors.values()]:
             self.graphs = Graphs()
@@ -80,6 +85,28 @@ class TensorSlot:
                 with torch.no_grad():
                     kept.copy_(own)
         return taken
+
+
+def _uploaded(module: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copy weights into the tensors of a module on a CUDA device, and return these instead of the weights.
+
+    A large copy from pageable memory delays the copies of requests until it is done. This copies pieces, by a small
+    page-locked buffer. Weights that do not fit their tensor byte by byte are returned as they are.
+    """
+    own, uploaded = dict(_tensors(module)), dict(weights)
+    buffer = torch.empty(_PIECE_BYTES, dtype=torch.uint8, pin_memory=True)
+    for name, value in weights.items():
+        to = own.get(name)
+        if to is None or not (to.is_cuda and to.is_contiguous() and value.is_contiguous()):
+            continue
+        if (to.shape, to.dtype) != (value.shape, value.dtype) or not to.numel():
+            continue
+        uploaded[name] = to.detach()
+        target, source = (each.detach().reshape(-1).view(torch.uint8) for each in (to, value))
+        for begin in range(0, len(target), _PIECE_BYTES):
+            here = source[begin : begin + _PIECE_BYTES]
+            target[begin : begin + len(here)].copy_(buffer[: len(here)].copy_(here))
+    return uploaded
 
 
 class TensorSlots:

@@ -559,6 +559,8 @@ class CudaRecorder:
         arrival = self.memory_of(destination, target, stream if target.type == "cuda" else None, site)
         if non_blocking and target.type == "cpu" and arrival.site == site:
             arrival.pinned = True  # as torch allocates the result of a non_blocking `to`
+        if not source.numel():
+            return
         on_host = [memory for memory in (origin, arrival) if memory.device.type == "cpu"]
         if non_blocking and not all(self.is_pinned(memory) for memory in on_host):
             self.problems.append(f"non_blocking copy at {site} {name}: the host's memory is not pinned")
@@ -640,7 +642,8 @@ class _Functions(TorchFunctionMode):
         return device.index if device.type == "cuda" else -1
 
     def _is_pinned(self, _func: Any, args: Any, _kwargs: Any) -> Any:
-        return self._recorder.is_pinned(self._recorder.memory_of(args[0]))
+        memory = self._recorder.memory_of(args[0])
+        return bool(memory.size) and self._recorder.is_pinned(memory)  # memory of no bytes is never pinned
 
     def _pin_memory(self, _func: Any, args: Any, _kwargs: Any) -> Any:
         memory = self._recorder.memory_of(args[0])

@@ -2,7 +2,6 @@
 
 import json
 import math
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -182,18 +181,14 @@ def test_a_restart_begins_without_what_was_left_out(
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.timeout(120)
-@pytest.mark.skipif(shutil.which("unshare") is None, reason="there is no unshare, which isolates a network")
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems do not count the bytes of a connection")
 def test_counted_bytes_are_those_on_the_wire(tmp_path: Path) -> None:
-    """Within the headers of TCP, with three ranks and several buckets, on a separate loopback interface."""
-    isolated = ["unshare", "-rn", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
-    if subprocess.run([*isolated, "true"], capture_output=True, check=False).returncode:
-        pytest.skip("no network namespaces are allowed here")
-    command = [*isolated, sys.executable, str(PROGRAM), "3", str(tmp_path)]
-    subprocess.run(command, check=True, timeout=100)
+    """Within the headers of messages, with three ranks and several buckets; bytes that TCP sends again count once."""
+    subprocess.run([sys.executable, str(PROGRAM), "3", str(tmp_path)], check=True, timeout=100)
     measured = json.loads((tmp_path / "measured.json").read_text())
     assert measured.keys() == {"none", "fp16", "powersgd", "int8", "topk"}
     for name, (counted, on_wire, full) in measured.items():
-        assert counted <= on_wire <= 1.03 * counted + 100_000, name
+        assert counted <= on_wire <= counted + 25_000, name
         assert counted <= {"none": 1, "fp16": 0.5, "powersgd": 0.03, "int8": 0.253, "topk": 0.0301}[name] * full, name
 
 

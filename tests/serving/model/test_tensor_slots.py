@@ -251,18 +251,20 @@ def test_swaps_allocate_nothing_on_a_gpu_while_requests_run(
     for number in (1, 2, 3):
         publish_linear(publisher, number)
     kept = [load_version(publisher.deployment, publisher.versions.manifest(number), 8) for number in (1, 2)]
-    before = torch.cuda.memory_allocated()
-    stop = threading.Event()
+    stop, answered = threading.Event(), threading.Event()
     wrong: list[Any] = []
 
     def ask() -> None:
         while not stop.is_set():
             found = kept[-1].run(ROW)["probabilities"]
             wrong.extend([found] if not np.isfinite(found).all() else [])
+            answered.set()
 
     thread = threading.Thread(target=ask)
     thread.start()
     try:
+        assert answered.wait(60)
+        before = torch.cuda.memory_allocated()  # with the workspace that cuBLAS has for each thread
         spare = addresses(kept[0]._module)
         kept.pop(0)
         third = load_version(publisher.deployment, publisher.versions.manifest(3), 8)
