@@ -107,7 +107,8 @@ class CandidateLoader:
                 self._check(manifest, number, stale, served)
                 if self.retries.reason_of(number) is not None:
                     free_cached_memory(self._deployment.device)
-                version = load_version(self._deployment, manifest, self._max_batch, IdleWait(self._is_idle))
+                wait = IdleWait(self._is_idle) if self._deployment.device.type == "cpu" else bool
+                version = load_version(self._deployment, manifest, self._max_batch, wait)
         except (VersionError, OSError, RuntimeError, MemoryError) as exc:
             if may_pass(exc):
                 self.retries.failed(number, str(exc) if isinstance(exc, VersionError) else f"version {number}: {exc}")

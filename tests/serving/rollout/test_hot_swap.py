@@ -910,6 +910,15 @@ def test_a_version_is_loaded_in_pieces_before_each_of_which_requests_may_run(num
     ]
 
 
+def test_a_version_is_served_though_requests_always_wait(numbers: Any) -> None:
+    asked: list[None] = []
+    parts = (numbers.deployment, 8, ServingMetrics(CollectorRegistry()), lambda: None, pytest.fail)
+    swap = VersionSwapper(*parts, is_idle=lambda: bool(asked.append(None)))  # type: ignore[func-returns-value]
+    numbers.publish(1)
+    assert swap.poll()
+    assert asked
+
+
 def test_the_factory_is_called_once_and_versions_share_no_weights(
     numbers: Any, watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
