@@ -18,3 +18,9 @@ def return_freed_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_M_MMAP_THRESHOLD, _MOST_BYTES)
         mallopt(_M_TRIM_THRESHOLD, _MOST_BYTES)
+
+
+def trim_freed_memory() -> None:
+    """Return all freed memory to the system now, if the C library is glibc: later blocks cost page faults again."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)

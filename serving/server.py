@@ -128,6 +128,7 @@ class _Process:
                 on_swap=lambda: loop.call_soon_threadsafe(self._service.swapped),
                 on_error=self._bugs.append,
                 fleet=FleetCommands(storage, self._deployment.versions, self._id) if storage is not None else None,
+                is_idle=lambda: batcher.is_idle,
             )
             self._shadow = Shadow(
                 *(self._deployment, self._settings.shadow, self._settings.max_batch, self._metrics),

@@ -143,6 +143,9 @@ KEYS_ADDED = words("""
     model.adapter.dropout model.adapter.base_precision
     model.teacher.factory model.teacher.args model.teacher.version.state_dir model.teacher.version.number
     model.teacher.version.factory model.teacher.version.args model.teacher.url model.teacher.model
+    model.teacher.version.adapter.kind model.teacher.version.adapter.rank model.teacher.version.adapter.alpha
+    model.teacher.version.adapter.targets model.teacher.version.adapter.train model.teacher.version.adapter.dropout
+    model.teacher.version.adapter.base_precision
     model.teacher.output model.teacher.logits model.teacher.token model.teacher.ca model.teacher.timeout
     model.teacher.request_rows model.teacher.retries model.teacher.features model.teacher.precision
     model.teacher.weight model.teacher.temperature

@@ -74,20 +74,22 @@ def join_group(assignment: RankAssignment, settings: LearnerSettings) -> Iterato
 
 @contextlib.contextmanager
 def exiting_at_once() -> Iterator[None]:
-    """End the process when the block raises, SystemExit included, after its error was printed.
+    """End the process after the block, also when it raises: with 0, the code of SystemExit, or 1 and its error printed.
 
-    The destructors of NCCL, which an ordinary exit runs, may hang when other ranks are gone.
+    The destructors of groups, which an ordinary exit runs, may hang when other ranks are gone, or end first.
     """
+    code: object = 0
     try:
         yield
+    except SystemExit as exc:
+        code = exc.code
     except BaseException as exc:  # noqa: BLE001 the process ends with it
-        if not isinstance(exc, SystemExit):
-            sys.excepthook(type(exc), exc, exc.__traceback__)
-        logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        code = exc.code if isinstance(exc, SystemExit) else 1
-        os._exit(code if isinstance(code, int) else int(code is not None))
+        sys.excepthook(type(exc), exc, exc.__traceback__)
+        code = 1
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else int(code is not None))
 
 
 def record_collectives(folder: Path) -> None:

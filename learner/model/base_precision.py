@@ -30,7 +30,8 @@ _NF4 = "nf4"
 def store_frozen(model: nn.Module, precision: BasePrecision) -> None:
     """Replace the layers of a model on the CPU, all of whose weights are frozen, by layers that store fewer bits.
 
-    Biases, normalization layers and layers of unknown classes keep float32.
+    Biases, normalization layers and layers of unknown classes keep float32. Layers that had one weight still do, where
+    both are stored in the same precision.
 
     Raises:
         SettingsError: bitsandbytes is not installed.
@@ -39,9 +40,20 @@ def store_frozen(model: nn.Module, precision: BasePrecision) -> None:
     if precision == "nf4":
         load_bitsandbytes()
     new: dict[nn.Module, nn.Module] = {}
-    for parent, name, layer in list(_frozen_layers(model)):
-        new[layer] = new.get(layer) or stored(layer, precision)
+    parts: dict[tuple[int, str], Any] = {}
+    layers = list(_frozen_layers(model))  # which keeps their weights, and so the ids of these
+    for parent, name, layer in layers:
+        if layer not in new:
+            new[layer] = stored(layer, precision)
+            _share_weight(new[layer], parts, id(layer.weight))
         setattr(parent, name, new[layer])
+
+
+def _share_weight(layer: nn.Module, parts: dict[tuple[int, str], Any], weight: int) -> None:
+    """Let a layer have what stores the weight of an earlier one that was made of the same weight, which has this id."""
+    name = "nf4" if isinstance(layer, Nf4Linear | Nf4Embedding) else "weight"
+    if name == "nf4" or isinstance(layer, tuple(_ROUNDED.values())):
+        setattr(layer, name, parts.setdefault((weight, name), getattr(layer, name)))
 
 
 def stored(layer: nn.Module, precision: BasePrecision) -> nn.Module:

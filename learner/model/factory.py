@@ -23,7 +23,7 @@ from learner.errors import ModelError
 from learner.model.adapter import apply_adapter
 from learner.model.device import Precision
 from learner.model.task import METHODS, TASKS, Task
-from learner.model.trained_set import base_parameters, decide_trained_set, load_trained, trained_state
+from learner.model.trained_set import base_parameters, check_views, decide_trained_set, load_trained, trained_state
 from learner.sections.adapter import AdapterSettings
 
 _OTHERS = (
@@ -82,7 +82,7 @@ def build_on_device(settings: ModelSettings, folder: Path, device: torch.device)
     """Build the model of `[model]` on a device, in its memory format, and decide which tensors are trained.
 
     Raises:
-        ModelError: as `build_model`.
+        ModelError: as `build_model`, or an attribute is a view of a frozen weight.
     """
     model = build_model(settings.factory, settings.args, folder, settings.adapter).to(device)
     if settings.channels_last:
@@ -90,6 +90,7 @@ def build_on_device(settings: ModelSettings, folder: Path, device: torch.device)
             weight.data = _channels_last(weight.data)
         model.register_forward_pre_hook(_features_channels_last, with_kwargs=True)
     decide_trained_set(model)
+    check_views(model)
     return model
 
 

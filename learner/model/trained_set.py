@@ -10,9 +10,12 @@ it, and tensors of layers that a module gains later belong to the trained set.
 
 import copy
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from learner.errors import ModelError
 
 _BASE = "_base_names"
 """The attribute of a module with the names of its base; a deep copy has it too."""
@@ -83,16 +86,47 @@ def base_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: value for name, value in module.named_parameters() if name in base}
 
 
-def release_base(module: nn.Module) -> None:
-    """Free the memory of the module's base; `with_base` returns copies that have one again."""
+def without_base(module: nn.Module) -> nn.Module:
+    """Return a deep copy without memory for its base, of which `with_base` returns copies that have one again.
+
+    Whatever else refers to a parameter of the base, such as a list, refers to that of the copy. A module without a base
+    is returned itself.
+    """
+    base = base_parameters(module)
     empty = {
-        id(value): nn.Parameter(torch.empty_like(value, device="meta"), requires_grad=False)
-        for value in base_parameters(module).values()
+        id(value): nn.Parameter(torch.empty_like(value, device="meta"), requires_grad=False) for value in base.values()
     }
+    return copy.deepcopy(module, dict[int, Any](empty)) if base else module
+
+
+def check_views(module: nn.Module) -> None:
+    """Check that no attribute has memory of a frozen weight without being a parameter: it would keep other weights.
+
+    Raises:
+        ModelError: one has.
+    """
+    base = base_parameters(module)
+    names = {value.untyped_storage().data_ptr(): name for name, value in base.items() if value.numel()}
+    registered = {id(value) for value in [*module.parameters(), *module.buffers()]}
+    for tensor in bound_tensors(module) if base else ():
+        name = names.get(tensor.untyped_storage().data_ptr()) if tensor.numel() else None
+        if name is not None and id(tensor) not in registered:
+            raise ModelError(
+                f"model.factory: an attribute of the model is a view of the frozen weight {name}, which serving would "
+                "not replace by that of a version: compute it in forward, or register a copy with register_buffer"
+            )
+
+
+def bound_tensors(module: nn.Module) -> list[Tensor]:
+    """Return all tensors that the modules have as attributes, also in lists and dicts, each as often as it is bound."""
+    bound = list[Tensor]()
     for each in module.modules():
-        for name, value in each.named_parameters(recurse=False, remove_duplicate=False):
-            if id(value) in empty:
-                each.register_parameter(name, empty[id(value)])
+        for value in vars(each).values():
+            values = (
+                value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+            )
+            bound += [tensor for tensor in values if isinstance(tensor, Tensor)]
+    return bound
 
 
 def with_base(module: nn.Module, tensors: Mapping[str, Tensor], device: torch.device) -> nn.Module:

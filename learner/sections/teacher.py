@@ -10,6 +10,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from anabranch.core.durations import PositiveDuration
 from anabranch.core.settings import BearerToken, Section, written
+from learner.sections.adapter import AdapterSettings
 
 IMPORT_STRING = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"
 Factory = Annotated[str, written(IMPORT_STRING, 'module:function, such as "my_model:build"')]
@@ -40,6 +41,8 @@ class TeacherVersion(Section):
     `model.args`."""
     args: dict[str, Any] = {}
     """Keyword arguments of `factory`."""
+    adapter: AdapterSettings | None = None
+    """`[model.adapter]` of its pipeline, for a version with adapters; goes with `factory`."""
 
 
 class TeacherSettings(Section):
@@ -105,6 +108,8 @@ class TeacherSettings(Section):
             raise ValueError("args are for factory; remove them, or write version.args")
         if self.version is not None and self.version.factory is None and self.version.args:
             raise ValueError("version.args are for version.factory; set it too")
+        if self.version is not None and self.version.factory is None and self.version.adapter is not None:
+            raise ValueError("version.adapter is for version.factory; set it too, or leave out both")
         if self.url is not None and "precision" in given:
             raise ValueError("precision is for a teacher in this process; remove it")
         return self

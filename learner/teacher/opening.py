@@ -106,12 +106,12 @@ def _of_version(
     manifest = versions.manifest(number)
     own = model
     if version.factory is not None:
-        own = ModelSettings(factory=version.factory, args=version.args, task=model.task)
+        own = ModelSettings(factory=version.factory, args=version.args, task=model.task, adapter=version.adapter)
     refusal = other_model(manifest.model, reference_to(own))
     if refusal is not None:
         raise VersionError(
-            f"model.teacher.version: version {number} in {path} is not of this model: {refusal}; set "
-            "model.teacher.version.factory and args to those of its pipeline"
+            f"model.teacher.version: version {number} in {path} is not of this model: {refusal}; set factory, args and "
+            "adapter of model.teacher.version to those of its pipeline"
         )
     for feature in features:
         if manifest.encoders.get(feature.name) != schema.encoders.get(feature.name):

@@ -19,7 +19,7 @@ from learner.model.device import driver_fault
 from learner.model.embedding import Embedding, Embeddings, TaskEmbedding
 from learner.model.factory import build_on_device, check_model, make_task
 from learner.model.task import Embeds, Task
-from learner.model.trained_set import base_names, copy_sharing_base, release_base, with_base
+from learner.model.trained_set import base_names, copy_sharing_base, with_base, without_base
 from learner.object_storage.config import StorageSettings
 from learner.state_dir.bases import Bases, bases_in
 from learner.state_dir.manifest_directory import SHOWN
@@ -124,9 +124,7 @@ class Deployment:
             shape = check_model(module, self.task, self.schema, self.device)
             build_strategy(self.strategy, self.model, self.task).extend(module, self.model, self.schema, self.device)
         self.embedding_of(copy_sharing_base(module))
-        module.cpu().eval().requires_grad_(False)
-        release_base(module)
-        return ModelTemplate(module, shape)
+        return ModelTemplate(without_base(module.cpu().eval().requires_grad_(False)), shape)
 
     def template_on(self, base: str | None) -> "ModelTemplate":
         """Return the template of versions that name this base, which is read once while a version uses it.
@@ -190,8 +188,8 @@ class ModelTemplate:
 
     module: nn.Module
     output_shape: tuple[int, ...]
-    warmed: set[int] = field(default_factory=set)
-    """Batch sizes, in rows, that were warmed up: torch keeps its plans for their shapes."""
+    warmed: dict[int, set[int]] = field(default_factory=dict)
+    """Batch sizes, in rows, that were warmed up, by the number of parts: torch keeps its plans for their shapes."""
     slots: TensorSlots = field(default_factory=TensorSlots)
     """The tensors on the device that versions fill in turns."""
 
@@ -229,7 +227,7 @@ class SharedBases:
                     if failure_of(exc) is not None:
                         raise
                     raise VersionError(f"its base {base[:SHOWN]!r} does not fit [model]: {exc}") from exc
-                template = self._templates[base] = ModelTemplate(module, without.output_shape)
+                template = self._templates[base] = ModelTemplate(module, without.output_shape, without.warmed)
             self._latest = template
             return template
 

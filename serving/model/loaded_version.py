@@ -20,13 +20,15 @@ from learner.errors import ModelError, VersionError
 from learner.model.embedding import Embeddings
 from learner.model.factory import forward
 from learner.model.growing.parts import grown, parts_in
+from learner.model.trained_set import bound_tensors
 from learner.state_dir.trained_through import format_offsets, format_trained_through
 from learner.state_dir.version import Manifest
+from serving.freed_memory import trim_freed_memory
 from serving.model.batch_copies import to_device, to_host
 from serving.model.deployment import Deployment, ModelTemplate, _sentence
 from serving.model.device import HALF, free_cached_memory, use_device
 from serving.model.graphs import Capture, Graphs
-from serving.model.tensor_slots import bound_tensors
+from serving.model.pieces import BeforePiece, layers_as_pieces
 from serving.protocol.codec import EMBEDDING
 from serving.protocol.tensors import Array
 
@@ -157,11 +159,16 @@ def _predict(
     return predictions if captured is None else {**predictions, EMBEDDING: captured}
 
 
-def load_version(deployment: Deployment, manifest: Manifest, max_batch: int) -> ServedVersion:
+def load_version(
+    deployment: Deployment, manifest: Manifest, max_batch: int, before_piece: BeforePiece = bool
+) -> ServedVersion:
     """Load a version of the configured schema and model, and warm it up on batches of 1 and of `max_batch` rows.
 
     The first versions are warmed up on all sizes between as well: torch keeps its plan for a shape for later versions.
-    A large model's first version does not wait until all sizes are warm; the next versions continue.
+    A large model's first version does not wait until all sizes are warm; on a device, the next versions continue.
+
+    On a CPU nothing but plans remains of a larger batch: a version of as many parts as one before runs one row, which
+    shows whether it works. `before_piece` is called before each piece of that work.
 
     Raises:
         VersionError: a file does not have its digest, weights do not fit, or the module fails on zeros.
@@ -170,25 +177,38 @@ def load_version(deployment: Deployment, manifest: Manifest, max_batch: int) -> 
     weights = deployment.versions.weights(manifest)
     try:
         use_device(deployment.device)  # any thread may load: the swap's, the shadow's, that of a rollout command
-        version = _loaded(deployment, manifest, weights, max_batch)
+        version = _loaded(deployment, manifest, weights, max_batch, before_piece)
     except Exception as exc:  # the factory and the module are the user's code, which may raise anything
         raise VersionError(f"version {number}: {_sentence(exc)}") from exc
     return version
 
 
-def _loaded(deployment: Deployment, manifest: Manifest, weights: Mapping[str, Tensor], max_batch: int) -> ServedVersion:
+def _loaded(
+    deployment: Deployment,
+    manifest: Manifest,
+    weights: Mapping[str, Tensor],
+    max_batch: int,
+    before_piece: BeforePiece,
+) -> ServedVersion:
+    before_piece()
     template = deployment.template_on(manifest.base)
     if parts_in(weights) != manifest.parts:
         raise ModelError(f"its manifest names {manifest.parts} parts, and its weights have {parts_in(weights)}")
     slot = template.slots.take()
     try:
-        module = slot.load(grown(template.module, weights), weights, deployment.device, plainly=template.loads_plainly)
+        plain, like = template.loads_plainly, grown(template.module, weights)
+        module = slot.load(like, weights, deployment.device, plainly=plain, before_piece=before_piece)
         version = ServedVersion(manifest, module, deployment)
         if template.slots.taken == 1:  # no request runs yet; the allocator takes memory for their stream
             version.use_request_stream()
-        _warm_up(version, 1)
-        _try_graphs(version, slot.graphs, deployment, template, max_batch)
-        _warm_up_batches(version, max_batch, template.warmed)
+        warmed = template.warmed.setdefault(manifest.parts, set())
+        if deployment.device.type == "cpu" and deployment.capture is None and max_batch in warmed:
+            with layers_as_pieces(module, before_piece):
+                _warm_up(version, 1)
+        else:
+            _warm_up(version, 1)
+            _try_graphs(version, slot.graphs, deployment, template, max_batch)
+            _warm_up_batches(version, max_batch, warmed)
     except BaseException:
         template.put(slot)
         raise
@@ -227,11 +247,13 @@ def _warm_up_batches(version: ServedVersion, max_batch: int, warmed: set[int]) -
     """Warm up on larger batches, as far as memory suffices: a batch that does not fit is run in pieces."""
     try:
         _warm_up(version, max_batch)
+        warmed.add(max_batch)
         _warm_up_sizes(version, max_batch, warmed)
     except Exception as exc:
         if failure_of(exc) is not Failure.MEMORY:
             raise
         log.warning("version %d has too little memory for batches of %d rows: %s", version.number, max_batch, exc)
+    trim_freed_memory()  # that of a large batch is hundreds of megabytes, which small ones would not need
 
 
 def _warm_up_sizes(version: ServedVersion, max_batch: int, warmed: set[int]) -> None:

@@ -4,15 +4,16 @@ Two slots suffice: one has the served version, the other gets the next. A third 
 version before, and dropped afterwards. The tensors of a slot keep their addresses, so CUDA graphs stay valid.
 """
 
-import copy
 from collections import deque
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from learner.model.trained_set import base_names, copy_sharing_base, load_trained
+from learner.model.trained_set import base_names, bound_tensors, copy_sharing_base, load_trained
 from serving.model.graphs import Graphs
+from serving.model.pieces import BeforePiece, deep_copy
 
 _SPARE = 1
 """Slots that are kept besides those in use."""
@@ -28,19 +29,26 @@ class TensorSlot:
         self._tensors: dict[str, Tensor] = {}
 
     def load(
-        self, template: nn.Module, weights: Mapping[str, Tensor], device: torch.device, *, plainly: bool
+        self,
+        template: nn.Module,
+        weights: Mapping[str, Tensor],
+        device: torch.device,
+        *,
+        plainly: bool,
+        before_piece: BeforePiece = bool,
     ) -> nn.Module:
         """Return a copy of `template` on the device with `weights`, in the tensors of the version before.
 
         Only tensors are taken over: other attributes, and buffers that are not in `weights`, are the template's. Unless
         weights load `plainly`, nothing is taken over, and they are loaded on the CPU. A template with a base is on the
-        device, and all copies share its base. Raises RuntimeError when weights do not fit.
+        device, and all copies share its base. `before_piece` is called before each submodule is copied. Raises
+        RuntimeError when weights do not fit.
         """
         if not plainly:
             module = copy_sharing_base(template)
             load_trained(module, weights)
             return module if base_names(template) else module.to(device)
-        module = copy.deepcopy(template, self._taken_over(template, weights, device))
+        module = deep_copy(template, dict[int, Any](self._taken_over(template, weights, device)), before_piece)
         if not base_names(template):
             module.to(device)
         if device.type == "cuda":
@@ -102,7 +110,10 @@ def _uploaded(module: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Ten
 
 
 class TensorSlots:
-    """The slots of a model. `take` is called by one thread at a time, `put` by any, also by the garbage collector."""
+    """The slots of a model. Any thread may use them, also the garbage collector.
+
+    Versions on one base share them, whether they are served or in the shadow.
+    """
 
     def __init__(self) -> None:
         self._free: deque[TensorSlot] = deque()
@@ -112,7 +123,10 @@ class TensorSlots:
     def take(self) -> TensorSlot:
         """Return a free slot, or an empty one."""
         self.taken += 1
-        return self._free.popleft() if self._free else TensorSlot()
+        try:
+            return self._free.popleft()
+        except IndexError:
+            return TensorSlot()
 
     def put(self, slot: TensorSlot) -> None:
         """Make a slot free: no run uses its tensors any more."""
@@ -135,18 +149,6 @@ def loads_plainly(module: nn.Module) -> bool:
         or any(_is_overridden(type(each), method) for method in ("load_state_dict", "_load_from_state_dict"))
         for each in module.modules()
     )
-
-
-def bound_tensors(module: nn.Module) -> list[Tensor]:
-    """Return all tensors that the modules have as attributes, also in lists and dicts, each as often as it is bound."""
-    bound = list[Tensor]()
-    for each in module.modules():
-        for value in vars(each).values():
-            values = (
-                value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
-            )
-            bound += [tensor for tensor in values if isinstance(tensor, Tensor)]
-    return bound
 
 
 def _has_views(module: nn.Module) -> bool:

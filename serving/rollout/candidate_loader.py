@@ -11,6 +11,7 @@ from serving.model.deployment import Deployment
 from serving.model.device import free_cached_memory
 from serving.model.loaded_version import ServedVersion, load_version
 from serving.rollout.eligibility import ServingPolicy, lowered, misfit, requirements_of
+from serving.rollout.idle_wait import IdleWait
 from serving.rollout.load_retry import Retries, may_pass
 
 log = logging.getLogger("anabranch.serving")
@@ -56,8 +57,10 @@ class CandidateLoader:
         policy: ServingPolicy,
         problems: Problems,
         clock: Callable[[], float],
+        is_idle: Callable[[], bool],
     ) -> None:
-        """`max_batch` is the number of rows of the largest batch, for warm-up; `clock` times the retries."""
+        """`max_batch` is the number of rows of the largest batch, for warm-up; `clock` times the retries. `is_idle`
+        returns whether no request waits or runs."""
         self.refused: dict[int, str] = {}
         """The newest versions that were refused, with the reason; replaced, never changed."""
         self.retries = Retries(clock)
@@ -65,6 +68,7 @@ class CandidateLoader:
         self._versions = deployment.versions
         self._bases = bases_in(deployment.state_dir)
         self._max_batch = max_batch
+        self._is_idle = is_idle
         self._metrics = metrics
         self._policy = policy
         self._problems = problems
@@ -103,7 +107,8 @@ class CandidateLoader:
                 self._check(manifest, number, stale, served)
                 if self.retries.reason_of(number) is not None:
                     free_cached_memory(self._deployment.device)
-                version = load_version(self._deployment, manifest, self._max_batch)
+                wait = IdleWait(self._is_idle) if self._deployment.device.type == "cpu" else bool
+                version = load_version(self._deployment, manifest, self._max_batch, wait)
         except (VersionError, OSError, RuntimeError, MemoryError) as exc:
             if may_pass(exc):
                 self.retries.failed(number, str(exc) if isinstance(exc, VersionError) else f"version {number}: {exc}")

@@ -52,6 +52,7 @@ class VersionSwapper:
         on_error: Callable[[BaseException], None],
         clock: Callable[[], float] = time.monotonic,
         fleet: FleetCommands | None = None,
+        is_idle: Callable[[], bool] = lambda: True,
     ) -> None:
         """Prepare to watch; entering the context starts the thread.
 
@@ -63,6 +64,7 @@ class VersionSwapper:
             on_error: called in the swap's thread with the exception that ended it.
             clock: times the retries of versions that could not be loaded.
             fleet: makes rollout commands those of all servers; None: of this server alone.
+            is_idle: returns whether no request waits or runs; called in the swap's thread.
         """
         self.current: ServedVersion | None = None
         self.since: float | None = None
@@ -77,7 +79,7 @@ class VersionSwapper:
         self._on_error = on_error
         self._policy = ServingPolicy(self._versions)
         self._problems = Problems()
-        self._loader = CandidateLoader(deployment, max_batch, metrics, self._policy, self._problems, clock)
+        self._loader = CandidateLoader(deployment, max_batch, metrics, self._policy, self._problems, clock, is_idle)
         self._retries = self._loader.retries
         self._state = StateFile(self._versions, self._policy)
         self._stale: set[int] = set()

@@ -59,6 +59,7 @@ class Swapping:
             publisher.deployment, 4, ServingMetrics(self.registry), lambda: None, pytest.fail, lambda: self.now
         )
         assert self.swap.poll()
+        publisher.deployment.template.warmed.clear()  # large batches are run for the next version, too
         publisher.publish(2)
 
     def answer(self) -> float:

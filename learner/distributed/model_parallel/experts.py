@@ -58,7 +58,22 @@ def mixtures(
             f"learner.mesh.expert = {ranks}, but model.parallel names no module with experts; write such as "
             '{"body.1" = "expert"}, or set learner.mesh.expert to 1'
         )
-    return _in_order(model, layers, features)
+    ordered = _in_order(model, layers, features)
+    _check_not_shared(model, layers)
+    return ordered
+
+
+def _check_not_shared(model: nn.Module, layers: Mapping[str, MixtureOfExperts]) -> None:
+    """Raise SettingsError if a parameter of an expert is used outside of it: each rank would train its own."""
+    experts = tuple(f"{name}.experts.{index}." for name, layer in layers.items() for index in range(len(layer.experts)))
+    found: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        first = found.setdefault(id(parameter), name)
+        if any(first.startswith(expert) != name.startswith(expert) for expert in experts):
+            raise SettingsError(
+                f"model.parallel: {first} and {name} are one parameter, and experts are divided over ranks; let each "
+                "expert have its own parameters, or set learner.mesh.expert to 1"
+            )
 
 
 def _in_order(

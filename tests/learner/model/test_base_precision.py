@@ -164,6 +164,19 @@ class TestStored:
         store_frozen(layers, precision)
         assert list(layers) == before
 
+    def test_layers_that_have_one_weight_store_it_once(self, precision):
+        model = nn.ModuleDict({"words": nn.Embedding(20, 64), "head": nn.Linear(64, 20), "other": nn.Linear(64, 20)})
+        model["head"].weight = model["words"].weight
+        model.requires_grad_(False)
+        store_frozen(model, precision)
+        weights = [name for name, _ in model.named_parameters() if "bias" not in name]
+        assert {name.partition(".")[0] for name in weights} == {"words", "other"}
+        assert torch.equal(model["head"].weight, model["words"].weight)
+        assert not torch.equal(model["head"].bias, model["other"].bias)
+        x = torch.randn(3, 64)
+        expected = functional.linear(x, model["words"].weight.float(), model["head"].bias)
+        torch.testing.assert_close(model["head"](x), expected)
+
     def test_two_names_of_one_layer_remain_one_layer(self, precision):
         layers = nn.Sequential(nn.Linear(64, 64)).requires_grad_(False)
         layers.append(layers[0])

@@ -8,15 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from learner.errors import ModelError
 from learner.model.trained_set import (
     base_names,
     base_state,
+    check_views,
     copy_sharing_base,
     decide_trained_set,
     load_trained,
-    release_base,
     trained_state,
     with_base,
+    without_base,
 )
 from tests.support.trained_set import split_state
 
@@ -172,14 +174,54 @@ def test_a_module_whose_base_was_released_gives_copies_with_another_one():
     tensors = {name: torch.rand_like(value) for name, value in base_state(module).items()}
     stride = module[0].weight.stride()
 
-    release_base(module)
-    other = with_base(module, tensors, torch.device("cpu"))
+    empty = without_base(module)
+    other = with_base(empty, tensors, torch.device("cpu"))
 
-    assert all(value.is_meta for value in base_state(module).values())
+    assert all(value.is_meta for value in base_state(empty).values())
     assert all(torch.equal(value, tensors[name]) for name, value in base_state(other).items())
     assert other[1].first.weight is other[1].second.weight
     assert other[0].weight.stride() == stride
     assert not other[0].weight.requires_grad
+
+
+class Listed(nn.Module):
+    """Reads its frozen weights from a list, as recurrent layers of torch do."""
+
+    def __init__(self):
+        super().__init__()
+        self.recurrent = frozen(nn.GRU(2, 2))
+        self.first, self.head = frozen(nn.Linear(2, 2)), nn.Linear(2, 1)
+        self.listed = [self.first.weight]
+
+    def forward(self, x):
+        return self.head(self.recurrent(x @ self.listed[0])[0])
+
+
+def test_what_refers_to_a_frozen_weight_refers_to_that_of_another_base_too():
+    module, x = Listed(), torch.rand(3, 1, 2)
+    tensors = {name: torch.rand_like(value) for name, value in base_state(module).items()}
+
+    other = with_base(without_base(module), tensors, torch.device("cpu"))
+
+    module.load_state_dict(tensors, strict=False)
+    assert torch.equal(other(x), module(x))
+    assert other.listed[0] is other.first.weight
+
+
+@pytest.mark.parametrize("attribute", ["one", "several"])
+def test_a_view_of_a_frozen_weight_that_would_stay_behind_is_refused(attribute):
+    module = nn.Sequential(frozen(nn.Linear(2, 2)), nn.Linear(2, 1))
+    view = module[0].weight.detach()[0]
+    setattr(module, attribute, view if attribute == "one" else [view])
+    decide_trained_set(module)
+
+    with pytest.raises(ModelError, match=r"is a view of the frozen weight 0\.weight, which serving would"):
+        check_views(module)
+
+
+def test_a_module_that_trains_as_a_whole_is_not_copied():
+    module = nn.Linear(2, 2)
+    assert without_base(module) is module
 
 
 @pytest.mark.parametrize(

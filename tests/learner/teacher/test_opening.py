@@ -18,6 +18,7 @@ from learner.config import ModelSettings
 from learner.errors import ModelError, TeacherError, VersionError
 from learner.evaluation.chunks import Chunks
 from learner.model.base_file import write_base
+from learner.model.factory import build_on_device
 from learner.model.task import Classification
 from learner.model.trained_set import trained_state
 from learner.state_dir.bases import bases_in
@@ -92,9 +93,16 @@ def columns(rows: int) -> dict[str, Any]:
     return {"offset": np.arange(rows), "feature.x": x, "feature.word": np.ones(rows, np.int64)}
 
 
-def publish(path: Path, number: int, name: str = "Both", encoders: Mapping[str, Any] | None = None) -> nn.Module:
+def publish(
+    path: Path,
+    number: int,
+    name: str = "Both",
+    encoders: Mapping[str, Any] | None = None,
+    adapter: Mapping[str, Any] | None = None,
+) -> nn.Module:
     torch.manual_seed(number)
-    module: nn.Module = getattr(sys.modules[MODULE], name)()
+    settings = ModelSettings.model_validate({"factory": f"{MODULE}:{name}", "adapter": adapter})
+    module = build_on_device(settings, path, CPU)
     words = {"word": {"vocab": ["a", "b"]}} if encoders is None else dict(encoders)
     manifest = Manifest(
         number=number,
@@ -108,7 +116,7 @@ def publish(path: Path, number: int, name: str = "Both", encoders: Mapping[str, 
         encoders=words,
         files={},
         base=write_base(bases_in(path), module),
-        model=reference_to(ModelSettings(factory=f"{MODULE}:{name}")),
+        model=reference_to(settings),
     )
     Versions(path / "versions").write(trained_state(module), manifest, Verdict("pass"))
     return module
@@ -219,7 +227,7 @@ class TestVersions:
         given["feature.x"] = np.abs(given["feature.x"])
         assert teacher.answer(given).shape == (1, 3)
         with pytest.raises(
-            VersionError, match=r"set model\.teacher\.version\.factory and args to those of its pipeline"
+            VersionError, match=r"set factory, args and adapter of model\.teacher\.version to those of its pipeline"
         ):
             opened(folder, schema, {"version": {"state_dir": "other/var", "number": 7}})
 
@@ -235,6 +243,23 @@ class TestVersions:
         (base / "model.safetensors").write_bytes(b"damaged")
         with pytest.raises(VersionError, match="its base"):
             opened(folder, schema, {"version": version, "features": ["x"]})
+
+    @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+    def test_a_version_with_adapters_teaches_with_them(self, folder: Path, schema: Schema, precision: str) -> None:
+        adapter = {"rank": 2, "train": ["linear"], "targets": ["start"], "base_precision": precision}
+        module = publish(folder / "other" / "var", 7, "Frozen", encoders={}, adapter=adapter)
+        version = {"state_dir": "other/var", "number": 7, "factory": f"{MODULE}:Frozen", "adapter": adapter}
+        teacher = opened(folder, schema, {"version": version, "features": ["x"]})
+        given = columns(4)
+        with torch.no_grad():
+            expected = module.eval()(torch.from_numpy(given["feature.x"])).numpy()
+        assert np.allclose(teacher.answer(given), expected, atol=1e-6)
+        for wrong, sentence in (
+            ({**version, "adapter": {**adapter, "alpha": 3}}, r"other model\.adapter \(alpha\)"),
+            ({**version, "adapter": None}, r"with \[model\.adapter\], .* set factory, args and adapter of"),
+        ):
+            with pytest.raises(VersionError, match=sentence):
+                opened(folder, schema, {"version": wrong, "features": ["x"]})
 
     def test_what_is_not_there_or_encoded_otherwise_is_refused(self, folder: Path, schema: Schema) -> None:
         with pytest.raises(VersionError, match=r"is served yet; name one with model\.teacher\.version\.number"):

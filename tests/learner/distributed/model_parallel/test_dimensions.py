@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from tests.learner.distributed.model_parallel.test_experts import scenario as divided
 from tests.learner.distributed.model_parallel.test_pipeline import UNEVEN, check_same
 
 Play = Any
@@ -28,3 +29,14 @@ def test_a_pipeline_within_another_dimension_learns_what_one_rank_learns(play: P
     ]
     for each, one, four in zip(scenarios, play(1, scenarios), play(4, scenarios, 300), strict=True):
         check_same(one, four, each)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_experts_that_are_divided_within_each_of_two_copies_learn_what_one_rank_learns(play: Play) -> None:
+    """Without balancing: each copy counts the load of those events that it gets, as running statistics do."""
+    settings = {"mesh": {"data": 2, "expert": 2}, "replicas": 4, "optimizer": ADAMW, "max_grad_norm": 0.1}
+    steps = [[12, 8], [4, 4], [8, 0], [16, 4]]
+    given = divided(steps=steps, checkpoint_at=2, settings=settings, unbalanced=True)
+    (one,), (four,) = play(1, [given]), play(4, [given], 250)
+    check_same(one, four, given)

@@ -138,6 +138,23 @@ def test_experts_that_cannot_be_divided_are_refused(parallel: dict[str, str], ex
         mixtures(model, parallel, 2, X)
 
 
+def test_experts_that_share_a_parameter_are_refused() -> None:
+    for other in (1, 3):
+        tied = mixture()
+        tied.experts[other].weight = tied.experts[0].weight
+        with pytest.raises(SettingsError, match=rf"1\.experts\.0\.weight and 1\.experts\.{other}\.weight are one"):
+            mixtures(nn.Sequential(nn.Linear(4, 4), tied), {"1": "expert"}, 2, X)
+    outside = nn.Sequential(nn.Linear(4, 4), mixture())
+    outside[1].experts[2].weight = outside[0].weight
+    with pytest.raises(SettingsError, match=r"0\.weight and 1\.experts\.2\.weight are one parameter, and experts are"):
+        mixtures(outside, {"1": "expert"}, 2, X)
+    within = mixture()
+    for expert in range(4):
+        layer = nn.Linear(4, 4)
+        within.experts[expert] = nn.Sequential(layer, layer)
+    assert mixtures(nn.Sequential(within), {"0": "expert"}, 2, X) == [within]
+
+
 def test_a_mixture_that_runs_twice_is_refused() -> None:
     shared = mixture()
     with pytest.raises(SettingsError, match="run as 0, 0; each has to run once a pass"):

@@ -1,0 +1,44 @@
+"""Loads a version in pieces: between two of them, its thread lets requests run.
+
+A thread that copies a module keeps the interpreter's lock, and one that computes shares the core. A request that
+arrives waits for the piece that runs, and for no more.
+"""
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+BeforePiece = Callable[[], object]
+"""Called before each piece; returns once it may run."""
+
+
+def deep_copy(module: nn.Module, memo: dict[int, Any], before_piece: BeforePiece) -> nn.Module:
+    """Return what `copy.deepcopy(module, memo)` does, submodule by submodule."""
+    for each in reversed(list(module.modules())):
+        before_piece()
+        copy.deepcopy(each, memo)
+    return copy.deepcopy(module, memo)
+
+
+@contextlib.contextmanager
+def layers_as_pieces(module: nn.Module, before_piece: BeforePiece) -> Iterator[None]:
+    """Call `before_piece` before each layer of a module runs, which nobody else may run meanwhile."""
+
+    def before_layer(_layer: nn.Module, _inputs: object) -> None:
+        before_piece()
+
+    layers = [
+        each
+        for each in module.modules()
+        if not isinstance(each, torch.jit.ScriptModule) and next(each.children(), None) is None
+    ]
+    handles = [layer.register_forward_pre_hook(before_layer) for layer in layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
