@@ -34,6 +34,17 @@ class BoundedReader(BlockReader):
             self._read, self._bounded = partitions, [self._shortened(each) for each in partitions]
         return self._bounded
 
+    @property
+    def exhausted(self) -> bool:
+        """Whether all blocks up to the last offsets were returned, and no others are to come, as far as is known."""
+        if self.waits or self.reads_history:
+            return False
+        read = dict(self._cursors.positions)
+        return all(
+            each.name.history or (each.end is not None and read[each.name].offset >= each.end)
+            for each in self.partitions
+        )
+
     @override
     def poll(self, timeout: timedelta) -> Block | None:
         block = super().poll(timeout)
@@ -44,7 +55,7 @@ class BoundedReader(BlockReader):
 
     @override
     def commit(self, offsets: dict[int, int]) -> None:
-        """Commit nothing."""
+        """Do nothing: the consumer group's positions are those of the pipeline."""
 
     def _end(self, partition: Partition) -> int | None:
         """Return the first offset after those that are read; None where all are."""
@@ -68,7 +79,7 @@ class BoundedReader(BlockReader):
             if end is None:
                 coverage.append(cover)
                 continue
-            stays &= (index != cover.partition) | (offset < end)
+            stays &= np.not_equal(index, cover.partition) | np.less(offset, end)
             if cover.end <= end:
                 coverage.append(cover)
             elif cover.start < end:
