@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -108,9 +109,20 @@ class Audited:
     def checkpoints(self, schema: str) -> Checkpoints:
         return Checkpoints(self.spec.state_dir / "checkpoints", schema, 0)
 
-    def learn(self, monkeypatch: pytest.MonkeyPatch, until: int, checkpoints_at: Sequence[int] = ()) -> None:
-        """Learn until step `until`, with a version after each step, and checkpoints after these; then stop in order."""
-        stop, build = threading.Event(), Learner._while_waiting
+    def learn(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        until: int,
+        checkpoints_at: Sequence[int] = (),
+        *,
+        killed: bool = False,
+    ) -> None:
+        """Learn until step `until`, with a version after each step, and checkpoints after these; then stop in order.
+
+        With `killed`, the state directory is afterwards as a SIGKILL at that step would have left it.
+        """
+        stop, build, state_dir = threading.Event(), Learner._while_waiting, self.spec.state_dir
+        as_killed = state_dir.with_name("killed")
         asked = set[int]()
 
         def tasks(learner: Learner) -> Any:
@@ -123,7 +135,9 @@ class Audited:
                         parts.checkpointer.request()
                         learner._loop.checkpoint_if_due()
                         parts.checkpointer.wait(_Patience())
-                if steps >= until:
+                if steps >= until and not stop.is_set():
+                    if killed:
+                        shutil.copytree(state_dir, as_killed)
                     stop.set()
 
             return (*build(learner), between)
@@ -132,11 +146,21 @@ class Audited:
             patch.setattr(Learner, "_while_waiting", tasks)
             patch.setattr("learner.publishing.publisher._SCORING_SHARE", 1)
             learn(self.spec, stop)
+        if killed:
+            shutil.rmtree(state_dir)
+            as_killed.rename(state_dir)
 
-    def rebuild(
-        self, number: int, stop: threading.Event | None = None, keep: Callable[[Path, Path | None], object] | None = None
-    ) -> Rebuilt | None:
-        return rebuild_version(self.spec, self.versions, self.checkpoints, number, stop or threading.Event(), keep)
+    def rebuild(self, number: int, keep: Callable[[Path, Path | None], object] | None = None) -> Rebuilt:
+        """Rebuild a version to its end."""
+        rebuilt = rebuild_version(self.spec, self.versions, self.checkpoints, number, threading.Event(), keep)
+        assert rebuilt is not None
+        return rebuilt
+
+    def rewrite(self, before: str, after: str) -> None:
+        """Change the settings."""
+        text = self.path.read_text()
+        assert before in text
+        self.path.write_text(text.replace(before, after))
 
 
 class _Patience:
