@@ -149,6 +149,41 @@ def versions_rebuild(
     return run_command(start)
 
 
+@versions.command("lineage", epilog="Example: anabranch versions lineage 4711 > lineage.json")
+def versions_lineage(
+    version: _Version,
+    sign_key: Annotated[
+        Path | None,
+        typer.Option(
+            "--sign-key", metavar="FILE", help="Ed25519 private key, PEM; by default lineage.sign_key, if it is set."
+        ),
+    ] = None,
+    verify_signature: Annotated[
+        Path | None,
+        typer.Option(
+            "--verify-signature",
+            metavar="ENVELOPE",
+            help="Check a signed statement of this command instead; the key may be the public one.",
+        ),
+    ] = None,
+    config: ConfigPath = PIPELINE,
+) -> int:
+    """Print where a version comes from: an in-toto statement with SLSA provenance, in a DSSE envelope if signed."""
+
+    def start() -> None:
+        from anabranch.commands.auditing.lineage import lineage, verify_lineage
+        from anabranch.commands.versions import parse_which
+        from anabranch.config.loader import load_config
+
+        loaded, which = load_config(config), parse_which(version)
+        if verify_signature is not None:
+            say(verify_lineage(loaded, which, verify_signature, sign_key))
+        else:
+            show(lineage(loaded, which, sign_key), lambda: None)
+
+    return run_command(start)
+
+
 @versions.command("promote", epilog="Example: anabranch versions promote 4711")
 def versions_promote(version: _Version, config: ConfigPath = PIPELINE, as_json: AsJson = False) -> int:
     """Serve this version whatever its verdict, until a newer one passes the gate. Versions newer now are not served."""
