@@ -114,13 +114,13 @@ def rebuild_version(
 
 
 def _in_scratch(deployment: LearnerSpec, scratch: Path) -> LearnerSpec:
-    """Return the settings with a state directory of their own: nothing of the pipeline is written."""
+    """Return the settings with another state directory: nothing of the pipeline is written."""
     teacher = deployment.model.teacher
     model = deployment.model
     if teacher is not None and teacher.version is not None and teacher.version.state_dir is None:
         version = teacher.version.model_copy(update={"state_dir": deployment.state_dir})
         model = model.model_copy(update={"teacher": teacher.model_copy(update={"version": version})})
-    stream = {"on_gap": "fail", "lag_policy": LagPolicySettings()}
+    stream = {"on_gap": "fail", "lag_policy": LagPolicySettings(high=_NEVER)}
     return replace(
         deployment,
         model=model,
@@ -323,7 +323,7 @@ class Rebuilder(Learner):
         if erased or (manifest.erasures is not None and records > manifest.erasures):
             since = "" if manifest.erasures is None else f", of which the version had {manifest.erasures}"
             reasons.append(
-                f"events were erased, and are not learned again: {erased} of those that were read, by "
+                f"events were erased, and are not learned again: {erased} of those that were read again, by "
                 f"{records} records of erasures{since}"
             )
         if self._fell_short:

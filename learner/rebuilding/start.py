@@ -173,7 +173,7 @@ def _write_beginning(target: Path, schema: str, manifest: Manifest) -> None:
 
 
 def copy_sparse(path: Path, copy: Path) -> None:
-    """Copy a file without its holes: files of rows are allocated in full, and may have few rows."""
+    """Copy the parts of a file that were ever written: files of rows are allocated in full, and may have few rows."""
     with path.open("rb") as source, copy.open("wb") as written:
         size = os.fstat(source.fileno()).st_size
         written.truncate(size)
@@ -189,7 +189,7 @@ def copy_sparse(path: Path, copy: Path) -> None:
 
 
 def _data_from(descriptor: int, begin: int, size: int) -> tuple[int, int]:
-    """Return the bounds of the next piece of a file that is no hole."""
+    """Return the bounds of the next piece of a file that was ever written."""
     if not hasattr(os, "SEEK_DATA"):
         return begin, size
     try:

@@ -103,7 +103,7 @@ def render_rebuild(report: RebuildReport) -> RenderableType:
     for fact in _facts(rebuilt.distance) if rebuilt.distance is not None and not rebuilt.equal else ():
         table.add_row(*map(Text, fact))
     for reason in rebuilt.reasons:
-        table.add_row("note", Text(reason))
+        table.add_row("because", Text(reason))
     if report.folder is not None:
         table.add_row("written to", Text(str(report.folder)))
     return Group(table, _ending(rebuilt))
@@ -113,7 +113,8 @@ def _ending(rebuilt: Rebuilt) -> Text:
     if rebuilt.equal:
         return Text("equal bit for bit", style="green")
     if rebuilt.deterministic:
-        return Text("NOT equal, although learner.deterministic promises it", style="red")
+        why = "for the reasons above" if rebuilt.reasons else "although learner.deterministic promises it"
+        return Text(f"NOT equal, {why}", style="red")
     return Text("not equal bit for bit, which only learner.deterministic promises", style="yellow")
 
 
