@@ -1,7 +1,7 @@
 """`anabranch versions lineage`: where a version comes from, as an in-toto statement with SLSA provenance.
 
 The forms are https://in-toto.io/Statement/v1 and https://slsa.dev/provenance/v1. What these have no field for is in
-`anabranch_lineage`. What a version of an earlier release does not say is `unknown`. Loads no torch.
+`anabranchLineage`. What a version of an earlier release does not say is `unknown`. Loads no torch.
 """
 
 import hashlib
@@ -47,7 +47,7 @@ def lineage(config: Config, which: Which, sign_key: Path | None = None) -> dict[
         "predicate": {
             "buildDefinition": _definition(config, versions, manifest),
             "runDetails": _run_details(config, manifest),
-            "anabranch_lineage": _lineage(config, versions, manifest),
+            "anabranchLineage": _lineage(config, versions, manifest),
         },
     }
     key = _key(config, sign_key)

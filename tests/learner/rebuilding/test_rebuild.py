@@ -1,5 +1,6 @@
 """Versions that are rebuilt: bit for bit where that is promised, and else with how far they are, and why."""
 
+import json
 import random
 import threading
 from collections.abc import Callable
@@ -10,7 +11,9 @@ import msgspec
 import pytest
 import safetensors.torch
 
+from anabranch.cli import app as cli
 from anabranch.core.files import digest_of_file
+from anabranch.runtime.lifecycle import Exit
 from ingest.errors import GapError
 from ingest.reader.bounded_reader import BoundedReader
 from learner.rebuilding.errors import RebuildError
@@ -267,3 +270,34 @@ def test_a_rebuild_that_is_stopped_leaves_nothing(
     )
     assert done is None
     assert kept == list(scratch.iterdir()) == []
+
+
+def test_the_command_compares_and_writes_a_version(
+    audited: Audited,
+    produce: Produce,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    produce(audited.bootstrap, audited.topic, events(200))
+    audited.learn(monkeypatch, 12, (5,))
+    command = ["versions", "rebuild", "9", "-c", str(audited.path)]
+    manifest = audited.versions.manifest(9)
+
+    assert cli.main(command) == Exit.SETTINGS
+    assert "add --verify to compare" in capsys.readouterr().err
+    assert cli.main([*command, "--verify", "--output", str(tmp_path / "out"), "--json"]) == Exit.DONE
+    document = json.loads(capsys.readouterr().out)
+    assert (document["equal"], document["rebuilt"]) == (True, manifest.files[WEIGHTS])
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {MANIFEST, WEIGHTS}
+    assert digest_of_file(tmp_path / "out" / WEIGHTS) == manifest.files[WEIGHTS]
+    assert cli.main([*command, "--output", str(tmp_path / "out")]) == Exit.SETTINGS
+    assert "is not an empty folder" in capsys.readouterr().err
+
+    name = f"{audited.topic}#0[0]"
+    log = ErasureLog(audited.spec.state_dir / "erasures.log")
+    log.append([ByRange(time=1.0, by=COMMAND, partition=name, first=0, last=60)])
+    assert cli.main([*command, "--verify"]) == Exit.SETTINGS
+    printed = capsys.readouterr().out
+    assert "NOT equal, for the reasons above" in printed
+    assert "tensors" in printed

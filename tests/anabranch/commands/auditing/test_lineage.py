@@ -111,7 +111,7 @@ def test_a_statement_says_where_a_version_comes_from(config: Config, publish: Ca
     assert {"name": "module my_model", "digest": {"sha256": "ab" * 32}} in dependencies
     assert {"uri": "pkg:pypi/torch@2.9.0"} in dependencies
     assert predicate["runDetails"]["metadata"]["finishedOn"] == "2023-11-14T22:13:25Z"
-    own = predicate["anabranch_lineage"]
+    own = predicate["anabranchLineage"]
     assert own["gate"] == {"verdict": "pass", "reasons": [], "numbers": {"drop_new": 0.25}}
     assert own["erasures"] == {"records_applied": 0, "records_since": 0}
     assert [(each["version"], each["sha256"]) for each in own["parents"]] == [
@@ -129,7 +129,7 @@ def test_what_an_older_release_did_not_record_is_unknown(config: Config, publish
     assert (external["seed"], external["settings"]) == ("unknown", "unknown")
     annotations = predicate["buildDefinition"]["resolvedDependencies"][0]["annotations"]
     assert (annotations["first_offset"], annotations["first_offset_after_parent"]) == ("unknown", "unknown")
-    own = predicate["anabranch_lineage"]
+    own = predicate["anabranchLineage"]
     assert own["manifest_format"] == 0
     assert own["erasures"] == {"records_applied": "unknown", "records_since": "unknown"}
 
@@ -166,7 +166,7 @@ def test_a_signed_statement_is_verified_by_either_key_and_a_changed_one_is_not(
     envelope = lineage(config, 5, key)
     path = tmp_path / "signed.json"
     path.write_text(json.dumps(envelope))
-    assert json.loads(base64.b64decode(envelope["payload"]))["predicate"]["anabranch_lineage"]["version"] == 5
+    assert json.loads(base64.b64decode(envelope["payload"]))["predicate"]["anabranchLineage"]["version"] == 5
     for each in (key, key.with_name("public.pem")):
         assert "is valid, and version 5 has the files" in verify_lineage(config, 5, path, each)
 
