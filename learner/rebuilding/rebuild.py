@@ -105,7 +105,8 @@ def rebuild_version(
                 return None
         weights = rebuilder.weights()
         rebuilt = Versions(scratch / "rebuilt")
-        rebuilt.write(weights, manifest, Verdict("inconclusive", ["it was rebuilt"]))
+        with state_errors(f"the rebuilt version cannot be written to {scratch}"):
+            rebuilt.write(weights, manifest, Verdict("inconclusive", ["it was rebuilt"]))
         result = rebuilder.compare(versions, rebuilt.manifest(number), weights, start, warnings)
         if keep is not None:
             base = None if manifest.base is None else bases_in(scratch).file(manifest.base)

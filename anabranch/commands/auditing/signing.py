@@ -21,7 +21,7 @@ PAYLOAD_TYPE = "application/vnd.in-toto+json"
 _HOW = "openssl genpkey -algorithm ed25519 -out FILE"
 
 
-class Signature(msgspec.Struct, frozen=True):
+class EnvelopeSignature(msgspec.Struct, frozen=True):
     """One signature of an envelope; `sig` is in base64."""
 
     sig: str
@@ -33,7 +33,7 @@ class Envelope(msgspec.Struct, frozen=True, rename="camel"):
 
     payload: str
     payload_type: str
-    signatures: list[Signature]
+    signatures: list[EnvelopeSignature]
 
 
 def sign(payload: bytes, key: Path) -> dict[str, Any]:
@@ -53,7 +53,9 @@ def sign(payload: bytes, key: Path) -> dict[str, Any]:
     if not isinstance(private, Ed25519PrivateKey):
         raise SettingsError(f"{key} has a key of another kind than Ed25519; make one: {_HOW}")
     signature = private.sign(_encoded(PAYLOAD_TYPE, payload))
-    envelope = Envelope(_text(payload), PAYLOAD_TYPE, [Signature(_text(signature), key_id(private.public_key()))])
+    envelope = Envelope(
+        _text(payload), PAYLOAD_TYPE, [EnvelopeSignature(_text(signature), key_id(private.public_key()))]
+    )
     document: dict[str, Any] = msgspec.to_builtins(envelope)
     return document
 

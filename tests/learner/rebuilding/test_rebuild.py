@@ -22,7 +22,7 @@ from learner.state_dir.folders import MANIFEST
 from learner.state_dir.version import WEIGHTS
 from replay.erasure.erased_events import ByKey, ByRange, hash_of_key
 from replay.erasure.erasure_log import COMMAND, ErasureLog
-from tests.learner.rebuilding.conftest import Audited, events
+from tests.learner.rebuilding.audited import Audited, events
 
 pytestmark = [pytest.mark.any_broker, pytest.mark.process, pytest.mark.timeout(300)]
 
