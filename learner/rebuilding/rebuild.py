@@ -6,15 +6,15 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
+import msgspec
 from torch import Tensor
 from typing_extensions import override
 
 from anabranch.core.failures import state_errors
-from ingest.config import LagPolicySettings
 from ingest.errors import GapError
 from ingest.events.block import SkipReason
 from ingest.events.schema import Schema
@@ -25,7 +25,7 @@ from learner.evaluation.event_time import EventTimePredictor
 from learner.rebuilding.distance import Distance, distance, have_same_shapes
 from learner.rebuilding.errors import RebuildError
 from learner.rebuilding.requirements import changes_since, check_settings
-from learner.rebuilding.start import RebuildStart, copy_start, targets
+from learner.rebuilding.start import RebuildStart, copy_start, in_scratch, targets
 from learner.resume import ResumePoint
 from learner.run import Learner
 from learner.state_dir.bases import bases_in
@@ -36,7 +36,6 @@ from replay.background_store import BackgroundStore
 from replay.erasure.erasure_log import ErasureLog
 
 _PROGRESS = timedelta(seconds=5)
-_NEVER = timedelta(days=36_500)
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +46,7 @@ class Rebuilt:
 
     Attributes:
         manifest: that of the version, with the digests of the rebuilt files.
-        equal: whether the digests of all files are those of the version.
+        equal: whether the digests of all files, and of the frozen weights, are those of the version.
         deterministic: whether they have to be.
         start: where it was begun.
         steps: number of steps that were learned again.
@@ -96,7 +95,7 @@ def rebuild_version(
         has_files = deployment.stream.backfill is not None
         start = copy_start(checkpoints(schema), deployment.state_dir, manifest, scratch, has_files=has_files)
         _check_beginning(deployment, manifest, start)
-        rebuilder = Rebuilder(_in_scratch(deployment, scratch), manifest, stop, stack)
+        rebuilder = Rebuilder(in_scratch(deployment, scratch), manifest, stop, stack)
         with _gaps_as_errors(manifest, start):
             try:
                 if not rebuilder.prepare(start) or not rebuilder.learn_again():
@@ -106,33 +105,13 @@ def rebuild_version(
         weights = rebuilder.weights()
         rebuilt = Versions(scratch / "rebuilt")
         with state_errors(f"the rebuilt version cannot be written to {scratch}"):
-            rebuilt.write(weights, manifest, Verdict("inconclusive", ["it was rebuilt"]))
+            written = msgspec.structs.replace(manifest, base=rebuilder.base)
+            rebuilt.write(weights, written, Verdict("inconclusive", ["it was rebuilt"]))
         result = rebuilder.compare(versions, rebuilt.manifest(number), weights, start, warnings)
         if keep is not None:
-            base = None if manifest.base is None else bases_in(scratch).file(manifest.base)
-            keep(rebuilt.directory(number), base)
+            base = rebuilder.base
+            keep(rebuilt.directory(number), None if base is None else bases_in(scratch).file(base))
         return result
-
-
-def _in_scratch(deployment: LearnerSpec, scratch: Path) -> LearnerSpec:
-    """Return the settings with another state directory: nothing of the pipeline is written."""
-    teacher = deployment.model.teacher
-    model = deployment.model
-    if teacher is not None and teacher.version is not None and teacher.version.state_dir is None:
-        version = teacher.version.model_copy(update={"state_dir": deployment.state_dir})
-        model = model.model_copy(update={"teacher": teacher.model_copy(update={"version": version})})
-    stream = {"on_gap": "fail", "lag_policy": LagPolicySettings(high=_NEVER)}
-    return replace(
-        deployment,
-        model=model,
-        stream=deployment.stream.model_copy(update=stream),
-        learner=deployment.learner.model_copy(update={"profile": None, "standby": False}),
-        checkpoints=deployment.checkpoints.model_copy(update={"every": _NEVER}),
-        replay=deployment.replay.model_copy(update={"redis": None}),  # a cache, whose keys belong to the pipeline
-        state_dir=scratch,
-        storage=None,
-        canary=0.0,
-    )
 
 
 def _check_beginning(deployment: LearnerSpec, manifest: Manifest, start: RebuildStart) -> None:
@@ -213,6 +192,11 @@ class Rebuilder(Learner):
             )
         return not self._stop.is_set()
 
+    @property
+    def base(self) -> str | None:
+        """SHA-256 of the frozen weights of the model; None where it has none."""
+        return self._base
+
     def weights(self) -> Mapping[str, Tensor]:
         """Return the weights as they are now, on the CPU."""
         return {name: tensor.cpu() for name, tensor in self._trainer.snapshot().items()}
@@ -234,12 +218,13 @@ class Rebuilder(Learner):
             start: where the rebuild started.
             warnings: what is not known of the version's settings.
         """
-        manifest, differs = self._manifest, rebuilt.files != self._manifest.files
+        manifest = self._manifest
+        differs = (rebuilt.files, rebuilt.base) != (manifest.files, manifest.base)
         reasons, found = [*warnings, *start.damaged], None
         reasons += changes_since(self._deployment, manifest.origin, self._setup.device)
         if differs:
             reasons += self._reasons()
-        if (other := other_base(manifest.base, self._base)) is not None:
+        if (other := other_base(manifest.base, self.base)) is not None:
             reasons.append(f"it {other}")
         try:
             published = versions.weights(manifest)

@@ -8,12 +8,15 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from anabranch.core.failures import away_is_dependency
+from ingest.config import LagPolicySettings
 from ingest.events.partition import TopicPartition
+from learner.build import LearnerSpec
 from learner.errors import CheckpointError, MisfitError
 from learner.labels.join_checkpoint import PART
 from learner.labels.opening import label_folder
@@ -28,6 +31,7 @@ from replay.snapshot import TierRef
 from replay.tiers.disk_files import find
 
 _PIECE_BYTES = 1 << 24
+_NEVER = timedelta(days=36_500)
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +59,27 @@ def targets(manifest: Manifest) -> dict[TopicPartition, int]:
         offset = trained.offset if manifest.seen_through is None else manifest.seen_through[name]
         through[TopicPartition(topic, int(partition), trained.incarnation)] = offset
     return through
+
+
+def in_scratch(deployment: LearnerSpec, scratch: Path) -> LearnerSpec:
+    """Return the settings with another state directory: nothing of the pipeline is written."""
+    teacher = deployment.model.teacher
+    model = deployment.model
+    if teacher is not None and teacher.version is not None and teacher.version.state_dir is None:
+        version = teacher.version.model_copy(update={"state_dir": deployment.state_dir})
+        model = model.model_copy(update={"teacher": teacher.model_copy(update={"version": version})})
+    stream = {"on_gap": "fail", "lag_policy": LagPolicySettings(high=_NEVER)}
+    return replace(
+        deployment,
+        model=model,
+        stream=deployment.stream.model_copy(update=stream),
+        learner=deployment.learner.model_copy(update={"profile": None, "standby": False}),
+        checkpoints=deployment.checkpoints.model_copy(update={"every": _NEVER}),
+        replay=deployment.replay.model_copy(update={"redis": None}),  # a cache, whose keys belong to the pipeline
+        state_dir=scratch,
+        storage=None,
+        canary=0.0,
+    )
 
 
 def copy_start(

@@ -103,7 +103,7 @@ def render_rebuild(report: RebuildReport) -> RenderableType:
     for fact in _facts(rebuilt.distance) if rebuilt.distance is not None and not rebuilt.equal else ():
         table.add_row(*map(Text, fact))
     for reason in rebuilt.reasons:
-        table.add_row("because", Text(reason))
+        table.add_row("remark" if rebuilt.equal else "because", Text(reason))
     if report.folder is not None:
         table.add_row("written to", Text(str(report.folder)))
     return Group(table, _ending(rebuilt))
