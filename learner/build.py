@@ -47,6 +47,7 @@ from learner.object_storage.fleet import FleetWatch
 from learner.object_storage.opening import FETCHED
 from learner.publishing.canary import CanaryJudge
 from learner.publishing.gatekeeper import QualityGate
+from learner.publishing.origin import origin_of, settings_of_weights
 from learner.publishing.publisher import Publisher
 from learner.state_dir.checkpoint import Checkpoint
 from learner.state_dir.version import Versions, reference_to
@@ -93,6 +94,11 @@ class LearnerSpec:
     storage: StorageSettings | None = None
     canary: float = 0.0
     """`serving.canary`."""
+
+    @property
+    def settings_of_weights(self) -> dict[str, Any]:
+        """The settings on which weights depend, by dotted key."""
+        return settings_of_weights(self.stream, self.model, self.learner, self.replay, self.gate)
 
 
 @dataclass(frozen=True)
@@ -257,11 +263,13 @@ def build_publisher(
             stored=_versions_in(deployment.storage, versions.path),
         )
     settings = deployment.versions
-    return Publisher(
+    publisher = Publisher(
         *(versions, settings, reference, setup.schema, scorer, gate, generation, metrics, check),
         fleet=fleet,
         canary=canary,
     )
+    publisher.origin = origin_of(deployment.settings_of_weights, deployment.model, deployment.seed, setup.device)
+    return publisher
 
 
 def _versions_in(storage: StorageSettings | None, path: Path) -> Versions | None:

@@ -116,6 +116,8 @@ class LoopState:
             holdout=parts.holdout.held,
             accuracy_now=parts.monitor.prequential.mean,
             newly_trained=self.ledger.take_newly_trained(),
+            learned_from=self.ledger.starts,
+            erasures=parts.erasure.excluded_through,
         )
 
     def _late(self) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from learner.object_storage.fetching import (
 from learner.object_storage.opening import HeldStorage
 from learner.state_dir.checkpoint import RANK, Checkpoint, Checkpoints
 from learner.state_dir.manifest_directory import other_base
+from learner.state_dir.origin import ResumedFrom
 from learner.strategies.examples import OUTPUT, TEACHER, output_fields
 from learner.stream.batches import most_stored
 from learner.stream.partition_ledger import PartitionLedger
@@ -105,6 +106,14 @@ class ResumePoint:
             step=most_added(deployment.learner, deployment.stream, ranks),
             complete=deployment.storage is not None,
         )
+
+    @property
+    def origin(self) -> ResumedFrom | None:
+        """What versions name as their checkpoint; None where learning starts at the start of the stream."""
+        if self.found is None or self.found[1].begins:
+            return None
+        number, checkpoint = self.found
+        return ResumedFrom(number, checkpoint.step)
 
     def restore(self, loop: TrainingLoop) -> None:
         """Restore the checkpoint into the loop, if there is one."""

@@ -368,6 +368,7 @@ class Learner:
         )
         self._loop = TrainingLoop(settings, self._parts, metrics, ranks=self._row_groups)
         resumed.restore(self._loop)
+        self._publisher.set_resumed_from(resumed.origin)
         if self._storage is not None:
             self._storage.checkpoints.drop_copies()
             record_mode(deployment.state_dir, self._storage.checkpoints.bucket.url if self._storage.only else None)

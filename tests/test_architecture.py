@@ -23,6 +23,7 @@ def words(text: str) -> list[str]:
 ALLOWED_IN = {
     "bitsandbytes": {"learner/model/base_precision.py"},
     "confluent_kafka": {"ingest"},
+    "cryptography": {"anabranch/commands/auditing/signing.py"},
     "faiss": {"replay/embedding_index/faiss_lists.py"},
     "fastavro": {"ingest/formats/avro_records/rows.py"},
     "google": {"ingest/formats/protobuf_schema", "serving/grpc"},
@@ -177,6 +178,7 @@ KEYS_ADDED = words("""
     replay.half_life replay.device_memory
     device.enabled device.every device.timeout device.window device.corrected_errors device.pcie_replays
     device.nvlink_errors device.temperature_margin device.sniff_every device.sniff_deviation
+    lineage.sign_key
 """)
 
 METRICS_OF_THE_DESIGN = words("""
@@ -234,7 +236,7 @@ METRICS_ADDED = words("""
 
 COMMANDS = {"demo", "init", "up", "learn", "serve", "produce", "status", "doctor", "versions ls", "versions show"}
 COMMANDS |= {"versions promote", "versions reject", "versions rollback", "versions pin", "versions unpin"}
-COMMANDS |= {"versions diff", "versions export"}
+COMMANDS |= {"versions diff", "versions export", "versions rebuild", "versions lineage"}
 COMMANDS |= {"config check", "config show", "checkpoints ls", "checkpoints show", "checkpoints restore"}
 COMMANDS |= {"dead-letters ls", "dead-letters resend", "predict", "backtest"}
 COMMANDS |= {"replay stats", "replay sample", "replay erase"}

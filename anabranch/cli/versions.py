@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 import typer
 
 from anabranch.cli.common import PIPELINE, AsJson, ConfigPath, DryRun, Yes, confirm, run_command, say, show
+from anabranch.runtime.lifecycle import Exit
 
 versions = typer.Typer(
     help="List model versions and control which one is served.",
@@ -108,6 +109,77 @@ def versions_export(
             show({"version": manifest.number, "folder": str(folder), "files": written}, lambda: None)
         else:
             say(f"exported version {manifest.number} to {folder}{compared}")
+
+    return run_command(start)
+
+
+@versions.command("rebuild", epilog="Example: anabranch versions rebuild 4711 --verify")
+def versions_rebuild(
+    version: _Version,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Compare it with the version that was published, bit for bit.")
+    ] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", metavar="DIR", help="Folder to write it to; it may exist if it is empty."),
+    ] = None,
+    config: ConfigPath = PIPELINE,
+    as_json: AsJson = False,
+) -> int:
+    """Learn a version again, from the checkpoint before it and the stream, and say whether the weights are the same."""
+
+    def start() -> Exit:
+        from anabranch.commands.auditing.rebuild import rebuild, render_rebuild
+        from anabranch.commands.versions import parse_which
+        from anabranch.config.loader import load_config
+        from anabranch.core.errors import SettingsError
+
+        if not verify and output is None:
+            raise SettingsError("add --verify to compare the rebuilt version, or --output DIR to write it")
+        report = rebuild(load_config(config), parse_which(version), output)
+        if report is None:
+            say("stopped; nothing was written")
+            return Exit.DONE
+        if verify or as_json:
+            show(report.document() if as_json else None, lambda: render_rebuild(report))
+        else:
+            say(f"wrote version {report.rebuilt.manifest.number} as rebuilt to {output}")
+        return report.code if verify else Exit.DONE
+
+    return run_command(start)
+
+
+@versions.command("lineage", epilog="Example: anabranch versions lineage 4711 > lineage.json")
+def versions_lineage(
+    version: _Version,
+    sign_key: Annotated[
+        Path | None,
+        typer.Option(
+            "--sign-key", metavar="FILE", help="Ed25519 private key, PEM; by default lineage.sign_key, if it is set."
+        ),
+    ] = None,
+    verify_signature: Annotated[
+        Path | None,
+        typer.Option(
+            "--verify-signature",
+            metavar="ENVELOPE",
+            help="Check a signed statement of this command instead; the key may be the public one.",
+        ),
+    ] = None,
+    config: ConfigPath = PIPELINE,
+) -> int:
+    """Print where a version comes from: an in-toto statement with SLSA provenance, in a DSSE envelope if signed."""
+
+    def start() -> None:
+        from anabranch.commands.auditing.lineage import lineage, verify_lineage
+        from anabranch.commands.versions import parse_which
+        from anabranch.config.loader import load_config
+
+        loaded, which = load_config(config), parse_which(version)
+        if verify_signature is not None:
+            say(verify_lineage(loaded, which, verify_signature, sign_key))
+        else:
+            show(lineage(loaded, which, sign_key), lambda: None)
 
     return run_command(start)
 

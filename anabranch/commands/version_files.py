@@ -22,7 +22,7 @@ from learner.state_dir.version import Manifest, Verdict
 if TYPE_CHECKING:
     from torch import Tensor
 
-_EXPORTED_BASE = "base.safetensors"
+EXPORTED_BASE = "base.safetensors"
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def export_version(config: Config, which: Which, folder: Path) -> Manifest:
         for name, content in contents.items():
             write_durably(temporary / name, [content])
         if base is not None:
-            write_durably(temporary / _EXPORTED_BASE, file_parts(base))
+            write_durably(temporary / EXPORTED_BASE, file_parts(base))
         write_durably(temporary / MANIFEST, [versions.folder(number).read(MANIFEST)])
     return manifest
 

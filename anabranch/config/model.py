@@ -6,6 +6,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import Field
 
+from anabranch.config.lineage import LineageSettings
 from anabranch.core.settings import Section, written
 from ingest.config import SchemaSettings, StreamSettings
 from learner.config import (
@@ -57,6 +58,8 @@ class Pipeline(Section):
     """How serving borrows the device from the learner."""
     device: DeviceSettings = DeviceSettings()
     """How the learner watches the health of its devices."""
+    lineage: LineageSettings = LineageSettings()
+    """How statements on the origin of versions are signed."""
 
 
 def alternatives(kind: Any) -> list[Any]:

@@ -62,7 +62,11 @@ class BlockReader:
     lost or comes twice.
     """
 
-    def __init__(self, stream: StreamSettings, schema: SchemaSettings, hold_out: HoldOut) -> None:
+    def __init__(
+        self, stream: StreamSettings, schema: SchemaSettings, hold_out: HoldOut, *, read_only: bool = False
+    ) -> None:
+        """With `read_only`, nothing is written to Kafka: no dead letters, and `commit` does nothing."""
+        self._read_only = read_only
         self._stream = stream
         self._schema = schema
         self._hold_out = hold_out
@@ -245,6 +249,7 @@ class BlockReader:
                 self._hold_out,
                 self._cursors.positions,
                 self._cursors.fingerprints,
+                read_only=self._read_only,
             )
         )
         if self._paused:

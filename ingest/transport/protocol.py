@@ -18,6 +18,8 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
     hold_out: str
     positions: list[tuple[TopicPartition, Position]]
     marks: list[PartitionFingerprint]
+    read_only: bool = False
+    """Whether nothing is written to Kafka: no dead letters, and no positions of the consumer group."""
 
 
 class Release(msgspec.Struct, frozen=True, tag=True):
@@ -155,6 +157,8 @@ def begin(
     hold_out: HoldOut,
     positions: list[tuple[TopicPartition, Position]],
     marks: list[PartitionFingerprint],
+    *,
+    read_only: bool = False,
 ) -> Begin:
     """Return the first message, with the settings as JSON."""
     return Begin(
@@ -163,4 +167,5 @@ def begin(
         hold_out=hold_out.model_dump_json(),
         positions=positions,
         marks=marks,
+        read_only=read_only,
     )

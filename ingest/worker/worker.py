@@ -74,10 +74,12 @@ class IngestWorker:
         *,
         schemas: WriterSchemas | None = None,
         history: HistorySource | None = None,
+        read_only: bool = False,
     ) -> None:
         """Take `schemas`, which finds the writer schemas of messages, where the stream has a registry.
 
-        `history` is read before the partitions of the topics.
+        `history` is read before the partitions of the topics. With `read_only`, no dead letters are sent and no
+        positions are committed.
         """
         self._stream = stream
         self._client = client
@@ -100,6 +102,7 @@ class IngestWorker:
             self._reporter.make_due,
             self._run_with_reports,
         )
+        self._read_only = read_only
         self._letters = DeadLetterSender(client, stream.dead_letter_topic, self._reporter, self._back_off)
 
     def run(
@@ -170,8 +173,12 @@ class IngestWorker:
 
     def _send_history(self, assembled: Assembled, cover: Cover) -> None:
         """Make blocks of rows of files, once their dead letters are written."""
-        self._letters.send(assembled.letters, assembled.looped)
+        self._send_letters(assembled)
         self._write_blocks(assembled, cover)
+
+    def _send_letters(self, assembled: Assembled) -> None:
+        if not self._read_only:
+            self._letters.send(assembled.letters, assembled.looped)
 
     def _process(self, fetched: Sequence[Messages]) -> None:
         """Make blocks of one portion after another; stop when the learner asks to skip the rest."""
@@ -194,7 +201,7 @@ class IngestWorker:
         )
         if assembled.fault is not None:
             self._reporter.set_fault(assembled.fault)
-        self._letters.send(assembled.letters, assembled.looped)
+        self._send_letters(assembled)
         self._send_blocks(assembled)
         self._pauses.add(assembled.deferred)
 
@@ -259,6 +266,8 @@ class IngestWorker:
             case SkipToEnd():
                 self._is_skipping = True
             case Commit(positions):
+                if self._read_only:
+                    return
                 read = set(latest_incarnations(self._table.partitions).values())
                 topics = [each for each in positions if each[0] in read and self._is_topics(each[0])]
                 self._client.commit({self._table.partitions[index]: offset for index, offset in topics})

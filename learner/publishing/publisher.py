@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
@@ -28,8 +29,9 @@ from learner.publishing.canary import CanaryJudge
 from learner.publishing.gatekeeper import QualityGate
 from learner.runtime.background_worker import BackgroundWorker
 from learner.runtime.shutdown import Deadline
+from learner.state_dir.origin import ResumedFrom, VersionOrigin
 from learner.state_dir.trained_through import NewlyTrained, PartitionProgress
-from learner.state_dir.version import Manifest, ModelReference, Versions
+from learner.state_dir.version import VERSION_FORMAT, Manifest, ModelReference, Versions
 from learner.stream.record_times import RecordTimes
 
 _MANIFEST_TIMES = 32
@@ -60,6 +62,10 @@ class Snapshot:
     """Record times of the newly trained events since the last snapshot."""
     seen_through: Mapping[str, int] | None = None
     """How far the stream was read, by `topic:partition`; None where no labels come late."""
+    learned_from: Mapping[str, int] | None = None
+    """The first offset that was read, by `topic:partition`."""
+    erasures: int | None = None
+    """The number of the last erasure that was applied to stored events."""
 
 
 class Publisher:
@@ -121,6 +127,8 @@ class Publisher:
         self._problem: str | None = None
         self.published = 0
         self.skipped = 0
+        self.origin: VersionOrigin | None = None
+        """What the versions are made with."""
 
     @property
     def raised(self) -> deque[tuple[NDArray[np.uint64], str]]:
@@ -136,6 +144,11 @@ class Publisher:
     def servers(self) -> dict[str, int | None]:
         """The version of each server of the fleet that is alive, by its id. Any thread may ask."""
         return {} if self._fleet is None else {each.id: each.version for each in self._fleet.servers}
+
+    def set_resumed_from(self, checkpoint: ResumedFrom | None) -> None:
+        """Record the checkpoint that the learner resumes from in the versions to come."""
+        if self.origin is not None:
+            self.origin = msgspec.structs.replace(self.origin, resumed_from=checkpoint)
 
     def retention_state(self) -> dict[str, Any]:
         """Return the state of `retention` as plain values, for a checkpoint."""
@@ -283,6 +296,10 @@ class Publisher:
             files={},
             base=self._versions.base,
             learned=NewlyTrained(self._newly_trained.rows, self._newly_trained.quantiles(_MANIFEST_TIMES).tolist()),
+            format=VERSION_FORMAT,
+            origin=self.origin,
+            learned_from=None if snapshot.learned_from is None else dict(snapshot.learned_from),
+            erasures=snapshot.erasures,
         )
         try:
             self._versions.write(weights, manifest, verdict)

@@ -27,6 +27,7 @@ from learner.config import ModelSettings
 from learner.errors import VersionError
 from learner.state_dir.folders import MANIFEST, Storage
 from learner.state_dir.manifest_directory import FolderManifest, ManifestDirectory, encode_manifest
+from learner.state_dir.origin import VersionOrigin
 from learner.state_dir.trained_through import NewlyTrained, PartitionProgress
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ VERDICT = "verdict.json"
 STATE = "state.json"
 STATE_LOCK = "state.lock"
 WEIGHTS = "model.safetensors"
+VERSION_FORMAT = 1
+"""Of manifests; 0 is that of releases before there was one, whose versions have no origin."""
 _MOST_KEYS = 5
 _LONGEST_KEY = 50
 """Characters of a key of `model.args` in a sentence: the manifest is untrusted."""
@@ -101,6 +104,13 @@ class Manifest(FolderManifest, frozen=True, kw_only=True):
     """Experts or columns of a module that grows, with the open one; 0: it does not grow."""
     learned: NewlyTrained | None = None
     """The newly trained events; None where they are unknown."""
+    format: int = 0
+    origin: VersionOrigin | None = None
+    """What it was made with; None where it is unknown."""
+    learned_from: dict[str, int] | None = None
+    """The first offset that was read, by `topic:partition`; None where it is unknown."""
+    erasures: int | None = None
+    """The number of the last record of `erasures.log` that was applied to stored events; None where it is unknown."""
 
     @property
     def labelled_through(self) -> dict[str, int] | None:

@@ -201,6 +201,11 @@ class Ledger:
         return {str(one.name): one.trained(first.get(index)) for index, one in each if not one.name.history}
 
     @property
+    def starts(self) -> dict[str, int]:
+        """The first offset of each partition of topics that is read, by `topic:partition`."""
+        return {str(account.name): account.start for account in self.partitions if not account.name.history}
+
+    @property
     def seen_through(self) -> dict[str, int]:
         """The last offset that was read of each partition of topics and not left for later, by `topic:partition`."""
         accounts = [account for account in self.partitions if not account.name.history]

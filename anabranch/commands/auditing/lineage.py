@@ -1,0 +1,227 @@
+"""`anabranch versions lineage`: where a version comes from, as an in-toto statement with SLSA provenance.
+
+The forms are https://in-toto.io/Statement/v1 and https://slsa.dev/provenance/v1. What these have no field for is in
+`anabranchLineage`. What a version of an earlier release does not say is `unknown`. Loads no torch.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from anabranch.commands.auditing.signing import sign, verified
+from anabranch.commands.versions import Which, stored_versions, version_number
+from anabranch.config.loader import Config
+from anabranch.core.errors import SettingsError
+from anabranch.core.failures import UNDECODABLE
+from learner.errors import VersionError
+from learner.state_dir.folders import MANIFEST
+from learner.state_dir.version import WEIGHTS, Manifest, Versions
+from replay.erasure.erasure_log import NAME as LOG
+from replay.erasure.erasure_log import ErasureLog
+
+UNKNOWN = "unknown"
+STATEMENT = "https://in-toto.io/Statement/v1"
+PREDICATE = "https://slsa.dev/provenance/v1"
+_BUILD_TYPE = "urn:anabranch:learned-from-a-stream:1"
+
+
+def lineage(config: Config, which: Which, sign_key: Path | None = None) -> dict[str, Any]:
+    """Return the statement on a version whose files have their digests; signed, in an envelope, if there is a key.
+
+    Raises:
+        SettingsError: there is no such version, or the key cannot be used.
+        VersionError: files of the version are missing or damaged.
+    """
+    versions, number = stored_versions(config), version_number(config, which)
+    manifest = versions.manifest(number)
+    versions.contents(manifest)
+    statement = {
+        "_type": STATEMENT,
+        "subject": [{"name": name, "digest": {"sha256": digest}} for name, digest in _subjects(versions, manifest)],
+        "predicateType": PREDICATE,
+        "predicate": {
+            "buildDefinition": _definition(config, versions, manifest),
+            "runDetails": _run_details(config, manifest),
+            "anabranchLineage": _lineage(config, versions, manifest),
+        },
+    }
+    key = _key(config, sign_key)
+    return statement if key is None else sign(msgspec.json.encode(statement), key)
+
+
+def verify_lineage(config: Config, which: Which, envelope: Path, sign_key: Path | None = None) -> str:
+    """Return a sentence: the envelope is signed by the key, and its subjects are the files of the version.
+
+    Raises:
+        SettingsError: it is not so.
+    """
+    key = _key(config, sign_key)
+    if key is None:
+        raise SettingsError(
+            "name the key: --sign-key FILE, with the public key or the private one, or lineage.sign_key"
+        )
+    versions, number = stored_versions(config), version_number(config, which)
+    try:
+        payload, key_id = verified(envelope.read_bytes(), key)
+        statement = msgspec.json.decode(payload)
+        stated = {each["name"]: each["digest"]["sha256"] for each in statement["subject"]}
+    except OSError as exc:
+        raise SettingsError(f"{envelope} cannot be read: {exc.strerror}") from exc
+    except (*UNDECODABLE, KeyError, TypeError) as exc:
+        raise SettingsError(f"{envelope} is signed, and is no statement on a version") from exc
+    except SettingsError as exc:
+        raise SettingsError(f"{envelope}: {exc}") from exc
+    manifest = versions.manifest(number)
+    versions.contents(manifest)
+    actual = dict(_subjects(versions, manifest))
+    if stated != actual:
+        names = sorted(name for name in {**stated, **actual} if stated.get(name) != actual.get(name))
+        raise SettingsError(
+            f"{envelope} is signed, but not of version {number} as it is now: {', '.join(names)} differ"
+        )
+    return f"the signature of key {key_id} is valid, and version {number} has the files of the statement"
+
+
+def _key(config: Config, sign_key: Path | None) -> Path | None:
+    configured = config.pipeline.lineage.sign_key
+    return sign_key or (None if configured is None else config.folder / configured)
+
+
+def _subjects(versions: Versions, manifest: Manifest) -> Iterator[tuple[str, str]]:
+    """Yield the name and the SHA-256 of each file of a version."""
+    prefix = f"versions/{manifest.number}"
+    for name, digest in manifest.files.items():
+        yield f"{prefix}/{name}", digest
+    content = versions.folder(manifest.number).read(MANIFEST)
+    yield f"{prefix}/{MANIFEST}", hashlib.sha256(content).hexdigest()
+    if manifest.base is not None:
+        yield f"bases/{manifest.base}", manifest.base
+
+
+def _definition(config: Config, versions: Versions, manifest: Manifest) -> dict[str, Any]:
+    origin = manifest.origin
+    return {
+        "buildType": _BUILD_TYPE,
+        "externalParameters": {
+            "pipeline": config.pipeline.name,
+            "seed": UNKNOWN if origin is None else origin.seed,
+            "settings": UNKNOWN if origin is None else origin.settings,
+            "schema": manifest.schema,
+            "model": msgspec.to_builtins(manifest.model),
+        },
+        "internalParameters": {"device": UNKNOWN if origin is None else origin.device},
+        "resolvedDependencies": [
+            *_ranges(versions, manifest),
+            *({"name": f"module {name}", "digest": {"sha256": each}} for name, each in _code(manifest).items()),
+            *({"uri": f"pkg:{_purl(name)}@{each}"} for name, each in _packages(manifest).items()),
+            *_models(config, manifest),
+        ],
+    }
+
+
+def _code(manifest: Manifest) -> dict[str, str]:
+    return {} if manifest.origin is None else manifest.origin.code
+
+
+def _packages(manifest: Manifest) -> dict[str, str]:
+    return {} if manifest.origin is None else manifest.origin.packages
+
+
+def _purl(name: str) -> str:
+    return "generic/python" if name == "python" else f"pypi/{name}"
+
+
+def _ranges(versions: Versions, manifest: Manifest) -> Iterator[dict[str, Any]]:
+    """Yield the offsets of each partition that a version has learned, and which of them its parent had not."""
+    before = {}
+    with suppress(VersionError):
+        before = {} if manifest.parent is None else versions.manifest(manifest.parent).trained_through
+    for name, trained in manifest.trained_through.items():
+        topic, _, partition = name.rpartition(":")
+        first = UNKNOWN if manifest.learned_from is None else manifest.learned_from.get(name, UNKNOWN)
+        known = before.get(name)
+        same = known is not None and known.incarnation == trained.incarnation
+        yield {
+            "name": name,
+            "uri": f"kafka:{topic}/{partition}",
+            "annotations": {
+                "incarnation": trained.incarnation,
+                "first_offset": first,
+                "last_offset": trained.offset,
+                "first_offset_after_parent": known.offset + 1 if known is not None and same else first,
+            },
+        }
+
+
+def _models(config: Config, manifest: Manifest) -> Iterator[dict[str, Any]]:
+    """Yield the base of the version, and the version that was its teacher."""
+    if manifest.base is not None:
+        yield {"name": "base of the model", "digest": {"sha256": manifest.base}}
+    settings = {} if manifest.origin is None else manifest.origin.settings
+    teacher = config.pipeline.model.teacher
+    number = settings.get("model.teacher.version.number")
+    if number is None or teacher is None or teacher.version is None:
+        return
+    folder = teacher.version.state_dir
+    path = config.state_dir if folder is None else config.folder / folder
+    with suppress(VersionError, OSError):
+        files = Versions(path / "versions").manifest(number).files
+        yield {"name": f"teacher, version {number}", "digest": {"sha256": files[WEIGHTS]}}
+
+
+def _run_details(config: Config, manifest: Manifest) -> dict[str, Any]:
+    return {
+        "builder": {
+            "id": "urn:anabranch:learner",
+            "version": {"anabranch": _packages(manifest).get("anabranch", UNKNOWN)},
+        },
+        "metadata": {
+            "invocationId": f"{config.pipeline.name}/generation/{manifest.generation}",
+            "finishedOn": datetime.fromtimestamp(manifest.time, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        },
+    }
+
+
+def _lineage(config: Config, versions: Versions, manifest: Manifest) -> dict[str, Any]:
+    verdict = versions.verdict(manifest.number)
+    log = ErasureLog(config.state_dir / LOG)
+    log.refresh()
+    applied = manifest.erasures
+    return {
+        "version": manifest.number,
+        "step": manifest.step,
+        "manifest_format": manifest.format,
+        "parents": list(_parents(versions, manifest)),
+        "gate": None if verdict is None else msgspec.to_builtins(verdict),
+        "metrics": manifest.metrics,
+        "erasures": {
+            "records_applied": UNKNOWN if applied is None else applied,
+            "records_since": UNKNOWN if applied is None else max(0, log.count - applied),
+        },
+    }
+
+
+def _parents(versions: Versions, manifest: Manifest) -> Iterator[dict[str, Any]]:
+    """Yield the version's own entry, then its parents, the newest first, as far as their manifests are there."""
+    each: Manifest | None = manifest
+    while each is not None:
+        origin = each.origin
+        resumed = UNKNOWN if origin is None else msgspec.to_builtins(origin.resumed_from)
+        yield {
+            "version": each.number,
+            "generation": each.generation,
+            "step": each.step,
+            "sha256": each.files.get(WEIGHTS, UNKNOWN),
+            "learner_resumed_from_checkpoint": resumed,
+        }
+        parent, each = each.parent, None
+        if parent is not None:
+            try:
+                each = versions.manifest(parent)
+            except VersionError:
+                yield {"version": parent, "generation": UNKNOWN, "step": UNKNOWN, "sha256": UNKNOWN}

@@ -1,0 +1,128 @@
+"""How far two sets of weights are from each other: as numbers, and by their predictions.
+
+Legend: N events of the holdout set.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from ingest.events.block import Array
+from learner.model.task import Task
+from learner.model.trained_set import load_trained
+
+Predict = Callable[[Mapping[str, Array]], NDArray[np.float32]]
+"""Returns the output of the model as it is for each of N events, NaN where it raises."""
+
+
+@dataclass(frozen=True)
+class TensorDistance:
+    """How far the tensor is that differs most.
+
+    Attributes:
+        name: of the tensor.
+        max_abs: largest absolute difference of two of its numbers.
+        relative: norm of the difference by the norm of the version's; infinite where that is zero.
+    """
+
+    name: str
+    max_abs: float
+    relative: float
+
+
+@dataclass(frozen=True)
+class Distance:
+    """How far rebuilt weights are from those of the version.
+
+    Attributes:
+        tensors: how many there are, and `different` of them are not equal bit for bit.
+        different: see `tensors`.
+        max_abs: largest absolute difference of two numbers.
+        relative: norm of the difference of all tensors by the norm of the version's; infinite where that is zero.
+        worst: the tensor with the largest relative difference; None where all are equal.
+        holdout: events that both have predicted.
+        other_predictions: how many of these predictions differ.
+    """
+
+    tensors: int
+    different: int
+    max_abs: float
+    relative: float
+    worst: TensorDistance | None
+    holdout: int
+    other_predictions: int
+
+
+def have_same_shapes(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
+    """Return whether two sets of weights have tensors of the same names, shapes and types."""
+    return a.keys() == b.keys() and all((a[name].shape, a[name].dtype) == (b[name].shape, b[name].dtype) for name in a)
+
+
+def distance(
+    version: Mapping[str, Tensor],
+    rebuilt: Mapping[str, Tensor],
+    model: nn.Module,
+    task: Task,
+    predict: Predict,
+    holdout: Mapping[str, Array],
+) -> Distance:
+    """Return the distance; both have the same tensors. `model` has the weights of `rebuilt`, then those of `version`.
+
+    Args:
+        version: weights of the version, on the CPU.
+        rebuilt: rebuilt weights, on the CPU.
+        model: computes what `predict` returns.
+        task: makes predictions of outputs.
+        predict: see `Predict`.
+        holdout: columns of the holdout set; empty without one.
+    """
+    each = [_between(name, version[name], rebuilt[name]) for name in version]
+    different = [one for one, _, _ in each if one.max_abs or one.relative]
+    outputs = []
+    if holdout:
+        outputs.append(predict(holdout))
+        load_trained(model, version)
+        outputs.append(predict(holdout))
+    total, others = _compared(outputs, task) if outputs else (0, 0)
+    squares, norms = sum(square for _, square, _ in each), sum(norm for *_, norm in each)
+    return Distance(
+        tensors=len(each),
+        different=len(different),
+        max_abs=max((one.max_abs for one in different), default=0.0),
+        relative=_ratio(squares, norms),
+        worst=max(different, key=lambda one: one.relative, default=None),
+        holdout=total,
+        other_predictions=others,
+    )
+
+
+def _between(name: str, version: Tensor, rebuilt: Tensor) -> tuple[TensorDistance, float, float]:
+    """Return the distance of a tensor, and the sums of squares of the difference and of the version's."""
+    if torch.equal(version, rebuilt):
+        return TensorDistance(name, 0.0, 0.0), 0.0, float(version.double().square().sum())
+    before, difference = version.double(), rebuilt.double() - version.double()
+    square, norm = float(difference.square().sum()), float(before.square().sum())
+    return TensorDistance(name, float(difference.abs().max()), _ratio(square, norm)), square, norm
+
+
+def _ratio(square: float, norm: float) -> float:
+    if square == 0.0:
+        return 0.0
+    return math.sqrt(square / norm) if norm else math.inf
+
+
+def _compared(outputs: list[NDArray[np.float32]], task: Task) -> tuple[int, int]:
+    """Return how many events have an output of both models, and for how many the predictions differ."""
+    known = np.ones(len(outputs[0]), np.bool_)
+    for output_N in outputs:
+        known &= np.isfinite(output_N.reshape(len(output_N), -1)).all(axis=1)
+    if not known.any():
+        return 0, 0
+    a, b = (task.predict(torch.from_numpy(output_N[known]))["prediction"] for output_N in outputs)
+    differs = (a != b).reshape(len(a), -1).any(dim=1)
+    return len(a), int(differs.sum())

@@ -1,0 +1,150 @@
+"""A pipeline whose versions can be rebuilt: a learner in this process, over topics of a broker."""
+
+import random
+import shutil
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from anabranch.config.loader import load_config
+from learner.__main__ import deployment_of
+from learner.build import LearnerSpec
+from learner.rebuilding.rebuild import Rebuilt, rebuild_version
+from learner.run import Learner, learn
+from learner.state_dir.checkpoint import Checkpoints
+from learner.state_dir.version import Versions
+
+MODEL = """
+from torch import nn
+def build(width=16, frozen=False):
+    model = nn.Sequential(
+        nn.Linear(3, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.2), nn.Linear(width, 3)
+    )
+    if frozen:
+        model[0].requires_grad_(False)
+    return model
+"""
+CONFIG = """
+name = "audited"
+seed = 7
+[stream]
+bootstrap_servers = "{bootstrap}"
+topics = ["{topic}"]
+[schema]
+key = {{name = "user"}}
+[schema.features.x]
+dtype = "float32"
+shape = [3]
+[schema.label]
+name = "y"
+classes = 3
+[model]
+factory = "audited_model:build"
+[learner]
+device = "cpu"
+batch_size = 8
+deterministic = true
+replay_ratio = 2.0
+status = "127.0.0.1:0"
+[replay]
+capacity = 200
+disk = {{bytes = "1MB"}}
+[versions]
+publish_every = "1ms"
+keep = 1000
+[checkpoints]
+every = "1h"
+keep = 100
+[gate]
+holdout_fraction = 0.1
+"""
+
+
+def events(count: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Return events without a pattern, by ten users."""
+    dice = random.Random(seed)
+    return [
+        {"x": [dice.gauss(0, 1) for _ in range(3)], "y": dice.randrange(3), "user": f"user-{dice.randrange(10)}"}
+        for _ in range(count)
+    ]
+
+
+class Audited:
+    """A pipeline, its learner in this process, and rebuilds of its versions."""
+
+    def __init__(self, folder: Path, bootstrap: str, topic: str) -> None:
+        self.path, self.topic, self.bootstrap = folder / "pipeline.toml", topic, bootstrap
+        self.path.write_text(CONFIG.format(bootstrap=bootstrap, topic=topic))
+        (folder / "audited_model.py").write_text(MODEL)
+        self.environment: dict[str, str] = {}
+
+    @property
+    def spec(self) -> LearnerSpec:
+        return deployment_of(load_config(self.path, self.environment))
+
+    @property
+    def versions(self) -> Versions:
+        return Versions(self.spec.state_dir / "versions")
+
+    def checkpoints(self, schema: str) -> Checkpoints:
+        return Checkpoints(self.spec.state_dir / "checkpoints", schema, 0)
+
+    def learn(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        until: int,
+        checkpoints_at: Sequence[int] = (),
+        *,
+        killed: bool = False,
+    ) -> None:
+        """Learn until step `until`, with a version after each step, and checkpoints after these; then stop in order.
+
+        With `killed`, the state directory is afterwards as a SIGKILL at that step would have left it.
+        """
+        stop, build, state_dir = threading.Event(), Learner._while_waiting, self.spec.state_dir
+        as_killed = state_dir.with_name("killed")
+        asked = set[int]()
+
+        def tasks(learner: Learner) -> Any:
+            def between() -> None:
+                parts, steps = learner._parts, learner._loop.state.steps
+                parts.publisher._background.wait(_Patience())
+                for step in checkpoints_at:
+                    if steps >= step and step not in asked:
+                        asked.add(step)
+                        parts.checkpointer.request()
+                        learner._loop.checkpoint_if_due()
+                        parts.checkpointer.wait(_Patience())
+                if steps >= until and not stop.is_set():
+                    if killed:
+                        shutil.copytree(state_dir, as_killed)
+                    stop.set()
+
+            return (*build(learner), between)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Learner, "_while_waiting", tasks)
+            patch.setattr("learner.publishing.publisher._SCORING_SHARE", 1)
+            learn(self.spec, stop)
+        if killed:
+            shutil.rmtree(state_dir)
+            as_killed.rename(state_dir)
+
+    def rebuild(self, number: int, keep: Callable[[Path, Path | None], object] | None = None) -> Rebuilt:
+        """Rebuild a version to its end."""
+        rebuilt = rebuild_version(self.spec, self.versions, self.checkpoints, number, threading.Event(), keep)
+        assert rebuilt is not None
+        return rebuilt
+
+    def rewrite(self, before: str, after: str) -> None:
+        """Change the settings."""
+        text = self.path.read_text()
+        assert before in text
+        self.path.write_text(text.replace(before, after))
+
+
+class _Patience:
+    left = 100.0

@@ -1,0 +1,303 @@
+"""Versions that are rebuilt: bit for bit where that is promised, and else with how far they are, and why."""
+
+import json
+import random
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import safetensors.torch
+
+from anabranch.cli import app as cli
+from anabranch.core.files import digest_of_file
+from anabranch.runtime.lifecycle import Exit
+from ingest.errors import GapError
+from ingest.reader.bounded_reader import BoundedReader
+from learner.rebuilding.errors import RebuildError
+from learner.rebuilding.rebuild import rebuild_version
+from learner.state_dir.folders import MANIFEST
+from learner.state_dir.version import WEIGHTS
+from replay.erasure.erased_events import ByKey, ByRange, hash_of_key
+from replay.erasure.erasure_log import COMMAND, ErasureLog
+from tests.learner.rebuilding.audited import Audited, events
+
+pytestmark = [pytest.mark.any_broker, pytest.mark.process, pytest.mark.timeout(300)]
+
+Produce = Callable[..., list[int]]
+
+
+def files_in(folder: Path) -> dict[Path, tuple[int, int]]:
+    return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_twenty_random_versions_of_a_learner_that_was_killed_are_rebuilt_bit_for_bit(
+    audited: Audited, produce: Produce, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Partitions of unlike length, bad messages, a disk tier that is ahead of its checkpoint, and two kills."""
+    for partition, count in enumerate((800, 350)):
+        values: list[Any] = events(count, partition)
+        values[40:40] = [b"not JSON", {"x": [1.0], "y": 0, "user": "a"}]
+        produce(audited.bootstrap, audited.topic, values, partition=partition)
+    audited.learn(monkeypatch, 40, (10, 25), killed=True)
+    audited.learn(monkeypatch, 70, (50,), killed=True)
+    audited.learn(monkeypatch, 110, (90,))
+    numbers = audited.versions.numbers()
+    before = files_in(audited.spec.state_dir)
+
+    chosen = random.Random(0).sample(numbers, 20)
+    rebuilt = {number: audited.rebuild(number) for number in chosen}
+
+    assert len(numbers) > 110, "steps after a kill are published again"
+    assert {number: each.reasons for number, each in rebuilt.items() if not each.equal or each.reasons} == {}
+    assert len({each.start.checkpoint for each in rebuilt.values()}) >= 4
+    for number, each in rebuilt.items():
+        assert each.distance is not None
+        assert each.distance.different == each.distance.other_predictions == 0
+        assert each.manifest == audited.versions.manifest(number)
+    assert files_in(audited.spec.state_dir) == before
+
+
+def test_a_version_before_the_first_checkpoint_is_rebuilt_from_the_start_of_the_stream(
+    audited: Audited, produce: Produce, consume_all: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The topic was not empty when the pipeline began at its end, and no dead letter is written a second time."""
+    produce(audited.bootstrap, audited.topic, events(50))
+    audited.rewrite("[stream]", '[stream]\nstart = "latest"')
+
+    def with_events(*arguments: Any) -> None:
+        produce(audited.bootstrap, audited.topic, [*events(100, 1), b"not JSON", *events(100, 2)], partition=1)
+
+    produced = threading.Event()
+
+    def open_first(self: Any, *arguments: Any, **named: Any) -> None:
+        opens(self, *arguments, **named)
+        if not produced.is_set():
+            produced.set()
+            with_events()
+
+    from ingest.reader.reader import BlockReader
+
+    opens = BlockReader.open
+    monkeypatch.setattr(BlockReader, "open", open_first)
+    audited.learn(monkeypatch, 20)
+    letters = len(consume_all(audited.bootstrap, f"{audited.topic}.dead", at_least=1))
+
+    rebuilt = audited.rebuild(audited.versions.numbers()[9])
+
+    assert rebuilt.equal, rebuilt
+    assert rebuilt.start.checkpoint is None
+    assert audited.versions.manifest(1).learned_from == {f"{audited.topic}:0": 50, f"{audited.topic}:1": 0}
+    assert len(consume_all(audited.bootstrap, f"{audited.topic}.dead", at_least=1)) == letters == 1
+
+
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
+    audited: Audited, produce: Produce, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    produce(audited.bootstrap, audited.topic, events(400))
+    audited.learn(monkeypatch, 30, (10, 20))
+    numbers = audited.checkpoints("").numbers()
+    part = audited.spec.state_dir / "checkpoints" / str(numbers[-2]) / "rank-0" / "optimizer.safetensors"
+    part.write_bytes(part.read_bytes()[:-1] + b"!")
+
+    rebuilt = audited.rebuild(25)
+
+    assert rebuilt.equal
+    assert rebuilt.start.checkpoint == numbers[-3]
+    assert any("does not have its digest" in reason for reason in rebuilt.reasons)
+
+
+def test_a_version_that_has_learned_events_erased_since_is_rebuilt_without_them(
+    audited: Audited, produce: Produce, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    produce(audited.bootstrap, audited.topic, events(400))
+    audited.learn(monkeypatch, 30, (10,))
+    name = f"{audited.topic}#0[0]"
+    log = ErasureLog(audited.spec.state_dir / "erasures.log")
+    log.append([ByKey(time=1.0, by=COMMAND, key_hash=hash_of_key(b"user-3"), up_to={name: 400})])
+
+    rebuilt = audited.rebuild(25)
+
+    assert not rebuilt.equal
+    assert any("events were erased, and are not learned again" in reason for reason in rebuilt.reasons)
+    assert rebuilt.distance is not None
+    assert rebuilt.distance.max_abs > 0
+    assert rebuilt.distance.worst is not None
+    assert rebuilt.distance.holdout > 0
+
+
+def test_a_rebuild_ends_where_erasure_has_left_too_few_events(
+    audited: Audited, produce: Produce, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    produce(audited.bootstrap, audited.topic, events(200))
+    audited.learn(monkeypatch, 20)
+    name = f"{audited.topic}#0[0]"
+    ErasureLog(audited.spec.state_dir / "erasures.log").append(
+        [ByRange(time=1.0, by=COMMAND, partition=name, first=0, last=199)]
+    )
+
+    rebuilt = audited.rebuild(12)
+
+    assert not rebuilt.equal
+    assert any("the stream has too few events: it ends at step " in reason for reason in rebuilt.reasons)
+
+
+def test_events_that_retention_has_removed_are_named(
+    audited: Audited, produce: Produce, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    produce(audited.bootstrap, audited.topic, events(200))
+    audited.learn(monkeypatch, 15)
+
+    def poll(self: BoundedReader, timeout: object) -> None:
+        raise GapError(
+            f"{audited.topic}[0]@0 and 99 offsets after it were removed by retention before they were read; x"
+        )
+
+    monkeypatch.setattr(BoundedReader, "poll", poll)
+    with pytest.raises(RebuildError, match=r"version 9 .*since the start of the stream .*\[0\]@0 and 99 offsets after"):
+        audited.rebuild(9)
+
+
+def test_frozen_weights_come_from_the_factory_and_are_kept_with_the_version(
+    audited: Audited, produce: Produce, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    audited.rewrite('factory = "audited_model:build"', 'factory = "audited_model:build"\nargs = {frozen = true}')
+    produce(audited.bootstrap, audited.topic, events(200))
+    audited.learn(monkeypatch, 15, (5,))
+    manifest, found = audited.versions.manifest(9), dict[str, Any]()
+
+    def keep(folder: Path, base: Path | None) -> None:
+        assert base is not None
+        found.update(base=digest_of_file(base), weights=digest_of_file(folder / WEIGHTS))
+        found["names"] = set(safetensors.torch.load_file(base))
+
+    rebuilt = audited.rebuild(9, keep)
+
+    assert rebuilt.equal
+    assert found == {"base": manifest.base, "weights": manifest.files[WEIGHTS], "names": {"0.weight", "0.bias"}}
+
+
+def test_batches_that_follow_the_arrival_of_events_are_compared_by_their_distance(
+    audited: Audited, produce: Produce, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    audited.rewrite("deterministic = true", 'deterministic = false\nmax_delay = "1ms"')
+    for partition in range(2):
+        produce(audited.bootstrap, audited.topic, events(200, partition), partition=partition)
+    audited.learn(monkeypatch, 25, (5,))
+    manifest = audited.versions.manifest(audited.versions.numbers()[-1])
+
+    rebuilt = audited.rebuild(manifest.number)
+
+    assert rebuilt.equal or any("learner.deterministic is false" in reason for reason in rebuilt.reasons)
+    assert rebuilt.distance is not None
+    assert rebuilt.manifest.trained_through == manifest.trained_through
+
+
+def test_settings_that_have_changed_are_refused_by_their_keys(
+    audited: Audited, produce: Produce, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    produce(audited.bootstrap, audited.topic, events(100))
+    audited.learn(monkeypatch, 5)
+    kept = audited.path.read_text()
+    for before, after, sentence in (
+        (
+            "batch_size = 8",
+            "batch_size = 9",
+            "settings have changed: learner.batch_size was 8, and is 9; set them back",
+        ),
+        ("seed = 7", "seed = 8", "seed was 7, and is 8"),
+        ("capacity = 200", "capacity = 300", "replay.capacity was 200, and is 300"),
+        ("[3]", "[4]", r"under another \[schema\]"),
+        ('build"', 'build"\nargs = {width = 8}', r"with other model.args \(width\)"),
+        ("deterministic = true", "replicas = 2", "learner.replicas = 2 train together, and a rebuild is one process"),
+    ):
+        audited.path.write_text(kept)
+        audited.rewrite(before, after)
+        with pytest.raises(RebuildError, match=sentence):
+            audited.rebuild(3)
+    audited.path.write_text(kept)
+    audited.rewrite('publish_every = "1ms"', 'publish_every = "1h"')
+    assert audited.rebuild(3).equal, "no weights depend on it"
+
+
+def test_a_changed_module_and_a_manifest_of_an_older_release_are_named(
+    audited: Audited, produce: Produce, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    produce(audited.bootstrap, audited.topic, events(100))
+    audited.learn(monkeypatch, 8)
+    module = audited.path.with_name("audited_model.py")
+    module.write_text(module.read_text() + "# changed\n")
+
+    assert audited.rebuild(4).reasons == [
+        "the file of module audited_model is not the one that the version was made with"
+    ]
+
+    path = audited.versions.directory(5) / MANIFEST
+    document = msgspec.json.decode(path.read_bytes())
+    for name in ("format", "origin", "learned_from", "erasures"):
+        del document[name]
+    path.write_bytes(msgspec.json.encode(document))
+    rebuilt = audited.rebuild(5)
+    assert rebuilt.equal
+    assert any("of a release that did not record its settings" in reason for reason in rebuilt.reasons)
+
+
+def test_a_rebuild_that_is_stopped_leaves_nothing(
+    audited: Audited, produce: Produce, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    produce(audited.bootstrap, audited.topic, events(200))
+    audited.learn(monkeypatch, 15)
+    stop, scratch = threading.Event(), tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(scratch))
+    from learner.rebuilding.rebuild import Rebuilder
+
+    reached = Rebuilder._is_reached
+
+    def stop_at_5(self: Rebuilder) -> bool:
+        if self._loop.state.steps == 5:
+            stop.set()
+        return reached(self)
+
+    monkeypatch.setattr(Rebuilder, "_is_reached", stop_at_5)
+    kept: list[Path] = []
+    done = rebuild_version(
+        audited.spec, audited.versions, audited.checkpoints, 12, stop, lambda path, _: kept.append(path)
+    )
+    assert done is None
+    assert kept == list(scratch.iterdir()) == []
+
+
+def test_the_command_compares_and_writes_a_version(
+    audited: Audited,
+    produce: Produce,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    produce(audited.bootstrap, audited.topic, events(200))
+    audited.learn(monkeypatch, 12, (5,))
+    command = ["versions", "rebuild", "9", "-c", str(audited.path)]
+    manifest = audited.versions.manifest(9)
+
+    assert cli.main(command) == Exit.SETTINGS
+    assert "add --verify to compare" in capsys.readouterr().err
+    assert cli.main([*command, "--verify", "--output", str(tmp_path / "out"), "--json"]) == Exit.DONE
+    document = json.loads(capsys.readouterr().out)
+    assert (document["equal"], document["rebuilt"]) == (True, manifest.files[WEIGHTS])
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {MANIFEST, WEIGHTS}
+    assert digest_of_file(tmp_path / "out" / WEIGHTS) == manifest.files[WEIGHTS]
+    assert cli.main([*command, "--output", str(tmp_path / "out")]) == Exit.SETTINGS
+    assert "is not an empty folder" in capsys.readouterr().err
+
+    name = f"{audited.topic}#0[0]"
+    log = ErasureLog(audited.spec.state_dir / "erasures.log")
+    log.append([ByRange(time=1.0, by=COMMAND, partition=name, first=0, last=60)])
+    assert cli.main([*command, "--verify"]) == Exit.SETTINGS
+    printed = capsys.readouterr().out
+    assert "NOT equal, for the reasons above" in printed
+    assert "tensors" in printed
