@@ -70,6 +70,7 @@ def _read(connection: Connection, begin: Begin, stream: StreamSettings, schema: 
                 connection,
                 schemas=schemas,
                 history=history,
+                traced=begin.traced,
             )
             worker.run(begin.positions, begin.marks)
         except (StoppedError, BrokenPipeError, ConnectionError):

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from pydantic import Field
 
 from anabranch.core.settings import Section, written
+from anabranch.core.tracing.config import TracingSettings
 from ingest.config import SchemaSettings, StreamSettings
 from learner.config import (
     CheckpointSettings,
@@ -18,6 +19,7 @@ from learner.config import (
 )
 from learner.device_health.config import DeviceSettings
 from learner.object_storage.config import StorageSettings
+from learner.sections.mlflow_settings import MlflowSettings
 from replay.config import ReplaySettings
 from serving.config import ServingSettings
 
@@ -57,6 +59,10 @@ class Pipeline(Section):
     """How serving borrows the device from the learner."""
     device: DeviceSettings = DeviceSettings()
     """How the learner watches the health of its devices."""
+    tracing: TracingSettings | None = None
+    """Spans of requests, batches, steps and versions; absent: nothing is traced."""
+    mlflow: MlflowSettings | None = None
+    """The registry of models that gets each version that served; absent: none."""
 
 
 def alternatives(kind: Any) -> list[Any]:

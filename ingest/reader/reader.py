@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection
 
 from anabranch.core.backoff import Backoff
 from anabranch.core.errors import AnabranchError
+from anabranch.core.tracing.spans import count_left_out
 from ingest import errors
 from ingest.config import HoldOut, SchemaSettings, StreamSettings
 from ingest.errors import BrokerError
@@ -62,8 +63,12 @@ class BlockReader:
     lost or comes twice.
     """
 
-    def __init__(self, stream: StreamSettings, schema: SchemaSettings, hold_out: HoldOut) -> None:
+    def __init__(
+        self, stream: StreamSettings, schema: SchemaSettings, hold_out: HoldOut, *, traced: bool = False
+    ) -> None:
+        """`traced`: blocks have the trace contexts of their messages."""
         self._stream = stream
+        self._traced = traced
         self._schema = schema
         self._hold_out = hold_out
         self._process = IngestProcess(BlockLayout(Schema(schema, stream.labels)), stream)
@@ -245,6 +250,7 @@ class BlockReader:
                 self._hold_out,
                 self._cursors.positions,
                 self._cursors.fingerprints,
+                traced=self._traced,
             )
         )
         if self._paused:
@@ -285,11 +291,12 @@ class BlockReader:
             case PartitionsOpened():
                 self._opened = True
                 self._cursors.add_opened(message)
-            case BlockReady(slot, rows, coverage, unknown_fields, letters_dropped):
+            case BlockReady(slot, rows, coverage, unknown_fields, letters_dropped, contexts):
                 self._backoff.reset()
                 ring = self._process.ring
                 assert ring is not None
-                block = SharedBlock(ring.views(slot, rows), coverage, slot, ring)
+                block = SharedBlock(ring.views(slot, rows), coverage, slot, ring, contexts=contexts)
+                count_left_out("links", message.contexts_left_out)
                 self.unknown_fields += unknown_fields
                 self.letters_dropped.update(letters_dropped)
                 self._cursors.advance(block)

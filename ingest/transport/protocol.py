@@ -18,6 +18,8 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
     hold_out: str
     positions: list[tuple[TopicPartition, Position]]
     marks: list[PartitionFingerprint]
+    traced: bool = False
+    """Whether trace contexts of messages are read."""
 
 
 class Release(msgspec.Struct, frozen=True, tag=True):
@@ -68,6 +70,10 @@ class BlockReady(msgspec.Struct, frozen=True, tag=True):
     unknown_fields: int
     letters_dropped: dict[str, int] = {}
     """Dead letters that were not written, by reason, since the previous block."""
+    contexts: list[tuple[int, str]] = []
+    """Sampled trace contexts of messages, each with its row."""
+    contexts_left_out: int = 0
+    """How many of them are too many for a block."""
 
 
 class HistoryProgress(msgspec.Struct, frozen=True):
@@ -155,12 +161,15 @@ def begin(
     hold_out: HoldOut,
     positions: list[tuple[TopicPartition, Position]],
     marks: list[PartitionFingerprint],
+    *,
+    traced: bool = False,
 ) -> Begin:
-    """Return the first message, with the settings as JSON."""
+    """Return the first message, with the settings as JSON; `traced`: trace contexts of messages are read."""
     return Begin(
         stream=revealed(stream),
         schema=schema.model_dump_json(),
         hold_out=hold_out.model_dump_json(),
         positions=positions,
         marks=marks,
+        traced=traced,
     )
