@@ -71,7 +71,7 @@ class MlflowRegistry:
             RegistrationError: it failed, and may succeed later.
             RegistrationRefusedError: it would fail again.
         """
-        with self._errors(f"version {version.number} cannot be registered"):
+        with self._errors(f"version {version.number} cannot be registered at {self.location}"):
             experiment = self._open()
             run = self._run(experiment, version)
             for found in self._client.search_model_versions(f"run_id = '{run}'"):
@@ -89,12 +89,14 @@ class MlflowRegistry:
 
     def move_alias(self, registered: str) -> None:
         """Let the alias name a registered version; raises as `register` does."""
-        with self._errors(f"the alias {self._alias} cannot be moved to {self._model} {registered}", _ABSENT):
+        with self._errors(
+            f"the alias {self._alias} cannot be moved to {self._model} {registered} at {self.location}", _ABSENT
+        ):
             self._client.set_registered_model_alias(self._model, self._alias, registered)
 
     def tag(self, registered: str, key: str, value: str) -> None:
         """Set a tag of a registered version; raises as `register` does."""
-        with self._errors(f"{self._model} {registered} cannot be tagged", _ABSENT):
+        with self._errors(f"{self._model} {registered} cannot be tagged at {self.location}", _ABSENT):
             self._client.set_model_version_tag(self._model, registered, key, value)
 
     def _open(self) -> str:
@@ -142,9 +144,9 @@ class MlflowRegistry:
             self._experiment_id, self._has_model = None, False  # they may have been deleted
             code = getattr(exc, "error_code", None)
             kind = RegistrationRefusedError if code in {*_REFUSALS, *refusals} else RegistrationError
-            raise kind(f"{what} at {self.location}: {_brief(exc)}") from exc
+            raise kind(f"{what}: {_brief(exc)}") from exc
         except OSError as exc:  # of requests that the client does not translate
-            raise RegistrationError(f"{what} at {self.location}: {_brief(exc)}") from exc
+            raise RegistrationError(f"{what}: {_brief(exc)}") from exc
 
 
 def _brief(exc: Exception) -> str:

@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-from anabranch.core.tracing.spans import NO_SPAN, Attributes, Span, current_tracer
+from anabranch.core.tracing.spans import NO_SPAN, Attributes, TracedSpan, current_tracer
 from ingest.events.partition import TopicPartition
 from learner.stream.batch import Batch
 
 
-def step_span(batch: Batch, step: int, names: Sequence[TopicPartition]) -> Span:
+def step_span(batch: Batch, step: int, names: Sequence[TopicPartition]) -> TracedSpan:
     """Return the span of the step that learns from a batch, not started yet; `NO_SPAN` where it is not traced.
 
     Args:

@@ -5,7 +5,7 @@ from contextvars import ContextVar
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
-from anabranch.core.tracing.spans import NO_SPAN, Attributes, Span, current_tracer
+from anabranch.core.tracing.spans import NO_SPAN, Attributes, TracedSpan, current_tracer
 from serving.inference.batch_run import QueuedRequest
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def end_request(status: int, attributes: Attributes) -> None:
         span.end(attributes, failed=status >= HTTPStatus.INTERNAL_SERVER_ERROR)
 
 
-def batch_span(batch: Sequence[QueuedRequest]) -> Span:
+def batch_span(batch: Sequence[QueuedRequest]) -> TracedSpan:
     """Return the span of a batch, not started yet, linked with those of its requests that are traced, if any are."""
     tracer = current_tracer()
     if tracer is None:

@@ -23,7 +23,7 @@ LeftOut = Callable[[str, int], object]
 """Counts spans, or links of spans, that were left out: the reason, and how many."""
 
 
-class Span(Protocol):
+class TracedSpan(Protocol):
     """A span in progress; a context manager, which ends it."""
 
     def set(self, name: str, value: str | int | float | bool) -> None:
@@ -37,7 +37,7 @@ class Span(Protocol):
     ) -> None: ...
 
 
-class _NoSpan(Span):
+class _NoSpan(TracedSpan):
     """In place of a span that is not traced."""
 
     @override
@@ -55,7 +55,7 @@ class _NoSpan(Span):
         pass
 
 
-NO_SPAN: Span = _NoSpan()
+NO_SPAN: TracedSpan = _NoSpan()
 _tracers: "list[Tracer]" = []
 """The tracer of this process, if it traces."""
 
@@ -107,7 +107,7 @@ def current_tracer() -> "Tracer | None":
     return _tracers[-1] if _tracers else None
 
 
-def span(name: str, attributes: Attributes | None = None) -> Span:
+def span(name: str, attributes: Attributes | None = None) -> TracedSpan:
     """Return a span, not started yet; of one that is entered within another, in the same thread, that is the parent."""
     return _tracers[-1].span(name, attributes) if _tracers else NO_SPAN
 

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from anabranch.core.tracing.config import TracingSettings
 from anabranch.core.tracing.context import MOST_LINKS, TRACEPARENT, TRACESTATE, is_sampled
-from anabranch.core.tracing.spans import NO_SPAN, Attributes, LeftOut, Span
+from anabranch.core.tracing.spans import NO_SPAN, Attributes, LeftOut, TracedSpan
 
 _NANOSECONDS = 1_000_000_000
 _random = random.Random()  # noqa: S311 no secret; not the interpreter's own, whose numbers a model may use
@@ -44,7 +44,7 @@ class RequestSpan:
         self._span.end()
 
 
-class _OpenSpan(Span):
+class _OpenSpan(TracedSpan):
     """A span that is the current one of its thread while its block runs."""
 
     def __init__(self, start: Callable[[], trace.Span], on_start: Callable[[SpanContext], object] = bool) -> None:
@@ -103,7 +103,7 @@ class Tracer:
         parent = Context() if sampled is None else self._parent(traceparent, tracestate)
         return RequestSpan(self._tracer.start_span(name, parent, SpanKind.SERVER, attributes))
 
-    def batch(self, name: str, requests: Sequence[RequestSpan], attributes: Attributes) -> Span:
+    def batch(self, name: str, requests: Sequence[RequestSpan], attributes: Attributes) -> TracedSpan:
         """Return the span of what is done for several requests at once: it and they are linked."""
         linked = requests[:MOST_LINKS]
         if len(linked) < len(requests):
@@ -118,7 +118,7 @@ class Tracer:
             lambda: self._tracer.start_span(name, Context(), SpanKind.INTERNAL, attributes, links), link_back
         )
 
-    def step(self, name: str, traceparents: Sequence[str], attributes: Callable[[], Attributes]) -> Span:
+    def step(self, name: str, traceparents: Sequence[str], attributes: Callable[[], Attributes]) -> TracedSpan:
         """Return the span of a step that learns from events with these contexts, or `NO_SPAN`."""
         if not traceparents and _random.random() >= self._sample:
             return NO_SPAN
@@ -131,7 +131,7 @@ class Tracer:
         links = [Link(trace.get_current_span(parent).get_span_context()) for parent in parents]
         return _OpenSpan(lambda: self._tracer.start_span(name, Context(), SpanKind.CONSUMER, attributes(), links))
 
-    def span(self, name: str, attributes: Attributes | None = None) -> Span:
+    def span(self, name: str, attributes: Attributes | None = None) -> TracedSpan:
         """Return a span whose parent is the current one of the thread, if there is one."""
         return _OpenSpan(lambda: self._tracer.start_span(name, attributes=attributes))
 
