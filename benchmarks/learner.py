@@ -7,6 +7,7 @@
              left out of the quick form
     convnet  two convolutions over images of 28 x 28
     formats  the MLP with events as JSON, for information; left out of the quick form
+    tracing  the MLP with 1 % of the steps traced, over the MLP without tracing: two learners in turns
     ranks    new events a second of two ranks on a topic of eight partitions, of which half have nine times as many
              events: over equal partitions, and those over one rank; left out of the quick form
 
@@ -55,6 +56,7 @@ from benchmarks.harness.pipeline import (
 )
 from benchmarks.harness.ranks import rates
 from benchmarks.harness.results import Results, Target, options
+from benchmarks.harness.serving_tracing import MISSING, collector, has_exporter
 from benchmarks.harness.stream_reader import StreamReader
 from learner.state_dir.report import LearnerReport
 
@@ -62,6 +64,8 @@ TARGETS = {
     "mlp_over_baseline": Target(0.95, least=True),
     "convnet_over_baseline": Target(0.95, least=True),
     "uneven_over_even": Target(0.95, least=True),
+    "tracing_over_off": Target(0.99, least=True),
+    "tracing_busy_over_off": Target(1.01),
 }
 OPTIMIZER = {"name": "adamw", "lr": 1e-3}
 MLP = {"factory": "mlp", "args": {"widths": [784, 900, 320, 10]}}
@@ -249,6 +253,31 @@ def formats(results: Results, sizes: Sizes, bootstrap: str) -> None:
     over_baseline(results, "mlp_json", MLP, "json", sizes, bootstrap)
 
 
+def tracing(results: Results, sizes: Sizes, bootstrap: str) -> None:
+    """Measure the MLP with tracing and without."""
+    if not has_exporter():
+        results.remark(MISSING)
+        return
+    results.title("tracing: the MLP, 1 % of the steps traced")
+    busy: dict[str, list[float]] = {"off": [], "on": []}
+    with contextlib.ExitStack() as stack:
+        os.environ |= stack.enter_context(collector())
+        arms: dict[str, Callable[[], float]] = {}
+        for arm, sections in {"off": {}, "on": {"tracing": {"sample": 0.01}}}.items():
+            folder = stack.enter_context(tempfile.TemporaryDirectory(dir=".", prefix=f"tracing-{arm}-"))
+            learner = stack.enter_context(live(bootstrap, MLP, "rows", sizes, Path(folder).resolve(), BATCH, sections))
+
+            def turn(arm: str = arm, learner: Live = learner) -> float:
+                rate = learner.turn()
+                busy[arm].append(learner.busy)
+                return rate
+
+            arms[arm] = turn
+        found = interleave(arms, 2 * sizes.rounds, warm_up=0)
+    results.add("tracing_over_off", ratio(found["on"], found["off"]))
+    results.add("tracing_busy_over_off", ratio(busy["on"], busy["off"]), "CPU time of a step")
+
+
 def ranks(results: Results, _sizes: Sizes, bootstrap: str) -> None:
     """Measure two ranks and one rank, on all cores."""
     results.title("ranks: eight partitions, filled beforehand; two ranks, and one alone")
@@ -282,9 +311,10 @@ PARTS: dict[str, Callable[[Results, Sizes, str], None]] = {
     "large": large,
     "convnet": convnet,
     "formats": formats,
+    "tracing": tracing,
     "ranks": ranks,
 }
-_QUICK_PARTS = ["mlp", "convnet"]
+_QUICK_PARTS = ["mlp", "convnet", "tracing"]
 
 
 def main() -> None:

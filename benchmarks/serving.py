@@ -7,6 +7,7 @@
     base_swaps the same of a model that is frozen but for an adapter, and how large its versions are
     experts    latency with 20 experts over that of the same model without any
     grpc       latency of single rows over gRPC, over that of HTTP
+    tracing    requests a second with 1 % of them traced, over those without tracing
     workers    throughput with two processes behind the port, over that with one; left out of the quick form too
     fleet      from a version's commit to an object store to its being served on another host
     peer       single rows a second over those of LitServe and Ray Serve, with the same model and batching
@@ -34,6 +35,7 @@ from benchmarks.harness import (
     serving_grpc,
     serving_peer,
     serving_swaps,
+    serving_tracing,
     serving_workers,
 )
 from benchmarks.harness.pipeline import broker
@@ -45,6 +47,7 @@ SECTIONS: dict[str, ModuleType] = {
     "base_swaps": serving_base_swaps,
     "experts": serving_experts,
     "grpc": serving_grpc,
+    "tracing": serving_tracing,
     "workers": serving_workers,
     "fleet": serving_fleet,
     "peer": serving_peer,
@@ -52,7 +55,7 @@ SECTIONS: dict[str, ModuleType] = {
     "device_sharing": serving_device_sharing,
 }
 """Each has `TARGETS`, and `measure(results, quick, bootstrap)`."""
-_QUICK = ["swaps", "experts", "grpc", "fleet", "freshness", "device_sharing"]
+_QUICK = ["swaps", "experts", "grpc", "tracing", "fleet", "freshness", "device_sharing"]
 
 
 def main() -> None:

@@ -71,6 +71,7 @@ def _read(connection: Connection, begin: Begin, stream: StreamSettings, schema: 
                 schemas=schemas,
                 history=history,
                 read_only=begin.read_only,
+                traced=begin.traced,
             )
             worker.run(begin.positions, begin.marks)
         except (StoppedError, BrokenPipeError, ConnectionError):

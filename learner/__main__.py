@@ -69,7 +69,8 @@ def learn_config(config: "Config", stop: threading.Event) -> None:
     from ingest.reader.reader import BlockReader
 
     pipeline = config.pipeline
-    source = BlockReader(pipeline.stream, pipeline.events, pipeline.gate.hold_out(pipeline.seed))
+    hold_out, traced = pipeline.gate.hold_out(pipeline.seed), pipeline.tracing is not None
+    source = BlockReader(pipeline.stream, pipeline.events, hold_out, traced=traced)
     source.start()  # its process gets ready while torch is imported in this one
     gc.disable()  # until all is built: that makes no garbage
     try:
@@ -261,6 +262,8 @@ def deployment_of(config: "Config", settings: "LearnerSettings | None" = None) -
         device=pipeline.device,
         storage=pipeline.storage,
         canary=pipeline.serving.canary,
+        tracing=pipeline.tracing,
+        mlflow=pipeline.mlflow,
     )
 
 

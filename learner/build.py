@@ -1,6 +1,7 @@
 """Builds from the settings what each rank of a learner trains with."""
 
 import contextlib
+import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from anabranch.core.errors import SettingsError
+from anabranch.core.tracing.config import TracingSettings
 from ingest.config import SchemaSettings, StreamSettings
 from ingest.events.schema import Schema
 from learner.config import (
@@ -49,6 +51,9 @@ from learner.publishing.canary import CanaryJudge
 from learner.publishing.gatekeeper import QualityGate
 from learner.publishing.origin import origin_of, settings_of_weights
 from learner.publishing.publisher import Publisher
+from learner.registration.registrar import Registrar
+from learner.registration.registry import MlflowRegistry
+from learner.sections.mlflow_settings import MlflowSettings
 from learner.state_dir.checkpoint import Checkpoint
 from learner.state_dir.version import Versions, reference_to
 from learner.strategies.base import Strategy
@@ -94,6 +99,10 @@ class LearnerSpec:
     storage: StorageSettings | None = None
     canary: float = 0.0
     """`serving.canary`."""
+    tracing: TracingSettings | None = None
+    """`[tracing]`; None: nothing is traced."""
+    mlflow: MlflowSettings | None = None
+    """`[mlflow]`; None: versions are not registered."""
 
     @property
     def settings_of_weights(self) -> dict[str, Any]:
@@ -270,6 +279,27 @@ def build_publisher(
     )
     publisher.origin = origin_of(deployment.settings_of_weights, deployment.model, deployment.seed, setup.device)
     return publisher
+
+
+def build_registrar(
+    deployment: LearnerSpec, versions: Versions, metrics: LearnerMetrics, fleet: FleetWatch | None
+) -> Registrar | None:
+    """Return what registers the versions that serve, here and on the servers of `fleet`; None without `[mlflow]`."""
+    settings, storage = deployment.mlflow, deployment.storage
+    if settings is None:
+        return None
+    folder = f"anabranch://{deployment.name}.{socket.gethostname()}{deployment.state_dir.resolve()}"
+    source = settings.source or f"{folder if storage is None else storage.url.rstrip('/')}/versions/{{number}}"
+    registrar = Registrar(
+        MlflowRegistry(settings, deployment.name, source),
+        versions,
+        deployment.name,
+        state=(lambda own: own) if fleet is None else fleet.state,
+        serving=lambda: [] if fleet is None else [each.version for each in fleet.servers if each.version is not None],
+        count=lambda outcome: metrics.mlflow_versions.labels(outcome).inc(),
+    )
+    metrics.mlflow_waiting.set_function(lambda: registrar.waiting)
+    return registrar
 
 
 def _versions_in(storage: StorageSettings | None, path: Path) -> Versions | None:

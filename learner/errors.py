@@ -10,6 +10,8 @@ AnabranchError
 |   `-- SecondLearnerError    another learner holds the lock on the state directory, or the lease of the object store
 `-- DependencyError           something outside cannot be reached: wait or fix it, then start again (exit 3)
     |-- StateBusyError        a command holds the lock on the state directory
+    |-- RegistrationError     a version cannot be registered for now: it is tried again
+    |   `-- RegistrationRefusedError   ... or would be refused again: it is left out
     `-- TeacherError          the teacher has no usable outputs for a step's events, which is taken without them
 
 StoppedEarlyError         the learner was stopped while it was being built
@@ -51,6 +53,14 @@ class StorageError(SettingsError):
 
 class StateBusyError(DependencyError):
     """A command, which ends by itself, holds the lock on this state directory."""
+
+
+class RegistrationError(DependencyError):
+    """The registry of models cannot be reached, or failed on a request."""
+
+
+class RegistrationRefusedError(RegistrationError):
+    """The registry of models refuses a request, and would again."""
 
 
 class TeacherError(DependencyError):

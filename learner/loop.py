@@ -30,6 +30,7 @@ from learner.stream.batches import PATIENCE, Batches
 from learner.stream.ledger import Ledger
 from learner.stream.outcome_counters import OutcomeCounters
 from learner.stream.round_robin import RoundRobin
+from learner.stream.step_span import step_span
 from learner.training.out_of_memory import MemoryRetry
 from learner.training.step_result import StepResult
 from replay.metrics import ReplayMetrics
@@ -172,7 +173,8 @@ class TrainingLoop:
     def _learns(self, batch: Batch, stop: threading.Event) -> bool:
         """Train on one batch; return False if it waited for memory when `stop` was set, and nothing is settled."""
         try:
-            self._learn(batch)
+            with step_span(batch, self.state.steps, self._names):
+                self._learn(batch)
         except MemoryShortageError as exc:
             # A checkpoint that has to repeat bit for bit cannot follow: the sample of the step is gone.
             if not (exc.undone and stop.is_set()) or self._settings.deterministic:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from anabranch.core.state_metrics import StateCollector, StateCounter, StateGauge, Value
+from anabranch.core.tracing.spans import left_out_counter
 from learner.state_dir.report import (
     DeviceHealthReport,
     DeviceReport,
@@ -386,6 +387,16 @@ class LearnerMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.report = StateCollector(registry, REPORT_METRICS)
         self.device = StateCollector(registry, DEVICE_METRICS)
+        self.tracing_left_out = left_out_counter(registry)
+        self.mlflow_versions = Counter(
+            "anabranch_mlflow_versions",
+            "Versions that served: registered in MLflow, or left out: queue (full), refused (by it), gone (deleted).",
+            ["outcome"],
+            registry=registry,
+        )
+        self.mlflow_waiting = Gauge(
+            "anabranch_mlflow_waiting_versions", "Versions that wait to be registered in MLflow.", registry=registry
+        )
         self.steps = Counter("anabranch_learner_steps", "Steps.", registry=registry)
         self.rows = Counter("anabranch_learner_rows_trained", "Events trained on.", ["source"], registry=registry)
         self.step = Histogram(

@@ -15,6 +15,7 @@ from learner.device_sharing.sharing import DeviceSharing
 from learner.loop import LoopMetrics, TrainingLoop
 from learner.loop_state import LoopComponents
 from learner.object_storage.mirror import Mirror
+from learner.registration.registrar import Registrar
 from learner.runtime.heartbeat import Heartbeat
 from learner.state_dir.lock import check_generation
 from learner.state_dir.report import DeviceHealthReport, LearnerReport, write_report
@@ -57,6 +58,7 @@ class Reporter:
         health: HealthWatch | None = None,
         mirror: Mirror | None = None,
         fleet: Monitored | None = None,
+        registrar: Registrar | None = None,
     ) -> None:
         """Report on `loop` and its `parts`; `launched`: whether the launcher or torchrun started this process."""
         self._state_dir = state_dir
@@ -70,6 +72,7 @@ class Reporter:
         self._sharing = sharing
         self._health = health
         self._mirror = mirror
+        self._registrar = registrar
         self._launcher = os.getppid() if launched else None
         self._resumed_at = loop.state.steps
         self._started = time.time()
@@ -109,7 +112,7 @@ class Reporter:
     def warnings(self) -> list[str]:
         """One sentence for each workaround that the learner applied, or early warning. Thread-safe."""
         uploads = [] if self._mirror is None else self._mirror.threads
-        components = self._loop, self._parts.lag, self._parts.teacher, self._health, *uploads
+        components = self._loop, self._parts.lag, self._parts.teacher, self._health, self._registrar, *uploads
         return [warning for component in components if component and (warning := component.warning)]
 
     def report_if_due(self) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from anabranch.core.failures import away_is_dependency, state_errors
+from anabranch.core.tracing.spans import tracing
 from ingest.errors import GapError
 from ingest.metrics import IngestMetrics
 from ingest.reader.reader import BlockReader
@@ -19,6 +20,7 @@ from learner.build import (
     LearnerSpec,
     build_late_labels,
     build_publisher,
+    build_registrar,
     build_trainer,
     build_training_setup,
     watch_health,
@@ -150,10 +152,17 @@ class Learner:
         """
         deployment, stack = self._deployment, self._stack
         stack.enter_context(hard_stop_after(self._stop, deployment.learner.stop_timeout))
+        left_out = self._metrics.learner.tracing_left_out
+        stack.enter_context(
+            tracing(deployment.tracing, "learner", deployment.folder, lambda why, n: left_out.labels(why).inc(n))
+        )
         try:
             self._build_training()
             self._source = source or BlockReader(
-                deployment.stream, deployment.events, deployment.gate.hold_out(deployment.seed)
+                deployment.stream,
+                deployment.events,
+                deployment.gate.hold_out(deployment.seed),
+                traced=deployment.tracing is not None,
             )
             self._build_loop(*self._build_store())
         except StoppedEarlyError:
@@ -163,6 +172,8 @@ class Learner:
 
     def run(self) -> None:
         """Train until `stop` is set, or the stream has a gap that the config does not allow, then stop in order."""
+        if self._registrar is not None:
+            self._stack.enter_context(self._registrar)
         gc.freeze()  # a collection of all imported modules takes as long as ten steps
         gc.enable()
         self._profiler = ProfilerWindow(self._deployment.learner.profile, self._deployment.state_dir)
@@ -239,6 +250,7 @@ class Learner:
                 *(self._metrics.learner, self._check, before_chunk, self._fleet),
             )
         )
+        self._registrar = build_registrar(deployment, versions, self._metrics.learner, self._fleet)
         self._trainer = build_trainer(self._setup, channel, hooks, assignment.rows if assignment is not None else None)
         self._trainer.staging.before_chunk = before_chunk
         if self._sharing is not None:
@@ -427,6 +439,7 @@ class Learner:
             health=self._health,
             mirror=self._mirror,
             fleet=self._fleet,
+            registrar=self._registrar,
         )
         if self._sharing is not None:
             self._sharing.set_waiting_task(self._reporter.report_if_due)

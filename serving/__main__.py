@@ -84,6 +84,7 @@ def _deployment(config: "Config") -> "Deployment":
         precision=pipeline.serving.precision,
         capture=capture_on(device) if pipeline.serving.graphs else None,
         storage=pipeline.storage if pipeline.serving.versions_from == "storage" else None,
+        tracing=pipeline.tracing,
     )
 
 

@@ -9,6 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from anabranch.core.tracing.spans import left_out_counter
+
 Ages = NDArray[np.float64]
 """Seconds, ascending; each represents the same number of events."""
 
@@ -87,6 +89,7 @@ class ServingMetrics:
             "Compared rows with another prediction; for regression the sum of absolute differences",
             registry=registry,
         )
+        self.tracing_left_out = left_out_counter(registry)
         self._answer_times = _Recent()
         self._recent_ages = _RecentRows()
         self._total = 0

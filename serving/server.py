@@ -7,7 +7,7 @@ import os
 import socket
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,7 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from anabranch.core.errors import SettingsError
+from anabranch.core.tracing.spans import tracing
 from learner.device_sharing.lease import hold_server
 from learner.object_storage.config import StorageSettings
 from learner.object_storage.servers import server_id
@@ -117,6 +118,7 @@ class _Process:
         """
         loop = asyncio.get_running_loop()
         with ExitStack() as stack:
+            stack.enter_context(self._tracing())
             mark = stack.enter_context(hold_server(self._deployment.state_dir, self._settings.slo))
             device, storage = self._deployment.device, self._deployment.storage
             waited = self._metrics.queue_wait.inc
@@ -162,6 +164,12 @@ class _Process:
         if self._bugs:
             with device_errors():
                 raise self._bugs[0]
+
+    def _tracing(self) -> AbstractContextManager[None]:
+        deployment, left_out = self._deployment, self._metrics.tracing_left_out
+        return tracing(
+            deployment.tracing, "serving", deployment.folder, lambda reason, count: left_out.labels(reason).inc(count)
+        )
 
     async def _answer(self, stop: threading.Event, http: HttpServer) -> None:
         await self._may_answer(stop)

@@ -31,6 +31,8 @@ _PLUGINS = {
     "tests.support.browser": "",
     "tests.support.nvml": "",
     "tests.support.registry_server": "",
+    "tests.support.collector": "",
+    "tests.support.mlflow_server": "",
 }
 """Plugins, and the package that each requires: without Kafka's client, `pytest -m gpu` is still possible.
 

@@ -31,6 +31,7 @@ ALLOWED_IN = {
     "httpx": {"ingest/schema_registry/client.py"},
     "jsonschema_rs": {"ingest/formats/json_schema.py"},
     "kafka": {"ingest"},
+    "mlflow": {"learner/registration/registry.py"},
     "onnx": set(),
     "onnxruntime": {"anabranch/commands/exporting/program.py"},
     "onnxscript": set(),
@@ -48,6 +49,7 @@ ALLOWED_IN = {
         "anabranch/commands/event_files/files.py",
         "anabranch/commands/event_files/history_config.py",
     },
+    "opentelemetry": {"anabranch/core/tracing/provider.py", "anabranch/core/tracing/tracer.py"},
     "pyruhvro": {"ingest/formats/avro_records/columns.py"},
     "redis": {"replay/tiers/redis_server.py"},
     "rich": {"anabranch"},
@@ -85,6 +87,7 @@ ALLOWED_IN = {
 """Where each third party may be imported; those that are not listed may be anywhere."""
 
 WALL_CLOCK = {
+    "anabranch/core/tracing/tracer.py": "the time of a span",
     "anabranch/demo/load_generator.py": "compares with the record times of the stream",
     "anabranch/demo/producer.py": "compares with the record times of the stream",
     "anabranch/doctor/kafka_checks.py": "checks whether the two machines' clocks agree",
@@ -179,6 +182,8 @@ KEYS_ADDED = words("""
     device.enabled device.every device.timeout device.window device.corrected_errors device.pcie_replays
     device.nvlink_errors device.temperature_margin device.sniff_every device.sniff_deviation
     lineage.sign_key
+    mlflow.tracking_uri mlflow.registered_model mlflow.experiment mlflow.alias mlflow.source
+    tracing.sample tracing.steps_per_second tracing.setup
 """)
 
 METRICS_OF_THE_DESIGN = words("""
@@ -232,6 +237,7 @@ METRICS_ADDED = words("""
     anabranch_device_xid_events_total anabranch_device_pcie_replays_total anabranch_device_nvlink_active
     anabranch_device_nvlink_errors_total anabranch_device_silence_seconds anabranch_device_symptoms
     anabranch_device_sniff_seconds
+    anabranch_tracing_left_out_total anabranch_mlflow_versions_total anabranch_mlflow_waiting_versions
 """)
 
 COMMANDS = {"demo", "init", "up", "learn", "serve", "produce", "status", "doctor", "versions ls", "versions show"}
@@ -330,7 +336,8 @@ def test_tests_are_no_packages():
 @pytest.mark.parametrize(
     ("module", "unwanted"),
     [
-        ("serving.server", ["kafka", "confluent_kafka", "redis", "faiss", "grpc", "google"]),
+        ("serving.server", ["kafka", "confluent_kafka", "redis", "faiss", "grpc", "google", "opentelemetry"]),
+        ("learner.run", ["kafka", "confluent_kafka", "starlette", "opentelemetry", "mlflow"]),
         ("anabranch.cli.app", ["torch", "kafka", "confluent_kafka", "sklearn", "starlette", "uvicorn", "numpy"]),
         ("anabranch.config.loader", ["torch", "kafka", "confluent_kafka", "starlette", "numpy"]),
         ("anabranch.commands.versions", ["torch", "kafka"]),
@@ -340,7 +347,7 @@ def test_tests_are_no_packages():
         ("learner.device_health.nvml", ["torch", "pynvml"]),
         ("anabranch.doctor.device_checks", ["torch", "pynvml"]),
         ("replay.embedding_index.process", ["torch", "pydantic"]),
-        ("ingest.__main__", ["torch", "confluent_kafka", "pyarrow", "httpx", "fastavro"]),
+        ("ingest.__main__", ["torch", "confluent_kafka", "pyarrow", "httpx", "fastavro", "opentelemetry"]),
         *(
             (f"{package}.config", ["torch", "kafka", "confluent_kafka", "starlette", "numpy"])
             for package in PACKAGES[1:]

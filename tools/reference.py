@@ -99,6 +99,7 @@ _TAIL = """\
 | `erasures.key` | the secret for the hashes of keys in `erasures.log` |
 | `learner.json` | the learner's report, about once a second; replaced atomically |
 | `serving.json` | serving's report, about once a second; replaced atomically |
+| `mlflow.json` | with `[mlflow]`: versions that wait to be registered, and the numbers of those that are |
 | `learner.lock` | held by the one learner |
 | `generation` | how many learners have held the lock; with `[storage]` that of the lease, if it is later |
 | `storage-holder` | with `[storage]`: the id by which the next learner recognizes its lease, and takes it at once; in mode `only` the URL of the state |
@@ -155,12 +156,13 @@ class DeclaredMetric(NamedTuple):
 
 def metrics() -> dict[str, DeclaredMetric]:
     """Return every metric by its name in the exposition."""
-    registry = CollectorRegistry()
+    found, collectors = {}, dict[Any, object]()
     for owner in (IngestMetrics, LearnerMetrics, ReplayMetrics, ServingMetrics):
+        registry = CollectorRegistry()  # learner and serving have some metrics of one name
         owner(registry)
-    found = {}
-    for collector in registry._collector_to_names:
-        for metric in collector.describe():  # type: ignore[attr-defined]
+        collectors |= registry._collector_to_names
+    for collector in collectors:
+        for metric in collector.describe():
             name = f"{metric.name}_total" if metric.type == "counter" else metric.name
             declared: Any = metric if hasattr(metric, "_labelnames") else collector
             found[name] = DeclaredMetric(metric.type, declared._labelnames, metric.documentation)

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from anabranch.config.lineage import LineageSettings
 from anabranch.core.settings import Section, written
+from anabranch.core.tracing.config import TracingSettings
 from ingest.config import SchemaSettings, StreamSettings
 from learner.config import (
     CheckpointSettings,
@@ -19,6 +20,7 @@ from learner.config import (
 )
 from learner.device_health.config import DeviceSettings
 from learner.object_storage.config import StorageSettings
+from learner.sections.mlflow_settings import MlflowSettings
 from replay.config import ReplaySettings
 from serving.config import ServingSettings
 
@@ -60,6 +62,10 @@ class Pipeline(Section):
     """How the learner watches the health of its devices."""
     lineage: LineageSettings = LineageSettings()
     """How statements on the origin of versions are signed."""
+    tracing: TracingSettings | None = None
+    """Spans of requests, batches, steps and versions; absent: nothing is traced."""
+    mlflow: MlflowSettings | None = None
+    """The registry of models that gets each version that served; absent: none."""
 
 
 def alternatives(kind: Any) -> list[Any]:

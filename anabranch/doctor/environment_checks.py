@@ -18,6 +18,8 @@ _EXTRAS = (
     ("format", "json-schema", "jsonschema_rs", "registry"),
 )
 """A key of `[stream]` and its value, the module that it needs, and the extra that brings it."""
+_SECTIONS = (("tracing", "opentelemetry.trace", "otel"), ("mlflow", "mlflow", "mlflow"))
+"""A section, the module that it needs, and the extra that brings it."""
 _FILES = 1024
 """File descriptors: what the parts need, and some hundred connections of serving."""
 
@@ -38,6 +40,11 @@ def check_install(context: CheckContext) -> Iterator[Finding]:
             faults.append(found("install.extra", message, extra=extra))
     if context.pipeline is not None and context.pipeline.pipeline.replay.redis is not None and not _imports("redis"):
         faults.append(found("install.extra", "replay.redis needs redis, which cannot be imported.", extra="redis"))
+    for section, module, extra in _SECTIONS:
+        chosen = context.pipeline is not None and getattr(context.pipeline.pipeline, section) is not None
+        if chosen and not _imports(module):
+            message = f"[{section}] needs {module}, which cannot be imported."
+            faults.append(found("install.extra", message, extra=extra))
     yield from faults or [ok(f"Python {platform.python_version()} has what the config needs.")]
 
 

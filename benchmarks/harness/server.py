@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
@@ -21,7 +22,7 @@ _POLL_SECONDS = 0.05
 class ServingProcess:
     """Serves the versions below `folder/var`, with one thread of torch; killed when the context ends."""
 
-    def __init__(self, folder: Path, cores: set[int] | None = None) -> None:
+    def __init__(self, folder: Path, cores: set[int] | None = None, variables: Mapping[str, str] | None = None) -> None:
         self._state_dir = folder / "var"
         self._log = folder / "serving.log"
         with self._log.open("wb") as output:
@@ -31,7 +32,7 @@ class ServingProcess:
                 stdout=output,
                 stderr=output,
                 cwd=folder,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "OMP_NUM_THREADS": "1", **(variables or {})},
             )
         if cores is not None and hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(self.process.pid, cores)

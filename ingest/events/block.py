@@ -6,8 +6,8 @@ its features are zeros. The first n rows therefore determine exactly which event
 Legend: N events. Within a partition rows are in the order of (offset, row).
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 import numpy as np
@@ -109,10 +109,12 @@ class Block:
         columns: the schema's payload (`Schema.payload`) and `IDENTITY_COLUMNS`, each `[N, ...]`. They may be views of
             shared memory, valid until the block is released.
         coverage: one entry for each partition that the block moves forward, also where it has no rows of it.
+        contexts: sampled trace contexts of events, each with its row; bounded, and none unless they are asked for.
     """
 
     columns: Mapping[str, Array]
     coverage: tuple[Coverage, ...]
+    contexts: Sequence[tuple[int, str]] = field(default=(), kw_only=True)
 
     def __len__(self) -> int:
         return len(self.columns["offset"])

@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection
 
 from anabranch.core.backoff import Backoff
 from anabranch.core.errors import AnabranchError
+from anabranch.core.tracing.spans import count_left_out
 from ingest import errors
 from ingest.config import HoldOut, SchemaSettings, StreamSettings
 from ingest.errors import BrokerError
@@ -63,11 +64,21 @@ class BlockReader:
     """
 
     def __init__(
-        self, stream: StreamSettings, schema: SchemaSettings, hold_out: HoldOut, *, read_only: bool = False
+        self,
+        stream: StreamSettings,
+        schema: SchemaSettings,
+        hold_out: HoldOut,
+        *,
+        read_only: bool = False,
+        traced: bool = False,
     ) -> None:
-        """With `read_only`, nothing is written to Kafka: no dead letters, and `commit` does nothing."""
+        """With `read_only`, nothing is written to Kafka: no dead letters, and `commit` does nothing.
+
+        `traced`: blocks have the trace contexts of their messages.
+        """
         self._read_only = read_only
         self._stream = stream
+        self._traced = traced
         self._schema = schema
         self._hold_out = hold_out
         self._process = IngestProcess(BlockLayout(Schema(schema, stream.labels)), stream)
@@ -250,6 +261,7 @@ class BlockReader:
                 self._cursors.positions,
                 self._cursors.fingerprints,
                 read_only=self._read_only,
+                traced=self._traced,
             )
         )
         if self._paused:
@@ -290,11 +302,12 @@ class BlockReader:
             case PartitionsOpened():
                 self._opened = True
                 self._cursors.add_opened(message)
-            case BlockReady(slot, rows, coverage, unknown_fields, letters_dropped):
+            case BlockReady(slot, rows, coverage, unknown_fields, letters_dropped, contexts):
                 self._backoff.reset()
                 ring = self._process.ring
                 assert ring is not None
-                block = SharedBlock(ring.views(slot, rows), coverage, slot, ring)
+                block = SharedBlock(ring.views(slot, rows), coverage, slot, ring, contexts=contexts)
+                count_left_out("links", message.contexts_left_out)
                 self.unknown_fields += unknown_fields
                 self.letters_dropped.update(letters_dropped)
                 self._cursors.advance(block)

@@ -20,6 +20,8 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
     marks: list[PartitionFingerprint]
     read_only: bool = False
     """Whether nothing is written to Kafka: no dead letters, and no positions of the consumer group."""
+    traced: bool = False
+    """Whether trace contexts of messages are read."""
 
 
 class Release(msgspec.Struct, frozen=True, tag=True):
@@ -70,6 +72,10 @@ class BlockReady(msgspec.Struct, frozen=True, tag=True):
     unknown_fields: int
     letters_dropped: dict[str, int] = {}
     """Dead letters that were not written, by reason, since the previous block."""
+    contexts: list[tuple[int, str]] = []
+    """Sampled trace contexts of messages, each with its row."""
+    contexts_left_out: int = 0
+    """How many of them are too many for a block."""
 
 
 class HistoryProgress(msgspec.Struct, frozen=True):
@@ -159,8 +165,9 @@ def begin(
     marks: list[PartitionFingerprint],
     *,
     read_only: bool = False,
+    traced: bool = False,
 ) -> Begin:
-    """Return the first message, with the settings as JSON."""
+    """Return the first message, with the settings as JSON; `traced`: trace contexts of messages are read."""
     return Begin(
         stream=revealed(stream),
         schema=schema.model_dump_json(),
@@ -168,4 +175,5 @@ def begin(
         positions=positions,
         marks=marks,
         read_only=read_only,
+        traced=traced,
     )

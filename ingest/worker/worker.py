@@ -39,6 +39,7 @@ from ingest.transport.protocol import (
 from ingest.transport.shared_ring import SharedRing
 from ingest.worker.block_builder import Assembled, BlockBuilder, Incoming
 from ingest.worker.dead_letter_sender import FIRST_BACKOFF, LONGEST_BACKOFF, DeadLetterSender
+from ingest.worker.event_contexts import contexts_of, of_block
 from ingest.worker.history_feed import Cover, HistoryFeed
 from ingest.worker.lag_reporter import LAG_SECONDS, LagReporter
 from ingest.worker.partition_table import PartitionTable
@@ -75,12 +76,14 @@ class IngestWorker:
         schemas: WriterSchemas | None = None,
         history: HistorySource | None = None,
         read_only: bool = False,
+        traced: bool = False,
     ) -> None:
         """Take `schemas`, which finds the writer schemas of messages, where the stream has a registry.
 
         `history` is read before the partitions of the topics. With `read_only`, no dead letters are sent and no
-        positions are committed.
+        positions are committed. `traced`: blocks have the trace contexts of messages.
         """
+        self._traced = traced
         self._stream = stream
         self._client = client
         self._assembler = assembler
@@ -291,13 +294,15 @@ class IngestWorker:
     def _write_blocks(self, assembled: Assembled, cover: Cover) -> None:
         """Write rows into slots."""
         total, unknown = len(assembled), assembled.unknown_fields
+        contexts = contexts_of(assembled) if self._traced else []
         for begin, end in _pieces(total, self._ring.rows):
             while not self._free:
                 self._wait_for_learner()
             slot = self._free.pop()
             self._ring.write(slot, assembled.columns, begin, end)
-            coverage = tuple(cover(begin, end))
-            send(self._connection, BlockReady(slot, end - begin, coverage, unknown, self._letters.take_dropped()))
+            coverage, dropped = tuple(cover(begin, end)), self._letters.take_dropped()
+            own, left_out = of_block(contexts, begin, end)
+            send(self._connection, BlockReady(slot, end - begin, coverage, unknown, dropped, own, left_out))
             unknown = 0
 
     def _back_off(self, backoff: Backoff, problem: str) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from anabranch.core.errors import DependencyError
 from anabranch.core.failures import out_of_memory
+from anabranch.core.tracing.spans import record
 from learner.checkpointing.replay_state import pack
 from learner.config import CheckpointSettings
 from learner.errors import CheckpointError, CopyMemoryError
@@ -272,7 +273,9 @@ class Checkpointer:
         try:
             begin, now = time.perf_counter(), time.time()
             self._checkpoints.write(number, self._checkpoint(number, captured), now)
-            self._metrics.checkpoint.observe(time.perf_counter() - begin)  # not of a failed one: it also counts
+            seconds = time.perf_counter() - begin
+            self._metrics.checkpoint.observe(seconds)  # not of a failed one: it also counts
+            record("checkpoint", seconds, {"anabranch.checkpoint": number, "anabranch.step": captured.step})
             self.number, self.time, self._written = number, now, fingerprint
             self._segments = self._next_segments
             if self._oldest is None:

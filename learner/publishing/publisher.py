@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from anabranch.core.failures import out_of_memory
+from anabranch.core.tracing.spans import span
 from ingest.events.position import Position
 from ingest.events.schema import Schema
 from learner.config import VersionsSettings
@@ -237,7 +238,7 @@ class Publisher:
             return
         self._progress = progress
         self._watching = False
-        self._background.start(lambda: self._publish(snapshot))
+        self._background.start(lambda: self._publish_traced(snapshot))
 
     def _report_memory(self, exc: Exception, what: str) -> None:
         """Report that there is no memory now; the next attempt follows when it is due. Other errors are raised."""
@@ -261,6 +262,11 @@ class Publisher:
                 self._problem = None
         self._metrics.withdrawn.inc(self.gate.withdrawn - before)
 
+    def _publish_traced(self, snapshot: Snapshot) -> None:
+        with span("publish", {"anabranch.step": snapshot.step}) as traced:
+            self._publish(snapshot)
+            traced.set("anabranch.version", self.number or 0)
+
     def _publish(self, snapshot: Snapshot) -> None:
         """Score, judge and write a version, whose weights come to the host first, and delete old versions.
 
@@ -270,8 +276,10 @@ class Publisher:
         try:
             # Page-locked memory goes back for the next copies: the gate keeps weights for long.
             weights = {n: each.clone() if each.is_pinned() else each.cpu() for n, each in snapshot.weights.items()}
-            scores_G, holdout = self._score(weights, snapshot.holdout)
-            verdict = self.gate.judge(scores_G, holdout)
+            with span("gate") as traced:
+                scores_G, holdout = self._score(weights, snapshot.holdout)
+                verdict = self.gate.judge(scores_G, holdout)
+                traced.set("anabranch.verdict", verdict.verdict)
         except (RuntimeError, MemoryError) as exc:
             self._report_memory(exc, _NO_VERSION)
             self._progress = None  # to try again, even without new progress

@@ -139,6 +139,8 @@ class RegistryState(msgspec.Struct, frozen=True):
     """Versions that are not served again."""
     promoted: int | None = None
     """The last version that a person promoted; served whatever its verdict."""
+    recent: list[int] = []
+    """The newest versions that were swapped in, the last one last."""
 
 
 class Versions(ManifestDirectory[Manifest]):

@@ -69,6 +69,7 @@ class Batch:
         new: columns of the B events to train on, each `[B, ...]`.
         stored_only: columns of events that are stored without training on them.
         held_out: columns of events for the holdout set.
+        contexts: sampled trace contexts of events of the stream, as `traceparent`.
         relabelled: columns of events that may be in the holdout set as negatives, and whose label came after that.
         spans: all rows that are settled after the step, in order.
         waiting: columns of events that begin to wait for their label.
@@ -84,6 +85,7 @@ class Batch:
     labels: dict[str, Array] = field(default_factory=dict)
     decided: Decided | None = None
     relabelled: dict[str, Array] = field(default_factory=dict)
+    contexts: Sequence[str] = ()
 
     def __len__(self) -> int:
         return len(self.new["offset"]) if self.new else 0

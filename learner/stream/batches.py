@@ -60,6 +60,7 @@ class BatchBuilder:
     waiting: list[Rows] = field(default_factory=list)
     labels: list[Rows] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
+    contexts: list[str] = field(default_factory=list)
     count: int = 0
     stored: int = 0
     late: int = 0
@@ -88,6 +89,7 @@ class BatchBuilder:
             self.spans,
             _copied(self.waiting),
             _copied(self.labels),
+            contexts=self.contexts,
         )
 
     def take(self, block: Block, begin: int, max_rows: int, *, exactly: bool = False) -> int:
@@ -126,6 +128,8 @@ class BatchBuilder:
         self.count += len(indices)
         self.ended = begin + n == len(block)
         self.spans.append(_span(block, rows, begin, trained, done=self.ended))
+        if block.contexts:
+            self.contexts += [context for row, context in block.contexts if begin <= row < begin + n]
         return begin + n
 
     def _read(

@@ -49,7 +49,7 @@ class _PartitionQueue:
             # Markers and aborted records: consecutive blocks without rows are kept as one.
             (before,) = self.blocks[-1].coverage
             merged = replace(before, end=cover.end, last=cover.last or before.last)
-            self.blocks[-1] = Block(self.blocks[-1].columns, (merged,))
+            self.blocks[-1] = Block(self.blocks[-1].columns, (merged,), contexts=self.blocks[-1].contexts)
             return True
         self.blocks.append(block)
         self.trainable += int(trainable(block.columns, unlabelled=self._unlabelled).sum())
@@ -180,7 +180,8 @@ class RoundRobin:
         for cover in block.coverage:
             own = block.columns["partition"] == cover.partition
             rows = {name: column[own] for name, column in block.columns.items()}
-            part = Block(rows, (cover,))
+            contexts = [(int(np.count_nonzero(own[:row])), context) for row, context in block.contexts if own[row]]
+            part = Block(rows, (cover,), contexts=contexts)
             if not self._queues[cover.partition].add(part):
                 settled.take(part, 0, 1)
         waiting = sum(len(queued) for queue in self._queues for queued in queue.blocks)

@@ -7,18 +7,22 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from functools import partial
+from http import HTTPStatus
 from typing import Any, TypeAlias
 
 import grpc
 from google.protobuf.message import DecodeError
 from typing_extensions import override
 
+from anabranch.core.tracing.context import TRACEPARENT, TRACESTATE
+from anabranch.core.tracing.spans import current_tracer
 from serving.config import ServingSettings
 from serving.errors import BadRequestError, DeadlineExceededError, RequestError
 from serving.grpc.messages import MESSAGES, SERVICE
 from serving.grpc.tensors import read_request, write_reply
 from serving.http.auth import check_read
 from serving.http.request_body import BodyReader, HeldBytes
+from serving.inference.request_tracing import begin_request, end_request
 from serving.inference.service import Service, in_thread, is_large
 from serving.metrics import ServingMetrics
 
@@ -102,6 +106,8 @@ class InferenceCalls:
 
     async def _infer(self, body: bytes, context: _Context) -> bytes:
         began, status = time.perf_counter(), _CLIENT_CLOSED_REQUEST
+        if current_tracer() is not None:
+            _begin_span(context.invocation_metadata())
         try:
             with HeldBytes(self._bodies) as held:
                 reply = await self._in_time(self._answer(body, context, held), context)
@@ -116,6 +122,7 @@ class InferenceCalls:
             return reply
         finally:
             self._metrics.request(status, time.perf_counter() - began)
+            end_request(status, {"rpc.grpc.status_code": _grpc_code(status)})
 
     async def _in_time(self, answer: Coroutine[Any, Any, bytes], context: _Context) -> bytes:
         left: float | None = context.time_remaining()
@@ -199,6 +206,20 @@ async def _refuse(exc: RequestError, _messages: object, context: _Context) -> No
     after = exc.retry_after
     hints = () if after is None else (("retry-after", str(math.ceil(after.total_seconds()))),)
     await context.abort(_CODES.get(exc.status, grpc.StatusCode.INTERNAL), str(exc), hints)
+
+
+def _begin_span(metadata: Metadata) -> None:
+    fields = {name: value for name, value in metadata or () if isinstance(value, str)}
+    attributes = {"rpc.system": "grpc", "rpc.service": SERVICE, "rpc.method": "ModelInfer"}
+    begin_request(f"{SERVICE}/ModelInfer", fields.get(TRACEPARENT), fields.get(TRACESTATE), attributes)
+
+
+def _grpc_code(status: int) -> int:
+    if status in (HTTPStatus.OK, _CLIENT_CLOSED_REQUEST):
+        code = grpc.StatusCode.OK if status == HTTPStatus.OK else grpc.StatusCode.CANCELLED
+    else:
+        code = _CODES.get(status, grpc.StatusCode.INTERNAL)
+    return int(code.value[0])
 
 
 def _passes(check: Callable[[], object]) -> bool:

@@ -18,6 +18,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from anabranch.core.tracing.context import TRACEPARENT, TRACESTATE
+from anabranch.core.tracing.spans import current_tracer
 from serving.config import ServingSettings, Tokens
 from serving.dashboard.assets import Page, load_page
 from serving.dashboard.status import Overview
@@ -40,6 +42,7 @@ from serving.http.middleware import (
 )
 from serving.http.openapi import OPERATIONS, build_openapi
 from serving.http.request_body import BodyReader, ClientDisconnectedError, DisconnectWatcher, HeldBytes
+from serving.inference.request_tracing import begin_request, end_request
 from serving.inference.service import Service
 from serving.metrics import ServingMetrics
 from serving.protocol.codec import HEADER_LENGTH
@@ -49,6 +52,8 @@ _OPEN = frozenset(path for path, operation in OPERATIONS.items() if not operatio
 _NOT_STORED = {"cache-control": "no-store"}
 _CLIENT_CLOSED_REQUEST = 499
 _HEADER_LENGTH = HEADER_LENGTH.encode()
+_ROUTE = "/v2/models/{name}/infer"
+_ROUTE_OF_VERSION = "/v2/models/{name}/versions/{version}/infer"
 _LARGE_REPLY = 65_536
 """Larger replies, in bytes, wait until the client has read them."""
 
@@ -86,6 +91,8 @@ class _Infer:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         began = time.perf_counter()
+        if current_tracer() is not None:
+            _begin_span(scope)
         with HeldBytes(self._bodies) as held:
             response = await self._response(scope, receive, held, began)
             held.add(len(response.body))
@@ -106,6 +113,7 @@ class _Infer:
             response = Response(status_code=_CLIENT_CLOSED_REQUEST)
         finally:
             self._metrics.request(response.status_code, time.perf_counter() - began)
+            end_request(response.status_code, {"http.response.status_code": response.status_code})
         return response
 
     async def _answer(self, scope: Scope, receive: Receive, held: HeldBytes) -> Response:
@@ -121,6 +129,18 @@ class _Infer:
         if length is None:
             return Response(reply, media_type="application/json")
         return Response(reply, headers={HEADER_LENGTH: str(length)}, media_type="application/octet-stream")
+
+
+def _begin_span(scope: Scope) -> None:
+    parent, state = (header(scope, name) for name in (TRACEPARENT.encode(), TRACESTATE.encode()))
+    method, path = scope["method"], scope["path"]
+    route = _ROUTE_OF_VERSION if "version" in scope["path_params"] else _ROUTE
+    begin_request(
+        f"{method} {route}",
+        None if parent is None else parent.decode("latin-1"),
+        None if state is None else state.decode("latin-1"),
+        {"http.request.method": method, "http.route": route, "url.path": path, "url.scheme": scope["scheme"]},
+    )
 
 
 async def _send(response: Response, scope: Scope, receive: Receive, send: Send) -> None:

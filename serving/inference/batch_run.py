@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,6 +20,9 @@ from serving.model.device import free_cached_memory
 from serving.model.loaded_version import ServedVersion, is_finite
 from serving.protocol.codec import EMBEDDING
 from serving.protocol.tensors import Array
+
+if TYPE_CHECKING:
+    from anabranch.core.tracing.tracer import RequestSpan
 
 log = logging.getLogger("anabranch.serving")
 
@@ -42,6 +46,8 @@ class QueuedRequest:
     outcome: Outputs | RequestError | None = field(default=None)
     raised: bool = field(default=False)
     """Whether the model raised on this input, and not on zeros."""
+    span: "RequestSpan | None" = None
+    """The request's span; None if it is not traced."""
 
 
 class BatchRunner:

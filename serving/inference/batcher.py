@@ -22,6 +22,7 @@ from serving.config import ServingSettings
 from serving.errors import RequestError, TooManyRequestsError, UnavailableError
 from serving.inference.batch_run import BatchRunner, Outputs, QueuedRequest
 from serving.inference.recent_failures import RecentFailures
+from serving.inference.request_tracing import batch_span, request_span
 from serving.model.device import use_device
 from serving.model.loaded_version import ServedVersion
 from serving.protocol.tensors import Array
@@ -173,6 +174,7 @@ class Batcher:
         if waiting_rows + rows > self._max_queue:
             raise TooManyRequestsError(f"{waiting_rows} rows wait already; at most {self._max_queue} may wait")
         waiting = QueuedRequest(version, features, rows, self._loop.time(), self._loop.create_future(), embed, peer)
+        waiting.span = request_span.get()
         queue = self._alone if peer in self._failures else self._shared
         queue.add(waiting)
         try:
@@ -249,7 +251,8 @@ class Batcher:
         try:
             use_device(self._device)
             while (batch := self._batches.get()) is not None:
-                self._runner.run(batch)
+                with batch_span(batch):
+                    self._runner.run(batch)
                 self._loop.call_soon_threadsafe(self._answer, batch)
                 batch = []  # otherwise it keeps its version in memory until the next batch
         except Exception as exc:

@@ -12,6 +12,7 @@ from torch import nn
 
 from anabranch.core.errors import DependencyError, SettingsError
 from anabranch.core.failures import failure_of
+from anabranch.core.tracing.config import TracingSettings
 from ingest.events.schema import Schema
 from learner.config import ModelSettings, StrategySettings
 from learner.errors import VersionError
@@ -60,6 +61,8 @@ class Deployment:
     """`learner.strategy`, which may add to the model what it trains."""
     storage: StorageSettings | None = None
     """The object store that versions come from; None: they come from the learner of `state_dir`."""
+    tracing: TracingSettings | None = None
+    """`[tracing]`; None: nothing is traced."""
     _shared: "SharedBases" = field(default_factory=lambda: SharedBases(), compare=False, repr=False)
 
     @property

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Self
 
 from anabranch.core.failures import Failure, failure_of
+from anabranch.core.tracing.spans import record
 from learner.errors import VersionError
 from learner.state_dir.version import RegistryState
 from serving.errors import ConflictError, RequestError, UnavailableError
@@ -214,10 +215,11 @@ class VersionSwapper:
 
         `back`: it may have learned less than the served version.
         """
-        served = None if back or self.current is None else self.current.manifest
+        served, began = None if back or self.current is None else self.current.manifest, time.perf_counter()
         version = self._loader.load(number, self.state, self._stale, served)
         if version is not None:
             self._take(version)
+            record("swap", time.perf_counter() - began, {"anabranch.version": number})
         return version is not None
 
     def _stays(self, served: int) -> bool:

@@ -10,6 +10,7 @@ from learner.state_dir.version import RegistryState, Versions
 from serving.rollout.eligibility import ServingPolicy
 
 _MOST_ROLLED_BACK = 1000
+_MOST_RECENT = 100
 
 
 class StateFile:
@@ -65,10 +66,15 @@ def _served(state: RegistryState, previous: int | None, number: int) -> Registry
         return state
     back = previous is not None and number < previous and state.pinned is None
     rolled_back = sorted({*state.rolled_back, previous}) if back and previous is not None else state.rolled_back
+    recent = [*state.recent, number]
     if state.serving == number:  # already written, or a restart
-        previous = state.previous
+        previous, recent = state.previous, state.recent
     elif previous is None:
         previous = state.serving
     return msgspec.structs.replace(
-        state, serving=number, previous=previous, rolled_back=rolled_back[-_MOST_ROLLED_BACK:]
+        state,
+        serving=number,
+        previous=previous,
+        rolled_back=rolled_back[-_MOST_ROLLED_BACK:],
+        recent=recent[-_MOST_RECENT:],
     )

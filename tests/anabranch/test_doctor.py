@@ -40,6 +40,7 @@ import anabranch.doctor.state_dir_checks
 from anabranch.cli import app as cli
 from anabranch.config.loader import load_config
 from anabranch.core.object_store.bucket import Bucket
+from anabranch.core.tracing.config import TracingSettings
 from anabranch.doctor import accelerator_checks, probe
 from anabranch.doctor import runner as examination
 from anabranch.doctor.accelerator_checks import DeviceLoad, check_compiler
@@ -61,6 +62,7 @@ from learner.model.factory import build_on_device, make_task
 from learner.model.task import Classification
 from learner.model.trained_set import trained_state
 from learner.object_storage.head import HEAD
+from learner.sections.mlflow_settings import MlflowSettings
 from learner.state_dir.checkpoint import Checkpoint, Checkpoints
 from learner.state_dir.lock import hold_state_directory
 from learner.state_dir.report import BackfillReport, LearnerReport, write_report
@@ -309,7 +311,15 @@ class TestInstallation:
     ) -> None:
         monkeypatch.setitem(sys.modules, "pyarrow", None)
         monkeypatch.setitem(sys.modules, "fastavro", None)
+        monkeypatch.setitem(sys.modules, "opentelemetry.trace", None)
+        monkeypatch.setitem(sys.modules, "mlflow", None)
         config = load_config(example / "pipeline.toml")
+        plain = config.pipeline
+        sections = {"tracing": TracingSettings(), "mlflow": MlflowSettings(tracking_uri="http://mlflow:5000")}
+        config.pipeline = plain.model_copy(update=sections)
+        fixes = [each.fix for each in check_install(CheckContext(example, 1, config))]
+        assert fixes == [f"Install it: pip install 'anabranch[{extra}]'." for extra in ("otel", "mlflow")]
+        config.pipeline = plain
         stream = config.pipeline.stream.model_copy(update={"format": "arrow"})
         config.pipeline = config.pipeline.model_copy(update={"stream": stream})
         (finding,) = check_install(CheckContext(example, 1, config))

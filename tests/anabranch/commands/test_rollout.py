@@ -90,6 +90,7 @@ def test_a_serving_process_applies_a_command_at_once_and_says_what_it_serves(
         "previous": 3,
         "pinned": None,
         "rolled_back": [3],
+        "recent": [2, 3, 2],
         "promoted": 2,
         "running": True,
     }

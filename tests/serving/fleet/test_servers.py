@@ -210,7 +210,7 @@ def test_the_canary_answers_at_the_canaries_alone(pair, learning, storage, body_
     canary = a.report().server
     rollout = RolloutFile(storage.bucket)
     rollout.replace(FleetRollout(stable=1, canary=2, canaries=[canary]))
-    eventually(lambda: b.deployment.versions.state() == RegistryState(serving=1))
+    eventually(lambda: b.deployment.versions.state() == RegistryState(serving=1, recent=[1]))
     learning.publish(2)
     eventually(lambda: ask(a, body_of(1)) == "2")
     assert ask(b, body_of(1)) == "1"

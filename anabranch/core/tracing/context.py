@@ -1,0 +1,34 @@
+"""The trace context of W3C, as HTTP, gRPC and Kafka carry it: `traceparent` and `tracestate`.
+
+https://www.w3.org/TR/trace-context/
+"""
+
+import re
+from collections.abc import Iterable
+
+TRACEPARENT = "traceparent"
+TRACESTATE = "tracestate"
+MOST_LINKS = 32
+"""Contexts of the events of a block or a step that are linked."""
+_FORM = re.compile("(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
+_FLAGS = slice(53, 55)
+_SAMPLED = 1
+_LONGEST = 55
+
+
+def is_sampled(traceparent: str) -> bool | None:
+    """Return whether the sender traces the request or event; None where the field is not valid."""
+    if _FORM.fullmatch(traceparent[:_LONGEST]) is None:
+        return None
+    return bool(int(traceparent[_FLAGS], 16) & _SAMPLED)
+
+
+def sampled_contexts(headers: Iterable[Iterable[tuple[str, bytes]]]) -> Iterable[tuple[int, str]]:
+    """Yield the index of each message whose headers have a sampled `traceparent`, and the field."""
+    for index, fields in enumerate(headers):
+        for name, value in fields:
+            if name == TRACEPARENT and value is not None:
+                text = value[:_LONGEST].decode("ascii", "replace")
+                if is_sampled(text):
+                    yield index, text
+                break

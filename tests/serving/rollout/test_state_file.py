@@ -1,0 +1,21 @@
+"""`state.json`: which versions have served, of all workers, in their order."""
+
+from pathlib import Path
+
+from learner.state_dir.version import Versions
+from serving.rollout.eligibility import ServingPolicy
+from serving.rollout.state_file import _MOST_RECENT, StateFile
+
+
+def test_it_names_the_versions_that_served_most_recently(tmp_path: Path) -> None:
+    versions = Versions(tmp_path)
+    workers = [StateFile(versions, ServingPolicy(versions)) for _ in range(2)]
+    for previous, number in [(None, 1), (1, 2), (2, 4), (4, 2)]:
+        for worker in workers:  # the second has nothing to add
+            worker.swapped(previous, number)
+    assert versions.state().recent == [1, 2, 4, 2]
+    workers[0].swapped(None, 2)  # a restart
+    assert versions.state().recent == [1, 2, 4, 2]
+    for number in range(5, 5 + 2 * _MOST_RECENT):
+        workers[0].swapped(number - 1, number)
+    assert versions.state().recent == [*range(5 + _MOST_RECENT, 5 + 2 * _MOST_RECENT)]
