@@ -76,6 +76,7 @@ class Checkpointer:
         """Its events are in each checkpoint."""
         self._metrics = metrics
         self._due = time.monotonic() + self._every
+        self._check = check
         self._background = BackgroundWorker("checkpointer", check)
         self._in_snapshot = False
         self._segments = self._next_segments = segments
@@ -282,6 +283,7 @@ class Checkpointer:
                     captured.labels.file.mark_named()
                 if self._background_store is not None and captured.store is not None:
                     self._background_store.mark_named()
+            self._check()  # an undo that was ordered meanwhile needs the oldest
             self._checkpoints.prune(self._keep)
             self._after_prune()
             self._oldest = min(self._checkpoints.numbers(), default=None)

@@ -130,7 +130,7 @@ class Checkpoints(ManifestDirectory[CheckpointManifest]):
 
         The errors of damaged ones are added to `damage`.
         """
-        for number in reversed(self._by_age()):
+        for number in reversed(self.by_age()):
             try:
                 manifest = self.manifest(number)
                 paths = self._verified(manifest, lenient=lenient)
@@ -159,7 +159,7 @@ class Checkpoints(ManifestDirectory[CheckpointManifest]):
         Raises:
             CheckpointError: the manifest is damaged.
         """
-        numbers = self._by_age()
+        numbers = self.by_age()
         return self.manifest(numbers[-1]) if numbers else None
 
     def check(self, manifest: CheckpointManifest) -> None:
@@ -224,11 +224,17 @@ class Checkpoints(ManifestDirectory[CheckpointManifest]):
             try:
                 manifest = self.manifest(number)
                 if not manifest.begins:
-                    state = decoded(self.read(manifest, f"{RANK}/{STATE}"), dict[str, Any])
-                    through = min(through, int(state.get(ERASED, 0)))
-            except (CheckpointError, DamagedError):
+                    through = min(through, int(self.state(manifest).get(ERASED, 0)))
+            except CheckpointError:
                 return 0
         return through
+
+    def state(self, manifest: CheckpointManifest) -> dict[str, Any]:
+        """Read the plain values of a checkpoint, and check their digest."""
+        if (name := f"{RANK}/{STATE}") not in manifest.files:
+            raise CheckpointError(f"checkpoint {manifest.number}: it has no {name}")
+        with _damage_of(manifest):
+            return decoded(self.read(manifest, name), dict[str, Any])
 
     def open(self, manifest: CheckpointManifest) -> tuple[dict[str, Mapping[str, Tensor]], dict[str, Any]]:
         """Return the parts of a checkpoint, whose tensors are read on access, and its state.
@@ -249,7 +255,7 @@ class Checkpoints(ManifestDirectory[CheckpointManifest]):
 
     def newer_than(self, number: int) -> list[int]:
         """Return the checkpoints that a restart prefers to this one, the newest first."""
-        by_age = self._by_age()
+        by_age = self.by_age()
         return by_age[: by_age.index(number) : -1]
 
     def set_aside(self, number: int) -> None:
@@ -273,13 +279,13 @@ class Checkpoints(ManifestDirectory[CheckpointManifest]):
         Those that `newest` refused do not count: one is deleted once there are `keep` newer ones that are intact.
         """
         kept = 0
-        for number in reversed(self._by_age()):
+        for number in reversed(self.by_age()):
             if kept >= keep:
                 self.delete(number)
                 self._refused.discard(number)
             kept += number not in self._refused
 
-    def _by_age(self) -> list[int]:
+    def by_age(self) -> list[int]:
         """Return the numbers of all checkpoints, by generation, then by number."""
 
         def age(number: int) -> tuple[int, int]:
