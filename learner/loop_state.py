@@ -9,11 +9,11 @@ from learner.adaptation.stream_monitor import StreamMonitor
 from learner.checkpointing.checkpointer import CapturedState, Checkpointer
 from learner.checkpointing.erasure import Erasure
 from learner.checkpointing.stateful import Stateful, StatefulPart, restore_states, states_of
+from learner.errors import MisfitError
 from learner.evaluation.holdout import HoldoutSet
 from learner.late_labels import LateLabels
 from learner.publishing.publisher import Progress, Publisher, Snapshot
 from learner.replay_feed import ReplayFeed
-from learner.errors import MisfitError
 from learner.state_dir.checkpoint import ERASED, Checkpoint
 from learner.state_dir.undo_file import NAME, UNDONE
 from learner.stream.lag import LagPolicy

@@ -25,7 +25,7 @@ from typing import Any
 import msgspec
 from torch import Tensor
 
-from anabranch.core.failures import DamagedError, damage_is, decoded
+from anabranch.core.failures import damage_is, decoded
 from anabranch.core.files import MOST_BYTES
 from learner.errors import CheckpointError, MisfitError
 from learner.state_dir.folders import MANIFEST, Folder, Storage

@@ -1,10 +1,11 @@
 """`undo.json`: which events the learner has to unlearn, and how far that has come.
 
-`anabranch undo` appends an order. A learner that holds the state directory returns to a checkpoint that has seen none of
-its events, and records that; from then on it skips these events whenever it reads them. Orders stay: an older checkpoint
-may be restored at any time.
+`anabranch undo` appends an order. A learner that holds the state directory returns to a checkpoint that has seen none
+of its events, and records that; from then on it skips these events whenever it reads them. Orders stay: an older
+checkpoint may be restored at any time.
 
-The file is replaced atomically and durably, under a lock on `undo.lock`. A missing file has no orders. Imports no torch.
+The file is replaced atomically and durably, under a lock on `undo.lock`. A missing file has no orders. Imports no
+torch.
 """
 
 import contextlib

@@ -10,7 +10,7 @@ import torch
 
 from ingest.events.identity import partition_name
 from ingest.events.schema import Schema
-from learner.state_dir.undo_file import UndoOrder, append_order, ranges_of, read_undo
+from learner.state_dir.undo_file import UndoOrder, append_order, ranges_of
 from tests.learner.learner_bench import TIERS
 from tests.learner.undo.undo_bench import NAMES, Missing, UndoBench
 
