@@ -68,15 +68,15 @@ def carry_out(config: Config, plan: UndoPlan, patience: timedelta) -> UndoResult
     Raises:
         SettingsError: the order cannot be written, and nothing has changed.
     """
+    ran = is_held(config.state_dir)
     try:
         order = append_order(config.state_dir, lambda number: plan.order(number, time.time()))
     except OSError as exc:
         raise SettingsError(f"{config.state_dir / NAME} cannot be written: {exc.strerror}; nothing is undone") from exc
     serving = _serve_clean(config, plan)
     deadline = time.monotonic() + patience.total_seconds()
-    while (checkpoint := _returned(config, order)) is None and is_held(config.state_dir):
-        if time.monotonic() > deadline:
-            break
+    # A learner that runs ends, and is started again: for a moment there is none.
+    while (checkpoint := _returned(config, order)) is None and ran and time.monotonic() < deadline:
         time.sleep(_PAUSE_SECONDS)
     return UndoResult(plan, order.number, checkpoint, serving, running=is_held(config.state_dir))
 
