@@ -153,7 +153,7 @@ def _erase(config: Config, log: ErasureLog, through: int) -> str | None:
         log.refresh()  # a learner that has ended may have done it
         if log.through >= through:
             return None
-        erase(checkpoints, log, whole=not left)
+        erase(checkpoints, log, config.pipeline.checkpoints.keep, whole=not left)
     if not left:
         return None
     return f"{' and '.join(left)} are removed by the next start of the learner, before anything is sampled"
