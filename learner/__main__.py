@@ -221,11 +221,11 @@ def _shortage_ends(stop: threading.Event) -> Iterator[None]:
 
     So does an order to undo events. Unless `stop` was set meanwhile: then the block just ends.
     """
-    from learner.errors import MemoryShortageError, UndoOrderedError
+    from learner.errors import MemoryShortageError, UndoRequestedError
 
     try:
         yield
-    except (MemoryShortageError, UndoOrderedError) as exc:
+    except (MemoryShortageError, UndoRequestedError) as exc:
         if not stop.is_set():
             log.error("%s", exc)  # noqa: TRY400 the sentence says all
             sys.exit(1)

@@ -74,7 +74,7 @@ class TrainingLoop:
         self.ledger = Ledger(parts.publisher.published_through())
         self._teacher = parts.teacher
         unlabelled = parts.teacher is not None and parts.teacher.unlabelled
-        source = WithoutUndone(parts.source, parts.undone) if parts.undone.orders else parts.source
+        source = WithoutUndone(parts.source, parts.undone) if parts.undone.records else parts.source
         self._batches = (
             RoundRobin(source, self._step_size, self._settled, unlabelled=unlabelled)
             if settings.deterministic

@@ -67,15 +67,15 @@ class StreamSearch:
         total = sum(ends[name] - begin for name, begin in positions.items())
         found: dict[TopicPartition, list[int]] = {name: [] for name in positions}
         self._client.assign(positions)
-        heard = time.monotonic()
+        received = time.monotonic()
         while left := sum(max(0, ends[name] - position) for name, position in positions.items()):
             progress(total - left, total)
             for messages in self._client.poll(_POLL, _AT_ONCE):
-                name, heard = messages.partition, time.monotonic()
+                name, received = messages.partition, time.monotonic()
                 positions[name] = max(positions[name], messages.end)
                 matched = np.flatnonzero(matches(messages)).tolist() if len(messages) else []
                 found[name] += [offset for at in matched if (offset := messages.offsets[at]) < ends[name]]
-            if time.monotonic() - heard > _SILENT_SECONDS:
+            if time.monotonic() - received > _SILENT_SECONDS:
                 raise BrokerError(
                     f"{self._settings.bootstrap_servers} has sent nothing for {_SILENT_SECONDS:.0f} s, with {left} "
                     "offsets left to read"
@@ -87,8 +87,8 @@ class StreamSearch:
 
 def with_header(header: str, value: str) -> Matches:
     """Match messages that have a header of this name with this value, as UTF-8."""
-    wanted = (header, value.encode())
-    return lambda messages: np.array([wanted in map(tuple, each) for each in messages.headers], np.bool_)
+    expected = (header, value.encode())
+    return lambda messages: np.array([expected in map(tuple, each) for each in messages.headers], np.bool_)
 
 
 def with_key(keys: Sequence[bytes], settings: SchemaSettings, stream: StreamSettings) -> Matches:

@@ -108,7 +108,7 @@ class Publisher:
         self._check = check
         self._background = BackgroundWorker("publisher", check)
         self.undone = 0
-        """The last order of `undo.json` whose events no version from now on has seen."""
+        """The last record of `undo.json` whose events no version from now on has seen."""
         self.number: int | None = max(versions.numbers(), default=None)
         """The newest version."""
         self.verdict: str | None = None

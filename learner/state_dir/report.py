@@ -305,7 +305,7 @@ class LearnerReport(msgspec.Struct, frozen=True, kw_only=True):
     erased_through: int = 0
     """The last record whose events are gone from the store, the holdout set and all checkpoints."""
     undo: UndoReport | None = None
-    """The last order of `anabranch undo`; None without one."""
+    """The last record of `anabranch undo`; None without one."""
     version: int | None = None
     """The newest version published."""
     verdict: str | None = None

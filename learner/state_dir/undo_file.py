@@ -1,10 +1,10 @@
 """`undo.json`: which events the learner has to unlearn, and how far that has come.
 
-`anabranch undo` appends an order. A learner that holds the state directory returns to a checkpoint that has seen none
-of its events, and records that; from then on it skips these events whenever it reads them. Orders stay: an older
+`anabranch undo` appends a record. A learner that holds the state directory returns to a checkpoint that has seen none
+of its events, and records that; from then on it skips these events whenever it reads them. Records stay: an older
 checkpoint may be restored at any time.
 
-The file is replaced atomically and durably, under a lock on `undo.lock`. A missing file has no orders. Imports no
+The file is replaced atomically and durably, under a lock on `undo.lock`. A missing file has no records. Imports no
 torch.
 """
 
@@ -26,7 +26,7 @@ NAME = "undo.json"
 LOCK = "undo.lock"
 FORMAT = 1
 UNDONE = "undone"
-"""Key of a checkpoint's state: the number of the last order whose events it has never seen."""
+"""Key of a checkpoint's state: the number of the last record whose events it has never seen."""
 
 _Offset = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
@@ -45,7 +45,7 @@ class OffsetRanges(msgspec.Struct, frozen=True):
 
 
 class WentBack(msgspec.Struct, frozen=True, kw_only=True):
-    """How a learner has applied an order."""
+    """How a learner has applied a record."""
 
     checkpoint: int
     """The checkpoint that it returned to."""
@@ -55,7 +55,7 @@ class WentBack(msgspec.Struct, frozen=True, kw_only=True):
     """Where that checkpoint reads on, by partition as `topic#incarnation[partition]`."""
 
 
-class UndoOrder(msgspec.Struct, frozen=True, kw_only=True):
+class UndoRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Events that are to be unlearned."""
 
     number: int
@@ -74,11 +74,11 @@ class UndoFile(msgspec.Struct, frozen=True):
     """The contents of the file."""
 
     format: int = FORMAT
-    orders: list[UndoOrder] = []
+    records: list[UndoRecord] = []
 
 
 class UndoReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The last order, as the learner's report has it."""
+    """The last record, as the learner's report has it."""
 
     number: int
     checkpoint: int
@@ -91,8 +91,8 @@ class UndoReport(msgspec.Struct, frozen=True, kw_only=True):
     """The part that was read again, 0 to 1; 1 only at the end."""
 
 
-def read_undo(state_dir: Path) -> Sequence[UndoOrder]:
-    """Return all orders, by number.
+def read_undo(state_dir: Path) -> Sequence[UndoRecord]:
+    """Return all records, by number.
 
     Raises:
         SettingsError: the file is damaged, or of another release.
@@ -100,7 +100,7 @@ def read_undo(state_dir: Path) -> Sequence[UndoOrder]:
     """
     path = state_dir / NAME
     try:
-        with away_is_dependency(f"{path} cannot be read; its orders are needed"):
+        with away_is_dependency(f"{path} cannot be read; its records are needed"):
             try:
                 content = read_file(path, MOST_BYTES)
             except FileNotFoundError:
@@ -108,35 +108,35 @@ def read_undo(state_dir: Path) -> Sequence[UndoOrder]:
         file = decoded(content, UndoFile)
         if file.format != FORMAT:
             raise DamagedError(f"it is of format {file.format}, and this release reads {FORMAT}")
-        _check(file.orders)
+        _check(file.records)
     except DamagedError as exc:
         raise SettingsError(
             f"{path} cannot be used: {exc}; put it back from a backup, or what was undone may be learned again"
         ) from exc
-    return file.orders
+    return file.records
 
 
-def append_order(state_dir: Path, make: Callable[[int], UndoOrder]) -> UndoOrder:
-    """Append the order that `make` returns for its number; it is durable when this returns.
+def append_record(state_dir: Path, make: Callable[[int], UndoRecord]) -> UndoRecord:
+    """Append the record that `make` returns for its number; it is durable when this returns.
 
     Raises:
         SettingsError: the file is damaged, or of another release.
         OSError: it cannot be written; nothing has changed.
     """
     with _changing(state_dir):
-        orders = read_undo(state_dir)
-        order = make(len(orders) + 1)
-        _write(state_dir, [*orders, order])
-    return order
+        records = read_undo(state_dir)
+        record = make(len(records) + 1)
+        _write(state_dir, [*records, record])
+    return record
 
 
 def record_return(state_dir: Path, went_back: WentBack) -> None:
-    """Record for all orders without a return that a learner went back; raises as `append_order`."""
+    """Record for all records without a return that a learner went back; raises as `append_record`."""
     with _changing(state_dir):
-        orders = [
-            msgspec.structs.replace(order, went_back=order.went_back or went_back) for order in read_undo(state_dir)
+        records = [
+            msgspec.structs.replace(record, went_back=record.went_back or went_back) for record in read_undo(state_dir)
         ]
-        _write(state_dir, orders)
+        _write(state_dir, records)
 
 
 def stamp_of(state_dir: Path) -> object:
@@ -164,21 +164,21 @@ def ranges_of(offsets: Mapping[str, Sequence[tuple[int, int]]]) -> dict[str, Off
     return merged
 
 
-def _check(orders: Sequence[UndoOrder]) -> None:
-    """Raise DamagedError unless the orders have the numbers from 1 on, and their ranges are ranges."""
-    for number, order in enumerate(orders, 1):
-        if order.number != number:
-            raise DamagedError(f"it has order {order.number} where {number} should be")
-        for name, ranges in order.ranges.items():
+def _check(records: Sequence[UndoRecord]) -> None:
+    """Raise DamagedError unless the records have the numbers from 1 on, and their ranges are ranges."""
+    for number, record in enumerate(records, 1):
+        if record.number != number:
+            raise DamagedError(f"it has record {record.number} where {number} should be")
+        for name, ranges in record.ranges.items():
             ends = [each for pair in zip(ranges.firsts, ranges.lasts, strict=False) for each in pair]
             rises = all(first < last for first, last in zip(ends[1::2], ends[2::2], strict=False))
             fits = len(ranges.firsts) == len(ranges.lasts) and all(map(int.__le__, ranges.firsts, ranges.lasts))
             if not (rises and fits):
-                raise DamagedError(f"the ranges of {name[:200]!r} in order {number} do not ascend")
+                raise DamagedError(f"the ranges of {name[:200]!r} in record {number} do not ascend")
 
 
-def _write(state_dir: Path, orders: Sequence[UndoOrder]) -> None:
-    replace_file(state_dir / NAME, msgspec.json.encode(UndoFile(orders=list(orders))))
+def _write(state_dir: Path, records: Sequence[UndoRecord]) -> None:
+    replace_file(state_dir / NAME, msgspec.json.encode(UndoFile(records=list(records))))
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from ingest.events.identity import partition_name
 from ingest.events.partition import TopicPartition
-from learner.state_dir.undo_file import UNDONE, UndoOrder
+from learner.state_dir.undo_file import UNDONE, UndoRecord
 from learner.state_dir.version import Manifest
 
 TORN = ("rows", "arrow")
@@ -22,19 +22,19 @@ class Seen(NamedTuple):
     """What a checkpoint or a version has seen of the stream."""
 
     undone: int
-    """The last order whose events it has never seen, whatever its offsets are."""
+    """The last record whose events it has never seen, whatever its offsets are."""
     offsets: Mapping[str, int]
     """The first offset that it has not seen, by partition as `topic#incarnation[partition]`."""
 
-    def taints(self, order: UndoOrder) -> bool:
-        """Return whether it has seen an event of an order."""
-        if self.undone >= order.number:
+    def taints(self, record: UndoRecord) -> bool:
+        """Return whether it has seen an event of a record."""
+        if self.undone >= record.number:
             return False
-        return any(ranges.firsts[0] < self.offsets.get(name, 0) for name, ranges in order.ranges.items())
+        return any(ranges.firsts[0] < self.offsets.get(name, 0) for name, ranges in record.ranges.items())
 
-    def tainted_by(self, orders: Sequence[UndoOrder]) -> list[int]:
-        """Return the numbers of the orders of which it has seen an event."""
-        return [order.number for order in orders if self.taints(order)]
+    def tainted_by(self, records: Sequence[UndoRecord]) -> list[int]:
+        """Return the numbers of the records of which it has seen an event."""
+        return [record.number for record in records if self.taints(record)]
 
 
 def seen_by_checkpoint(state: Mapping[str, Any]) -> Seen:
@@ -71,6 +71,6 @@ def seen_by_version(manifest: Manifest, names: Sequence[str], *, torn: bool) -> 
     return Seen(manifest.undone, offsets)
 
 
-def names_in(orders: Sequence[UndoOrder]) -> list[str]:
-    """Return the partitions of which orders have ranges."""
-    return list(dict.fromkeys(name for order in orders for name in order.ranges))
+def names_in(records: Sequence[UndoRecord]) -> list[str]:
+    """Return the partitions of which records have ranges."""
+    return list(dict.fromkeys(name for record in records for name in record.ranges))

@@ -12,7 +12,7 @@ from ingest.events.identity import partition_base, partition_name
 from ingest.events.partition import TopicPartition
 from ingest.events.position import Position
 from ingest.reader.cursors import Partition
-from learner.state_dir.undo_file import UndoOrder, UndoReport
+from learner.state_dir.undo_file import UndoRecord, UndoReport
 from learner.stream.round_robin import Partitioned
 from replay.erasure.erased_events import ByRange, ErasedEvents
 
@@ -21,17 +21,17 @@ _LEFT_ALONE = tuple(np.uint8(outcome) for outcome in (Outcome.DEAD_LETTERED, Out
 
 
 class UndoneEvents:
-    """The events of all orders of an `undo.json`. Used by one thread."""
+    """The events of all records of an `undo.json`. Used by one thread."""
 
-    def __init__(self, orders: Sequence[UndoOrder] = ()) -> None:
-        self.orders = orders
-        self.number = orders[-1].number if orders else 0
-        """The last order."""
+    def __init__(self, records: Sequence[UndoRecord] = ()) -> None:
+        self.records = records
+        self.number = records[-1].number if records else 0
+        """The last record."""
         self._events = ErasedEvents(
             [
-                ByRange(time=order.time, by="undo", partition=name, first=first, last=last)
-                for order in orders
-                for name, ranges in order.ranges.items()
+                ByRange(time=record.time, by="undo", partition=name, first=first, last=last)
+                for record in records
+                for name, ranges in record.ranges.items()
                 for first, last in zip(ranges.firsts, ranges.lasts, strict=True)
             ]
         )
@@ -49,22 +49,22 @@ class UndoneEvents:
         reason[undone] = np.uint8(SkipReason.UNDONE)
 
     def report(self, positions: Mapping[TopicPartition, Position]) -> UndoReport | None:
-        """Return how far the stream is learned again since the last order; None without one.
+        """Return how far the stream is learned again since the last record; None without one.
 
         `positions`: the first event without an outcome of each partition.
         """
-        if not self.orders or (went_back := self.orders[-1].went_back) is None:
+        if not self.records or (went_back := self.records[-1].went_back) is None:
             return None
-        order, now = self.orders[-1], {partition_name(name): each.offset for name, each in positions.items()}
+        record, now = self.records[-1], {partition_name(name): each.offset for name, each in positions.items()}
         left = total = 0
-        for name, until in order.until.items():
+        for name, until in record.until.items():
             begin = went_back.positions.get(name, until)
             total += max(0, until - begin)
             left += max(0, until - max(begin, now.get(name, begin)))
         return UndoReport(
-            number=order.number,
+            number=record.number,
             checkpoint=went_back.checkpoint,
-            offsets=sum(ranges.count for ranges in order.ranges.values()),
+            offsets=sum(ranges.count for ranges in record.ranges.values()),
             left=left,
             fraction=1 - left / total if total else 1.0,
         )

@@ -1,4 +1,4 @@
-"""Carries out an undo: the order, the version that is served, and the wait for the learner."""
+"""Carries out an undo: the record, the version that is served, and the wait for the learner."""
 
 import time
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from anabranch.commands.undo.plan import UndoPlan
 from anabranch.config.loader import Config
 from anabranch.core.errors import AnabranchError, SettingsError
 from learner.state_dir.lock import is_held
-from learner.state_dir.undo_file import NAME, UndoOrder, append_order, read_undo
+from learner.state_dir.undo_file import NAME, UndoRecord, append_record, read_undo
 
 _PAUSE_SECONDS = 0.05
 
@@ -21,7 +21,7 @@ class UndoResult:
 
     Attributes:
         plan: what was to be done.
-        number: of the order.
+        number: of the record.
         checkpoint: the checkpoint that the learner has returned to; None: it has not yet.
         serving: what is served instead of tainted versions, or why it is not known.
         running: whether a learner runs.
@@ -58,36 +58,36 @@ class UndoResult:
 def carry_out(config: Config, plan: UndoPlan, patience: timedelta) -> UndoResult:
     """Undo events.
 
-    1. Append the order: from here on nothing more is published by a learner that has seen the events, and the next
+    1. Append the record: from here on nothing more is published by a learner that has seen the events, and the next
        start of one returns to a checkpoint and fails the tainted versions, also after a crash of this command.
-    2. Order the newest clean version to be served.
+    2. Record the newest clean version to be served.
     3. Wait for the learner.
 
-    The order comes first, which takes milliseconds: otherwise a version could be published after it, and be served.
+    The record comes first, which takes milliseconds: otherwise a version could be published after it, and be served.
 
     Raises:
-        SettingsError: the order cannot be written, and nothing has changed.
+        SettingsError: the record cannot be written, and nothing has changed.
     """
     ran = is_held(config.state_dir)
     try:
-        order = append_order(config.state_dir, lambda number: plan.order(number, time.time()))
+        record = append_record(config.state_dir, lambda number: plan.record(number, time.time()))
     except OSError as exc:
         raise SettingsError(f"{config.state_dir / NAME} cannot be written: {exc.strerror}; nothing is undone") from exc
     serving = _serve_clean(config, plan)
     deadline = time.monotonic() + patience.total_seconds()
     # A learner that runs ends, and is started again: for a moment there is none.
-    while (checkpoint := _returned(config, order)) is None and ran and time.monotonic() < deadline:
+    while (checkpoint := _returned(config, record)) is None and ran and time.monotonic() < deadline:
         time.sleep(_PAUSE_SECONDS)
-    return UndoResult(plan, order.number, checkpoint, serving, running=is_held(config.state_dir))
+    return UndoResult(plan, record.number, checkpoint, serving, running=is_held(config.state_dir))
 
 
-def _returned(config: Config, order: UndoOrder) -> int | None:
-    went_back = read_undo(config.state_dir)[order.number - 1].went_back
+def _returned(config: Config, record: UndoRecord) -> int | None:
+    went_back = read_undo(config.state_dir)[record.number - 1].went_back
     return None if went_back is None else went_back.checkpoint
 
 
 def _serve_clean(config: Config, plan: UndoPlan) -> str | None:
-    """Order serving to the clean version, and let no tainted one be taken; return what came of it as a sentence."""
+    """Record serving to the clean version, and let no tainted one be taken; return what came of it as a sentence."""
     tainted, state = [each.version for each in plan.tainted], plan.state
     if not tainted or state.pinned is not None:
         return None

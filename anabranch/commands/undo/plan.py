@@ -14,7 +14,7 @@ from ingest.events.identity import partition_name
 from ingest.events.schema import Schema
 from ingest.worker.stream_search import Progress, StreamSearch
 from learner.state_dir.checkpoint import Checkpoints
-from learner.state_dir.undo_file import OffsetRanges, UndoOrder, read_undo
+from learner.state_dir.undo_file import OffsetRanges, UndoRecord, read_undo
 from learner.state_dir.version import RegistryState
 from learner.undo.going_back import Sorted, sort_checkpoints
 from learner.undo.tainted import TORN, seen_by_checkpoint, seen_by_version
@@ -60,9 +60,9 @@ class UndoPlan:
     again: int
     state: RegistryState
 
-    def order(self, number: int, now: float) -> UndoOrder:
-        """Return the order with this number."""
-        return UndoOrder(number=number, time=now, ranges=self.ranges, until=self.until)
+    def record(self, number: int, now: float) -> UndoRecord:
+        """Return the record with this number."""
+        return UndoRecord(number=number, time=now, ranges=self.ranges, until=self.until)
 
     def document(self) -> dict[str, Any]:
         """Return it as JSON values."""
@@ -116,13 +116,13 @@ def plan_undo(config: Config, selection: Selection, progress: Progress) -> UndoP
         if not ranges:
             raise SettingsError("no event that this pipeline reads is of that selection: nothing is to be undone")
         starts = {partition_name(name): offset for name, offset in search.log_starts.items()}
-    order = UndoOrder(number=len(read_undo(config.state_dir)) + 1, time=0.0, ranges=ranges, until={})
+    record = UndoRecord(number=len(read_undo(config.state_dir)) + 1, time=0.0, ranges=ranges, until={})
     versions, state = list_versions(config, None), stored_versions(config).state()
-    tainted = [one for one in versions[::-1] if _is_tainted(one, order, torn=config.pipeline.stream.format in TORN)]
+    tainted = [one for one in versions[::-1] if _is_tainted(one, record, torn=config.pipeline.stream.format in TORN)]
     _check_pinned(state, tainted)
     numbers = {one.number for one in tainted}
     checkpoints = Checkpoints(config.state_dir / "checkpoints", Schema(config.pipeline.events).digest, sys.maxsize)
-    number, made, positions = _target(checkpoints, order, starts, known)
+    number, made, positions = _target(checkpoints, record, starts, known)
     until = {partition_name(name): each.seen_through + 1 for name, each in known.items()}
     answered = _answered(config)
     return UndoPlan(
@@ -147,7 +147,7 @@ def _check_settings(config: Config) -> None:
     stream = config.pipeline.stream
     if config.pipeline.storage is not None:
         raise SettingsError(
-            "undo does not go with [storage]: another host that takes over would not have the order; take the section "
+            "undo does not go with [storage]: another host that takes over would not have the record; take the section "
             "out until the learner has returned to its checkpoint"
         )
     if stream.backfill is not None and stream.backfill.identity is not None:
@@ -167,19 +167,19 @@ def _check_pinned(state: RegistryState, tainted: list[Listed]) -> None:
         )
 
 
-def _is_tainted(one: Listed, order: UndoOrder, *, torn: bool) -> bool:
-    return one.manifest is not None and seen_by_version(one.manifest, list(order.ranges), torn=torn).taints(order)
+def _is_tainted(one: Listed, record: UndoRecord, *, torn: bool) -> bool:
+    return one.manifest is not None and seen_by_version(one.manifest, list(record.ranges), torn=torn).taints(record)
 
 
 def _target(
-    checkpoints: Checkpoints, order: UndoOrder, starts: Mapping[str, int], known: Known
+    checkpoints: Checkpoints, record: UndoRecord, starts: Mapping[str, int], known: Known
 ) -> tuple[int | None, float | None, Mapping[str, int]]:
     """Return the checkpoint to return to, when it was made, and where it reads on.
 
     Raises SettingsError where the broker no longer has the stream from there on.
     """
     try:
-        found = sort_checkpoints(checkpoints, [order])
+        found = sort_checkpoints(checkpoints, [record])
     except OSError as exc:
         raise DependencyError(f"{checkpoints.location} cannot be read: {exc.strerror or exc}") from exc
     if not found.tainted:

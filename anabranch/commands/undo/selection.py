@@ -118,7 +118,7 @@ def _any_of(config: Config, selection: Selection) -> Matches:
 
 
 def _named(name: TopicPartition, known: Known) -> str:
-    """Return the name of a partition that exists now, whose incarnation the learner knows."""
+    """Return the name of a partition that exists now, whose incarnation is that of the learner."""
     same = [each.incarnation for each in known if (each.topic, each.partition) == (name.topic, name.partition)]
     return partition_name(TopicPartition(name.topic, name.partition, max(same, default=0)))
 

@@ -10,7 +10,7 @@ import torch
 
 from ingest.events.identity import partition_name
 from ingest.events.schema import Schema
-from learner.state_dir.undo_file import UndoOrder, append_order, ranges_of
+from learner.state_dir.undo_file import UndoRecord, append_record, ranges_of
 from tests.learner.learner_bench import TIERS
 from tests.learner.undo.undo_bench import NAMES, Missing, UndoBench
 
@@ -33,11 +33,13 @@ def make(tmp_path: Path, schema: Schema) -> Iterator[Callable[..., UndoBench]]:
         bench.close()
 
 
-def order(state_dir: Path, missing: Missing, until: int = COUNT) -> UndoOrder:
-    """Order to undo these offsets."""
+def record(state_dir: Path, missing: Missing, until: int = COUNT) -> UndoRecord:
+    """Record to undo these offsets."""
     ranges = ranges_of({partition_name(name): [(each, each) for each in gone] for name, gone in missing.items()})
     ends = dict.fromkeys(map(partition_name, NAMES), until)
-    return append_order(state_dir, lambda number: UndoOrder(number=number, time=time.time(), ranges=ranges, until=ends))
+    return append_record(
+        state_dir, lambda number: UndoRecord(number=number, time=time.time(), ranges=ranges, until=ends)
+    )
 
 
 def assert_same(one: UndoBench, other: UndoBench) -> None:
@@ -70,7 +72,7 @@ def test_undone_events_leave_the_state_as_if_the_topic_never_had_them(
     second.run()
     tainted = second.checkpoint()
     second.close()
-    order(tmp_path / "undone", FLIPPED)
+    record(tmp_path / "undone", FLIPPED)
     again = make("undone", replay=replay)
     assert again.found is not None
     assert (again.found[0], again.checkpoints.numbers()) == (before, [before])
@@ -104,7 +106,7 @@ def test_a_checkpoint_that_is_kept_by_the_hour_is_returned_to_though_its_slots_a
     assert kept[2:] == sorted(set(kept) & set(numbers)), "the last of each hour, and the newest"
     monkeypatch.undo()
     late: Missing = {name: {each for each in gone if each >= 600} for name, gone in FLIPPED.items()}
-    order(tmp_path / "undone", late)
+    record(tmp_path / "undone", late)
     again = make("undone", **options)
     assert again.found is not None
     assert again.found[0] == kept[2]
