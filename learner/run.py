@@ -291,7 +291,7 @@ class Learner:
         return serve_status(address, tokens[0], self._registry, lambda: problems, admin_token=tokens[1])
 
     def _check(self) -> None:
-        """Raise SecondLearnerError once another learner has the state directory or the lease, and UndoRequestedError."""
+        """Raise SecondLearnerError once another learner has the state directory or lease, or UndoRequestedError."""
         if self._storage is not None:
             self._storage.lease.check()
         check_generation(self._deployment.state_dir, self._generation)

@@ -1,16 +1,30 @@
 """A learner that undoes events equals one whose topic never had them, bit for bit."""
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
+from anabranch.core.errors import SettingsError
 from ingest.events.identity import partition_name
 from ingest.events.schema import Schema
-from learner.state_dir.undo_file import UndoRecord, append_record, ranges_of
+from learner.checkpointing.replay_state import unpack
+from learner.checkpointing.without_erased import without_erased
+from learner.errors import MisfitError, UndoRequestedError
+from learner.state_dir.checkpoint import Checkpoints
+from learner.state_dir.trained_through import PartitionProgress
+from learner.state_dir.undo_file import NAME, UndoRecord, append_record, ranges_of
+from learner.state_dir.version import Manifest, ModelReference, Versions
+from learner.undo.going_back import go_back, undone_verdict
+from learner.undo.tainted import seen_by_version
+from learner.undo.watch import UndoWatch
+from replay.erasure.erased_events import ByRange
+from replay.erasure.erasure_log import ErasureLog
 from tests.learner.learner_bench import TIERS
 from tests.learner.undo.undo_bench import NAMES, Missing, UndoBench
 
@@ -114,3 +128,154 @@ def test_a_checkpoint_that_is_kept_by_the_hour_is_returned_to_though_its_slots_a
     expected = make("clean of late ones", COUNT, late, replay={"capacity": 100})
     expected.run()
     assert_same(again, expected)
+
+
+class KilledError(BaseException):
+    """Stands for a SIGKILL."""
+
+
+@pytest.fixture
+def learned(make: Callable[..., UndoBench], tmp_path: Path) -> Path:
+    """A state directory with three checkpoints, of which the first is from before what is undone, and a version."""
+    for count in (400, 700, COUNT):
+        bench = make("undone", count)
+        bench.run()
+        bench.checkpoint()
+        bench.close()
+    bench.finish()
+    return tmp_path / "undone"
+
+
+def test_a_start_that_is_killed_at_any_step_is_repeated_by_the_next_one(
+    learned: Path, schema: Schema, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record(learned, FLIPPED)
+    versions = Versions(learned / "versions")
+    steps = [(Checkpoints, "set_aside"), (Versions, "write_verdict"), (Path, "replace")]
+    for owner, name in steps:
+        for after in (False, True):
+            act = getattr(owner, name)
+
+            def killed(*arguments: Any, act: Callable[..., Any] = act, after: bool = after) -> None:
+                if after:
+                    act(*arguments)
+                raise KilledError
+
+            with monkeypatch.context() as patch, contextlib.suppress(KilledError):
+                patch.setattr(owner, name, killed)
+                go_back(learned, Checkpoints(learned / "checkpoints", schema.digest, 1), versions, torn=False)
+    checkpoints = Checkpoints(learned / "checkpoints", schema.digest, 1)
+    undone = go_back(learned, checkpoints, versions, torn=False)
+    (number,) = checkpoints.numbers()
+    assert [each.went_back.checkpoint for each in undone.records if each.went_back] == [number]
+    through = {each: versions.manifest(each).trained_through["payments:0"].offset for each in versions.numbers()}
+    failed = [each for each in versions.numbers() if versions.verdict(each) == undone_verdict(1)]
+    assert failed == [each for each, offset in through.items() if offset >= 500]
+    assert 0 < len(failed) < len(through)
+    before = (learned / NAME).read_bytes()
+    go_back(learned, checkpoints, versions, torn=False)
+    assert (learned / NAME).read_bytes() == before
+
+
+def test_where_all_checkpoints_are_tainted_the_stream_is_begun_again(
+    make: Callable[..., UndoBench], learned: Path
+) -> None:
+    first: Missing = {NAMES[0]: {*range(10, 40)}}
+    record(learned, first)
+    again = make("undone")
+    assert again.found is not None
+    assert again.found[1].begins
+    again.run()
+    clean = make("clean", COUNT, first)
+    clean.run()
+    assert_same(again, clean)
+
+
+def test_a_second_undo_skips_the_events_of_the_first_too(make: Callable[..., UndoBench], learned: Path) -> None:
+    record(learned, {NAMES[0]: FLIPPED[NAMES[0]]})
+    again = make("undone")
+    again.run()
+    assert again.checkpoint() > 3
+    again.close()
+    record(learned, {NAMES[1]: FLIPPED[NAMES[1]]}, until=COUNT - 50)
+    again = make("undone")
+    again.run()
+    clean = make("clean", COUNT, FLIPPED)
+    clean.run()
+    assert_same(again, clean)
+    report = again.loop.state._parts.undone.report(again.loop.ledger.positions)
+    assert report is not None
+    assert (report.number, report.left, report.fraction) == (2, 0, 1.0)
+
+
+def test_what_was_erased_after_the_checkpoint_stays_erased(make: Callable[..., UndoBench], learned: Path) -> None:
+    name = partition_name(NAMES[0])
+    ErasureLog(learned / "erasures.log").append([ByRange(time=0.0, by="command", partition=name, first=0, last=399)])
+    record(learned, FLIPPED)
+    again = make("undone")
+    checkpoint = without_erased(again.found[1], again.log.erased)[0] if again.found else None
+    assert checkpoint is not None
+    assert again.log.erased
+    parts = unpack(checkpoint)
+    assert parts is not None
+    index = parts[0].index
+    assert not ((index["partition"] == 0) & (index["offset"] < 400)).any()
+    assert len(index)
+
+
+def test_without_its_file_a_checkpoint_that_was_made_after_an_undo_is_refused(
+    make: Callable[..., UndoBench], learned: Path
+) -> None:
+    record(learned, FLIPPED)
+    again = make("undone")
+    again.run()
+    again.checkpoint()
+    again.close()
+    (learned / NAME).unlink()
+    with pytest.raises(MisfitError, match=r"made after undo 1, which undo\.json in state_dir does not have"):
+        make("undone")
+
+
+def test_a_learner_that_runs_ends_when_an_undo_is_requested(tmp_path: Path) -> None:
+    watch = UndoWatch(tmp_path, 0)
+    watch.check()
+    record(tmp_path, FLIPPED)
+    with pytest.raises(UndoRequestedError, match="undo 1 was requested"):
+        watch.check()
+    UndoWatch(tmp_path, 1).check()
+    (tmp_path / NAME).write_text("{")
+    with pytest.raises(SettingsError, match=r"undo.json cannot be used: .* put it back from a backup"):
+        watch.check()
+
+
+@pytest.mark.parametrize(
+    ("progress", "seen"),
+    [
+        (PartitionProgress(offset=499), False),
+        (PartitionProgress(offset=500), True),
+        (PartitionProgress(offset=3, incarnation=1), True),
+    ],
+)
+def test_a_version_is_tainted_from_the_first_undone_offset_on(
+    tmp_path: Path, progress: PartitionProgress, seen: bool
+) -> None:
+    made = record(tmp_path, FLIPPED)
+    reference = ModelReference("m:build", {}, "classification")
+    manifest = Manifest(
+        number=1,
+        generation=1,
+        time=0.0,
+        step=1,
+        schema="",
+        files={},
+        parent=None,
+        metrics={},
+        encoders={},
+        model=reference,
+        trained_through={"payments:0": progress},
+    )
+    names = list(made.ranges)
+    assert seen_by_version(manifest, names, torn=False).taints(made) == seen
+    assert seen_by_version(manifest, names, torn=True).taints(made), "the message after may be seen in part"
+    clean = msgspec.structs.replace(manifest, undone=1)
+    assert not seen_by_version(clean, names, torn=True).taints(made)
