@@ -137,7 +137,7 @@ class KilledError(BaseException):
 
 
 @pytest.fixture
-def learned(make: Callable[..., UndoBench], tmp_path: Path) -> Path:
+def trained(make: Callable[..., UndoBench], tmp_path: Path) -> Path:
     """A state directory with three checkpoints, of which the first is from before what is undone, and a version."""
     for count in (400, 700, COUNT):
         bench = make("undone", count)
@@ -149,10 +149,10 @@ def learned(make: Callable[..., UndoBench], tmp_path: Path) -> Path:
 
 
 def test_a_start_that_is_killed_at_any_step_is_repeated_by_the_next_one(
-    learned: Path, schema: Schema, monkeypatch: pytest.MonkeyPatch
+    trained: Path, schema: Schema, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    record(learned, FLIPPED)
-    versions = Versions(learned / "versions")
+    record(trained, FLIPPED)
+    versions = Versions(trained / "versions")
     steps = [(Checkpoints, "set_aside"), (Versions, "write_verdict"), (Path, "replace")]
     for owner, name in steps:
         for after in (False, True):
@@ -165,25 +165,25 @@ def test_a_start_that_is_killed_at_any_step_is_repeated_by_the_next_one(
 
             with monkeypatch.context() as patch, contextlib.suppress(KilledError):
                 patch.setattr(owner, name, killed)
-                go_back(learned, Checkpoints(learned / "checkpoints", schema.digest, 1), versions, torn=False)
-    checkpoints = Checkpoints(learned / "checkpoints", schema.digest, 1)
-    undone = go_back(learned, checkpoints, versions, torn=False)
+                go_back(trained, Checkpoints(trained / "checkpoints", schema.digest, 1), versions, torn=False)
+    checkpoints = Checkpoints(trained / "checkpoints", schema.digest, 1)
+    undone = go_back(trained, checkpoints, versions, torn=False)
     (number,) = checkpoints.numbers()
     assert [each.went_back.checkpoint for each in undone.records if each.went_back] == [number]
     through = {each: versions.manifest(each).trained_through["payments:0"].offset for each in versions.numbers()}
     failed = [each for each in versions.numbers() if versions.verdict(each) == undone_verdict(1)]
     assert failed == [each for each, offset in through.items() if offset >= 500]
     assert 0 < len(failed) < len(through)
-    before = (learned / NAME).read_bytes()
-    go_back(learned, checkpoints, versions, torn=False)
-    assert (learned / NAME).read_bytes() == before
+    before = (trained / NAME).read_bytes()
+    go_back(trained, checkpoints, versions, torn=False)
+    assert (trained / NAME).read_bytes() == before
 
 
 def test_where_all_checkpoints_are_tainted_the_stream_is_begun_again(
-    make: Callable[..., UndoBench], learned: Path
+    make: Callable[..., UndoBench], trained: Path
 ) -> None:
     first: Missing = {NAMES[0]: {*range(10, 40)}}
-    record(learned, first)
+    record(trained, first)
     again = make("undone")
     assert again.found is not None
     assert again.found[1].begins
@@ -193,13 +193,13 @@ def test_where_all_checkpoints_are_tainted_the_stream_is_begun_again(
     assert_same(again, clean)
 
 
-def test_a_second_undo_skips_the_events_of_the_first_too(make: Callable[..., UndoBench], learned: Path) -> None:
-    record(learned, {NAMES[0]: FLIPPED[NAMES[0]]})
+def test_a_second_undo_skips_the_events_of_the_first_too(make: Callable[..., UndoBench], trained: Path) -> None:
+    record(trained, {NAMES[0]: FLIPPED[NAMES[0]]})
     again = make("undone")
     again.run()
     assert again.checkpoint() > 3
     again.close()
-    record(learned, {NAMES[1]: FLIPPED[NAMES[1]]}, until=COUNT - 50)
+    record(trained, {NAMES[1]: FLIPPED[NAMES[1]]}, until=COUNT - 50)
     again = make("undone")
     again.run()
     clean = make("clean", COUNT, FLIPPED)
@@ -210,10 +210,10 @@ def test_a_second_undo_skips_the_events_of_the_first_too(make: Callable[..., Und
     assert (report.number, report.left, report.fraction) == (2, 0, 1.0)
 
 
-def test_what_was_erased_after_the_checkpoint_stays_erased(make: Callable[..., UndoBench], learned: Path) -> None:
+def test_what_was_erased_after_the_checkpoint_stays_erased(make: Callable[..., UndoBench], trained: Path) -> None:
     name = partition_name(NAMES[0])
-    ErasureLog(learned / "erasures.log").append([ByRange(time=0.0, by="command", partition=name, first=0, last=399)])
-    record(learned, FLIPPED)
+    ErasureLog(trained / "erasures.log").append([ByRange(time=0.0, by="command", partition=name, first=0, last=399)])
+    record(trained, FLIPPED)
     again = make("undone")
     checkpoint = without_erased(again.found[1], again.log.erased)[0] if again.found else None
     assert checkpoint is not None
@@ -226,14 +226,14 @@ def test_what_was_erased_after_the_checkpoint_stays_erased(make: Callable[..., U
 
 
 def test_without_its_file_a_checkpoint_that_was_made_after_an_undo_is_refused(
-    make: Callable[..., UndoBench], learned: Path
+    make: Callable[..., UndoBench], trained: Path
 ) -> None:
-    record(learned, FLIPPED)
+    record(trained, FLIPPED)
     again = make("undone")
     again.run()
     again.checkpoint()
     again.close()
-    (learned / NAME).unlink()
+    (trained / NAME).unlink()
     with pytest.raises(MisfitError, match=r"made after undo 1, which undo\.json in state_dir does not have"):
         make("undone")
 
