@@ -220,13 +220,13 @@ def _lost_ranks_end(stop: threading.Event, leave_rows: Callable[[int], None] = l
 def _shortage_ends(stop: threading.Event) -> Iterator[None]:
     """Let a device that has too little memory for now end the process with exit code 1, after which it may start again.
 
-    Unless `stop` ended the wait for memory: then the block just ends.
+    So does an order to undo events. Unless `stop` was set meanwhile: then the block just ends.
     """
-    from learner.errors import MemoryShortageError
+    from learner.errors import MemoryShortageError, UndoRequestedError
 
     try:
         yield
-    except MemoryShortageError as exc:
+    except (MemoryShortageError, UndoRequestedError) as exc:
         if not stop.is_set():
             log.error("%s", exc)  # noqa: TRY400 the sentence says all
             sys.exit(1)

@@ -109,6 +109,11 @@ class LearnerSpec:
         """The settings on which weights depend, by dotted key."""
         return settings_of_weights(self.stream, self.model, self.learner, self.replay, self.gate)
 
+    @property
+    def complete(self) -> bool:
+        """Whether checkpoints have the rows of slower tiers too: others may reuse the slots, or be on another host."""
+        return self.storage is not None or self.checkpoints.keep_hourly > 0
+
 
 @dataclass(frozen=True)
 class TrainingSetup:
@@ -336,7 +341,7 @@ def build_late_labels(
     if settings is None:
         check_nothing_waits(found)
         return None
-    complete = deployment.storage is not None
+    complete = deployment.complete
     options = JoinOptions(settings.wait, int(settings.bytes), take_back=settings.take_back, complete=complete)
     if settings.early != "none" or settings.take_back:
         check_early(setup.task, setup.schema.label, setup.strategy, deployment.learner.strategy.name)

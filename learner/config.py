@@ -282,6 +282,9 @@ class CheckpointSettings(Section):
     """Time between checkpoints; after a crash, at most this much training is repeated."""
     keep: Annotated[int, Field(ge=2)] = 3
     """Newest checkpoints to keep."""
+    keep_hourly: Annotated[int, Field(ge=0)] = 0
+    """Number of hours; the last checkpoint of each is kept too, beyond `keep`, so that `anabranch undo` can go back to
+    it. Above 0, checkpoints also have the stored events of `replay.disk` and `replay.redis`, as with `[storage]`."""
 
 
 class GateSettings(Section):

@@ -20,6 +20,7 @@ RankLostError             another rank is gone: this rank ends, and all ranks re
 RankTooLargeError         a device ran out of memory where ranks cannot repeat the step: the same, with smaller
                           micro-batches on this host
 MemoryShortageError       a device has too little memory for now: the process ends with exit code 1, and may start again
+UndoRequestedError          events are to be undone: the same; its next start returns to an earlier checkpoint
 """
 
 import re
@@ -116,3 +117,7 @@ class MemoryShortageError(MemoryError):
     def __init__(self, said: str, *, undone: bool) -> None:
         super().__init__(said)
         self.undone = undone
+
+
+class UndoRequestedError(Exception):
+    """A person has ordered to undo events that this learner has seen, or would read."""

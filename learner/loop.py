@@ -33,6 +33,7 @@ from learner.stream.round_robin import RoundRobin
 from learner.stream.step_span import step_span
 from learner.training.out_of_memory import MemoryRetry
 from learner.training.step_result import StepResult
+from learner.undo.undone_events import WithoutUndone
 from replay.metrics import ReplayMetrics
 
 _COMMIT_SECONDS = 5.0
@@ -74,11 +75,12 @@ class TrainingLoop:
         self.ledger = Ledger(parts.publisher.published_through())
         self._teacher = parts.teacher
         unlabelled = parts.teacher is not None and parts.teacher.unlabelled
+        source = WithoutUndone(parts.source, parts.undone) if parts.undone.records else parts.source
         self._batches = (
-            RoundRobin(parts.source, self._step_size, self._settled, unlabelled=unlabelled)
+            RoundRobin(source, self._step_size, self._settled, unlabelled=unlabelled)
             if settings.deterministic
             else Batches(
-                parts.source,
+                source,
                 self._step_size,
                 settings.max_delay,
                 parts.lag.settle,

@@ -1,7 +1,7 @@
 """The state of the training loop between two steps, from which checkpoints and versions are made."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ingest.reader.reader import BlockReader
@@ -9,15 +9,18 @@ from learner.adaptation.stream_monitor import StreamMonitor
 from learner.checkpointing.checkpointer import CapturedState, Checkpointer
 from learner.checkpointing.erasure import Erasure
 from learner.checkpointing.stateful import Stateful, StatefulPart, restore_states, states_of
+from learner.errors import MisfitError
 from learner.evaluation.holdout import HoldoutSet
 from learner.late_labels import LateLabels
 from learner.publishing.publisher import Progress, Publisher, Snapshot
 from learner.replay_feed import ReplayFeed
 from learner.state_dir.checkpoint import ERASED, Checkpoint
+from learner.state_dir.undo_file import NAME, UNDONE
 from learner.stream.lag import LagPolicy
 from learner.stream.ledger import Ledger
 from learner.teacher.feed import TeacherFeed
 from learner.training.trainer import Trainer
+from learner.undo.undone_events import UndoneEvents
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,7 @@ class LoopComponents:
     """With `[stream.labels]`."""
     teacher: TeacherFeed | None = None
     """With `[model.teacher]`."""
+    undone: UndoneEvents = field(default_factory=UndoneEvents)
 
 
 class LoopState:
@@ -69,6 +73,11 @@ class LoopState:
             CheckpointError: it does not fit.
         """
         parts, state = self._parts, checkpoint.state
+        if state.get(UNDONE, 0) > parts.undone.number:
+            raise MisfitError(
+                f"the checkpoint was made after undo {state[UNDONE]}, which {NAME} in state_dir does not have; put the "
+                "file back from a backup, or what was undone would be learned again"
+            )
         if checkpoint.begins:
             self.ledger.restore(state["ledger"])
             return
@@ -84,7 +93,11 @@ class LoopState:
         parts = self._parts
         tensors = parts.trainer.tensors() | {"holdout": parts.holdout.tensors()}
         tensors["rng"], rng = parts.trainer.generators()
-        facts = {**parts.replay.output_shapes, ERASED: parts.erasure.excluded_through}
+        facts = {
+            **parts.replay.output_shapes,
+            ERASED: parts.erasure.excluded_through,
+            UNDONE: parts.undone.number,
+        }
         state = {"trainer": parts.trainer.state(), "rng": rng, **states_of(self._stateful), **facts}
         store = parts.replay.begin_snapshot(number)
         return CapturedState(self.steps, tensors, state, store)

@@ -196,6 +196,7 @@ class Reporter:
             device=self._device(rates),
             erased=parts.erasure.records,
             erased_through=parts.erasure.through,
+            undo=parts.undone.report(loop.ledger.positions),
             version=publisher.number,
             verdict=publisher.verdict,
             held_since=publisher.gate.hold.since,

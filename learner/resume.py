@@ -104,7 +104,7 @@ class ResumePoint:
             keys=f"{deployment.name}:{RANK}",
             first=self.first,
             step=most_added(deployment.learner, deployment.stream, ranks),
-            complete=deployment.storage is not None,
+            complete=deployment.complete,
         )
 
     @property

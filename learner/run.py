@@ -62,6 +62,10 @@ from learner.stream.lag import LagPolicy
 from learner.teacher.feed import TeacherFeed
 from learner.teacher.opening import open_teacher
 from learner.training.out_of_memory import MemoryRetry
+from learner.undo.going_back import go_back, undone_with_storage
+from learner.undo.tainted import TORN
+from learner.undo.undone_events import UndoneEvents
+from learner.undo.watch import UndoWatch
 from replay.background_store import BackgroundStore
 from replay.erasure.erasure_log import NAME as LOG
 from replay.erasure.erasure_log import ErasureLog
@@ -241,6 +245,8 @@ class Learner:
         with state_errors(f"the frozen weights of the model cannot be written to {deployment.state_dir}"):
             self._base = write_base(bases_in(deployment.state_dir), self._setup.model)
         versions = stored_versions(deployment.state_dir, self._storage, self._raise_if_stopped, self._base)
+        self._undone = self._go_back(versions)
+        self._undo_watch = UndoWatch(deployment.state_dir, self._undone.number)
         self._fleet = None
         if (storage := deployment.storage) is not None:
             self._fleet = stack.enter_context(FleetWatch(storage, deployment.canary > 0, check=self._check))
@@ -251,6 +257,7 @@ class Learner:
             )
         )
         self._registrar = build_registrar(deployment, versions, self._metrics.learner, self._fleet)
+        self._publisher.undone = self._undone.number
         self._trainer = build_trainer(self._setup, channel, hooks, assignment.rows if assignment is not None else None)
         self._trainer.staging.before_chunk = before_chunk
         if self._sharing is not None:
@@ -268,6 +275,15 @@ class Learner:
         with state_errors(f"the erasures of {settings.url} cannot be written to {state_dir}"):
             self._log_fetched = fetch_erasures(held.versions.bucket, state_dir)
         return held
+
+    def _go_back(self, versions: Versions) -> UndoneEvents:
+        """Return to a checkpoint from before the events that were undone, if a newer one is there."""
+        deployment = self._deployment
+        if deployment.storage is not None:
+            return undone_with_storage(deployment.state_dir)
+        checkpoints = Checkpoints(deployment.state_dir / "checkpoints", self._setup.schema.digest, self._generation)
+        checkpoints.base = self._base
+        return go_back(deployment.state_dir, checkpoints, versions, torn=deployment.stream.format in TORN)
 
     def _raise_if_stopped(self) -> None:
         if self._stop.is_set():
@@ -287,10 +303,11 @@ class Learner:
         return serve_status(address, tokens[0], self._registry, lambda: problems, admin_token=tokens[1])
 
     def _check(self) -> None:
-        """Raise SecondLearnerError once another learner has the state directory or the lease."""
+        """Raise SecondLearnerError once another learner has the state directory or lease, or UndoRequestedError."""
         if self._storage is not None:
             self._storage.lease.check()
         check_generation(self._deployment.state_dir, self._generation)
+        self._undo_watch.check()
 
     def _build_store(self) -> tuple[ResumePoint, BackgroundStore | None, Checkpoints, ErasureLog]:
         """Read the newest checkpoint, and build the store with what it has."""
@@ -377,6 +394,7 @@ class Learner:
             lag=lag,
             late=late,
             teacher=self._open_teacher(unlabelled=unlabelled),
+            undone=self._undone,
         )
         self._loop = TrainingLoop(settings, self._parts, metrics, ranks=self._row_groups)
         resumed.restore(self._loop)
@@ -471,7 +489,8 @@ class Learner:
 
     def _while_waiting(self) -> tuple[Task, ...]:
         """Return the work between steps that also runs while the loop waits for the disk."""
-        checks = () if self._storage is None else (self._storage.lease.check,)
+        checks: tuple[Task, ...] = (self._undo_watch.check_if_due,)
+        checks = checks if self._storage is None else (*checks, self._storage.lease.check)
         checks = checks if self._mirror is None else (*checks, self._mirror.raise_bug)
         return (
             *checks,

@@ -242,6 +242,7 @@ class _Process:
             freshness_p50_seconds=freshness_p50,
             freshness_p99_seconds=freshness_p99,
             requests=self._metrics.requests(),
+            answered=dict(self._service.answered),
             requests_per_second=self._metrics.requests_per_second(),
             request_p50_seconds=request_p50,
             request_p99_seconds=request_p99,

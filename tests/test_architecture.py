@@ -95,6 +95,7 @@ WALL_CLOCK = {
     "anabranch/doctor/state_dir_checks.py": "checks whether a file system's clock agrees",
     "anabranch/commands/fleet.py": "a command that reads once reports of other hosts",
     "anabranch/commands/rollout.py": "a command that reads once a report of another process",
+    "anabranch/commands/undo/carry_out.py": "a record's time, for display",
     "anabranch/commands/status.py": "a command that reads once a report of another process",
     "anabranch/runtime/serving_workers.py": "a report's time",
     "anabranch/doctor/stream/backfill_checks.py": "whether a time of the settings is in the future",
@@ -109,6 +110,7 @@ WALL_CLOCK = {
     "learner/publishing/hold.py": "since when nothing has passed, for display",
     "learner/stream/label_times.py": "compares with the record times of the stream",
     "learner/labels/join_checkpoint.py": "compares with the record times of the stream",
+    "learner/undo/going_back.py": "a record's time, for display",
     "learner/stream/lag.py": "a checkpoint keeps since when events wait, and they waited while no learner ran",
     "learner/publishing/publisher.py": "a version's time, for display",
     "learner/reporter.py": "a report's time",
@@ -153,7 +155,7 @@ KEYS_ADDED = words("""
     model.teacher.output model.teacher.logits model.teacher.token model.teacher.ca model.teacher.timeout
     model.teacher.request_rows model.teacher.retries model.teacher.features model.teacher.precision
     model.teacher.weight model.teacher.temperature
-    storage.url storage.mode storage.options storage.lease
+    storage.url storage.mode storage.options storage.lease checkpoints.keep_hourly
     stream.backfill.files stream.backfill.format stream.backfill.order stream.backfill.time
     stream.backfill.until stream.backfill.shuffle stream.backfill.epochs stream.backfill.name stream.backfill.storage
     stream.backfill.identity.topic stream.backfill.identity.partition
@@ -245,7 +247,7 @@ COMMANDS |= {"versions promote", "versions reject", "versions rollback", "versio
 COMMANDS |= {"versions diff", "versions export", "versions rebuild", "versions lineage"}
 COMMANDS |= {"config check", "config show", "checkpoints ls", "checkpoints show", "checkpoints restore"}
 COMMANDS |= {"dead-letters ls", "dead-letters resend", "predict", "backtest"}
-COMMANDS |= {"replay stats", "replay sample", "replay erase"}
+COMMANDS |= {"replay stats", "replay sample", "replay erase", "undo"}
 
 
 def in_a_new_process(code: str, **environment: str) -> subprocess.CompletedProcess[str]:

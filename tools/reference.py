@@ -97,6 +97,7 @@ _TAIL = """\
 | `replay/rank-0/<number>.rows.before` | the same, put aside at a start where those checkpoints were not there |
 | `erasures.log` | what was erased, up to which offsets, and what that removed; packed when it is long |
 | `erasures.key` | the secret for the hashes of keys in `erasures.log` |
+| `undo.json` | which events were undone, and the checkpoint that the learner returned to |
 | `learner.json` | the learner's report, about once a second; replaced atomically |
 | `serving.json` | serving's report, about once a second; replaced atomically |
 | `mlflow.json` | with `[mlflow]`: versions that wait to be registered, and the numbers of those that are |

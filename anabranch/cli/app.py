@@ -14,6 +14,7 @@ from anabranch.cli.config import config
 from anabranch.cli.dead_letters import dead_letters
 from anabranch.cli.event_files import backtest, predict
 from anabranch.cli.replay import replay
+from anabranch.cli.undo import undo
 from anabranch.cli.versions import versions
 from anabranch.core.logs import LogFormat, LogLevel, LogSettings, configure_logging, log_arguments
 from anabranch.runtime.lifecycle import Exit
@@ -338,6 +339,7 @@ def doctor(
 
 
 app.command("predict", epilog="Example: anabranch predict events.jsonl")(predict)
+app.command("undo", epilog='Example: anabranch undo --offsets "payments[3]@100..200" --dry-run')(undo)
 app.command("backtest", epilog="Example: anabranch backtest events.jsonl")(backtest)
 app.add_typer(config, name="config")
 app.add_typer(versions, name="versions")

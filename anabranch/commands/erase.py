@@ -94,8 +94,8 @@ def erase_events(config: Config, keys: Sequence[str], ranges: Sequence[str], pat
 
 def plan_erasure(config: Config, keys: Sequence[str], ranges: Sequence[str]) -> list[Record]:
     """Return the records that `erase_events` would append; raises as it does, and changes nothing."""
-    known = _known(config)
-    records = [*_by_key(config, keys, known), *(_by_range(text, known) for text in ranges)]
+    known = known_partitions(config)
+    records = [*_by_key(config, keys, known), *(range_of(text, known) for text in ranges)]
     if not config.state_dir.is_dir():
         raise SettingsError(f"there is no {config.state_dir} yet: nothing was learned that could be erased")
     return records
@@ -153,14 +153,14 @@ def _erase(config: Config, log: ErasureLog, through: int) -> str | None:
         log.refresh()  # a learner that has ended may have done it
         if log.through >= through:
             return None
-        erase(checkpoints, log, whole=not left)
+        erase(checkpoints, log, config.pipeline.checkpoints.keep, whole=not left)
     if not left:
         return None
     return f"{' and '.join(left)} are removed by the next start of the learner, before anything is sampled"
 
 
-def _known(config: Config) -> Mapping[TopicPartition, PartitionReport]:
-    """Return the partitions of the learner's last report."""
+def known_partitions(config: Config) -> Mapping[TopicPartition, PartitionReport]:
+    """Return the partitions of the learner's last report; empty without one."""
     report = read_report(config.state_dir)
     partitions: dict[TopicPartition, PartitionReport] = {}
     for name, progress in report.partitions.items() if report is not None else ():
@@ -186,7 +186,8 @@ def _by_key(config: Config, keys: Sequence[str], known: Mapping[TopicPartition, 
     return [ByKey(time=now(), by=COMMAND, key_hash=hash_of_key(os.fsencode(key)), up_to=up_to) for key in keys]
 
 
-def _by_range(text: str, known: Mapping[TopicPartition, PartitionReport]) -> ByRange:
+def range_of(text: str, known: Mapping[TopicPartition, PartitionReport]) -> ByRange:
+    """Return the range that `events[3]@100..200` names; raises SettingsError where it is none of a known partition."""
     match = _RANGE.fullmatch(text)
     if match is None:
         raise SettingsError(f'--offsets "{text}" is not of the form events[3]@100..200')

@@ -27,6 +27,7 @@ from learner.state_dir.report import (
     StorageReport,
 )
 from learner.state_dir.report import read_report as read_learner
+from learner.state_dir.undo_file import UndoReport
 from serving.reporting.health import SILENT
 from serving.reporting.report import ServingReport, ShadowReport
 from serving.reporting.report import read_report as read_serving
@@ -170,12 +171,22 @@ def _learner(report: LearnerReport, now: float) -> RenderableType:
     table.add_row("checkpoint", "none yet" if report.checkpoint is None else f"{report.checkpoint}{made}")
     if report.storage is not None:
         table.add_row("object store", _storage(report.storage))
+    if report.undo is not None:
+        table.add_row("undo", _undo(report.undo))
     newest = "none yet" if report.version is None else str(report.version)
     table.add_row("version", f"{newest}, {report.versions_published:,} published, {report.publish_skipped:,} skipped")
     table.add_row("gate", _gate(report))
     if report.canary is not None:
         table.add_row("canary", _canary(report.canary))
     return table
+
+
+def _undo(undo: UndoReport) -> Text:
+    """Say how far the stream is learned again without what was undone, in yellow until the end."""
+    what = f"{undo.number}, {undo.offsets:,} offsets are skipped since checkpoint {undo.checkpoint}"
+    if not undo.left:
+        return Text(f"{what}; learned again")
+    return Text(f"{what}; {undo.fraction:.1%} learned again, {_count(undo.left, 'offset')} left", style="yellow")
 
 
 def _storage(storage: StorageReport) -> Text:

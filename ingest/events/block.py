@@ -58,6 +58,7 @@ class SkipReason(IntEnum):
     LEFT_TO_TOPICS = 9
     REPEATED = 10
     UNTAUGHT = 11
+    UNDONE = 12
 
     @property
     def label(self) -> str:

@@ -124,7 +124,8 @@ class BackgroundErasure:
         file = self._background_store.flush().tiers.file if self._background_store is not None else None
         join, none = self._checkpointer.label_join, np.empty(0, np.int64)
         current = [each.id for each in (file, join.file if join is not None else None) if each is not None]
-        eraser, named = Eraser(self._checkpoints, self._folder, erased), dict[str, NDArray[np.int64]]()
+        eraser = Eraser(self._checkpoints, self._folder, erased, self._checkpointer.keep)
+        named = dict[str, NDArray[np.int64]]()
         # Checkpoints that begin from now on name slots that the join uses now, or writes from now on.
         begun = join.begin_overwrite if join is not None else _nothing
         error = yield from self._run(lambda: named.update(eraser.run(current).named), begun)

@@ -70,20 +70,24 @@ class Checkpointer:
         `after_prune`, which is called after old ones are deleted."""
         self._checkpoints = checkpoints
         self._every = settings.every.total_seconds()
-        self._keep = settings.keep
+        self.keep = settings.keep
+        """How many checkpoints may name slots of a tier."""
+        self._hours = settings.keep_hourly
         self._after_prune = after_prune
         self._background_store = background_store
         self.label_join = label_join
         """Its events are in each checkpoint."""
         self._metrics = metrics
         self._due = time.monotonic() + self._every
+        self._check = check
         self._background = BackgroundWorker("checkpointer", check)
         self._in_snapshot = False
         self._segments = self._next_segments = segments
         self._written: object = None
         numbers = checkpoints.numbers()
-        self._oldest = min(numbers, default=None)
-        """The oldest checkpoint that may still exist; not updated while checkpoints cannot be listed."""
+        self._oldest = min(checkpoints.recent(self.keep), default=None)
+        """The oldest checkpoint that may still exist, but for those that are kept by the hour, which name no slot of a
+        tier; not updated while checkpoints cannot be listed."""
         self.number, self._highest = max(numbers, default=0), checkpoints.highest()
         """The newest checkpoint; numbers only grow."""
         self.time = _time_of(checkpoints, self.number)
@@ -151,7 +155,7 @@ class Checkpointer:
         # Not again at once after one that failed: the next is due in time.
         if self.label_join is not None and self._problem is None and self.label_join.needs_checkpoint:
             return True
-        return self._background_store is not None and self._background_store.many_slots_wait(self._keep + 2)
+        return self._background_store is not None and self._background_store.many_slots_wait(self.keep + 2)
 
     def _free_slots(
         self,
@@ -160,7 +164,7 @@ class Checkpointer:
         while_waiting: Sequence[Callable[[], object]],
     ) -> None:
         """Write checkpoints until the store has free slots; `keep` checkpoints free all slots that can be freed."""
-        for _ in range(self._keep + 1):
+        for _ in range(self.keep + 1):
             self._wait_calling(while_waiting)
             self.end_snapshot_if_written()
             if self._has_room() or self._problem is not None:
@@ -285,9 +289,10 @@ class Checkpointer:
                     captured.labels.file.mark_named()
                 if self._background_store is not None and captured.store is not None:
                     self._background_store.mark_named()
-            self._checkpoints.prune(self._keep)
+            self._check()  # an undo that was ordered meanwhile needs the oldest
+            oldest = self._checkpoints.prune(self.keep, self._hours)
             self._after_prune()
-            self._oldest = min(self._checkpoints.numbers(), default=None)
+            self._oldest = oldest
         except (OSError, CheckpointError) as exc:
             self._short_of_memory = out_of_memory(exc)
             what = (
@@ -305,7 +310,7 @@ class Checkpointer:
     def _oldest_after(self, number: int) -> int:
         """Return the oldest checkpoint that may be restored from its files once this one is written."""
         try:
-            return sorted([*self._checkpoints.numbers(), number])[-self._keep :][0]
+            return sorted([*self._checkpoints.numbers(), number])[-self.keep :][0]
         except OSError:  # it is reported when old ones are deleted
             return number
 

@@ -1,6 +1,7 @@
 """Removes erased events from all checkpoints on the disk, and from the files of the disk tier and of waiting events."""
 
 import logging
+import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,9 +42,14 @@ class Erased:
 class Eraser:
     """Erases events from files. The caller holds the state directory, and writes or deletes no checkpoint meanwhile."""
 
-    def __init__(self, checkpoints: Checkpoints, folder: Path, erased: ErasedEvents) -> None:
-        """Take the checkpoints, the folder of the disk tier's files, and the erased events."""
+    def __init__(self, checkpoints: Checkpoints, folder: Path, erased: ErasedEvents, keep: int = sys.maxsize) -> None:
+        """Take the checkpoints, the folder of the disk tier's files, and the erased events.
+
+        `keep`: how many checkpoints, the newest, may refer to slots whose last event is unknown. Those that are kept
+        beyond have the rows, and slots that they named may have other events, which must not stay.
+        """
         self._checkpoints = checkpoints
+        self._keep = keep
         self._folders = folder, label_folder(checkpoints.path.parent)
         self._erased = erased
         self._rewriter = CheckpointRewriter(checkpoints)
@@ -103,6 +109,8 @@ class Eraser:
             self._rewriter.replace(manifest, changed, self._rows_of(manifest, changed))
             tensors |= changed
             done.checkpoints += 1
+        if not self._checkpoints.names_slots(manifest.number, self._keep):
+            return
         for file, slots in named_slots(tensors, state).items():
             done.named[file] = np.union1d(done.named.get(file, np.empty(0, np.int64)), slots)
 

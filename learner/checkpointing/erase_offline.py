@@ -13,12 +13,13 @@ ERASED = "disk"
 """The kind of tier whose files are erased; the next start of a learner erases rows in others."""
 
 
-def erase(checkpoints: Checkpoints, written: ErasureLog, *, whole: bool) -> Applied:
+def erase(checkpoints: Checkpoints, written: ErasureLog, keep: int, *, whole: bool) -> Applied:
     """Erase the events of all pending records from checkpoints and disk tier, and append the result to the log.
 
     Args:
         checkpoints: those of the state directory, whose lock the caller holds.
         written: the log.
+        keep: as in `Eraser`.
         whole: whether no rows are stored elsewhere; if not, the records stay pending.
 
     Raises:
@@ -30,7 +31,7 @@ def erase(checkpoints: Checkpoints, written: ErasureLog, *, whole: bool) -> Appl
     erased = ErasedEvents(written.since(written.through))
     try:
         store, holdout = _counted(checkpoints, erased)
-        Eraser(checkpoints, state_dir / "replay" / RANK, erased).run()
+        Eraser(checkpoints, state_dir / "replay" / RANK, erased, keep).run()
         done = Applied(time=now(), through=through if whole else written.through, store=store, holdout=holdout)
         written.append(done)
     except OSError as exc:

@@ -112,7 +112,10 @@ class Publisher:
         self._watching = False
         self._progress: Progress | None = None
         self._newly_trained = RecordTimes()
+        self._check = check
         self._background = BackgroundWorker("publisher", check)
+        self.undone = 0
+        """The last record of `undo.json` whose events no version from now on has seen."""
         self.number: int | None = max(versions.numbers(), default=None)
         """The newest version."""
         self.verdict: str | None = None
@@ -303,12 +306,14 @@ class Publisher:
             parts=parts_in(weights),
             files={},
             base=self._versions.base,
+            undone=self.undone,
             learned=NewlyTrained(self._newly_trained.rows, self._newly_trained.quantiles(_MANIFEST_TIMES).tolist()),
             format=VERSION_FORMAT,
             origin=self.origin,
             learned_from=None if snapshot.learned_from is None else dict(snapshot.learned_from),
             erasures=snapshot.erasures,
         )
+        self._check()  # scoring takes seconds, in which an undo may be ordered
         try:
             self._versions.write(weights, manifest, verdict)
         except OSError as exc:

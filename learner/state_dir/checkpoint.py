@@ -17,7 +17,7 @@ import contextlib
 import functools
 import hashlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from typing import Any
 import msgspec
 from torch import Tensor
 
-from anabranch.core.failures import DamagedError, damage_is, decoded
+from anabranch.core.failures import damage_is, decoded
 from anabranch.core.files import MOST_BYTES
 from learner.errors import CheckpointError, MisfitError
 from learner.state_dir.folders import MANIFEST, Folder, Storage
@@ -43,6 +43,8 @@ SEGMENT = "segment-"
 ROWS = "rows-"
 """Prefix of parts with the rows of a segment's events, for hosts that lack the tier with these rows: no others read
 them."""
+_PARTS_WITH_ROWS = ("replay", "labels")
+"""Keys of the state of parts whose rows may be in a tier, named by `file`."""
 RANK = "rank-0"
 SUFFIX = ".safetensors"
 
@@ -102,6 +104,8 @@ class Checkpoints(ManifestDirectory[CheckpointManifest]):
         self.schema = schema
         self._generation = generation
         self._refused: set[int] = set()
+        self._hours: dict[int, int | None] = {}
+        """The hour of each checkpoint beyond the newest, as `_hour_of` returns it: each is read once."""
         self.fetch_again: Callable[[CheckpointManifest, str], bool] | None = None
         """Replaces a file of a checkpoint that is damaged or missing; returns whether it could."""
 
@@ -130,7 +134,7 @@ class Checkpoints(ManifestDirectory[CheckpointManifest]):
 
         The errors of damaged ones are added to `damage`.
         """
-        for number in reversed(self._by_age()):
+        for number in reversed(self.by_age()):
             try:
                 manifest = self.manifest(number)
                 paths = self._verified(manifest, lenient=lenient)
@@ -159,7 +163,7 @@ class Checkpoints(ManifestDirectory[CheckpointManifest]):
         Raises:
             CheckpointError: the manifest is damaged.
         """
-        numbers = self._by_age()
+        numbers = self.by_age()
         return self.manifest(numbers[-1]) if numbers else None
 
     def check(self, manifest: CheckpointManifest) -> None:
@@ -224,11 +228,17 @@ class Checkpoints(ManifestDirectory[CheckpointManifest]):
             try:
                 manifest = self.manifest(number)
                 if not manifest.begins:
-                    state = decoded(self.read(manifest, f"{RANK}/{STATE}"), dict[str, Any])
-                    through = min(through, int(state.get(ERASED, 0)))
-            except (CheckpointError, DamagedError):
+                    through = min(through, int(self.state(manifest).get(ERASED, 0)))
+            except CheckpointError:
                 return 0
         return through
+
+    def state(self, manifest: CheckpointManifest) -> dict[str, Any]:
+        """Read the plain values of a checkpoint, and check their digest."""
+        if (name := f"{RANK}/{STATE}") not in manifest.files:
+            raise CheckpointError(f"checkpoint {manifest.number}: it has no {name}")
+        with _damage_of(manifest):
+            return decoded(self.read(manifest, name), dict[str, Any])
 
     def open(self, manifest: CheckpointManifest) -> tuple[dict[str, Mapping[str, Tensor]], dict[str, Any]]:
         """Return the parts of a checkpoint, whose tensors are read on access, and its state.
@@ -249,7 +259,7 @@ class Checkpoints(ManifestDirectory[CheckpointManifest]):
 
     def newer_than(self, number: int) -> list[int]:
         """Return the checkpoints that a restart prefers to this one, the newest first."""
-        by_age = self._by_age()
+        by_age = self.by_age()
         return by_age[: by_age.index(number) : -1]
 
     def set_aside(self, number: int) -> None:
@@ -267,19 +277,62 @@ class Checkpoints(ManifestDirectory[CheckpointManifest]):
                 return name
         raise CheckpointError(f"checkpoint {number}: it has no part {part}")
 
-    def prune(self, keep: int) -> None:
-        """Delete all but the newest `keep` checkpoints.
+    def prune(self, keep: int, hours: int = 0) -> int | None:
+        """Delete all but the newest `keep` checkpoints, and the last one of each of the newest `hours` hours before.
 
-        Those that `newest` refused do not count: one is deleted once there are `keep` newer ones that are intact.
+        Of those, one whose rows are in a tier alone is deleted too: the tier reuses their slots. Returns the oldest of
+        the newest `keep`.
         """
-        kept = 0
-        for number in reversed(self._by_age()):
-            if kept >= keep:
+        by_age = self.by_age()
+        recent = self._recent(by_age, keep)
+        older = [number for number in by_age if number not in recent]
+        hourly = self._hourly(older, hours)
+        for number in older:
+            if number not in hourly:
                 self.delete(number)
                 self._refused.discard(number)
-            kept += number not in self._refused
+        return min(recent, default=None)
 
-    def _by_age(self) -> list[int]:
+    def recent(self, keep: int) -> set[int]:
+        """Return the newest `keep` checkpoints, whose slots a tier may not reuse.
+
+        Those that `newest` refused do not count: there are `keep` others.
+        """
+        return self._recent(self.by_age(), keep)
+
+    def _recent(self, by_age: Sequence[int], keep: int) -> set[int]:
+        recent, kept = set[int](), 0
+        for number in reversed(by_age):
+            if kept < keep:
+                recent.add(number)
+            kept += number not in self._refused
+        return recent
+
+    def names_slots(self, number: int, keep: int) -> bool:
+        """Return whether a checkpoint needs slots of a tier: not one beyond the newest `keep` that has the rows."""
+        return number in self.recent(keep) or self._hour_of(number) is None
+
+    def _hourly(self, numbers: Sequence[int], hours: int) -> set[int]:
+        """Return the last complete checkpoint of each of the newest hours; `numbers` are by age."""
+        last, before = dict[int, int](), self._hours
+        self._hours = {}
+        for number in numbers if hours else ():
+            with contextlib.suppress(CheckpointError):  # nothing can return to it
+                hour = before[number] if number in before else self._hour_of(number)
+                self._hours[number] = hour
+                if hour is not None:
+                    last[hour] = number
+        return {last[hour] for hour in sorted(last)[-hours:]} if hours else set()
+
+    def _hour_of(self, number: int) -> int | None:
+        """Return the hour since 1970 in which a checkpoint was written; None where a tier alone has its rows."""
+        manifest = self.manifest(number)
+        state = self.state(manifest)
+        parts = [state[name] for name in _PARTS_WITH_ROWS if name in state]
+        named = any(part.get("file") is not None and part.get("row_bytes") is None for part in parts)
+        return None if named else int(manifest.time // 3600)
+
+    def by_age(self) -> list[int]:
         """Return the numbers of all checkpoints, by generation, then by number."""
 
         def age(number: int) -> tuple[int, int]:

@@ -12,6 +12,7 @@ import msgspec
 from anabranch.core.atomic_files import replace_file
 from anabranch.core.failures import DamagedError, decoded
 from anabranch.core.files import MOST_BYTES, read_file
+from learner.state_dir.undo_file import UndoReport
 
 REPORT = "learner.json"
 LAG_STALE = timedelta(seconds=10)
@@ -303,6 +304,8 @@ class LearnerReport(msgspec.Struct, frozen=True, kw_only=True):
     """Erasure records that apply; their events are not trained on or stored from then on."""
     erased_through: int = 0
     """The last record whose events are gone from the store, the holdout set and all checkpoints."""
+    undo: UndoReport | None = None
+    """The last record of `anabranch undo`; None without one."""
     version: int | None = None
     """The newest version published."""
     verdict: str | None = None

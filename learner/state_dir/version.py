@@ -102,6 +102,8 @@ class Manifest(FolderManifest, frozen=True, kw_only=True):
     model: ModelReference
     parts: int = 0
     """Experts or columns of a module that grows, with the open one; 0: it does not grow."""
+    undone: int = 0
+    """The last record of `undo.json` whose events it has never seen."""
     learned: NewlyTrained | None = None
     """The newly trained events; None where they are unknown."""
     format: int = 0

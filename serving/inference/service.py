@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import ParamSpec, TypeVar
 
@@ -35,6 +36,9 @@ _LARGE_TEXT_BYTES = 16_384
 _LARGE_ELEMENTS = 65_536
 """A larger reply is encoded in a thread."""
 
+_MOST_COUNTED = 1000
+"""Versions whose requests are counted."""
+
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
@@ -62,6 +66,8 @@ class Service:
         self._bugs = bugs
         self._most_waiting_rows = settings.max_queue
         self._waiting_rows = 0
+        self.answered = Counter[int]()
+        """Requests that the newest versions have answered, since the start of the process."""
         self._swapped = asyncio.Event()
         self._stopping = False
         self.draining = False
@@ -162,7 +168,11 @@ class Service:
         """Return the answers to a request, and the one version that gave them; see `infer`."""
         chosen = await self._choose(request, version)
         self.check_alive()
-        return chosen, await self._batcher.predict(chosen, request.features, request.rows, request.embed, peer)
+        answers = await self._batcher.predict(chosen, request.features, request.rows, request.embed, peer)
+        self.answered[chosen.number] += 1
+        if len(self.answered) > _MOST_COUNTED:
+            del self.answered[min(self.answered)]
+        return chosen, answers
 
     def compare(self, chosen: ServedVersion, request: Request, answers: dict[str, Array]) -> None:
         """Let the shadow's candidate answer the same request, if it is one of its fraction."""

@@ -60,6 +60,8 @@ class ServingReport(msgspec.Struct, frozen=True, kw_only=True):
     freshness_p99_seconds: float | None = None
     requests: dict[str, int] = {}
     """Inference requests by HTTP status."""
+    answered: dict[int, int] = {}
+    """Inference requests that the newest versions have answered, since the start of serving."""
     requests_per_second: float = 0.0
     """Over about the last ten seconds."""
     request_p50_seconds: float | None = None

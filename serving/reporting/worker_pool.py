@@ -8,7 +8,7 @@ process that is asked adds up all of them.
 import asyncio
 import contextlib
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -93,6 +93,7 @@ class WorkerPool:
             freshness_p50_seconds=_largest(reports, "freshness_p50_seconds"),
             freshness_p99_seconds=_largest(reports, "freshness_p99_seconds"),
             requests=newest.requests,
+            answered=dict(sum((Counter(report.answered) for report in reports.values()), Counter[int]())),
             requests_per_second=sum(report.requests_per_second for report in reports.values()),
             request_p50_seconds=_largest(reports, "request_p50_seconds"),
             request_p99_seconds=_largest(reports, "request_p99_seconds"),

@@ -56,6 +56,7 @@ from learner.strategies.teacher_loss import TeacherLoss, kept_outputs
 from learner.stream.lag import LagPolicy
 from learner.teacher.feed import Teacher, TeacherFeed
 from learner.training.trainer import Trainer
+from learner.undo.undone_events import UndoneEvents
 from replay.background_store import BackgroundStore
 from replay.build import build_store
 from replay.config import ReplaySettings
@@ -147,9 +148,12 @@ class LearnerBench:
         complete: bool = False,
         teacher: Teacher | None = None,
         distil: bool = False,
+        stream: Callable[[threading.Event], Stream] | None = None,
+        checkpoints: Mapping[str, Any] | None = None,
+        undone: UndoneEvents | None = None,
     ) -> None:
         self.stop, self.closed = threading.Event(), False
-        self.stream = Stream(schema, blocks, self.stop)
+        self.stream = Stream(schema, blocks, self.stop) if stream is None else stream(self.stop)
         settings = LearnerSettings.model_validate(
             {"batch_size": ROWS - 1, "replay_ratio": 1.3, "max_delay": "1ms", **(learner or {})}
         )
@@ -177,7 +181,7 @@ class LearnerBench:
                 *(options, schema, device, 0, path / "replay" / RANK, contents, columns), step=step, complete=complete
             )
         )
-        settings_of_checkpoints = CheckpointSettings.model_validate({"every": every})
+        settings_of_checkpoints = CheckpointSettings.model_validate({"every": every, **(checkpoints or {})})
         check = functools.partial(check_generation, path, 1)
         self.checkpointer = Checkpointer(
             self.checkpoints, settings_of_checkpoints, self.background_store, self.metrics.learner, segments, check
@@ -201,7 +205,9 @@ class LearnerBench:
         sampling = self.metrics.replay.sample
         feed = make_feed(self.background_store, settings, 1, monitor, holdout, trainer, sampling)
         parts = LoopComponents(
-            *(source, trainer, monitor, feed, holdout, publisher, self.checkpointer, erasure, lag), teacher=self.feed
+            *(source, trainer, monitor, feed, holdout, publisher, self.checkpointer, erasure, lag),
+            teacher=self.feed,
+            undone=undone or UndoneEvents(),
         )
         self.loop = TrainingLoop(settings, parts, self.metrics)
         self.trainer, self.holdout, self.publisher, self.erasure = trainer, holdout, publisher, erasure

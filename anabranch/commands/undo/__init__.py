@@ -1,0 +1,1 @@
+"""`anabranch undo`: takes events out of what was learned."""

@@ -1,0 +1,223 @@
+"""What an undo would do: which versions are tainted, what is served instead, and where learning goes on."""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from anabranch.commands.erase import known_partitions
+from anabranch.commands.undo.selection import Known, Selection, select
+from anabranch.commands.versions import Listed, format_time, list_versions, stored_versions
+from anabranch.config.loader import Config
+from anabranch.core.errors import DependencyError, SettingsError
+from ingest.events.identity import partition_name
+from ingest.events.schema import Schema
+from ingest.worker.stream_search import Progress, StreamSearch
+from learner.state_dir.checkpoint import Checkpoints
+from learner.state_dir.undo_file import OffsetRanges, UndoRecord, read_undo
+from learner.state_dir.version import RegistryState
+from learner.undo.going_back import Sorted, sort_checkpoints
+from learner.undo.tainted import TORN, seen_by_checkpoint, seen_by_version
+from serving.reporting.report import read_report
+
+_MOST_NAMED = 5
+"""Ranges that a sentence names."""
+
+
+@dataclass(frozen=True)
+class TaintedVersion:
+    """A version that has seen events of the undo."""
+
+    version: int
+    served: bool
+    requests: int | None
+    """Requests that it has answered since serving was started; None where that is not known."""
+
+
+@dataclass(frozen=True)
+class UndoPlan:
+    """What an undo does, or would do.
+
+    Attributes:
+        ranges: the offsets, by partition.
+        offsets: their number.
+        tainted: the versions that have seen some of them, ascending.
+        clean: the newest version that has seen none and may be served; None where there is none.
+        checkpoint: the checkpoint to return to; 0: the beginning of the stream; None: nothing was seen yet.
+        checkpoint_time: when it was made, in seconds since 1970.
+        until: how far the stream is read, by partition.
+        again: the offsets that are read again.
+        state: what serving serves.
+    """
+
+    ranges: dict[str, OffsetRanges]
+    offsets: int
+    tainted: list[TaintedVersion]
+    clean: int | None
+    checkpoint: int | None
+    checkpoint_time: float | None
+    until: dict[str, int]
+    again: int
+    state: RegistryState
+
+    def record(self, number: int, now: float) -> UndoRecord:
+        """Return the record with this number."""
+        return UndoRecord(number=number, time=now, ranges=self.ranges, until=self.until)
+
+    def document(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        pairs = {name: list(zip(each.firsts, each.lasts, strict=True)) for name, each in self.ranges.items()}
+        fields = {name: getattr(self, name) for name in ("offsets", "clean", "checkpoint", "checkpoint_time", "again")}
+        return {"ranges": pairs, **fields, "tainted": [asdict(each) for each in self.tainted]}
+
+    def sentences(self) -> list[str]:
+        """Return it as sentences for a person."""
+        named = [
+            f"{name}@{first}..{last}"
+            for name, each in self.ranges.items()
+            for first, last in zip(each.firsts, each.lasts, strict=True)
+        ]
+        more = f" and {len(named) - _MOST_NAMED:,} more ranges" if len(named) > _MOST_NAMED else ""
+        sentences = [f"{self.offsets:,} offsets are undone: {', '.join(named[:_MOST_NAMED])}{more}"]
+        for each in self.tainted:
+            answered = "an unknown number of" if each.requests is None else f"{each.requests:,}"
+            served = ", is served now," if each.served else ""
+            sentences.append(f"version {each.version}{served} has seen some, and has answered {answered} requests")
+        if not self.tainted:
+            sentences.append("no version has seen any of them")
+        elif self.clean is not None:
+            sentences.append(f"version {self.clean} is the newest that has seen none: it is served at once")
+        else:
+            sentences.append(
+                "no version is left that has seen none: the served one stays until the learner publishes one"
+            )
+        if self.checkpoint is None:
+            sentences.append("the learner has seen none either: it skips them when they come")
+        else:
+            made = "" if self.checkpoint_time is None else f", made at {format_time(self.checkpoint_time)}"
+            where = f"checkpoint {self.checkpoint}{made}" if self.checkpoint else "the beginning of the stream"
+            sentences.append(f"the learner returns to {where}, and reads {self.again:,} offsets again, without these")
+        return sentences
+
+
+def plan_undo(config: Config, selection: Selection, progress: Progress) -> UndoPlan:
+    """Return what an undo would do; changes nothing.
+
+    Raises:
+        SettingsError: the selection is not valid or has no event, the pinned version is tainted, or the stream that
+            would have to be read again is gone.
+        DependencyError: the broker or a disk cannot be read.
+    """
+    selection.check(config)
+    _check_settings(config)
+    known = {name: each for name, each in known_partitions(config).items() if not name.history}
+    with StreamSearch(config.pipeline.stream) as search:
+        ranges = select(config, selection, known, search, progress)
+        if not ranges:
+            raise SettingsError("no event that this pipeline reads is of that selection: nothing is to be undone")
+        starts = {partition_name(name): offset for name, offset in search.log_starts.items()}
+    record = UndoRecord(number=len(read_undo(config.state_dir)) + 1, time=0.0, ranges=ranges, until={})
+    versions, state = list_versions(config, None), stored_versions(config).state()
+    tainted = [one for one in versions[::-1] if _is_tainted(one, record, torn=config.pipeline.stream.format in TORN)]
+    _check_pinned(state, tainted)
+    numbers = {one.number for one in tainted}
+    checkpoints = Checkpoints(config.state_dir / "checkpoints", Schema(config.pipeline.events).digest, sys.maxsize)
+    number, made, positions = _target(checkpoints, record, starts, known)
+    until = {partition_name(name): each.seen_through + 1 for name, each in known.items()}
+    answered = _answered(config)
+    return UndoPlan(
+        ranges=ranges,
+        offsets=sum(each.count for each in ranges.values()),
+        tainted=[
+            TaintedVersion(
+                one.number, one.number == state.serving, None if answered is None else answered.get(one.number, 0)
+            )
+            for one in tainted
+        ],
+        clean=max((one.number for one in versions if one.refused is None and one.number not in numbers), default=None),
+        checkpoint=number,
+        checkpoint_time=made,
+        until=until,
+        again=sum(max(0, end - positions.get(name, end)) for name, end in until.items()),
+        state=state,
+    )
+
+
+def _check_settings(config: Config) -> None:
+    stream = config.pipeline.stream
+    if config.pipeline.storage is not None:
+        raise SettingsError(
+            "undo does not go with [storage]: another host that takes over would not have the record; take the section "
+            "out until the learner has returned to its checkpoint"
+        )
+    if stream.backfill is not None and stream.backfill.identity is not None:
+        raise SettingsError(
+            "undo does not go with stream.backfill.identity: rows of files have the identity of the topic's events, "
+            "and are not skipped; use `anabranch replay erase`"
+        )
+    if not config.state_dir.is_dir():
+        raise SettingsError(f"there is no {config.state_dir} yet: nothing was learned that could be undone")
+
+
+def _check_pinned(state: RegistryState, tainted: list[Listed]) -> None:
+    if state.pinned in {one.number for one in tainted}:
+        raise SettingsError(
+            f"version {state.pinned} is pinned, and has seen events that are to be undone; unpin it first with "
+            "`anabranch versions unpin`"
+        )
+
+
+def _is_tainted(one: Listed, record: UndoRecord, *, torn: bool) -> bool:
+    return one.manifest is not None and seen_by_version(one.manifest, list(record.ranges), torn=torn).taints(record)
+
+
+def _target(
+    checkpoints: Checkpoints, record: UndoRecord, starts: Mapping[str, int], known: Known
+) -> tuple[int | None, float | None, Mapping[str, int]]:
+    """Return the checkpoint to return to, when it was made, and where it reads on.
+
+    Raises SettingsError where the broker no longer has the stream from there on.
+    """
+    try:
+        found = sort_checkpoints(checkpoints, [record])
+    except OSError as exc:
+        raise DependencyError(f"{checkpoints.location} cannot be read: {exc.strerror or exc}") from exc
+    if not found.tainted:
+        return None, None, {}
+    if found.clean:
+        number, state = next(iter(found.clean.items()))
+        made, positions = checkpoints.manifest(number).time, seen_by_checkpoint(state).offsets
+    else:
+        number, made = 0, None
+        positions = {partition_name(name): each.start for name, each in known.items()}
+    if gone := _gone(positions, starts):
+        whence = f"checkpoint {number}" if number else "the beginning of the stream"
+        still = _since_when(checkpoints, found, starts)
+        raise SettingsError(
+            f"the broker has {gone} no longer, which undo would read again from {whence} on; {still}; nothing was "
+            "changed: raise the topic's retention and checkpoints.keep_hourly for the next time, and take "
+            "the events out of the store with `anabranch replay erase`"
+        )
+    return number, made, positions
+
+
+def _gone(positions: Mapping[str, int], starts: Mapping[str, int]) -> str | None:
+    """Return a range that would be read again and is gone; None where there is none."""
+    for name, position in positions.items():
+        if (start := starts.get(name, position)) > position:
+            return f"{name}@{position}..{start - 1}"
+    return None
+
+
+def _since_when(checkpoints: Checkpoints, found: Sorted, starts: Mapping[str, int]) -> str:
+    """Return from which checkpoint on events can be undone, as a part of a sentence."""
+    for number, state in sorted((found.clean | found.tainted).items()):
+        if _gone(seen_by_checkpoint(state).offsets, starts) is None:
+            made = format_time(checkpoints.manifest(number).time)
+            return f"events that came after checkpoint {number}, made at {made}, can be undone"
+    return "no event that was learned can be undone now"
+
+
+def _answered(config: Config) -> Mapping[int, int] | None:
+    report = read_report(config.state_dir)
+    return None if report is None else report.answered

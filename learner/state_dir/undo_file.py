@@ -1,0 +1,191 @@
+"""`undo.json`: which events the learner has to unlearn, and how far that has come.
+
+`anabranch undo` appends a record. A learner that holds the state directory returns to a checkpoint that has seen none
+of its events, and records that; from then on it skips these events whenever it reads them. Records stay: an older
+checkpoint may be restored at any time.
+
+The file is replaced atomically and durably, under a lock on `undo.lock`. A missing file has no records. Imports no
+torch.
+"""
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from anabranch.core.atomic_files import replace_file
+from anabranch.core.errors import SettingsError
+from anabranch.core.failures import DamagedError, away_is_dependency, decoded
+from anabranch.core.files import MOST_BYTES, read_file
+
+NAME = "undo.json"
+LOCK = "undo.lock"
+FORMAT = 1
+UNDONE = "undone"
+"""Key of a checkpoint's state: the number of the last record whose events it has never seen."""
+
+_Offset = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+
+
+class OffsetRanges(msgspec.Struct, frozen=True):
+    """Ranges of offsets of one partition, ascending and disjoint."""
+
+    firsts: list[_Offset]
+    lasts: list[_Offset]
+    """Inclusive, one for each of `firsts`."""
+
+    @property
+    def count(self) -> int:
+        """How many offsets they have."""
+        return sum(last - first + 1 for first, last in zip(self.firsts, self.lasts, strict=True))
+
+
+class WentBack(msgspec.Struct, frozen=True, kw_only=True):
+    """How a learner has applied a record."""
+
+    checkpoint: int
+    """The checkpoint that it returned to."""
+    time: float
+    """When, in seconds since 1970."""
+    positions: dict[str, int]
+    """Where that checkpoint reads on, by partition as `topic#incarnation[partition]`."""
+
+
+class UndoRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Events that are to be unlearned."""
+
+    number: int
+    """From 1."""
+    time: float
+    """When it was given, in seconds since 1970."""
+    ranges: dict[str, OffsetRanges]
+    """By partition, as `topic#incarnation[partition]`."""
+    until: dict[str, int]
+    """How far the stream was read when it was given, by partition: up to there it is learned again."""
+    went_back: WentBack | None = None
+    """None until a learner has returned to a checkpoint."""
+
+
+class UndoFile(msgspec.Struct, frozen=True):
+    """The contents of the file."""
+
+    format: int = FORMAT
+    records: list[UndoRecord] = []
+
+
+class UndoReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The last record, as the learner's report has it."""
+
+    number: int
+    checkpoint: int
+    """The checkpoint that the learner returned to."""
+    offsets: int
+    """Offsets that are skipped."""
+    left: int
+    """Offsets that are still to be read again; 0 at the end."""
+    fraction: float
+    """The part that was read again, 0 to 1; 1 only at the end."""
+
+
+def read_undo(state_dir: Path) -> Sequence[UndoRecord]:
+    """Return all records, by number.
+
+    Raises:
+        SettingsError: the file is damaged, or of another release.
+        DependencyError: it cannot be read for now.
+    """
+    path = state_dir / NAME
+    try:
+        with away_is_dependency(f"{path} cannot be read; its records are needed"):
+            try:
+                content = read_file(path, MOST_BYTES)
+            except FileNotFoundError:
+                return ()
+        file = decoded(content, UndoFile)
+        if file.format != FORMAT:
+            raise DamagedError(f"it is of format {file.format}, and this release reads {FORMAT}")
+        _check(file.records)
+    except DamagedError as exc:
+        raise SettingsError(
+            f"{path} cannot be used: {exc}; put it back from a backup, or what was undone may be learned again"
+        ) from exc
+    return file.records
+
+
+def append_record(state_dir: Path, make: Callable[[int], UndoRecord]) -> UndoRecord:
+    """Append the record that `make` returns for its number; it is durable when this returns.
+
+    Raises:
+        SettingsError: the file is damaged, or of another release.
+        OSError: it cannot be written; nothing has changed.
+    """
+    with _changing(state_dir):
+        records = read_undo(state_dir)
+        record = make(len(records) + 1)
+        _write(state_dir, [*records, record])
+    return record
+
+
+def record_return(state_dir: Path, went_back: WentBack) -> None:
+    """Record for all records without a return that a learner went back; raises as `append_record`."""
+    with _changing(state_dir):
+        records = [
+            msgspec.structs.replace(record, went_back=record.went_back or went_back) for record in read_undo(state_dir)
+        ]
+        _write(state_dir, records)
+
+
+def stamp_of(state_dir: Path) -> object:
+    """Return a value that changes when the file is replaced; None where it is missing or cannot be read."""
+    try:
+        status = (state_dir / NAME).stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_ino, status.st_size
+
+
+def ranges_of(offsets: Mapping[str, Sequence[tuple[int, int]]]) -> dict[str, OffsetRanges]:
+    """Return ranges from first and last offsets in any order, by partition; those that touch are one."""
+    merged: dict[str, OffsetRanges] = {}
+    for name, pairs in offsets.items():
+        firsts, lasts = list[int](), list[int]()
+        for first, last in sorted(pairs):
+            if lasts and first <= lasts[-1] + 1:
+                lasts[-1] = max(lasts[-1], last)
+            else:
+                firsts.append(first)
+                lasts.append(last)
+        if firsts:
+            merged[name] = OffsetRanges(firsts, lasts)
+    return merged
+
+
+def _check(records: Sequence[UndoRecord]) -> None:
+    """Raise DamagedError unless the records have the numbers from 1 on, and their ranges are ranges."""
+    for number, record in enumerate(records, 1):
+        if record.number != number:
+            raise DamagedError(f"it has record {record.number} where {number} should be")
+        for name, ranges in record.ranges.items():
+            ends = [each for pair in zip(ranges.firsts, ranges.lasts, strict=False) for each in pair]
+            rises = all(first < last for first, last in zip(ends[1::2], ends[2::2], strict=False))
+            fits = len(ranges.firsts) == len(ranges.lasts) and all(map(int.__le__, ranges.firsts, ranges.lasts))
+            if not (rises and fits):
+                raise DamagedError(f"the ranges of {name[:200]!r} in record {number} do not ascend")
+
+
+def _write(state_dir: Path, records: Sequence[UndoRecord]) -> None:
+    replace_file(state_dir / NAME, msgspec.json.encode(UndoFile(records=list(records))))
+
+
+@contextlib.contextmanager
+def _changing(state_dir: Path) -> Iterator[None]:
+    descriptor = os.open(state_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,1 @@
+"""Takes events out of what was learned: returns to a checkpoint from before them, and skips them from then on."""

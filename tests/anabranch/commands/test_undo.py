@@ -1,0 +1,121 @@
+"""What `anabranch undo` plans, and what it refuses before anything is changed."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from anabranch.commands.undo.plan import UndoPlan, plan_undo
+from anabranch.commands.undo.selection import Selection
+from anabranch.config.loader import Config, load_config
+from anabranch.core.errors import SettingsError
+from ingest.config import SchemaSettings
+from ingest.events.schema import Schema
+from ingest.kafka.fake import FakeClient, FakePartition
+from ingest.kafka.registry import CLIENTS
+from learner.state_dir.undo_file import NAME
+from learner.state_dir.version import RegistryState, Versions
+from tests.learner.undo.undo_bench import NAMES, UndoBench
+
+COUNT = 600
+
+
+class RetainingClient(FakeClient):
+    """A broker that has removed the first offsets of its partitions."""
+
+    def first_offsets(self, partitions: Any, start: str, moment: Any) -> Any:
+        return {name: self._of(name).end if start == "latest" else self._of(name).start for name in partitions}
+
+
+@pytest.fixture
+def broker(monkeypatch: pytest.MonkeyPatch) -> RetainingClient:
+    """Has two partitions of COUNT offsets."""
+    client = RetainingClient({name: FakePartition(end=COUNT) for name in NAMES})
+    monkeypatch.setitem(CLIENTS, "kafka-python", lambda _: client)
+    return client
+
+
+@pytest.fixture
+def pipeline(broker: RetainingClient, write_pipeline: Callable[..., Path]) -> Config:
+    """A pipeline with an empty state directory."""
+    config = load_config(write_pipeline("localhost:9", "payments", ""), {})
+    config.state_dir.mkdir()
+    return config
+
+
+@pytest.fixture
+def config(pipeline: Config) -> Config:
+    """A pipeline with a checkpoint at offset 200 of each partition and one at the end, with a version for each."""
+    config = pipeline
+    features = {"x": {"dtype": "float32", "shape": [3]}}
+    schema = Schema(SchemaSettings.model_validate({"features": features, "label": {"name": "y", "classes": 3}}))
+    for count in (200, COUNT):
+        bench = UndoBench(config.state_dir, schema, count)
+        bench.run()
+        bench.finish()
+        bench.close()
+    return config
+
+
+def plan(config: Config, **options: Any) -> UndoPlan:
+    return plan_undo(config, Selection(**options), lambda read, total: None)
+
+
+def test_the_plan_names_the_tainted_versions_and_the_checkpoint_before(config: Config) -> None:
+    made = plan(config, offsets=["payments[0]@300..310", "payments[0]@311..320", "payments[1]@599..599"])
+    assert {name: (each.firsts, each.lasts) for name, each in made.ranges.items()} == {
+        "payments#0[0]": ([300], [320]),
+        "payments#0[1]": ([599], [599]),
+    }
+    versions = Versions(config.state_dir / "versions")
+    through = {each: versions.manifest(each).trained_through["payments:0"].offset for each in versions.numbers()}
+    assert [each.version for each in made.tainted] == [each for each, offset in through.items() if offset >= 300]
+    assert [each.requests for each in made.tainted] == [None]
+    assert made.checkpoint == 1
+    assert not (config.state_dir / NAME).exists()
+
+
+def test_an_undo_of_a_stream_that_is_gone_says_from_when_on_it_can(config: Config, broker: RetainingClient) -> None:
+    for partition in broker.topics.values():
+        partition.start = 250
+    with pytest.raises(
+        SettingsError, match=r"has payments#0\[\d\]@\d+\.\.249 no longer.*came after checkpoint 2, made"
+    ):
+        plan(config, offsets=["payments[0]@300..310"])
+    for partition in broker.topics.values():
+        partition.start = COUNT + 1
+    with pytest.raises(SettingsError, match="no event that was learned can be undone now; nothing was changed"):
+        plan(config, offsets=["payments[0]@300..310"])
+
+
+def test_a_tainted_version_that_is_pinned_has_to_be_unpinned_first(config: Config) -> None:
+    versions = Versions(config.state_dir / "versions")
+    versions.write_state(RegistryState(serving=max(versions.numbers()), pinned=max(versions.numbers())))
+    with pytest.raises(SettingsError, match="is pinned, and has seen events"):
+        plan(config, offsets=["payments[0]@300..310"])
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, "name what to undo by"),
+        ({"offsets": ["payments[0]@1"], "since": "2026-07-03"}, "name what to undo by"),
+        ({"until": "2026-07-03"}, "--until needs --since"),
+        ({"keys": ["a"]}, r"--key needs \[schema.key\]"),
+        ({"producers": ["build"]}, "is not of the form NAME=VALUE"),
+        ({"since": "yesterday", "until": "2026-07-03"}, "is not a time"),
+        ({"since": "2026-07-04", "until": "2026-07-03"}, "is after --until"),
+        ({"offsets": ["payments@1"]}, "is not of the form"),
+        ({"producers": ["trace=none"]}, "no event that this pipeline reads is of that selection"),
+    ],
+)
+def test_a_selection_that_cannot_be_meant_is_refused(pipeline: Config, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(SettingsError, match=said):
+        plan(pipeline, **options)
+
+
+def test_an_object_store_is_refused(broker: RetainingClient, write_pipeline: Callable[..., Path]) -> None:
+    path = write_pipeline("localhost:9", "payments", '[storage]\nurl = "s3://bucket/prefix"\n')
+    with pytest.raises(SettingsError, match=r"undo does not go with \[storage\]"):
+        plan(load_config(path, {}), offsets=["payments[0]@300..310"])

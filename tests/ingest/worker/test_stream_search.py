@@ -1,0 +1,63 @@
+"""Messages are found by header, key and time; nothing is written."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from ingest.config import SchemaSettings, StreamSettings
+from ingest.errors import BrokerError
+from ingest.events.partition import TopicPartition
+from ingest.kafka.fake import FakeClient, FakePartition
+from ingest.worker.stream_search import StreamSearch, with_header, with_key
+
+NAME = TopicPartition("events", 0)
+STREAM = StreamSettings(topics=("events",))
+SCHEMA = SchemaSettings.model_validate(
+    {"features": {"x": {"dtype": "float32"}}, "label": {"name": "y", "classes": 2}, "key": {"name": "who"}}
+)
+
+
+@pytest.fixture
+def topic() -> FakePartition:
+    """Events of three people, with a gap, a broken message and a tombstone among them."""
+    topic = FakePartition()
+    for number in range(30):
+        topic.append(json.dumps({"x": 1.0, "y": 0, "who": f"p{number % 3}"}).encode())
+    topic.skip(2)
+    topic.append(b"{broken")
+    topic.append(None)
+    topic.append(json.dumps({"x": 1.0, "y": 1, "who": "p1"}).encode())
+    topic.skip()
+    return topic
+
+
+@pytest.mark.parametrize(
+    ("matches", "found"),
+    [
+        (lambda: with_key([b"p1"], SCHEMA, STREAM), [*range(4, 30, 3), 34]),
+        (lambda: with_key([b"nobody"], SCHEMA, STREAM), []),
+        (lambda: with_header("trace", "17"), [17]),
+        (lambda: with_header("trace", "3"), []),
+    ],
+)
+def test_messages_are_found_within_their_bounds(
+    topic: FakePartition, matches: Callable[[], Any], found: list[int]
+) -> None:
+    client, seen = FakeClient({NAME: topic}), []
+    with StreamSearch(STREAM, client) as search:
+        assert search.log_ends == {NAME: 36}
+        progress = lambda read, total: seen.append((read, total))  # noqa: E731
+        offsets = search.matching({NAME: 4}, {NAME: 36}, matches(), progress)
+    assert offsets == ({NAME: found} if found else {})
+    assert seen[-1] == (32, 32)
+    assert not client.letters
+    assert not client.committed
+
+
+def test_a_broker_that_is_away_is_an_error(topic: FakePartition) -> None:
+    client = FakeClient({NAME: topic})
+    client.away = True
+    with pytest.raises(BrokerError), StreamSearch(STREAM, client):
+        pass

@@ -1,0 +1,283 @@
+"""A learner that undoes events equals one whose topic never had them, bit for bit."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from anabranch.core.errors import SettingsError
+from ingest.events.identity import partition_name
+from ingest.events.schema import Schema
+from learner.checkpointing.replay_state import unpack
+from learner.checkpointing.without_erased import without_erased
+from learner.errors import MisfitError, UndoRequestedError
+from learner.state_dir.checkpoint import Checkpoints
+from learner.state_dir.trained_through import PartitionProgress
+from learner.state_dir.undo_file import NAME, UndoRecord, append_record, ranges_of
+from learner.state_dir.version import Manifest, ModelReference, Versions
+from learner.undo.going_back import go_back, undone_verdict
+from learner.undo.tainted import seen_by_version
+from learner.undo.watch import UndoWatch
+from replay.erasure.erased_events import ByRange
+from replay.erasure.erasure_log import ErasureLog
+from tests.learner.learner_bench import TIERS
+from tests.learner.undo.undo_bench import NAMES, Missing, UndoBench
+
+COUNT = 1200
+FLIPPED: Missing = {NAMES[0]: {*range(500, 620), 700, 702, 950}, NAMES[1]: {*range(640, 660)}}
+
+
+@pytest.fixture
+def make(tmp_path: Path, schema: Schema) -> Iterator[Callable[..., UndoBench]]:
+    """Makes learners, `make(name, count, missing, **options)`, over the state directory of that name."""
+    benches: list[UndoBench] = []
+
+    def start(name: str, count: int = COUNT, missing: Missing | None = None, **options: Any) -> UndoBench:
+        (tmp_path / name).mkdir(exist_ok=True)
+        benches.append(UndoBench(tmp_path / name, schema, count, missing, **options))
+        return benches[-1]
+
+    yield start
+    for bench in benches:
+        bench.close()
+
+
+def record(state_dir: Path, missing: Missing, until: int = COUNT) -> UndoRecord:
+    """Record to undo these offsets."""
+    ranges = ranges_of({partition_name(name): [(each, each) for each in gone] for name, gone in missing.items()})
+    ends = dict.fromkeys(map(partition_name, NAMES), until)
+    return append_record(
+        state_dir, lambda number: UndoRecord(number=number, time=time.time(), ranges=ranges, until=ends)
+    )
+
+
+def assert_same(one: UndoBench, other: UndoBench) -> None:
+    """Assert that two learners have the same state, but for counts of outcomes."""
+    for part, tensors in other.trainer.tensors().items():
+        assert tensors.keys() == one.trainer.tensors()[part].keys()
+        for name, value in tensors.items():
+            assert torch.equal(one.trainer.tensors()[part][name], value), (part, name)
+    assert one.loop.state.steps == other.loop.state.steps
+    assert one.loop.ledger.positions == other.loop.ledger.positions
+    assert one.loop.monitor.prequential.state() == other.loop.monitor.prequential.state()
+    held = one.holdout.held.columns
+    assert all((held[name] == column).all() for name, column in other.holdout.held.columns.items())
+    stored, expected = (each.store.fetch(each.store.plan(0, len(each.store))).columns for each in (one, other))
+    assert all(torch.equal(stored[name], column) for name, column in expected.items())
+    assert one.store.lost == other.store.lost == 0
+
+
+@pytest.mark.parametrize("replay", TIERS.values(), ids=TIERS)
+def test_undone_events_leave_the_state_as_if_the_topic_never_had_them(
+    make: Callable[..., UndoBench], tmp_path: Path, replay: Mapping[str, Any]
+) -> None:
+    clean = make("clean", COUNT, FLIPPED)
+    clean.run()
+    first = make("undone", 400, replay=replay)
+    first.run()
+    before = first.checkpoint()
+    first.close()
+    second = make("undone", replay=replay)
+    second.run()
+    tainted = second.checkpoint()
+    second.close()
+    record(tmp_path / "undone", FLIPPED)
+    again = make("undone", replay=replay)
+    assert again.found is not None
+    assert (again.found[0], again.checkpoints.numbers()) == (before, [before])
+    assert (tmp_path / "undone" / "checkpoints" / f"{tainted}.set-aside").is_dir()
+    again.run()
+    assert_same(again, clean)
+    skipped = again.loop.ledger.skipped
+    assert skipped == {"undone": sum(map(len, FLIPPED.values()))}
+
+
+@pytest.mark.parametrize("replay", [{}, {"disk": {"bytes": "28kB"}, "device_bytes": "1kB"}], ids=["device", "disk"])
+def test_a_checkpoint_that_is_kept_by_the_hour_is_returned_to_though_its_slots_are_used_again(
+    make: Callable[..., UndoBench],
+    tmp_path: Path,
+    replay: Mapping[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    options: dict[str, Any] = {
+        "replay": {**replay, "capacity": 100},
+        "checkpoints": {"keep": 2, "keep_hourly": 3},
+        "complete": True,
+    }
+    hours, kept = [time.time() - 3600 * hour for hour in range(6, 0, -1)], []
+    for hour, count in zip(hours, (200, 400, 600, 800, 1000, COUNT), strict=True):
+        bench = make("undone", count, **options)
+        monkeypatch.setattr(time, "time", lambda hour=hour: hour)
+        bench.run()
+        kept.append(bench.checkpoint())
+        assert bench.checkpointer._oldest == kept[-2:][0], "the others name no slot"
+        bench.close()
+    assert bench.checkpoints.numbers() == kept[1:], "the last of three hours, and the two newest"
+    monkeypatch.undo()
+    late: Missing = {name: {each for each in gone if each >= 600} for name, gone in FLIPPED.items()}
+    record(tmp_path / "undone", late)
+    again = make("undone", **options)
+    assert again.found is not None
+    assert again.found[0] == kept[2]
+    assert ("events are restored from checkpoint" in caplog.text) == ("disk" in replay)
+    again.run()
+    expected = make("clean of late ones", COUNT, late, replay={"capacity": 100})
+    expected.run()
+    assert_same(again, expected)
+
+
+class KilledError(BaseException):
+    """Stands for a SIGKILL."""
+
+
+@pytest.fixture
+def trained(make: Callable[..., UndoBench], tmp_path: Path) -> Path:
+    """A state directory with three checkpoints, of which the first is from before what is undone, and a version."""
+    for count in (400, 700, COUNT):
+        bench = make("undone", count)
+        bench.run()
+        bench.checkpoint()
+        bench.close()
+    bench.finish()
+    return tmp_path / "undone"
+
+
+def test_a_start_that_is_killed_at_any_step_is_repeated_by_the_next_one(
+    trained: Path, schema: Schema, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record(trained, FLIPPED)
+    versions = Versions(trained / "versions")
+    steps = [(Checkpoints, "set_aside"), (Versions, "write_verdict"), (Path, "replace")]
+    for owner, name in steps:
+        for after in (False, True):
+            act = getattr(owner, name)
+
+            def killed(*arguments: Any, act: Callable[..., Any] = act, after: bool = after) -> None:
+                if after:
+                    act(*arguments)
+                raise KilledError
+
+            with monkeypatch.context() as patch, contextlib.suppress(KilledError):
+                patch.setattr(owner, name, killed)
+                go_back(trained, Checkpoints(trained / "checkpoints", schema.digest, 1), versions, torn=False)
+    checkpoints = Checkpoints(trained / "checkpoints", schema.digest, 1)
+    undone = go_back(trained, checkpoints, versions, torn=False)
+    (number,) = checkpoints.numbers()
+    assert [each.went_back.checkpoint for each in undone.records if each.went_back] == [number]
+    through = {each: versions.manifest(each).trained_through["payments:0"].offset for each in versions.numbers()}
+    failed = [each for each in versions.numbers() if versions.verdict(each) == undone_verdict(1)]
+    assert failed == [each for each, offset in through.items() if offset >= 500]
+    assert 0 < len(failed) < len(through)
+    before = (trained / NAME).read_bytes()
+    go_back(trained, checkpoints, versions, torn=False)
+    assert (trained / NAME).read_bytes() == before
+
+
+def test_where_all_checkpoints_are_tainted_the_stream_is_begun_again(
+    make: Callable[..., UndoBench], trained: Path
+) -> None:
+    first: Missing = {NAMES[0]: {*range(10, 40)}}
+    record(trained, first)
+    again = make("undone")
+    assert again.found is not None
+    assert again.found[1].begins
+    again.run()
+    clean = make("clean", COUNT, first)
+    clean.run()
+    assert_same(again, clean)
+
+
+def test_a_second_undo_skips_the_events_of_the_first_too(make: Callable[..., UndoBench], trained: Path) -> None:
+    record(trained, {NAMES[0]: FLIPPED[NAMES[0]]})
+    again = make("undone")
+    again.run()
+    assert again.checkpoint() > 3
+    again.close()
+    record(trained, {NAMES[1]: FLIPPED[NAMES[1]]}, until=COUNT - 50)
+    again = make("undone")
+    again.run()
+    clean = make("clean", COUNT, FLIPPED)
+    clean.run()
+    assert_same(again, clean)
+    report = again.loop.state._parts.undone.report(again.loop.ledger.positions)
+    assert report is not None
+    assert (report.number, report.left, report.fraction) == (2, 0, 1.0)
+
+
+def test_what_was_erased_after_the_checkpoint_stays_erased(make: Callable[..., UndoBench], trained: Path) -> None:
+    name = partition_name(NAMES[0])
+    ErasureLog(trained / "erasures.log").append([ByRange(time=0.0, by="command", partition=name, first=0, last=399)])
+    record(trained, FLIPPED)
+    again = make("undone")
+    checkpoint = without_erased(again.found[1], again.log.erased)[0] if again.found else None
+    assert checkpoint is not None
+    assert again.log.erased
+    parts = unpack(checkpoint)
+    assert parts is not None
+    index = parts[0].index
+    assert not ((index["partition"] == 0) & (index["offset"] < 400)).any()
+    assert len(index)
+
+
+def test_without_its_file_a_checkpoint_that_was_made_after_an_undo_is_refused(
+    make: Callable[..., UndoBench], trained: Path
+) -> None:
+    record(trained, FLIPPED)
+    again = make("undone")
+    again.run()
+    again.checkpoint()
+    again.close()
+    (trained / NAME).unlink()
+    with pytest.raises(MisfitError, match=r"made after undo 1, which undo\.json in state_dir does not have"):
+        make("undone")
+
+
+def test_a_learner_that_runs_ends_when_an_undo_is_requested(tmp_path: Path) -> None:
+    watch = UndoWatch(tmp_path, 0)
+    watch.check()
+    record(tmp_path, FLIPPED)
+    with pytest.raises(UndoRequestedError, match="undo 1 was requested"):
+        watch.check()
+    UndoWatch(tmp_path, 1).check()
+    (tmp_path / NAME).write_text("{")
+    with pytest.raises(SettingsError, match=r"undo.json cannot be used: .* put it back from a backup"):
+        watch.check()
+
+
+@pytest.mark.parametrize(
+    ("progress", "seen"),
+    [
+        (PartitionProgress(offset=499), False),
+        (PartitionProgress(offset=500), True),
+        (PartitionProgress(offset=3, incarnation=1), True),
+    ],
+)
+def test_a_version_is_tainted_from_the_first_undone_offset_on(
+    tmp_path: Path, progress: PartitionProgress, seen: bool
+) -> None:
+    made = record(tmp_path, FLIPPED)
+    reference = ModelReference("m:build", {}, "classification")
+    manifest = Manifest(
+        number=1,
+        generation=1,
+        time=0.0,
+        step=1,
+        schema="",
+        files={},
+        parent=None,
+        metrics={},
+        encoders={},
+        model=reference,
+        trained_through={"payments:0": progress},
+    )
+    names = list(made.ranges)
+    assert seen_by_version(manifest, names, torn=False).taints(made) == seen
+    assert seen_by_version(manifest, names, torn=True).taints(made), "the message after may be seen in part"
+    clean = msgspec.structs.replace(manifest, undone=1)
+    assert not seen_by_version(clean, names, torn=True).taints(made)
