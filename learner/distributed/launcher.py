@@ -128,7 +128,8 @@ def leave_rows(folder: Path, rows: int) -> None:
 
 def _read_rows(folder: Path) -> int | None:
     """Return the smallest number that a rank wrote with `leave_rows`; None when none did."""
-    return min((int(path.read_text()) for path in folder.glob(f"{_ROWS}-*")), default=None)
+    texts = (path.read_text() for path in folder.glob(f"{_ROWS}-*"))
+    return min((int(text) for text in texts if text), default=None)  # empty: the rank was killed before it wrote
 
 
 def write_outcome(folder: Path, code: int) -> None:
@@ -137,11 +138,12 @@ def write_outcome(folder: Path, code: int) -> None:
 
 
 def read_outcome(folder: Path) -> int | None:
-    """Return the exit code that was written last; None when there is none."""
+    """Return the exit code that was written last; None when there is none, or a rank is about to write it."""
     try:
-        return int((folder / OUTCOME).read_text())
+        text = (folder / OUTCOME).read_text()
     except FileNotFoundError:
         return None
+    return int(text) if text else None
 
 
 def stop_with_launcher(stop: threading.Event) -> None:

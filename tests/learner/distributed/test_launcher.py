@@ -18,7 +18,7 @@ import torch
 from torch.numa.binding import AffinityMode
 
 from learner.config import LearnerSettings
-from learner.distributed.launcher import launch, numa_options
+from learner.distributed.launcher import OUTCOME, _read_rows, launch, numa_options, read_outcome, write_outcome
 from learner.distributed.process_group import record_collectives
 from learner.state_dir.checkpoint import Checkpoints
 from learner.state_dir.lock import hold_state_directory
@@ -282,6 +282,17 @@ def test_nccls_last_collectives_are_recorded_in_the_state_directory_where_there_
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
     }
+
+
+def test_a_file_that_a_rank_is_about_to_write_says_nothing_yet(tmp_path: Path) -> None:
+    (tmp_path / OUTCOME).touch()
+    assert read_outcome(tmp_path) is None
+    write_outcome(tmp_path, 3)
+    assert read_outcome(tmp_path) == 3
+    (tmp_path / "rows-0").touch()
+    assert _read_rows(tmp_path) is None
+    (tmp_path / "rows-1").write_text("7")
+    assert _read_rows(tmp_path) == 7
 
 
 @pytest.mark.process
