@@ -4,6 +4,7 @@ import importlib
 import platform
 import resource
 from collections.abc import Iterator
+from operator import attrgetter
 
 from anabranch.doctor.findings import CheckContext, Finding, found, ok
 from ingest.backfill_settings import BackfillSettings
@@ -18,8 +19,12 @@ _EXTRAS = (
     ("format", "json-schema", "jsonschema_rs", "registry"),
 )
 """A key of `[stream]` and its value, the module that it needs, and the extra that brings it."""
-_SECTIONS = (("tracing", "opentelemetry.trace", "otel"), ("mlflow", "mlflow", "mlflow"))
-"""A section, the module that it needs, and the extra that brings it."""
+_OPTIONAL = (
+    ("tracing", "[tracing]", "opentelemetry.trace", "otel"),
+    ("mlflow", "[mlflow]", "mlflow", "mlflow"),
+    ("lineage.sign_key", "lineage.sign_key", "cryptography", "sign"),
+)
+"""A key that is None by default, its name in sentences, the module that it needs, and the extra that brings it."""
 _FILES = 1024
 """File descriptors: what the parts need, and some hundred connections of serving."""
 
@@ -40,10 +45,10 @@ def check_install(context: CheckContext) -> Iterator[Finding]:
             faults.append(found("install.extra", message, extra=extra))
     if context.pipeline is not None and context.pipeline.pipeline.replay.redis is not None and not _imports("redis"):
         faults.append(found("install.extra", "replay.redis needs redis, which cannot be imported.", extra="redis"))
-    for section, module, extra in _SECTIONS:
-        chosen = context.pipeline is not None and getattr(context.pipeline.pipeline, section) is not None
+    for key, name, module, extra in _OPTIONAL:
+        chosen = context.pipeline is not None and attrgetter(key)(context.pipeline.pipeline) is not None
         if chosen and not _imports(module):
-            message = f"[{section}] needs {module}, which cannot be imported."
+            message = f"{name} needs {module}, which cannot be imported."
             faults.append(found("install.extra", message, extra=extra))
     yield from faults or [ok(f"Python {platform.python_version()} has what the config needs.")]
 

@@ -38,6 +38,7 @@ from kafka import KafkaAdminClient
 
 import anabranch.doctor.state_dir_checks
 from anabranch.cli import app as cli
+from anabranch.config.lineage import LineageSettings
 from anabranch.config.loader import load_config
 from anabranch.core.object_store.bucket import Bucket
 from anabranch.core.tracing.config import TracingSettings
@@ -313,12 +314,17 @@ class TestInstallation:
         monkeypatch.setitem(sys.modules, "fastavro", None)
         monkeypatch.setitem(sys.modules, "opentelemetry.trace", None)
         monkeypatch.setitem(sys.modules, "mlflow", None)
+        monkeypatch.setitem(sys.modules, "cryptography", None)
         config = load_config(example / "pipeline.toml")
         plain = config.pipeline
-        sections = {"tracing": TracingSettings(), "mlflow": MlflowSettings(tracking_uri="http://mlflow:5000")}
+        sections = {
+            "tracing": TracingSettings(),
+            "mlflow": MlflowSettings(tracking_uri="http://mlflow:5000"),
+            "lineage": LineageSettings(sign_key=Path("audit.pem")),
+        }
         config.pipeline = plain.model_copy(update=sections)
         fixes = [each.fix for each in check_install(CheckContext(example, 1, config))]
-        assert fixes == [f"Install it: pip install 'anabranch[{extra}]'." for extra in ("otel", "mlflow")]
+        assert fixes == [f"Install it: pip install 'anabranch[{extra}]'." for extra in ("otel", "mlflow", "sign")]
         config.pipeline = plain
         stream = config.pipeline.stream.model_copy(update={"format": "arrow"})
         config.pipeline = config.pipeline.model_copy(update={"stream": stream})
