@@ -80,9 +80,16 @@ def origin_of(settings: Mapping[str, Any], model: ModelSettings, seed: int, devi
         settings=dict(settings),
         code=code_digests(model),
         packages=packages(),
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        device=device_name(device),
         resumed_from=None,
     )
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name of a device, which decides how sums are rounded; of a CPU, its instructions for vectors."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"cpu {torch.backends.cpu.get_cpu_capability()}" if device.type == "cpu" else device.type
 
 
 def code_digests(model: ModelSettings) -> dict[str, str]:

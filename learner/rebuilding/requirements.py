@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from learner.build import LearnerSpec
-from learner.publishing.origin import code_digests, packages
+from learner.publishing.origin import code_digests, device_name, packages
 from learner.rebuilding.errors import RebuildError
 from learner.state_dir.origin import VersionOrigin
 from learner.state_dir.version import Manifest, other_model, reference_to
@@ -77,9 +77,8 @@ def changes_since(deployment: LearnerSpec, origin: VersionOrigin | None, device:
     for name, version in origin.packages.items():
         if now.get(name) != version:
             changes.append(f"{name} was {version}, and is {now.get(name, 'not installed')}")
-    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    if kind != origin.device:
-        changes.append(f"the version was trained on {origin.device}, and this is {kind}, which rounds in another way")
+    if (name := device_name(device)) != origin.device:
+        changes.append(f"the version was trained on {origin.device}, and this is {name}, which rounds in another way")
     return changes
 
 

@@ -79,6 +79,8 @@ def in_scratch(deployment: LearnerSpec, scratch: Path) -> LearnerSpec:
         state_dir=scratch,
         storage=None,
         canary=0.0,
+        tracing=None,
+        mlflow=None,
     )
 
 

@@ -23,6 +23,6 @@ class VersionOrigin(msgspec.Struct, frozen=True, kw_only=True):
     packages: dict[str, str]
     """Versions of Python, torch, numpy and Anabranch."""
     device: str
-    """`cpu`, or the name of the device."""
+    """The name of the device; of a CPU, `cpu` and its instructions for vectors, such as `cpu AVX512`."""
     resumed_from: ResumedFrom | None
     """None: the learner began at the start of the stream."""

@@ -2,20 +2,27 @@
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
+import torch
 
-from ingest.config import StreamSettings
+from anabranch.core.tracing.config import TracingSettings
+from ingest.config import SchemaSettings, StreamSettings
 from ingest.events.partition import TopicPartition
 from learner.config import GateSettings, LearnerSettings, ModelSettings
-from learner.publishing.origin import settings_of_weights
-from learner.rebuilding.start import copy_sparse, preceding, targets
+from learner.publishing.origin import origin_of, settings_of_weights
+from learner.rebuilding.requirements import changes_since
+from learner.rebuilding.start import copy_sparse, in_scratch, preceding, targets
+from learner.sections.mlflow_settings import MlflowSettings
 from learner.state_dir.checkpoint import Checkpoint, Checkpoints
 from learner.state_dir.trained_through import PartitionProgress
 from learner.state_dir.version import Manifest, ModelReference
 from learner.stream.partition_ledger import PartitionLedger
 from replay.config import ReplaySettings
+from tests.learner.learner_spec import learner_spec
 
 
 def manifest(step: int, offset: int, generation: int, seen: dict[str, int] | None = None) -> Manifest:
@@ -37,8 +44,6 @@ def manifest(step: int, offset: int, generation: int, seen: dict[str, int] | Non
 
 def write(path: Path, number: int, step: int, position: int, generation: int) -> None:
     account = PartitionLedger(TopicPartition("events", 0), 0).state() | {"position": [position, 0]}
-    import torch
-
     checkpoint = Checkpoint(step, {"model": {"w": torch.zeros(1)}}, {"ledger": [account]})
     Checkpoints(path, "s", generation).write(number, checkpoint, 0.0)
 
@@ -75,6 +80,25 @@ def test_a_file_of_rows_is_copied_without_what_was_never_written(
             os.pwrite(file.fileno(), content, offset)
     copy_sparse(tmp_path / "a", tmp_path / "b")
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+def test_a_rebuild_traces_and_registers_nothing(tmp_path: Path) -> None:
+    features = {"x": {"dtype": "float32", "shape": [3]}}
+    events = SchemaSettings.model_validate({"features": features, "label": {"name": "y", "classes": 3}})
+    more = {"tracing": TracingSettings(), "mlflow": MlflowSettings(tracking_uri="http://mlflow:5000")}
+    spec = in_scratch(learner_spec(tmp_path, events, ModelSettings(factory="m:build"), **more), tmp_path / "scratch")
+    assert (spec.tracing, spec.mlflow) == (None, None)
+
+
+def test_another_device_is_named() -> None:
+    """A CPU with other instructions for vectors rounds sums in another way."""
+    model, cpu = ModelSettings(factory="m:build"), torch.device("cpu")
+    origin = origin_of({}, model, 7, cpu)
+    spec = SimpleNamespace(model=model)
+    assert changes_since(spec, origin, cpu) == []  # type: ignore[arg-type]
+    other = msgspec.structs.replace(origin, device="cpu OTHER")
+    (sentence,) = changes_since(spec, other, cpu)  # type: ignore[arg-type]
+    assert sentence.startswith(f"the version was trained on cpu OTHER, and this is {origin.device}, which rounds")
 
 
 def settings(**changes: Any) -> dict[str, Any]:
