@@ -5,6 +5,7 @@ The forms are https://in-toto.io/Statement/v1 and https://slsa.dev/provenance/v1
 """
 
 import hashlib
+import itertools
 from collections.abc import Iterator
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -138,9 +139,8 @@ def _purl(name: str) -> str:
 
 def _ranges(versions: Versions, manifest: Manifest) -> Iterator[dict[str, Any]]:
     """Yield the offsets of each partition that a version has learned, and which of them its parent had not."""
-    before = {}
-    with suppress(VersionError):
-        before = {} if manifest.parent is None else versions.manifest(manifest.parent).trained_through
+    parent = next(itertools.islice(_chain(versions, manifest), 1, None), None)
+    before = parent.trained_through if isinstance(parent, Manifest) else {}
     for name, trained in manifest.trained_through.items():
         topic, _, partition = name.rpartition(":")
         first = UNKNOWN if manifest.learned_from is None else manifest.learned_from.get(name, UNKNOWN)
@@ -208,10 +208,11 @@ def _lineage(config: Config, versions: Versions, manifest: Manifest) -> dict[str
 
 def _parents(versions: Versions, manifest: Manifest) -> Iterator[dict[str, Any]]:
     """Yield the version's own entry, then its parents, the newest first, as far as their manifests are there."""
-    each: Manifest | None = manifest
-    while each is not None:
-        origin = each.origin
-        resumed = UNKNOWN if origin is None else msgspec.to_builtins(origin.resumed_from)
+    for each in _chain(versions, manifest):
+        if isinstance(each, int):
+            yield {"version": each, "generation": UNKNOWN, "step": UNKNOWN, "sha256": UNKNOWN}
+            return
+        resumed = UNKNOWN if each.origin is None else msgspec.to_builtins(each.origin.resumed_from)
         yield {
             "version": each.number,
             "generation": each.generation,
@@ -219,9 +220,30 @@ def _parents(versions: Versions, manifest: Manifest) -> Iterator[dict[str, Any]]
             "sha256": each.files.get(WEIGHTS, UNKNOWN),
             "learner_resumed_from_checkpoint": resumed,
         }
-        parent, each = each.parent, None
-        if parent is not None:
-            try:
-                each = versions.manifest(parent)
-            except VersionError:
-                yield {"version": parent, "generation": UNKNOWN, "step": UNKNOWN, "sha256": UNKNOWN}
+
+
+def _chain(versions: Versions, manifest: Manifest) -> Iterator[Manifest | int]:
+    """Yield a version and the versions before it whose weights it continues; at last the number of one that is gone.
+
+    A manifest names the version before it as its parent, which a learner that resumed from a checkpoint may have left
+    out: those of other learners after the step of that checkpoint.
+    """
+    yield manifest
+    child = each = manifest
+    while each.parent is not None and each.parent < each.number:  # manifests have no digest, and may name any parent
+        number = each.parent
+        try:
+            each = versions.manifest(number)
+        except VersionError:
+            yield number
+            return
+        if _continues(child, each):
+            yield each
+            child = each
+
+
+def _continues(child: Manifest, parent: Manifest) -> bool:
+    if child.origin is None or child.generation == parent.generation:
+        return True
+    resumed = child.origin.resumed_from
+    return resumed is not None and parent.step <= resumed.step

@@ -43,12 +43,13 @@ def sign(payload: bytes, key: Path) -> dict[str, Any]:
         SettingsError: the file has no Ed25519 private key, or `cryptography` is not installed.
     """
     _check_installed()
+    from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
     try:
         private = load_pem_private_key(_read(key), password=None)
-    except (ValueError, TypeError) as exc:  # TypeError: it is encrypted
+    except (ValueError, TypeError, UnsupportedAlgorithm) as exc:  # TypeError: it is encrypted
         raise SettingsError(f"{key} has no private key without a password in PEM; make one: {_HOW}") from exc
     if not isinstance(private, Ed25519PrivateKey):
         raise SettingsError(f"{key} has a key of another kind than Ed25519; make one: {_HOW}")
@@ -75,8 +76,8 @@ def verified(envelope: bytes, key: Path) -> tuple[bytes, str]:
 
     try:
         decoded = msgspec.json.decode(envelope, type=Envelope)
-        payload = base64.b64decode(decoded.payload, validate=True)
-        signatures = [base64.b64decode(each.sig, validate=True) for each in decoded.signatures]
+        payload = _bytes(decoded.payload)
+        signatures = [_bytes(each.sig) for each in decoded.signatures]
     except (*UNDECODABLE, ValueError) as exc:
         raise SettingsError(
             "it is no signed statement: write the file that versions lineage --sign-key printed"
@@ -101,14 +102,15 @@ def key_id(public: "Ed25519PublicKey") -> str:
 
 def _public_key(path: Path) -> "Ed25519PublicKey":
     _check_installed()
+    from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
     from cryptography.hazmat.primitives.serialization import load_pem_private_key, load_pem_public_key
 
     content = _read(path)
     try:
         key = load_pem_public_key(content) if b"PUBLIC KEY" in content else load_pem_private_key(content, password=None)
-    except (ValueError, TypeError) as exc:
-        raise SettingsError(f"{path} has no key in PEM") from exc
+    except (ValueError, TypeError, UnsupportedAlgorithm) as exc:
+        raise SettingsError(f"{path} has no Ed25519 key without a password in PEM") from exc
     public = key.public_key() if isinstance(key, Ed25519PrivateKey) else key
     if not isinstance(public, Ed25519PublicKey):
         raise SettingsError(f"{path} has a key of another kind than Ed25519")
@@ -122,6 +124,11 @@ def _encoded(kind: str, payload: bytes) -> bytes:
 
 def _text(content: bytes) -> str:
     return base64.b64encode(content).decode()
+
+
+def _bytes(text: str) -> bytes:
+    """Return what is encoded, in the standard or the URL-safe form of base64: DSSE allows both."""
+    return base64.b64decode(text.replace("-", "+").replace("_", "/"), validate=True)
 
 
 def _read(path: Path) -> bytes:

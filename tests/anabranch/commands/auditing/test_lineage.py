@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1
@@ -49,7 +50,7 @@ def publish(config: Config) -> Callable[..., Versions]:
     """Publishes a version; `known=False`: as an earlier release did."""
     versions = Versions(config.state_dir / "versions")
 
-    def write(number: int, *, known: bool = True) -> Versions:
+    def write(number: int, *, known: bool = True, **changes: Any) -> Versions:
         more: dict[str, Any] = {
             "format": VERSION_FORMAT,
             "origin": ORIGIN,
@@ -70,6 +71,7 @@ def publish(config: Config) -> Callable[..., Versions]:
             files={},
             **(more if known else {}),
         )
+        manifest = msgspec.structs.replace(manifest, **changes)
         versions.write({"w": torch.full((3,), float(number))}, manifest, Verdict("pass", [], {"drop_new": 0.25}))
         return versions
 
@@ -120,6 +122,27 @@ def test_a_statement_says_where_a_version_comes_from(config: Config, publish: Ca
         (3, "unknown"),
     ]
     assert own["parents"][0]["learner_resumed_from_checkpoint"] == {"number": 3, "step": 60}
+
+
+def test_versions_after_the_checkpoint_that_a_learner_resumed_from_are_no_parents(
+    config: Config, publish: Callable[..., Versions]
+) -> None:
+    """Versions 3 and 4 have learned more than the checkpoint that version 5 continues, as after a kill."""
+    for number, step in ((2, 60), (3, 80), (4, 90)):
+        publish(number, generation=1, step=step, parent=None if number == 2 else number - 1)
+    publish(5, generation=2, step=70)  # ORIGIN names a checkpoint of step 60
+    publish(6, generation=2, step=80)
+    predicate = lineage(config, 6)["predicate"]
+    assert [each["version"] for each in predicate["anabranchLineage"]["parents"]] == [6, 5, 2]
+    (dependency, *_) = lineage(config, 5)["predicate"]["buildDefinition"]["resolvedDependencies"]
+    assert dependency["annotations"]["first_offset_after_parent"] == 21, "version 2 ends at offset 20"
+
+
+@pytest.mark.timeout(60)
+def test_a_parent_that_is_no_earlier_version_ends_the_list(config: Config, publish: Callable[..., Versions]) -> None:
+    publish(4, parent=5)
+    publish(5)
+    assert [each["version"] for each in lineage(config, 5)["predicate"]["anabranchLineage"]["parents"]] == [5, 4]
 
 
 def test_what_an_older_release_did_not_record_is_unknown(config: Config, publish: Callable[..., Versions]) -> None:
@@ -181,6 +204,15 @@ def test_a_signed_statement_is_verified_by_either_key_and_a_changed_one_is_not(
         verify_lineage(config, 5, path, key)
 
 
+def test_both_forms_of_base64_are_read(key: Path) -> None:
+    payload = b"\xfb\xef\xbe\xff\xff\xff"
+    envelope = sign(payload, key)
+    assert envelope["payload"] == "++++////"
+    signature = base64.urlsafe_b64encode(base64.b64decode(envelope["signatures"][0]["sig"])).decode()
+    urlsafe = {**envelope, "payload": "----____", "signatures": [{"sig": signature}]}
+    assert verified(json.dumps(urlsafe).encode(), key)[0] == payload
+
+
 def test_the_key_may_be_in_the_settings(
     example: Path, publish: Callable[..., Versions], key: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -204,6 +236,11 @@ def test_a_file_that_is_no_key_is_refused_with_the_way_to_make_one(tmp_path: Pat
     path.write_bytes(other)
     with pytest.raises(SettingsError, match="another kind than Ed25519"):
         sign(b"{}", path)
+    unknown = b"MC4CAQAwBQYDK2V/BCIEI" + b"C" + b"A" * 42  # of an algorithm that no release knows
+    path.write_bytes(b"-----BEGIN PRIVATE KEY-----\n" + unknown + b"\n-----END PRIVATE KEY-----\n")
+    for refuses in (sign, verified):
+        with pytest.raises(SettingsError, match="without a password in PEM"):
+            refuses(b"{}", path)
     with pytest.raises(SettingsError, match="cannot be read: No such file"):
         verified(b"{}", tmp_path / "none.pem")
 
