@@ -35,7 +35,8 @@ def check_settings(deployment: LearnerSpec, schema: str, manifest: Manifest) -> 
     origin = manifest.origin
     if origin is None:
         return ["the version is of a release that did not record its settings and code: those of now are used"]
-    differ = _differences(origin.settings, deployment.settings_of_weights)
+    now = deployment.settings_of_weights
+    differ = _differences(origin.settings, now)
     if origin.seed != deployment.seed:
         differ.insert(0, f"seed was {origin.seed}, and is {deployment.seed}")
     if differ:
@@ -43,6 +44,8 @@ def check_settings(deployment: LearnerSpec, schema: str, manifest: Manifest) -> 
         raise RebuildError(
             f"{what}, since settings have changed: {'; '.join(differ[:_MOST_KEYS])}{more}; set them back"
         )
+    if added := sorted(now.keys() - origin.settings.keys()):
+        return [f"settings that the version's release did not have are as they are now: {', '.join(added)}"]
     return []
 
 
@@ -83,8 +86,11 @@ def changes_since(deployment: LearnerSpec, origin: VersionOrigin | None, device:
 
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    keys = [key for key in {**before, **now} if before.get(key, _ABSENT) != now.get(key, _ABSENT)]
-    return [f"{key} was {_shown(before, key)}, and is {_shown(now, key)}" for key in sorted(keys)]
+    """Return the settings that differ; where no other key does, those of `now` alone are of a later release."""
+    differ = [key for key in before if before[key] != now.get(key, _ABSENT)]
+    if differ:
+        differ += now.keys() - before.keys()
+    return [f"{key} was {_shown(before, key)}, and is {_shown(now, key)}" for key in sorted(differ)]
 
 
 def _shown(settings: Mapping[str, Any], key: str) -> str:

@@ -1,8 +1,8 @@
 """Where a rebuild starts, and what a manifest says of the settings."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -12,9 +12,11 @@ import torch
 from anabranch.core.tracing.config import TracingSettings
 from ingest.config import SchemaSettings, StreamSettings
 from ingest.events.partition import TopicPartition
+from learner.build import LearnerSpec
 from learner.config import GateSettings, LearnerSettings, ModelSettings
 from learner.publishing.origin import origin_of, settings_of_weights
-from learner.rebuilding.requirements import changes_since
+from learner.rebuilding.errors import RebuildError
+from learner.rebuilding.requirements import changes_since, check_settings
 from learner.rebuilding.start import copy_sparse, in_scratch, preceding, targets
 from learner.sections.mlflow_settings import MlflowSettings
 from learner.state_dir.checkpoint import Checkpoint, Checkpoints
@@ -82,23 +84,39 @@ def test_a_file_of_rows_is_copied_without_what_was_never_written(
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
-def test_a_rebuild_traces_and_registers_nothing(tmp_path: Path) -> None:
+def spec_in(folder: Path, **changes: Any) -> LearnerSpec:
     features = {"x": {"dtype": "float32", "shape": [3]}}
     events = SchemaSettings.model_validate({"features": features, "label": {"name": "y", "classes": 3}})
+    return learner_spec(folder, events, ModelSettings(factory="m:build"), **changes)
+
+
+def test_a_rebuild_traces_and_registers_nothing(tmp_path: Path) -> None:
     more = {"tracing": TracingSettings(), "mlflow": MlflowSettings(tracking_uri="http://mlflow:5000")}
-    spec = in_scratch(learner_spec(tmp_path, events, ModelSettings(factory="m:build"), **more), tmp_path / "scratch")
+    spec = in_scratch(spec_in(tmp_path, **more), tmp_path / "scratch")
     assert (spec.tracing, spec.mlflow) == (None, None)
 
 
-def test_another_device_is_named() -> None:
+def test_another_device_is_named(tmp_path: Path) -> None:
     """A CPU with other instructions for vectors rounds sums in another way."""
-    model, cpu = ModelSettings(factory="m:build"), torch.device("cpu")
-    origin = origin_of({}, model, 7, cpu)
-    spec = SimpleNamespace(model=model)
-    assert changes_since(spec, origin, cpu) == []  # type: ignore[arg-type]
-    other = msgspec.structs.replace(origin, device="cpu OTHER")
-    (sentence,) = changes_since(spec, other, cpu)  # type: ignore[arg-type]
+    spec, cpu = spec_in(tmp_path), torch.device("cpu")
+    origin = origin_of({}, spec.model, 7, cpu)
+    assert changes_since(spec, origin, cpu) == []
+    (sentence,) = changes_since(spec, msgspec.structs.replace(origin, device="cpu OTHER"), cpu)
     assert sentence.startswith(f"the version was trained on cpu OTHER, and this is {origin.device}, which rounds")
+
+
+def test_settings_of_a_later_release_are_named_and_not_refused(tmp_path: Path) -> None:
+    """Nobody could set them back. A section that is added has a key in both: None before."""
+    spec = spec_in(tmp_path)
+    older = dict(spec.settings_of_weights)
+    del older["learner.batch_size"], older["stream.start"]
+    version = msgspec.structs.replace(manifest(5, 9, 1), origin=origin_of(older, spec.model, 0, torch.device("cpu")))
+    assert check_settings(spec, "s", version) == [
+        "settings that the version's release did not have are as they are now: learner.batch_size, stream.start"
+    ]
+    with_disk = replace(spec, replay=ReplaySettings(disk={"bytes": "1MB"}))  # type: ignore[arg-type]
+    with pytest.raises(RebuildError, match=r"replay.disk was None, and is not there; replay.disk.bytes was not there,"):
+        check_settings(with_disk, "s", version)
 
 
 def settings(**changes: Any) -> dict[str, Any]:
