@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -25,6 +24,7 @@ from learner.evaluation.event_time import EventTimePredictor
 from learner.rebuilding.distance import Distance, distance, have_same_shapes
 from learner.rebuilding.errors import RebuildError
 from learner.rebuilding.requirements import changes_since, check_settings
+from learner.rebuilding.scratch import scratch_folder
 from learner.rebuilding.start import RebuildStart, copy_start, in_scratch, targets
 from learner.resume import ResumePoint
 from learner.run import Learner
@@ -90,8 +90,7 @@ def rebuild_version(
     schema = Schema(deployment.events, deployment.stream.labels).digest
     warnings = check_settings(deployment, schema, manifest)
     with contextlib.ExitStack() as stack:
-        with state_errors(f"{tempfile.gettempdir()} cannot be written"):
-            scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="anabranch-rebuild-")))
+        scratch = stack.enter_context(scratch_folder())
         has_files = deployment.stream.backfill is not None
         start = copy_start(checkpoints(schema), deployment.state_dir, manifest, scratch, has_files=has_files)
         _check_beginning(deployment, manifest, start)

@@ -1,0 +1,43 @@
+"""Temporary folders of rebuilds: what a killed one has left is removed, and nothing else."""
+
+import fcntl
+import os
+from pathlib import Path
+
+import pytest
+
+from learner.rebuilding.scratch import scratch_folder
+
+
+def test_folders_of_killed_rebuilds_are_removed_and_those_in_use_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    elsewhere = tmp_path / "elsewhere"
+    for name in ("anabranch-rebuild-killed", "anabranch-other", "elsewhere"):
+        (tmp_path / name / "checkpoints").mkdir(parents=True)
+    (tmp_path / "anabranch-rebuild-new").mkdir()  # its process has not locked it yet
+    (tmp_path / "anabranch-rebuild-link").symlink_to(elsewhere)
+    (tmp_path / "anabranch-rebuild-file").touch()
+    before = {path.name for path in tmp_path.iterdir()}
+
+    with scratch_folder() as first:
+        (first / "checkpoints").mkdir()
+        with scratch_folder() as second:
+            assert list(first.iterdir())
+            left = before - {"anabranch-rebuild-killed"}
+            assert {path.name for path in tmp_path.iterdir()} == left | {first.name, second.name}
+    assert {path.name for path in tmp_path.iterdir()} == left
+    assert list(elsewhere.iterdir())
+
+
+def test_a_folder_that_cannot_be_locked_is_used_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(9, "as NFS answers for a folder")
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(fcntl, "flock", flock)
+    (tmp_path / "anabranch-rebuild-any" / "checkpoints").mkdir(parents=True)
+    with scratch_folder() as folder:
+        assert os.access(folder, os.W_OK)
+    assert [path.name for path in tmp_path.iterdir()] == ["anabranch-rebuild-any"]
