@@ -21,6 +21,7 @@ from ingest.reader.bounded_reader import BoundedReader
 from learner.build import LearnerSpec
 from learner.errors import StoppedEarlyError, VersionError
 from learner.evaluation.event_time import EventTimePredictor
+from learner.object_storage.erasure_upload import fetch_erasures
 from learner.rebuilding.distance import Distance, distance, have_same_shapes
 from learner.rebuilding.errors import RebuildError
 from learner.rebuilding.requirements import changes_since, check_settings
@@ -93,6 +94,9 @@ def rebuild_version(
         scratch = stack.enter_context(scratch_folder())
         has_files = deployment.stream.backfill is not None
         start = copy_start(checkpoints(schema), deployment.state_dir, manifest, scratch, has_files=has_files)
+        if deployment.storage is not None and deployment.storage.mode == "only":
+            with state_errors(f"the erasures of {deployment.storage.url} cannot be written to {scratch}"):
+                fetch_erasures(deployment.storage.bucket, scratch)  # this host may have no log, or an older one
         _check_beginning(deployment, manifest, start)
         rebuilder = Rebuilder(in_scratch(deployment, scratch), manifest, stop, stack)
         with _gaps_as_errors(manifest, start):
@@ -227,7 +231,7 @@ class Rebuilder(Learner):
             reasons.append(f"it {other}")
         try:
             published = versions.weights(manifest)
-        except VersionError as exc:
+        except (VersionError, OSError) as exc:
             reasons.append(f"its weights cannot be compared: {exc}")
         else:
             if have_same_shapes(published, weights):

@@ -6,6 +6,7 @@ The forms are https://in-toto.io/Statement/v1 and https://slsa.dev/provenance/v1
 
 import hashlib
 import itertools
+import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -18,8 +19,9 @@ from anabranch.commands.auditing.signing import sign, verified
 from anabranch.commands.versions import Which, stored_versions, version_number
 from anabranch.config.loader import Config
 from anabranch.core.errors import SettingsError
-from anabranch.core.failures import UNDECODABLE
+from anabranch.core.failures import UNDECODABLE, state_errors
 from learner.errors import VersionError
+from learner.object_storage.erasure_upload import fetch_erasures
 from learner.state_dir.folders import MANIFEST
 from learner.state_dir.version import WEIGHTS, Manifest, Versions
 from replay.erasure.erasure_log import NAME as LOG
@@ -35,13 +37,20 @@ def lineage(config: Config, which: Which, sign_key: Path | None = None) -> dict[
     """Return the statement on a version whose files have their digests; signed, in an envelope, if there is a key.
 
     Raises:
-        SettingsError: there is no such version, or the key cannot be used.
+        SettingsError: there is no such version any more, or the key cannot be used.
         VersionError: files of the version are missing or damaged.
+        DependencyError: a disk or the object store cannot be reached.
     """
     versions, number = stored_versions(config), version_number(config, which)
-    manifest = versions.manifest(number)
+    with state_errors(f"version {number} cannot be read"):
+        statement = _statement(config, versions, versions.manifest(number))
+    key = _key(config, sign_key)
+    return statement if key is None else sign(msgspec.json.encode(statement), key)
+
+
+def _statement(config: Config, versions: Versions, manifest: Manifest) -> dict[str, Any]:
     versions.contents(manifest)
-    statement = {
+    return {
         "_type": STATEMENT,
         "subject": [{"name": name, "digest": {"sha256": digest}} for name, digest in _subjects(versions, manifest)],
         "predicateType": PREDICATE,
@@ -51,8 +60,6 @@ def lineage(config: Config, which: Which, sign_key: Path | None = None) -> dict[
             "anabranchLineage": _lineage(config, versions, manifest),
         },
     }
-    key = _key(config, sign_key)
-    return statement if key is None else sign(msgspec.json.encode(statement), key)
 
 
 def verify_lineage(config: Config, which: Which, envelope: Path, sign_key: Path | None = None) -> str:
@@ -60,6 +67,7 @@ def verify_lineage(config: Config, which: Which, envelope: Path, sign_key: Path 
 
     Raises:
         SettingsError: it is not so.
+        DependencyError: a disk or the object store cannot be reached.
     """
     key = _key(config, sign_key)
     if key is None:
@@ -77,9 +85,10 @@ def verify_lineage(config: Config, which: Which, envelope: Path, sign_key: Path 
         raise SettingsError(f"{envelope} is signed, and is no statement on a version") from exc
     except SettingsError as exc:
         raise SettingsError(f"{envelope}: {exc}") from exc
-    manifest = versions.manifest(number)
-    versions.contents(manifest)
-    actual = dict(_subjects(versions, manifest))
+    with state_errors(f"version {number} cannot be read"):
+        manifest = versions.manifest(number)
+        versions.contents(manifest)
+        actual = dict(_subjects(versions, manifest))
     if stated != actual:
         names = sorted(name for name in {**stated, **actual} if stated.get(name) != actual.get(name))
         raise SettingsError(
@@ -189,8 +198,6 @@ def _run_details(config: Config, manifest: Manifest) -> dict[str, Any]:
 
 def _lineage(config: Config, versions: Versions, manifest: Manifest) -> dict[str, Any]:
     verdict = versions.verdict(manifest.number)
-    log = ErasureLog(config.state_dir / LOG)
-    log.refresh()
     applied = manifest.erasures
     return {
         "version": manifest.number,
@@ -201,9 +208,21 @@ def _lineage(config: Config, versions: Versions, manifest: Manifest) -> dict[str
         "metrics": manifest.metrics,
         "erasures": {
             "records_applied": UNKNOWN if applied is None else applied,
-            "records_since": UNKNOWN if applied is None else max(0, log.count - applied),
+            "records_since": UNKNOWN if applied is None else max(0, _erasures(config) - applied),
         },
     }
+
+
+def _erasures(config: Config) -> int:
+    """Return how many records of erasures there are, on this host or in the object store that other hosts use."""
+    storage = config.pipeline.storage
+    with tempfile.TemporaryDirectory() as folder:
+        logs = [ErasureLog(config.state_dir / LOG), ErasureLog(Path(folder) / LOG)]
+        if storage is not None and storage.mode == "only":
+            fetch_erasures(storage.bucket, Path(folder))
+        for log in logs:
+            log.refresh()
+        return max(log.count for log in logs)
 
 
 def _parents(versions: Versions, manifest: Manifest) -> Iterator[dict[str, Any]]:

@@ -16,6 +16,7 @@ from anabranch.commands.version_files import EXPORTED_BASE
 from anabranch.commands.versions import Which, stored_versions, version_number
 from anabranch.config.loader import Config
 from anabranch.core.errors import SettingsError
+from anabranch.core.failures import state_errors
 from anabranch.runtime.lifecycle import Exit, stop_on_signals
 from learner.__main__ import deployment_of
 from learner.object_storage.bucket_storage import storage_to_read
@@ -65,7 +66,8 @@ def rebuild(config: Config, which: Which, output: Path | None) -> RebuildReport 
         DependencyError: the broker or a disk cannot be reached.
     """
     versions, number = stored_versions(config), version_number(config, which)
-    published = versions.manifest(number)
+    with state_errors(f"version {number} cannot be read"):
+        published = versions.manifest(number)
     if output is not None and output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise SettingsError(f"{output} exists and is not an empty folder; name another one")
 

@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -12,10 +13,14 @@ import pytest
 import safetensors.torch
 
 from anabranch.cli import app as cli
+from anabranch.commands.auditing.lineage import lineage
+from anabranch.commands.auditing.rebuild import rebuild
+from anabranch.config.loader import load_config
 from anabranch.core.files import digest_of_file
 from anabranch.runtime.lifecycle import Exit
 from ingest.errors import GapError
 from ingest.reader.bounded_reader import BoundedReader
+from learner.object_storage.erasure_upload import ERASURES, stored_erasures
 from learner.rebuilding.errors import RebuildError
 from learner.rebuilding.rebuild import rebuild_version
 from learner.state_dir.folders import MANIFEST
@@ -128,6 +133,29 @@ def test_a_version_that_has_learned_events_erased_since_is_rebuilt_without_them(
     assert rebuilt.distance.max_abs > 0
     assert rebuilt.distance.worst is not None
     assert rebuilt.distance.holdout > 0
+
+
+def test_on_another_host_what_was_erased_is_not_learned_again(
+    audited: Audited, produce: Produce, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With storage.mode "only", its log of erasures is in the object store."""
+    audited.rewrite("[gate]", f'[storage]\nurl = "file://{tmp_path}/bucket"\nmode = "only"\n[gate]')
+    produce(audited.bootstrap, audited.topic, events(200))
+    audited.learn(monkeypatch, 15, (5,))
+    record = ByKey(time=1.0, by=COMMAND, key_hash=hash_of_key(b"user-3"), up_to={f"{audited.topic}#0[0]": 200})
+    ErasureLog(tmp_path / "erasures.log").append([record])
+    storage, erasures = audited.spec.storage, stored_erasures(tmp_path)
+    assert storage is not None
+    assert erasures is not None
+    storage.bucket.create(ERASURES, erasures)
+    shutil.rmtree(audited.spec.state_dir)
+
+    report = rebuild(load_config(audited.path), 12, None)
+
+    assert report is not None
+    assert any("events were erased, and are not learned again" in reason for reason in report.rebuilt.reasons)
+    since = lineage(load_config(audited.path), 12)["predicate"]["anabranchLineage"]["erasures"]
+    assert since == {"records_applied": 0, "records_since": 1}
 
 
 def test_a_rebuild_ends_where_erasure_has_left_too_few_events(

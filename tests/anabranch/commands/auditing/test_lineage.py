@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -178,6 +179,22 @@ def test_a_version_whose_weights_are_damaged_gets_no_statement(
     path = publish(5).directory(5) / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"!")
     with pytest.raises(VersionError, match="does not have its digest"):
+        lineage(config, 5)
+
+
+def test_a_version_that_is_deleted_meanwhile_gets_no_statement(
+    config: Config, publish: Callable[..., Versions], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = publish(5).directory(5)
+    contents = Versions.contents
+
+    def and_delete(self: Versions, manifest: Manifest) -> dict[str, bytes]:
+        read = contents(self, manifest)
+        shutil.rmtree(folder)
+        return read
+
+    monkeypatch.setattr(Versions, "contents", and_delete)
+    with pytest.raises(SettingsError, match="version 5 cannot be read: No such file"):
         lineage(config, 5)
 
 
