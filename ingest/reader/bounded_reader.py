@@ -10,6 +10,7 @@ from typing_extensions import override
 from ingest.config import HoldOut, SchemaSettings, StreamSettings
 from ingest.events.block import Block
 from ingest.events.partition import TopicPartition
+from ingest.events.position import Position
 from ingest.reader.cursors import Partition
 from ingest.reader.reader import BlockReader, SharedBlock
 
@@ -42,6 +43,14 @@ class BoundedReader(BlockReader):
         read = dict(self._cursors.positions)
         return all(
             each.name.history or (each.end is not None and read[each.name].offset >= each.end)
+            for each in self.partitions
+        )
+
+    def ends_at(self, positions: Mapping[TopicPartition, Position]) -> bool:
+        """Return whether no event that is read comes after these positions; the reader is exhausted."""
+        return all(
+            each.name.history
+            or (each.end is not None and each.name in positions and positions[each.name].offset >= each.end)
             for each in self.partitions
         )
 

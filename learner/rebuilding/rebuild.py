@@ -284,10 +284,12 @@ class Rebuilder(Learner):
         if self._stop.is_set() or self._is_reached():
             self._ends.set()
             return
-        if not self._deployment.learner.deterministic or not self._reader.exhausted:
+        if not self._reader.exhausted:
             return
-        progress = steps, tuple(self._loop.ledger.positions.values())
-        if progress == self._last:
+        positions = self._loop.ledger.positions
+        progress = steps, tuple(positions.values())
+        # Without deterministic, events wait for `max_delay` before their step, and change nothing meanwhile.
+        if progress == self._last and (self._deployment.learner.deterministic or self._reader.ends_at(positions)):
             self._fell_short = True
             self._ends.set()
         self._last = progress

@@ -225,6 +225,21 @@ def test_batches_that_follow_the_arrival_of_events_are_compared_by_their_distanc
     assert rebuilt.manifest.trained_through == manifest.trained_through
 
 
+def test_a_rebuild_ends_where_the_topic_was_created_again_with_fewer_events(
+    audited: Audited, produce: Produce, recreate_topic: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    audited.rewrite("deterministic = true", 'deterministic = false\nmax_delay = "1ms"')
+    produce(audited.bootstrap, audited.topic, events(150))
+    audited.learn(monkeypatch, 13)
+    recreate_topic(audited.bootstrap, audited.topic, 2)
+    produce(audited.bootstrap, audited.topic, events(60, 1))
+
+    rebuilt = audited.rebuild(audited.versions.numbers()[9])
+
+    assert not rebuilt.equal
+    assert any("the stream has too few events: it ends at step " in reason for reason in rebuilt.reasons)
+
+
 def test_settings_that_have_changed_are_refused_by_their_keys(
     audited: Audited, produce: Produce, monkeypatch: pytest.MonkeyPatch
 ) -> None:
