@@ -82,7 +82,7 @@ def distance(
         holdout: columns of the holdout set; empty without one.
     """
     each = [_between(name, version[name], rebuilt[name]) for name in version]
-    different = [one for one, _, _ in each if one.max_abs or one.relative]
+    different = [one for one, _, _ in each if not _equal_bits(version[one.name], rebuilt[one.name])]
     outputs = []
     if holdout:
         outputs.append(predict(holdout))
@@ -103,11 +103,16 @@ def distance(
 
 def _between(name: str, version: Tensor, rebuilt: Tensor) -> tuple[TensorDistance, float, float]:
     """Return the distance of a tensor, and the sums of squares of the difference and of the version's."""
-    if torch.equal(version, rebuilt):
+    if _equal_bits(version, rebuilt):
         return TensorDistance(name, 0.0, 0.0), 0.0, float(version.double().square().sum())
     before, difference = version.double(), rebuilt.double() - version.double()
     square, norm = float(difference.square().sum()), float(before.square().sum())
     return TensorDistance(name, float(difference.abs().max()), _ratio(square, norm)), square, norm
+
+
+def _equal_bits(a: Tensor, b: Tensor) -> bool:
+    """Return whether digests are equal too: 0.0 and -0.0 are equal numbers, and NaN differs from itself."""
+    return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
 
 
 def _ratio(square: float, norm: float) -> float:

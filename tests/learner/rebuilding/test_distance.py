@@ -1,0 +1,32 @@
+"""How far two sets of weights are from each other."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from learner.model.task import Classification
+from learner.rebuilding.distance import Distance, distance
+
+
+def between(version: Tensor, rebuilt: Tensor) -> Distance:
+    model, task = nn.Module(), Classification()
+    return distance({"w": version}, {"w": rebuilt}, model, task, lambda _: pytest.fail("there is no holdout set"), {})
+
+
+def test_tensors_differ_if_their_digests_do() -> None:
+    zeros = torch.zeros(2, 3)
+    assert between(zeros, zeros.clone()).different == 0
+    negative = between(zeros, -zeros)
+    assert (negative.different, negative.max_abs, negative.relative) == (1, 0.0, 0.0)
+    undefined = torch.tensor([1.0, math.nan])
+    assert between(undefined, undefined.clone()).different == 0
+    assert between(torch.tensor(1), torch.tensor(3)).max_abs == 2.0, "a counter has no dimension"
+    assert between(torch.empty(0), torch.empty(0)).different == 0
+
+
+def test_the_difference_is_relative_to_the_norm_of_the_version() -> None:
+    found = between(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.5]))
+    assert (found.tensors, found.different, found.max_abs, found.relative) == (1, 1, 0.5, 0.1)
+    assert between(torch.zeros(2), torch.ones(2)).relative == math.inf
