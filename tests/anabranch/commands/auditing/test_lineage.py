@@ -253,7 +253,7 @@ def test_a_file_that_is_no_key_is_refused_with_the_way_to_make_one(tmp_path: Pat
     path.write_bytes(other)
     with pytest.raises(SettingsError, match="another kind than Ed25519"):
         sign(b"{}", path)
-    unknown = b"MC4CAQAwBQYDK2V/BCIEI" + b"C" + b"A" * 42  # of an algorithm that no release knows
+    unknown = b"MC4CAQAwBQYDK2V/BCIEI" + b"C" + b"A" * 42  # of an unknown algorithm
     path.write_bytes(b"-----BEGIN PRIVATE KEY-----\n" + unknown + b"\n-----END PRIVATE KEY-----\n")
     for refuses in (sign, verified):
         with pytest.raises(SettingsError, match="without a password in PEM"):
