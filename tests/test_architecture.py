@@ -167,6 +167,10 @@ KEYS_ADDED = words("""
     stream.labels.early stream.labels.take_back stream.labels.bytes
     schema.features.*.min schema.features.*.max
     schema.features.*.encode.tokenizer schema.features.*.encode.length
+    schema.features.*.encode.learn schema.features.*.encode.min_count schema.features.*.encode.expire
+    schema.features.*.scale schema.features.*.missing schema.features.*.cycles
+    schema.cross.*.of schema.cross.*.encode.hash
+    schema.cross.*.encode.learn schema.cross.*.encode.min_count schema.cross.*.encode.expire
     model.stages model.parallel learner.pipeline_schedule
     learner.mesh.data learner.mesh.tensor learner.mesh.pipeline learner.mesh.expert learner.mesh.shard
     learner.max_delay learner.max_grad_norm learner.micro_batch_size learner.old_weight
