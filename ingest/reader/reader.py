@@ -20,7 +20,7 @@ from ingest.events.position import PartitionFingerprint, Position
 from ingest.events.schema import Schema
 from ingest.reader.cursors import CursorTable, Partition
 from ingest.reader.hang_detector import ANSWER_SECONDS, SILENT_SECONDS, HangDetector, Liveness
-from ingest.reader.ingest_process import IngestProcess
+from ingest.reader.ingest_process import PROGRAM, IngestProcess
 from ingest.transport.protocol import (
     BlockReady,
     Commit,
@@ -62,11 +62,18 @@ class BlockReader:
     lost or comes twice.
     """
 
-    def __init__(self, stream: StreamSettings, schema: SchemaSettings, hold_out: HoldOut) -> None:
+    def __init__(
+        self,
+        stream: StreamSettings,
+        schema: SchemaSettings,
+        hold_out: HoldOut,
+        program: Sequence[str] = PROGRAM,
+    ) -> None:
+        """Start nothing yet; `program` are the arguments of Python that start the process."""
         self._stream = stream
         self._schema = schema
         self._hold_out = hold_out
-        self._process = IngestProcess(BlockLayout(Schema(schema, stream.labels)), stream)
+        self._process = IngestProcess(BlockLayout(Schema(schema, stream.labels)), stream, program)
         self._cursors = CursorTable()
         self._paused = False
         self._is_skipping = False
