@@ -59,7 +59,7 @@ class Constants(msgspec.Struct, kw_only=True):
     """New events of a step at the planned rate."""
     delivery_seconds: float | None = None
     """From the end of the step after which a version is published to its first answer: scoring, writing, loading; the
-    median."""
+    mean."""
     delivery_p99_seconds: float | None = None
     full_step_seconds: float | None = None
     """Time of a step as fast as events are read."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from anabranch.commands.planning.constants import Constants, Load
+from anabranch.commands.planning.held_out import held_out_bytes
 from anabranch.commands.planning.lines import Line, PlanSection, size, summed
 from anabranch.commands.planning.segment_writes import writes_per_event
 from anabranch.commands.planning.store_size import ENTRY_BYTES, PlannedStore, admitted
@@ -16,7 +17,6 @@ DAY = 86_400.0
 TOTAL = "total"
 _WRITEBACK_SECONDS = 30.0
 """After this time Linux writes a changed page, by default."""
-_HELD_OUT_BYTES = 36
 _DAYS_A_YEAR = 365.0
 
 
@@ -31,7 +31,7 @@ class DiskWrites:
 
     def between(self, name: str, begin: float, end: float) -> PlanSection:
         """Return the bytes a day of each part, from second `begin` to second `end` after an empty start."""
-        lines = [*self._stored(begin, end), self._checkpoints(), self._versions(), self._reports()]
+        lines = [*self._stored(begin, end), self._checkpoints((begin + end) / 2), self._versions(), self._reports()]
         if (labels := self.pipeline.stream.labels) is not None and self.constants.row_bytes is not None:
             each = self.constants.row_bytes
             formula = f"{self.load.rate:,.0f} events a second x {each:,} B, until their labels come ({labels.wait})"
@@ -58,7 +58,13 @@ class DiskWrites:
         scale = DAY / (end - begin)
         lines = []
         if store.disk_record_bytes:
-            written = filling * store.disk_record_bytes + self._replaced_pages(store, events - filling, end - begin)
+            first, last = (admitted(store, self.pipeline, rate, 0.0, moment) for moment in (begin, end))
+            # Slots are reused once the checkpoints that name them are gone: until then, one after the other is written.
+            kept = (self.pipeline.checkpoints.keep + 1) * (events - filling) / (end - begin) * self.checkpoint_seconds
+            fresh = min(store.slots, store.events + kept)
+            in_order = max(0.0, min(last, fresh) - min(first, fresh))
+            written = in_order * store.disk_record_bytes
+            written += self._replaced_pages(store, fresh, events - in_order, end - begin)
             formula = f"{events:,.0f} events x {store.disk_record_bytes:,} B, in pages of {PAGE:,} B that change"
             lines.append(Line("disk tier", scale * written, "bytes/day", formula))
         each = ENTRY_BYTES + (0 if self.pipeline.replay.slower and self.pipeline.storage is None else store.row_bytes)
@@ -72,24 +78,25 @@ class DiskWrites:
         )
         return [*lines, Line("events in checkpoints", scale * written, "bytes/day", formula)]
 
-    def _replaced_pages(self, store: PlannedStore, events: float, seconds: float) -> float:
-        """Return the bytes of pages that change when events are replaced at random slots.
+    def _replaced_pages(self, store: PlannedStore, slots: float, events: float, seconds: float) -> float:
+        """Return the bytes of pages that change when events are replaced at random ones of `slots` slots.
 
         A page that changes several times before it is written counts once.
         """
         rounds = max(1.0, seconds / min(_WRITEBACK_SECONDS, self.checkpoint_seconds))
-        total = max(1.0, store.file_bytes / PAGE)
+        total = max(1.0, slots * store.disk_record_bytes / PAGE)
         record = store.disk_record_bytes
         touched = record / PAGE if record % PAGE == 0 else 1 + (record - 1) / PAGE
         return float(rounds * PAGE * total * -np.expm1(-events / rounds * touched / total))
 
-    def _checkpoints(self) -> Line:
-        """Return the writes of checkpoints without stored events."""
+    def _checkpoints(self, moment: float) -> Line:
+        """Return the writes of checkpoints without stored events; `moment`: seconds since the start."""
         constants, every = self.constants, self.checkpoint_seconds
         if constants.checkpoint_bytes is None:
             return Line("checkpoints", None, "bytes/day", "their size was not measured")
-        held_out = self.pipeline.gate.holdout_rows * ((constants.row_bytes or 0) + _HELD_OUT_BYTES)
-        held_out *= bool(self.pipeline.gate.holdout_fraction)
+        gate = self.pipeline.gate
+        rows = min(gate.holdout_rows, int(gate.holdout_fraction * self.load.rate * moment))
+        held_out = rows * held_out_bytes(constants)
         bits = 0 if self.store is None else self.store.events // 8
         each = constants.checkpoint_bytes + held_out + bits
         formula = (

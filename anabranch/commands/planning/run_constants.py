@@ -6,6 +6,7 @@ from anabranch.commands.planning.calibrating.metrics import read_counters
 from anabranch.commands.planning.calibrating.process_usage import PeakMemory
 from anabranch.commands.planning.calibrating.state_files import checkpoint_bytes, version_bytes
 from anabranch.commands.planning.constants import Constants
+from anabranch.commands.planning.held_out import held_out_bytes
 from anabranch.commands.planning.ledger_of import learner_tensors
 from anabranch.commands.planning.speed import waits
 from anabranch.config.loader import Config
@@ -17,8 +18,6 @@ from learner.state_dir.report import LearnerReport
 from learner.state_dir.report import read_report as read_learner
 from serving.reporting.report import read_report as read_serving
 
-HELD_OUT_BYTES = 36
-"""Bytes of a held-out event in a checkpoint, without its row."""
 _TENSORS = 3
 _FLOAT32 = 4
 _PROBE_SECONDS = 120.0
@@ -39,11 +38,6 @@ def sizes_of(report: LearnerReport, state_dir: Path, constants: Constants) -> No
         constants.row_bytes = held["device"] // rows["device"]
     if (checkpoint := checkpoint_bytes(state_dir)) is not None:
         constants.checkpoint_bytes = max(0, checkpoint - report.holdout_rows * held_out_bytes(constants))
-
-
-def held_out_bytes(constants: Constants) -> int:
-    """Return the bytes of a held-out event in a checkpoint."""
-    return (constants.row_bytes or 0) + HELD_OUT_BYTES
 
 
 def process_sizes(config: Config, report: LearnerReport, constants: Constants, peak: PeakMemory) -> None:
@@ -91,9 +85,9 @@ def set_delivery(
 ) -> None:
     """Fill the time that versions take, from the measured freshness at a rate: what is left without the waits."""
     every = max(pipeline.versions.publish_every.total_seconds(), constants.publish_seconds or 0.0)
-    median, most = waits(pipeline, constants, rate, every)
+    mean, most = waits(pipeline, constants, rate, every)
     if measured[0] is not None and measured[1] is not None:
-        constants.delivery_seconds = max(0.0, measured[0] - median)
+        constants.delivery_seconds = max(0.0, measured[0] - mean)
         constants.delivery_p99_seconds = max(0.0, measured[1] - most)
 
 

@@ -5,7 +5,7 @@ from anabranch.commands.planning.disk import DAY
 from anabranch.commands.planning.lines import Line, PlanSection, summed, written
 from anabranch.config.model import Pipeline
 
-MEDIAN, P99 = "median", "99 of 100 within"
+MEAN, P99 = "mean", "99 of 100 within"
 RATE, BY = "the pipeline", "by"
 _NEAR = 1.15
 """A part whose rate is less than this times the pipeline's is what limits it."""
@@ -18,7 +18,7 @@ def gathering_seconds(pipeline: Pipeline, rate: float) -> float:
 
 
 def waits(pipeline: Pipeline, constants: Constants, rate: float, publish_seconds: float) -> tuple[float, float]:
-    """Return how long an event waits until the version that has learned it is due: the median, and nearly the most."""
+    """Return how long an event waits until the version that has learned it is due: the mean, and the most."""
     gathering, step = gathering_seconds(pipeline, rate), constants.step_seconds or 0.0
     return (gathering + publish_seconds) / 2 + step, gathering + publish_seconds + step
 
@@ -36,7 +36,7 @@ def freshness(pipeline: Pipeline, constants: Constants, load: Load, publish_seco
         Line("waiting for the next version", publish_seconds / 2, "s", f"half of {written(publish_seconds, 's')}"),
         Line("scoring, writing and loading it", constants.delivery_seconds, "s", source),
     ]
-    median = summed(MEDIAN, lines)
+    mean = summed(MEAN, lines)
     most = [gathering, step, publish_seconds, constants.delivery_p99_seconds]
     known = [value for value in most if value is not None]
     late = sum(known) if len(known) == len(most) else None
@@ -47,7 +47,7 @@ def freshness(pipeline: Pipeline, constants: Constants, load: Load, publish_seco
         "freshness, from append to answer",
         [
             *lines,
-            Line(MEDIAN, None if saturated else median.value, "s", formula if saturated else median.formula),
+            Line(MEAN, None if saturated else mean.value, "s", formula if saturated else mean.formula),
             Line(P99, None if saturated else late, "s", formula),
         ],
     )
@@ -69,9 +69,9 @@ def saturation(pipeline: Pipeline, constants: Constants, load: Load, day: Line) 
         disk = load.rate * constants.disk_bytes_per_second / (day.value / DAY)
         formula = f"{written(constants.disk_bytes_per_second, 'bytes')} a second, if all of {day.text} grew with it"
         lines.append(Line("disk", disk, "1/s", formula))
-    known = [line.value for line in lines if line.value is not None]
     measured = constants.saturation_rate
-    rate = None if measured is None else min([measured, *(value for value in known if value < measured)])
+    disks = [line.value for line in lines if line.name == "disk" and line.value is not None]
+    rate = None if measured is None else min(measured, *disks, measured)
     formula = f"all parts together in the {constants.source}; least: {_limit(lines, rate)}"
     result = [*lines, Line(RATE, rate, "1/s", formula)]
     if (each := constants.request_seconds) is not None:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from anabranch.commands.planning.calibrating.metrics import LearnerCounters, read_counters
+from anabranch.commands.planning.calibrating.metrics import FreshnessSum, LearnerCounters, read_counters, read_freshness
 from anabranch.commands.planning.calibrating.process_usage import PeakMemory, is_counted, written_bytes
 from anabranch.commands.planning.calibrating.requests import time_requests
 from anabranch.commands.planning.calibrating.state_files import (
@@ -52,7 +52,7 @@ _STOP_SECONDS = 60.0
 _SHARES = {"steady": 0.5, "flood": 0.3, "ingest": 0.1, "requests": 0.1}
 """Parts of the time of a calibration."""
 _WARM_UP = 0.25
-"""Part of the time with as many events as are read before it is measured."""
+"""Part of the time at each rate before it is measured."""
 _STORED_EVENTS = 50_000
 _STORED_BYTES = 500_000_000
 """The store of a calibration has no more than these, so that it is full soon."""
@@ -152,6 +152,15 @@ class _Processes:
             raise SettingsError(f"the learner of the calibration does not answer on {self.spec.status}")
         return found
 
+    def freshness(self) -> FreshnessSum:
+        """Return the freshness that serving has measured."""
+        report = self.serving_report
+        found = None if report is None else read_freshness(report.address)
+        if found is None:
+            self._check()
+            raise SettingsError("serving does not answer in the calibration")
+        return found
+
     def wait(self, seconds: float, until: Callable[[], bool] = lambda: False) -> bool:
         """Wait, and sample the memory; return whether `until` came true.
 
@@ -201,7 +210,10 @@ def _measure(processes: _Processes, config: Config, constants: Constants, load: 
 
 def _steady(processes: _Processes, config: Config, constants: Constants, load: Load, seconds: float) -> None:
     """Measure at the planned rate."""
+    processes.wait(seconds * _WARM_UP)
+    seconds *= 1 - _WARM_UP
     learner, serving = processes.pid("learner"), processes.pid("serving")
+    first = processes.freshness()
     before, report, begin = processes.counters(), processes.report, time.monotonic()
     pids = (learner, serving)
     wrote = [written_bytes(pid) for pid in pids]
@@ -218,11 +230,9 @@ def _steady(processes: _Processes, config: Config, constants: Constants, load: L
     if is_counted():
         constants.written_bytes_per_second = sum(wrote) / took
         constants.report_bytes_per_second = _reports(processes.state_dir, wrote[1] / took)
-    served = processes.serving_report
+    served, fresh = processes.serving_report, processes.freshness().mean_since(first)
     if served is not None and constants.step_seconds is not None:
-        set_delivery(
-            config.pipeline, constants, load.rate, (served.freshness_p50_seconds, served.freshness_p99_seconds)
-        )
+        set_delivery(config.pipeline, constants, load.rate, (fresh, served.freshness_p99_seconds))
 
 
 def _reports(state_dir: Path, serving: float) -> float:

@@ -1,7 +1,8 @@
-"""Counters of a running learner, from its `/metrics`."""
+"""Counters of a running learner and of serving, from their `/metrics`."""
 
 import http.client
 from contextlib import closing
+from urllib.parse import urlsplit
 
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
@@ -27,20 +28,21 @@ class LearnerCounters(msgspec.Struct, frozen=True):
         return LearnerCounters(*(now - then for now, then in pairs))
 
 
+class FreshnessSum(msgspec.Struct, frozen=True):
+    """The freshness of all events that served versions have learned, since the start of a server."""
+
+    seconds: float
+    events: float
+
+    def mean_since(self, before: "FreshnessSum") -> float | None:
+        """Return the mean of the events since `before`; None without any."""
+        events = self.events - before.events
+        return (self.seconds - before.seconds) / events if events else None
+
+
 def read_counters(address: str, token: str = "") -> LearnerCounters | None:
     """Return the counters of a learner with this status address, `HOST:PORT`; None when it does not answer."""
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
-    try:
-        with closing(http.client.HTTPConnection(address, timeout=_TIMEOUT_SECONDS)) as connection:
-            connection.request("GET", "/metrics", headers=headers)
-            text = connection.getresponse().read().decode()
-    except (OSError, http.client.HTTPException):
-        return None
-    samples = {
-        (sample.name, sample.labels.get("source", "")): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-    }
+    samples = _samples(address, token)
     names = (
         ("anabranch_learner_steps_total", ""),
         ("anabranch_learner_rows_trained_total", "new"),
@@ -50,4 +52,28 @@ def read_counters(address: str, token: str = "") -> LearnerCounters | None:
         ("anabranch_checkpoint_duration_seconds_sum", ""),
         ("anabranch_checkpoint_stall_seconds_total", ""),
     )
-    return LearnerCounters(*(samples.get(name, 0.0) for name in names))
+    return None if samples is None else LearnerCounters(*(samples.get(name, 0.0) for name in names))
+
+
+def read_freshness(url: str) -> FreshnessSum | None:
+    """Return the freshness of a server with this URL, which asks for no token; None when it does not answer."""
+    samples, name = _samples(urlsplit(url).netloc, ""), "anabranch_serving_freshness_duration_seconds"
+    if samples is None:
+        return None
+    return FreshnessSum(samples.get((f"{name}_sum", ""), 0.0), samples.get((f"{name}_count", ""), 0.0))
+
+
+def _samples(address: str, token: str) -> dict[tuple[str, str], float] | None:
+    """Return the samples of `/metrics` by their name and the label `source`; None where nothing answers."""
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    try:
+        with closing(http.client.HTTPConnection(address, timeout=_TIMEOUT_SECONDS)) as connection:
+            connection.request("GET", "/metrics", headers=headers)
+            text = connection.getresponse().read().decode()
+    except (OSError, http.client.HTTPException):
+        return None
+    return {
+        (sample.name, sample.labels.get("source", "")): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
