@@ -82,17 +82,17 @@ QUICK, FULL, SMOKE = Sizes(12.0, 3, 6.0), Sizes(60.0, 10, 20.0), Sizes(2.0, 1, 1
 _SMALL = (64, 256, 10)
 PARTS = {
     "disk": Setting(
-        64, _SMALL, 400.0, {"replay": {"capacity": 5_000, "device_bytes": "300kB", "disk": {"bytes": "40MB"}}}, 700
+        64, _SMALL, 100.0, {"replay": {"capacity": 5_000, "device_bytes": "300kB", "disk": {"bytes": "40MB"}}}, 700
     ),
-    "memory": Setting(256, (256, 256, 10), 400.0, {"replay": {"capacity": 60_000, "device_bytes": "200MB"}}),
-    "none": Setting(64, _SMALL, 400.0, {"learner": {"strategy": "none"}}, 1_500),
+    "memory": Setting(256, (256, 256, 10), 100.0, {"replay": {"capacity": 60_000, "device_bytes": "200MB"}}),
+    "none": Setting(64, _SMALL, 100.0, {"learner": {"strategy": "none"}}, 1_500),
     "large": Setting(
         784,
         (784, 900, 320, 10),
-        200.0,
+        100.0,
         {"stream": {"format": "rows"}, "replay": {"capacity": 5_000}, "learner": {"batch_size": 32}},
     ),
-    "wide": Setting(784, (784, 16, 10), 200.0, {"replay": {"capacity": 3_000}}, 8_000),
+    "wide": Setting(784, (784, 16, 10), 100.0, {"replay": {"capacity": 3_000}}, 8_000),
 }
 TARGETS = {f"{part}_{kind}_off_ratio": Target(_QUARTER) for part in PARTS for kind in KINDS}
 
@@ -211,10 +211,10 @@ def run_pipeline(
     messages = synthetic_messages(schema, config.pipeline.stream, setting.event_bytes, setting.events_per_message, 1)
     with contextlib.ExitStack() as stack:
         feed = stack.enter_context(EventFeed(stream, messages.values, setting.events_per_message, None))
-        paced = PacedStream(stream, messages.values, setting.rate / setting.events_per_message)
-        with paced:
-            learner = stack.enter_context(LearnerProcess(folder, written))
-            server = stack.enter_context(ServingProcess(folder))
+        learner = stack.enter_context(LearnerProcess(folder, written))
+        server = stack.enter_context(ServingProcess(folder))
+        learner.wait_for(lambda _: True)  # events that come before it does would wait for it
+        with PacedStream(stream, messages.values, setting.rate / setting.events_per_message):
             learner.wait_for(lambda report: report.version is not None)
             server.wait()
             peak = PeakMemory(learner.process.pid, server.process.pid)
