@@ -98,7 +98,7 @@ TARGETS = {f"{part}_{kind}_off_ratio": Target(_QUARTER) for part in PARTS for ki
 
 
 class PacedStream:
-    """Sends messages at a rate in a thread, until the context ends."""
+    """Makes a topic, and sends messages at a rate in a thread while the context lasts."""
 
     def __init__(self, stream: Stream, messages: list[bytes], rate: float) -> None:
         self._producer = EventProducer(make_topic(stream), stream.topic)
@@ -211,10 +211,11 @@ def run_pipeline(
     messages = synthetic_messages(schema, config.pipeline.stream, setting.event_bytes, setting.events_per_message, 1)
     with contextlib.ExitStack() as stack:
         feed = stack.enter_context(EventFeed(stream, messages.values, setting.events_per_message, None))
+        paced = PacedStream(stream, messages.values, setting.rate / setting.events_per_message)
         learner = stack.enter_context(LearnerProcess(folder, written))
         server = stack.enter_context(ServingProcess(folder))
         learner.wait_for(lambda _: True)  # events that come before it does would wait for it
-        with PacedStream(stream, messages.values, setting.rate / setting.events_per_message):
+        with paced:
             learner.wait_for(lambda report: report.version is not None)
             server.wait()
             peak = PeakMemory(learner.process.pid, server.process.pid)
