@@ -88,10 +88,10 @@ def _check_space(context: CheckContext, folder: Path) -> Iterator[Finding]:
     """Compare what is free with what one more checkpoint and version need, and with all that are to be kept."""
     state_dir = context.config.state_dir
     space = disk_space(context.config.pipeline, context.model_bytes, context.base_bytes)
-    file = max(0, space.file - _used(state_dir / "replay"))
+    file = max(0, space.file - used_bytes(state_dir / "replay"))
     full, version = space.checkpoint + space.rows + space.base, space.version
     everything = space.total - space.file + file
-    used = sum(_used(state_dir / name) for name in ("checkpoints", "versions", BASES))
+    used = sum(used_bytes(state_dir / name) for name in ("checkpoints", "versions", BASES))
     free = shutil.disk_usage(folder).free
     if free < file + full + version:
         message = (
@@ -106,7 +106,8 @@ def _check_space(context: CheckContext, folder: Path) -> Iterator[Finding]:
         yield ok(f"{folder} has {_megabytes(free)} free; at most {_megabytes(everything)} are needed.")
 
 
-def _used(folder: Path) -> int:
+def used_bytes(folder: Path) -> int:
+    """Return the bytes of all files below a folder."""
     total = 0
     for path in folder.rglob("*"):
         try:

@@ -21,6 +21,7 @@ from anabranch.commands.planning.speed import freshness, saturation
 from anabranch.commands.planning.store_size import PlannedStore, schema_row_bytes
 from anabranch.config.loader import Config
 from anabranch.doctor.probe import free_memory
+from anabranch.doctor.state_dir_checks import used_bytes
 from anabranch.doctor.storage.space import disk_space
 from anabranch.runtime.lifecycle import Exit
 from ingest.events.schema import Schema
@@ -93,8 +94,8 @@ def make_plan(config: Config, load: Load, constants: Constants) -> Plan:
     there = {name: section for name, section in sections.items() if section is not None}
     space = disk_space(pipeline, constants.version_bytes or 0, constants.base_bytes)
     folder = existing_folder(config.state_dir)
-    used = sum(path.stat().st_size for path in config.state_dir.rglob("*") if path.is_file())
-    machine = Machine(free_memory(), shutil.disk_usage(folder).free + used, constants.device_total_bytes)
+    disk_bytes = shutil.disk_usage(folder).free + used_bytes(config.state_dir)
+    machine = Machine(free_memory(), disk_bytes, constants.device_total_bytes)
     return Plan(load, constants, there, broken_promises(pipeline, load, there, space, machine))
 
 
