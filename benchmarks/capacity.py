@@ -9,7 +9,7 @@
     wide     events of 8 kB as JSON, with few parameters
 
 `anabranch plan` calibrates each pipeline. Then the pipeline runs: a producer sends events at the planned rate to a
-broker, and then as many as are read. Figures are the plan's over the run's:
+broker; then the learner is given a backlog. Figures are the plan's over the run's:
 
     memory      of the host: the highest of learner, ingest process and serving, and the ring
     disk        bytes a day, from one checkpoint to a later one, as Linux counts what the processes write
@@ -42,7 +42,6 @@ from anabranch.commands.planning.plan import make_plan
 from anabranch.commands.planning.speed import RATE
 from anabranch.commands.planning.store_size import PlannedStore
 from anabranch.config.loader import Config, load_config
-from benchmarks.harness.event_feed import EventFeed
 from benchmarks.harness.pipeline import BrokenRunError, LearnerProcess, Stream, broker, make_topic, pipeline, toml
 from benchmarks.harness.results import Results, Target, options
 from benchmarks.harness.server import ServingProcess
@@ -51,6 +50,8 @@ from ingest.kafka.producer import EventProducer
 from learner.state_dir.report import LearnerReport
 from serving.reporting.report import read_report as read_serving
 
+_BACKLOG = 2.0
+"""Events that wait for the learner, by those that the plan says it learns while it is measured."""
 _QUARTER = 1.25
 _POLL_SECONDS = 0.1
 _PATIENCE = 300.0
@@ -115,6 +116,12 @@ class PacedStream:
         self._stop.set()
         self._thread.join()
         self._producer.flush()
+
+    def send(self, count: int) -> None:
+        """Send so many messages, after the context, and close the producer."""
+        for message in itertools.islice(itertools.cycle(self._messages), count):
+            self._producer.send(message)
+        self._producer.flush()
         self._producer.close()
 
     def _send(self) -> None:
@@ -143,7 +150,9 @@ def document(setting: Setting, stream: Stream) -> dict[str, Any]:
     """Return the pipeline file: what is on by default, with frequent checkpoints and a ring that is soon full."""
     learner = {"batch_size": 16, "max_delay": "50ms"} | setting.sections.get("learner", {})
     sections = {
-        "stream": {"format": "json", "buffer_bytes": "8MB"} | setting.sections.get("stream", {}),
+        # The embedded broker answers a fetch with all that it has.
+        "stream": {"format": "json", "buffer_bytes": "8MB", "properties": {"receive.message.max.bytes": 2**30}}
+        | setting.sections.get("stream", {}),
         "learner": learner,
         "replay": setting.sections.get("replay", {}),
         "versions": {"publish_every": "1s", "keep": 20},
@@ -168,7 +177,8 @@ def measure(part: str, sizes: Sizes, bootstrap: str, folder: Path) -> tuple[dict
     config = _config(folder / "plan", written)
     load = Load(rate=setting.rate, event_bytes=setting.event_bytes, events_per_message=setting.events_per_message)
     constants = calibrate(config, load, sizes.calibration, lambda _: None)
-    run = run_pipeline(setting, stream, config, written, sizes, folder / "run")
+    backlog = _BACKLOG * (constants.saturation_rate or load.rate) * sizes.flood
+    run = run_pipeline(setting, stream, config, written, sizes, folder / "run", backlog)
     return planned(config, load, constants, run), {
         "memory": run.memory,
         "disk": run.disk,
@@ -204,13 +214,18 @@ def planned(config: Config, load: Load, constants: Constants, run: Run) -> dict[
 
 
 def run_pipeline(
-    setting: Setting, stream: Stream, config: Config, written: Mapping[str, Any], sizes: Sizes, folder: Path
+    setting: Setting,
+    stream: Stream,
+    config: Config,
+    written: Mapping[str, Any],
+    sizes: Sizes,
+    folder: Path,
+    backlog: float,
 ) -> Run:
-    """Run learner and serving at the planned rate, and then with as many events as are read."""
+    """Run learner and serving at the planned rate, and then on a backlog of so many events."""
     schema = Schema(config.pipeline.events)
     messages = synthetic_messages(schema, config.pipeline.stream, setting.event_bytes, setting.events_per_message, 1)
     with contextlib.ExitStack() as stack:
-        feed = stack.enter_context(EventFeed(stream, messages.values, setting.events_per_message, None))
         paced = PacedStream(stream, messages.values, setting.rate / setting.events_per_message)
         learner = stack.enter_context(LearnerProcess(folder, written))
         server = stack.enter_context(ServingProcess(folder))
@@ -225,9 +240,12 @@ def run_pipeline(
             for _ in range(sizes.checkpoints):
                 last = _next_checkpoint(learner, peak)
             wrote = sum(map(written_bytes, pids)) - wrote
+            memory = peak.total  # of a backlog, ingest holds what the embedded broker answers
             freshness = _freshness(learner.state_dir).mean_since(fresh)
-        feed.watch(learner.state_dir)
-        rate = _saturate(learner, peak, sizes.flood)
+        learner.pause()
+        paced.send(int(backlog / setting.events_per_message))
+        learner.go_on()
+        rate = _saturate(learner, sizes.flood)
     return Run(
         peak.total, wrote / (last.time - first.time), freshness or 0.0, rate,
         first.outcomes["trained"], last.outcomes["trained"],
@@ -248,11 +266,11 @@ def _next_checkpoint(learner: LearnerProcess, peak: PeakMemory) -> LearnerReport
     return _wait(learner, peak, lambda report: report.checkpoint != number)
 
 
-def _saturate(learner: LearnerProcess, peak: PeakMemory, seconds: float) -> float:
+def _saturate(learner: LearnerProcess, seconds: float) -> float:
     """Return the events a second while more are sent than are read."""
     warm = learner.wait_for(lambda _: True)
-    first = _wait(learner, peak, lambda report: report.time > warm.time + seconds / 3)
-    last = _wait(learner, peak, lambda report: report.time > first.time + seconds)
+    first = learner.wait_for(lambda report: report.time > warm.time + seconds / 3)
+    last = learner.wait_for(lambda report: report.time > first.time + seconds)
     return (last.outcomes["trained"] - first.outcomes["trained"]) / (last.time - first.time)
 
 
