@@ -240,7 +240,6 @@ def run_pipeline(
             for _ in range(sizes.checkpoints):
                 last = _next_checkpoint(learner, peak)
             wrote = sum(map(written_bytes, pids)) - wrote
-            memory = peak.total  # of a backlog, ingest holds what the embedded broker answers
             freshness = _freshness(learner.state_dir).mean_since(fresh)
         learner.pause()
         paced.send(int(backlog / setting.events_per_message))
@@ -268,8 +267,8 @@ def _next_checkpoint(learner: LearnerProcess, peak: PeakMemory) -> LearnerReport
 
 def _saturate(learner: LearnerProcess, seconds: float) -> float:
     """Return the events a second while more are sent than are read."""
-    warm = learner.wait_for(lambda _: True)
-    first = learner.wait_for(lambda report: report.time > warm.time + seconds / 3)
+    warm = time.time() + seconds / 3
+    first = learner.wait_for(lambda report: report.time > warm)
     last = learner.wait_for(lambda report: report.time > first.time + seconds)
     return (last.outcomes["trained"] - first.outcomes["trained"]) / (last.time - first.time)
 
