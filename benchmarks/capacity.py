@@ -3,7 +3,7 @@
     python -m benchmarks.capacity [--quick] [--json FILE] [--save] [--only PART ...]
 
     disk     a small MLP, replay from a disk tier
-    memory   the same, replay from 60,000 events in memory
+    memory   events of 16 kB as packed rows, replay from 4,000 of them in memory
     none     the same without replay, with the strategy `none`
     large    an MLP of a million parameters, packed rows
     wide     events of 8 kB as JSON, with few parameters
@@ -68,6 +68,8 @@ class Setting:
     sections: Mapping[str, Any]
     event_bytes: int | None = None
     events_per_message: int = 1
+    before: int = 0
+    """Events that are sent first, so that the store is full."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,13 @@ PARTS = {
     "disk": Setting(
         64, _SMALL, 100.0, {"replay": {"capacity": 5_000, "device_bytes": "300kB", "disk": {"bytes": "40MB"}}}, 700
     ),
-    "memory": Setting(256, (256, 256, 10), 100.0, {"replay": {"capacity": 60_000, "device_bytes": "200MB"}}),
+    "memory": Setting(
+        4096,
+        (4096, 32, 10),
+        100.0,
+        {"stream": {"format": "rows"}, "replay": {"capacity": 4_000, "device_bytes": "100MB"}},
+        before=5_000,
+    ),
     "none": Setting(64, _SMALL, 100.0, {"learner": {"strategy": "none"}}, 1_500),
     "large": Setting(
         784,
@@ -118,7 +126,8 @@ class PacedStream:
         self._producer.flush()
 
     def send(self, count: int) -> None:
-        """Send so many messages, after the context, and close the producer."""
+        """Send so many messages, outside the context."""
+        self._producer.open()
         for message in itertools.islice(itertools.cycle(self._messages), count):
             self._producer.send(message)
         self._producer.flush()
@@ -227,6 +236,7 @@ def run_pipeline(
     messages = synthetic_messages(schema, config.pipeline.stream, setting.event_bytes, setting.events_per_message, 1)
     with contextlib.ExitStack() as stack:
         paced = PacedStream(stream, messages.values, setting.rate / setting.events_per_message)
+        paced.send(setting.before)
         learner = stack.enter_context(LearnerProcess(folder, written))
         server = stack.enter_context(ServingProcess(folder))
         learner.wait_for(lambda _: True)  # events that come before it does would wait for it
@@ -234,6 +244,7 @@ def run_pipeline(
             learner.wait_for(lambda report: report.version is not None)
             server.wait()
             peak = PeakMemory(learner.process.pid, server.process.pid)
+            _wait(learner, peak, lambda report: sum(report.outcomes.values()) >= setting.before)
             first, fresh = _next_checkpoint(learner, peak), _freshness(learner.state_dir)
             pids = [learner.process.pid, *children_of(learner.process.pid), server.process.pid]
             wrote, last = sum(map(written_bytes, pids)), first
