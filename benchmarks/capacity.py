@@ -124,6 +124,7 @@ class PacedStream:
         self._stop.set()
         self._thread.join()
         self._producer.flush()
+        self._producer.close()
 
     def send(self, count: int) -> None:
         """Send so many messages, outside the context."""
