@@ -27,6 +27,7 @@ QUICK_MINUTES = {
     "distillation": 1.5,
     "fresh_host": 3.0,
     "faults": 6.0,
+    "capacity": 4.0,
     "late_labels": 5.0,
     "pretrained": 6.0,
     "forgetting": 20.0,

@@ -70,6 +70,7 @@ ALLOWED_IN = {
         "anabranch/doctor/model_checks.py",
         "anabranch/commands/backtest.py",
         "anabranch/commands/backtesting",
+        "anabranch/commands/planning/segment_writes.py",
         "anabranch/commands/template",
         "anabranch/commands/exporting/program.py",
         "anabranch/commands/version_files.py",
@@ -93,6 +94,7 @@ WALL_CLOCK = {
     "anabranch/doctor/kafka_checks.py": "checks whether the two machines' clocks agree",
     "anabranch/doctor/network_checks.py": "a certificate ends at a date",
     "anabranch/doctor/state_dir_checks.py": "checks whether a file system's clock agrees",
+    "anabranch/commands/planning/calibrating/synthetic_ingest.py": "the record times of synthetic events",
     "anabranch/commands/fleet.py": "a command that reads once reports of other hosts",
     "anabranch/commands/rollout.py": "a command that reads once a report of another process",
     "anabranch/commands/undo/carry_out.py": "a record's time, for display",
@@ -250,7 +252,7 @@ COMMANDS = {"demo", "init", "up", "learn", "serve", "produce", "status", "doctor
 COMMANDS |= {"versions promote", "versions reject", "versions rollback", "versions pin", "versions unpin"}
 COMMANDS |= {"versions diff", "versions export", "versions rebuild", "versions lineage"}
 COMMANDS |= {"config check", "config show", "checkpoints ls", "checkpoints show", "checkpoints restore"}
-COMMANDS |= {"dead-letters ls", "dead-letters resend", "predict", "backtest"}
+COMMANDS |= {"dead-letters ls", "dead-letters resend", "predict", "backtest", "plan"}
 COMMANDS |= {"replay stats", "replay sample", "replay erase", "undo"}
 
 
