@@ -8,8 +8,9 @@ import numpy as np
 
 from anabranch.commands.produce import packer
 from anabranch.core.errors import SettingsError
-from ingest.config import StreamSettings, TokenizerFile, Vocabulary
+from ingest.config import StreamSettings
 from ingest.events.schema import Feature, Label, Schema
+from ingest.feature_settings import TokenizerFile, Vocabulary
 
 PADDING = "anabranch_padding"
 """A field that the schema does not know, which brings a JSON message to its size."""
