@@ -165,9 +165,14 @@ class Registrar:
                 self._leave_out(oldest, "queue", f"version {oldest} is not registered: {_MOST_WAITING} others wait")
 
     def _send(self) -> None:
-        """Register what waits, oldest first, then move the alias, then tag what was withdrawn."""
+        """Register what waits, oldest first, then move the alias, then tag what was withdrawn.
+
+        `state.json` names the newest versions alone, so it is read again after each request, however long that took.
+        """
         state = self._state
-        while state.waiting and not self._stopping:
+        for _ in range(len(state.waiting)):
+            if self._stopping:
+                return
             version = state.waiting[0]
             try:
                 state.registered[version.number] = self._registry.register(version)
@@ -176,6 +181,7 @@ class Registrar:
             else:
                 self._count("registered")
             state.waiting.pop(0)
+            self._watch()
             self._save()
         if self._served is None or self._stopping:
             return
