@@ -255,12 +255,12 @@ def test_versions_that_serve_while_a_slow_registry_answers_are_registered(
 ) -> None:
     publish(*range(1, 9))
     serve(versions, 1, 2)
-    registrar = start()
+    registrar: Registrar = start()
     register, still = registrar._registry.register, [(2, 3, 4), (5, 6, 7)]
 
     def slowly(version: Registration) -> str:
         if still:
-            serve(versions, *still.pop(0))  # the file forgets those before, as it does after a hundred versions
+            serve(versions, *still.pop(0))  # those before are not in the file any more, as after a hundred versions
         return register(version)
 
     monkeypatch.setattr(registrar._registry, "register", slowly)
