@@ -56,8 +56,6 @@ class RegistrarState(msgspec.Struct):
     """The number in the registry of each of our versions, in the order of registration; empty: it was left out."""
     withdrawn: list[int] = []
     """Versions that are tagged as withdrawn."""
-    alias: int | None = None
-    """The version that the alias names."""
 
 
 class Registrar:
@@ -98,6 +96,8 @@ class Registrar:
         self._state = self._read()
         self._written = msgspec.json.encode(self._state)
         self._served: RegistryState | None = None
+        self._alias: int | None = None
+        """The version that the alias names; not in the file, since a learner on another host may move it."""
         self._backoff = Backoff(_FIRST_BACKOFF, _LONGEST_BACKOFF)
         self._retry_at = 0.0
         self._wake = threading.Event()
@@ -186,9 +186,9 @@ class Registrar:
         if self._served is None or self._stopping:
             return
         serving = self._served.serving
-        if serving is not None and serving != state.alias and (registered := state.registered.get(serving)):
+        if serving is not None and serving != self._alias and (registered := state.registered.get(serving)):
             self._unless_refused(lambda: self._registry.move_alias(registered))
-            state.alias = serving
+            self._alias = serving
         for number, reason in self._withdrawn(self._served).items():
             self._unless_refused(lambda n=number, why=reason: self._registry.tag(state.registered[n], WITHDRAWN, why))  # type: ignore[misc]
             state.withdrawn.append(number)

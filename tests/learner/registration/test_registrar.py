@@ -293,6 +293,17 @@ def test_versions_of_servers_on_other_hosts_are_registered(
     assert (len(mlflow.versions), mlflow.aliases) == (2, {ALIAS: "2"})
 
 
+def test_a_learner_that_returns_to_its_host_moves_the_alias_back(
+    versions: Versions, publish: Any, start: Any, mlflow: MlflowServer
+) -> None:
+    publish(1, 2)
+    serve(versions, 1, 2)
+    start().poll()
+    mlflow.aliases[ALIAS] = "1"  # by the learner of another host, meanwhile
+    start().poll()
+    assert (mlflow.aliases, len(mlflow.versions)) == ({ALIAS: "2"}, 2)
+
+
 def test_the_end_does_not_wait_for_a_server_that_hangs(
     versions: Versions, publish: Any, start: Any, mlflow: MlflowServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
