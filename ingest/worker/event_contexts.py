@@ -22,9 +22,9 @@ def contexts_of(assembled: Assembled) -> RowContexts:
         offsets = assembled.columns["offset"][begin : begin + rows]
         if any(each.messages.headers):
             sampled = list(sampled_contexts(each.messages.headers))
-            wanted = [each.messages.offsets[index] for index, _ in sampled]
-            found = np.searchsorted(offsets, wanted).tolist()
-            for row, offset, (_, context) in zip(found, wanted, sampled, strict=True):
+            sent = [each.messages.offsets[index] for index, _ in sampled]
+            found = np.searchsorted(offsets, sent).tolist()
+            for row, offset, (_, context) in zip(found, sent, sampled, strict=True):
                 if row < rows and offsets[row] == offset:  # else it has an outcome from before
                     contexts.append((begin + row, context))
         begin += rows
