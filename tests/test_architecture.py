@@ -191,7 +191,7 @@ KEYS_ADDED = words("""
     device.nvlink_errors device.temperature_margin device.sniff_every device.sniff_deviation
     lineage.sign_key
     mlflow.tracking_uri mlflow.registered_model mlflow.experiment mlflow.alias mlflow.source
-    tracing.sample tracing.steps_per_second tracing.setup
+    tracing.sample tracing.requests_per_second tracing.steps_per_second tracing.setup
 """)
 
 METRICS_OF_THE_DESIGN = words("""
