@@ -139,6 +139,14 @@ def record_return(state_dir: Path, went_back: WentBack) -> None:
         _write(state_dir, records)
 
 
+def copy_records(state_dir: Path, target: Path, through: int) -> Sequence[UndoRecord]:
+    """Copy the records up to this number into another state directory; return them. Raises as `append_record`."""
+    records = read_undo(state_dir)[:through]
+    if records:
+        _write(target, records)
+    return records
+
+
 def stamp_of(state_dir: Path) -> object:
     """Return a value that changes when the file is replaced; None where it is missing or cannot be read."""
     try:
