@@ -348,6 +348,7 @@ class Learner:
                 segments=resumed.segments,
                 check=self._check,
                 after_prune=self._prune_bases,
+                deleting=self._undo_watch.deleting,
             )
         keyed = deployment.events.key is not None
         unlabelled = deployment.stream.unlabelled == "distil"

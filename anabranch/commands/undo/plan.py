@@ -121,8 +121,7 @@ def plan_undo(config: Config, selection: Selection, progress: Progress) -> UndoP
     tainted = [one for one in versions[::-1] if _is_tainted(one, record, torn=config.pipeline.stream.format in TORN)]
     _check_pinned(state, tainted)
     numbers = {one.number for one in tainted}
-    checkpoints = Checkpoints(config.state_dir / "checkpoints", Schema(config.pipeline.events).digest, sys.maxsize)
-    number, made, positions = _target(checkpoints, record, starts, known)
+    number, made, positions = _target(_checkpoints(config), record, starts, known)
     until = {partition_name(name): each.seen_through + 1 for name, each in known.items()}
     answered = _answered(config)
     return UndoPlan(
@@ -141,6 +140,31 @@ def plan_undo(config: Config, selection: Selection, progress: Progress) -> UndoP
         again=sum(max(0, end - positions.get(name, end)) for name, end in until.items()),
         state=state,
     )
+
+
+def check_checkpoint(config: Config, plan: UndoPlan, record: UndoRecord) -> None:
+    """Raise SettingsError where the learner has deleted the checkpoint of a plan since; raises DependencyError."""
+    found = _sorted(_checkpoints(config), record)
+    if plan.checkpoint is None:
+        lost = bool(found.tainted and not found.clean)
+    else:
+        lost = plan.checkpoint > 0 and plan.checkpoint not in found.clean
+    if lost:
+        raise SettingsError(
+            "the learner has deleted the checkpoint to which it would return, since newer ones replace it; nothing was "
+            "changed: run the command again"
+        )
+
+
+def _checkpoints(config: Config) -> Checkpoints:
+    return Checkpoints(config.state_dir / "checkpoints", Schema(config.pipeline.events).digest, sys.maxsize)
+
+
+def _sorted(checkpoints: Checkpoints, record: UndoRecord) -> Sorted:
+    try:
+        return sort_checkpoints(checkpoints, [record])
+    except OSError as exc:
+        raise DependencyError(f"{checkpoints.location} cannot be read: {exc.strerror or exc}") from exc
 
 
 def _check_settings(config: Config) -> None:
@@ -178,10 +202,7 @@ def _target(
 
     Raises SettingsError where the broker no longer has the stream from there on.
     """
-    try:
-        found = sort_checkpoints(checkpoints, [record])
-    except OSError as exc:
-        raise DependencyError(f"{checkpoints.location} cannot be read: {exc.strerror or exc}") from exc
+    found = _sorted(checkpoints, record)
     if not found.tainted:
         return None, None, {}
     if found.clean:

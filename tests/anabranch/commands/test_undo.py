@@ -1,11 +1,14 @@
 """What `anabranch undo` plans, and what it refuses before anything is changed."""
 
+import shutil
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from anabranch.commands.undo.carry_out import carry_out
 from anabranch.commands.undo.plan import UndoPlan, plan_undo
 from anabranch.commands.undo.selection import Selection
 from anabranch.config.loader import Config, load_config
@@ -94,6 +97,17 @@ def test_a_tainted_version_that_is_pinned_has_to_be_unpinned_first(config: Confi
     versions.write_state(RegistryState(serving=max(versions.numbers()), pinned=max(versions.numbers())))
     with pytest.raises(SettingsError, match="is pinned, and has seen events"):
         plan(config, offsets=["payments[0]@300..310"])
+
+
+def test_nothing_is_recorded_once_the_learner_has_deleted_the_checkpoint_of_the_plan(config: Config) -> None:
+    made = plan(config, offsets=["payments[0]@300..310"])
+    shutil.rmtree(config.state_dir / "checkpoints" / "1")
+    with pytest.raises(SettingsError, match="nothing was changed: run the command again"):
+        carry_out(config, made, timedelta())
+    assert not (config.state_dir / NAME).exists()
+    again = plan(config, offsets=["payments[0]@300..310"])
+    assert again.checkpoint == 0
+    assert carry_out(config, again, timedelta()).number == 1
 
 
 @pytest.mark.parametrize(
