@@ -66,8 +66,8 @@ def carry_out(config: Config, plan: UndoPlan, patience: timedelta) -> UndoResult
     The record comes first, which takes milliseconds: otherwise a version could be published after it, and be served.
 
     Raises:
-        SettingsError: the record cannot be written, or the learner has deleted the checkpoint of the plan since; nothing
-            has changed.
+        SettingsError: the record cannot be written, or the learner has deleted the checkpoint of the plan since, and
+            nothing has changed.
     """
 
     def planned(number: int) -> UndoRecord:

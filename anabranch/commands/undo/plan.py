@@ -12,7 +12,7 @@ from anabranch.config.loader import Config
 from anabranch.core.errors import DependencyError, SettingsError
 from ingest.events.identity import partition_name
 from ingest.events.schema import Schema
-from ingest.worker.stream_search import Progress, StreamSearch
+from ingest.search.stream_search import Progress, StreamSearch
 from learner.state_dir.checkpoint import Checkpoints
 from learner.state_dir.undo_file import OffsetRanges, UndoRecord, read_undo
 from learner.state_dir.version import RegistryState

@@ -10,7 +10,7 @@ from ingest.config import SchemaSettings, StreamSettings
 from ingest.errors import BrokerError
 from ingest.events.partition import TopicPartition
 from ingest.kafka.fake import FakeClient, FakePartition
-from ingest.worker.stream_search import StreamSearch, with_header, with_key
+from ingest.search.stream_search import StreamSearch, with_header, with_key
 
 NAME = TopicPartition("events", 0)
 STREAM = StreamSettings(topics=("events",))
