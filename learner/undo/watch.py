@@ -47,8 +47,8 @@ class UndoWatch:
         self._stamp = stamp
 
     @contextlib.contextmanager
-    def deleting(self) -> Iterator[None]:
-        """Let no undo be ordered while checkpoints are deleted, to which it may return.
+    def excluded(self) -> Iterator[None]:
+        """Let no undo be ordered while a checkpoint is deleted, to which it may return, or a version appears.
 
         Raises as `check`, and OSError.
         """

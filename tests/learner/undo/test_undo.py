@@ -18,9 +18,10 @@ from learner.checkpointing.replay_state import unpack
 from learner.checkpointing.without_erased import without_erased
 from learner.errors import MisfitError, UndoRequestedError
 from learner.state_dir.checkpoint import Checkpoints
+from learner.state_dir.folders import LocalFolder
 from learner.state_dir.trained_through import PartitionProgress
 from learner.state_dir.undo_file import LOCK, NAME, UndoRecord, append_record, ranges_of
-from learner.state_dir.version import Manifest, ModelReference, Versions
+from learner.state_dir.version import WEIGHTS, Manifest, ModelReference, Versions
 from learner.undo.going_back import go_back, undone_verdict
 from learner.undo.tainted import seen_by_version
 from learner.undo.watch import UndoWatch
@@ -256,9 +257,9 @@ def test_no_checkpoint_is_deleted_once_an_undo_is_ordered_nor_while_one_is(
 ) -> None:
     bench = make("undone", 400)
     watch = UndoWatch(tmp_path / "undone", 0)
-    bench.checkpointer.keep, bench.checkpointer._deleting = 1, watch.deleting
+    bench.checkpointer.keep, bench.checkpointer._deleting = 1, watch.excluded
     kept = [bench.checkpoint()]
-    with watch.deleting(), (tmp_path / "undone" / LOCK).open() as lock, pytest.raises(BlockingIOError):
+    with watch.excluded(), (tmp_path / "undone" / LOCK).open() as lock, pytest.raises(BlockingIOError):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     write = Checkpoints.write
 
@@ -272,6 +273,28 @@ def test_no_checkpoint_is_deleted_once_an_undo_is_ordered_nor_while_one_is(
     with pytest.raises(UndoRequestedError):
         bench.checkpoint()
     assert bench.checkpoints.numbers() == [*kept, kept[-1] + 1]
+
+
+def test_no_version_appears_once_an_undo_is_ordered_though_it_was_being_written(
+    make: Callable[..., UndoBench], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench, write = make("undone", 400), LocalFolder.write
+    bench.publisher.while_appearing = UndoWatch(tmp_path / "undone", 0).excluded
+
+    def ordered(folder: LocalFolder, name: str, pieces: Any) -> None:
+        write(folder, name, pieces)
+        if name == WEIGHTS:
+            record(tmp_path / "undone", FLIPPED)
+
+    def learn() -> None:
+        bench.run()
+        bench.finish()
+
+    monkeypatch.setattr(LocalFolder, "write", ordered)
+    with pytest.raises(UndoRequestedError):  # of the publisher's thread: at a later step, or at the end
+        learn()
+    assert bench.versions.numbers() == []
+    assert not list((tmp_path / "undone" / "versions").glob(".tmp-*"))
 
 
 @pytest.mark.parametrize(
