@@ -350,6 +350,7 @@ def test_tests_are_no_packages():
         ("anabranch.config.loader", ["torch", "kafka", "confluent_kafka", "starlette", "numpy"]),
         ("anabranch.commands.versions", ["torch", "kafka"]),
         ("anabranch.commands.rollout", ["torch", "kafka", "starlette"]),
+        ("anabranch.commands.undo.carry_out", ["torch", "kafka", "starlette"]),
         ("ingest.reader.reader", ["torch", "kafka", "confluent_kafka"]),
         ("replay.embedding_index.client", ["torch", "faiss"]),
         ("learner.device_health.nvml", ["torch", "pynvml"]),

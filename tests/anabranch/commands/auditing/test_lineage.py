@@ -27,6 +27,7 @@ from ingest.events.schema import Schema
 from learner.errors import VersionError
 from learner.state_dir.origin import ResumedFrom, VersionOrigin
 from learner.state_dir.trained_through import PartitionProgress
+from learner.state_dir.undo_file import OffsetRanges, UndoRecord, append_record
 from learner.state_dir.version import VERSION_FORMAT, Manifest, ModelReference, Verdict, Versions
 
 ORIGIN = VersionOrigin(
@@ -49,7 +50,7 @@ def publish(config: Config) -> Callable[..., Versions]:
     """Publishes a version; `known=False`: as an earlier release did."""
     versions = Versions(config.state_dir / "versions")
 
-    def write(number: int, *, known: bool = True) -> Versions:
+    def write(number: int, *, known: bool = True, undone: int = 0) -> Versions:
         more: dict[str, Any] = {
             "format": VERSION_FORMAT,
             "origin": ORIGIN,
@@ -68,6 +69,7 @@ def publish(config: Config) -> Callable[..., Versions]:
             encoders={},
             model=ModelReference("my_model:build", {}, "classification"),
             files={},
+            undone=undone,
             **(more if known else {}),
         )
         versions.write({"w": torch.full((3,), float(number))}, manifest, Verdict("pass", [], {"drop_new": 0.25}))
@@ -120,6 +122,18 @@ def test_a_statement_says_where_a_version_comes_from(config: Config, publish: Ca
         (3, "unknown"),
     ]
     assert own["parents"][0]["learner_resumed_from_checkpoint"] == {"number": 3, "step": 60}
+
+
+def test_a_statement_lists_what_was_undone_before_the_version_and_since(
+    config: Config, publish: Callable[..., Versions]
+) -> None:
+    publish(5)
+    ranges = {"events#0[0]": OffsetRanges([7, 20], [9, 20])}
+    append_record(config.state_dir, lambda number: UndoRecord(number=number, time=1.0, ranges=ranges, until={}))
+    publish(6, undone=1)
+    stated = {number: lineage(config, number)["predicate"]["anabranchLineage"]["undone"] for number in (5, 6)}
+    each = {"undo": 1, "time": "1970-01-01T00:00:01Z", "ranges": {"events#0[0]": [[7, 9], [20, 20]]}}
+    assert stated == {5: [{**each, "applied": False}], 6: [{**each, "applied": True}]}
 
 
 def test_what_an_older_release_did_not_record_is_unknown(config: Config, publish: Callable[..., Versions]) -> None:
