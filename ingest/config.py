@@ -8,23 +8,18 @@ from pydantic import (
     AfterValidator,
     BeforeValidator,
     ByteSize,
-    Discriminator,
     Field,
     SecretStr,
-    Tag,
     model_validator,
 )
 
 from anabranch.core.durations import PositiveDuration
 from anabranch.core.settings import Section
 from ingest.backfill_settings import BackfillSettings
+from ingest.feature_settings import CrossSettings, FeatureSettings, LearnedVocabulary, Number
 from ingest.kafka_properties import check, check_name
 from ingest.label_stream_settings import LabelStreamSettings, Name, TopicName
 from ingest.registry_settings import REGISTRY_FORMATS, RegistrySettings
-
-Number = Literal[
-    "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64"
-]
 
 
 def _start(value: object) -> object:
@@ -197,105 +192,6 @@ class StreamSettings(Section):
         return self
 
 
-class Vocabulary(Section):
-    """A string becomes its index in the list, counted from 1; 0 is every other string."""
-
-    vocab: Annotated[tuple[str, ...], Field(min_length=1)]
-    """The known strings."""
-
-    @model_validator(mode="after")
-    def _words_differ(self) -> Self:
-        if len(set(self.vocab)) != len(self.vocab):
-            raise ValueError("vocab names a string twice")
-        return self
-
-
-class HashBuckets(Section):
-    """A string becomes the number of a hash bucket."""
-
-    hash: Annotated[int, Field(ge=2, le=2**31)]
-    """Number of buckets; ids are in `[0, hash)`."""
-
-
-class TokenizerFile(Section):
-    """A text becomes the ids of a pretrained model's tokenizer, of the shape `[length]`."""
-
-    tokenizer: Path
-    """Path of the model's `tokenizer.json`; relative to the config's folder."""
-    length: Annotated[int, Field(ge=1, le=8192)]
-    """Ids of each text, with those that the tokenizer adds, such as `[CLS]`: longer texts are cut off at the end,
-    shorter ones filled up with the padding id."""
-
-
-def _encoding(value: object) -> str | None:
-    if isinstance(value, TokenizerFile) or (isinstance(value, dict) and "tokenizer" in value):
-        return "text"
-    if isinstance(value, Vocabulary) or (isinstance(value, dict) and "vocab" in value):
-        return "vocabulary"
-    if isinstance(value, HashBuckets) or (isinstance(value, dict) and "hash" in value):
-        return "buckets"
-    return None
-
-
-Encoding = Annotated[
-    Annotated[Vocabulary, Tag("vocabulary")]
-    | Annotated[HashBuckets, Tag("buckets")]
-    | Annotated[TokenizerFile, Tag("text")],
-    Discriminator(
-        _encoding,
-        custom_error_type="encoding",
-        custom_error_message="write {vocab = [...]}, {hash = N} or {tokenizer = PATH, length = N}",
-    ),
-]
-
-
-class FeatureSettings(Section):
-    """One input of the model."""
-
-    dtype: Number | Literal["string"]
-    """Any numpy number, `bool`, or `string` (with `encode`)."""
-    shape: tuple[Annotated[int, Field(ge=1)], ...] = ()
-    """Shape of one event's value; `[]` is a single number."""
-    encode: Encoding | None = None
-    """How strings become integers: `{vocab = [...]}` or `{hash = N}` (int64), or texts the ids of a pretrained model,
-    `{tokenizer = "PATH", length = N}` (int32 `[length]`, after the feature's own shape)."""
-    default: bool | int | float | str | list[object] | None = None
-    """Value of events that lack the feature; without one the feature is required."""
-    min: int | None = None
-    """Smallest value of an integer feature. An event with a smaller one is dead-lettered, a request refused (400)."""
-    max: int | None = None
-    """Largest value of an integer feature, likewise: `max = 6` for an embedding of 7 rows."""
-
-    @model_validator(mode="after")
-    def _strings_are_encoded(self) -> Self:
-        if (self.dtype == "string") != (self.encode is not None):
-            raise ValueError('a feature of dtype "string" needs encode, and no other takes it')
-        return self
-
-    def below(self, folder: Path) -> Self:
-        """Return the same with the path of a tokenizer relative to the working directory, not to `folder`."""
-        if not isinstance(self.encode, TokenizerFile):
-            return self
-        encode = self.encode.model_copy(update={"tokenizer": folder / self.encode.tokenizer})
-        return self.model_copy(update={"encode": encode})
-
-    @model_validator(mode="after")
-    def _bounds_are_values_of_the_dtype(self) -> Self:
-        if self.min is None and self.max is None:
-            return self
-        unsigned, _, bits = self.dtype.partition("int")
-        if not bits.isdigit():
-            raise ValueError(f"min and max are bounds of whole numbers, but dtype is {self.dtype}")
-        lowest = 0 if unsigned else -(2 ** (int(bits) - 1))
-        highest = lowest + 2 ** int(bits) - 1
-        for name, bound in (("min", self.min), ("max", self.max)):
-            if bound is not None and not lowest <= bound <= highest:
-                raise ValueError(f"{name} = {bound} is no {self.dtype}, which is {lowest}..{highest}")
-        if self.min is not None and self.max is not None and self.min > self.max:
-            raise ValueError(f"min = {self.min} is larger than max = {self.max}")
-        return self
-
-
 class LabelSettings(Section):
     """What is to be predicted."""
 
@@ -333,6 +229,8 @@ class SchemaSettings(Section):
 
     features: Annotated[dict[Name, FeatureSettings], Field(min_length=1)]
     """The model's inputs, by name, in the order of the file."""
+    cross: dict[Name, CrossSettings] = {}
+    """Further inputs, by name, after the features: combinations of categorical ones."""
     label: LabelSettings
     """What is to be predicted."""
     key: FieldSettings | None = None
@@ -354,11 +252,37 @@ class SchemaSettings(Section):
     @model_validator(mode="after")
     def _names_differ(self) -> Self:
         extra = (self.label, self.key, self.time, self.weight, self.group)
-        names = [*self.features, *(field.name for field in extra if field is not None)]
+        names = [*self.features, *self.cross, *(field.name for field in extra if field is not None)]
+        names += [f"{name}_missing" for name, feature in self.features.items() if feature.missing == "indicator"]
         for name in names:
             if names.count(name) > 1:
                 raise ValueError(f"two fields are named {name!r}")
         return self
+
+    @model_validator(mode="after")
+    def _crossed_features_are_categorical(self) -> Self:
+        for cross, settings in self.cross.items():
+            for name in settings.of:
+                feature = self.features.get(name)
+                if feature is None:
+                    raise ValueError(f"cross.{cross}.of names {name!r}, which is no feature")
+                if feature.dtype.startswith("float") or feature.dtype == "uint64" or feature.is_text:
+                    raise ValueError(f"cross.{cross}.of names {name!r}, which is not categorical: {feature.dtype}")
+            shapes = {name: list(self.features[name].shape) for name in settings.of}
+            if len({*map(tuple, shapes.values())}) > 1:
+                raise ValueError(f"cross.{cross}.of names features of several shapes: {shapes}")
+        return self
+
+    @property
+    def transformed(self) -> tuple[str, ...]:
+        """The inputs of the model that are computed from features, in part by what the stream has had."""
+        return (*(name for name, feature in self.features.items() if feature.transformed), *self.cross)
+
+    @property
+    def vocabularies(self) -> tuple[str, ...]:
+        """The inputs that are rows of a table which grows with the stream."""
+        inputs: list[tuple[str, FeatureSettings | CrossSettings]] = [*self.features.items(), *self.cross.items()]
+        return tuple(name for name, each in inputs if isinstance(each.encode, LearnedVocabulary))
 
 
 class HoldOut(Section):

@@ -152,7 +152,8 @@ def _rank_of_torchrun(arguments: list[str]) -> int:
         gc.disable()  # as `learn_config` does
         torchrun.ignore_further_signals()
         pipeline, started = config.pipeline, torchrun.TorchrunRank.of(os.environ)
-        chosen = facts(*(pipeline.learner, pipeline.replay, pipeline.stream, pipeline.device_sharing, pipeline.model))
+        sections = pipeline.learner, pipeline.replay, pipeline.stream, pipeline.device_sharing, pipeline.model
+        chosen = facts(*sections, pipeline.events)
         heartbeat, refusal = torchrun.RankHeartbeat(stop), None
         with _lost_ranks_end(stop):
             store = started.connect()

@@ -165,7 +165,7 @@ def build_training_setup(deployment: LearnerSpec, device: torch.device, group: i
     precision.configure()
     seed_rng(deployment.seed + group, python=deployment.learner.mesh is not None)
     task = make_task(deployment.model.task, deployment.folder)
-    model = build_on_device(deployment.model, deployment.folder, device)
+    model = build_on_device(deployment.model, deployment.folder, device, schema)
     if precision.name == "fp8":
         model = use_float8(model, device)
     embedding = build_embedding_source(

@@ -9,7 +9,7 @@ from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ingest.config import StreamSettings
+from ingest.config import SchemaSettings, StreamSettings
 from learner.config import WITHOUT_REPLAY, DeviceSharingSettings, LearnerSettings, ModelSettings
 from learner.sections.mesh import MeshSettings
 from replay.config import COMPARING, ReplaySettings
@@ -128,8 +128,35 @@ _GROWS_ALIKE = "replicas freeze an expert in the same step, and then their weigh
 _RESETS = "this strategy discards the optimizer's state with each expert, and each replica has a shard of it"
 _PLAIN_LAYERS = "this strategy adds to linear layers, and those in 8 bits are of another class"
 
+_STATISTICS = "ranks that train alone for some steps, or have parts of the model, do not agree on what is learned"
+_ROWS = "rows of embeddings start again when their value is another one"
+_ROW_STATE = f"{_ROWS}, and each replica has a part of the optimizer's state"
+_ROW_ANCHORS = f"{_ROWS}, and this strategy pulls weights towards those they had before"
+_ROW_FROZEN = f"{_ROWS}, and this strategy does not train them"
+_RAW = "a teacher gets the features as they are in events, and has not learned what the model has"
+
+_LEARNED, _VOCABULARY = "a learned input of [schema]", "an input of [schema] with encode.learn"
+_OF_FEATURES = (
+    *(
+        Conflict(key, values, _LEARNED, Except(), _STATISTICS, way_out)
+        for key, values, way_out in (
+            ("learner.sync_every", _MANY, "set it to 1"),
+            ("learner.sharding", ("fsdp",), 'write "none" or "zero1"'),
+            (_TENSOR, _MANY, "set it to 1"),
+            (_PIPELINE, _MANY, "set it to 1"),
+            (_EXPERT, _MANY, "set it to 1"),
+        )
+    ),
+    Conflict("model.teacher", Except(), _LEARNED, Except(), _RAW, "take the section out"),
+    Conflict("learner.sharding", ("zero1",), _VOCABULARY, Except(), _ROW_STATE, 'write "none"'),
+    Conflict("learner.strategy", ("ewc",), _VOCABULARY, Except(), _ROW_ANCHORS, 'take "er"'),
+    Conflict("learner.strategy", ("slda", "ncm", *_GROWS), _VOCABULARY, Except(), _ROW_FROZEN, 'take "er"'),
+)
+"""What does not go with features that are learned on the stream."""
+
 RULES = (
     *_DIVIDED,
+    *_OF_FEATURES,
     Conflict("learner.sharding", ("fsdp",), _PIPELINE, _MANY, _GATHER_ORDER, 'write "none"'),
     Conflict("learner.sharding", ("fsdp",), _EXPERT, _MANY, _GATHER_ORDER, 'write "none"'),
     Conflict(_EXPERT, _MANY, _TENSOR, _MANY, _TWO_SPLITS, "set one of them to 1"),
@@ -197,6 +224,7 @@ def facts(
     stream: StreamSettings | None = None,
     sharing: DeviceSharingSettings | None = None,
     model: ModelSettings | None = None,
+    schema: SchemaSettings | None = None,
 ) -> Point:
     """Return the values of the keys that the rules use; of `model.teacher`, the key that names it."""
     named = {"strategy": learner.strategy.name, "optimizer": learner.optimizer.name}
@@ -208,6 +236,10 @@ def facts(
     values_by_key |= {f"model.adapter.{key}": getattr(adapter, key, None) for key in ("kind", "base_precision")}
     values_by_key |= {"model.teacher": None if teacher is None else teacher.kind} | {
         f"learner.mesh.{key}": value for key, value in (learner.mesh or MeshSettings()).model_dump().items()
+    }
+    values_by_key |= {
+        _LEARNED: next(iter(() if schema is None else schema.transformed), None),
+        _VOCABULARY: next(iter(() if schema is None else schema.vocabularies), None),
     }
     if stream is None:
         return values_by_key

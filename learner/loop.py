@@ -23,6 +23,7 @@ from learner.raising_events import RaisingEvents
 from learner.replay_feed import NOTHING, Replay
 from learner.runtime.shutdown import Deadline
 from learner.state_dir.checkpoint import Checkpoint
+from learner.strategies.early_negatives import trained_first
 from learner.strategies.examples import TEACHER
 from learner.stream.batch import Batch
 from learner.stream.batch_prefetch import BatchPrefetch
@@ -195,8 +196,9 @@ class TrainingLoop:
         1. Take the teacher's outputs, which were asked for before. Write the erasures that its tombstones ask for,
            which alone is durable, and drop erased events.
         2. Sample the old events that were chosen some steps before: no event is replayed in the step that trains on it.
-        3. Test, then train. A step that is not finite leaves the weights as they were; events on which the model raises
-           are skipped, and the others trained on. Events that begin to wait for their label are predicted now.
+        3. Test, then train, then learn features from the new events. A step that is not finite leaves all as it was;
+           events on which the model raises are skipped, and the others trained on. Events that begin to wait for their
+           label are predicted now.
         4. Add the events to the store: after the step, and only if they were trained on. Choose those of a later step.
         5. Put held-out events into the holdout set.
         6. Settle outcomes and positions: from here on a version includes them in `trained_through`. Let events without
@@ -244,9 +246,13 @@ class TrainingLoop:
         while batch.new:
             try:
                 new = self._memory(lambda: self._prefetch.copied(batch.new))
-                return replay, self._memory(partial(trainer.step, new, replay.examples), repeatable=False)
+                result = self._memory(partial(trainer.step, new, replay.examples), repeatable=False)
             except RaisingEventsError as exc:
                 error = exc
+            else:
+                if result.finite:
+                    trainer.learn_features(trained_first(batch.new))
+                return replay, result
             replay = self.raising_events.remove(batch, replay, error)
         return replay, None
 

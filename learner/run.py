@@ -258,6 +258,8 @@ class Learner:
         )
         self._registrar = build_registrar(deployment, versions, self._metrics.learner, self._fleet)
         self._publisher.undone = self._undone.number
+        if self._storage is None:
+            self._publisher.while_appearing = self._undo_watch.excluded
         self._trainer = build_trainer(self._setup, channel, hooks, assignment.rows if assignment is not None else None)
         self._trainer.staging.before_chunk = before_chunk
         if self._sharing is not None:
@@ -348,6 +350,7 @@ class Learner:
                 segments=resumed.segments,
                 check=self._check,
                 after_prune=self._prune_bases,
+                deleting=self._undo_watch.excluded,
             )
         keyed = deployment.events.key is not None
         unlabelled = deployment.stream.unlabelled == "distil"

@@ -95,6 +95,21 @@ def build_store(
     return store
 
 
+def store_size(settings: ReplaySettings, row_bytes: int, step: int) -> tuple[int, int]:
+    """Return how many events a store keeps, and how many slots its primary tier has; opens nothing.
+
+    Args:
+        settings: `[replay]`.
+        row_bytes: bytes of a row.
+        step: events that a step may add.
+
+    Raises:
+        SettingsError: the bytes are too few for one event.
+    """
+    kinds = kinds_of(settings, TierContext(None, "", row_bytes))
+    return _size(settings, {name: kind for name, kind in kinds.items() if name in settings.slower}, row_bytes, step)
+
+
 def check_policies(settings: ReplaySettings, schema: Schema, dim: int | None) -> None:
     """Raise SettingsError if the schema, or a model whose embedding has `dim` numbers, lacks what a policy needs."""
     classes, clusters = schema.label.one_of, None if dim is None else CLUSTERS

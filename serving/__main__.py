@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
             gc.disable()  # until the imports are done: they exit_at_once no garbage
             from serving.server import serve
 
-            serve(_deployment(config), config.pipeline.serving, stop)
+            serve(deployment_of(config), config.pipeline.serving, stop)
 
     code = enter("serving", "Answer requests over HTTP from the newest version.", serve_config, others)
     return code or (codes[0] if codes else 0)
@@ -54,10 +54,11 @@ def _work(config: "Config", stop: threading.Event, options: argparse.Namespace) 
 
     settings = config.pipeline.serving
     worker = PoolWorker(WorkerPool(options.pool, settings.workers), options.worker, config.state_dir)
-    serve(_deployment(config), settings, stop, worker, inherited(options.listener))
+    serve(deployment_of(config), settings, stop, worker, inherited(options.listener))
 
 
-def _deployment(config: "Config") -> "Deployment":
+def deployment_of(config: "Config") -> "Deployment":
+    """Return what a server of a config serves, on its device."""
     from anabranch.core.settings import uuids_in
     from ingest.events.schema import Schema
     from learner.device_sharing.cuda_limits import limit_server_memory

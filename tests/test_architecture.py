@@ -70,6 +70,7 @@ ALLOWED_IN = {
         "anabranch/doctor/model_checks.py",
         "anabranch/commands/backtest.py",
         "anabranch/commands/backtesting",
+        "anabranch/commands/planning/segment_writes.py",
         "anabranch/commands/template",
         "anabranch/commands/exporting/program.py",
         "anabranch/commands/version_files.py",
@@ -93,6 +94,7 @@ WALL_CLOCK = {
     "anabranch/doctor/kafka_checks.py": "checks whether the two machines' clocks agree",
     "anabranch/doctor/network_checks.py": "a certificate ends at a date",
     "anabranch/doctor/state_dir_checks.py": "checks whether a file system's clock agrees",
+    "anabranch/commands/planning/calibrating/synthetic_ingest.py": "the record times of synthetic events",
     "anabranch/commands/fleet.py": "a command that reads once reports of other hosts",
     "anabranch/commands/rollout.py": "a command that reads once a report of another process",
     "anabranch/commands/undo/carry_out.py": "a record's time, for display",
@@ -167,6 +169,10 @@ KEYS_ADDED = words("""
     stream.labels.early stream.labels.take_back stream.labels.bytes
     schema.features.*.min schema.features.*.max
     schema.features.*.encode.tokenizer schema.features.*.encode.length
+    schema.features.*.encode.learn schema.features.*.encode.min_count schema.features.*.encode.expire
+    schema.features.*.scale schema.features.*.missing schema.features.*.cycles
+    schema.cross.*.of schema.cross.*.encode.hash
+    schema.cross.*.encode.learn schema.cross.*.encode.min_count schema.cross.*.encode.expire
     model.stages model.parallel learner.pipeline_schedule
     learner.mesh.data learner.mesh.tensor learner.mesh.pipeline learner.mesh.expert learner.mesh.shard
     learner.max_delay learner.max_grad_norm learner.micro_batch_size learner.old_weight
@@ -185,7 +191,7 @@ KEYS_ADDED = words("""
     device.nvlink_errors device.temperature_margin device.sniff_every device.sniff_deviation
     lineage.sign_key
     mlflow.tracking_uri mlflow.registered_model mlflow.experiment mlflow.alias mlflow.source
-    tracing.sample tracing.steps_per_second tracing.setup
+    tracing.sample tracing.requests_per_second tracing.steps_per_second tracing.setup
 """)
 
 METRICS_OF_THE_DESIGN = words("""
@@ -246,7 +252,7 @@ COMMANDS = {"demo", "init", "up", "learn", "serve", "produce", "status", "doctor
 COMMANDS |= {"versions promote", "versions reject", "versions rollback", "versions pin", "versions unpin"}
 COMMANDS |= {"versions diff", "versions export", "versions rebuild", "versions lineage"}
 COMMANDS |= {"config check", "config show", "checkpoints ls", "checkpoints show", "checkpoints restore"}
-COMMANDS |= {"dead-letters ls", "dead-letters resend", "predict", "backtest"}
+COMMANDS |= {"dead-letters ls", "dead-letters resend", "predict", "backtest", "plan"}
 COMMANDS |= {"replay stats", "replay sample", "replay erase", "undo"}
 
 
@@ -344,6 +350,7 @@ def test_tests_are_no_packages():
         ("anabranch.config.loader", ["torch", "kafka", "confluent_kafka", "starlette", "numpy"]),
         ("anabranch.commands.versions", ["torch", "kafka"]),
         ("anabranch.commands.rollout", ["torch", "kafka", "starlette"]),
+        ("anabranch.commands.undo.carry_out", ["torch", "kafka", "starlette"]),
         ("ingest.reader.reader", ["torch", "kafka", "confluent_kafka"]),
         ("replay.embedding_index.client", ["torch", "faiss"]),
         ("learner.device_health.nvml", ["torch", "pynvml"]),

@@ -434,3 +434,18 @@ def test_every_message_of_the_ingest_benchmark_becomes_an_event(load: Load, form
     name = "amount" if kind == "FOUR" else "x"
     np.testing.assert_array_equal(assembled.columns[f"feature.{name}"], [event[name] for event in expected])
     assert assembled.columns["label"].tolist() == [event["y"] for event in expected]
+
+
+def test_the_benchmark_of_features_measures_both_parts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """On made-up files in place of the real streams, of 200 events."""
+    random = np.random.default_rng(0)
+    np.savez(tmp_path / "elec.npz", x=random.random((200, 6), np.float32), y=random.integers(0, 2, 200))
+    np.savez(tmp_path / "nycflights.npz", num=random.random((200, 3), np.float32), delay=30 * random.random(200))
+    module = importlib.import_module("benchmarks.features")
+    found = module.Results("features", module.TARGETS)
+    module.tabular("elec2", tmp_path, 200, 1, found)
+    module.tabular("flights", tmp_path, 200, 1, found)
+    module.many_ids("ids", 1_000, 300, 1, found)
+    printed = capsys.readouterr().out
+    for key in ("elec2_standard_gap", "flights_quantile_gap", "ids_learn_gap", "ids_learn_over_hash_points"):
+        assert key in printed

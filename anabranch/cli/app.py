@@ -13,6 +13,7 @@ from anabranch.cli.common import PIPELINE, AsJson, ConfigPath, run_command, show
 from anabranch.cli.config import config
 from anabranch.cli.dead_letters import dead_letters
 from anabranch.cli.event_files import backtest, predict
+from anabranch.cli.plan import plan
 from anabranch.cli.replay import replay
 from anabranch.cli.undo import undo
 from anabranch.cli.versions import versions
@@ -338,6 +339,7 @@ def doctor(
     return run_command(start)
 
 
+app.command("plan", epilog="Example: anabranch plan pipeline.toml --rate 5000 --event-bytes 3000")(plan)
 app.command("predict", epilog="Example: anabranch predict events.jsonl")(predict)
 app.command("undo", epilog='Example: anabranch undo --offsets "payments[3]@100..200" --dry-run')(undo)
 app.command("backtest", epilog="Example: anabranch backtest events.jsonl")(backtest)

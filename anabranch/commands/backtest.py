@@ -24,9 +24,10 @@ from anabranch.commands.backtesting.runs import BacktestPoint, BacktestRun, Labe
 from anabranch.commands.event_files.files import EventFile, FileRecord, SourceFormat, open_source
 from anabranch.config.loader import Config
 from anabranch.core.errors import SettingsError
-from ingest.config import FeatureSettings, SchemaSettings
+from ingest.config import SchemaSettings
 from ingest.events.block import Array
 from ingest.events.schema import Schema
+from ingest.feature_settings import FeatureSettings
 from ingest.formats.base import Decoded
 from ingest.formats.json import JsonFormat
 from learner.__main__ import deployment_of

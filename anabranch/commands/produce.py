@@ -129,7 +129,7 @@ class _Encoder:
                 f'produce cannot write stream.format = "{stream.format}": use a serializer of the registry'
             )
         self._format = FORMATS[stream.format](self.schema)
-        self._pack = _packer(stream.format)
+        self._pack = packer(stream.format)
         self._most_bytes = int(stream.max_message_bytes)
         self._checked = checked
         self.unknown_fields = 0
@@ -176,8 +176,8 @@ class _Encoder:
         return messages
 
 
-def _packer(name: str) -> Callable[[Schema, Sequence[Mapping[str, Any]]], bytes] | None:
-    """Return what makes a message of events in a format that is not JSON."""
+def packer(name: str) -> Callable[[Schema, Sequence[Mapping[str, Any]]], bytes] | None:
+    """Return what makes a message of events in a format that is not JSON; None for JSON."""
     if name == "arrow":
         from ingest.formats.arrow_writer import pack_batch
 

@@ -17,10 +17,10 @@ from rich.table import Table
 from anabranch.config.loader import Config
 from anabranch.core.errors import DependencyError, SettingsError
 from anabranch.core.failures import away_is_dependency
-from ingest.config import Vocabulary
 from ingest.events.identity import identity_hash, partition_name
 from ingest.events.partition import TopicPartition
 from ingest.events.schema import Schema
+from ingest.feature_settings import Vocabulary
 from learner.checkpointing.replay_state import unpack
 from learner.checkpointing.without_erased import check_age, without_erased
 from learner.errors import CheckpointError, MisfitError

@@ -115,7 +115,14 @@ def _conflicts(pipeline: Pipeline) -> Iterator[tuple[tuple[str, ...], str]]:
     if not is_loopback(host) and not serving.tokens.read.get_secret_value():
         sentence = f'learner.status = "{host}:..." is not loopback, so serving.tokens.read is required'
         yield ("learner", "status"), sentence
-    sections = (pipeline.learner, pipeline.replay, pipeline.stream, pipeline.device_sharing, pipeline.model)
+    sections = (
+        pipeline.learner,
+        pipeline.replay,
+        pipeline.stream,
+        pipeline.device_sharing,
+        pipeline.model,
+        pipeline.events,
+    )
     for key, sentence in (*conflicts(facts(*sections)), *stage_conflicts(pipeline.model, pipeline.learner)):
         yield tuple(key.split(".")), sentence
     for name, text in (("versions_from", '"storage"'), ("canary", f"{serving.canary:g}")):

@@ -136,7 +136,7 @@ def _try_model(asked: Asked, device: torch.device, send: Callable[[Step | ProbeF
         seed_rng(asked.seed, python=learner.mesh is not None)
         task = make_task(settings.task, folder)
         kind = "model.factory"
-        model = build_on_device(settings, folder, torch.device("cpu"))
+        model = build_on_device(settings, folder, torch.device("cpu"), schema)
         size, elements = _size_of(trained_state(model))
         base_bytes, _ = _size_of(base_state(model))
         send(Size(size, base_bytes))

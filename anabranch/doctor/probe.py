@@ -74,7 +74,7 @@ def run_probe(asked: Asked, send: Callable[[Step | ProbeFinding | Size], None]) 
     on_host = replay.device_memory == "host" or device.type != "cuda"
     columns, elements, base_bytes = try_model(asked, device, send)
     needed = _needed_bytes(replay, columns) if learner.strategy.replays else 0
-    if on_host and needed > (free := _free()):
+    if on_host and needed > (free := free_memory()):
         message = f"replay.device_bytes needs {needed / 1e6:,.0f} MB, but cpu has {free / 1e6:,.0f} MB free."
         send(ProbeFinding("device.memory", message))
     if device.type == "cuda" and elements:
@@ -150,7 +150,7 @@ def _needed_bytes(replay: ReplaySettings, columns: "Fields") -> int:
     return min(int(replay.device_bytes), most)
 
 
-def _free() -> int:
+def free_memory() -> int:
     """Return the free bytes of the host; all of them where it does not report that."""
     free = []
     try:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import IO
 
 from anabranch.doctor.findings import CheckContext, Finding, found, ok
+from anabranch.doctor.storage.space import disk_space
 from anabranch.runtime.private_state import is_exposed, is_own
-from ingest.events.schema import Schema
 from learner.state_dir.folders import BASES
 from learner.state_dir.lock import is_held
 
@@ -19,11 +19,6 @@ MOUNTS = Path("/proc/self/mounts")
 _MEMORY = {"tmpfs", "ramfs"}
 _NETWORK = {"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "ceph", "glusterfs", "lustre", "fuse.sshfs", "fuse.s3fs"}
 _SKEW_SECONDS = 5.0
-_OPTIMIZER_TENSORS = 3
-_OUTPUT_BYTES = 4
-"""Weights and two moments: what a checkpoint holds of a model with AdamW."""
-_ROW_BYTES = 56
-"""What a checkpoint holds of each event in addition to its fields."""
 
 
 def check_state(context: CheckContext) -> Iterator[Finding]:
@@ -91,27 +86,12 @@ def _file_system(folder: Path) -> str | None:
 
 def _check_space(context: CheckContext, folder: Path) -> Iterator[Finding]:
     """Compare what is free with what one more checkpoint and version need, and with all that are to be kept."""
-    pipeline, state_dir = context.config.pipeline, context.config.state_dir
-    schema = Schema(pipeline.events)
-    row = sum(dtype.itemsize * _product(shape) for dtype, shape in schema.payload().values())
-    capacity, disk, file, rows = pipeline.replay.capacity, pipeline.replay.disk, 0, 0
-    if pipeline.learner.strategy.keeps_output:
-        row += _OUTPUT_BYTES * (schema.label.classes or 1)
-    if not pipeline.learner.strategy.replays:
-        replay = 0
-    elif (tier := disk or pipeline.replay.redis) is not None:
-        events = min(capacity, int(tier.bytes) // row)
-        replay = events * _ROW_BYTES
-        file = max(0, int(disk.bytes) - _used(state_dir / "replay")) if disk is not None else 0
-        if pipeline.storage is not None and pipeline.storage.mode == "mirror":
-            rows = events * row  # checkpoints share these files
-    else:
-        replay = min(int(pipeline.replay.device_bytes), capacity * (row + _ROW_BYTES))
-    version, checkpoint = context.model_bytes, replay + _OPTIMIZER_TENSORS * context.model_bytes
-    full = checkpoint + rows + context.base_bytes
-    kept = pipeline.versions.keep + pipeline.versions.keep_hourly + 2
-    everything = file + (pipeline.checkpoints.keep + 1) * checkpoint + 2 * rows + kept * version + context.base_bytes
-    used = sum(_used(state_dir / name) for name in ("checkpoints", "versions", BASES))
+    state_dir = context.config.state_dir
+    space = disk_space(context.config.pipeline, context.model_bytes, context.base_bytes)
+    file = max(0, space.file - used_bytes(state_dir / "replay"))
+    full, version = space.checkpoint + space.rows + space.base, space.version
+    everything = space.total - space.file + file
+    used = sum(used_bytes(state_dir / name) for name in ("checkpoints", "versions", BASES))
     free = shutil.disk_usage(folder).free
     if free < file + full + version:
         message = (
@@ -126,14 +106,8 @@ def _check_space(context: CheckContext, folder: Path) -> Iterator[Finding]:
         yield ok(f"{folder} has {_megabytes(free)} free; at most {_megabytes(everything)} are needed.")
 
 
-def _product(shape: tuple[int, ...]) -> int:
-    product = 1
-    for size in shape:
-        product *= size
-    return product
-
-
-def _used(folder: Path) -> int:
+def used_bytes(folder: Path) -> int:
+    """Return the bytes of all files below a folder."""
     total = 0
     for path in folder.rglob("*"):
         try:

@@ -34,7 +34,8 @@ class Exit(IntEnum):
     SETTINGS = 2
     DEPENDENCY = 3
     UNHEALTHY = 4
-    """Of `status --exit-code` alone: learner or serving reports a problem, or has not reported for some time."""
+    """Of `status --exit-code`: learner or serving reports a problem, or has not reported for some time; of
+    `plan --exit-code`: the plan breaks a promise."""
     NOT_RUNNING = 5
     """Of `status --exit-code` alone: learner or serving does not run."""
 

@@ -16,8 +16,8 @@ from torch import nn
 
 from benchmarks.harness import data
 from benchmarks.harness.pipeline import Stream, send
-from ingest.config import TokenizerFile
 from ingest.events.tokenizer import TokenizerEncoder
+from ingest.feature_settings import TokenizerFile
 
 CLASSES = list(data.TEXT_SOURCES)
 LENGTH = 64

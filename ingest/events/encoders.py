@@ -7,8 +7,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ingest.config import Encoding, HashBuckets, TokenizerFile, Vocabulary
 from ingest.events.tokenizer import TokenizerEncoder
+from ingest.feature_settings import Encoding, HashBuckets, LearnedVocabulary, TokenizerFile, Vocabulary
 
 
 class Encoder(Protocol):
@@ -66,6 +66,23 @@ class HashEncoder:
         return (hash_texts([value.encode() for value in values]) % np.uint64(self.size)).astype(np.int64)
 
 
+class KeyEncoder:
+    """The string's 64-bit BLAKE2b hash, of which the model's learned vocabulary makes a row."""
+
+    padding = None
+    dtype: np.dtype[Any] = np.dtype(np.int64)
+    shape: tuple[int, ...] = ()
+    size = 2**63 - 1
+    """Hashes are any int64; those from 0 are examples."""
+
+    def __init__(self, settings: LearnedVocabulary) -> None:
+        self.identity = {"learn": settings.learn}
+
+    def encode(self, values: Sequence[str]) -> NDArray[np.int64]:
+        """Return one hash for each string, int64 `[len(values)]`."""
+        return hash_texts([value.encode() for value in values]).view(np.int64)
+
+
 def encoder_of(settings: Encoding | None, key: str = "encode") -> Encoder | None:
     """Return the encoder that a feature's settings ask for; `key` names them.
 
@@ -76,6 +93,8 @@ def encoder_of(settings: Encoding | None, key: str = "encode") -> Encoder | None
         return None
     if isinstance(settings, TokenizerFile):
         return TokenizerEncoder(settings, f"{key}.tokenizer")
+    if isinstance(settings, LearnedVocabulary):
+        return KeyEncoder(settings)
     return VocabularyEncoder(settings) if isinstance(settings, Vocabulary) else HashEncoder(settings)
 
 

@@ -13,8 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anabranch.core.errors import SettingsError
-from ingest.config import FeatureSettings, LabelSettings, SchemaSettings
+from ingest.config import LabelSettings, SchemaSettings
 from ingest.events.encoders import Encoder, encoder_of
+from ingest.feature_settings import FeatureSettings
 from ingest.label_stream_settings import LabelStreamSettings
 
 
@@ -31,6 +32,8 @@ class Feature:
     """Value of events that lack the feature, `[*column_shape]` and encoded; None: the feature is required."""
     min: int | None = None
     max: int | None = None
+    may_be_nan: bool = False
+    """Whether a value may be missing, which a column has as NaN."""
 
     @property
     def is_string(self) -> bool:
@@ -151,12 +154,16 @@ class Schema:
         """SHA-256 over the schema's canonical JSON; two schemas with one digest have the same columns.
 
         What has its default is left out, so that a setting which is added later changes no digest. So are the bounds of
-        integers: they decide which events are accepted, and change no column. A tokenizer counts by its contents.
+        integers, which decide which events are accepted, and of a learned vocabulary all but its size: they change no
+        column. A tokenizer counts by its contents.
         """
         bounds = {"features": {"__all__": {"min", "max"}}}
         settings = self.settings.model_dump(mode="json", exclude_defaults=True, exclude=bounds)
         for name, identity in self.encoders.items():
             settings["features"][name]["encode"] = identity
+        learned = (*settings["features"].values(), *settings.get("cross", {}).values())
+        for encode in (each["encode"] for each in learned if "learn" in each.get("encode", {})):
+            encode.pop("min_count", None), encode.pop("expire", None)
         text = json.dumps(settings, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -178,10 +185,12 @@ class Schema:
 
 
 def _feature(name: str, settings: FeatureSettings) -> Feature:
-    encoder = encoder_of(settings.encode, f"schema.features.{name}.encode")
+    is_string = settings.dtype == "string"  # of whole numbers, the model's vocabulary takes the value itself
+    encoder = encoder_of(settings.encode, f"schema.features.{name}.encode") if is_string else None
     dtype = encoder.dtype if encoder else np.dtype(settings.dtype)
-    default = _default(name, settings, encoder, dtype)
-    feature = Feature(name, dtype, settings.shape, encoder, default, settings.min, settings.max)
+    missing = settings.missing is not None
+    default = np.full(settings.shape, np.nan, dtype) if missing else _default(name, settings, encoder, dtype)
+    feature = Feature(name, dtype, settings.shape, encoder, default, settings.min, settings.max, missing)
     if default is not None and feature.outside(default[None]) is not None:
         raise SettingsError(f"schema.features.{name}.default = {settings.default!r} is not {feature.allowed}")
     return feature

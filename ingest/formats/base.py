@@ -111,9 +111,13 @@ def reject_unusable_numbers(decoded: Decoded, schema: Schema) -> Decoded:
 
     A missing label is no fault; its value in the column is `schema.label.missing`.
     """
+    optional = {f"feature.{feature.name}" for feature in schema.features if feature.may_be_nan}
     for name, column in decoded.columns.items():
         if column.dtype.kind == "f" and name != "label" and not _all_finite(column):
-            bad = np.asarray(~np.isfinite(column).reshape(len(column), -1).all(axis=1))
+            finite = np.isfinite(column) | np.isnan(column) if name in optional else np.isfinite(column)
+            bad = np.asarray(~finite.reshape(len(column), -1).all(axis=1))
+            if not bad.any():
+                continue
             field = {"time": schema.time, "weight": schema.weight}.get(name, name.removeprefix("feature."))
             return reject_unusable_numbers(decoded.without(bad, f"{field} is NaN, infinite or too large"), schema)
     for feature in schema.features:

@@ -3,6 +3,7 @@
 The schema becomes a msgspec struct type, so that types, shapes and ranges are checked in C.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -147,9 +148,11 @@ def event_type(schema: Schema, *, forbid_unknown: bool) -> type[msgspec.Struct]:
 
 def _feature_type(feature: Feature) -> Any:
     kind: Any = str if feature.is_string else _number_type(feature.dtype)
+    if feature.may_be_nan:
+        kind = kind | None
     for size in reversed(feature.shape):
         kind = Annotated[list[kind], Meta(min_length=size, max_length=size)]
-    return kind
+    return kind | None if feature.may_be_nan else kind
 
 
 def _number_type(dtype: np.dtype[Any]) -> Any:
@@ -173,13 +176,16 @@ def _label_type(label: Label) -> Any:
 
 
 def _feature_column(feature: Feature, values: list[Any]) -> Array:
-    missing = [index for index, value in enumerate(values) if value is UNSET] if feature.default is not None else []
+    absent = (UNSET, None)
+    missing = [index for index, value in enumerate(values) if value in absent] if feature.default is not None else []
     if missing:
         filler = np.full(feature.shape, "" if feature.is_string else 0).tolist()
-        values = [filler if value is UNSET else value for value in values]
+        values = [filler if value in absent else value for value in values]
     flat: Iterable[Any] = values
     for _ in feature.shape:
         flat = chain.from_iterable(flat)
+    if feature.may_be_nan:
+        flat = (math.nan if value is None else value for value in flat)
     if feature.encoder is not None:
         column: Array = feature.encoder.encode(list(flat))
     else:

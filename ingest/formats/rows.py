@@ -28,7 +28,7 @@ def row_dtype(schema: Schema) -> np.dtype[np.void]:
     """
     fields: list[tuple[str, Any] | tuple[str, Any, tuple[int, ...]]] = []
     for feature in schema.features:
-        if feature.is_string or feature.default is not None:
+        if feature.is_string or (feature.default is not None and not feature.may_be_nan):
             what = 'dtype "string"' if feature.is_string else "a default"
             raise SettingsError(
                 f'stream.format = "rows" cannot hold schema.features.{feature.name}, which has {what}; use "json"'

@@ -5,6 +5,7 @@ import select
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
 from anabranch.core.logs import log_arguments
@@ -14,14 +15,18 @@ from ingest.events.block import BlockLayout
 from ingest.transport.protocol import FromIngest, ToIngest, receive_in_learner, send
 from ingest.transport.shared_ring import SharedRing
 
+PROGRAM = ("-m", "ingest")
+"""The arguments of Python that start the process."""
+
 log = logging.getLogger(__name__)
 
 
 class IngestProcess:
     """At most one child process at a time; may be started again after `close`. Used by one thread."""
 
-    def __init__(self, layout: BlockLayout, stream: StreamSettings) -> None:
+    def __init__(self, layout: BlockLayout, stream: StreamSettings, program: Sequence[str] = PROGRAM) -> None:
         self._layout = layout
+        self._program = program
         self._buffer_bytes = int(stream.buffer_bytes)
         self._reads_files = stream.backfill is not None
         self._readable = select.poll()
@@ -43,7 +48,7 @@ class IngestProcess:
         ring = SharedRing(self._layout, self._buffer_bytes)
         with theirs:
             # -P: a folder named ingest in the working directory must not be imported instead of this package.
-            command = [sys.executable, "-P", "-m", "ingest", "--connection", str(theirs.fileno()), "--ring"]
+            command = [sys.executable, "-P", *self._program, "--connection", str(theirs.fileno()), "--ring"]
             command += [str(ring.descriptor), *log_arguments()]
             self.popen = subprocess.Popen(
                 command,

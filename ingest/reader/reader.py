@@ -21,7 +21,7 @@ from ingest.events.position import PartitionFingerprint, Position
 from ingest.events.schema import Schema
 from ingest.reader.cursors import CursorTable, Partition
 from ingest.reader.hang_detector import ANSWER_SECONDS, SILENT_SECONDS, HangDetector, Liveness
-from ingest.reader.ingest_process import IngestProcess
+from ingest.reader.ingest_process import PROGRAM, IngestProcess
 from ingest.transport.protocol import (
     BlockReady,
     Commit,
@@ -68,20 +68,22 @@ class BlockReader:
         stream: StreamSettings,
         schema: SchemaSettings,
         hold_out: HoldOut,
+        program: Sequence[str] = PROGRAM,
         *,
         read_only: bool = False,
         traced: bool = False,
     ) -> None:
-        """With `read_only`, nothing is written to Kafka: no dead letters, and `commit` does nothing.
+        """Start nothing yet; `program` are the arguments of Python that start the process.
 
-        `traced`: blocks have the trace contexts of their messages.
+        With `read_only`, nothing is written to Kafka: no dead letters, and `commit` does nothing. `traced`: blocks have
+        the trace contexts of their messages.
         """
         self._read_only = read_only
         self._stream = stream
         self._traced = traced
         self._schema = schema
         self._hold_out = hold_out
-        self._process = IngestProcess(BlockLayout(Schema(schema, stream.labels)), stream)
+        self._process = IngestProcess(BlockLayout(Schema(schema, stream.labels)), stream, program)
         self._cursors = CursorTable()
         self._paused = False
         self._is_skipping = False

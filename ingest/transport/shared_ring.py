@@ -60,6 +60,12 @@ class SharedRing:
         os.close(self.descriptor)
 
 
+def ring_bytes(layout: BlockLayout, buffer_bytes: int) -> int:
+    """Return the bytes of a ring; raises SettingsError where the buffer is too small for one event a slot."""
+    slot_bytes = layout.slot_bytes(_rows_of_a_slot(layout, buffer_bytes))
+    return max(2, buffer_bytes // slot_bytes) * slot_bytes
+
+
 def _rows_of_a_slot(layout: BlockLayout, buffer_bytes: int) -> int:
     rows = min(MOST_ROWS, buffer_bytes // _SLOTS // layout.row_bytes())
     while rows > 0 and layout.slot_bytes(rows) * _SLOTS > buffer_bytes:

@@ -65,21 +65,22 @@ class Checkpointer:
         check: Callable[[], object] = bool,
         label_join: LabelJoin | None = None,
         after_prune: Callable[[], object] = bool,
+        deleting: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
     ) -> None:
         """Take the segments of the restored checkpoint, `check`, which is called before each checkpoint, and
-        `after_prune`, which is called after old ones are deleted."""
+        `after_prune`, which is called after old ones are deleted, within `deleting`."""
         self._checkpoints = checkpoints
         self._every = settings.every.total_seconds()
         self.keep = settings.keep
         """How many checkpoints may name slots of a tier."""
         self._hours = settings.keep_hourly
         self._after_prune = after_prune
+        self._deleting = deleting
         self._background_store = background_store
         self.label_join = label_join
         """Its events are in each checkpoint."""
         self._metrics = metrics
         self._due = time.monotonic() + self._every
-        self._check = check
         self._background = BackgroundWorker("checkpointer", check)
         self._in_snapshot = False
         self._segments = self._next_segments = segments
@@ -289,8 +290,8 @@ class Checkpointer:
                     captured.labels.file.mark_named()
                 if self._background_store is not None and captured.store is not None:
                     self._background_store.mark_named()
-            self._check()  # an undo that was ordered meanwhile needs the oldest
-            oldest = self._checkpoints.prune(self.keep, self._hours)
+            with self._deleting():  # an undo may need the oldest
+                oldest = self._checkpoints.prune(self.keep, self._hours)
             self._after_prune()
             self._oldest = oldest
         except (OSError, CheckpointError) as exc:

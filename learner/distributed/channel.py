@@ -42,6 +42,7 @@ class Action(IntEnum):
     MOMENTS = 9
     GENERATORS = 10
     SNIFF = 11
+    FEATURES = 12
 
 
 class Channel:

@@ -19,6 +19,7 @@ from learner.distributed.model_parallel.experts import ExpertWeights, mixtures
 from learner.distributed.model_parallel.stages import divide
 from learner.model.device import Precision
 from learner.model.factory import forward
+from learner.model.features.learned import is_of_features
 from learner.model.trained_set import load_trained, trained_state
 from learner.training.parallelism import PipelineRanks, Weights, WholeWeights
 
@@ -114,6 +115,11 @@ class DataParallelGroup:
             return model
         # Running statistics stay per rank: a second forward pass in a step must not change them.
         buffers: dict[str, Any] = {_SYNC_BUFFERS: False}
+        # All ranks have the same ones, partly on the host.
+        learned = [name for name in model.state_dict() if is_of_features(name)]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(  # type: ignore[no-untyped-call]
+            model, learned
+        )
         # No static_graph: it saves no measurable time, and fails when the first step has several micro-batches.
         self._trained = DistributedDataParallel(
             model,

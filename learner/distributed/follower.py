@@ -15,6 +15,7 @@ from learner.distributed.data_parallel import DataParallelGroup
 from learner.distributed.messages import (
     ALL_REDUCE,
     PARTS,
+    arrays_from_bytes,
     float_from_bits,
     json_from_bytes,
     json_to_bytes,
@@ -61,6 +62,9 @@ def follow(channel: Channel, make: Callable[[], tuple[Trainer, DataParallelGroup
         elif action is Action.GATHER:
             replicas.gather()
             trainer.strategy.gather()
+        elif action is Action.FEATURES:
+            assert message is not None
+            trainer.learn_features(arrays_from_bytes(message))
         elif action is Action.DRIFT:
             trainer.on_drift()
         elif action is Action.SNAPSHOT:

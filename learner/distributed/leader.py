@@ -20,6 +20,7 @@ from learner.distributed.messages import (
     ALL_REDUCE,
     MATRIX_PRODUCT,
     PARTS,
+    arrays_to_bytes,
     float_to_bits,
     json_from_bytes,
     json_to_bytes,
@@ -38,6 +39,7 @@ from learner.distributed.scatter import (
 )
 from learner.distributed.step_results import EMBEDDINGS, LOSSES, OUTPUTS, gathered, groups_of, pieces_of
 from learner.model.faulty_events import RaisingEventsError, error_of
+from learner.model.features.learned import Columns
 from learner.strategies.examples import Examples
 from learner.training.micro_batches import num_parts
 from learner.training.pipelined.search import OtherStageError
@@ -89,6 +91,12 @@ class Leader(Trainer):
         self._channel.wait_sent()
         self._gathered = False
         return self._merged(own_result, batches, flags, most)
+
+    def learn_features(self, columns: Columns) -> None:
+        """Learn features from the new events of all ranks, on all ranks: their buffers stay the same bit for bit."""
+        if self._learned is not None:
+            self._channel.send_all(Action.FEATURES, (), arrays_to_bytes(self._learned.needed(columns)))
+            super().learn_features(columns)
 
     def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:
         """Restore the weights and the optimizer of a checkpoint, on all ranks."""

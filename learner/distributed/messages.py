@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import safetensors.torch
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 SILENCE = timedelta(minutes=10)
@@ -27,6 +28,17 @@ def tensors_from_bytes(message: Tensor) -> tuple[dict[str, Tensor], dict[str, An
     """Return the tensors and values of `tensors_to_bytes`."""
     tensors = safetensors.torch.load(message.numpy().tobytes())
     return tensors, json_from_bytes(tensors.pop("/"))
+
+
+def arrays_to_bytes(arrays: Mapping[str, NDArray[Any]]) -> Tensor:
+    """Return arrays by name as bytes."""
+    return tensors_to_bytes({name: torch.from_numpy(value.copy()) for name, value in arrays.items()}, {})
+
+
+def arrays_from_bytes(message: Tensor) -> dict[str, NDArray[Any]]:
+    """Return the arrays of `arrays_to_bytes`."""
+    tensors, _ = tensors_from_bytes(message)
+    return {name: value.numpy() for name, value in tensors.items()}
 
 
 def json_to_bytes(values: object) -> Tensor:

@@ -22,6 +22,7 @@ from learner.config import ModelSettings
 from learner.errors import ModelError
 from learner.model.adapter import apply_adapter
 from learner.model.device import Precision
+from learner.model.features.learned import attach_features
 from learner.model.task import METHODS, TASKS, Task
 from learner.model.trained_set import base_parameters, check_views, decide_trained_set, load_trained, trained_state
 from learner.sections.adapter import AdapterSettings
@@ -78,13 +79,21 @@ def _with_folder(build: Callable[..., object], args: Mapping[str, Any], folder: 
     return dict(args)
 
 
-def build_on_device(settings: ModelSettings, folder: Path, device: torch.device) -> nn.Module:
+def build_on_device(
+    settings: ModelSettings, folder: Path, device: torch.device, schema: Schema | None = None
+) -> nn.Module:
     """Build the model of `[model]` on a device, in its memory format, and decide which tensors are trained.
 
+    With a schema the model takes raw features, and has what is learned of them; without, it takes what its own
+    `forward` does.
+
     Raises:
-        ModelError: as `build_model`, or an attribute is a view of a frozen weight.
+        ModelError: as `build_model` and `attach_features`, or an attribute is a view of a frozen weight.
     """
-    model = build_model(settings.factory, settings.args, folder, settings.adapter).to(device)
+    model = build_model(settings.factory, settings.args, folder, settings.adapter)
+    if schema is not None:
+        attach_features(model, schema, device)
+    model = model.to(device)
     if settings.channels_last:
         for weight in model.parameters():
             weight.data = _channels_last(weight.data)

@@ -116,6 +116,8 @@ class Publisher:
         self._background = BackgroundWorker("publisher", check)
         self.undone = 0
         """The last record of `undo.json` whose events no version from now on has seen."""
+        self.while_appearing: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
+        """A version appears within this; where it raises, there is none."""
         self.number: int | None = max(versions.numbers(), default=None)
         """The newest version."""
         self.verdict: str | None = None
@@ -315,7 +317,7 @@ class Publisher:
         )
         self._check()  # scoring takes seconds, in which an undo may be ordered
         try:
-            self._versions.write(weights, manifest, verdict)
+            self._versions.write(weights, manifest, verdict, self.while_appearing)
         except OSError as exc:
             self._problem = f"version {number} could not be written to {self._versions.location}: {exc.strerror or exc}"
             log.error("%s", self._problem)  # noqa: TRY400 the sentence is complete

@@ -23,8 +23,10 @@ from learner.labels.opening import label_folder
 from learner.rebuilding.errors import RebuildError
 from learner.state_dir.checkpoint import RANK, Checkpoint, CheckpointManifest, Checkpoints
 from learner.state_dir.folders import MANIFEST
+from learner.state_dir.undo_file import NAME, UndoRecord, copy_records
 from learner.state_dir.version import Manifest
 from learner.stream.partition_ledger import PartitionLedger
+from learner.undo.tainted import seen_by_checkpoint
 from replay.erasure.erasure_log import NAME as LOG
 from replay.erasure.log_file import SECRET_FILE
 from replay.snapshot import TierRef
@@ -87,7 +89,8 @@ def in_scratch(deployment: LearnerSpec, scratch: Path) -> LearnerSpec:
 def copy_start(
     source: Checkpoints, state_dir: Path, manifest: Manifest, target: Path, *, has_files: bool = False
 ) -> RebuildStart:
-    """Copy the newest intact checkpoint that precedes a version, with the files that it names, and the erasures.
+    """Copy the newest intact checkpoint that precedes a version, with the files that it names, the erasures, and what
+    was undone before the version.
 
     Args:
         source: the checkpoints of the pipeline.
@@ -97,7 +100,8 @@ def copy_start(
         has_files: whether files are read before the topics, also in a start at the beginning.
 
     Raises:
-        RebuildError: several ranks trained the version.
+        RebuildError: several ranks trained the version, or it was made after an undo that `undo.json` does not have.
+        SettingsError: `undo.json` is damaged.
         DependencyError: a disk cannot be read or written now.
     """
     damaged: list[str] = []
@@ -105,7 +109,13 @@ def copy_start(
         for name in (SECRET_FILE, LOG):  # the secret first: the log needs it
             with contextlib.suppress(FileNotFoundError):
                 shutil.copyfile(state_dir / name, target / name)
-        for candidate in preceding(source, manifest):
+        undone = copy_records(state_dir, target, manifest.undone)
+        if len(undone) < manifest.undone:
+            raise RebuildError(
+                f"version {manifest.number} cannot be rebuilt: it was made after undo {manifest.undone}, which {NAME} "
+                "in state_dir does not have; put the file back from a backup"
+            )
+        for candidate in preceding(source, manifest, undone):
             try:
                 _copy_checkpoint(source, state_dir, candidate, target)
             except (CheckpointError, FileNotFoundError) as exc:
@@ -119,10 +129,13 @@ def copy_start(
     return RebuildStart(None, 0, damaged)
 
 
-def preceding(source: Checkpoints, manifest: Manifest) -> Iterator[CheckpointManifest]:
+def preceding(
+    source: Checkpoints, manifest: Manifest, undone: Sequence[UndoRecord] = ()
+) -> Iterator[CheckpointManifest]:
     """Yield the checkpoints from which the learner of a version came, the newest first; damaged manifests are left out.
 
-    A checkpoint of a later learner than the version's may be of other weights, also at an earlier step.
+    A checkpoint of a later learner than the version's may be of other weights, also at an earlier step. So is one that
+    has seen events of `undone`, which the version has not.
     """
     found = []
     for number in source.numbers():
@@ -130,20 +143,24 @@ def preceding(source: Checkpoints, manifest: Manifest) -> Iterator[CheckpointMan
             found.append(source.manifest(number))
     for each in sorted(found, key=lambda each: (each.generation, each.number), reverse=True):
         before = each.generation <= manifest.generation and each.step <= manifest.step
-        if before and not each.begins and each.base == manifest.base and _reads_no_further(source, each, manifest):
+        if before and not each.begins and each.base == manifest.base and _precedes(source, each, manifest, undone):
             yield each
 
 
-def _reads_no_further(source: Checkpoints, each: CheckpointManifest, manifest: Manifest) -> bool:
+def _precedes(source: Checkpoints, each: CheckpointManifest, manifest: Manifest, undone: Sequence[UndoRecord]) -> bool:
+    """Return whether a checkpoint has read no more of the stream than the version, nor of what it has not seen."""
     try:
         source.check(each)
-        ledger = source.open(each)[1]["ledger"]
+        state = source.open(each)[1]
     except MisfitError:
         return False
     except CheckpointError:
         return True  # whoever reads it reports the damage
+    seen = seen_by_checkpoint(state)
+    if seen.undone > manifest.undone or seen.tainted_by(undone):
+        return False
     through = targets(manifest)
-    read = [account for state in ledger if _is_read(account := PartitionLedger.from_state(state))]
+    read = [account for row in state["ledger"] if _is_read(account := PartitionLedger.from_state(row))]
     return all(each.position.offset <= through.get(each.name, each.start - 1) + 1 for each in read)
 
 

@@ -56,8 +56,6 @@ class RegistrarState(msgspec.Struct):
     """The number in the registry of each of our versions, in the order of registration; empty: it was left out."""
     withdrawn: list[int] = []
     """Versions that are tagged as withdrawn."""
-    alias: int | None = None
-    """The version that the alias names."""
 
 
 class Registrar:
@@ -98,6 +96,8 @@ class Registrar:
         self._state = self._read()
         self._written = msgspec.json.encode(self._state)
         self._served: RegistryState | None = None
+        self._alias: int | None = None
+        """The version that the alias names; not in the file, since a learner on another host may move it."""
         self._backoff = Backoff(_FIRST_BACKOFF, _LONGEST_BACKOFF)
         self._retry_at = 0.0
         self._wake = threading.Event()
@@ -165,9 +165,14 @@ class Registrar:
                 self._leave_out(oldest, "queue", f"version {oldest} is not registered: {_MOST_WAITING} others wait")
 
     def _send(self) -> None:
-        """Register what waits, oldest first, then move the alias, then tag what was withdrawn."""
+        """Register what waits, oldest first, then move the alias, then tag what was withdrawn.
+
+        `state.json` names the newest versions alone, so it is read again after each request, however long that took.
+        """
         state = self._state
-        while state.waiting and not self._stopping:
+        for _ in range(len(state.waiting)):
+            if self._stopping:
+                return
             version = state.waiting[0]
             try:
                 state.registered[version.number] = self._registry.register(version)
@@ -176,13 +181,14 @@ class Registrar:
             else:
                 self._count("registered")
             state.waiting.pop(0)
+            self._watch()
             self._save()
         if self._served is None or self._stopping:
             return
         serving = self._served.serving
-        if serving is not None and serving != state.alias and (registered := state.registered.get(serving)):
+        if serving is not None and serving != self._alias and (registered := state.registered.get(serving)):
             self._unless_refused(lambda: self._registry.move_alias(registered))
-            state.alias = serving
+            self._alias = serving
         for number, reason in self._withdrawn(self._served).items():
             self._unless_refused(lambda n=number, why=reason: self._registry.tag(state.registered[n], WITHDRAWN, why))  # type: ignore[misc]
             state.withdrawn.append(number)

@@ -1,6 +1,7 @@
 """The section `[mlflow]` of `pipeline.toml`. Imports nothing of MLflow."""
 
 from typing import Annotated, Self
+from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
@@ -24,7 +25,11 @@ class MlflowSettings(Section):
     """URL of a version with `{number}` in it; by default that in `[storage]`, or else host and path of `state_dir`."""
 
     @model_validator(mode="after")
-    def _source_names_the_version(self) -> Self:
+    def _urls_are_usable(self) -> Self:
+        if "@" in urlsplit(self.tracking_uri).netloc:  # it is in logs, and its value is not in this sentence
+            raise ValueError(
+                "tracking_uri: contains credentials; set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
+            )
         if self.source and "{number}" not in self.source:
             raise ValueError('source: write "{number}" where the number of the version belongs')
         return self

@@ -11,6 +11,8 @@ In `rng`, the generators of another rank are one tensor of bytes, `rank-<r>`, pa
 As with versions, the files are written first, then fsynced; the manifest is written last, and the directory is renamed.
 Nothing is unpickled. A part that equals that of an earlier checkpoint is a link, so each checkpoint is complete after
 others are deleted. Only erasures change a checkpoint: see `checkpoint_rewriter.py`.
+
+Torch is imported only where tensors are read or written, so that `anabranch undo` need not wait for it.
 """
 
 import contextlib
@@ -20,19 +22,22 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-from torch import Tensor
 
 from anabranch.core.failures import damage_is, decoded
 from anabranch.core.files import MOST_BYTES
 from learner.errors import CheckpointError, MisfitError
 from learner.state_dir.folders import MANIFEST, Folder, Storage
 from learner.state_dir.manifest_directory import FolderManifest, ManifestDirectory, encode_manifest
-from learner.state_dir.rows_file import LazyRowsFile, RowsFile, row_pieces
-from learner.state_dir.safetensors_file import Piece, TensorFile, pieces_of
-from replay.row_source import RowSource
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from learner.state_dir.rows_file import RowsFile
+    from learner.state_dir.safetensors_file import Piece
+    from replay.row_source import RowSource
 
 STATE = "state.json"
 ERASED = "erased"
@@ -75,10 +80,10 @@ class Checkpoint:
     """
 
     step: int
-    tensors: Mapping[str, Mapping[str, Tensor]]
+    tensors: "Mapping[str, Mapping[str, Tensor]]"
     state: Mapping[str, Any]
     carried: Mapping[str, int] = field(default_factory=dict)
-    rows: Mapping[str, RowSource] = field(default_factory=dict)
+    rows: "Mapping[str, RowSource]" = field(default_factory=dict)
 
     @property
     def begins(self) -> bool:
@@ -134,6 +139,8 @@ class Checkpoints(ManifestDirectory[CheckpointManifest]):
 
         The errors of damaged ones are added to `damage`.
         """
+        from learner.state_dir.rows_file import LazyRowsFile
+
         for number in reversed(self.by_age()):
             try:
                 manifest = self.manifest(number)
@@ -207,13 +214,15 @@ class Checkpoints(ManifestDirectory[CheckpointManifest]):
             folder.write(MANIFEST, [encode_manifest(manifest)])
         return self.directory(number)
 
-    def part(self, number: int, part: str) -> dict[str, Tensor]:
+    def part(self, number: int, part: str) -> "dict[str, Tensor]":
         """Read the tensors of one part of a checkpoint, and check its digest."""
         manifest, name = self.manifest(number), self.name(number, part)
         return _tensors(manifest, self.checked(manifest, name))
 
-    def rows(self, number: int, part: str) -> RowsFile:
+    def rows(self, number: int, part: str) -> "RowsFile":
         """Open the rows of one part of a checkpoint, after checking its digest."""
+        from learner.state_dir.rows_file import RowsFile
+
         manifest, name = self.manifest(number), self.name(number, part)
         path = self.checked(manifest, name)
         with _damage_of(manifest):
@@ -240,12 +249,15 @@ class Checkpoints(ManifestDirectory[CheckpointManifest]):
         with _damage_of(manifest):
             return decoded(self.read(manifest, name), dict[str, Any])
 
-    def open(self, manifest: CheckpointManifest) -> tuple[dict[str, Mapping[str, Tensor]], dict[str, Any]]:
+    def open(self, manifest: CheckpointManifest) -> "tuple[dict[str, Mapping[str, Tensor]], dict[str, Any]]":
         """Return the parts of a checkpoint, whose tensors are read on access, and its state.
 
         Damaged segments and rows are left out. Digests are not checked: reading a tensor may raise DamagedError.
         """
-        folder, parts = self.folder(manifest.number), dict[str, Mapping[str, Tensor]]()
+        from learner.state_dir.safetensors_file import TensorFile
+
+        parts: dict[str, Mapping[str, Tensor]] = {}
+        folder = self.folder(manifest.number)
         for name in manifest.files:
             try:
                 if name.endswith(SUFFIX):
@@ -364,15 +376,17 @@ class Checkpoints(ManifestDirectory[CheckpointManifest]):
                 raise
         return self.checked(manifest, name)
 
-    def _rows_again(self, number: int, part: str) -> RowsFile:
+    def _rows_again(self, number: int, part: str) -> "RowsFile":
         """Open the rows of a part, as `rows`, perhaps after `fetch_again`."""
+        from learner.state_dir.rows_file import RowsFile
+
         manifest = self.manifest(number)
         path = self._checked_again(manifest, self.name(number, part))
         with _damage_of(manifest):
             return RowsFile(path)
 
     def _checkpoint(
-        self, manifest: CheckpointManifest, paths: Mapping[str, Path], rows: Mapping[str, RowSource]
+        self, manifest: CheckpointManifest, paths: Mapping[str, Path], rows: "Mapping[str, RowSource]"
     ) -> Checkpoint:
         if (state_name := f"{RANK}/{STATE}") not in paths:
             raise CheckpointError(f"checkpoint {manifest.number}: it has no {state_name}")
@@ -387,13 +401,17 @@ def part_of(name: str) -> str:
     return name.removeprefix(f"{RANK}/").partition(".")[0]
 
 
-def write_tensors(folder: Folder, name: str, tensors: Mapping[str, Tensor]) -> str:
+def write_tensors(folder: Folder, name: str, tensors: "Mapping[str, Tensor]") -> str:
     """Write the file of a part, and return its digest."""
+    from learner.state_dir.safetensors_file import pieces_of
+
     return _write(folder, name, pieces_of({key: tensor.cpu().contiguous() for key, tensor in tensors.items()}))
 
 
-def write_rows(folder: Folder, name: str, rows: RowSource) -> str:
+def write_rows(folder: Folder, name: str, rows: "RowSource") -> str:
     """Write the file of a part with rows, and return its digest; raises OSError also when they cannot be read."""
+    from learner.state_dir.rows_file import row_pieces
+
     return _write(folder, name, row_pieces(rows))
 
 
@@ -406,10 +424,10 @@ def _damage_of(manifest: CheckpointManifest) -> contextlib.AbstractContextManage
     return damage_is(CheckpointError, f"checkpoint {manifest.number}: a part of it cannot be read")
 
 
-def _write(folder: Folder, name: str, pieces: Iterable[Piece]) -> str:
+def _write(folder: Folder, name: str, pieces: "Iterable[Piece]") -> str:
     digest = hashlib.sha256()
 
-    def digested() -> Iterator[Piece]:
+    def digested() -> "Iterator[Piece]":
         for piece in pieces:
             digest.update(piece)
             yield piece
@@ -418,6 +436,8 @@ def _write(folder: Folder, name: str, pieces: Iterable[Piece]) -> str:
     return digest.hexdigest()
 
 
-def _tensors(manifest: CheckpointManifest, path: Path) -> dict[str, Tensor]:
+def _tensors(manifest: CheckpointManifest, path: Path) -> "dict[str, Tensor]":
+    from learner.state_dir.safetensors_file import TensorFile
+
     with _damage_of(manifest):
         return dict(TensorFile(path))

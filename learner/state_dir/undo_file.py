@@ -119,11 +119,13 @@ def read_undo(state_dir: Path) -> Sequence[UndoRecord]:
 def append_record(state_dir: Path, make: Callable[[int], UndoRecord]) -> UndoRecord:
     """Append the record that `make` returns for its number; it is durable when this returns.
 
+    No learner deletes a checkpoint between the call of `make` and then: see `changing`.
+
     Raises:
         SettingsError: the file is damaged, or of another release.
         OSError: it cannot be written; nothing has changed.
     """
-    with _changing(state_dir):
+    with changing(state_dir):
         records = read_undo(state_dir)
         record = make(len(records) + 1)
         _write(state_dir, [*records, record])
@@ -132,11 +134,30 @@ def append_record(state_dir: Path, make: Callable[[int], UndoRecord]) -> UndoRec
 
 def record_return(state_dir: Path, went_back: WentBack) -> None:
     """Record for all records without a return that a learner went back; raises as `append_record`."""
-    with _changing(state_dir):
+    with changing(state_dir):
         records = [
             msgspec.structs.replace(record, went_back=record.went_back or went_back) for record in read_undo(state_dir)
         ]
         _write(state_dir, records)
+
+
+def copy_records(state_dir: Path, target: Path, through: int) -> Sequence[UndoRecord]:
+    """Copy the records up to this number into another state directory; return them. Raises as `append_record`."""
+    records = read_undo(state_dir)[:through]
+    if records:
+        _write(target, records)
+    return records
+
+
+@contextlib.contextmanager
+def changing(state_dir: Path) -> Iterator[None]:
+    """Hold the lock under which records are appended, and a learner deletes checkpoints; raises OSError."""
+    descriptor = os.open(state_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def stamp_of(state_dir: Path) -> object:
@@ -179,13 +200,3 @@ def _check(records: Sequence[UndoRecord]) -> None:
 
 def _write(state_dir: Path, records: Sequence[UndoRecord]) -> None:
     replace_file(state_dir / NAME, msgspec.json.encode(UndoFile(records=list(records))))
-
-
-@contextlib.contextmanager
-def _changing(state_dir: Path) -> Iterator[None]:
-    descriptor = os.open(state_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)

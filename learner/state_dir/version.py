@@ -14,7 +14,7 @@ Torch is imported only where tensors are read or written, so that versions can b
 import contextlib
 import fcntl
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -233,16 +233,26 @@ class Versions(ManifestDirectory[Manifest]):
         except DamagedError as exc:
             raise VersionError(f"version {manifest.number}: {exc}") from exc
 
-    def write(self, weights: Mapping[str, "Tensor"], manifest: Manifest, verdict: Verdict) -> Path:
-        """Write a version, completely or not at all, and return its path. `manifest.files` is filled in here."""
+    def write(
+        self,
+        weights: Mapping[str, "Tensor"],
+        manifest: Manifest,
+        verdict: Verdict,
+        while_appearing: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
+    ) -> Path:
+        """Write a version, completely or not at all, and return its path. `manifest.files` is filled in here.
+
+        It appears within `while_appearing`; where that raises, it does not.
+        """
         from learner.state_dir.safetensors_file import digest_of, pieces_of
 
         pieces = pieces_of(_untied(weights))
         files = {WEIGHTS: digest_of(pieces)}
-        with self._storage.publish(manifest.number, manifest.generation) as folder:
+        with contextlib.ExitStack() as stack, self._storage.publish(manifest.number, manifest.generation) as folder:
             folder.write(WEIGHTS, pieces)
             folder.write(VERDICT, [msgspec.json.encode(verdict)])
             folder.write(MANIFEST, [encode_manifest(msgspec.structs.replace(manifest, files=files))])
+            stack.enter_context(while_appearing())
         self._generations[manifest.number] = manifest.generation
         return self.directory(manifest.number)
 

@@ -19,10 +19,12 @@ Legend: B new events, N all events of a pass.
 from collections.abc import Mapping
 from enum import IntEnum
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from anabranch.core.errors import SettingsError
+from ingest.events.block import Array
 from ingest.events.schema import Label
 from learner.model.task import Classification, Task
 from learner.strategies.base import Forward, Strategy
@@ -43,6 +45,14 @@ class Early(IntEnum):
     """It has come and is positive: the event, which was trained on as a NEGATIVE, is trained on as a positive."""
     TAKEN_BACK = 3
     """It has come after the event was trained on as a plain negative when it timed out, and is positive."""
+
+
+def trained_first(columns: Mapping[str, Array]) -> Mapping[str, Array]:
+    """Return the columns of those events that no step has trained on before."""
+    if EARLY not in columns:
+        return columns
+    first = np.less_equal(columns[EARLY], Early.NEGATIVE)
+    return {name: column[first] for name, column in columns.items()}
 
 
 def check_early(task: Task, label: Label, strategy: Strategy, name: str) -> None:

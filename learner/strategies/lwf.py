@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.nn import functional
 
+from learner.model.features.learned import is_of_features
 from learner.model.task import Classification
 from learner.model.trained_set import base_names, without
 from learner.strategies.base import Forward, MicroBatchLoss, StepWeights, eval_mode, weighted
@@ -49,7 +50,8 @@ class Distillation(NoReplay):
     def on_drift(self) -> None:
         """Take a snapshot of the model now, averaged over the ranks."""
         self._teacher = {name: value.detach().clone() for name, value in self._now().items()}
-        self.learner.reduce([value for value in self._teacher.values() if value.is_floating_point()])
+        weights = [value for name, value in self._teacher.items() if not is_of_features(name)]
+        self.learner.reduce([value for value in weights if value.is_floating_point()])
 
     def _teacher_output(self, new: Examples) -> Tensor:
         """Return the snapshot's output in evaluation mode."""

@@ -112,6 +112,15 @@ class OptimizerStep:
         self.optimizer.state.clear()
         self._has_state = False
 
+    def restart_rows(self, weight: Tensor, rows: Tensor, like: Tensor) -> None:
+        """Let rows of a weight `[N, ...]` begin again: with the values of other rows, and without optimizer state."""
+        with torch.no_grad():
+            weight[rows] = weight[like]
+            first = {"sum": self.optimizer.defaults.get("initial_accumulator_value", 0.0)}  # of Adagrad
+            for name, value in self.optimizer.state.get(weight, {}).items():
+                if isinstance(value, Tensor) and value.ndim and len(value) == len(weight):
+                    value[rows] = first.get(name, 0.0)
+
     def begin(self, step: int) -> None:
         """Clear the gradients, and set the learning rate for a step."""
         self.gradients.clear()

@@ -10,6 +10,8 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
+from learner.model.features.learned import changed_in_passes
+
 _Owner = dict[str, Tensor | None]
 
 
@@ -145,7 +147,7 @@ class Snapshots:
     """Takes snapshots of one model on one device."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self._owners = [module._buffers for module in model.modules()]
+        self._owners = [module._buffers for module in changed_in_passes(model)]
         self._device = device
         self._spare: list[BufferCopies] = []
 

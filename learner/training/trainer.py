@@ -21,8 +21,10 @@ from learner.errors import CheckpointError, RankTooLargeError
 from learner.model.adapter import adapter_scale
 from learner.model.device import Precision
 from learner.model.embedding import Embeddings
-from learner.model.factory import forward
+from learner.model.factory import forward, sample
 from learner.model.faulty_events import error_of, may_be_of_events, raising
+from learner.model.features.learned import Columns, features_of
+from learner.model.features.row_tables import row_tables
 from learner.model.growing.parts import grow
 from learner.model.rng import restore_rng, rng_tensors, rng_values
 from learner.model.task import Task
@@ -99,6 +101,8 @@ class Trainer:
         self._ranks = ranks or SingleRank()
         self._fallback = RankFallback(self._ranks)
         probe = _probe(schema, device)
+        self._learned = features_of(model)
+        self._row_tables = {} if self._learned is None else row_tables(model, self._learned, sample(schema, 2, device))
         self._ranks.weights.split(model, partial(_evaluated, model, probe, device))
         self.update = OptimizerStep(settings, model, precision, device, self._ranks)
         checkpoint_activations(self.model, settings.activation_checkpointing)
@@ -258,6 +262,18 @@ class Trainer:
         self._passes.begin()
         with self._launch_context(), self._passes.snapshots.taken() as before:
             return self._step(new, old, rows, before)
+
+    def learn_features(self, columns: Columns) -> None:
+        """Learn features from the new events of a finite step, after it: it was scored without them, as serving would.
+
+        Rows of embeddings begin again whose value is another one now. `columns` are those of all ranks.
+        """
+        if self._learned is None or not len(columns["label"]):
+            return
+        for name, restarted in self._learned.observe(columns).items():
+            rows, like = (torch.from_numpy(each).to(self.device) for each in restarted)
+            for table in self._row_tables[name]:
+                self.update.restart_rows(table.weight, rows, like)
 
     def _step(self, new: Examples, old: Sequence[Examples], rows: int | None, before: StepSnapshot) -> StepResult:
         count, *sampled = map(len, (new, *old))

@@ -14,7 +14,7 @@ from typing import Any
 from anabranch.core.errors import SettingsError
 from anabranch.core.failures import state_errors
 from ingest.events.position import PartitionFingerprint, Position
-from learner.errors import CheckpointError, VersionError
+from learner.errors import CheckpointError, MisfitError, VersionError
 from learner.state_dir.checkpoint import Checkpoint, Checkpoints
 from learner.state_dir.undo_file import UndoRecord, WentBack, read_undo, record_return
 from learner.state_dir.version import Verdict, Versions
@@ -39,11 +39,20 @@ class Sorted:
 
 
 def sort_checkpoints(checkpoints: Checkpoints, records: Sequence[UndoRecord]) -> Sorted:
-    """Return which checkpoints are clean; raises OSError where one cannot be read for now."""
+    """Return which checkpoints are clean.
+
+    Raises:
+        MisfitError: one was made under another schema or by another release, which no restart would resume either.
+        OSError: one cannot be read for now.
+    """
     found = Sorted()
     for number in checkpoints.by_age()[::-1]:
         try:
-            state = checkpoints.state(checkpoints.manifest(number))
+            manifest = checkpoints.manifest(number)
+            checkpoints.check(manifest)
+            state = checkpoints.state(manifest)
+        except MisfitError:
+            raise
         except CheckpointError as exc:
             log.warning("%s; it is not used", exc)
             continue

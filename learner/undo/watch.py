@@ -1,10 +1,12 @@
 """Notices records of `undo.json` while a learner runs, and ends it: the next start returns to a checkpoint."""
 
+import contextlib
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from learner.errors import UndoRequestedError
-from learner.state_dir.undo_file import read_undo, stamp_of
+from learner.state_dir.undo_file import changing, read_undo, stamp_of
 
 _EVERY_SECONDS = 0.1
 
@@ -43,3 +45,13 @@ class UndoWatch:
                 "returns to one from before the events"
             )
         self._stamp = stamp
+
+    @contextlib.contextmanager
+    def excluded(self) -> Iterator[None]:
+        """Let no undo be ordered while a checkpoint is deleted, to which it may return, or a version appears.
+
+        Raises as `check`, and OSError.
+        """
+        with changing(self._state_dir):
+            self.check()
+            yield

@@ -54,6 +54,8 @@ _CLIENT_CLOSED_REQUEST = 499
 _HEADER_LENGTH = HEADER_LENGTH.encode()
 _ROUTE = "/v2/models/{name}/infer"
 _ROUTE_OF_VERSION = "/v2/models/{name}/versions/{version}/infer"
+_LONGEST_PATH = 256
+"""Characters of the path that a span has: thousands of spans may wait for their export."""
 _LARGE_REPLY = 65_536
 """Larger replies, in bytes, wait until the client has read them."""
 
@@ -139,7 +141,12 @@ def _begin_span(scope: Scope) -> None:
         f"{method} {route}",
         None if parent is None else parent.decode("latin-1"),
         None if state is None else state.decode("latin-1"),
-        {"http.request.method": method, "http.route": route, "url.path": path, "url.scheme": scope["scheme"]},
+        {
+            "http.request.method": method,
+            "http.route": route,
+            "url.path": path[:_LONGEST_PATH],
+            "url.scheme": scope["scheme"],
+        },
     )
 
 

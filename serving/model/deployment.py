@@ -122,7 +122,7 @@ class Deployment:
         Raises:
             ModelError: it cannot be built, fails, or its output does not fit the task.
         """
-        module = build_on_device(self.model, self.folder, self.device)
+        module = build_on_device(self.model, self.folder, self.device, self.schema)
         with self.autocast():
             shape = check_model(module, self.task, self.schema, self.device)
             build_strategy(self.strategy, self.model, self.task).extend(module, self.model, self.schema, self.device)

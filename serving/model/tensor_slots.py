@@ -173,7 +173,7 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _fits(kept: Tensor, own: Tensor, device: torch.device) -> bool:
     return (
         type(kept) is type(own)
-        and kept.device == device
+        and kept.device in (device, own.device)  # some buffers stay on the host
         and (kept.shape, kept.dtype, kept.layout) == (own.shape, own.dtype, own.layout)
         and kept.stride() == own.stride()
     )

@@ -260,7 +260,8 @@ class Signature:
 
 def input_spec(feature: Feature) -> TensorSpec:
     """Return the input that takes a feature: strings are encoded here, not by the client."""
-    return TensorSpec(feature.name, None if feature.is_string else feature.dtype, feature.shape)
+    dtype = None if feature.is_string else feature.dtype
+    return TensorSpec(feature.name, dtype, feature.shape, may_be_nan=feature.may_be_nan)
 
 
 def _check_sizes(document: InferBody, text_bytes: int) -> None:

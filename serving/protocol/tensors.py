@@ -31,18 +31,24 @@ _OPENS_TWICE = re.compile(rb"\s*\[\s*\[")
 class TensorSpec:
     """One input or output: its name, the shape of a row, and how its elements are written."""
 
-    def __init__(self, name: str, dtype: np.dtype[np.generic] | None, shape: tuple[int, ...]) -> None:
-        """Describe a tensor of numbers, or of strings where `dtype` is None."""
+    def __init__(
+        self, name: str, dtype: np.dtype[np.generic] | None, shape: tuple[int, ...], *, may_be_nan: bool = False
+    ) -> None:
+        """Describe a tensor of numbers, which may be missing (`null` or NaN) if so said, or of strings if `dtype` is
+        None."""
         self.name = name
         self.shape = shape
         self.dtype = dtype
         self.datatype = DATATYPES[dtype.name] if dtype is not None else BYTES
         self.row_elements = math.prod(shape)
-        element = _ELEMENTS[dtype.kind] if dtype is not None else str
+        self.may_be_nan = may_be_nan
+        element: Any = _ELEMENTS[dtype.kind] if dtype is not None else str
+        if may_be_nan:
+            element = element | None
         nested: Any = element
         for _ in range(1 + len(shape)):
             nested = list[nested]
-        self.flat_decoder: msgspec.json.Decoder[list[Any]] = msgspec.json.Decoder(list[element])  # type: ignore[valid-type]
+        self.flat_decoder: msgspec.json.Decoder[list[Any]] = msgspec.json.Decoder(list[element])
         self.nested_decoder: msgspec.json.Decoder[list[Any]] = msgspec.json.Decoder(nested)
 
     def metadata(self) -> dict[str, object]:
@@ -141,8 +147,8 @@ def _read_strings(spec: TensorSpec, data: memoryview, expected: int) -> list[str
 
 
 def check_finite(spec: TensorSpec, array: Array) -> Array:
-    """Return the array; raises BadRequestError where it has NaN or infinity."""
-    if array.dtype.kind == "f" and not np.isfinite(array).all():
+    """Return the array; raises BadRequestError where it has infinity, or NaN unless a value may be missing."""
+    if array.dtype.kind == "f" and not (np.isfinite(array) | (spec.may_be_nan & np.isnan(array))).all():
         raise BadRequestError(f"input {spec.name!r} has elements that are NaN or infinite as {spec.datatype}")
     return array
 

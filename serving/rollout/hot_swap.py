@@ -204,7 +204,7 @@ class VersionSwapper:
         for number in reversed(numbers):
             if stays and number <= served:
                 return False
-            if number != served and self._try(number, back=number < served or served in self._stale):
+            if number != served and self._try(number, back=number < served or not stays):
                 return True
         if not stays:
             self._problems.set("withdrawn", f"version {served} is withdrawn, and there is no other that may be served")

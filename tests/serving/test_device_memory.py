@@ -13,7 +13,7 @@ from anabranch.config.loader import Config, load_config
 from anabranch.core.errors import SettingsError
 from learner.model import device as device_module
 from learner.model import visible_devices
-from serving.__main__ import _deployment
+from serving.__main__ import deployment_of
 from serving.model import deployment as deployment_module
 
 
@@ -44,7 +44,7 @@ def config(folder: Path, **environment: str) -> Config:
 def test_each_worker_is_bounded_to_its_part(
     tmp_path: Path, calls: list[tuple[object, ...]], workers: str, part: float
 ) -> None:
-    _deployment(config(tmp_path, ANABRANCH__SERVING__DEVICE="cuda", ANABRANCH__SERVING__WORKERS=workers))
+    deployment_of(config(tmp_path, ANABRANCH__SERVING__DEVICE="cuda", ANABRANCH__SERVING__WORKERS=workers))
     assert calls == [("pick", "cuda"), ("fraction", part, 0)]
 
 
@@ -56,10 +56,10 @@ def test_a_uuid_is_the_first_device_that_cuda_sees(
     settings = {"ANABRANCH__SERVING__DEVICE": "MIG-bb22", "ANABRANCH__DEVICE_SHARING__POLICY": "exclusive"}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SettingsError, match=r'serving.device = "MIG-bb22": torch .* sees no such device'):
-        _deployment(config(tmp_path, **settings))
+        deployment_of(config(tmp_path, **settings))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert _deployment(config(tmp_path, **settings)).device == torch.device("cuda", 0)
+    assert deployment_of(config(tmp_path, **settings)).device == torch.device("cuda", 0)
     assert visible_devices.os.environ["CUDA_VISIBLE_DEVICES"] == "MIG-bb22"
     assert calls == [("pick", "cuda")]
 
@@ -67,7 +67,7 @@ def test_a_uuid_is_the_first_device_that_cuda_sees(
 def test_a_gpu_that_auto_cannot_take_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_module, "driver_fault", lambda: "torch sees no device")
     monkeypatch.setattr(deployment_module, "pick_device", lambda _: torch.device("cpu"))
-    problem = _deployment(config(tmp_path)).device_problem
+    problem = deployment_of(config(tmp_path)).device_problem
     assert problem == 'serving.device = "auto" takes the CPU: torch sees no device'
 
 

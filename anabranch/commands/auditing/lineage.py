@@ -23,6 +23,7 @@ from anabranch.core.failures import UNDECODABLE, state_errors
 from learner.errors import VersionError
 from learner.object_storage.erasure_upload import fetch_erasures
 from learner.state_dir.folders import MANIFEST
+from learner.state_dir.undo_file import read_undo
 from learner.state_dir.version import WEIGHTS, Manifest, Versions
 from replay.erasure.erasure_log import NAME as LOG
 from replay.erasure.erasure_log import ErasureLog
@@ -191,9 +192,13 @@ def _run_details(config: Config, manifest: Manifest) -> dict[str, Any]:
         },
         "metadata": {
             "invocationId": f"{config.pipeline.name}/generation/{manifest.generation}",
-            "finishedOn": datetime.fromtimestamp(manifest.time, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            "finishedOn": _moment(manifest.time),
         },
     }
+
+
+def _moment(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def _lineage(config: Config, versions: Versions, manifest: Manifest) -> dict[str, Any]:
@@ -210,6 +215,7 @@ def _lineage(config: Config, versions: Versions, manifest: Manifest) -> dict[str
             "records_applied": UNKNOWN if applied is None else applied,
             "records_since": UNKNOWN if applied is None else max(0, _erasures(config) - applied),
         },
+        "undone": list(_undone(config, manifest)),
     }
 
 
@@ -223,6 +229,20 @@ def _erasures(config: Config) -> int:
         for log in logs:
             log.refresh()
         return max(log.count for log in logs)
+
+
+def _undone(config: Config, manifest: Manifest) -> Iterator[dict[str, Any]]:
+    """Yield the undos so far: their offsets, and whether the version was made without them."""
+    for record in read_undo(config.state_dir):
+        yield {
+            "undo": record.number,
+            "time": _moment(record.time),
+            "applied": record.number <= manifest.undone,
+            "ranges": {
+                name: [list(pair) for pair in zip(each.firsts, each.lasts, strict=True)]
+                for name, each in record.ranges.items()
+            },
+        }
 
 
 def _parents(versions: Versions, manifest: Manifest) -> Iterator[dict[str, Any]]:

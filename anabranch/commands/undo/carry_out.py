@@ -6,7 +6,7 @@ from datetime import timedelta
 from typing import Any
 
 from anabranch.commands.rollout import apply_command
-from anabranch.commands.undo.plan import UndoPlan
+from anabranch.commands.undo.plan import UndoPlan, check_checkpoint
 from anabranch.config.loader import Config
 from anabranch.core.errors import AnabranchError, SettingsError
 from learner.state_dir.lock import is_held
@@ -66,11 +66,18 @@ def carry_out(config: Config, plan: UndoPlan, patience: timedelta) -> UndoResult
     The record comes first, which takes milliseconds: otherwise a version could be published after it, and be served.
 
     Raises:
-        SettingsError: the record cannot be written, and nothing has changed.
+        SettingsError: the record cannot be written, or the learner has deleted the checkpoint of the plan since, and
+            nothing has changed.
     """
+
+    def planned(number: int) -> UndoRecord:
+        record = plan.record(number, time.time())
+        check_checkpoint(config, plan, record)
+        return record
+
     ran = is_held(config.state_dir)
     try:
-        record = append_record(config.state_dir, lambda number: plan.record(number, time.time()))
+        record = append_record(config.state_dir, planned)
     except OSError as exc:
         raise SettingsError(f"{config.state_dir / NAME} cannot be written: {exc.strerror}; nothing is undone") from exc
     serving = _serve_clean(config, plan)

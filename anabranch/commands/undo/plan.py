@@ -1,7 +1,7 @@
 """What an undo would do: which versions are tainted, what is served instead, and where learning goes on."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -12,12 +12,12 @@ from anabranch.config.loader import Config
 from anabranch.core.errors import DependencyError, SettingsError
 from ingest.events.identity import partition_name
 from ingest.events.schema import Schema
-from ingest.worker.stream_search import Progress, StreamSearch
+from ingest.search.stream_search import Progress, StreamSearch
 from learner.state_dir.checkpoint import Checkpoints
 from learner.state_dir.undo_file import OffsetRanges, UndoRecord, read_undo
 from learner.state_dir.version import RegistryState
 from learner.undo.going_back import Sorted, sort_checkpoints
-from learner.undo.tainted import TORN, seen_by_checkpoint, seen_by_version
+from learner.undo.tainted import TORN, names_in, seen_by_checkpoint, seen_by_version
 from serving.reporting.report import read_report
 
 _MOST_NAMED = 5
@@ -116,13 +116,15 @@ def plan_undo(config: Config, selection: Selection, progress: Progress) -> UndoP
         if not ranges:
             raise SettingsError("no event that this pipeline reads is of that selection: nothing is to be undone")
         starts = {partition_name(name): offset for name, offset in search.log_starts.items()}
-    record = UndoRecord(number=len(read_undo(config.state_dir)) + 1, time=0.0, ranges=ranges, until={})
+    before = read_undo(config.state_dir)
+    record = UndoRecord(number=len(before) + 1, time=0.0, ranges=ranges, until={})
     versions, state = list_versions(config, None), stored_versions(config).state()
-    tainted = [one for one in versions[::-1] if _is_tainted(one, record, torn=config.pipeline.stream.format in TORN)]
+    torn = config.pipeline.stream.format in TORN
+    tainted = [one for one in versions[::-1] if _is_tainted(one, [record], torn=torn)]
     _check_pinned(state, tainted)
-    numbers = {one.number for one in tainted}
-    checkpoints = Checkpoints(config.state_dir / "checkpoints", Schema(config.pipeline.events).digest, sys.maxsize)
-    number, made, positions = _target(checkpoints, record, starts, known)
+    # The learner may not have returned for earlier records yet.
+    numbers = {one.number for one in versions if _is_tainted(one, [*before, record], torn=torn)}
+    number, made, positions = _target(_checkpoints(config), [*before, record], starts, known)
     until = {partition_name(name): each.seen_through + 1 for name, each in known.items()}
     answered = _answered(config)
     return UndoPlan(
@@ -141,6 +143,32 @@ def plan_undo(config: Config, selection: Selection, progress: Progress) -> UndoP
         again=sum(max(0, end - positions.get(name, end)) for name, end in until.items()),
         state=state,
     )
+
+
+def check_checkpoint(config: Config, plan: UndoPlan, record: UndoRecord) -> None:
+    """Raise SettingsError where the learner has deleted the checkpoint of a plan since; raises DependencyError."""
+    found = _sorted(_checkpoints(config), [*read_undo(config.state_dir), record])
+    if plan.checkpoint is None:
+        lost = bool(found.tainted and not found.clean)
+    else:
+        lost = plan.checkpoint > 0 and plan.checkpoint not in found.clean
+    if lost:
+        raise SettingsError(
+            "the learner has deleted the checkpoint to which it would return, since newer ones replace it; nothing was "
+            "changed: run the command again"
+        )
+
+
+def _checkpoints(config: Config) -> Checkpoints:
+    schema = Schema(config.pipeline.events, config.pipeline.stream.labels)
+    return Checkpoints(config.state_dir / "checkpoints", schema.digest, sys.maxsize)
+
+
+def _sorted(checkpoints: Checkpoints, records: Sequence[UndoRecord]) -> Sorted:
+    try:
+        return sort_checkpoints(checkpoints, records)
+    except OSError as exc:
+        raise DependencyError(f"{checkpoints.location} cannot be read: {exc.strerror or exc}") from exc
 
 
 def _check_settings(config: Config) -> None:
@@ -167,21 +195,19 @@ def _check_pinned(state: RegistryState, tainted: list[Listed]) -> None:
         )
 
 
-def _is_tainted(one: Listed, record: UndoRecord, *, torn: bool) -> bool:
-    return one.manifest is not None and seen_by_version(one.manifest, list(record.ranges), torn=torn).taints(record)
+def _is_tainted(one: Listed, records: Sequence[UndoRecord], *, torn: bool) -> bool:
+    seen = None if one.manifest is None else seen_by_version(one.manifest, names_in(records), torn=torn)
+    return seen is not None and bool(seen.tainted_by(records))
 
 
 def _target(
-    checkpoints: Checkpoints, record: UndoRecord, starts: Mapping[str, int], known: Known
+    checkpoints: Checkpoints, records: Sequence[UndoRecord], starts: Mapping[str, int], known: Known
 ) -> tuple[int | None, float | None, Mapping[str, int]]:
     """Return the checkpoint to return to, when it was made, and where it reads on.
 
     Raises SettingsError where the broker no longer has the stream from there on.
     """
-    try:
-        found = sort_checkpoints(checkpoints, [record])
-    except OSError as exc:
-        raise DependencyError(f"{checkpoints.location} cannot be read: {exc.strerror or exc}") from exc
+    found = _sorted(checkpoints, records)
     if not found.tainted:
         return None, None, {}
     if found.clean:

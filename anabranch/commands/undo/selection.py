@@ -10,7 +10,7 @@ from anabranch.config.loader import Config
 from anabranch.core.errors import SettingsError
 from ingest.events.identity import partition_name
 from ingest.events.partition import TopicPartition
-from ingest.worker.stream_search import Matches, Progress, StreamSearch, with_header, with_key
+from ingest.search.stream_search import Matches, Progress, StreamSearch, with_header, with_key
 from learner.state_dir.report import PartitionReport
 from learner.state_dir.undo_file import OffsetRanges, ranges_of
 

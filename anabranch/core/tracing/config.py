@@ -13,6 +13,8 @@ class TracingSettings(Section):
     sample: Annotated[float, Field(ge=0, le=1)] = 0.01
     """Fraction of the requests without a trace context, and of the steps, that are traced. A caller's `traceparent`
     decides for its requests and events."""
+    requests_per_second: Annotated[float, Field(gt=0)] = 100.0
+    """Requests a second that a process traces at most, whatever their callers decide."""
     steps_per_second: Annotated[float, Field(gt=0)] = 10.0
     """Steps a second that are traced at most."""
     setup: Annotated[str, written(r"|[\w.]+:\w+", 'an import string such as "my_tracing:set_up"')] = ""

@@ -66,19 +66,21 @@ def _call(reference: str, part: str, folder: Path) -> None:
 
 def _otlp_provider(part: str, left_out: LeftOut) -> tuple[Any, "BackgroundExport"]:
     """Return a provider that exports by OTLP, as the variables `OTEL_*` say."""
+    named = "OTEL_SERVICE_NAME" in os.environ or "service.name=" in os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
     try:
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
 
         exporter = _otlp_exporter()
+        resource = Resource.create({} if named else {"service.name": f"{NAME}-{part}"})
+        provider = TracerProvider(resource=resource, shutdown_on_exit=False)
     except ImportError as exc:
         raise SettingsError(
             f"[tracing] without tracing.setup needs the SDK of OpenTelemetry and an exporter ({exc}): "
             "pip install opentelemetry-sdk opentelemetry-exporter-otlp-proto-http, or set tracing.setup"
         ) from exc
-    named = "OTEL_SERVICE_NAME" in os.environ or "service.name=" in os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
-    resource = Resource.create({} if named else {"service.name": f"{NAME}-{part}"})
-    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+    except ValueError as exc:
+        raise SettingsError(f"[tracing]: a variable OTEL_* cannot be used: {exc}") from exc
     processor = BackgroundExport(exporter, left_out)
     provider.add_span_processor(processor)  # type: ignore[arg-type]
     return provider, processor
@@ -93,6 +95,8 @@ def _otlp_exporter() -> "SpanExporter":
 
         exporter: SpanExporter = Grpc()
         return exporter
+    if protocol != "http/protobuf":
+        raise ValueError(f'OTEL_EXPORTER_OTLP_PROTOCOL is "{protocol}"; set it to http/protobuf or grpc')
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as Http
 
     return Http()

@@ -64,7 +64,7 @@ def left_out_counter(registry: CollectorRegistry) -> Counter:
     """Return the metric of what tracing left out."""
     return Counter(
         "anabranch_tracing_left_out",
-        "Spans, and links of spans, left out: queue (full), export (failed), rate (of steps), links (too many).",
+        "Spans and links left out: queue (full), export (failed), rate (of requests or steps), links (too many).",
         ["reason"],
         registry=registry,
     )

@@ -14,7 +14,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from typing_extensions import override
 
 from anabranch.core.tracing.config import TracingSettings
-from anabranch.core.tracing.context import MOST_LINKS, TRACEPARENT, TRACESTATE, is_sampled
+from anabranch.core.tracing.context import LENGTH, MOST_LINKS, TRACEPARENT, TRACESTATE, is_sampled, is_tracestate
 from anabranch.core.tracing.spans import NO_SPAN, Attributes, LeftOut, TracedSpan
 
 _NANOSECONDS = 1_000_000_000
@@ -33,8 +33,9 @@ class RequestSpan:
         return self._span.get_span_context()
 
     def link(self, context: SpanContext) -> None:
-        """Link another span, such as that of the batch that answers the request."""
-        self._span.add_link(context)
+        """Link another span, such as that of the batch that answers the request, unless the request has ended."""
+        if self._span.is_recording():
+            self._span.add_link(context)
 
     def end(self, attributes: Attributes, *, failed: bool) -> None:
         """End it; `failed`: the server could not answer."""
@@ -70,6 +71,26 @@ class _OpenSpan(TracedSpan):
         self._use.__exit__(kind, error, trace)
 
 
+class _Rate:
+    """Allows so many a second; those of the last second, and of the one before the start, are saved up."""
+
+    def __init__(self, per_second: float, clock: Callable[[], float]) -> None:
+        self._seconds = 1 / per_second
+        self._clock = clock
+        self._next = clock() - 1.0
+        self._lock = threading.Lock()
+
+    def allows_one(self) -> bool:
+        """Take a turn; return whether there is one."""
+        with self._lock:
+            now = self._clock()
+            self._next = max(self._next, now - 1.0)
+            if self._next > now:
+                return False
+            self._next += self._seconds
+            return True
+
+
 class Tracer:
     """Decides what is traced, and starts spans. Any thread may use it.
 
@@ -87,10 +108,8 @@ class Tracer:
         """Counts what is left out."""
         self._tracer = tracer
         self._sample = settings.sample
-        self._step_seconds = 1 / settings.steps_per_second
-        self._next_step = clock()
-        self._clock = clock
-        self._lock = threading.Lock()
+        self._requests = _Rate(settings.requests_per_second, clock)
+        self._steps = _Rate(settings.steps_per_second, clock)
         self._propagator = TraceContextTextMapPropagator()
 
     def request(
@@ -99,6 +118,9 @@ class Tracer:
         """Start the span of a request with these fields; None if it is not traced."""
         sampled = None if traceparent is None else is_sampled(traceparent)
         if sampled is False or (sampled is None and _random.random() >= self._sample):
+            return None
+        if not self._requests.allows_one():
+            self.left_out("rate", 1)
             return None
         parent = Context() if sampled is None else self._parent(traceparent, tracestate)
         return RequestSpan(self._tracer.start_span(name, parent, SpanKind.SERVER, attributes))
@@ -122,7 +144,7 @@ class Tracer:
         """Return the span of a step that learns from events with these contexts, or `NO_SPAN`."""
         if not traceparents and _random.random() >= self._sample:
             return NO_SPAN
-        if not self._may_trace_step():
+        if not self._steps.allows_one():
             self.left_out("rate", 1)
             return NO_SPAN
         if (more := len(traceparents) - MOST_LINKS) > 0:
@@ -142,15 +164,7 @@ class Tracer:
         span.end(end)
 
     def _parent(self, traceparent: str | None, tracestate: str | None) -> Context:
-        fields = {TRACEPARENT: traceparent or "", **({TRACESTATE: tracestate} if tracestate else {})}
+        fields = {TRACEPARENT: (traceparent or "")[:LENGTH]}
+        if tracestate is not None and is_tracestate(tracestate):
+            fields[TRACESTATE] = tracestate
         return self._propagator.extract(fields, Context())
-
-    def _may_trace_step(self) -> bool:
-        """Take a turn, of which there are `steps_per_second`; those of the last second may be saved up."""
-        with self._lock:
-            now = self._clock()
-            self._next_step = max(self._next_step, now - 1.0)
-            if self._next_step > now:
-                return False
-            self._next_step += self._step_seconds
-            return True

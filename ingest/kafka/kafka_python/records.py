@@ -42,6 +42,11 @@ def bound(consumer: Any, most: int) -> None:
     consumer._fetcher.PartitionRecords = functools.partial(_Records, most)
 
 
+def records_of(partition: Any, records: Any, most: int) -> Any:
+    """Return the records of an answer that was made here, from offset 0 on, parsed as `bound` has those of a broker."""
+    return _Records(most, 0, partition, records)
+
+
 class _Records(Fetcher.PartitionRecords):  # type: ignore[misc]
     """The records of one answer for one partition."""
 

@@ -1,11 +1,14 @@
 """What `anabranch undo` plans, and what it refuses before anything is changed."""
 
+import shutil
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from anabranch.commands.undo.carry_out import carry_out
 from anabranch.commands.undo.plan import UndoPlan, plan_undo
 from anabranch.commands.undo.selection import Selection
 from anabranch.config.loader import Config, load_config
@@ -14,7 +17,7 @@ from ingest.config import SchemaSettings
 from ingest.events.schema import Schema
 from ingest.kafka.fake import FakeClient, FakePartition
 from ingest.kafka.registry import CLIENTS
-from learner.state_dir.undo_file import NAME
+from learner.state_dir.undo_file import NAME, read_undo
 from learner.state_dir.version import RegistryState, Versions
 from tests.learner.undo.undo_bench import NAMES, UndoBench
 
@@ -94,6 +97,35 @@ def test_a_tainted_version_that_is_pinned_has_to_be_unpinned_first(config: Confi
     versions.write_state(RegistryState(serving=max(versions.numbers()), pinned=max(versions.numbers())))
     with pytest.raises(SettingsError, match="is pinned, and has seen events"):
         plan(config, offsets=["payments[0]@300..310"])
+
+
+def test_an_undo_counts_those_before_to_which_no_learner_has_returned_yet(config: Config) -> None:
+    """The newest version and checkpoint have not seen what the second is for, and are tainted by the first."""
+    first = plan(config, offsets=["payments[0]@300..310"])
+    carry_out(config, first, timedelta())
+    second = plan(config, offsets=["payments[1]@700..710"])
+    assert second.tainted == []
+    assert (second.clean, second.checkpoint) == (first.clean, 1)
+    carry_out(config, second, timedelta())
+    assert [each.number for each in read_undo(config.state_dir)] == [1, 2]
+
+
+def test_a_checkpoint_of_another_release_is_named(config: Config) -> None:
+    manifest = config.state_dir / "checkpoints" / "2" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"format": 11', '"format": 10'))
+    with pytest.raises(SettingsError, match=r"checkpoint 2 .* is of format 10, and this release reads 11"):
+        plan(config, offsets=["payments[0]@300..310"])
+
+
+def test_nothing_is_recorded_once_the_learner_has_deleted_the_checkpoint_of_the_plan(config: Config) -> None:
+    made = plan(config, offsets=["payments[0]@300..310"])
+    shutil.rmtree(config.state_dir / "checkpoints" / "1")
+    with pytest.raises(SettingsError, match="nothing was changed: run the command again"):
+        carry_out(config, made, timedelta())
+    assert not (config.state_dir / NAME).exists()
+    again = plan(config, offsets=["payments[0]@300..310"])
+    assert again.checkpoint == 0
+    assert carry_out(config, again, timedelta()).number == 1
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ from anabranch.core.errors import SettingsError
 from ingest.events.schema import Schema
 from learner.model.base_file import write_base
 from learner.model.factory import build_on_device, make_task
+from learner.model.features.learned import features_of
 from learner.model.growing.parts import parts_in
 from learner.model.trained_set import trained_state
 from learner.state_dir.bases import bases_in
@@ -57,6 +59,39 @@ def build():
 def layers():
     return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
 """
+LEARNED = """
+[schema.features.amount]
+dtype = "float32"
+scale = "quantile"
+missing = "indicator"
+[schema.features.who]
+dtype = "int64"
+encode = {learn = 6, min_count = 1}
+max = 9
+[schema.features.when]
+dtype = "int64"
+cycles = ["day"]
+[schema.cross.both]
+of = ["who", "when"]
+encode = {hash = 8}
+"""
+LEARNED_MODEL = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.who, self.both, self.linear = nn.Embedding(6, 2), nn.Embedding(8, 2), nn.Linear(12, 3)
+
+    def forward(self, x, amount, amount_missing, who, when, both):
+        numbers = torch.stack([amount, amount_missing], dim=1)
+        return self.linear(torch.cat([x, numbers, self.who(who), when, self.both(both)], dim=1))
+
+def build():
+    torch.manual_seed(0)
+    return Net()
+"""
 EXPERTS = """embedding = "1"
 [learner]
 strategy = {name = "experts", size = 0.9}
@@ -68,12 +103,18 @@ def published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
     """`published(output)`: a pipeline with a version of a model that computes `output` of `x`."""
     monkeypatch.setattr(sys, "path", sys.path[:])
 
-    def publish(output: str = PLAIN, pipeline: str = PIPELINE) -> Config:
-        (tmp_path / "program_model.py").write_text(MODEL.format(output))
+    def publish(output: str = PLAIN, pipeline: str = PIPELINE, source: str | None = None) -> Config:
+        (tmp_path / "program_model.py").write_text(MODEL.format(output) if source is None else source)
         (tmp_path / "pipeline.toml").write_text(pipeline)
         config = load_config(tmp_path / "pipeline.toml", {})
         model, schema = config.pipeline.model, Schema(config.pipeline.events)
-        module = build_on_device(model, config.folder, CPU)
+        module = build_on_device(model, config.folder, CPU, schema)
+        if (learned := features_of(module)) is not None:
+            random = np.random.default_rng(0)
+            columns = {f"feature.{each.name}": each.example(40) for each in schema.features}
+            columns["feature.amount"] = random.lognormal(0, 1, 40).astype(np.float32)
+            columns["feature.who"] = random.integers(0, 8, 40)
+            learned.observe({**columns, "time_ms": np.zeros(40, np.int64)})
         build_strategy(config.pipeline.learner.strategy, model, make_task(model.task)).extend(
             module, model, schema, CPU
         )
@@ -117,6 +158,17 @@ def test_a_program_takes_any_number_of_rows(published: Callable[..., Config], tm
     for rows in (1, 5):
         assert module(torch.zeros(rows, 4))["probabilities"].shape == (rows, 3)
     assert not isinstance(module, nn.Linear)
+
+
+@pytest.mark.parametrize("form", ["torch", "onnx"])
+def test_a_program_has_what_was_learned_of_features(
+    published: Callable[..., Config], tmp_path: Path, form: Any
+) -> None:
+    pytest.importorskip("onnxscript" if form == "onnx" else "torch")
+    config = published(pipeline=PIPELINE.replace("[schema.label]", f"{LEARNED}[schema.label]"), source=LEARNED_MODEL)
+    exported = export_program(config, "latest", tmp_path / "program", form)
+    assert exported.rows == 74
+    assert exported.difference < 1e-5
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 
 from anabranch.config.loader import Config, load_config
 from anabranch.core.errors import SettingsError
-from ingest.config import HashBuckets, TokenizerFile, Vocabulary
+from ingest.feature_settings import HashBuckets, TokenizerFile, Vocabulary
 
 TEMPLATE = Path(__file__).parents[3] / "anabranch" / "commands" / "template" / "pipeline.toml"
 SMALLEST = {
@@ -196,7 +196,7 @@ class TestValues:
             (
                 "schema.features.x",
                 'dtype = "string"\nencode = {}',
-                "schema.features.x.encode: write {vocab = [...]}, {hash = N} or {tokenizer",
+                "schema.features.x.encode: write {vocab = [...]}, {hash = N}, {learn = N} or {tokenizer",
             ),
             (
                 "schema.features.x",

@@ -7,13 +7,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+from opentelemetry.trace import TraceState
+from opentelemetry.trace import span as trace_api
 
 from anabranch.core.errors import SettingsError
 from anabranch.core.tracing import provider, spans
 from anabranch.core.tracing.config import TracingSettings
-from anabranch.core.tracing.context import MOST_LINKS, is_sampled, sampled_contexts
+from anabranch.core.tracing.context import MOST_LINKS, is_sampled, is_tracestate, sampled_contexts
 from anabranch.core.tracing.provider import BackgroundExport
 from anabranch.core.tracing.tracer import Tracer
 from tests.support.collector import Collector
@@ -46,6 +50,9 @@ def tracer(collector: Collector, left_out: Counter[str], tmp_path: Path) -> Iter
         (UNSAMPLED, False),
         (f"00-{TRACE}-{SPAN}-03", True),
         (f"cc-{TRACE}-{SPAN}-01-of-the-future", True),
+        (f"cc-{TRACE}-{SPAN}-01", True),
+        (f"cc-{TRACE}-{SPAN}-01x", None),
+        (f"{SAMPLED}-x", None),
         (f"ff-{TRACE}-{SPAN}-01", None),
         (f"00-{'0' * 32}-{SPAN}-01", None),
         (f"00-{TRACE}-{'0' * 16}-01", None),
@@ -66,8 +73,24 @@ def test_headers_of_records_may_hold_anything() -> None:
         [("traceparent", None)],
         [("other", b"x"), ("traceparent", SAMPLED.encode())],
         [("traceparent", UNSAMPLED.encode()), ("traceparent", SAMPLED.encode())],
+        [("traceparent", SAMPLED.encode() + b"x" * 1_000_000)],
+        [("traceparent", f"cc-{TRACE}-{SPAN}-01-later".encode())],
     ]
-    assert list(sampled_contexts(headers)) == [(3, SAMPLED)]  # type: ignore[arg-type]
+    assert list(sampled_contexts(headers)) == [(3, SAMPLED), (6, f"cc-{TRACE}-{SPAN}-01")]  # type: ignore[arg-type]
+
+
+@given(st.one_of(st.text(max_size=40), st.from_regex(r"(a|b|c@d|[!=\s]|,|=){0,40}", fullmatch=True)))
+@example("a=1,a=2")
+@example(",".join(f"k{number}=1" for number in range(33)))
+@example(f"a={'x' * 600}")
+@example("vendor=1, t@v=a b ,,")
+def test_a_tracestate_is_continued_if_opentelemetry_takes_it_without_a_warning(field: str) -> None:
+    if is_tracestate(field):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(trace_api, "_logger", None)  # to which it would write
+            TraceState.from_header([field])
+    else:
+        assert not TraceState.from_header([field])
 
 
 def test_without_settings_nothing_is_traced(tmp_path: Path, left_out: Counter[str]) -> None:
@@ -91,6 +114,36 @@ def test_a_callers_decision_is_continued(tracer: Tracer, collector: Collector) -
     (seen,) = collector.named("r")
     assert (seen.trace, seen.parent, seen.failed, seen.kind) == (TRACE, SPAN, True, 2)
     assert (seen.attributes, seen.service) == ({"a": 1, "b": 2}, "anabranch-learner")
+
+
+def test_fields_of_callers_are_bounded_and_come_into_no_log(
+    tracer: Tracer, collector: Collector, caplog: pytest.LogCaptureFixture
+) -> None:
+    for state in ("no member", "a=1,a=2", f"a={'x' * 60_000}", f"a={'x' * 200}," * 3):
+        request = tracer.request("r", SAMPLED, state, {})
+        assert request is not None
+        assert not request.context.trace_state
+        request.end({}, failed=False)
+    request = tracer.request("r", f"cc-{TRACE}-{SPAN}-01-{'x' * 60_000}", "vendor=1,t@v=2", {})
+    assert request is not None
+    assert dict(request.context.trace_state) == {"vendor": "1", "t@v": "2"}
+    request.end({}, failed=False)
+    with tracer.batch("predict", [request], {}):  # it has ended, since its client has gone
+        pass
+    assert {(each.trace, each.parent) for each in collector.named("r", 5)} == {(TRACE, SPAN)}
+    assert not caplog.records
+
+
+def test_callers_do_not_decide_how_many_requests_are_traced(tracer: Tracer, left_out: Counter[str]) -> None:
+    now = 100.0
+    settings = TracingSettings(sample=1, requests_per_second=3)
+    limited = Tracer(tracer._tracer, settings, tracer.left_out, lambda: now)
+    traced = [limited.request("r", field, None, {}) is not None for field in [SAMPLED, None] * 5]
+    assert traced == [True] * 4 + [False] * 6
+    assert limited.request("r", UNSAMPLED, None, {}) is None
+    assert left_out == {"rate": 6}
+    now += 0.5
+    assert limited.request("r", SAMPLED, None, {}) is not None
 
 
 def test_requests_without_context_are_sampled(collector: Collector, tmp_path: Path) -> None:
@@ -126,16 +179,16 @@ def test_a_step_is_linked_with_its_events_at_a_bounded_rate(
     limited = Tracer(tracer._tracer, TracingSettings(sample=0, steps_per_second=2), tracer.left_out, lambda: now)
     assert limited.step("train", [], dict) is spans.NO_SPAN
     assert not left_out
-    for _ in range(3):
+    for _ in range(5):
         with limited.step("train", [SAMPLED], dict):
             pass
-    assert left_out == {"rate": 2}  # none is saved up at the start
+    assert left_out == {"rate": 2}
     now += 60
     for _ in range(5):
         with limited.step("train", [SAMPLED] * (MOST_LINKS + 1), dict):
             pass
-    seen = collector.named("train", 4)
-    assert [len(each.links) for each in seen] == [1] + 3 * [MOST_LINKS]
+    seen = collector.named("train", 6)
+    assert [len(each.links) for each in seen] == 3 * [1] + 3 * [MOST_LINKS]
     assert {link for each in seen for link in each.links} == {(TRACE, SPAN)}
     assert left_out == {"rate": 2 + 2, "links": 3}
 
@@ -276,6 +329,20 @@ def test_what_is_not_installed_is_named(
             monkeypatch.delitem(sys.modules, name)
     with (
         pytest.raises(SettingsError, match=f"pip install .*{command}"),
+        spans.tracing(TracingSettings(), "serving", tmp_path, lambda *_: None),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"), [("OTEL_EXPORTER_OTLP_PROTOCOL", "http/json"), ("OTEL_SPAN_LINK_COUNT_LIMIT", "many")]
+)
+def test_a_variable_that_cannot_be_used_is_named(
+    variable: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, value)
+    with (
+        pytest.raises(SettingsError, match=f"{variable} .*{value}"),
         spans.tracing(TracingSettings(), "serving", tmp_path, lambda *_: None),
     ):
         pass

@@ -3,8 +3,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ingest.config import HashBuckets, Vocabulary
 from ingest.events.encoders import encoder_of, hash_texts
+from ingest.feature_settings import HashBuckets, Vocabulary
 
 ENCODERS = [
     pytest.param(Vocabulary(vocab=("red", "", "grün")), id="vocabulary"),

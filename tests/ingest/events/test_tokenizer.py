@@ -14,11 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anabranch.core.errors import SettingsError
-from ingest.config import SchemaSettings, TokenizerFile
+from ingest.config import SchemaSettings
 from ingest.events import tokenizer as tokenizer_module
 from ingest.events.encoders import encoder_of
 from ingest.events.schema import Schema
 from ingest.events.tokenizer import CHARACTERS_PER_ID, TokenizerEncoder
+from ingest.feature_settings import TokenizerFile
 from tests.support.tokenizer import WORDS, tokenizer_json, write_tokenizer
 
 PAD, UNKNOWN, CLS, SEP = range(4)

@@ -24,6 +24,7 @@ from learner.object_storage.erasure_upload import ERASURES, stored_erasures
 from learner.rebuilding.errors import RebuildError
 from learner.rebuilding.rebuild import rebuild_version
 from learner.state_dir.folders import MANIFEST
+from learner.state_dir.undo_file import OffsetRanges, UndoRecord, append_record
 from learner.state_dir.version import WEIGHTS
 from replay.erasure.erased_events import ByKey, ByRange, hash_of_key
 from replay.erasure.erasure_log import COMMAND, ErasureLog
@@ -156,6 +157,29 @@ def test_on_another_host_what_was_erased_is_not_learned_again(
     assert any("events were erased, and are not learned again" in reason for reason in report.rebuilt.reasons)
     since = lineage(load_config(audited.path), 12)["predicate"]["anabranchLineage"]["erasures"]
     assert since == {"records_applied": 0, "records_since": 1}
+
+
+def test_versions_from_before_and_after_an_undo_are_rebuilt_bit_for_bit(
+    audited: Audited, produce: Produce, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    produce(audited.bootstrap, audited.topic, events(400))
+    audited.learn(monkeypatch, 30, (10, 20))
+    state_dir, name = audited.spec.state_dir, f"{audited.topic}#0[0]"
+    ranges = {name: OffsetRanges([100, 150], [120, 150])}
+    append_record(state_dir, lambda number: UndoRecord(number=number, time=1.0, ranges=ranges, until={}))
+    before = audited.versions.numbers()
+    audited.learn(monkeypatch, 30, (25,))
+    after = [number for number in audited.versions.numbers() if number not in before]
+
+    rebuilt = {number: audited.rebuild(number) for number in (before[-2], after[0], after[-1])}
+
+    assert {number: each.reasons for number, each in rebuilt.items() if not each.equal or each.reasons} == {}
+    assert [audited.versions.manifest(number).undone for number in rebuilt] == [0, 1, 1]
+    starts = [each.start.checkpoint for each in rebuilt.values()]
+    assert starts[0] == starts[1] != starts[2], "the learner has returned to the first, and has made another since"
+    (state_dir / "undo.json").unlink()
+    with pytest.raises(RebuildError, match=r"made after undo 1, which undo\.json in state_dir does not have"):
+        audited.rebuild(after[-1])
 
 
 def test_a_rebuild_ends_where_erasure_has_left_too_few_events(

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from anabranch.core.errors import SettingsError
 from learner.registration import registrar as module
+from learner.registration.lineage import Registration
 from learner.registration.registrar import NAME, WITHDRAWN, Registrar
 from learner.registration.registry import MlflowRegistry
 from learner.sections.mlflow_settings import MlflowSettings
@@ -248,6 +250,27 @@ def test_what_does_not_fit_or_is_gone_is_counted(
     assert counted == {"queue": 2, "gone": 1, "registered": 3}
 
 
+def test_versions_that_serve_while_a_slow_registry_answers_are_registered(
+    versions: Versions, publish: Any, start: Any, mlflow: MlflowServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(*range(1, 9))
+    serve(versions, 1, 2)
+    registrar: Registrar = start()
+    register, still = registrar._registry.register, [(2, 3, 4), (5, 6, 7)]
+
+    def slowly(version: Registration) -> str:
+        if still:
+            serve(versions, *still.pop(0))  # those before are not in the file any more, as after a hundred versions
+        return register(version)
+
+    monkeypatch.setattr(registrar._registry, "register", slowly)
+    registrar.poll()
+    assert (len(mlflow.versions), registrar.waiting) == (2, 5)
+    registrar.poll()
+    assert [each["source"] for each in mlflow.versions] == [SOURCE.format(number=n) for n in range(1, 8)]
+    assert mlflow.aliases == {ALIAS: "7"}
+
+
 def test_without_its_file_it_finds_what_is_registered(
     versions: Versions, publish: Any, start: Any, mlflow: MlflowServer
 ) -> None:
@@ -270,6 +293,17 @@ def test_versions_of_servers_on_other_hosts_are_registered(
     assert (len(mlflow.versions), mlflow.aliases) == (2, {ALIAS: "2"})
 
 
+def test_a_learner_that_returns_to_its_host_moves_the_alias_back(
+    versions: Versions, publish: Any, start: Any, mlflow: MlflowServer
+) -> None:
+    publish(1, 2)
+    serve(versions, 1, 2)
+    start().poll()
+    mlflow.aliases[ALIAS] = "1"  # by the learner of another host, meanwhile
+    start().poll()
+    assert (mlflow.aliases, len(mlflow.versions)) == ({ALIAS: "2"}, 2)
+
+
 def test_the_end_does_not_wait_for_a_server_that_hangs(
     versions: Versions, publish: Any, start: Any, mlflow: MlflowServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -288,6 +322,9 @@ def test_the_end_does_not_wait_for_a_server_that_hangs(
 def test_settings_say_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="where the number of the version belongs"):
         MlflowSettings(tracking_uri="http://m", source="s3://models")
+    with pytest.raises(ValidationError, match="MLFLOW_TRACKING_USERNAME") as refused:
+        MlflowSettings(tracking_uri="http://ada:s3cret@m:5000")
+    assert isinstance(refused.value.errors()[0]["input"], dict)  # so that the sentence has no value
     with pytest.raises(ValueError, match="alias"):
         MlflowSettings(tracking_uri="http://m", alias="v1")
     monkeypatch.setitem(sys.modules, "mlflow", None)

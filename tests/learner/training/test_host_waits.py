@@ -43,6 +43,7 @@ ALLOWED = {
     "learner/training/trainer.py": {
         "probe: tolist": "of steps that score old events",
         "_probe: to": "before the first step",
+        "learn_features: to": "where rows of a learned vocabulary start again: host memory to the device, in order",
     },
     "learner/training/compile.py": {"compiled: item": "before the first step"},
     "learner/training/host_to_device.py": {"__call__: to": "from pinned memory, without waiting"},

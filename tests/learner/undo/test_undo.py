@@ -1,6 +1,7 @@
 """A learner that undoes events equals one whose topic never had them, bit for bit."""
 
 import contextlib
+import fcntl
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -17,9 +18,10 @@ from learner.checkpointing.replay_state import unpack
 from learner.checkpointing.without_erased import without_erased
 from learner.errors import MisfitError, UndoRequestedError
 from learner.state_dir.checkpoint import Checkpoints
+from learner.state_dir.folders import LocalFolder
 from learner.state_dir.trained_through import PartitionProgress
-from learner.state_dir.undo_file import NAME, UndoRecord, append_record, ranges_of
-from learner.state_dir.version import Manifest, ModelReference, Versions
+from learner.state_dir.undo_file import LOCK, NAME, UndoRecord, append_record, ranges_of
+from learner.state_dir.version import WEIGHTS, Manifest, ModelReference, Versions
 from learner.undo.going_back import go_back, undone_verdict
 from learner.undo.tainted import seen_by_version
 from learner.undo.watch import UndoWatch
@@ -248,6 +250,51 @@ def test_a_learner_that_runs_ends_when_an_undo_is_requested(tmp_path: Path) -> N
     (tmp_path / NAME).write_text("{")
     with pytest.raises(SettingsError, match=r"undo.json cannot be used: .* put it back from a backup"):
         watch.check()
+
+
+def test_no_checkpoint_is_deleted_once_an_undo_is_ordered_nor_while_one_is(
+    make: Callable[..., UndoBench], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make("undone", 400)
+    watch = UndoWatch(tmp_path / "undone", 0)
+    bench.checkpointer.keep, bench.checkpointer._deleting = 1, watch.excluded
+    kept = [bench.checkpoint()]
+    with watch.excluded(), (tmp_path / "undone" / LOCK).open() as lock, pytest.raises(BlockingIOError):
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    write = Checkpoints.write
+
+    def ordered(*arguments: Any) -> Path:
+        path = write(*arguments)
+        record(tmp_path / "undone", FLIPPED)
+        return path
+
+    monkeypatch.setattr(Checkpoints, "write", ordered)
+    bench.run()
+    with pytest.raises(UndoRequestedError):
+        bench.checkpoint()
+    assert bench.checkpoints.numbers() == [*kept, kept[-1] + 1]
+
+
+def test_no_version_appears_once_an_undo_is_ordered_though_it_was_being_written(
+    make: Callable[..., UndoBench], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench, write = make("undone", 400), LocalFolder.write
+    bench.publisher.while_appearing = UndoWatch(tmp_path / "undone", 0).excluded
+
+    def ordered(folder: LocalFolder, name: str, pieces: Any) -> None:
+        write(folder, name, pieces)
+        if name == WEIGHTS:
+            record(tmp_path / "undone", FLIPPED)
+
+    def learn() -> None:
+        bench.run()
+        bench.finish()
+
+    monkeypatch.setattr(LocalFolder, "write", ordered)
+    with pytest.raises(UndoRequestedError):  # of the publisher's thread: at a later step, or at the end
+        learn()
+    assert bench.versions.numbers() == []
+    assert not list((tmp_path / "undone" / "versions").glob(".tmp-*"))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from torch import nn
 
 from anabranch.config.loader import load_config
 from anabranch.core.errors import SettingsError
-from serving.__main__ import _deployment
+from serving.__main__ import deployment_of
 from serving.config import ServingSettings
 from serving.model.device import use_precision
 from serving.model.graphs import CudaCapture
@@ -106,11 +106,11 @@ def test_tf32_is_for_the_whole_process_and_others_leave_it_alone(monkeypatch: py
 
 def test_the_process_serves_with_the_settings(pipeline: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
     config = load_config(pipeline(more='device = "cpu"\nprecision = "bf16"\ngraphs = true'))
-    deployment = _deployment(config)
+    deployment = deployment_of(config)
     assert (deployment.precision, deployment.capture) == ("bf16", None)
     assert "serving.graphs has no effect: it needs a CUDA device" in caplog.text
     with CudaRecorder():
-        deployment = _deployment(load_config(pipeline(more='device = "cuda"\ngraphs = true')))
+        deployment = deployment_of(load_config(pipeline(more='device = "cuda"\ngraphs = true')))
     assert (deployment.device, deployment.precision) == (torch.device("cuda", 0), "fp32")
     assert deployment.capture is CudaCapture
 

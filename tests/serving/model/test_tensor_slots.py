@@ -243,6 +243,28 @@ def test_warm_up_is_launched_outside_of_the_stream_of_requests(numbers: Any, mon
     assert opened == ["requests"]
 
 
+@pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels last"])
+def test_weights_reach_a_device_in_pieces_by_one_page_locked_buffer(
+    cuda: torch.device, monkeypatch: pytest.MonkeyPatch, last: bool
+) -> None:
+    """Also those that do not end with a piece, and that are not stored as they are in memory."""
+    monkeypatch.setattr("serving.model.tensor_slots._PIECE_BYTES", 16)
+    model = nn.Sequential(nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5), nn.Linear(3, 1)).eval()
+    template = model.to(memory_format=torch.channels_last) if last else model  # type: ignore[call-overload]
+    slot, kept = TensorSlot(), None
+    for number in range(3):
+        weights = {
+            name: (torch.arange(value.numel()).reshape(value.shape) + number).to(value.dtype)
+            for name, value in template.state_dict().items()
+        }
+        module = slot.load(template, weights, cuda, plainly=True)
+        assert all(torch.equal(value.cpu(), weights[name]) for name, value in module.state_dict().items())
+        assert kept is None or addresses(module) == kept
+        kept = addresses(module)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        slot.load(template, {**weights, "1.bias": torch.zeros(6)}, cuda, plainly=True)
+
+
 @pytest.mark.gpu
 def test_swaps_allocate_nothing_on_a_gpu_while_requests_run(
     linear_on: Callable[[str], Any],

@@ -115,6 +115,21 @@ def test_features_with_a_default_may_be_left_out_and_strings_become_ids() -> Non
     assert request.features["word"].tolist() == [2]
 
 
+def test_a_value_may_be_missing_where_the_schema_says_so() -> None:
+    features = {"x": {"dtype": "float32", "shape": [2], "missing": "mean"}}
+    schema = Schema(SchemaSettings.model_validate({"features": features, "label": {"name": "y", "classes": 2}}))
+    given = TensorSpec("x", schema.features[0].dtype, (2,), may_be_nan=True)
+    for data in (b"[1, null, 3, 4]", b"[[1, null], [3, 4]]"):
+        np.testing.assert_array_equal(read_json(given, data, 2), np.array([[1, np.nan], [3, 4]], np.float32))
+    binary = np.array([1, np.nan], "<f4").tobytes()
+    np.testing.assert_array_equal(read_binary(given, memoryview(binary), 1), [[1, np.nan]])
+    for spec, value in ((given, np.inf), (TensorSpec("x", given.dtype, (2,)), np.nan)):
+        with pytest.raises(BadRequestError, match="NaN or infinit"):
+            read_binary(spec, memoryview(np.array([1, value], "<f4").tobytes()), 1)
+    with pytest.raises(BadRequestError):
+        read_json(TensorSpec("x", given.dtype, (2,)), b"[1, null]", 1)
+
+
 def test_binary_inputs_follow_the_json_in_their_order() -> None:
     x = np.arange(8, dtype="<f4")
     words = write_binary(np.array(["green", "?"], dtype=object))

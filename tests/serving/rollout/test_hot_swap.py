@@ -733,6 +733,17 @@ def test_trained_through_never_falls_on_a_partition_of_the_same_incarnation(numb
     assert watched.poll() == 4
 
 
+def test_a_version_that_has_learned_less_replaces_one_that_failed_where_there_is_no_other(
+    numbers: Any, watched: Watched
+) -> None:
+    numbers.publish(1, offsets={"events:0": 1000})
+    assert watched.poll() == 1
+    fail(numbers, 1)
+    assert watched.poll() == 1
+    numbers.publish(2, offsets={"events:0": 400}, generation=2)
+    assert watched.poll() == 2, "the learner has returned to a checkpoint from before what was undone"
+
+
 def test_a_topic_that_a_later_learner_no_longer_reads_withholds_no_version(numbers: Any, watched: Watched) -> None:
     numbers.publish(1, offsets={"old:0": 1000, "events:0": 1000, "events:1": 5}, generation=1)
     assert watched.poll() == 1

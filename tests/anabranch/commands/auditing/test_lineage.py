@@ -29,6 +29,7 @@ from ingest.events.schema import Schema
 from learner.errors import VersionError
 from learner.state_dir.origin import ResumedFrom, VersionOrigin
 from learner.state_dir.trained_through import PartitionProgress
+from learner.state_dir.undo_file import OffsetRanges, UndoRecord, append_record
 from learner.state_dir.version import VERSION_FORMAT, Manifest, ModelReference, Verdict, Versions
 
 ORIGIN = VersionOrigin(
@@ -144,6 +145,18 @@ def test_a_parent_that_is_no_earlier_version_ends_the_list(config: Config, publi
     publish(4, parent=5)
     publish(5)
     assert [each["version"] for each in lineage(config, 5)["predicate"]["anabranchLineage"]["parents"]] == [5, 4]
+
+
+def test_a_statement_lists_what_was_undone_before_the_version_and_since(
+    config: Config, publish: Callable[..., Versions]
+) -> None:
+    publish(5)
+    ranges = {"events#0[0]": OffsetRanges([7, 20], [9, 20])}
+    append_record(config.state_dir, lambda number: UndoRecord(number=number, time=1.0, ranges=ranges, until={}))
+    publish(6, undone=1)
+    stated = {number: lineage(config, number)["predicate"]["anabranchLineage"]["undone"] for number in (5, 6)}
+    each = {"undo": 1, "time": "1970-01-01T00:00:01Z", "ranges": {"events#0[0]": [[7, 9], [20, 20]]}}
+    assert stated == {5: [{**each, "applied": False}], 6: [{**each, "applied": True}]}
 
 
 def test_what_an_older_release_did_not_record_is_unknown(config: Config, publish: Callable[..., Versions]) -> None:

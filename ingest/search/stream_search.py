@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ingest.config import SchemaSettings, StreamSettings
-from ingest.errors import BrokerError
+from ingest.errors import BrokerError, RegistryError
 from ingest.events.encoders import hash_texts
 from ingest.events.partition import TopicPartition
 from ingest.events.schema import Schema
@@ -98,14 +98,19 @@ def with_key(keys: Sequence[bytes], settings: SchemaSettings, stream: StreamSett
 
     Raises:
         SettingsError: the format cannot hold the schema, or needs an extra that is not installed.
+        DependencyError: in what it returns, where the registry with the schema of a message does not answer.
     """
-    schema, hashes = Schema(settings, stream.labels), hash_texts(list(keys))
-    decoder = ValueDecoder(make_format(stream, schema, writer_schemas(stream)), schema, int(stream.max_message_bytes))
+    schema, hashes, writers = Schema(settings, stream.labels), hash_texts(list(keys)), writer_schemas(stream)
+    decoder = ValueDecoder(make_format(stream, schema, writers), schema, int(stream.max_message_bytes))
 
     def matches(messages: Messages) -> NDArray[np.bool_]:
         matched = np.zeros(len(messages), np.bool_)
         if messages.partition.topic in stream.topics:
             decoded, _ = decoder.decode(messages.values, messages.headers, messages.faults)
+            if decoded.deferred:
+                name, at = messages.partition, messages.offsets[decoded.deferred[0]]
+                why = "does not answer" if writers is None or writers.problem is None else writers.problem
+                raise RegistryError(f"the schema registry is needed for {name.topic}[{name.partition}]@{at}: {why}")
             matched[decoded.message[np.isin(decoded.columns["key_hash"], hashes)]] = True
         return matched
 

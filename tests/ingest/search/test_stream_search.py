@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from ingest.config import SchemaSettings, StreamSettings
-from ingest.errors import BrokerError
+from ingest.errors import BrokerError, RegistryError
 from ingest.events.partition import TopicPartition
 from ingest.kafka.fake import FakeClient, FakePartition
-from ingest.worker.stream_search import StreamSearch, with_header, with_key
+from ingest.search.stream_search import StreamSearch, with_header, with_key
 
 NAME = TopicPartition("events", 0)
 STREAM = StreamSettings(topics=("events",))
@@ -61,3 +61,15 @@ def test_a_broker_that_is_away_is_an_error(topic: FakePartition) -> None:
     client.away = True
     with pytest.raises(BrokerError), StreamSearch(STREAM, client):
         pass
+
+
+def test_a_message_whose_schema_cannot_be_fetched_is_an_error_since_its_key_is_not_known(free_port: Any) -> None:
+    settings = {"topics": ["events"], "format": "avro", "registry": {"url": f"http://127.0.0.1:{free_port()}"}}
+    stream = StreamSettings.model_validate(settings).resolved("test")
+    topic = FakePartition()
+    topic.append(b"\0\0\0\0\1...")
+    with (
+        StreamSearch(stream, FakeClient({NAME: topic})) as search,
+        pytest.raises(RegistryError, match=r"events\[0\]@0: "),
+    ):
+        search.matching({NAME: 0}, {NAME: 1}, with_key([b"p1"], SCHEMA, stream), lambda read, total: None)

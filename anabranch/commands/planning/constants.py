@@ -1,0 +1,83 @@
+"""What a plan computes with: the load that the user gives, and the constants that were measured."""
+
+import msgspec
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True):
+    """What is to come."""
+
+    rate: float
+    """Events a second."""
+    event_bytes: int | None = None
+    """Bytes of an event in a message; None: as many as its fields take."""
+    events_per_message: int = 1
+    days: float = 30.0
+    """How long the pipeline has run on the day that is planned for, besides the first one."""
+    requests_per_second: float = 0.0
+    """Requests of one row each."""
+    drive_tbw: float | None = None
+    """Terabytes that may be written to the drive in its life."""
+    retention_seconds: float | None = None
+    """How long the topic keeps events."""
+
+
+class Constants(msgspec.Struct, kw_only=True):
+    """What was measured, in bytes and seconds; None: it was not."""
+
+    source: str
+    """Where it was measured: `calibration`, `run` or, of the model alone, `model`."""
+    parameters: int
+    """Number of the parameters that are trained, and of the elements of buffers."""
+    base_bytes: int = 0
+    """Size of the frozen weights."""
+    device: str = "cpu"
+    """The learner's."""
+    device_total_bytes: int | None = None
+    event_bytes: float | None = None
+    """Mean bytes of an event in the synthetic messages."""
+    row_bytes: int | None = None
+    """Bytes of a stored event; None without a store."""
+    learner_bytes: int | None = None
+    """Host memory of the learner at its highest, without the store, and on a CPU without what the ledger counts."""
+    ingest_bytes: int | None = None
+    """Host memory of the ingest process at its highest, without the ring."""
+    serving_bytes: int | None = None
+    """Host memory of a serving process at its highest."""
+    version_bytes: int | None = None
+    """Size of a version on the disk."""
+    checkpoint_bytes: int | None = None
+    """Size of a checkpoint's files without stored and held-out events."""
+    report_bytes_per_second: float | None = None
+    """Bytes a second of the reports that learner and serving replace."""
+    publish_seconds: float | None = None
+    """Time between versions at the planned rate; None: too few were published to measure it."""
+    checkpoint_seconds: float | None = None
+    """Time that writing a checkpoint takes."""
+    step_seconds: float | None = None
+    """Time of a step at the planned rate."""
+    step_rows: float | None = None
+    """New events of a step at the planned rate."""
+    delivery_seconds: float | None = None
+    """From the end of the step after which a version is published to its first answer: scoring, writing, loading; the
+    mean."""
+    delivery_p99_seconds: float | None = None
+    full_step_seconds: float | None = None
+    """Time of a step as fast as events are read."""
+    full_step_rows: float | None = None
+    """New events of such a step."""
+    stall_seconds_per_event: float | None = None
+    """Time that steps wait for replay, of one new event, as fast as events are read."""
+    checkpoint_stall_seconds_per_event: float | None = None
+    """Time that the loop waits for checkpoints, likewise."""
+    saturation_rate: float | None = None
+    """Events a second as fast as they are read."""
+    ingest_rate: float | None = None
+    """Events a second of the ingest process alone."""
+    disk_bytes_per_second: float | None = None
+    """Rate at which the disk of `state_dir` takes a file, with its fsync."""
+    written_bytes_per_second: float | None = None
+    """What the processes wrote to the disk during the calibration at the planned rate, as the system counts it."""
+    request_seconds: float | None = None
+    """Time of a request of one row, one after the other."""
+    differences: list[str] = []
+    """What differs between the calibration and the pipeline."""

@@ -1,0 +1,330 @@
+"""A plan against a run, on five pipelines.
+
+    python -m benchmarks.capacity [--quick] [--json FILE] [--save] [--only PART ...]
+
+    disk     a small MLP, replay from a disk tier
+    memory   events of 16 kB as packed rows, replay from 4,000 of them in memory
+    none     the same without replay, with the strategy `none`
+    large    an MLP of a million parameters, packed rows
+    wide     events of 8 kB as JSON, with few parameters
+
+`anabranch plan` calibrates each pipeline. Then the pipeline runs: a producer sends events at the planned rate to a
+broker; then the learner is given a backlog. Figures are the plan's over the run's:
+
+    memory      of the host: the highest of learner, ingest process and serving, and the ring
+    disk        bytes a day, from one checkpoint to a later one, as Linux counts what the processes write
+    freshness   the mean of the same time, as serving counts it
+    saturation  new events a second while the learner is behind
+
+`_off_ratio` is that ratio or its inverse, whichever is larger. The broker and the producer have the same cores as the
+pipeline, and the calibration has neither.
+"""
+
+import argparse
+import contextlib
+import itertools
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from anabranch.commands.planning.calibrating.calibration import calibrate
+from anabranch.commands.planning.calibrating.metrics import FreshnessSum, read_freshness
+from anabranch.commands.planning.calibrating.process_usage import PeakMemory, children_of, written_bytes
+from anabranch.commands.planning.calibrating.synthetic_events import synthetic_messages
+from anabranch.commands.planning.constants import Constants, Load
+from anabranch.commands.planning.disk import DiskWrites
+from anabranch.commands.planning.plan import make_plan
+from anabranch.commands.planning.speed import RATE
+from anabranch.commands.planning.store_size import PlannedStore
+from anabranch.config.loader import Config, load_config
+from benchmarks.harness.pipeline import BrokenRunError, LearnerProcess, Stream, broker, make_topic, pipeline, toml
+from benchmarks.harness.results import Results, Target, options
+from benchmarks.harness.server import ServingProcess
+from ingest.events.schema import Schema
+from ingest.kafka.producer import EventProducer
+from learner.state_dir.report import LearnerReport
+from serving.reporting.report import read_report as read_serving
+
+_BACKLOG = 2.0
+"""Events that wait for the learner, by those that the plan says it learns while it is measured."""
+_QUARTER = 1.25
+_POLL_SECONDS = 0.1
+_PATIENCE = 300.0
+KINDS = ("memory", "disk", "freshness", "saturation")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A pipeline, and the load that it is planned for."""
+
+    features: int
+    widths: tuple[int, ...]
+    rate: float
+    sections: Mapping[str, Any]
+    event_bytes: int | None = None
+    events_per_message: int = 1
+    before: int = 0
+    """Events that are sent first, so that the store is full."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Seconds of a calibration, checkpoints that the run is measured over, and seconds of saturation."""
+
+    calibration: float
+    checkpoints: int
+    flood: float
+
+
+QUICK, FULL, SMOKE = Sizes(12.0, 3, 6.0), Sizes(60.0, 10, 20.0), Sizes(2.0, 1, 1.0)
+_SMALL = (64, 256, 10)
+PARTS = {
+    "disk": Setting(
+        64, _SMALL, 100.0, {"replay": {"capacity": 5_000, "device_bytes": "300kB", "disk": {"bytes": "40MB"}}}, 700
+    ),
+    "memory": Setting(
+        4096,
+        (4096, 32, 10),
+        100.0,
+        {"stream": {"format": "rows"}, "replay": {"capacity": 4_000, "device_bytes": "100MB"}},
+        before=5_000,
+    ),
+    "none": Setting(64, _SMALL, 100.0, {"learner": {"strategy": "none"}}, 1_500),
+    "large": Setting(
+        784,
+        (784, 900, 320, 10),
+        100.0,
+        {"stream": {"format": "rows"}, "replay": {"capacity": 5_000}, "learner": {"batch_size": 32}},
+    ),
+    "wide": Setting(784, (784, 16, 10), 100.0, {"replay": {"capacity": 3_000}}, 8_000),
+}
+TARGETS = {f"{part}_{kind}_off_ratio": Target(_QUARTER) for part in PARTS for kind in KINDS}
+
+
+class PacedStream:
+    """Makes a topic, and sends messages at a rate in a thread while the context lasts."""
+
+    def __init__(self, stream: Stream, messages: list[bytes], rate: float) -> None:
+        self._producer = EventProducer(make_topic(stream), stream.topic)
+        self._messages, self._rate = messages, rate
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._send)
+
+    def __enter__(self) -> "PacedStream":
+        self._producer.open()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._producer.flush()
+        self._producer.close()
+
+    def send(self, count: int) -> None:
+        """Send so many messages, outside the context."""
+        self._producer.open()
+        for message in itertools.islice(itertools.cycle(self._messages), count):
+            self._producer.send(message)
+        self._producer.flush()
+        self._producer.close()
+
+    def _send(self) -> None:
+        begin = time.perf_counter()
+        for number, message in enumerate(itertools.cycle(self._messages)):
+            if self._stop.wait(max(0.0, begin + number / self._rate - time.perf_counter())):
+                return
+            self._producer.send(message)
+
+
+@dataclass
+class Run:
+    """What a run measured."""
+
+    memory: float
+    disk: float
+    """Bytes a second."""
+    freshness: float
+    saturation: float
+    begin: int
+    end: int
+    """New events at both ends of the time in which the disk was measured."""
+
+
+def document(setting: Setting, stream: Stream) -> dict[str, Any]:
+    """Return the pipeline file: what is on by default, with frequent checkpoints and a ring that is soon full."""
+    learner = {"batch_size": 16, "max_delay": "50ms"} | setting.sections.get("learner", {})
+    sections = {
+        # The embedded broker answers a fetch with all that it has.
+        "stream": {"format": "json", "buffer_bytes": "8MB", "properties": {"receive.message.max.bytes": 2**30}}
+        | setting.sections.get("stream", {}),
+        "learner": learner,
+        "replay": setting.sections.get("replay", {}),
+        "versions": {"publish_every": "1s", "keep": 20},
+        "checkpoints": {"every": "4s"},
+        "gate": {"holdout_fraction": 0.01, "max_drop_new": 1e9, "max_drop_old": 1e9},
+    }
+    model = {"factory": "mlp", "args": {"widths": list(setting.widths)}}
+    serving = {"port": 0, "device": "cpu"}
+    # Without a lower priority for training, so that what else the machine does counts for all processes alike.
+    return pipeline(stream, model, 0, sections) | {"serving": serving, "device_sharing": {"policy": "exclusive"}}
+
+
+def measure(part: str, sizes: Sizes, bootstrap: str, folder: Path) -> tuple[dict[str, float], dict[str, float]]:
+    """Plan a pipeline and run it; return the plan's and the run's values by kind."""
+    setting = PARTS[part]
+    described = {
+        "features": {"x": {"dtype": "float32", "shape": [setting.features]}},
+        "label": {"name": "y", "classes": 10},
+    }
+    stream = Stream(bootstrap, f"capacity-{part}-{os.urandom(3).hex()}", described, 0)
+    written = document(setting, stream)
+    config = _config(folder / "plan", written)
+    load = Load(rate=setting.rate, event_bytes=setting.event_bytes, events_per_message=setting.events_per_message)
+    constants = calibrate(config, load, sizes.calibration, lambda _: None)
+    backlog = _BACKLOG * (constants.saturation_rate or load.rate) * sizes.flood
+    run = run_pipeline(setting, stream, config, written, sizes, folder / "run", backlog)
+    return planned(config, load, constants, run), {
+        "memory": run.memory,
+        "disk": run.disk,
+        "freshness": run.freshness,
+        "saturation": run.saturation,
+    }
+
+
+def _config(folder: Path, written: Mapping[str, Any]) -> Config:
+    from benchmarks.harness import models
+
+    folder.mkdir()
+    (folder / "benchmark_models.py").write_bytes(Path(models.__file__).read_bytes())
+    path = folder / "pipeline.toml"
+    path.write_text(toml(written))
+    return load_config(path, {})
+
+
+def planned(config: Config, load: Load, constants: Constants, run: Run) -> dict[str, float]:
+    """Return the plan's values: its disk writes are those of the events that the run had at that time."""
+    plan, store = make_plan(config, load, constants), None
+    if constants.row_bytes is not None:
+        store = PlannedStore.of(config.pipeline, constants.row_bytes)
+    window = DiskWrites(config.pipeline, constants, load, store)
+    disk = window.between("run", run.begin / load.rate, run.end / load.rate).value("total")
+    values = {
+        "memory": plan.sections["memory"].value("total"),
+        "disk": None if disk is None else disk / 86_400,
+        "freshness": plan.sections["freshness"].value("mean"),
+        "saturation": plan.sections["saturation"].value(RATE),
+    }
+    return {kind: value for kind, value in values.items() if value is not None}
+
+
+def run_pipeline(
+    setting: Setting,
+    stream: Stream,
+    config: Config,
+    written: Mapping[str, Any],
+    sizes: Sizes,
+    folder: Path,
+    backlog: float,
+) -> Run:
+    """Run learner and serving at the planned rate, and then on a backlog of so many events."""
+    schema = Schema(config.pipeline.events)
+    messages = synthetic_messages(schema, config.pipeline.stream, setting.event_bytes, setting.events_per_message, 1)
+    with contextlib.ExitStack() as stack:
+        paced = PacedStream(stream, messages.values, setting.rate / setting.events_per_message)
+        paced.send(setting.before)
+        learner = stack.enter_context(LearnerProcess(folder, written))
+        server = stack.enter_context(ServingProcess(folder))
+        learner.wait_for(lambda _: True)  # events that come before it does would wait for it
+        with paced:
+            learner.wait_for(lambda report: report.version is not None)
+            server.wait()
+            peak = PeakMemory(learner.process.pid, server.process.pid)
+            _wait(learner, peak, lambda report: sum(report.outcomes.values()) >= setting.before)
+            first, fresh = _next_checkpoint(learner, peak), _freshness(learner.state_dir)
+            pids = [learner.process.pid, *children_of(learner.process.pid), server.process.pid]
+            wrote, last = sum(map(written_bytes, pids)), first
+            for _ in range(sizes.checkpoints):
+                last = _next_checkpoint(learner, peak)
+            wrote = sum(map(written_bytes, pids)) - wrote
+            freshness = _freshness(learner.state_dir).mean_since(fresh)
+        learner.pause()
+        paced.send(int(backlog / setting.events_per_message))
+        learner.go_on()
+        rate = _saturate(learner, sizes.flood)
+    return Run(
+        peak.total, wrote / (last.time - first.time), freshness or 0.0, rate,
+        first.outcomes["trained"], last.outcomes["trained"],
+    )  # fmt: skip
+
+
+def _freshness(state_dir: Path) -> FreshnessSum:
+    served = read_serving(state_dir)
+    found = None if served is None else read_freshness(served.address)
+    if found is None:
+        raise BrokenRunError("serving does not answer")
+    return found
+
+
+def _next_checkpoint(learner: LearnerProcess, peak: PeakMemory) -> LearnerReport:
+    """Return the first report after the next checkpoint."""
+    number = learner.wait_for(lambda _: True).checkpoint
+    return _wait(learner, peak, lambda report: report.checkpoint != number)
+
+
+def _saturate(learner: LearnerProcess, seconds: float) -> float:
+    """Return the events a second while more are sent than are read."""
+    warm = time.time() + seconds / 3
+    first = learner.wait_for(lambda report: report.time > warm)
+    last = learner.wait_for(lambda report: report.time > first.time + seconds)
+    return (last.outcomes["trained"] - first.outcomes["trained"]) / (last.time - first.time)
+
+
+def _wait(learner: LearnerProcess, peak: PeakMemory, condition: Any) -> LearnerReport:
+    def sampled(report: LearnerReport) -> bool:
+        peak.sample()
+        return bool(condition(report))
+
+    return learner.wait_for(sampled)
+
+
+def compare(results: Results, part: str, sizes: Sizes, bootstrap: str, root: Path) -> None:
+    """Add the ratios of a part."""
+    folder = root / part
+    folder.mkdir()
+    plan, run = measure(part, sizes, bootstrap, folder)
+    for kind in KINDS:
+        if kind not in plan or not run[kind]:
+            results.remark(f"{kind}: the plan has {plan.get(kind)}, and the run {run[kind]}")
+            continue
+        ratio = plan[kind] / run[kind]
+        shown = f"the plan says {plan[kind]:,.4g}, the run {run[kind]:,.4g}"
+        results.add(f"{part}_{kind}_off_ratio", max(ratio, 1 / ratio), shown)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options(parser, PARTS)
+    parser.add_argument("--smoke", action="store_true", help="as short as it works, to see that it does")
+    chosen = parser.parse_args()
+    sizes = SMOKE if chosen.smoke else QUICK if chosen.quick else FULL
+    results = Results("capacity", TARGETS)
+    results.fact("quick", chosen.quick)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with contextlib.ExitStack() as stack:
+        root = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=".", prefix="capacity-"))).resolve()
+        bootstrap = stack.enter_context(broker(None))
+        for part in chosen.only or PARTS:
+            results.title(f"{part}: {PARTS[part].rate:,.0f} events a second")
+            results.fact(f"load_before_{part}", os.getloadavg()[0])
+            compare(results, part, sizes, bootstrap, root)
+    results.write(chosen)
+
+
+if __name__ == "__main__":
+    main()

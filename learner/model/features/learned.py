@@ -1,0 +1,162 @@
+"""All features of a model that are learned on the stream, as a submodule of the user's module.
+
+The user's module keeps its class and the names of its tensors. A hook gives its `forward` the transformed features, so
+that whatever runs the module, in training, in the gate, in serving or in an export, runs the same transformation.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from ingest.events.schema import Schema
+from ingest.feature_settings import CrossSettings, HashBuckets, LearnedVocabulary
+from learner.errors import ModelError
+from learner.model.features.cycles import Cycles
+from learner.model.features.mixing import crossed
+from learner.model.features.numbers import LearnedNumber
+from learner.model.features.vocabulary import Restarted, VocabularyTable
+
+NAME = "learned_features"
+"""The name of the submodule: the names of its tensors begin with it."""
+
+Columns = Mapping[str, NDArray[Any]]
+
+
+class LearnedFeatures(nn.Module):
+    """Turns the raw features of events into the inputs of a model.
+
+    Its submodules are `feature_<name>` for each feature that is transformed, and `cross_<name>` for each cross.
+    """
+
+    def __init__(self, schema: Schema) -> None:
+        """Build the transformations of a schema."""
+        super().__init__()
+        settings = schema.settings
+        self.names = tuple(feature.name for feature in schema.features)
+        self._crosses = dict(settings.cross)
+        for feature in schema.features:
+            of = settings.features[feature.name]
+            if isinstance(of.encode, LearnedVocabulary):
+                self.add_module(f"feature_{feature.name}", VocabularyTable(of.encode))
+            elif of.cycles:
+                self.add_module(f"feature_{feature.name}", Cycles(feature.name, of.cycles))
+            elif of.transformed:
+                self.add_module(f"feature_{feature.name}", LearnedNumber(feature, of))
+        for name, cross in self._crosses.items():
+            if isinstance(cross.encode, LearnedVocabulary):
+                self.add_module(f"cross_{name}", VocabularyTable(cross.encode))
+
+    def forward(self, x: Any) -> Any:
+        """Return the input: an `nn.Sequential` runs its submodules one after the other, and this one too."""
+        return x
+
+    def transform(self, features: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the inputs of the model by name, `[B, ...]` each, for the raw features `[B, *shape]` of B events."""
+        inputs = dict[str, Tensor]()
+        for name in self.names:
+            module = self._modules.get(f"feature_{name}")
+            if isinstance(module, VocabularyTable):
+                inputs[name] = module(features[name].long())
+            elif module is not None:
+                inputs |= module(features[name])
+            else:
+                inputs[name] = features[name]
+        for name, cross in self._crosses.items():
+            keys = _cross_keys(cross, features)
+            if isinstance(cross.encode, HashBuckets):
+                inputs[name] = torch.remainder(keys, cross.encode.hash)
+            else:
+                inputs[name] = self.get_submodule(f"cross_{name}")(keys)
+        return inputs
+
+    @property
+    def vocabularies(self) -> dict[str, VocabularyTable]:
+        """The tables by the name of the input that has their rows."""
+        found = {name.partition("_")[2]: module for name, module in self.named_children()}
+        return {name: module for name, module in found.items() if isinstance(module, VocabularyTable)}
+
+    def needed(self, columns: Columns) -> dict[str, NDArray[Any]]:
+        """Return the columns of events that `observe` reads."""
+        names = [f"feature.{name}" for name in self.names]
+        return {name: columns[name] for name in (*names, "label", "time_ms")}
+
+    def observe(self, columns: Columns) -> dict[str, Restarted]:
+        """Learn from new events: their columns `feature.<name>` and `time_ms`, `[B, ...]` each on the host.
+
+        Returns:
+            By the name of the input, the rows that have another value now, where there are any.
+        """
+        for name in self.names:
+            module = self._modules.get(f"feature_{name}")
+            if isinstance(module, LearnedNumber):
+                module.observe(columns[f"feature.{name}"])
+        tables = self.vocabularies
+        if not tables:
+            return {}
+        # The middle of the batch, so that a single record with a wrong time does not let all rows expire.
+        time_ms = int(np.sort(columns["time_ms"])[len(columns["time_ms"]) // 2])
+        restarted = {name: table.observe(self._keys(name, columns), time_ms) for name, table in tables.items()}
+        return {name: found for name, found in restarted.items() if len(found.rows)}
+
+    def _keys(self, name: str, columns: Columns) -> NDArray[np.int64]:
+        """Return the keys of an input of the model, int64 `[B * ...]`."""
+        cross = self._crosses.get(name)
+        if cross is None:
+            return columns[f"feature.{name}"].astype(np.int64).reshape(-1)
+        raw = {each: torch.from_numpy(columns[f"feature.{each}"].astype(np.int64)) for each in cross.of}
+        return _cross_keys(cross, raw).numpy().reshape(-1)
+
+
+def _cross_keys(cross: CrossSettings, features: Mapping[str, Tensor]) -> Tensor:
+    return crossed([features[name].long() for name in cross.of])
+
+
+def attach_features(model: nn.Module, schema: Schema, device: torch.device) -> None:
+    """Let a model get its features transformed, if any of the schema is.
+
+    Raises:
+        ModelError: the device cannot compute with a feature, or the model has a submodule of that name.
+    """
+    if not schema.settings.transformed:
+        return
+    if hasattr(model, NAME):
+        raise ModelError(f"model.factory: the model has an attribute {NAME}, which [schema] needs; rename it")
+    for feature in schema.features:
+        if device.type == "mps" and feature.dtype.itemsize > 4 and schema.settings.features[feature.name].scale:
+            raise ModelError(
+                f"schema.features.{feature.name}: {feature.dtype} is scaled in float64, which mps does not have; "
+                "take float32"
+            )
+    model.add_module(NAME, LearnedFeatures(schema))
+    model.register_forward_pre_hook(_transform, with_kwargs=True)
+
+
+def features_of(model: nn.Module) -> LearnedFeatures | None:
+    """Return the learned features of a model; None where it has none."""
+    found = model._modules.get(NAME)
+    return found if isinstance(found, LearnedFeatures) else None
+
+
+def changed_in_passes(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules of a model whose buffers a pass may change: all but those of learned features."""
+    learned = model._modules.get(NAME)
+    kept = set() if learned is None else set(learned.modules())
+    yield from (module for module in model.modules() if module not in kept)
+
+
+def is_of_features(name: str) -> bool:
+    """Return whether a name of the state dict is that of a tensor of learned features."""
+    return name.startswith(f"{NAME}.")
+
+
+def _transform(
+    model: nn.Module, positional: tuple[Tensor, ...], named: dict[str, Tensor]
+) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+    learned = features_of(model)
+    assert learned is not None
+    inputs = learned.transform(dict(zip(learned.names, positional, strict=True)) if positional else named)
+    return (tuple(inputs.values()), {}) if len(inputs) == 1 else ((), inputs)

@@ -1,0 +1,142 @@
+"""Numbers as the model gets them: scaled by what the stream has had so far, and without missing values.
+
+Legend: B events, n numbers of an event, K quantiles.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from ingest.events.schema import Feature
+from ingest.feature_settings import FeatureSettings
+from learner.model.features.host_state import HostState, write
+from learner.model.features.moments import Floats, Moments
+from learner.model.features.quantiles import QuantileSketch, empty_sketches
+
+LIMIT = 10.0
+"""Scaled values are cut off here, so that one outlier cannot ruin the weights."""
+INTERVALS = 32
+"""Between the quantiles of `scale = "quantile"`."""
+_GROWTH = 32
+"""Quantiles are computed again when a 32th of the values is new."""
+_EXACT = ("float64", "int32", "int64", "uint32")
+"""Numbers that lose digits in float32; their mean is subtracted in float64."""
+_PARTS = {"robust": np.array([0.0, 0.25, 0.5, 0.75, 1.0]), "quantile": np.arange(INTERVALS + 1) / INTERVALS}
+
+
+class LearnedNumber(nn.Module):
+    """Scales a feature, and replaces its missing values. A number that has not been seen yet becomes 0.
+
+    Its buffers: `shift` and `factor`, float32 or float64 `[*shape]`; with `scale = "quantile"` `knots` instead of
+    `shift`, `[*shape, K]`; and in `state` what they are computed from.
+    """
+
+    def __init__(self, feature: Feature, settings: FeatureSettings) -> None:
+        """Take a feature of numbers and its settings; statistics begin without values."""
+        super().__init__()
+        self.name, self._shape = feature.name, feature.shape
+        self._scale, self._missing = settings.scale, settings.missing
+        self._exact = torch.float64 if feature.dtype.name in _EXACT else torch.float32
+        n = int(np.prod(feature.shape))
+        by_rank = self._scale in _PARTS
+        self._learns = self._scale is not None or isinstance(self._missing, str)
+        if not self._learns:
+            return
+        if by_rank:
+            items, used, odd = map(torch.from_numpy, empty_sketches(n))
+            count = torch.zeros(2, n, dtype=torch.int64)  # of all values, and of those at the last computation
+            self.state = HostState(items=items, used=used, odd=odd, count=count)
+        else:
+            self.state = HostState(**{name: torch.zeros(n, dtype=torch.float64) for name in Moments.__annotations__})
+        self.register_buffer("factor", torch.zeros(feature.shape, dtype=self._exact))
+        centre = (*feature.shape, INTERVALS + 1) if self._scale == "quantile" else feature.shape
+        self.register_buffer("knots" if self._scale == "quantile" else "shift", torch.zeros(centre, dtype=self._exact))
+
+    def forward(self, value_B: Tensor) -> dict[str, Tensor]:
+        """Return the inputs of the model for the values of B events, by name."""
+        missing_B = torch.isnan(value_B) if self._missing is not None else None
+        if missing_B is not None and not isinstance(self._missing, str):
+            assert self._missing is not None
+            value_B, missing_B = torch.where(missing_B, float(self._missing), value_B), None
+        if self._scale is not None:
+            scaled_B = self._scaled(value_B)
+            inputs = {self.name: scaled_B if missing_B is None else torch.where(missing_B, 0.0, scaled_B)}
+        elif missing_B is not None:
+            inputs = {self.name: torch.where(missing_B, self.get_buffer("shift").to(value_B.dtype), value_B)}
+        else:
+            inputs = {self.name: value_B}
+        if self._missing == "indicator":
+            assert missing_B is not None
+            inputs[f"{self.name}_missing"] = missing_B.float()
+        return inputs
+
+    def _scaled(self, value_B: Tensor) -> Tensor:
+        value_B, factor = value_B.to(self._exact), self.get_buffer("factor")
+        if self._scale != "quantile":
+            return ((value_B - self.get_buffer("shift")) * factor).clamp(-LIMIT, LIMIT).float()
+        knots = self.get_buffer("knots")
+        low, width = knots[..., :-1], knots.diff(dim=-1)
+        above_BK = value_B[..., None] - low
+        # Where several quantiles are one value, it is in the middle of them.
+        inside_BK = torch.where(
+            width > 0, (above_BK / torch.where(width > 0, width, 1.0)).clamp(0, 1), (above_BK.sign() + 1) / 2
+        )
+        return ((inside_BK.mean(dim=-1) - 0.5) * factor).float()
+
+    def observe(self, column: NDArray[Any]) -> None:
+        """Learn from the values of B events `[B, *shape]`, on the host; NaN are missing."""
+        if not self._learns:
+            return
+        value_Bn = column.reshape(len(column), -1).astype(np.float64)
+        if self._scale in _PARTS:
+            self._observe_ranks(value_Bn)
+            return
+        state = self.state
+        before = Moments(state["count"], state["mean"], state["squares"])
+        with np.errstate(over="ignore", invalid="ignore"):  # squares of values above 1e154
+            after = before.merged(Moments.of(value_Bn))
+            deviation = after.deviation
+        state["count"][:], state["mean"][:], state["squares"][:] = after.count, after.mean, after.squares
+        self._write("shift", after.mean)
+        self._write("factor", _inverse(deviation))
+
+    def _observe_ranks(self, value_Bn: Floats) -> None:
+        state = self.state
+        items, used, odd, (count, computed) = state["items"], state["used"], state["odd"], state["count"]
+        parts = _PARTS[str(self._scale)]
+        due = list[int]()
+        for index, value_B in enumerate(value_Bn.T):
+            present_B = value_B[~np.isnan(value_B)]
+            QuantileSketch(items[index], used[index], odd[index]).add(present_B)
+            count[index] += len(present_B)
+            if count[index] > computed[index] + computed[index] // _GROWTH:
+                due.append(index)
+        if not due:
+            return
+        computed[due] = count[due]
+        found = np.stack([QuantileSketch(items[i], used[i], odd[i]).quantiles(parts) for i in due])
+        if self._scale == "quantile":
+            self._write("knots", found, due)
+            self._write("factor", np.full(len(due), 2.0), due)
+            return
+        least, low, median, high, most = found.T
+        self._write("shift", median, due)
+        # Where half of the values are one, as RealMLP does (Holzmüller et al. 2024, "Better by default").
+        self._write("factor", np.where(high > low, _inverse(high - low), 2 * _inverse(most - least)), due)
+
+    def _write(self, name: str, values: Floats, at: list[int] | None = None) -> None:
+        """Set a buffer, or a few of its n entries."""
+        buffer = self.get_buffer(name)
+        if at is not None and len(at) < max(1, int(np.prod(self._shape))):
+            before = buffer.cpu().numpy().reshape(-1, *values.shape[1:]).astype(np.float64)
+            before[at] = values
+            values = before
+        write(buffer, values.reshape(buffer.shape))
+
+
+def _inverse(width: Floats) -> Floats:
+    """Return 1 / width, and 0 where it is 0: values that are all the same become 0."""
+    return np.divide(1.0, width, out=np.zeros_like(width), where=width > 0)

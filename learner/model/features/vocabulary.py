@@ -1,0 +1,223 @@
+"""A vocabulary that grows with the stream: which key has which row of a table of fixed size.
+
+A key gets a row when a count sketch has seen it `min_count` times. It loses the row when it has not been seen for
+`expire`, or when the table is full, to a key that has been seen more often of late than the rarest of those that were
+not seen for the longest (as Einziger, Friedman & Manes 2017, "TinyLFU"). All follows from the keys, their batches and
+the times of their records.
+
+Keys without a row share the first rows, by a hash. A key that gets a row starts there with what a model has in the row
+that it shared until then.
+
+Legend: B events, m keys, N rows.
+"""
+
+import heapq
+from collections import deque
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from ingest.feature_settings import LearnedVocabulary
+from learner.model.features import count_sketch
+from learner.model.features.host_state import HostState, write
+from learner.model.features.mixing import mixed
+
+EMPTY = 2**63 - 1
+"""In place of a key where there is none."""
+_STEP, _CLOCK, _ADDED, _USED = range(4)
+_OLDEST = 1024
+_WINDOW = 32
+"""Keys without a row, for each row of the table, that are counted before all counts are halved."""
+_COMPARED = 32
+"""How many of the oldest rows a new value is compared with: it takes that of the rarest value."""
+_SHARED = 4
+"""One of so many rows is shared."""
+"""Rows whose order of age is computed at once."""
+
+Ints = NDArray[np.int64]
+
+
+class Restarted(NamedTuple):
+    """The rows that have a new key, and the shared row that each of these keys had before, int64 `[m]` each."""
+
+    rows: Ints
+    shared: Ints
+
+
+@dataclass
+class _Cache:
+    """What follows from the buffers, and is computed again after a load: as of step `step`."""
+
+    step: int
+    keys: Ints
+    rows: Ints
+    free: list[int]
+    oldest: deque[tuple[int, int]] = field(default_factory=deque)
+    """Step and row of those that were not seen for the longest, in this order; not those seen since."""
+
+
+class VocabularyTable(nn.Module):
+    """Row numbers of keys.
+
+    Its buffers: `keys`, int64 `[N - shared]`, sorted, EMPTY at the end; `rows`, int64, the row of each; and in
+    `state`, by row, `seen_step`, `seen_ms` and `count`, the count sketch `sketch`, and `totals`.
+    """
+
+    def __init__(self, settings: LearnedVocabulary) -> None:
+        """Start without keys."""
+        super().__init__()
+        self.size = settings.learn
+        self.shared = max(1, self.size // _SHARED)
+        """How many of the first rows are shared by keys without a row."""
+        self._min_count = settings.min_count
+        self._expire_ms = None if settings.expire is None else settings.expire.total_seconds() * 1000
+        self.register_buffer("keys", torch.full((self.size - self.shared,), EMPTY))
+        self.register_buffer("rows", torch.zeros(self.size - self.shared, dtype=torch.int64))
+        by_row = {name: torch.zeros(self.size, dtype=torch.int64) for name in ("seen_step", "seen_ms", "count")}
+        sketch = torch.zeros(count_sketch.DEPTH, count_sketch.width_for(self.size), dtype=torch.uint8)
+        self.state = HostState(**by_row, sketch=sketch, totals=torch.zeros(4, dtype=torch.int64))
+        self._cache: _Cache | None = None
+        self.marker: int | None = None
+        """One row for all keys, to find who takes it; None: each key has its row."""
+
+    def forward(self, keys: Tensor) -> Tensor:
+        """Return the row of each key, int64 of the same shape."""
+        if self.marker is not None:
+            return torch.full_like(keys, self.marker)
+        keys = keys.clamp(max=EMPTY - 1)
+        table = self.get_buffer("keys")
+        at = _search(table, keys).clamp(max=len(table) - 1)
+        return torch.where(table[at] == keys, self.get_buffer("rows")[at], self._shared_row(keys))
+
+    def _shared_row(self, keys: Tensor) -> Tensor:
+        return torch.remainder(mixed(keys), self.shared)
+
+    def observe(self, keys: Ints, time_ms: int) -> Restarted:
+        """Learn from the keys of one batch, at a time; return the rows that have a new key now."""
+        keys, counts = np.unique(np.minimum(keys, EMPTY - 1), return_counts=True)
+        counts = counts.astype(np.int64)
+        cache, state = self._current(), self.state
+        totals = state["totals"]
+        totals[_STEP] += 1
+        totals[_CLOCK] = max(int(totals[_CLOCK]), time_ms)
+        cache.step = int(totals[_STEP])
+        at = np.searchsorted(cache.keys, keys)
+        known = at < len(cache.keys)
+        known[known] = cache.keys[at[known]] == keys[known]
+        hits = cache.rows[at[known]]
+        self._see(hits, state["count"][hits] + counts[known])
+        gone = self._expired(cache)
+        seen = count_sketch.add(state["sketch"], keys[~known], counts[~known])
+        enough = seen >= self._min_count
+        fresh = self._admit(cache, keys[~known][enough], seen[enough], gone)
+        self._age(int(counts[~known].sum()))
+        if gone or fresh:
+            self._rewrite(cache, gone, fresh)
+        rows = np.fromiter(fresh.values(), np.int64, len(fresh))
+        return Restarted(rows, self._shared_row(torch.tensor([*fresh], dtype=torch.int64)).numpy())
+
+    def _see(self, rows: Ints, counts: Ints) -> None:
+        state = self.state
+        state["seen_step"][rows], state["seen_ms"][rows] = state["totals"][_STEP], state["totals"][_CLOCK]
+        state["count"][rows] = counts
+
+    def _expired(self, cache: _Cache) -> set[int]:
+        """Free the rows whose key was not seen for too long, and return them."""
+        gone = set[int]()
+        if self._expire_ms is None:
+            return gone
+        seen_ms, before = self.state["seen_ms"], int(self.state["totals"][_CLOCK]) - self._expire_ms
+        while (oldest := self._oldest(cache, gone, 1)) and seen_ms[oldest[0]] < before:
+            gone.add(oldest[0])
+            heapq.heappush(cache.free, oldest[0])
+        return gone
+
+    def _admit(self, cache: _Cache, keys: Ints, seen: Ints, gone: set[int]) -> dict[int, int]:
+        """Give keys a row, the most frequent first; add the rows that others lose to `gone`. Return rows by key."""
+        fresh, count = dict[int, int](), self.state["count"]
+        for index in np.lexsort((keys, -seen)):
+            if cache.free:
+                row = heapq.heappop(cache.free)
+            else:
+                oldest = self._oldest(cache, gone, _COMPARED)
+                row = min(oldest, key=count.__getitem__, default=0)
+                if not oldest or count[row] >= seen[index]:
+                    break  # the others have been seen no more often
+                gone.add(row)
+            fresh[int(keys[index])] = row
+            self._see(np.array([row]), seen[index : index + 1])
+        return fresh
+
+    def _oldest(self, cache: _Cache, gone: set[int], most: int) -> list[int]:
+        """Return up to `most` rows that were not seen for the longest, in order, the lowest first of several; none of
+        `gone`, or seen in this step.
+
+        A row that was seen since its order was computed is younger than all in that order, so what remains of it are
+        the oldest.
+        """
+        seen = self.state["seen_step"]
+        found = list[int]()
+        for fill in (False, True):
+            if fill:
+                rows = cache.rows[np.isin(cache.rows, [*gone], invert=True)] if gone else cache.rows
+                order = seen[rows] * self.size + rows
+                order = np.sort(np.partition(order, _OLDEST - 1)[:_OLDEST] if len(order) > _OLDEST else order)
+                cache.oldest = deque((int(each) // self.size, int(each) % self.size) for each in order)
+            valid = ((row, step) for step, row in cache.oldest if seen[row] == step < cache.step and row not in gone)
+            found = [row for row, _ in islice(valid, most)]
+            if len(found) == most:
+                break
+        while cache.oldest and cache.oldest[0][1] not in found[:1]:
+            cache.oldest.popleft()
+        return found
+
+    def _age(self, added: int) -> None:
+        totals = self.state["totals"]
+        totals[_ADDED] += added
+        if totals[_ADDED] >= _WINDOW * self.size:
+            totals[_ADDED] //= 2
+            count_sketch.halve(self.state["sketch"])
+            self.state["count"][:] >>= 1
+
+    def _rewrite(self, cache: _Cache, gone: set[int], fresh: dict[int, int]) -> None:
+        """Take out the keys of rows that are gone, and put fresh ones in."""
+        if gone:
+            stay = np.isin(cache.rows, [*gone], invert=True)
+            cache.keys, cache.rows = cache.keys[stay], cache.rows[stay]
+        keys = np.sort(np.fromiter(fresh, np.int64, len(fresh)))
+        at = np.searchsorted(cache.keys, keys)
+        rows = np.array([fresh[int(key)] for key in keys], np.int64)
+        cache.keys, cache.rows = np.insert(cache.keys, at, keys), np.insert(cache.rows, at, rows)
+        used = len(cache.keys)
+        self.state["totals"][_USED] = used
+        padding = self.size - self.shared - used
+        write(self.get_buffer("keys"), np.append(cache.keys, np.full(padding, EMPTY)))
+        write(self.get_buffer("rows"), np.append(cache.rows, np.zeros(padding, np.int64)))
+
+    def _current(self) -> _Cache:
+        """Return what follows from the buffers, which were loaded if they are of another step."""
+        totals = self.state["totals"]
+        if self._cache is None or self._cache.step != totals[_STEP]:
+            used = int(totals[_USED])
+            keys, rows = (self.get_buffer(name)[:used].cpu().numpy().copy() for name in ("keys", "rows"))
+            free = np.setdiff1d(np.arange(self.shared, self.size), rows).tolist()
+            self._cache = _Cache(int(totals[_STEP]), keys, rows, free)
+        return self._cache
+
+
+def _search(table: Tensor, keys: Tensor) -> Tensor:
+    """Return the index of the first entry of a sorted table that is not below each key."""
+    if not torch.compiler.is_exporting():
+        return torch.searchsorted(table, keys.contiguous())
+    # ONNX has no operator for it.
+    at = torch.zeros_like(keys)
+    for bit in reversed(range(len(table).bit_length())):
+        there = at + (1 << bit)
+        below = table[there.clamp(max=len(table)) - 1] < keys
+        at = torch.where((there <= len(table)) & below, there, at)
+    return at

@@ -1,0 +1,47 @@
+"""Values that are missing, in each format that can say so."""
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ingest.config import SchemaSettings
+from ingest.events.schema import Schema
+from ingest.formats.json import JsonFormat
+from ingest.formats.rows import RowsFormat, pack_rows
+
+FEATURES = {
+    "x": {"dtype": "float32", "missing": "mean"},
+    "w": {"dtype": "float64", "shape": [2], "missing": 0},
+    "z": {"dtype": "float32"},
+}
+SCHEMA = Schema(SchemaSettings.model_validate({"features": FEATURES, "label": {"name": "y", "classes": 2}}))
+FULL = {"x": 1.5, "w": [2.0, 3.0], "z": 4.0, "y": 1}
+NAN = np.nan
+
+
+def decoded(*changes: dict[str, Any]) -> Any:
+    events = [{name: value for name, value in {**FULL, **change}.items() if value != "absent"} for change in changes]
+    return JsonFormat(SCHEMA).decode([json.dumps(event).encode() for event in events])
+
+
+def test_absent_and_null_values_are_nan_where_they_may_be_missing() -> None:
+    found = decoded({}, {"x": None}, {"x": "absent", "w": None}, {"w": [None, 7]})
+    assert not found.rejects
+    np.testing.assert_array_equal(found.columns["feature.x"], np.array([1.5, NAN, NAN, 1.5], np.float32))
+    np.testing.assert_array_equal(found.columns["feature.w"], [[2, 3], [2, 3], [NAN, NAN], [NAN, 7]])
+
+
+@pytest.mark.parametrize("change", [{"z": None}, {"z": "absent"}, {"x": 1e300}, {"w": [1]}, {"w": [1, "1"]}])
+def test_other_values_are_refused_as_before(change: dict[str, Any]) -> None:
+    found = decoded({}, change)
+    assert [reject.message for reject in found.rejects] == [1]
+    assert len(found.message) == 1
+
+
+def test_packed_rows_have_nan() -> None:
+    packed = pack_rows(SCHEMA, [FULL, {**FULL, "x": NAN}, {**FULL, "z": NAN}])
+    found = RowsFormat(SCHEMA).decode([packed])
+    np.testing.assert_array_equal(found.columns["feature.x"], np.array([1.5, NAN], np.float32))
+    assert [reject.row for reject in found.rejects] == [2]

@@ -1,0 +1,68 @@
+"""Moments that are merged are those of all values."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from learner.model.features.moments import Floats, Moments
+
+FINITE = st.floats(-1e6, 1e6)
+VALUES = arrays(np.float64, st.tuples(st.integers(0, 12), st.just(2)), elements=FINITE | st.just(np.nan))
+
+
+def nothing() -> Moments:
+    return Moments(np.zeros(2), np.zeros(2), np.zeros(2))
+
+
+def welford(values: Floats) -> Moments:
+    """One value after the other, as River's `StandardScaler` does (Welford 1962)."""
+    count, mean, squares = 0.0, np.zeros(values.shape[1]), np.zeros(values.shape[1])
+    for value in values:
+        count += 1
+        before = value - mean
+        mean = mean + before / count
+        squares = squares + before * (value - mean)
+    return Moments(np.full(values.shape[1], count), mean, squares)
+
+
+@given(st.lists(VALUES, max_size=6))
+def test_merged_moments_are_those_of_all_values_without_the_missing_ones(parts: list[Floats]) -> None:
+    merged = nothing()
+    for part in parts:
+        merged = merged.merged(Moments.of(part))
+    everything = np.concatenate([np.empty((0, 2)), *parts])
+    for index, values in enumerate(everything.T):
+        present = values[~np.isnan(values)]
+        assert merged.count[index] == len(present)
+        if len(present):
+            scale = 1 + np.abs(present).max()
+            assert merged.mean[index] == pytest.approx(present.mean(), abs=1e-12 * scale)
+            assert merged.squares[index] == pytest.approx(((present - present.mean()) ** 2).sum(), abs=1e-10 * scale**2)
+
+
+@given(VALUES, VALUES, VALUES)
+def test_the_order_of_merging_makes_no_difference_but_rounding(one: Floats, two: Floats, three: Floats) -> None:
+    a, b, c = map(Moments.of, (one, two, three))
+    left, right = a.merged(b).merged(c), c.merged(a.merged(b))
+    other = a.merged(c.merged(b))
+    for each in (right, other):
+        np.testing.assert_array_equal(left.count, each.count)
+        np.testing.assert_allclose(left.mean, each.mean, rtol=1e-12, atol=1e-6)
+        np.testing.assert_allclose(left.squares, each.squares, rtol=1e-9, atol=1e-2)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e6])
+def test_moments_of_a_long_stream_are_rivers_and_those_of_all_values(offset: float) -> None:
+    generator = np.random.default_rng(0)
+    values = offset + generator.lognormal(0, 2, (20_000, 3))
+    merged = Moments(*(np.zeros(3) for _ in range(3)))
+    for begin in range(0, len(values), 37):
+        merged = merged.merged(Moments.of(values[begin : begin + 37]))
+    for mean, deviation in (
+        (welford(values).mean, welford(values).deviation),
+        (values.mean(axis=0), values.std(axis=0)),
+    ):
+        np.testing.assert_allclose(merged.mean, mean, rtol=1e-9)
+        np.testing.assert_allclose(merged.deviation, deviation, rtol=1e-6)
