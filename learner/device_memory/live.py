@@ -13,9 +13,9 @@ def live_bytes(
 ) -> dict[str, int]:
     """Return the bytes of a learner on its device, by purposes as in `ledger`, without those of 0 bytes.
 
-    Weights include the model's buffers on the device, `base` has the frozen ones, and `others` are added as they are. On CUDA `other`
-    is what is allocated besides, such as activations and what a strategy keeps, and `cached` what torch's allocator
-    keeps for later.
+    Weights include the model's buffers on the device, `base` has the frozen ones, and `others` are added as they are.
+    On CUDA `other` is what is allocated besides, such as activations and what a strategy keeps, and `cached` what
+    torch's allocator keeps for later.
     """
     inner = getattr(optimizer, "optim", optimizer)  # of one whose state is sharded over ranks
     weights, buffers = list(model.parameters()), [each for each in model.buffers() if each.device.type == device.type]

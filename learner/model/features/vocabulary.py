@@ -144,14 +144,17 @@ class VocabularyTable(nn.Module):
 
     def _expired(self, cache: _Cache) -> set[int]:
         """Free the rows whose key was not seen for too long, and return them."""
-        gone = set[int]()
         if self._expire_ms is None:
-            return gone
+            return set()
         seen_ms, before = self.state["seen_ms"], int(self.state["totals"][_CLOCK]) - self._expire_ms
-        while (oldest := self._oldest(cache, gone, 1)) and seen_ms[oldest[0]] < before:
-            gone.add(oldest[0])
-            heapq.heappush(cache.free, oldest[0])
-        return gone
+        oldest = self._oldest(cache, set(), 1)
+        if not oldest or seen_ms[oldest[0]] >= before:
+            return set()
+        gone = cache.rows[seen_ms[cache.rows] < before].tolist()
+        cache.oldest.clear()  # it has rows that are free now
+        cache.free += gone
+        heapq.heapify(cache.free)
+        return {*gone}
 
     def _admit(self, cache: _Cache, keys: Ints, seen: Ints, gone: set[int]) -> dict[int, int]:
         """Give keys a row, the most frequent first; add the rows that others lose to `gone`. Return rows by key."""

@@ -126,6 +126,21 @@ def test_the_largest_integer_is_a_value_as_any_other() -> None:
     assert rows(vocabulary(), EMPTY) == [0]
 
 
+def test_a_table_that_expires_at_once_is_filled_again_without_a_row_for_two_values() -> None:
+    table = vocabulary(learn=400, expire="1h")
+    for step in range(9):
+        observe(table, *range(step * 40, step * 40 + 33), time_ms=DAY + step)
+    for step in range(9):
+        observe(table, 5000, time_ms=2 * DAY + step)
+    assert int((table.get_buffer("keys") != EMPTY).sum()) == 1
+    for step in range(20):
+        observe(table, *(range(1000 + step * 40, 1040 + step * 40)), time_ms=2 * DAY + 9 + step)
+        check(table)
+    for step in range(20):
+        observe(table, *(3000 + step, 3000 + step), time_ms=2 * DAY + 40 + step)
+        check(table)
+
+
 @given(
     st.lists(st.lists(st.integers(-20, 20), min_size=1, max_size=12), max_size=30),
     st.integers(2, 9),
