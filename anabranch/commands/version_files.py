@@ -147,6 +147,9 @@ def export_version(config: Config, which: Which, folder: Path) -> Manifest:
 
 
 def _tensor_changes(before: Mapping[str, "Tensor"], after: Mapping[str, "Tensor"]) -> list[TensorChange]:
+    """Return the change of all weights together, without what [schema] learns, such as hashes of ids; then of each."""
+    from learner.model.features.learned import is_of_features
+
     changes, squares = [], [0.0, 0.0]
     for name in {**before, **after}:
         if name not in after:
@@ -159,7 +162,8 @@ def _tensor_changes(before: Mapping[str, "Tensor"], after: Mapping[str, "Tensor"
         else:
             a, b = before[name].double(), after[name].double()
             pair = float((b - a).square().sum()), float(a.square().sum())
-            squares = [total + square for total, square in zip(squares, pair, strict=True)]
+            if not is_of_features(name):
+                squares = [total + square for total, square in zip(squares, pair, strict=True)]
             changes.append(_relative(name, list(after[name].shape), *pair))
     changes.sort(key=lambda one: -1.0 if one.relative_change is None else one.relative_change, reverse=True)
     return [_relative(None, None, *squares), *changes]

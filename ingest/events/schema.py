@@ -189,21 +189,27 @@ def _feature(name: str, settings: FeatureSettings) -> Feature:
     encoder = encoder_of(settings.encode, f"schema.features.{name}.encode") if is_string else None
     dtype = encoder.dtype if encoder else np.dtype(settings.dtype)
     missing = settings.missing is not None
-    default = np.full(settings.shape, np.nan, dtype) if missing else _default(name, settings, encoder, dtype)
+    if isinstance(settings.missing, int | float):
+        _constant(name, "missing", settings, None, dtype)
+    default = (
+        np.full(settings.shape, np.nan, dtype) if missing else _constant(name, "default", settings, encoder, dtype)
+    )
     feature = Feature(name, dtype, settings.shape, encoder, default, settings.min, settings.max, missing)
     if default is not None and feature.outside(default[None]) is not None:
         raise SettingsError(f"schema.features.{name}.default = {settings.default!r} is not {feature.allowed}")
     return feature
 
 
-def _default(
-    name: str, settings: FeatureSettings, encoder: Encoder | None, dtype: np.dtype[np.generic]
+def _constant(
+    name: str, key: str, settings: FeatureSettings, encoder: Encoder | None, dtype: np.dtype[np.generic]
 ) -> NDArray[np.generic] | None:
-    if settings.default is None:
+    """Return the value of a key, such as `default`, for one event; None where there is none."""
+    given = getattr(settings, key)
+    if given is None:
         return None
     shape = settings.shape
     try:
-        value: NDArray[Any] = np.asarray(settings.default)
+        value: NDArray[Any] = np.asarray(given)
         if encoder is not None:
             if value.dtype.kind != "U":
                 raise ValueError("it is not a string")
@@ -220,7 +226,7 @@ def _default(
         return np.broadcast_to(value.astype(dtype), shape)
     except (ValueError, OverflowError) as exc:
         raise SettingsError(
-            f"schema.features.{name}.default = {settings.default!r} does not fit dtype {settings.dtype} "
+            f"schema.features.{name}.{key} = {given!r} does not fit dtype {settings.dtype} "
             f"and shape {list(settings.shape)}: {exc}"
         ) from exc
 

@@ -13,15 +13,15 @@ def live_bytes(
 ) -> dict[str, int]:
     """Return the bytes of a learner on its device, by purposes as in `ledger`, without those of 0 bytes.
 
-    Weights include the model's buffers, `base` has the frozen ones, and `others` are added as they are. On CUDA `other`
-    is what is allocated besides, such as activations and what a strategy keeps, and `cached` what torch's allocator
-    keeps for later.
+    Weights include the model's buffers on the device, `base` has the frozen ones, and `others` are added as they are.
+    On CUDA `other` is what is allocated besides, such as activations and what a strategy keeps, and `cached` what
+    torch's allocator keeps for later.
     """
     inner = getattr(optimizer, "optim", optimizer)  # of one whose state is sharded over ranks
-    weights = list(model.parameters())
+    weights, buffers = list(model.parameters()), [each for each in model.buffers() if each.device.type == device.type]
     state = [value for values in inner.state.values() for value in values.values() if isinstance(value, Tensor)]
     found = {
-        "weights": _nbytes([*(each for each in weights if each.requires_grad), *model.buffers()]),
+        "weights": _nbytes([*(each for each in weights if each.requires_grad), *buffers]),
         "base": _nbytes(each for each in weights if not each.requires_grad),
         "gradients": _nbytes(weight.grad for weight in model.parameters() if weight.grad is not None),
         "optimizer": _nbytes(value for value in state if value.device.type == device.type),

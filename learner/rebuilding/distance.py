@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ingest.events.block import Array
+from learner.model.features.learned import is_of_features
 from learner.model.task import Task
 from learner.model.trained_set import load_trained
 
@@ -38,6 +39,9 @@ class TensorDistance:
 @dataclass(frozen=True)
 class Distance:
     """How far rebuilt weights are from those of the version.
+
+    What [schema] learns, such as hashes of ids, is in `tensors` and `different`; in the other numbers only where no
+    weight differs.
 
     Attributes:
         tensors: how many there are, and `different` of them are not equal bit for bit.
@@ -83,19 +87,21 @@ def distance(
     """
     each = [_between(name, version[name], rebuilt[name]) for name in version]
     different = [one for one, _, _ in each if not _equal_bits(version[one.name], rebuilt[one.name])]
+    weights = [one for one in different if not is_of_features(one.name)] or different
     outputs = []
     if holdout:
         outputs.append(predict(holdout))
         load_trained(model, version)
         outputs.append(predict(holdout))
     total, others = _compared(outputs, task) if outputs else (0, 0)
-    squares, norms = sum(square for _, square, _ in each), sum(norm for *_, norm in each)
+    squares = sum(square for one, square, _ in each if not is_of_features(one.name))
+    norms = sum(norm for one, _, norm in each if not is_of_features(one.name))
     return Distance(
         tensors=len(each),
         different=len(different),
-        max_abs=max((one.max_abs for one in different), default=0.0),
+        max_abs=max((one.max_abs for one in weights), default=0.0),
         relative=_ratio(squares, norms),
-        worst=max(different, key=lambda one: one.relative, default=None),
+        worst=max(weights, key=lambda one: one.relative, default=None),
         holdout=total,
         other_predictions=others,
     )

@@ -22,6 +22,8 @@ class Cycles(nn.Module):
 
     def forward(self, seconds_B: Tensor) -> dict[str, Tensor]:
         """Return sine and cosine of each cycle, float32 `[B, *shape, 2 * cycles]`, for seconds since 1970."""
+        if not seconds_B.is_floating_point():
+            seconds_B = seconds_B.long()  # torch has no remainder of uint32
         angles = [torch.remainder(seconds_B, seconds).float() * (2 * math.pi / seconds) for seconds in self._seconds]
         waves = [wave for angle in angles for wave in (angle.sin(), angle.cos())]
         return {self.name: torch.stack(waves, dim=-1)}

@@ -97,7 +97,7 @@ class LearnedFeatures(nn.Module):
         tables = self.vocabularies
         if not tables:
             return {}
-        # The middle of the batch, so that a single record with a wrong time does not let all rows expire.
+        # The middle of the batch, so that a single record with a wrong time does not count.
         time_ms = int(np.sort(columns["time_ms"])[len(columns["time_ms"]) // 2])
         restarted = {name: table.observe(self._keys(name, columns), time_ms) for name, table in tables.items()}
         return {name: found for name, found in restarted.items() if len(found.rows)}

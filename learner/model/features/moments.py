@@ -23,12 +23,19 @@ class Moments:
 
     @classmethod
     def of(cls, values: Floats) -> "Moments":
-        """Return the moments of values `[B, n]`, of which NaN are missing."""
+        """Return the moments of values `[B, n]`, of which NaN are missing.
+
+        They are those of the distances from the first value, so that values which are all the same deviate by 0.
+        """
         present = ~np.isnan(values)
         count = present.sum(axis=0, dtype=np.float64)
-        known = np.where(present, values, 0.0)
-        mean = known.sum(axis=0) / np.maximum(count, 1.0)
-        return cls(count, mean, np.square(np.where(present, known - mean, 0.0)).sum(axis=0))
+        first = (
+            np.take_along_axis(values, present.argmax(axis=0)[None], axis=0)[0] if len(values) else np.zeros_like(count)
+        )
+        first = np.where(count > 0, first, 0.0)
+        distance = np.where(present, values - first, 0.0)
+        mean = distance.sum(axis=0) / np.maximum(count, 1.0)
+        return cls(count, first + mean, np.square(np.where(present, distance - mean, 0.0)).sum(axis=0))
 
     def merged(self, other: "Moments") -> "Moments":
         """Return the moments of both parts together, in any order up to rounding."""

@@ -18,6 +18,10 @@ from learner.model.features.quantiles import QuantileSketch, empty_sketches
 
 LIMIT = 10.0
 """Scaled values are cut off here, so that one outlier cannot ruin the weights."""
+MOST = 1e140
+"""Nothing is learned from larger values: float64 cannot hold the sum of their squares."""
+_LEAST = 1e-38
+"""Widths that are less are 0, since float32 cannot hold their inverse."""
 INTERVALS = 32
 """Between the quantiles of `scale = "quantile"`."""
 _GROWTH = 32
@@ -74,11 +78,12 @@ class LearnedNumber(nn.Module):
         return inputs
 
     def _scaled(self, value_B: Tensor) -> Tensor:
-        value_B, factor = value_B.to(self._exact), self.get_buffer("factor")
+        value_B, factor, most = value_B.to(self._exact), self.get_buffer("factor"), torch.finfo(self._exact).max
         if self._scale != "quantile":
-            return ((value_B - self.get_buffer("shift")) * factor).clamp(-LIMIT, LIMIT).float()
+            distance_B = (value_B - self.get_buffer("shift")).clamp(-most, most)  # 0 times infinity is NaN
+            return (distance_B * factor).clamp(-LIMIT, LIMIT).float()
         knots = self.get_buffer("knots")
-        low, width = knots[..., :-1], knots.diff(dim=-1)
+        low, width = knots[..., :-1], knots.diff(dim=-1).clamp(max=most)
         above_BK = value_B[..., None] - low
         # Where several quantiles are one value, it is in the middle of them.
         inside_BK = torch.where(
@@ -91,17 +96,16 @@ class LearnedNumber(nn.Module):
         if not self._learns:
             return
         value_Bn = column.reshape(len(column), -1).astype(np.float64)
+        value_Bn[np.abs(value_Bn) > MOST] = np.nan
         if self._scale in _PARTS:
             self._observe_ranks(value_Bn)
             return
         state = self.state
         before = Moments(state["count"], state["mean"], state["squares"])
-        with np.errstate(over="ignore", invalid="ignore"):  # squares of values above 1e154
-            after = before.merged(Moments.of(value_Bn))
-            deviation = after.deviation
+        after = before.merged(Moments.of(value_Bn))
         state["count"][:], state["mean"][:], state["squares"][:] = after.count, after.mean, after.squares
         self._write("shift", after.mean)
-        self._write("factor", _inverse(deviation))
+        self._write("factor", _inverse(after.deviation))
 
     def _observe_ranks(self, value_Bn: Floats) -> None:
         state = self.state
@@ -138,5 +142,5 @@ class LearnedNumber(nn.Module):
 
 
 def _inverse(width: Floats) -> Floats:
-    """Return 1 / width, and 0 where it is 0: values that are all the same become 0."""
-    return np.divide(1.0, width, out=np.zeros_like(width), where=width > 0)
+    """Return 1 / width, and 0 where it is 0, or nearly: values that are all the same become 0."""
+    return np.divide(1.0, width, out=np.zeros_like(width), where=width > _LEAST)

@@ -30,6 +30,8 @@ from learner.model.features.mixing import mixed
 EMPTY = 2**63 - 1
 """In place of a key where there is none."""
 _STEP, _CLOCK, _ADDED, _USED = range(4)
+_TIMES = 9
+"""Batches whose middle time is the clock."""
 _OLDEST = 1024
 _WINDOW = 32
 """Keys without a row, for each row of the table, that are counted before all counts are halved."""
@@ -65,7 +67,8 @@ class VocabularyTable(nn.Module):
     """Row numbers of keys.
 
     Its buffers: `keys`, int64 `[N - shared]`, sorted, EMPTY at the end; `rows`, int64, the row of each; and in
-    `state`, by row, `seen_step`, `seen_ms` and `count`, the count sketch `sketch`, and `totals`.
+    `state`, by row, `seen_step`, `seen_ms` and `count`, the count sketch `sketch`, `totals`, and `times` of the last
+    batches.
     """
 
     def __init__(self, settings: LearnedVocabulary) -> None:
@@ -80,7 +83,8 @@ class VocabularyTable(nn.Module):
         self.register_buffer("rows", torch.zeros(self.size - self.shared, dtype=torch.int64))
         by_row = {name: torch.zeros(self.size, dtype=torch.int64) for name in ("seen_step", "seen_ms", "count")}
         sketch = torch.zeros(count_sketch.DEPTH, count_sketch.width_for(self.size), dtype=torch.uint8)
-        self.state = HostState(**by_row, sketch=sketch, totals=torch.zeros(4, dtype=torch.int64))
+        totals, times = torch.zeros(4, dtype=torch.int64), torch.zeros(_TIMES, dtype=torch.int64)
+        self.state = HostState(**by_row, sketch=sketch, totals=totals, times=times)
         self._cache: _Cache | None = None
         self.marker: int | None = None
         """One row for all keys, to find who takes it; None: each key has its row."""
@@ -104,7 +108,7 @@ class VocabularyTable(nn.Module):
         cache, state = self._current(), self.state
         totals = state["totals"]
         totals[_STEP] += 1
-        totals[_CLOCK] = max(int(totals[_CLOCK]), time_ms)
+        self._advance(time_ms)
         cache.step = int(totals[_STEP])
         at = np.searchsorted(cache.keys, keys)
         known = at < len(cache.keys)
@@ -121,6 +125,18 @@ class VocabularyTable(nn.Module):
         rows = np.fromiter(fresh.values(), np.int64, len(fresh))
         return Restarted(rows, self._shared_row(torch.tensor([*fresh], dtype=torch.int64)).numpy())
 
+    def _advance(self, time_ms: int) -> None:
+        """Set the clock, which a few batches with a wrong time do not change.
+
+        It starts once most times are known; what was seen before counts as seen then.
+        """
+        totals, times = self.state["totals"], self.state["times"]
+        times[totals[_STEP] % _TIMES] = time_ms
+        middle = int(np.sort(times)[_TIMES // 2])
+        if totals[_CLOCK] == 0:
+            self.state["seen_ms"][:] = middle
+        totals[_CLOCK] = max(int(totals[_CLOCK]), middle)
+
     def _see(self, rows: Ints, counts: Ints) -> None:
         state = self.state
         state["seen_step"][rows], state["seen_ms"][rows] = state["totals"][_STEP], state["totals"][_CLOCK]
@@ -128,14 +144,17 @@ class VocabularyTable(nn.Module):
 
     def _expired(self, cache: _Cache) -> set[int]:
         """Free the rows whose key was not seen for too long, and return them."""
-        gone = set[int]()
         if self._expire_ms is None:
-            return gone
+            return set()
         seen_ms, before = self.state["seen_ms"], int(self.state["totals"][_CLOCK]) - self._expire_ms
-        while (oldest := self._oldest(cache, gone, 1)) and seen_ms[oldest[0]] < before:
-            gone.add(oldest[0])
-            heapq.heappush(cache.free, oldest[0])
-        return gone
+        oldest = self._oldest(cache, set(), 1)
+        if not oldest or seen_ms[oldest[0]] >= before:
+            return set()
+        gone = cache.rows[seen_ms[cache.rows] < before].tolist()
+        cache.oldest.clear()  # it has rows that are free now
+        cache.free += gone
+        heapq.heapify(cache.free)
+        return {*gone}
 
     def _admit(self, cache: _Cache, keys: Ints, seen: Ints, gone: set[int]) -> dict[int, int]:
         """Give keys a row, the most frequent first; add the rows that others lose to `gone`. Return rows by key."""

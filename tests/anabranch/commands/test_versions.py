@@ -268,6 +268,16 @@ def test_a_diff_says_how_far_each_tensor_and_each_figure_has_changed(
     assert (half["name"], half["relative_change"]) == ("half", 0.5)
 
 
+def test_hashes_of_ids_do_not_hide_in_a_diff_how_far_the_weights_are(
+    run: Callable[..., Any], publish: Callable[..., Versions]
+) -> None:
+    keys = {"learned_features.feature_x.keys": torch.full((9,), 2**63 - 1)}
+    for number, factor in ((3, 1.0), (4, 1.5)):
+        publish(number, weights={"half": factor * torch.ones(2), **keys})
+    together, *_ = json.loads(run("diff", 3, 4, "--json")[1])["weights"]
+    assert (together["name"], together["relative_change"]) == (None, 0.5)
+
+
 def test_an_export_has_the_frozen_weights_too_and_a_diff_says_where_they_differ(
     run: Callable[..., Any], config: Config, publish: Callable[..., Versions], tmp_path: Path
 ) -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from learner.device_memory.live import live_bytes
+from learner.model.features.host_state import HostState
 from tests.learner.learner_bench import LearnerBench
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -26,6 +27,12 @@ def test_frozen_weights_are_counted_separately() -> None:
     model = nn.Sequential(nn.Linear(3, 3).requires_grad_(False), nn.Linear(3, 1))
     optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
     assert live_bytes(CPU, model, optimizer, {}) == {"weights": 16, "base": 48}
+
+
+def test_buffers_that_stay_on_the_host_are_not_counted() -> None:
+    model = nn.Sequential(nn.Linear(3, 1), HostState(sketch=torch.zeros(1000))).to("meta")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert live_bytes(torch.device("meta"), model, optimizer, {}) == {"weights": 16}
 
 
 def test_on_cuda_the_rest_of_what_is_allocated_and_reserved_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,21 @@ def build(width=16, frozen=False):
         model[0].requires_grad_(False)
     return model
 """
+LEARNING_MODEL = """
+import torch
+from torch import nn
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.items, self.body = nn.Embedding(8, 4), nn.Sequential(nn.Dropout(0.2), nn.Linear(7, 3))
+    def forward(self, x, item):
+        return self.body(torch.cat([x, self.items(item)], dim=1))
+build = Model
+"""
+LEARNED = """scale = "standard"
+[schema.features.item]
+dtype = "string"
+encode = {learn = 8, min_count = 2, expire = "30d"}"""
 CONFIG = """
 name = "audited"
 seed = 7
@@ -138,6 +153,11 @@ class Audited:
         rebuilt = rebuild_version(self.spec, self.versions, self.checkpoints, number, threading.Event(), keep)
         assert rebuilt is not None
         return rebuilt
+
+    def learn_features(self) -> None:
+        """Let the numbers be scaled, and items be rows of an embedding, by what the stream has had."""
+        self.rewrite("shape = [3]", f"shape = [3]\n{LEARNED}")
+        self.path.with_name("audited_model.py").write_text(LEARNING_MODEL)
 
     def rewrite(self, before: str, after: str) -> None:
         """Change the settings."""

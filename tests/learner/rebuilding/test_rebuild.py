@@ -101,6 +101,24 @@ def test_a_version_before_the_first_checkpoint_is_rebuilt_from_the_start_of_the_
     assert len(consume_all(audited.bootstrap, f"{audited.topic}.dead", at_least=1)) == letters == 1
 
 
+def test_a_version_with_features_learned_on_the_stream_is_rebuilt_bit_for_bit(
+    audited: Audited, produce: Produce, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    audited.learn_features()
+    for partition in range(2):
+        values = [{**event, "item": event["user"]} for event in events(250, partition)]
+        produce(audited.bootstrap, audited.topic, values, partition=partition)
+    audited.learn(monkeypatch, 20, (8,), killed=True)
+    audited.learn(monkeypatch, 40)
+
+    for number in (5, 15, 30):
+        rebuilt = audited.rebuild(number)
+        assert rebuilt.equal, rebuilt
+    weights = audited.versions.weights(audited.versions.manifest(30))
+    assert int(weights["learned_features.feature_item.state.totals"][3]) > 0
+    assert all(weights[f"learned_features.feature_x.{name}"].any() for name in ("shift", "factor"))
+
+
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
     audited: Audited, produce: Produce, monkeypatch: pytest.MonkeyPatch
 ) -> None:

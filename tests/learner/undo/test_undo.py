@@ -8,15 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
 
 from anabranch.core.errors import SettingsError
+from ingest.config import SchemaSettings
+from ingest.events.block import Array
 from ingest.events.identity import partition_name
 from ingest.events.schema import Schema
+from ingest.kafka.fake import fake_columns
 from learner.checkpointing.replay_state import unpack
 from learner.checkpointing.without_erased import without_erased
 from learner.errors import MisfitError, UndoRequestedError
+from learner.model.features.learned import attach_features
 from learner.state_dir.checkpoint import Checkpoints
 from learner.state_dir.folders import LocalFolder
 from learner.state_dir.trained_through import PartitionProgress
@@ -97,6 +103,62 @@ def test_undone_events_leave_the_state_as_if_the_topic_never_had_them(
     assert_same(again, clean)
     skipped = again.loop.ledger.skipped
     assert skipped == {"undone": sum(map(len, FLIPPED.values()))}
+
+
+class Ids(nn.Module):
+    """Takes numbers, and rows of an embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.body = nn.Embedding(12, 4), nn.Linear(7, 3)
+
+    def forward(self, x: Tensor, who: Tensor) -> Tensor:
+        """Return logits `[B, 3]`."""
+        output: Tensor = self.body(torch.cat([x, self.embedding(who)], dim=1))
+        return output
+
+
+def test_features_learned_of_undone_events_are_learned_as_if_the_topic_never_had_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode = {"learn": 12, "min_count": 2, "expire": "2s"}
+    features = {
+        "x": {"dtype": "float32", "shape": [3], "scale": "robust"},
+        "who": {"dtype": "int64", "encode": encode},
+    }
+    label = {"name": "y", "classes": 3}
+    schema = Schema(SchemaSettings.model_validate({"features": features, "label": label}))
+
+    def model() -> nn.Module:
+        made = Ids()
+        attach_features(made, schema, torch.device("cpu"))
+        return made
+
+    def columns(*arguments: Any, **named: Any) -> dict[str, Array]:
+        found = fake_columns(*arguments, **named)
+        found["feature.who"] = found["offset"].astype(np.int64) ** 2 % 97 // 8 + found["offset"].astype(np.int64) // 300
+        return found
+
+    def run(name: str, count: int, missing: Missing | None = None) -> UndoBench:
+        (tmp_path / name).mkdir(exist_ok=True)
+        bench = UndoBench(tmp_path / name, schema, count, missing)
+        bench.run()
+        bench.checkpoint()
+        bench.close()
+        return bench
+
+    monkeypatch.setattr("tests.learner.undo.undo_bench.small_model", model)
+    monkeypatch.setattr("tests.learner.undo.undo_bench.fake_columns", columns)
+    clean = run("clean", COUNT, FLIPPED)
+    run("undone", 400)
+    tainted = run("undone", COUNT)
+    record(tmp_path / "undone", FLIPPED)
+    again = run("undone", COUNT)
+    keys = "learned_features.feature_who.state.seen_ms"
+    assert again.loop.ledger.skipped == {"undone": sum(map(len, FLIPPED.values()))}
+    for name, value in clean.trainer.tensors()["model"].items():
+        assert torch.equal(again.trainer.tensors()["model"][name], value), name
+    assert not torch.equal(tainted.trainer.tensors()["model"][keys], again.trainer.tensors()["model"][keys])
 
 
 @pytest.mark.parametrize("replay", [{}, {"disk": {"bytes": "28kB"}, "device_bytes": "1kB"}], ids=["device", "disk"])

@@ -10,7 +10,7 @@ from anabranch.commands.produce import packer
 from anabranch.core.errors import SettingsError
 from ingest.config import StreamSettings
 from ingest.events.schema import Feature, Label, Schema
-from ingest.feature_settings import TokenizerFile, Vocabulary
+from ingest.feature_settings import FeatureSettings, LearnedVocabulary, TokenizerFile, Vocabulary
 
 PADDING = "anabranch_padding"
 """A field that the schema does not know, which brings a JSON message to its size."""
@@ -20,6 +20,13 @@ _KEYS = 100_000
 _SOME_WORDS = 3
 _DIGITS = (15, 12, 9, 7, 6, 5, 4, 3, 2, 1)
 _TIME = 1_700_000_000
+_YEAR_SECONDS = 31_556_952
+_ZIPF = 1.2
+_MOST_IDS = 10_000_000
+_AMOUNTS = 100
+"""Whole numbers that are scaled are below it."""
+_MISSING = 0.1
+"""The part of values that is missing, where they may be."""
 
 
 class Synthetic(msgspec.Struct, frozen=True):
@@ -94,14 +101,25 @@ def _event(schema: Schema, random: np.random.Generator, digits: int) -> dict[str
 
 
 def _value(schema: Schema, feature: Feature, random: np.random.Generator, digits: int) -> Any:
-    count = int(np.prod(feature.shape))
+    count, settings = int(np.prod(feature.shape)), schema.settings.features[feature.name]
     flat: np.ndarray[Any, Any]
-    if feature.is_string:
-        flat = np.array([_text(schema, feature, random) for _ in range(count)], object)
+    if settings.cycles:
+        flat = _TIME + random.integers(_YEAR_SECONDS, size=count)
+        flat = flat if feature.dtype.kind != "f" else flat.astype(float)
+    elif feature.is_string:
+        flat = np.array([_text(settings, random) for _ in range(count)], object)
     elif feature.dtype.kind == "b":
         flat = random.integers(2, size=count).astype(bool)
     elif feature.dtype.kind == "f":
         flat = random.standard_normal(count).round(digits)
+        if feature.may_be_nan:
+            flat[random.random(count) < _MISSING] = np.nan
+    elif isinstance(settings.encode, LearnedVocabulary):
+        lowest, most = _range(feature, _MOST_IDS)
+        flat = lowest + random.zipf(_ZIPF, count) % most
+    elif settings.scale is not None:
+        lowest, most = _range(feature, _AMOUNTS)
+        flat = lowest + random.integers(most, size=count)
     elif feature.min is not None and feature.max is not None:
         flat = random.integers(feature.min, feature.max, count, endpoint=True)
     else:  # an id may have no row in the model's embedding
@@ -109,10 +127,19 @@ def _value(schema: Schema, feature: Feature, random: np.random.Generator, digits
     return flat.reshape(feature.shape).tolist()
 
 
-def _text(schema: Schema, feature: Feature, random: np.random.Generator) -> str:
-    encode = schema.settings.features[feature.name].encode
+def _range(feature: Feature, most: int) -> tuple[int, int]:
+    """Return the lowest of at most `most` whole numbers that the feature may have, and how many there are."""
+    limit = feature.max if feature.max is not None else int(np.iinfo(np.dtype(feature.dtype.name)).max)
+    lowest = feature.filler if feature.min is None else feature.min
+    return lowest, min(most, limit - lowest + 1)
+
+
+def _text(settings: FeatureSettings, random: np.random.Generator) -> str:
+    encode = settings.encode
     if isinstance(encode, Vocabulary):
         return str(random.choice(encode.vocab))
+    if isinstance(encode, LearnedVocabulary):
+        return f"id-{random.zipf(_ZIPF) % _MOST_IDS}"
     words = encode.length if isinstance(encode, TokenizerFile) else 1
     letters = np.array([*string.ascii_lowercase])
     return " ".join("".join(random.choice(letters, _SOME_WORDS)) for _ in range(words))

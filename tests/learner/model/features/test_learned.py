@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from anabranch.core.errors import SettingsError
 from ingest.config import SchemaSettings
 from ingest.events.schema import Schema
 from learner.errors import ModelError
@@ -115,10 +116,11 @@ def test_a_missing_value_becomes_a_number_before_it_is_scaled() -> None:
     assert transform(plain, x=np.array([[np.nan, 2]], np.float32))["x"].tolist() == [[-1.0, 2.0]]
 
 
-def test_times_have_their_phase_in_each_cycle() -> None:
-    learned = LearnedFeatures(schema_of({"t": {"dtype": "int64", "cycles": ["day", "week"]}}))
+@pytest.mark.parametrize("dtype", ["int64", "int32", "uint32", "float64"])
+def test_times_have_their_phase_in_each_cycle(dtype: str) -> None:
+    learned = LearnedFeatures(schema_of({"t": {"dtype": dtype, "cycles": ["day", "week"]}}))
     week = 604_800
-    found = transform(learned, t=np.array([0, 21_600, week // 2, 3000 * week + 21_600]))["t"]
+    found = transform(learned, t=np.array([0, 21_600, week // 2, 3000 * week + 21_600], dtype))["t"]
     assert found.shape == (4, 4)
     np.testing.assert_allclose(found[0], [0, 1, 0, 1], atol=1e-6)
     np.testing.assert_allclose(found[1, :2], [1, 0], atol=1e-6)
@@ -222,6 +224,38 @@ def test_a_vocabulary_needs_an_embedding_whose_rows_can_start_again(use: str, ro
         return
     with pytest.raises(ModelError, match=refusal):
         row_tables(model, learned, sample(schema, 2, CPU))
+
+
+@pytest.mark.parametrize("scale", ["standard", "robust", "quantile"])
+@pytest.mark.parametrize("outlier", [1e145, 1.7e308])
+def test_values_whose_square_no_float_holds_do_not_spoil_a_scale(scale: str, outlier: float) -> None:
+    learned = LearnedFeatures(schema_of({"x": {"dtype": "float64", "scale": scale}}))
+    values = np.random.default_rng(0).normal(size=64)
+    observe(learned, x=np.array([values[0], outlier, outlier, -outlier]))
+    observe(learned, x=values)
+    found = transform(learned, x=np.array([-1, 1, outlier]))["x"]
+    assert np.isfinite(found).all()
+    assert found[0] < -0.3 < 0.3 < found[1] <= found[2]
+
+
+@pytest.mark.parametrize("scale", ["standard", "robust", "quantile"])
+@pytest.mark.parametrize(
+    ("dtype", "value"), [("float64", 0.1), ("float32", 0.1), ("float32", -3.4e38), ("float32", 1e-42)]
+)
+def test_a_scale_of_values_that_are_all_the_same_or_nearly_is_finite(scale: str, dtype: str, value: float) -> None:
+    learned = LearnedFeatures(schema_of({"x": {"dtype": dtype, "scale": scale}}))
+    for rows in (7, 13, 64):
+        observe(learned, x=np.full(rows, value, dtype))
+    assert not transform(learned, x=np.array([value], dtype))["x"].any()
+    observe(learned, x=np.array([0, value * 0.5], dtype))
+    largest = np.finfo(np.float32).max
+    assert np.isfinite(transform(learned, x=np.array([value, 0, largest, -largest], dtype))["x"]).all()
+
+
+@pytest.mark.parametrize(("dtype", "value"), [("float32", np.nan), ("float32", np.inf), ("float16", 1e6)])
+def test_what_replaces_a_missing_value_is_a_number_of_the_dtype(dtype: str, value: float) -> None:
+    with pytest.raises(SettingsError, match=f"x.missing = {value!r} does not fit dtype {dtype}"):
+        schema_of({"x": {"dtype": dtype, "missing": value}})
 
 
 @pytest.mark.parametrize(

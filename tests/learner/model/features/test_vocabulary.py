@@ -51,14 +51,29 @@ def test_a_value_has_a_shared_row_until_it_was_seen_often_enough() -> None:
 
 def test_a_value_expires_by_the_time_of_records_and_its_row_goes_to_another() -> None:
     table = vocabulary(expire="30d")
-    observe(table, 5, time_ms=0)
-    observe(table, 6, time_ms=20 * DAY)
-    observe(table, 6, time_ms=30 * DAY)
+    for time_ms, batches in ((DAY, 9), (21 * DAY, 9), (31 * DAY, 9), (31 * DAY + 1, 4)):
+        for _ in range(batches):
+            observe(table, 5 if time_ms == DAY else 6, time_ms=time_ms)
     assert rows(table, 5, 6) == [1, 2]
-    observe(table, 6, time_ms=30 * DAY + 1)
+    observe(table, 6, time_ms=31 * DAY + 1)
     assert rows(table, 5, 6) == [0, 2]
-    assert observe(table, 7, time_ms=1) == [1]  # late records do not turn the clock back
+    for _ in range(9):
+        observe(table, 6, time_ms=DAY)
+    assert observe(table, 7, time_ms=DAY) == [1]  # late records do not turn the clock back
     assert rows(table, 5, 6, 7) == [0, 2, 1]
+
+
+@pytest.mark.parametrize("at", [0, 2, 20])
+def test_a_few_records_with_wrong_times_let_nothing_expire_and_do_not_stop_the_clock(at: int) -> None:
+    table = vocabulary(learn=64, expire="1h")
+    wrong = {at: 4000 * DAY, at + 1: 0, at + 3: 5000 * DAY}
+    for step in range(60):
+        observe(table, *range(40) if step == 10 else (50,), time_ms=wrong.get(step, 1000 * DAY + step * 1000))
+    assert (table(torch.arange(40)) >= table.shared).all()
+    for step in range(9):
+        observe(table, 50, time_ms=1001 * DAY + step)
+    assert (table(torch.arange(40)) < table.shared).all()
+    assert rows(table, 50)[0] >= table.shared
 
 
 def test_a_full_table_gives_the_row_that_was_unseen_for_longest_to_a_value_seen_more_often() -> None:
@@ -109,6 +124,21 @@ def test_the_largest_integer_is_a_value_as_any_other() -> None:
     observe(table, EMPTY, -EMPTY)
     assert sorted(rows(table, EMPTY, -EMPTY)) == [1, 2]
     assert rows(vocabulary(), EMPTY) == [0]
+
+
+def test_a_table_that_expires_at_once_is_filled_again_without_a_row_for_two_values() -> None:
+    table = vocabulary(learn=400, expire="1h")
+    for step in range(9):
+        observe(table, *range(step * 40, step * 40 + 33), time_ms=DAY + step)
+    for step in range(9):
+        observe(table, 5000, time_ms=2 * DAY + step)
+    assert int((table.get_buffer("keys") != EMPTY).sum()) == 1
+    for step in range(20):
+        observe(table, *(range(1000 + step * 40, 1040 + step * 40)), time_ms=2 * DAY + 9 + step)
+        check(table)
+    for step in range(20):
+        observe(table, *(3000 + step, 3000 + step), time_ms=2 * DAY + 40 + step)
+        check(table)
 
 
 @given(
