@@ -1,7 +1,9 @@
 """`anabranch plan`: the arithmetic of its lines, its warnings, and a calibration of a small pipeline."""
 
+import functools
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from anabranch.commands.planning import disk
 from anabranch.commands.planning.calibrating.synthetic_events import synthetic_messages
 from anabranch.commands.planning.calibrating.synthetic_pipeline import CalibrationSpec, calibrated
 from anabranch.commands.planning.constants import Constants, Load
@@ -39,6 +42,14 @@ factory = "planned_model:build"
 [learner]
 device = "cpu"
 """
+
+
+@pytest.fixture(autouse=True, scope="module")
+def simulated_once() -> Iterator[None]:
+    """Simulate the segments of each load once: that takes a tenth of a second."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(disk, "writes_per_event", functools.cache(writes_per_event))
+        yield
 
 
 def config_of(folder: Path, more: str = "") -> Config:
