@@ -3,7 +3,6 @@
 import contextlib
 import json
 import signal
-import subprocess
 from datetime import timedelta
 from pathlib import Path
 
