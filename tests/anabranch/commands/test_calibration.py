@@ -3,8 +3,10 @@
 import contextlib
 import json
 import signal
+import threading
 from datetime import timedelta
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -68,7 +70,7 @@ def test_a_calibration_measures_the_pipeline_without_a_broker_and_removes_its_fo
 def test_a_calibration_that_is_ended_while_it_measures_ingest_removes_its_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = EmptySource()
+    source = Source()
     monkeypatch.setattr(calibration, "_Processes", lambda *_: contextlib.nullcontext())
     monkeypatch.setattr(calibration, "_measure", lambda *_: None)
     monkeypatch.setattr(calibration, "synthetic_source", lambda *_: source)
@@ -84,16 +86,29 @@ def test_a_calibration_that_is_ended_while_it_measures_ingest_removes_its_folder
     assert {path.name for path in tmp_path.iterdir()} <= OWN
 
 
-class EmptySource:
-    """The reader of a stream without events."""
+def test_ingest_is_measured_by_one_block_at_least(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Source(None, b"first", None, b"second", b"third")
+    monkeypatch.setattr(calibration, "synthetic_source", lambda *_: source)
+    config, spec = load_config(write_pipeline(tmp_path, MODEL), {}), Mock()
+    assert calibration._ingest_rate(config, spec, 0.0, threading.Event())
+    assert source.released == [b"first", b"second"]
+    assert source.closed
 
-    closed = False
+
+class Source:
+    """The reader of a stream with these blocks."""
+
+    def __init__(self, *blocks: bytes | None) -> None:
+        self.blocks, self.released, self.closed = [*blocks], list[bytes](), False
 
     def open(self) -> None:
         pass
 
-    def poll(self, _within: timedelta) -> None:
-        return None
+    def poll(self, _within: timedelta) -> bytes | None:
+        return self.blocks.pop(0) if self.blocks else None
+
+    def release(self, block: bytes) -> None:
+        self.released.append(block)
 
     def close(self) -> None:
         self.closed = True

@@ -272,20 +272,18 @@ def _sizes(processes: _Processes, config: Config, constants: Constants) -> None:
 
 
 def _ingest_rate(config: Config, spec: CalibrationSpec, seconds: float, stop: threading.Event) -> float | None:
-    """Return the events a second of the ingest process alone."""
+    """Return the events a second of the ingest process alone, of one block at least."""
     source = synthetic_source(config.pipeline, spec)
-    rows, begin = 0, None
+    rows, begin, last = 0, None, time.monotonic() + _START_SECONDS
     try:
         source.open()
-        end = time.monotonic() + _START_SECONDS
-        while time.monotonic() < end:
+        while (now := time.monotonic()) < last and (begin is None or not rows or now < begin + seconds):
             _end_if(stop)
             block = source.poll(timedelta(seconds=_POLL_SECONDS))
             if block is None:
                 continue
             if begin is None:  # the first blocks were read while nobody received them
                 begin = time.monotonic()
-                end = begin + seconds
             else:
                 rows += len(block)
             source.release(block)
