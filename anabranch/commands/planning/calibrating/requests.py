@@ -16,7 +16,7 @@ _KINDS = {"b": "BOOL", "f": "FP", "i": "INT", "u": "UINT"}
 
 def time_requests(address: str, name: str, schema: Schema, seconds: float) -> float | None:
     """Return the median seconds of one request or more, each of one row; None where serving refuses them."""
-    body, taken = msgspec.json.encode({"inputs": [_tensor(each) for each in schema.features]}), []
+    body, taken = msgspec.json.encode({"inputs": [_tensor(each) for each in schema.features]}), list[float]()
     connection = http.client.HTTPConnection(urlsplit(address).netloc, timeout=_TIMEOUT_SECONDS)
     try:
         end = time.monotonic() + seconds
