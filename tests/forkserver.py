@@ -41,7 +41,7 @@ _ROOT = Path(__file__).parent.parent
 _LENGTH = struct.Struct("!Q")
 _NUMBER = struct.Struct("!i")
 _THREADS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-_MODULES = {"ingest", "learner", "serving"}
+_MODULES = {"ingest", "learner", "serving", "anabranch.commands.planning.calibrating.synthetic_pipeline"}
 """Modules that a forked process starts as separate processes, which are forked as well."""
 _LOADED = (
     "torch.distributed.elastic.agent.server.local_elastic_agent",

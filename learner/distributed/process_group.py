@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed import FileStore, Store  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import _world
 
 from anabranch.core.errors import DependencyError, SettingsError
 from learner.config import LearnerSettings
@@ -18,6 +19,9 @@ from learner.distributed.messages import SILENCE
 from learner.distributed.torchrun import RankHeartbeat
 from learner.errors import RankLostError
 from learner.model.device import choose_device
+
+_left: list[dist.ProcessGroup] = []
+"""Groups that this process has left."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,16 @@ def join_group(assignment: RankAssignment, settings: LearnerSettings) -> Iterato
     with contextlib.nullcontext() if heartbeat is None else heartbeat.beating():
         yield device
     # Not after an error: destroying a group whose ranks are lost may hang.
+    leave_group()
+
+
+def leave_group() -> None:
+    """Leave the group of all ranks, and all others. Called by every rank.
+
+    The objects stay: their destructors would hold the GIL while they wait for threads of gloo, which take the GIL to
+    release the tensors of the last collective. A model under `DistributedDataParallel` refers to them too.
+    """
+    _left.extend(_world.pg_map)
     dist.destroy_process_group()
 
 

@@ -21,7 +21,7 @@ from ingest.kafka.fake import fake_columns
 from learner.config import LearnerSettings
 from learner.distributed import process_group
 from learner.distributed.data_parallel import DataParallelGroup
-from learner.distributed.process_group import RankAssignment, join_group
+from learner.distributed.process_group import RankAssignment, join_group, leave_group
 from learner.model.device import choose_precision
 from learner.model.faulty_events import RaisingEventsError
 from learner.model.task import Classification
@@ -36,7 +36,7 @@ def _no_group_is_left() -> Iterator[None]:
     """A test that fails within its group fails no other."""
     yield
     if dist.is_initialized():
-        dist.destroy_process_group()
+        leave_group()
 
 
 KINDS = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -442,6 +442,7 @@ def test_metrics_have_the_promised_names(running: Any, body_of: Body) -> None:
         "anabranch_serving_swaps_total",
         "anabranch_serving_problems",
         "anabranch_serving_follow_lag_seconds",
+        "anabranch_tracing_left_out_total",
     }
     assert 'anabranch_serving_requests_total{code="200"} 1.0' in text
     (waited,) = [line for line in text.splitlines() if line.startswith("anabranch_serving_queue_row_seconds_total ")]
@@ -538,6 +539,7 @@ def test_rollout_commands_are_applied_before_they_are_answered(
         "pinned": None,
         "rolled_back": [2, 3],
         "promoted": 1,
+        "recent": [1, 2, 3, 2, 1],
     }
     assert served() == "1"
     assert order("1:rollback").status_code == 409

@@ -3,18 +3,19 @@
 from anabranch.commands.planning.constants import Constants
 from anabranch.commands.planning.ledger_of import learner_tensors, serving_tensors
 from anabranch.commands.planning.lines import Line, PlanSection, size, summed
-from anabranch.commands.planning.store_size import EVENT_BYTES, SLOT_BYTES, PlannedStore
+from anabranch.commands.planning.store_size import ENTRY_BYTES, EVENT_BYTES, SLOT_BYTES, PlannedStore
 from anabranch.config.model import Pipeline
 from ingest.events.block import BlockLayout
 from ingest.events.schema import Schema
 from ingest.transport.shared_ring import ring_bytes
 from learner.device_memory.ledger import CONTEXT_BYTES
+from replay.checkpoint.segments import most_events
 
 TOTAL = "total"
 
 
-def host_memory(pipeline: Pipeline, constants: Constants, store: PlannedStore | None) -> PlanSection:
-    """Return the memory of the host by part, at its highest."""
+def host_memory(pipeline: Pipeline, constants: Constants, store: PlannedStore | None, added: float) -> PlanSection:
+    """Return the memory of the host by part, at its highest; `added`: new events from one checkpoint to the next."""
     on_cpu = constants.device == "cpu"
     lines = _tensors(pipeline, constants) if on_cpu else []
     if store is not None and (on_cpu or pipeline.replay.device_memory == "host"):
@@ -22,6 +23,8 @@ def host_memory(pipeline: Pipeline, constants: Constants, store: PlannedStore | 
     if store is not None:
         formula = f"{store.slots:,} slots x {SLOT_BYTES} B + {store.events:,} events x {EVENT_BYTES} B"
         lines.append(Line("table of events", store.table_bytes, "bytes", formula))
+        if not pipeline.replay.slower:
+            lines.append(_checkpoint_buffers(store, added))
     lines += [
         Line("learner's programs and buffers", constants.learner_bytes, "bytes", _measured(constants)),
         Line("ingest process", constants.ingest_bytes, "bytes", _measured(constants)),
@@ -80,6 +83,16 @@ def _tensors(pipeline: Pipeline, constants: Constants) -> list[Line]:
 
 def _memory_tier(store: PlannedStore) -> Line:
     return Line("memory tier", store.memory_bytes, "bytes", f"{store.memory_rows:,} rows x {store.row_bytes:,} B")
+
+
+def _checkpoint_buffers(store: PlannedStore, added: float) -> Line:
+    """Return the copies of rows while a checkpoint that has them is written: two of new ones, three of merged ones."""
+    most = most_events(store.row_bytes)
+    new = min(store.events, round(added))
+    merged = min(store.events - new, max(0, most - new))
+    each = ENTRY_BYTES + store.row_bytes
+    formula = f"(2 x {new:,} new events + 3 x {merged:,} of merged segments) x {each:,} B"
+    return Line("buffers of checkpoints", (2 * new + 3 * merged) * each, "bytes", formula)
 
 
 def _ring(pipeline: Pipeline) -> Line:

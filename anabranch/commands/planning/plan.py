@@ -82,7 +82,7 @@ def make_plan(config: Config, load: Load, constants: Constants) -> Plan:
     later = disk.between(f"disk writes, day {load.days:g}", (load.days - 1) * DAY, load.days * DAY)
     later.lines.extend(wear(later["total"], load))
     sections: dict[str, PlanSection | None] = {
-        "memory": host_memory(pipeline, constants, store),
+        "memory": host_memory(pipeline, constants, store, load.rate * disk.checkpoint_seconds),
         "device": device_memory(pipeline, constants, store),
         "tiers": None if store is None else hit_rates(pipeline, store),
         "first day": first,

@@ -1,20 +1,25 @@
 """A calibration runs the pipeline as it is, and leaves nothing behind."""
 
+import contextlib
 import json
-import os
-import subprocess
-import sys
+import signal
+import threading
 from datetime import timedelta
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
-from anabranch.commands.planning.run_constants import constants_of_run
+from anabranch.commands.planning.calibrating import calibration
+from anabranch.commands.planning.constants import Load
+from anabranch.commands.planning.run_constants import constants_of_model, constants_of_run
 from anabranch.config.loader import load_config
 from anabranch.core.errors import SettingsError
 from ingest.events.partition import TopicPartition
 from ingest.kafka.synthetic import SyntheticClient
+from tests import forkserver
 
+OWN = {"calibrated_model.py", "pipeline.toml", "__pycache__"}
 MODEL = "import torch\n\ndef build():\n    return torch.nn.Linear(4, 3)\n"
 PIPELINE = """
 name = "calibrated"
@@ -31,27 +36,24 @@ device = "cpu"
 [replay]
 capacity = 2000
 disk = {bytes = "4MB"}
+[device_sharing]
+policy = "exclusive"
 """
 
 
-def write_pipeline(folder: Path, model: str) -> None:
+def write_pipeline(folder: Path, model: str) -> Path:
     (folder / "calibrated_model.py").write_text(model)
-    (folder / "pipeline.toml").write_text(PIPELINE)
-
-
-def run_plan(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    write_pipeline(folder, MODEL)
-    command = [sys.executable, "-P", "-m", "anabranch", "plan", "--rate", "200", "--json", "--exit-code", *options]
-    return subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
+    path = folder / "pipeline.toml"
+    path.write_text(PIPELINE)
+    return path
 
 
 @pytest.mark.process
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(400)
 def test_a_calibration_measures_the_pipeline_without_a_broker_and_removes_its_folder(tmp_path: Path) -> None:
-    done = run_plan(tmp_path, "--seconds", "2")
+    command = ["-P", "-m", "anabranch", "plan", str(write_pipeline(tmp_path, MODEL)), "--rate", "200", "--json"]
+    done = forkserver.run([*command, "--exit-code", "--seconds", "2"], timeout=350)
     # A busy machine may saturate below the rate, which breaks a promise.
     assert done.returncode in (0, 4), done.stderr
     plan = json.loads(done.stdout)
@@ -62,16 +64,61 @@ def test_a_calibration_measures_the_pipeline_without_a_broker_and_removes_its_fo
     for name in ("learner_bytes", "ingest_bytes", "serving_bytes", "version_bytes", "ingest_rate", "request_seconds"):
         assert constants[name] > 0, name
     assert set(plan["sections"]) >= {"memory", "tiers", "first day", "later day", "freshness", "saturation"}
-    assert {path.name for path in tmp_path.iterdir()} <= {"calibrated_model.py", "pipeline.toml", "__pycache__"}
+    assert {path.name for path in tmp_path.iterdir()} <= OWN
+
+
+def test_a_calibration_that_is_ended_while_it_measures_ingest_removes_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = Source()
+    monkeypatch.setattr(calibration, "_Processes", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(calibration, "_measure", lambda *_: None)
+    monkeypatch.setattr(calibration, "synthetic_source", lambda *_: source)
+
+    def say(sentence: str) -> None:
+        if "ingest" in sentence:
+            signal.raise_signal(signal.SIGTERM)
+
+    config = load_config(write_pipeline(tmp_path, MODEL), {})
+    with pytest.raises(KeyboardInterrupt):
+        calibration.calibrate(config, Load(rate=200.0), 2.0, say)
+    assert source.closed
+    assert {path.name for path in tmp_path.iterdir()} <= OWN
+
+
+def test_ingest_is_measured_by_one_block_at_least(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Source(None, b"first", None, b"second", b"third")
+    monkeypatch.setattr(calibration, "synthetic_source", lambda *_: source)
+    config, spec = load_config(write_pipeline(tmp_path, MODEL), {}), Mock()
+    assert calibration._ingest_rate(config, spec, 0.0, threading.Event())
+    assert source.released == [b"first", b"second"]
+    assert source.closed
+
+
+class Source:
+    """The reader of a stream with these blocks."""
+
+    def __init__(self, *blocks: bytes | None) -> None:
+        self.blocks, self.released, self.closed = [*blocks], list[bytes](), False
+
+    def open(self) -> None:
+        pass
+
+    def poll(self, _within: timedelta) -> bytes | None:
+        return self.blocks.pop(0) if self.blocks else None
+
+    def release(self, block: bytes) -> None:
+        self.released.append(block)
+
+    def close(self) -> None:
+        self.closed = True
 
 
 @pytest.mark.process
 def test_without_a_calibration_the_model_alone_is_measured(tmp_path: Path) -> None:
-    done = run_plan(tmp_path, "--no-calibrate")
-    assert done.returncode == 0, done.stderr
-    plan = json.loads(done.stdout)
-    assert plan["constants"]["parameters"] == 15
-    assert plan["constants"]["saturation_rate"] is None
+    constants = constants_of_model(load_config(write_pipeline(tmp_path, MODEL), {}))
+    assert constants.parameters == 15
+    assert constants.saturation_rate is None
 
 
 def test_a_plan_of_a_run_needs_a_run(tmp_path: Path) -> None:

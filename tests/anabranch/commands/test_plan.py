@@ -1,7 +1,9 @@
 """`anabranch plan`: the arithmetic of its lines, its warnings, and a calibration of a small pipeline."""
 
+import functools
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from anabranch.commands.planning import disk
 from anabranch.commands.planning.calibrating.synthetic_events import synthetic_messages
 from anabranch.commands.planning.calibrating.synthetic_pipeline import CalibrationSpec, calibrated
 from anabranch.commands.planning.constants import Constants, Load
@@ -16,7 +19,7 @@ from anabranch.commands.planning.disk import DAY
 from anabranch.commands.planning.plan import Plan, make_plan
 from anabranch.commands.planning.segment_writes import writes_per_event
 from anabranch.commands.planning.speed import RATE, limited_by
-from anabranch.commands.planning.store_size import PlannedStore, admitted
+from anabranch.commands.planning.store_size import ENTRY_BYTES, PlannedStore, admitted
 from anabranch.config.loader import Config, load_config
 from anabranch.core.errors import SettingsError
 from anabranch.doctor.accelerator_checks import learner_ledger
@@ -39,6 +42,14 @@ factory = "planned_model:build"
 [learner]
 device = "cpu"
 """
+
+
+@pytest.fixture(autouse=True, scope="module")
+def simulated_once() -> Iterator[None]:
+    """Simulate the segments of each load once: that takes a tenth of a second."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(disk, "writes_per_event", functools.cache(writes_per_event))
+        yield
 
 
 def config_of(folder: Path, more: str = "") -> Config:
@@ -101,6 +112,18 @@ def test_a_total_is_the_sum_of_its_lines_and_every_line_has_a_formula(tmp_path: 
     assert all(line.formula for line in lines)
     years = plan.sections["later day"]["life of the drive"].value
     assert years == pytest.approx(600e12 / (plan.sections["later day"].value("total") or 0.0) / 365)
+
+
+def test_checkpoints_with_rows_have_buffers_of_new_and_merged_rows(tmp_path: Path) -> None:
+    rows = "buffers of checkpoints"
+    in_memory = "[replay]\ncapacity = 4000\n"
+    each, every = 1_024 + ENTRY_BYTES, 30
+    assert config_of(tmp_path, in_memory).pipeline.checkpoints.every.total_seconds() == every
+    for rate, copies in ((1e6, 2 * 4_000), (10.0, 2 * 10 * every + 3 * (4_000 - 10 * every))):
+        plan = plan_of(tmp_path, in_memory, Load(rate=rate))
+        assert plan.sections["memory"].value(rows) == copies * each
+    plan = plan_of(tmp_path, in_memory + 'disk = {bytes = "20MB"}\n')
+    assert rows not in {line.name for line in plan.sections["memory"].lines}
 
 
 def test_a_later_day_replaces_fewer_events_of_a_reservoir(tmp_path: Path) -> None:

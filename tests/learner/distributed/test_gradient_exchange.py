@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from learner.config import LearnerSettings
 from learner.distributed.gradient_exchange import GradientExchange, _Int8, _TopK
+from learner.distributed.process_group import leave_group
 from tests import forkserver
 from tests.support.waiting import PATIENCE_SECONDS
 
@@ -30,7 +31,7 @@ MICRO = {"steps": [[7, 6], [9, 4]], "times": 4, "width": 16}
 def group_of_one() -> Iterator[None]:
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     yield
-    dist.destroy_process_group()
+    leave_group()
 
 
 class Pair(nn.Module):

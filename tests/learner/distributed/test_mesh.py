@@ -11,6 +11,7 @@ from anabranch.core.errors import SettingsError
 from learner.config import LearnerSettings
 from learner.distributed.mesh import Mesh, num_row_groups
 from learner.distributed.messages import SILENCE
+from learner.distributed.process_group import leave_group
 
 
 def settings(replicas: int, **mesh: int) -> LearnerSettings:
@@ -55,7 +56,7 @@ def test_a_group_has_the_ranks_that_differ_along_its_dimensions_alone(
         assert dist.get_process_group_ranks(group) == ranks
         assert mesh.group(*dimensions) is group
     finally:
-        dist.destroy_process_group()
+        leave_group()
 
 
 @pytest.mark.parametrize(
@@ -87,7 +88,7 @@ def test_torchs_mesh_has_the_dimensions_of_several_ranks() -> None:
         assert dist.get_process_group_ranks(mesh.group("tensor")) == [4, 5]
         assert mesh.group("tensor") is of_torch.get_group("tensor")
     finally:
-        dist.destroy_process_group()
+        leave_group()
 
 
 def test_all_groups_time_out_as_that_of_all_ranks_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +107,7 @@ def test_all_groups_time_out_as_that_of_all_ranks_does(monkeypatch: pytest.Monke
         mesh.device_mesh("cpu")
         mesh.group("data")
     finally:
-        dist.destroy_process_group()
+        leave_group()
     assert timeouts == [SILENCE] * 4
 
 

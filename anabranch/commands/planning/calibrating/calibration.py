@@ -80,16 +80,17 @@ def calibrate(config: Config, load: Load, seconds: float, say: Say) -> Constants
     schema = Schema(pipeline.events)
     stream = calibrated_stream(pipeline.stream)
     messages = synthetic_messages(schema, stream, load.event_bytes, load.events_per_message, pipeline.seed)
-    with _temporary_folder(existing_folder(config.state_dir.parent)) as folder:
+    with stop_on_signals() as stop, _temporary_folder(existing_folder(config.state_dir.parent)) as folder:
         spec = _write_spec(config, load, messages, folder, seconds)
         constants = Constants(source="calibration", parameters=0, event_bytes=messages.event_bytes)
         constants.differences = _differences(config, load, messages)
         say("starting the learner and serving on synthetic events")
-        with stop_on_signals() as stop, _Processes(config.path, folder, stop) as processes:
+        with _Processes(config.path, folder, stop) as processes:
             _measure(processes, config, constants, load, seconds, say)
         say("measuring ingest and the disk alone")
-        constants.ingest_rate = _ingest_rate(config, spec, seconds * _SHARES["ingest"])
+        constants.ingest_rate = _ingest_rate(config, spec, seconds * _SHARES["ingest"], stop)
         constants.disk_bytes_per_second = write_rate(folder)
+        _end_if(stop)
     return constants
 
 
@@ -171,8 +172,8 @@ class _Processes:
         while not (done := until()) and time.monotonic() < end:
             self._check()
             self.peak.sample()
-            if self._stop.wait(min(_POLL_SECONDS, max(0.0, end - time.monotonic()))):
-                raise KeyboardInterrupt
+            self._stop.wait(min(_POLL_SECONDS, max(0.0, end - time.monotonic())))
+            _end_if(self._stop)
         return done
 
     def _check(self) -> None:
@@ -270,20 +271,19 @@ def _sizes(processes: _Processes, config: Config, constants: Constants) -> None:
         process_sizes(config, report, constants, processes.peak)
 
 
-def _ingest_rate(config: Config, spec: CalibrationSpec, seconds: float) -> float | None:
-    """Return the events a second of the ingest process alone."""
+def _ingest_rate(config: Config, spec: CalibrationSpec, seconds: float, stop: threading.Event) -> float | None:
+    """Return the events a second of the ingest process alone, of one block at least."""
     source = synthetic_source(config.pipeline, spec)
-    rows, begin = 0, None
+    rows, begin, last = 0, None, time.monotonic() + _START_SECONDS
     try:
         source.open()
-        end = time.monotonic() + _START_SECONDS
-        while time.monotonic() < end:
+        while (now := time.monotonic()) < last and (begin is None or not rows or now < begin + seconds):
+            _end_if(stop)
             block = source.poll(timedelta(seconds=_POLL_SECONDS))
             if block is None:
                 continue
             if begin is None:  # the first blocks were read while nobody received them
                 begin = time.monotonic()
-                end = begin + seconds
             else:
                 rows += len(block)
             source.release(block)
@@ -328,6 +328,12 @@ def _differences(config: Config, load: Load, messages: Synthetic) -> list[str]:
     if pipeline.storage is not None:
         differences.append("nothing was uploaded to [storage]")
     return differences
+
+
+def _end_if(stop: threading.Event) -> None:
+    """End the calibration after a signal, so that its folder is removed."""
+    if stop.is_set():
+        raise KeyboardInterrupt
 
 
 @contextlib.contextmanager

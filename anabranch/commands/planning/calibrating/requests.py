@@ -15,12 +15,12 @@ _KINDS = {"b": "BOOL", "f": "FP", "i": "INT", "u": "UINT"}
 
 
 def time_requests(address: str, name: str, schema: Schema, seconds: float) -> float | None:
-    """Return the median seconds of requests of one row, one after the other; None where serving refuses them."""
-    body, taken = msgspec.json.encode({"inputs": [_tensor(each) for each in schema.features]}), []
+    """Return the median seconds of one request or more, each of one row; None where serving refuses them."""
+    body, taken = msgspec.json.encode({"inputs": [_tensor(each) for each in schema.features]}), list[float]()
     connection = http.client.HTTPConnection(urlsplit(address).netloc, timeout=_TIMEOUT_SECONDS)
     try:
         end = time.monotonic() + seconds
-        while time.monotonic() < end:
+        while not taken or time.monotonic() < end:
             begin = time.perf_counter()
             connection.request("POST", f"/v2/models/{name}/infer", body, {"Content-Type": "application/json"})
             reply = connection.getresponse()

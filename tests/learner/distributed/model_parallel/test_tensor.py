@@ -23,6 +23,7 @@ from ingest.kafka.fake import fake_columns
 from learner.config import LearnerSettings
 from learner.distributed.data_parallel import DataParallelGroup
 from learner.distributed.mesh import Mesh
+from learner.distributed.process_group import leave_group
 from learner.model.device import choose_precision
 from learner.model.task import Classification
 from learner.strategies.registry import STRATEGIES
@@ -39,7 +40,7 @@ PAIR = {"0": "column", "2": "row"}
 def _one_of_four() -> Iterator[None]:
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
     yield
-    dist.destroy_process_group()
+    leave_group()
 
 
 class Block(nn.Module):
