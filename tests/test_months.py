@@ -301,7 +301,9 @@ def erasure(year: Year) -> Driven:
 def serving(year: Year) -> Driven:
     """Versions are swapped in, refused for three reasons, withdrawn once they are served, and rolled back by hand."""
     versions = Versions(year.folder, year.storage("versions"))
-    deployment: Any = SimpleNamespace(versions=versions, schema=year.schema, model=MODEL, state_dir=year.folder)
+    deployment: Any = SimpleNamespace(
+        versions=versions, schema=year.schema, model=MODEL, state_dir=year.folder, device=torch.device("cpu")
+    )
     counted = ServingMetrics(CollectorRegistry())
     swap = VersionSwapper(deployment, 8, counted, lambda: None, lambda error: pytest.fail(str(error)))
     registry, history = VersionList(deployment, swap, year.now), History(["a", "b"], ((1, 20), (3600, 20)))
@@ -373,7 +375,7 @@ def year(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Year]:
     ):
         monkeypatch.setattr(name, bound)
     monkeypatch.setattr(
-        "serving.rollout.candidate_loader.load_version", lambda _deployment, manifest, _most: Loaded(manifest)
+        "serving.rollout.candidate_loader.load_version", lambda _deployment, manifest, *_: Loaded(manifest)
     )
     monkeypatch.setattr("os.fsync", lambda _descriptor: None)
     with monkeypatch.context() as clocks:
