@@ -6,10 +6,11 @@ from datetime import timedelta
 from typing import Any
 
 import numpy as np
-import safetensors.torch
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from learner.state_dir.safetensors_file import pieces_of, tensors_of
 
 SILENCE = timedelta(minutes=10)
 """Timeout of all process groups: many times what the leader ever takes between two headers."""
@@ -21,12 +22,12 @@ MATRIX_PRODUCT, ALL_REDUCE = 0, 1
 
 def tensors_to_bytes(tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> Tensor:
     """Return tensors and JSON values as bytes."""
-    return to_bytes(safetensors.torch.save({**tensors, "/": json_to_bytes(values)}))
+    return to_bytes(b"".join(pieces_of({**tensors, "/": json_to_bytes(values)})))
 
 
 def tensors_from_bytes(message: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the tensors and values of `tensors_to_bytes`."""
-    tensors = safetensors.torch.load(message.numpy().tobytes())
+    tensors = tensors_of(message.numpy().tobytes(), "a message of a rank")
     return tensors, json_from_bytes(tensors.pop("/"))
 
 
