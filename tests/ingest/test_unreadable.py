@@ -6,14 +6,17 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+from confluent_kafka import KafkaError, Message
 from kafka import KafkaProducer
 
 from ingest.config import StreamSettings
 from ingest.errors import BrokerError
 from ingest.events.partition import TopicPartition
 from ingest.kafka.client import Client, Messages
+from ingest.kafka.confluent.client import ConfluentClient
 from ingest.kafka.registry import CLIENTS
 from tests.faults.proxy import Proxy
 
@@ -147,6 +150,21 @@ class TestAWrongChecksum:
             found = read(reader, 9)
         assert [offset for offset, *_ in found] == list(range(9))
         assert {offset for offset, _, fault in found if fault and fault.startswith("corrupt")} == {3, 4, 5}
+
+    def test_that_sends_librdkafka_to_an_offset_that_never_was_removes_none(
+        self, kafka: Any, topic: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It parses on behind such a batch, and may ask for the offset that it takes the bytes there for."""
+        reason = KafkaError(KafkaError._AUTO_OFFSET_RESET, "requested offset not available")
+        astray = Message(topic=topic, partition=0, offset=33_554_434, error=reason)
+        with reading(kafka.bootstrap, topic, "confluent") as reader:
+            assert isinstance(reader, ConfluentClient)
+            read(reader, 3, limit=3)
+            with monkeypatch.context() as patched:
+                patched.setattr(reader, "_consumer", Mock(wraps=reader._consumer, consume=lambda *_: [astray]))
+                assert reader.poll(timedelta(milliseconds=100), 3) == []
+            found = read(reader, 9)
+        assert [offset for offset, *_ in found] == list(range(3, 9))
 
     @pytest.mark.parametrize("client", EACH)
     def test_that_goes_away_loses_nothing(self, kafka: Any, topic: str, client: str) -> None:

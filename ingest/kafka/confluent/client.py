@@ -202,8 +202,8 @@ class ConfluentClient:
             elif partition is not None and error.code() in REMOVED:
                 stopped = True
                 # A gap after messages is reported again once they are handled.
-                if key not in records and partition not in ends:
-                    removed[partition] = self._pass_gap(partition)
+                if key not in records and partition not in ends and (gone := self._pass_gap(partition)):
+                    removed[partition] = gone
             else:
                 raise_if_fatal(error)
         batches = {self._partitions[key]: batch for key, batch in records.items() if key in self._partitions}
@@ -228,10 +228,17 @@ class ConfluentClient:
         ]
 
     def _pass_gap(self, partition: TopicPartition) -> int:
-        """Return how many offsets from the next one to read on are gone, or raise."""
+        """Return how many offsets from the next one to read on are gone, or raise.
+
+        Zero where the topic has that offset: after a batch with a wrong checksum librdkafka may take other bytes for
+        the next offset, and report that one as gone.
+        """
         position = self._positions[partition]
         earliest = self.first_offsets([partition], "earliest", None)[partition]
         name = f"{partition.topic}[{partition.partition}]@{position}"
+        if earliest <= position <= self.log_ends([partition])[partition]:
+            log.info("%s is not removed, although the client reported so: it is read again", name)
+            return 0
         check_gap(name, earliest - position, self._settings.on_gap)
         return earliest - position
 
