@@ -161,6 +161,7 @@ KEYS_ADDED = words("""
     stream.registry.url stream.registry.subject stream.registry.user stream.registry.password stream.registry.token
     stream.registry.ca stream.registry.timeout stream.registry.fallback
     stream.envelope stream.max_message_bytes stream.buffer_bytes stream.lag_policy.fraction schema.label.multi
+    schema.label.length schema.features.*.encode.words
     stream.labels.topics stream.labels.key stream.labels.name stream.labels.wait stream.labels.unmatched
     stream.labels.early stream.labels.take_back stream.labels.bytes
     schema.features.*.min schema.features.*.max
