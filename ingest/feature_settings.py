@@ -100,8 +100,8 @@ class FeatureSettings(Section):
     """Shape of one event's value; `[]` is a single number."""
     encode: Encoding | None = None
     """How strings become integers: `{vocab = [...]}`, `{hash = N}` or `{learn = N}` (int64), or texts the ids of a
-    pretrained model, `{tokenizer = "PATH", length = N}` (int32 `[length]`, or `[2, length]` with `words = true`, after the feature's own shape). Whole
-    numbers may have `{learn = N}` too."""
+    pretrained model, `{tokenizer = "PATH", length = N}` (int32 `[length]`, or `[2, length]` with `words = true`, after
+    the feature's own shape). Whole numbers may have `{learn = N}` too."""
     scale: Literal["standard", "robust", "quantile"] | None = None
     """How numbers are scaled by what the stream has had so far, to float32: `standard` by mean and standard deviation,
     `robust` by median and interquartile range, `quantile` to the part of values below, in -1..1."""

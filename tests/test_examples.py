@@ -198,7 +198,7 @@ def test_a_pretrained_encoder_learns_the_class_of_each_word_and_serves_it(copied
     events = [json.loads(line) for line in (copied / "events.jsonl").read_text().splitlines()[:1600]]
     for event in events:
         event["topics"] = [of_word.get(word, "other") for word in event["text"].split()]
-        event["topics"][3] = None  # nobody knows that of the fourth word
+        event["topics"][3] = None  # that of the fourth word is not known
     config = load_config(copied / "pipeline.toml", {})
     schema = Schema(config.pipeline.events)
     decoded = FORMATS["json"](schema).decode([json.dumps(event).encode() for event in events])

@@ -2,8 +2,8 @@
 
 A row is the features in the order of the file, then label, key (int64), time (float64), weight (float32), group (int64)
 and the field by which a late label finds its event (int64), each where declared. Label -1, or NaN for floats, means not
-labelled. A label of several classes is 0 or 1 for each class, and -1 for each where there is none; one with a length has
-a class at each position, or -100.
+labelled. A label of several classes is 0 or 1 for each class, and -1 for each where there is none. One with a length
+has a class at each position, or -100.
 """
 
 from collections.abc import Mapping, Sequence

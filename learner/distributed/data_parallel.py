@@ -226,8 +226,8 @@ class DataParallelGroup:
         while not store.check(keys):
             if time.monotonic() > end:
                 raise ModelError(
-                    f"model.parallel: the model raises on rank {self.mesh.rank}, and not on all ranks of its tensor group "
-                    "within a pass: between a column and a row module each has other numbers, and a module there must "
+                    f"model.parallel: the model raises on rank {self.mesh.rank}, and not on all ranks of its tensor "
+                    "group: between a column and a row module each has other numbers, and a module there must "
                     f"not raise because of them: {in_one_line(error)}"
                 )
             time.sleep(_POLL_SECONDS)

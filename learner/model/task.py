@@ -146,7 +146,8 @@ class TokenClassification:
         """Raise ModelError unless the output is floating point `[rows, length, classes]`."""
         if label.length is None or label.classes is None:
             raise ModelError(
-                'model.task is "token-classification", but schema.label has no length; set it, or write "classification"'
+                'model.task is "token-classification", but schema.label has no length; set it, or write '
+                '"classification"'
             )
         _check_output(output_B, (rows, label.length, label.classes), 'task "token-classification"')
 

@@ -54,7 +54,7 @@ def test_texts_become_ids_of_one_length(path: Path) -> None:
     assert encoder(path).encode([]).shape == (0, 6)
 
 
-def test_words_have_the_place_of_their_first_id(path: Path, tmp_path: Path) -> None:
+def test_words_have_the_index_of_their_first_id(path: Path, tmp_path: Path) -> None:
     """What spaces separate is a word, also where the tokenizer has two of it, or none."""
     nothing = {"type": "Replace", "pattern": {"String": "#"}, "content": ""}
     lower = {"normalizer": {"type": "Sequence", "normalizers": [nothing, {"type": "Lowercase"}]}}
