@@ -45,15 +45,19 @@ class Feature:
         """Shape of one event's value in a column: of a text, that of its ids follows `shape`."""
         return self.shape + (self.encoder.shape if self.encoder is not None else ())
 
-    def example(self, rows: int) -> NDArray[Any]:
+    def example(self, rows: int, *, short: bool = False) -> NDArray[Any]:
         """Return a column of `rows` events whose value is allowed: `filler`, or texts of the tokenizer's largest id.
 
-        Such a text, without padding, shows whether a model has an embedding for each id and each position.
+        Such a text, without padding, shows whether a model has an embedding for each id and each position. A `short`
+        one has one id before the padding.
         """
         value, encoder = self.filler, self.encoder
         if encoder is not None and encoder.shape:
             value = encoder.size - (2 if encoder.padding == encoder.size - 1 else 1)
-        return np.full((rows, *self.column_shape), value, self.dtype)
+        column = np.full((rows, *self.column_shape), value, self.dtype)
+        if short and encoder is not None and encoder.shape:
+            column[..., 1:] = encoder.padding
+        return column
 
     @property
     def allowed(self) -> str:
