@@ -86,7 +86,8 @@ def _positions(label: Label, classes: Any) -> NDArray[np.int64] | None:
     known = ids_of_classes(label).keys() if label.names else {None, IGNORED, *range(label.classes or 0)}
     if not isinstance(classes, list | None) or not all(each in known for each in classes or ()):
         return None
-    return column_of_lists(label, [classes or []])[0]
+    column: NDArray[np.int64] = column_of_lists(label, [classes or []])[0]
+    return column
 
 
 class RowsFormat:

@@ -164,8 +164,8 @@ class TokenClassification:
 
     def distil(self, output_B: Tensor, teacher_B: Tensor, temperature: float) -> Tensor:
         """Return the KL divergence of `Classification.distil` at each position, the mean over all, float32 `[B]`."""
-        positions = (tensor.flatten(0, 1) for tensor in (output_B, teacher_B))
-        return Classification().distil(*positions, temperature).view(output_B.shape[:2]).mean(dim=1)
+        losses = Classification().distil(output_B.flatten(0, 1), teacher_B.flatten(0, 1), temperature)
+        return losses.view(output_B.shape[:2]).mean(dim=1)
 
     def predict(self, output_B: Tensor) -> dict[str, Tensor]:
         """Return `prediction` int64 `[B, L]`, the most likely classes, and `probabilities` float32 `[B, L, C]`."""
