@@ -5,7 +5,6 @@ the list are the error of that step, and how the last one ended.
 """
 
 import json
-import os
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -20,7 +19,7 @@ from ingest.events.schema import Schema
 from learner.config import LearnerSettings
 from learner.distributed import data_parallel
 from learner.distributed.data_parallel import DataParallelGroup
-from learner.distributed.process_group import RankAssignment, join_group
+from learner.distributed.process_group import RankAssignment, exiting_at_once, join_group
 from learner.errors import is_of_a_lost_rank
 from learner.model.device import choose_precision
 from learner.model.faulty_events import RaisingEventsError
@@ -100,9 +99,14 @@ def raised(rank: int) -> list[str]:
     return ends
 
 
-if __name__ == "__main__":
+def main() -> None:
     rank, folder = int(sys.argv[1]), Path(sys.argv[2])
     with join_group(RankAssignment(rank, 2, folder / "rendezvous"), SETTINGS):
         found = [refusal(between) for between in (nn.Tanh(), nn.PReLU(), nn.Softmax(-1))]
         (folder / f"{rank}.json").write_text(json.dumps([*found, *raised(rank)]))
-        os._exit(0)  # a group whose ranks have failed cannot be left
+        sys.exit()  # a group whose ranks have failed cannot be left
+
+
+if __name__ == "__main__":
+    with exiting_at_once():
+        main()
