@@ -142,7 +142,7 @@ class EndpointTeacher(Teacher):
         fits = (output_N >= 0) & (output_N <= 1 + _SUM_TOLERANCE)
         if one_of:
             fits &= np.abs(output_N.sum(axis=-1, keepdims=True) - 1) <= _SUM_TOLERANCE
-        fits = fits.all(axis=tuple(range(1, output_N.ndim)), keepdims=True)
+        fits = np.asarray(fits.all(axis=tuple(range(1, output_N.ndim)), keepdims=True))
         likely = np.clip(output_N, _SMALLEST, 1 if one_of else 1 - _SMALLEST)
         logits = np.log(likely) if one_of else np.log(likely) - np.log1p(-likely)
         return np.where(fits, logits, np.float32(np.nan))
