@@ -107,15 +107,16 @@ def _stays(
 
 
 def _zeroed(segment: Tensors, kind: np.dtype[np.void], covered: NDArray[np.bool_]) -> Tensors:
-    changed = {"index": segment["index"].clone()}
-    changed["index"][torch.from_numpy(covered)] = 0
-    _entries(changed, kind)["offset"][covered] = -1
-    return changed
+    """Return a segment whose erased entries are zeros, with an offset of -1."""
+    assert kind.fields is not None
+    index, (size, begin, *_) = segment["index"].clone(), kind.fields["offset"]
+    erased = torch.from_numpy(covered)
+    index[erased] = 0
+    index[erased, begin : begin + size.itemsize] = 0xFF
+    return {"index": index}
 
 
 def _entries(segment: Tensors, kind: np.dtype[np.void]) -> NDArray[np.void]:
-    """Return the events or labels of a segment, of which `kind` is the first part, without a copy."""
-    index, names = segment["index"].numpy(), list(kind.names or ())
-    places = {"names": names, "formats": [kind[name] for name in names], "itemsize": index.shape[1]}
-    offsets = [(kind.fields or {})[name][1] for name in names]
-    return index.reshape(-1).view(np.dtype({**places, "offsets": offsets}))
+    """Return a copy of the events or labels of a segment, of which `kind` is the first part."""
+    first = np.ascontiguousarray(segment["index"].numpy()[:, : kind.itemsize])
+    return first.view(kind).reshape(-1)
