@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from ingest.events.block import Array
-from learner.labels.join_checkpoint import KEPT_SEGMENT, LABEL_SEGMENT, PART, entries_of, segments_of
+from learner.labels.join_segments import KEPT_SEGMENT, LABEL_SEGMENT, PART, entries_of, segments_of
 from learner.labels.kept_labels import IDENTITY, erasable
 from learner.labels.payload_file import NO_SLOT, memory_index
 from learner.labels.waiting_table import WAITING

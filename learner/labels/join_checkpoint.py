@@ -26,24 +26,18 @@ from torch import Tensor
 from anabranch.core.errors import SettingsError
 from learner.labels.decisions import Decisions
 from learner.labels.join_counts import JoinCounts
+from learner.labels.join_segments import KEPT_SEGMENT, LABEL_SEGMENT, PART, assembled, entries_of, segments_of
 from learner.labels.kept_labels import KeptLabels
 from learner.labels.matching import Matching
 from learner.labels.payload_file import PayloadFile
 from learner.labels.waiting_events import WaitingEvents
 from learner.labels.waiting_table import WAITING, row_identity
-from learner.state_dir.checkpoint import SEGMENT, Checkpoint, rows_part
+from learner.state_dir.checkpoint import Checkpoint, rows_part
 from learner.state_dir.rows_file import LoadRows, with_earlier
-from replay.checkpoint.segments import Segment, Tensors, Written, advance, assemble, most_events
+from replay.checkpoint.segments import Segment, Tensors, Written, advance, most_events
 from replay.row_source import JoinedRows, RowSource, TierRows
 from replay.snapshot import StoreDelta
 from replay.tiers.disk_files import discard
-
-PART = "labels"
-"""The name of the part, and its key in the state of a checkpoint."""
-LABEL_SEGMENT = f"{SEGMENT}{PART}-"
-"""Prefix of the parts with events."""
-KEPT_SEGMENT = f"{SEGMENT}kept-"
-"""Prefix of the parts with labels."""
 
 
 @dataclass(frozen=True)
@@ -219,7 +213,7 @@ class JoinContents:
             return None
         tensors, state = checkpoint.tensors[PART], checkpoint.state[PART]
         segments = segments_of(tensors, state["segments"], LABEL_SEGMENT)
-        entries, present = _assembled(segments, LABEL_SEGMENT, checkpoint.tensors, WAITING)
+        entries, present = assembled(segments, LABEL_SEGMENT, checkpoint.tensors, WAITING)
         size = state["row_bytes"]
         rows = [
             (checkpoint.rows[rows_part(part)], np.flatnonzero(segment.live))
@@ -330,32 +324,10 @@ class JoinSnapshots:
     def _restore_labels(self, contents: JoinContents) -> Sequence[Segment]:
         """Restore the labels of a checkpoint, and return their segments if the next one has the changes since."""
         segments = segments_of(contents.tensors, contents.state["kept_segments"], KEPT_SEGMENT)
-        entries, present = _assembled(segments, KEPT_SEGMENT, contents.parts, self._labels.entry)
+        entries, present = assembled(segments, KEPT_SEGMENT, contents.parts, self._labels.entry)
         states = contents.tensors["label.state"].numpy()[present]
         number = self._restored if present.all() else None
         return segments if self._labels.restore(number, entries, states) else ()
-
-
-def segments_of(tensors: Tensors, names: Sequence[tuple[str, int]], prefix: str) -> list[Segment]:
-    """Return the segments of events or labels by their names and lengths, from the tensors of the part."""
-    return [
-        Segment(name, np.unpackbits(tensors[f"live.{prefix}{name}"].numpy(), count=rows).astype(np.bool_))
-        for name, rows in names
-    ]
-
-
-def _assembled(
-    segments: Sequence[Segment], prefix: str, parts: Mapping[str, Tensors], entry: np.dtype[np.void]
-) -> tuple[NDArray[np.void], NDArray[np.bool_]]:
-    """Return the held events or labels of segments, and which of all held ones these are, without damaged segments."""
-    entries, _, _ = assemble(segments, lambda segment: parts.get(f"{prefix}{segment.name}"), entry)
-    present = [np.full(segment.held, f"{prefix}{segment.name}" in parts) for segment in segments]
-    return entries, np.concatenate([np.zeros(0, np.bool_), *present])
-
-
-def entries_of(tensors: Tensors) -> NDArray[np.void]:
-    """Return the events of a segment, WAITING, without a copy."""
-    return tensors["index"].numpy().reshape(-1).view(WAITING)
 
 
 def _part(segment: Segment) -> str:
