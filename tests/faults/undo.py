@@ -1,4 +1,4 @@
-"""Wrong labels amid a stream, learned and then undone, with SIGKILLs of the learner meanwhile.
+"""Wrong labels within a stream, learned and then undone, with SIGKILLs of the learner meanwhile.
 
 One event in twenty has a wrong label, in bursts of the second half of a stream. `anabranch undo` takes them out. At the
 end the weights must be those of a learner whose topic never had them, bit for bit.
@@ -102,8 +102,8 @@ class Poisoned:
         offsets.
         """
         for number in numbers:
-            burst, place = divmod(number - self.events // 2, self._period)
-            burst = burst + 1 if burst >= 0 and place < self._size else 0
+            burst, within = divmod(number - self.events // 2, self._period)
+            burst = burst + 1 if burst >= 0 and within < self._size else 0
             label = number % 3
             x = [np.sin(number * 1.7) + label, np.cos(number * 0.9) - label]
             event = {"x": [*np.round(x, 3).tolist(), burst], "y": (label + bool(burst)) % 3}
@@ -197,13 +197,13 @@ def undone_while_killed(folder: Path, bootstrap: str, events: int, batch: int, k
 
 def run(folder: Path, bootstrap: str, figures: Figures, *, quick: bool, minutes: float) -> None:
     """Measure the part `undo`."""
-    events, batch, kills = (30_000, 10, 3) if quick else (1_000_000, 100, 10)
-    figures.part("undo", f"5 % wrong labels amid {events:,} events, undone with {kills} SIGKILLs meanwhile")
+    events, batch, kills = (30_000, 10, 3) if quick else (1_000_000, 250, 10)
+    figures.part("undo", f"5 % wrong labels among {events:,} events, undone with {kills} SIGKILLs meanwhile")
     done = undone_while_killed(folder, bootstrap, events, batch, kills, seed=int(time.time()))
     figures.add("undo_kills", done.kills, f"{done.seconds:.0f} s")
     exact = done.tainted == done.listed == done.failed and bool(done.tainted)
     figures.add("undo_tainted_exact", exact, f"{len(done.tainted)} versions")
-    remark = f"the order was recorded after {done.recorded_seconds:.2f} s"
+    remark = f"the undo was recorded after {done.recorded_seconds:.2f} s"
     figures.add("undo_served_seconds", done.served_seconds, remark)
     remark = " ".join([f"of {done.answers} requests", *done.wrong_answers[:1]])
     figures.add("undo_wrong_answers", len(done.wrong_answers), remark)
