@@ -53,7 +53,7 @@ BearerToken = Annotated[SecretStr, AfterValidator(_token)]
 class Section(BaseModel):
     """A section of `pipeline.toml`: frozen, and an unknown key is an error."""
 
-    # Built by the root alone, at its first use: a build for each section would be half of the start of a command.
+    # The root builds one validator for all, at its first use, instead of each section its own at import.
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, defer_build=True)
 
 
@@ -68,7 +68,7 @@ def documented_fields(section: type[BaseModel]) -> dict[str, FieldInfo]:
             (parsed,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
             assert isinstance(parsed, ast.ClassDef)
             for field, below in pairwise(parsed.body):
-                if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
-                    assert isinstance(field.target, ast.Name)
-                    fields[field.target.id].description = inspect.cleandoc(ast.literal_eval(below.value))
+                name = ast.unparse(field.target) if isinstance(field, ast.AnnAssign) else ""
+                if name in fields and isinstance(below, ast.Expr):
+                    fields[name].description = inspect.cleandoc(ast.literal_eval(below.value))
     return fields
