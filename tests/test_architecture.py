@@ -91,7 +91,7 @@ WALL_CLOCK = {
     "anabranch/doctor/network_checks.py": "a certificate ends at a date",
     "anabranch/doctor/state_dir_checks.py": "checks whether a file system's clock agrees",
     "anabranch/commands/planning/calibrating/synthetic_ingest.py": "the record times of synthetic events",
-    "anabranch/commands/fleet.py": "a command that reads once reports of other hosts",
+    "serving/fleet/overview.py": "how old reports of other hosts are, for display",
     "anabranch/commands/rollout.py": "a command that reads once a report of another process",
     "anabranch/commands/undo/carry_out.py": "a record's time, for display",
     "anabranch/commands/status.py": "a command that reads once a report of another process",
@@ -333,6 +333,29 @@ def test_no_folder_holds_more_than_a_reader_takes_in():
     assert {name: size for name, size in sizes.items() if size > 14} == {}
 
 
+LONG_FILES = {
+    "anabranch/commands/status.py",
+    "learner/build.py",
+    "learner/labels/label_join.py",
+    "learner/run.py",
+    "learner/state_dir/checkpoint.py",
+}
+"""Still to be split."""
+
+
+def test_functions_and_files_are_short():
+    functions, files = {}, set()
+    for path in FILES:
+        text, name = path.read_text(encoding="utf-8"), path.relative_to(ROOT).as_posix()
+        if text.count("\n") > 350:
+            files.add(name)
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                functions[f"{name} {node.name}"] = node.end_lineno - node.lineno + 1
+    assert {name: lines for name, lines in functions.items() if lines > 60} == {}
+    assert files <= LONG_FILES
+
+
 def test_tests_are_no_packages():
     assert list((ROOT / "tests").rglob("__init__.py")) == []
 
@@ -389,10 +412,11 @@ def test_the_names_of_the_metrics_are_frozen():
 
 def test_no_metric_is_defined_besides_those():
     names, classes = set(), ("Counter", "Gauge", "Histogram", "Summary", "StateCounter", "StateGauge")
+    called = *classes, "counter", "gauge", "histogram"  # the same, with a registry
     for path in FILES:
         for node in nodes_of(path, *classes):
-            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in classes:
-                suffix = "_total" if node.func.id.endswith("Counter") else ""
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in called:
+                suffix = "_total" if node.func.id.lower().endswith("counter") else ""
                 names |= {f"{arg.value}{suffix}" for arg in node.args[:1] if isinstance(arg, ast.Constant)}
     assert names == set(reference.metrics())
 
