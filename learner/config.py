@@ -73,7 +73,7 @@ class ModelSettings(Section):
 class OptimizerSettings(BaseModel):
     """An optimizer of torch by name, with its own keyword arguments."""
 
-    model_config = ConfigDict(frozen=True, extra="allow", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="allow")
 
     name: Literal["adamw", "adam", "sgd", "adafactor", "adagrad", "rmsprop"] = "adamw"
     """Name of the optimizer; further keys are its keyword arguments."""
@@ -85,7 +85,7 @@ class StrategySettings(BaseModel):
     """A strategy by its name alone, or a table of the name and its arguments, such as
     `{name = "der++", alpha = 0.1, beta = 0.5}`; docs/guides/strategies.md has them."""
 
-    model_config = ConfigDict(frozen=True, extra="allow", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="allow")
 
     name: Literal[
         "none",

@@ -28,6 +28,7 @@ from learner.state_dir.report import (
     PartitionReport,
     write_report,
 )
+from learner.state_dir.undo_file import UndoReport
 from serving.dashboard.status import SERIES
 from serving.rollout.commands import COMMANDS
 
@@ -611,10 +612,12 @@ def test_in_a_browser_events_are_marks_on_the_time_axis_and_the_axis_can_be_zoom
         page.wait_for_selector("#marks [data-key=swap]")
         page.wait_for_timeout(1500)  # so that serving has sampled a report with which the next one is compared
         changed = {"drifts": 1, "drift_step": 40, "checkpoint": 2, "checkpoint_time": time.time(), "behind": True}
+        changed["undo"] = UndoReport(number=3, checkpoint=1, offsets=1200, left=50, fraction=0.5)
         write_report(state_dir, learner_report(error={"now": 96.0, "old": 97.0}, started=1.0, **changed))
-        for kind in ("drift", "checkpoint", "lag"):
+        for kind in ("drift", "checkpoint", "lag", "undo"):
             page.wait_for_selector(f"#marks [data-key={kind}]")
             assert page.locator(f"#chart .event.{kind}").count()
+        assert "number 3, without 1,200 offsets: 50.0 % learned again, 50 offsets left" in page.text_content("#state")
         page.click("#happened summary")
         assert page.locator("[data-event=drift]").first.text_content().endswith("The stream drifted at step 40.")
         ticks = "[...document.querySelectorAll('#chart text[text-anchor=end]')].slice(0, 5).map(t => t.textContent)"

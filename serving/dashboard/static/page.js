@@ -23,6 +23,7 @@ const HELP = {
   storage: "What [storage] lacks of the newest checkpoint, version and erasure log. Uploads run in the background, and training does not wait for them.",
   holdout: "Labelled events that are never trained on. The gate judges versions by them.",
   backfill: "The files of [stream.backfill], which are learned before the topics. The expected end is at the rate of the last half minute.",
+  undo: "What `anabranch undo` took out. The learner returned to a checkpoint from before it, and learns the stream again without it.",
   device: "The NVIDIA devices that the learner trains on, by the driver's own readings. The temperature is that of the hottest.",
   capacity: "Old events that are sampled together with new ones. The store evicts when it is 1/32 above its capacity, back to it.",
   forgetting: "Best accuracy ever less accuracy now on the holdout set, mean over the classes.",
@@ -247,7 +248,7 @@ function renderAccuracy() {
   if ($("happened").open) renderEvents(marks);
 }
 
-const EVENTS = { swap: "swap", refused: "refused version", drift: "drift", restart: "restart", checkpoint: "checkpoint", lag: "lag policy" };
+const EVENTS = { swap: "swap", refused: "refused version", drift: "drift", restart: "restart", checkpoint: "checkpoint", lag: "lag policy", undo: "undo" };
 
 function renderEvents(marks) {
   const rows = marks.toReversed().slice(0, 100).map((mark) => element("tr", { "data-event": mark.kind },
@@ -478,7 +479,10 @@ function renderFacts() {
   ];
   const labels = learner?.labels;
   if (labels) training.push(["Late labels", `${count(labels.waiting)} events wait${known(labels.lag_p99_seconds) ? `, labels take ${duration(labels.lag_p50_seconds)}, 99 % of them less than ${duration(labels.lag_p99_seconds)}` : ""}`, "labels"]);
+  const undo = learner?.undo;
+  const undone = undo && `number ${undo.number}, without ${count(undo.offsets)} offsets: ${undo.left ? `${percent(undo.fraction)} learned again, ${count(undo.left)} offsets left` : "learned again"}`;
   const state = [
+    ...(undo ? [["Undo", undone, "undo"]] : []),
     ["Checkpoint", learner?.checkpoint ? `number ${learner.checkpoint}, ${known(learner.checkpoint_time) ? ago(learner.checkpoint_time) : "age not known"}` : "none yet", "checkpoint"],
     ...(learner?.storage ? [["Object store", lacking(learner.storage.lag_seconds), "storage"]] : []),
     ["Holdout set", learner ? `${count(learner.holdout_rows)} events` : NONE, "holdout"],
