@@ -14,6 +14,7 @@ from learner.state_dir.report import (
     PartitionReport,
     TeacherReport,
 )
+from learner.state_dir.search.orders import SearchReport
 
 
 def _by_partition(read: Callable[[PartitionReport], int]) -> Callable[[LearnerReport], dict[tuple[str, str], float]]:
@@ -37,6 +38,11 @@ def _of_labels(read: Callable[[LabelReport], Value]) -> Callable[[LearnerReport]
 def _of_teacher(read: Callable[[TeacherReport], Value]) -> Callable[[LearnerReport], Value]:
     """Return a function that reads the teacher; it returns None where there is none."""
     return lambda report: None if report.teacher is None else read(report.teacher)
+
+
+def _of_search(read: Callable[[SearchReport], Value]) -> Callable[[LearnerReport], Value]:
+    """Return a function that reads the search; it returns None where there is none."""
+    return lambda report: None if report.search is None else read(report.search)
 
 
 def _lags(labels: LabelReport) -> dict[str, float]:
@@ -197,6 +203,28 @@ REPORT_METRICS: Sequence[StateGauge[LearnerReport]] = (
         "anabranch_learner_micro_batch_rows",
         "Events that go through the model at once at most; 0: all of a step.",
         lambda report: report.micro_batch_size,
+    ),
+    StateGauge(
+        "anabranch_search_challengers",
+        "Challengers of [search] that have not ended.",
+        _of_search(lambda search: len(search.challengers)),
+    ),
+    StateCounter(
+        "anabranch_search_steps",
+        "Steps of challengers, over the life of the pipeline.",
+        _of_search(lambda search: search.steps),
+    ),
+    StateCounter(
+        "anabranch_search_ended",
+        "Challengers by how they ended, over the life of the pipeline.",
+        _of_search(lambda search: search.outcomes),
+        "outcome",
+    ),
+    StateGauge(
+        "anabranch_search_setting",
+        "The settings that the model trains with, by key of [search.space].",
+        _of_search(lambda search: search.values),
+        "key",
     ),
     StateCounter(
         "anabranch_learner_teacher_rows",

@@ -181,6 +181,7 @@ class Reporter:
             forgetting=publisher.retention.forgetting,
             drifts=loop.monitor.drift.count,
             drift_step=loop.monitor.drift.step,
+            search=parts.trainer.search_report,
             replay_ratio=loop.replay_ratio,
             micro_batch_size=loop.micro_batch_size,
             exchanged_bytes=parts.trainer.sent_bytes,

@@ -15,6 +15,7 @@ from anabranch.cli.dead_letters import dead_letters
 from anabranch.cli.event_files import backtest, predict
 from anabranch.cli.plan import plan
 from anabranch.cli.replay import replay
+from anabranch.cli.search import search
 from anabranch.cli.undo import undo
 from anabranch.cli.versions import versions
 from anabranch.core.logs import LogFormat, LogLevel, LogSettings, configure_logging, log_arguments
@@ -348,3 +349,4 @@ app.add_typer(versions, name="versions")
 app.add_typer(checkpoints, name="checkpoints")
 app.add_typer(dead_letters, name="dead-letters")
 app.add_typer(replay, name="replay")
+app.add_typer(search, name="search")

@@ -6,7 +6,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -67,6 +67,8 @@ class Snapshot:
     """The first offset that was read, by `topic:partition`."""
     erasures: int | None = None
     """The number of the last erasure that was applied to stored events."""
+    found: Mapping[str, float] = field(default_factory=dict)
+    """The settings that a search has found, by key."""
 
 
 class Publisher:
@@ -311,7 +313,7 @@ class Publisher:
             undone=self.undone,
             learned=NewlyTrained(self._newly_trained.rows, self._newly_trained.quantiles(_MANIFEST_TIMES).tolist()),
             format=VERSION_FORMAT,
-            origin=self.origin,
+            origin=self.origin and msgspec.structs.replace(self.origin, found=dict(snapshot.found)),
             learned_from=None if snapshot.learned_from is None else dict(snapshot.learned_from),
             erasures=snapshot.erasures,
         )

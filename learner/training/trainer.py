@@ -29,6 +29,7 @@ from learner.model.growing.parts import grow
 from learner.model.rng import restore_rng, rng_tensors, rng_values
 from learner.model.task import Task
 from learner.model.trained_set import load_trained, trained_state
+from learner.state_dir.search.orders import SearchReport
 from learner.strategies.base import Strategy, StrategyContext, eval_mode
 from learner.strategies.early_negatives import EARLY
 from learner.strategies.examples import TEACHER, Examples, Tensors, pad_single
@@ -157,6 +158,16 @@ class Trainer:
     def warning(self) -> str | None:
         """One sentence when micro-batches were made smaller after running out of memory, or of the strategy."""
         return self._passes.warning or self.strategy.warning
+
+    @property
+    def found(self) -> Mapping[str, float]:
+        """The settings that a search has found, by key, which replace those of the config; empty without a search."""
+        return {}
+
+    @property
+    def search_report(self) -> SearchReport | None:
+        """The state of the search; None without one."""
+        return None
 
     @property
     def sent_bytes(self) -> int | None:

@@ -1,0 +1,1 @@
+"""What the search of `[search]` reports, and what a person orders of it."""
