@@ -192,7 +192,7 @@ def same(judgements: int, steps: int, results: Results) -> None:
             if evidence.log_wealth >= threshold:
                 promoted += 1
                 break
-    remark = f"{promoted} of {judgements} judgements, each looked at {steps} times"
+    remark = f"{promoted} of {judgements} judgements, each read {steps} times"
     results.add("same_promotions_over_judgements", promoted / judgements, remark)
 
 

@@ -14,7 +14,7 @@ from learner.state_dir.report import (
     PartitionReport,
     TeacherReport,
 )
-from learner.state_dir.search.orders import SearchReport
+from learner.state_dir.search.control import SearchReport
 
 
 def _by_partition(read: Callable[[PartitionReport], int]) -> Callable[[LearnerReport], dict[tuple[str, str], float]]:

@@ -1,4 +1,4 @@
-"""`anabranch search`: the commands that show a search, and order what the model takes of it."""
+"""`anabranch search`: the commands that show a search, and control it."""
 
 from typing import Annotated
 
@@ -18,7 +18,7 @@ def search_status(config: ConfigPath = PIPELINE, as_json: AsJson = False) -> int
     """Show the model's settings, the challengers that train, and how the last ones ended."""
 
     def start() -> None:
-        from anabranch.commands.search import read_search, render_search
+        from anabranch.commands.search_control.challengers import read_search, render_search
         from anabranch.config.loader import load_config
 
         report = read_search(load_config(config))
@@ -40,7 +40,7 @@ def search_promote(
     """Let the model take the settings of a challenger, and keep its own weights."""
 
     def start() -> None:
-        from anabranch.commands.search import promote
+        from anabranch.commands.search_control.challengers import promote
         from anabranch.config.loader import load_config
 
         say(promote(load_config(config), number))
@@ -58,7 +58,7 @@ def search_pin(
     """Keep the model's settings as they are: challengers end, and none begins until unpin."""
 
     def start() -> None:
-        from anabranch.commands.search import pin
+        from anabranch.commands.search_control.challengers import pin
         from anabranch.config.loader import load_config
 
         say(pin(load_config(config), values or []))
@@ -71,7 +71,7 @@ def search_unpin(config: ConfigPath = PIPELINE) -> int:
     """Search again."""
 
     def start() -> None:
-        from anabranch.commands.search import unpin
+        from anabranch.commands.search_control.challengers import unpin
         from anabranch.config.loader import load_config
 
         say(unpin(load_config(config)))

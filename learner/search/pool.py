@@ -16,7 +16,7 @@ from typing import Any
 from learner.search.evidence import Evidence, log_threshold
 from learner.search.space import SearchSpace
 from learner.sections.search import SearchSettings
-from learner.state_dir.search.orders import ChallengerReport, Judged
+from learner.state_dir.search.control import ChallengerReport, Judged
 
 FIRST_LEASE, LONGEST_LEASE = 32, 256
 """Steps of the first lease of a challenger, and of its last."""

@@ -20,7 +20,7 @@ from learner.model.trained_set import copy_sharing_base, trained_state
 from learner.search.evidence import relative_difference
 from learner.search.pool import Challenger, ChallengerPool, shown
 from learner.sections.search import MAX_GRAD_NORM, SearchSettings
-from learner.state_dir.search.orders import Judged, SearchOrders, SearchReport, read_orders, stamp_of_orders
+from learner.state_dir.search.control import Judged, SearchControl, SearchReport, read_control, stamp_of_control
 from learner.strategies.base import Strategy
 from learner.strategies.examples import Examples
 from learner.training.step_result import StepResult
@@ -28,7 +28,7 @@ from learner.training.trainer import Trainer
 
 _OF_OPTIMIZER = "learner.optimizer."
 _EVERY_SECONDS = 0.5
-"""Time between two looks at `search.json`."""
+"""Time after which `search.json` is read again, if it has changed."""
 
 log = logging.getLogger(__name__)
 
@@ -61,10 +61,10 @@ class SearchingTrainer(Trainer):
         given = {key: _value(key, self._settings, group) for key in search.space}
         self._pool = ChallengerPool(search, given, seed)
         self._state_dir = state_dir
-        self._orders: object = None
-        self._ordered = 0
-        """The last order of `search.json` whose values the model has."""
-        self._orders_due = 0.0
+        self._stamp: object = None
+        self._applied = 0
+        """The last number of `search.json` whose values the model has taken."""
+        self._control_due = 0.0
         self._unread: str | None = None
         """Why `search.json` cannot be used, as a sentence."""
 
@@ -105,7 +105,7 @@ class SearchingTrainer(Trainer):
 
     @override
     def step(self, new: Examples, old: Sequence[Examples] = (), rows: int | None = None) -> StepResult:
-        self._follow_orders()
+        self._read_control_if_due()
         for challenger in self._pool.begin():
             self._begin_lease(challenger)
         if not self._pool.live:
@@ -182,32 +182,32 @@ class SearchingTrainer(Trainer):
         self._pool.take(values)
         _configure(self, self._settings, self._pool.values)
 
-    def _follow_orders(self) -> None:
-        """Look for what a person has ordered, about twice a second."""
-        if time.monotonic() < self._orders_due:
+    def _read_control_if_due(self) -> None:
+        """Apply what a person has written, about twice a second."""
+        if time.monotonic() < self._control_due:
             return
-        self._orders_due = time.monotonic() + _EVERY_SECONDS
-        stamp = stamp_of_orders(self._state_dir)
-        if stamp == self._orders:
+        self._control_due = time.monotonic() + _EVERY_SECONDS
+        stamp = stamp_of_control(self._state_dir)
+        if stamp == self._stamp:
             return
-        self._orders = stamp
+        self._stamp = stamp
         try:
-            orders = read_orders(self._state_dir)
+            control = read_control(self._state_dir)
         except (SettingsError, DependencyError) as exc:
-            self._unread = str(exc)  # what was ordered before still holds
+            self._unread = str(exc)  # what was applied before still holds
             log.error("%s", exc)  # noqa: TRY400 the sentence says all
         else:
             self._unread = None
-            self._obey(orders)
+            self._apply(control)
 
-    def _obey(self, orders: SearchOrders) -> None:
-        if orders.number > self._ordered:
-            self._ordered = orders.number
-            self._take(orders.values)
-            log.info("the model takes the settings that were ordered: %s", shown(self._pool.values))
-        if orders.pinned and not self._pool.pinned:
+    def _apply(self, control: SearchControl) -> None:
+        if control.number > self._applied:
+            self._applied = control.number
+            self._take(control.values)
+            log.info("the model takes the settings of search.json: %s", shown(self._pool.values))
+        if control.pinned and not self._pool.pinned:
             self._pool.stop()
-        self._pool.pinned = orders.pinned
+        self._pool.pinned = control.pinned
 
     @override
     def scale_learning_rate(self, factor: float) -> None:
@@ -233,7 +233,7 @@ class SearchingTrainer(Trainer):
     @override
     def state(self) -> dict[str, Any]:
         trainers = {str(each.slot): self._trainer(each).state() for each in self._pool.live}
-        search = {**self._pool.state(), "trainers": trainers, "ordered": self._ordered}
+        search = {**self._pool.state(), "trainers": trainers, "applied": self._applied}
         return {**super().state(), "search": search}
 
     @override
@@ -241,7 +241,7 @@ class SearchingTrainer(Trainer):
         super().restore(tensors, state)
         if (search := state.get("search")) is None:
             return
-        self._ordered = search["ordered"]
+        self._applied = search["applied"]
         self._pool.restore(search)
         _configure(self, self._settings, self._pool.values)
         for challenger in self._pool.live:

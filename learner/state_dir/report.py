@@ -12,7 +12,7 @@ import msgspec
 from anabranch.core.atomic_files import replace_file
 from anabranch.core.failures import DamagedError, decoded
 from anabranch.core.files import MOST_BYTES, read_file
-from learner.state_dir.search.orders import SearchReport
+from learner.state_dir.search.control import SearchReport
 from learner.state_dir.undo_file import UndoReport
 
 REPORT = "learner.json"

@@ -29,7 +29,7 @@ from learner.model.growing.parts import grow
 from learner.model.rng import restore_rng, rng_tensors, rng_values
 from learner.model.task import Task
 from learner.model.trained_set import load_trained, trained_state
-from learner.state_dir.search.orders import SearchReport
+from learner.state_dir.search.control import SearchReport
 from learner.strategies.base import Strategy, StrategyContext, eval_mode
 from learner.strategies.early_negatives import EARLY
 from learner.strategies.examples import TEACHER, Examples, Tensors, pad_single

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 import msgspec
 
 from learner.state_dir.report import LearnerReport
-from learner.state_dir.search.orders import SearchReport
+from learner.state_dir.search.control import SearchReport
 from serving.reporting.report import ServingReport
 from serving.rollout.version_list import VersionLine
 

@@ -1,4 +1,4 @@
-"""The test keeps its error rate however often it is looked at, and finds what is better."""
+"""The test keeps its error rate however often it is read, and finds what is better."""
 
 import math
 from itertools import count
@@ -22,7 +22,7 @@ def ever_above(differences: list[float], limit: float) -> bool:
 
 
 @pytest.mark.parametrize("kind", ["normal", "of a few events", "heavy tails", "hanging together in size"])
-def test_equal_models_are_rarely_told_apart_whenever_one_looks(kind: str) -> None:
+def test_equal_models_are_rarely_shown_to_differ_at_any_step(kind: str) -> None:
     """A wealth of 10 is ever reached in at most one of ten runs; here the bound of three standard errors counts."""
     generator = np.random.default_rng(0)
     differences = generator.normal(0, 0.1, (_RUNS, _STEPS))

@@ -20,7 +20,7 @@ from learner.model.faulty_events import RaisingEventsError
 from learner.model.task import Classification
 from learner.search.trainer import SearchingTrainer
 from learner.sections.search import LR, SearchSettings
-from learner.state_dir.search.orders import ORDERS, write_orders
+from learner.state_dir.search.control import CONTROL, write_control
 from learner.strategies.examples import Examples
 from learner.strategies.registry import STRATEGIES
 from learner.training.trainer import Trainer
@@ -208,7 +208,7 @@ def test_a_step_of_the_model_that_is_not_finite_teaches_no_challenger(make: Make
     assert same(before, trainer._trainers[0].snapshot())  # type: ignore[attr-defined]
 
 
-class TestOrders:
+class TestControl:
     """What a person writes into `search.json`."""
 
     @pytest.fixture
@@ -219,17 +219,17 @@ class TestOrders:
         return trainer
 
     def test_a_pin_ends_all_challengers_and_unpin_begins_again(self, trainer: Trainer, tmp_path: Path) -> None:
-        write_orders(tmp_path, pinned=True)
+        write_control(tmp_path, pinned=True)
         train(trainer, range(2, 10))
         report = trainer.search_report
         assert report is not None
         assert (report.pinned, report.challengers, report.outcomes) == (True, [], {"stopped": 4})
-        write_orders(tmp_path, pinned=False)
+        write_control(tmp_path, pinned=False)
         train(trainer, range(10, 12))
         assert pool_of(trainer).live
 
     def test_settings_are_taken_once(self, trainer: Trainer, make: Make, tmp_path: Path) -> None:
-        write_orders(tmp_path, values={LR: 0.02}, pinned=True)
+        write_control(tmp_path, values={LR: 0.02}, pinned=True)
         train(trainer, range(2, 5))
         assert trainer.found == {LR: 0.02}
         assert trainer.update.rate() == 0.02
@@ -240,13 +240,12 @@ class TestOrders:
         assert resumed.found == {LR: 0.01}
 
     def test_a_damaged_file_is_reported_and_the_model_goes_on(self, trainer: Trainer, tmp_path: Path) -> None:
-        (tmp_path / ORDERS).write_text("{")
+        (tmp_path / CONTROL).write_text("{")
         train(trainer, range(2, 4))
         assert trainer.warning is not None
-        assert "delete it, and give the order again" in trainer.warning
-        write_orders_again = tmp_path / ORDERS
-        write_orders_again.unlink()
-        write_orders(tmp_path, pinned=True)
+        assert "delete it, and repeat the command" in trainer.warning
+        (tmp_path / CONTROL).unlink()
+        write_control(tmp_path, pinned=True)
         train(trainer, range(4, 6))
         assert trainer.warning is None
         assert pool_of(trainer).pinned

@@ -1,4 +1,4 @@
-"""What the search reports, and `search.json`: what a person has ordered of it. Imports no torch."""
+"""What the search reports, and `search.json`, by which a person controls it. Imports no torch."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +11,7 @@ from anabranch.core.errors import SettingsError
 from anabranch.core.failures import DamagedError, away_is_dependency, decoded
 from anabranch.core.files import MOST_BYTES, read_file
 
-ORDERS = "search.json"
+CONTROL = "search.json"
 Judged = Literal["promoted", "better", "no_better", "undecided", "not_finite", "raised", "no_memory", "stopped"]
 """How a challenger ended: `better` is reported, not promoted; `undecided` after its longest lease; `stopped` since the
 model's settings have changed, or are pinned."""
@@ -56,60 +56,60 @@ class SearchReport(msgspec.Struct, frozen=True, kw_only=True):
     """Steps of challengers over the life of the pipeline."""
 
 
-class SearchOrders(msgspec.Struct, frozen=True, kw_only=True):
+class SearchControl(msgspec.Struct, frozen=True, kw_only=True):
     """The contents of `search.json`."""
 
     number: int = 0
-    """Grows with each order that changes `values`."""
+    """Grows with each command that changes `values`."""
     values: dict[str, float] = {}
     """Settings that the model takes once, by key."""
     pinned: bool = False
     """Whether the model's settings stay as they are."""
 
 
-def stamp_of_orders(state_dir: Path) -> object:
+def stamp_of_control(state_dir: Path) -> object:
     """Return a value that changes when the file is replaced; None where there is none that can be read."""
     try:
-        status = (state_dir / ORDERS).stat()
+        status = (state_dir / CONTROL).stat()
     except OSError:
         return None
     return status.st_mtime_ns, status.st_ino, status.st_size
 
 
-def read_orders(state_dir: Path) -> SearchOrders:
-    """Return what was ordered.
+def read_control(state_dir: Path) -> SearchControl:
+    """Return the contents of the file; the defaults where there is none.
 
     Raises:
         SettingsError: the file is damaged.
         DependencyError: it cannot be read for now.
     """
-    path = state_dir / ORDERS
+    path = state_dir / CONTROL
     try:
-        with away_is_dependency(f"{path} cannot be read; what was ordered of the search is needed"):
+        with away_is_dependency(f"{path} cannot be read; it controls the search"):
             try:
                 content = read_file(path, MOST_BYTES)
             except FileNotFoundError:
-                return SearchOrders()
-        return decoded(content, SearchOrders)
+                return SearchControl()
+        return decoded(content, SearchControl)
     except DamagedError as exc:
-        raise SettingsError(f"{path} cannot be used: {exc}; delete it, and give the order again") from exc
+        raise SettingsError(f"{path} cannot be used: {exc}; delete it, and repeat the command") from exc
 
 
-def write_orders(state_dir: Path, *, values: Mapping[str, float] | None = None, pinned: bool) -> SearchOrders:
-    """Order that the model takes `values`, if they are given, and whether its settings are pinned from then on.
+def write_control(state_dir: Path, *, values: Mapping[str, float] | None = None, pinned: bool) -> SearchControl:
+    """Let the model take `values`, if they are given, and pin its settings from then on, or not.
 
     Raises:
         SettingsError: the file is damaged, or cannot be written.
         DependencyError: it cannot be read for now.
     """
-    before = read_orders(state_dir)
-    orders = SearchOrders(
+    before = read_control(state_dir)
+    control = SearchControl(
         number=before.number + (values is not None),
         values=before.values if values is None else dict(values),
         pinned=pinned,
     )
     try:
-        replace_file(state_dir / ORDERS, msgspec.json.encode(orders))
+        replace_file(state_dir / CONTROL, msgspec.json.encode(control))
     except OSError as exc:
-        raise SettingsError(f"{state_dir / ORDERS} cannot be written: {exc.strerror or exc}") from exc
-    return orders
+        raise SettingsError(f"{state_dir / CONTROL} cannot be written: {exc.strerror or exc}") from exc
+    return control

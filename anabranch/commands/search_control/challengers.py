@@ -1,4 +1,4 @@
-"""`anabranch search`: reads what the learner reports of its challengers, and writes what a person orders."""
+"""`anabranch search`: reads what the learner reports of its challengers, and lets a person control them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
@@ -10,7 +10,7 @@ from anabranch.config.loader import Config
 from anabranch.core.errors import SettingsError
 from anabranch.runtime.private_state import private_state
 from learner.state_dir.report import read_report
-from learner.state_dir.search.orders import ChallengerReport, SearchReport, write_orders
+from learner.state_dir.search.control import ChallengerReport, SearchReport, write_control
 
 _WHEN = "the learner takes it within a second, or when it starts"
 
@@ -58,10 +58,10 @@ def shown(values: Mapping[str, float]) -> str:
 
 
 def promote(config: Config, number: int) -> str:
-    """Order that the model takes the settings of a challenger; return what was done as a sentence.
+    """Let the model take the settings of a challenger; return what was done as a sentence.
 
     Raises:
-        SettingsError: the learner has reported no challenger of this number, or the order cannot be written.
+        SettingsError: the learner has reported no challenger of this number, or the file cannot be written.
     """
     report = read_search(config)
     known = {each.number: each for each in chain(report.history, report.challengers)}
@@ -69,26 +69,26 @@ def promote(config: Config, number: int) -> str:
         numbers = f"{min(known)}..{max(known)}" if known else "none yet"
         raise SettingsError(f"there is no challenger {number}: those that are known are {numbers}")
     with private_state(config):
-        write_orders(config.state_dir, values=challenger.values, pinned=report.pinned)
+        write_control(config.state_dir, values=challenger.values, pinned=report.pinned)
     return f"the model is to take {shown(challenger.values)}; {_WHEN}"
 
 
 def pin(config: Config, assignments: Sequence[str]) -> str:
-    """Order that the model keeps its settings, after taking `KEY=VALUE`s; return what was done as a sentence.
+    """Let the model keep its settings, after taking `KEY=VALUE`s; return what was done as a sentence.
 
     Raises:
         SettingsError: there is no `[search]`, a key is not in its space, or a value is no number in its range.
     """
     values = dict(_assigned(config, assignments))
     with private_state(config):
-        write_orders(config.state_dir, values=values or None, pinned=True)
+        write_control(config.state_dir, values=values or None, pinned=True)
     return f"the model is to keep {shown(values) or 'its settings'}; {_WHEN}"
 
 
 def unpin(config: Config) -> str:
-    """Order that the search goes on; return what was done as a sentence."""
+    """Let the search go on; return what was done as a sentence."""
     with private_state(config):
-        write_orders(config.state_dir, pinned=False)
+        write_control(config.state_dir, pinned=False)
     return f"the search is to go on; {_WHEN}"
 
 
