@@ -1,10 +1,10 @@
 """Whether one of two models is better, by a test that may be read after each step.
 
-The wealth of a gambler who bets on the sign of differences in [-1, 1] is a non-negative supermartingale where their
-mean, given all earlier ones, is at most 0. So the probability that it ever reaches 1 / alpha is at most alpha (Ville's
-inequality), however often it is read, and however the stream changes: Waudby-Smith and Ramdas 2024, "Estimating
-means of bounded random variables by betting", section 4; Ramdas et al. 2023, "Game-theoretic statistics and safe
-anytime-valid inference".
+The wealth of a gambler who bets on differences, which are clipped to [-1, 1] in a unit that is known before, is a
+non-negative supermartingale where their mean, given all earlier ones, is at most 0. So the probability that it ever
+reaches 1 / alpha is at most alpha (Ville's inequality), however often it is read, and however the stream changes:
+Waudby-Smith and Ramdas 2024, "Estimating means of bounded random variables by betting", section 4; Ramdas et al. 2023,
+"Game-theoretic statistics and safe anytime-valid inference".
 
 Many challengers share one error rate: the j-th since the last promotion gets alpha / (j (j + 1)), and these add up to
 alpha (alpha spending, as in Foster and Stine 2008, "Alpha-investing").

@@ -98,6 +98,8 @@ class ChallengerPool:
         self.outcomes: Counter[str] = Counter()
         self.history: deque[ChallengerReport] = deque(maxlen=_KEPT)
         self.pinned = False
+        self.alert: ChallengerReport | None = None
+        """The newest challenger that is better than the model with its settings of now, and is not promoted."""
 
     def begin(self) -> list[Challenger]:
         """Begin a step: return the challengers whose lease begins now, which copy the model first."""
@@ -155,6 +157,8 @@ class ChallengerPool:
         self.outcomes[outcome] += 1
         report = challenger.report(outcome, self.step)
         self.history.append(report)
+        if outcome == "better":
+            self.alert = report
         log.info(
             "challenger %d with %s ends at step %d: %s after %d steps, difference %.3g",
             *(report.number, shown(report.values), self.step, outcome, report.steps, report.difference),
@@ -165,6 +169,7 @@ class ChallengerPool:
         self.stop()
         self.values = {key: float(values.get(key, own)) for key, own in self.values.items()}
         self._ranks = self._proposals = 0
+        self.alert = None
 
     def stop(self) -> None:
         """End all challengers."""
@@ -200,7 +205,8 @@ class ChallengerPool:
             "live": [each.state() for each in self.live],
             "waiting": [each.state() for each in self._waiting],
             "outcomes": dict(self.outcomes),
-            "history": [{**_fields(each)} for each in self.history],
+            "history": [_fields(each) for each in self.history],
+            "alert": self.alert and _fields(self.alert),
         }
 
     def restore(self, state: Mapping[str, Any]) -> bool:
@@ -213,6 +219,7 @@ class ChallengerPool:
             setattr(self, name, state[name])
         self.outcomes = Counter(state["outcomes"])
         self.history = deque((ChallengerReport(**each) for each in state["history"]), maxlen=_KEPT)
+        self.alert = state["alert"] and ChallengerReport(**state["alert"])
         self.live = [Challenger.of_state(each) for each in state["live"]]
         self._waiting = [Challenger.of_state(each) for each in state["waiting"]]
         before, found = state["given"], state["values"]

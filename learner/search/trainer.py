@@ -52,7 +52,7 @@ class SearchingTrainer(Trainer):
         models = [copy_sharing_base(arguments["model"]) for _ in range(search.challengers)]
         super().__init__(**arguments)
         self._settings: LearnerSettings = arguments["settings"]
-        self._search = search
+        self._options = search
         self._bounded = arguments["schema"].label.classes is not None and search.measure == "score"
         self._trainers = [
             Trainer(**{**arguments, "model": model, "strategy": make_strategy(), "embedding": None}) for model in models
@@ -81,24 +81,24 @@ class SearchingTrainer(Trainer):
     @property
     def _better(self) -> str | None:
         """One sentence on a challenger that is better, and is not promoted."""
-        newest = next((each for each in reversed(self._pool.history) if each.outcome != "stopped"), None)
-        if newest is None or newest.outcome != "better":
+        if (alert := self._pool.alert) is None:
             return None
         return (
-            f"challenger {newest.number} is better than the model, with {shown(newest.values)}; "
-            f'"anabranch search promote {newest.number}" takes its settings'
+            f"challenger {alert.number} is better than the model, with {shown(alert.values)}; "
+            f'"anabranch search promote {alert.number}" takes its settings'
         )
 
     @property
     @override
     def search_report(self) -> SearchReport:
         pool = self._pool
+        older = [] if pool.alert is None or pool.alert in pool.history else [pool.alert]
         return SearchReport(
             values=pool.values,
             given=pool.given,
             pinned=pool.pinned,
             challengers=[each.report() for each in pool.challengers],
-            history=list(pool.history),
+            history=[*older, *pool.history],
             outcomes=dict(pool.outcomes),
             steps=pool.trained,
         )
@@ -148,7 +148,7 @@ class SearchingTrainer(Trainer):
     def _difference(self, own: StepResult, its: StepResult, rows: int) -> float:
         if self._bounded:
             return (its.score - own.score) / rows
-        if self._search.measure == "score":
+        if self._options.measure == "score":
             return relative_difference(-own.score, -its.score)
         return relative_difference(own.loss_new, its.loss_new)
 
@@ -170,7 +170,7 @@ class SearchingTrainer(Trainer):
         trainer.set_micro_batch_size(self.micro_batch_size)
 
     def _decide(self, challenger: Challenger) -> None:
-        if self._search.promote == "alert":
+        if self._options.promote == "alert":
             self._pool.end(challenger, "better")
             return
         _copy(self._trainer(challenger), self)
@@ -214,6 +214,12 @@ class SearchingTrainer(Trainer):
         super().scale_learning_rate(factor)
         for challenger in self._pool.live:
             self._trainer(challenger).scale_learning_rate(factor)
+
+    @override
+    def set_micro_batch_size(self, rows: int | None) -> None:
+        super().set_micro_batch_size(rows)
+        for trainer in self._trainers:
+            trainer.set_micro_batch_size(rows)
 
     @override
     def on_drift(self) -> None:

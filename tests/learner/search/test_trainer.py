@@ -20,6 +20,7 @@ from learner.model.faulty_events import RaisingEventsError
 from learner.model.task import Classification
 from learner.search.trainer import SearchingTrainer
 from learner.sections.search import LR, SearchSettings
+from learner.state_dir.origin import VersionOrigin
 from learner.state_dir.search.control import CONTROL, write_control
 from learner.strategies.examples import Examples
 from learner.strategies.registry import STRATEGIES
@@ -113,7 +114,13 @@ def test_alert_leaves_the_model_and_says_what_to_do(make: Make) -> None:
         step += 1
         assert step < 500
     assert '"anabranch search promote' in trainer.warning
-    assert trainer.found == {}
+    said = trainer.warning
+    train(trainer, range(step, step + 1))
+    pool_of(trainer).history.clear()  # others have ended since
+    assert (trainer.warning, trainer.found) == (said, {})
+    report = trainer.search_report
+    assert report is not None
+    assert [each.outcome for each in report.history] == ["better"]
 
 
 def test_a_restored_search_goes_on_bit_for_bit(make: Make) -> None:
@@ -150,6 +157,17 @@ def test_a_checkpoint_of_a_learner_has_the_search(make_bench: Callable[..., Lear
     assert whole.trainer.state() == resumed.trainer.state()
     for part, tensors in whole.trainer.tensors().items():
         assert same(tensors, resumed.trainer.tensors()[part]), part
+
+
+def test_a_version_says_what_was_found_by_then(make_bench: Callable[..., LearnerBench]) -> None:
+    bench = make_bench(4, search={}, learner={"optimizer": {"name": "adam", "lr": 1e-5}})
+    bench.publisher.origin = VersionOrigin(seed=0, settings={}, code={}, packages={}, device="cpu", resumed_from=None)
+    bench.run()
+    pool_of(bench.trainer).take({LR: 0.01})
+    bench.finish()
+    origin = bench.versions.manifest(max(bench.versions.numbers())).origin
+    assert origin is not None
+    assert origin.found == {LR: 0.01}
 
 
 def test_a_checkpoint_without_a_search_begins_one_and_the_other_way_round(make: Make) -> None:
@@ -196,6 +214,16 @@ def test_a_challenger_that_fails_ends_and_the_model_goes_on(
     for step in range(2):
         train(plain, range(step, step + 1))
     assert same(plain.snapshot(), trainer.snapshot())
+
+
+def test_events_on_which_the_model_raises_are_named_as_without_a_search(make: Make) -> None:
+    trainer = make(1e-3, {"challengers": 1})
+    spoiled = batch(trainer, 0)
+    spoiled.label_B[3] = 7  # of three classes
+    with pytest.raises(RaisingEventsError) as raised:
+        trainer.step(spoiled)
+    assert raised.value.indices.tolist() == [3]
+    assert not pool_of(trainer).outcomes
 
 
 def test_a_step_of_the_model_that_is_not_finite_teaches_no_challenger(make: Make) -> None:
