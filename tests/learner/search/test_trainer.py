@@ -193,7 +193,7 @@ def test_a_challenger_that_is_not_finite_ends(make: Make) -> None:
 @pytest.mark.parametrize(
     ("error", "outcome"),
     [
-        (RaisingEventsError(np.array([0]), "bad"), "raised"),
+        (RaisingEventsError([0], "bad"), "raised"),
         (MemoryShortageError("too little", undone=True), "no_memory"),
     ],
 )
@@ -222,7 +222,7 @@ def test_events_on_which_the_model_raises_are_named_as_without_a_search(make: Ma
     spoiled.label_B[3] = 7  # of three classes
     with pytest.raises(RaisingEventsError) as raised:
         trainer.step(spoiled)
-    assert raised.value.indices.tolist() == [3]
+    assert list(raised.value.indices) == [3]
     assert not pool_of(trainer).outcomes
 
 
