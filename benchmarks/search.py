@@ -184,22 +184,23 @@ def streams(data: Path | None, rows: int, seeds: int, folder: Path, results: Res
 def same(judgements: int, steps: int, results: Results) -> None:
     """Add how many challengers that are as good as the model are promoted: the test alone, without a model.
 
-    Each judgement is the first of its model, which has the largest part of the error rate.
+    Each judgement is the first of its model, which has the largest part of the error rate. With `persistent` luck one
+    of the two is better for 16 steps, before the other may be: the mean given earlier steps is not 0 then, so that the
+    bound does not hold.
     """
-    generator, promoted = np.random.default_rng(0), 0
-    for _ in range(judgements):
-        # Rights of both on a batch: differences have a mean of 0, and hang together for a while.
-        level = np.repeat(generator.uniform(0.5, 0.95, steps // 8), 8)
-        lucky = np.repeat(generator.choice((-0.05, 0.0, 0.05), steps // 16), 16)
-        own, its = (generator.binomial(BATCH, np.clip(level + sign * lucky, 0, 1)) for sign in (-1, 1))
-        evidence, threshold = Evidence(), log_threshold(1)
-        for difference in ((its - own) / BATCH).tolist():
-            evidence.add(difference)
-            if evidence.log_wealth >= threshold:
-                promoted += 1
-                break
-    remark = f"{promoted} of {judgements} judgements, each read {steps} times"
-    results.add("same_promotions_over_judgements", promoted / judgements, remark)
+    for key, lasts in (("same_promotions_over_judgements", 1), ("same_persistent_over_judgements", 16)):
+        generator, promoted = np.random.default_rng(0), 0
+        for _ in range(judgements):
+            level = np.repeat(generator.uniform(0.5, 0.95, steps // 16), 16)
+            luck = np.repeat(generator.choice((-0.05, 0.0, 0.05), steps // lasts), lasts)
+            own, its = (generator.binomial(BATCH, np.clip(level + sign * luck, 0, 1)) for sign in (-1, 1))
+            evidence, threshold = Evidence(), log_threshold(1)
+            for difference in ((its - own) / BATCH).tolist():
+                evidence.add(difference)
+                if evidence.log_wealth >= threshold:
+                    promoted += 1
+                    break
+        results.add(key, promoted / judgements, f"{promoted} of {judgements}, each read {steps} times")
 
 
 def cost(steps: int, rounds: int, folder: Path, results: Results) -> None:
@@ -242,7 +243,7 @@ def main() -> None:
             streams(chosen.data, rows, chosen.seeds or (1 if chosen.quick else 5), folder, results)
         if "same" in parts:
             results.title("challengers that are as good as the model")
-            same(200 if chosen.quick else 2000, 1024, results)
+            same(200 if chosen.quick else 2000, 512, results)
         if "cost" in parts:
             results.title("the cost of a search with the default share")
             cost(2000 if chosen.quick else 10_000, 3, folder, results)

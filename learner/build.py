@@ -66,8 +66,8 @@ from learner.strategies.teacher_loss import TeacherLoss, kept_outputs
 from learner.stream.lag import LagPolicy
 from learner.stream.partition_ledger import PartitionLedger
 from learner.teacher.checks import check_distil
+from learner.training.micro_batches import StepHooks
 from learner.training.out_of_memory import oom_warning
-from learner.training.passes import StepHooks
 from learner.training.trainer import Trainer
 from replay.config import COMPARING, ReplaySettings
 

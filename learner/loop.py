@@ -1,58 +1,44 @@
 """The training loop: reads batches, trains on them, settles their outcomes, publishes versions."""
 
-import logging
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 
-from ingest.events.block import Array, Outcome, SkipReason
+from anabranch.core.tracing.spans import current_tracer
+from ingest.events.block import Outcome, SkipReason
 from ingest.events.partition import TopicPartition
-from ingest.metrics import IngestMetrics
 from ingest.reader.cursors import Partition
 from learner.config import LearnerSettings
 from learner.errors import MemoryShortageError
 from learner.evaluation.prequential import Scored
-from learner.loop_state import LoopComponents, LoopState
-from learner.metrics import LearnerMetrics
+from learner.loop_parts.batch_source import BatchSource
+from learner.loop_parts.loop_state import LoopComponents, LoopMetrics, LoopState
+from learner.loop_parts.non_finite import NonFiniteSteps
+from learner.loop_parts.raising_events import RaisingEvents
 from learner.model.faulty_events import RaisingEventsError
-from learner.raising_events import RaisingEvents
 from learner.replay_feed import NOTHING, Replay
 from learner.runtime.shutdown import Deadline
 from learner.state_dir.checkpoint import Checkpoint
 from learner.strategies.early_negatives import trained_first
 from learner.strategies.examples import TEACHER
 from learner.stream.batch import Batch
-from learner.stream.batch_prefetch import BatchPrefetch
-from learner.stream.batches import PATIENCE, Batches
 from learner.stream.ledger import Ledger
 from learner.stream.outcome_counters import OutcomeCounters
-from learner.stream.round_robin import RoundRobin
 from learner.stream.step_span import step_span
 from learner.training.out_of_memory import MemoryRetry
 from learner.training.step_result import StepResult
-from learner.undo.undone_events import WithoutUndone
-from replay.metrics import ReplayMetrics
 
 _COMMIT_SECONDS = 5.0
-_MANY_NON_FINITE = 10
+
+_T = TypeVar("_T")
 
 Task = Callable[[], object]
 """Work between steps; it checks itself whether it is due."""
-
-log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class LoopMetrics:
-    """The metrics that the loop updates."""
-
-    ingest: IngestMetrics
-    replay: ReplayMetrics
-    learner: LearnerMetrics
 
 
 class TrainingLoop:
@@ -68,42 +54,27 @@ class TrainingLoop:
     ) -> None:
         """Start at step 0; `ranks` train together."""
         self._settings = settings
-        self._step_size = settings.batch_size * ranks
         self._parts = parts
         self._metrics = metrics
         self._counters = OutcomeCounters(metrics.ingest.rows)
         self._trained_new, self._trained_old = (metrics.learner.rows.labels(source) for source in ("new", "replay"))
         self.ledger = Ledger(parts.publisher.published_through())
         self._teacher = parts.teacher
-        unlabelled = parts.teacher is not None and parts.teacher.unlabelled
-        source = WithoutUndone(parts.source, parts.undone) if parts.undone.records else parts.source
-        self._batches = (
-            RoundRobin(source, self._step_size, self._settled, unlabelled=unlabelled)
-            if settings.deterministic
-            else Batches(
-                source,
-                self._step_size,
-                settings.max_delay,
-                parts.lag.settle,
-                most_late=None if parts.late is None else parts.late.most_rows,
-                unlabelled=unlabelled,
-            )
-        )
         self._late = parts.late
         if parts.late is not None:
             parts.late.attach(self.ledger)
-        ask = None if parts.teacher is None else parts.teacher.ask
-        self._prefetch = BatchPrefetch(self._batches, parts.trainer.examples, ask)
-        parts.trainer.set_before_wait(self._prefetch.take_next)
+        self._source = BatchSource(settings, parts, settings.batch_size * ranks, self.ledger)
         self._next_commit = 0.0
-        self.state = LoopState(parts, self.ledger, self._batches)
+        self.state = LoopState(parts, self.ledger, self._source.batches)
         self._partitions: Sequence[Partition] = ()
         self._names: Sequence[TopicPartition] = ()
         self.monitor = parts.monitor
         self._replay = parts.replay
         self._memory = MemoryRetry(parts.trainer.device, threading.Event())
         self._while_waiting: Sequence[Task] = ()
-        self.non_finite_in_a_row = 0
+        self._traced = False
+        self._lr_factor = 1.0
+        self.non_finite = NonFiniteSteps(metrics.learner.non_finite)
         queues = parts.publisher.raised, parts.replay.raised
         self.raising_events = RaisingEvents(self.state, parts.replay, parts.holdout, queues, metrics.learner.raised)
         self.raised = self.raising_events.raised
@@ -129,10 +100,11 @@ class TrainingLoop:
             MemoryShortageError: the device has had too little memory for a step for too long.
         """
         self._memory = MemoryRetry(self._parts.trainer.device, stop, self._while_waiting)
+        self._traced = current_tracer() is not None
         self._replay.prefetch(self.state.steps)
         self.checkpoint_if_due()  # a restored checkpoint may have left too few slots for a step
         while not stop.is_set():
-            batch = self._next_batch(stop)
+            batch = self._source.next(stop)
             self._register_partitions()
             if batch is None:
                 self.count()
@@ -149,7 +121,7 @@ class TrainingLoop:
         since then again.
         """
         self._parts.erasure.poll()
-        if self._parts.erasure.settled and not self.spoiled and not self.raised.is_all:
+        if self._parts.erasure.settled and not self.non_finite.spoiled and not self.raised.is_all:
             self._parts.checkpointer.checkpoint_last(self.state.capture, deadline, self.state.fingerprint)
         else:
             self._parts.checkpointer.wait(deadline)
@@ -160,23 +132,10 @@ class TrainingLoop:
         self.commit_if_due()
         self._parts.erasure.finish(deadline)
 
-    def _next_batch(self, stop: threading.Event) -> Batch | None:
-        """Return events that have waited for their labels, if enough have them, or else the next ones of the stream."""
-        if self._late is None:
-            return self._prefetch.next(stop)
-        source = self._parts.source
-        self._late.advance(source.partitions, source.ends_time)
-        decided = self._late.take(source.partitions)
-        if decided is None and self._late.full:
-            self._late.make_room()
-            stop.wait(PATIENCE.total_seconds())  # for checkpoints, which let its space be used again
-            return None
-        return self._prefetch.next(stop) if decided is None else decided
-
     def _learns(self, batch: Batch, stop: threading.Event) -> bool:
         """Train on one batch; return False if it waited for memory when `stop` was set, and nothing is settled."""
         try:
-            with step_span(batch, self.state.steps, self._names):
+            with step_span(batch, self.state.steps, self._names) if self._traced else contextlib.nullcontext():
                 self._learn(batch)
         except MemoryShortageError as exc:
             # A checkpoint that has to repeat bit for bit cannot follow: the sample of the step is gone.
@@ -209,16 +168,18 @@ class TrainingLoop:
             self._teacher.add_outputs(batch)
         batch = self._parts.erasure.exclude(batch)
         if self._late is not None:
-            batch = self._memory(partial(self._late.begin, batch, self._partitions))
+            batch = self._fitting(partial(self._late.begin, batch, self._partitions))
         if batch.new:
             begin = time.perf_counter()
-            replay = self._memory(lambda: self._replay.sample(self.state.steps, len(batch)))
+            replay = self._fitting(lambda: self._replay.sample(self.state.steps, len(batch)))
             replay, result = self._train(batch, replay)
             self._observe(batch, replay, result, time.perf_counter() - begin)
         step = self.state.steps
-        self._memory(lambda: self._replay.add(step, batch, replay, result, names), undone=False)
-        self._parts.holdout.add(batch.held_out, names)
-        self._parts.holdout.relabel(batch.relabelled, names)
+        self._fitting(lambda: self._replay.add(step, batch, replay, result, names), undone=False)
+        if batch.held_out:
+            self._parts.holdout.add(batch.held_out, names)
+        if batch.relabelled:
+            self._parts.holdout.relabel(batch.relabelled, names)
         finite = result is None or result.finite
         outcome, reason = (Outcome.TRAINED, SkipReason.NONE) if finite else (Outcome.SKIPPED, SkipReason.NON_FINITE)
         for span in batch.spans:
@@ -229,6 +190,15 @@ class TrainingLoop:
             self._late.settle(batch, finite=finite)
         if self.ledger.full:
             self.count()
+
+    def _fitting(self, work: Callable[[], _T], *, repeatable: bool = True, undone: bool = True) -> _T:
+        """Return the result of `work`, which is repeated where it runs out of memory, as `MemoryRetry` does."""
+        try:
+            return work()
+        except Exception as exc:
+            if (message := self._memory.shortage(exc, repeatable=repeatable, undone=undone)) is None:
+                raise
+        return self._memory.repeat(work, message, repeatable=repeatable, undone=undone)
 
     def count(self) -> None:
         """Count the outcomes that were settled since the last time, for several steps at once."""
@@ -242,15 +212,17 @@ class TrainingLoop:
             The remaining old events, and the result; None if the model raised on all new events, which leave the batch.
         """
         trainer = self._parts.trainer
-        trainer.scale_learning_rate(self.monitor.adjustments.lr_factor)
+        if (factor := self.monitor.adjustments.lr_factor) != self._lr_factor:
+            trainer.scale_learning_rate(factor)
+            self._lr_factor = factor
         while batch.new:
             try:
-                new = self._memory(lambda: self._prefetch.copied(batch.new))
-                result = self._memory(partial(trainer.step, new, replay.examples), repeatable=False)
+                new = self._fitting(lambda: self._source.copied(batch.new))
+                result = self._fitting(partial(trainer.step, new, replay.examples), repeatable=False)
             except RaisingEventsError as exc:
                 error = exc
             else:
-                if result.finite:
+                if result.finite and trainer.learns_features:
                     trainer.learn_features(trained_first(batch.new))
                 return replay, result
             replay = self.raising_events.remove(batch, replay, error)
@@ -265,15 +237,10 @@ class TrainingLoop:
             self.raised.steps_in_a_row += 1
             return
         if not result.finite:
-            self._metrics.learner.non_finite.inc()
-            self.non_finite_in_a_row += 1
-            ranges = self._ranges(batch.new)
-            log.warning(
-                "step %d: loss %s or its gradient is not finite; skipped %s", self.state.steps, result.loss, ranges
-            )
+            self.non_finite.add(self.state.steps, result.loss, batch.new, self._names)
             return
-        self.non_finite_in_a_row = self.raised.steps_in_a_row = 0
-        rows = len(batch)
+        self.non_finite.in_a_row = self.raised.steps_in_a_row = 0
+        rows = result.rows
         self.state.rows_new += rows
         self.state.rows_replay += result.replayed
         self._trained_new.inc(rows)
@@ -300,20 +267,6 @@ class TrainingLoop:
         """Old events for each new one in the next step."""
         return self.monitor.adjustments.replay_ratio if self._replay.replays else 0.0
 
-    def _settled(self, index: int) -> int:
-        """Return the first offset of a partition without outcome."""
-        accounts = self.ledger.partitions
-        return accounts[index].position.offset if index < len(accounts) else 0
-
-    def _ranges(self, columns: Mapping[str, Array]) -> str:
-        """Return ranges of events as `topic[partition]@first..last`, for logs."""
-        parts = []
-        for index in np.unique(columns["partition"]).tolist():
-            name = self._names[index]
-            offsets = columns["offset"][columns["partition"] == index]
-            parts.append(f"{name.topic}[{name.partition}]@{offsets.min()}..{offsets.max()}")
-        return ", ".join(parts)
-
     def _register_partitions(self) -> None:
         """Open an account for each partition that was added, and update the ends of all and the lag."""
         self._parts.source.receive()
@@ -326,12 +279,8 @@ class TrainingLoop:
                     self.ledger.add_partition(partition.name, partition.start)
                 self.ledger.partitions[index].update_end(partition.end, partition.topic_id)
             self._counters.register_partitions(self.ledger.partitions)
-        self._parts.lag.update(self.ledger.partitions, self.ledger.take_moved())
-
-    @property
-    def micro_batch_size(self) -> int | None:
-        """Events that go through the model at once at most; None: all of a step."""
-        return self._parts.trainer.micro_batch_size
+        self._parts.lag.update(self.ledger.partitions, self.ledger.moved)
+        self.ledger.moved.clear()
 
     @property
     def rows_of_step(self) -> int:
@@ -339,24 +288,9 @@ class TrainingLoop:
         return int(self._settings.batch_size * (1 + self.replay_ratio))
 
     @property
-    def spoiled(self) -> bool:
-        """Whether many consecutive steps were not finite, maybe because of the weights. Any thread may call this."""
-        return self.non_finite_in_a_row >= _MANY_NON_FINITE
-
-    @property
     def _is_sound(self) -> bool:
         """Whether a checkpoint of the current state may replace earlier ones."""
-        return self._parts.erasure.settled and not self.non_finite_in_a_row and not self.raised.is_all
-
-    @property
-    def problem(self) -> str | None:
-        """One sentence when many consecutive steps are not finite. Any thread may ask."""
-        if not self.spoiled:
-            return None
-        return (
-            f"the last {self.non_finite_in_a_row} steps were skipped because loss or gradient was not finite: "
-            "are the weights? No checkpoint is made until a step is finite, so that a restart goes on from before"
-        )
+        return self._parts.erasure.settled and not self.non_finite.in_a_row and not self.raised.is_all
 
     @property
     def warning(self) -> str | None:
@@ -369,6 +303,16 @@ class TrainingLoop:
         self.state.restore(checkpoint)
         if not checkpoint.begins and self.monitor.drift.pending:
             self._respond()
+
+    def erase_if_due(self) -> None:
+        """Apply the erasure log when it has to be polled, or as long as there is work on files."""
+        if time.monotonic() >= self._parts.erasure.due:
+            self._parts.erasure.poll_if_due()
+
+    def clean_holdout(self) -> None:
+        """Remove held-out events on which the model has raised."""
+        if any(self.raising_events.queues):
+            self.raising_events.clean_holdout()
 
     def publish_if_due(self) -> None:
         """Publish a version when one is due and there is progress."""

@@ -118,15 +118,8 @@ def make_feed(
     if store is None:
         return NoFeed()
     probe = Probe(monitor.ratio, holdout, trainer, settings.batch_size)
-    return StoreFeed(
-        store,
-        trainer.strategy,
-        monitor,
-        probe,
-        batch_size=settings.batch_size,
-        step_size=settings.batch_size * ranks,
-        timer=timer,
-    )
+    step_size = settings.batch_size * ranks
+    return StoreFeed(store, trainer.strategy, monitor, probe, settings.batch_size, step_size, timer)
 
 
 class NoFeed:
@@ -222,21 +215,22 @@ class StoreFeed:
 
         May be called again for a step after the device had no memory.
         """
-        before = self._sampled[1] if self._sampled is not None and self._sampled[0] == step else None
-        planned, measures = before is not None or bool(self._store.planned(step)), self._monitor.ratio.probes(step)
-        debt = self._debt + new * self._monitor.adjustments.replay_ratio if planned else self._debt
-        samples = self._strategy.samples(int(debt) if planned else 0)
-        replayed = sum(samples)
-        probes = self._probe.sampled(step) if planned and measures else 0
-        sampled = before
-        if sampled is None and max(replayed, probes):
+        sampled = self._sampled[1] if self._sampled is not None and self._sampled[0] == step else None
+        measures = self._monitor.measures and self._monitor.ratio.probes(step)
+        debt = self._debt + new * self._monitor.adjustments.replay_ratio
+        samples = self._strategy.samples(int(debt))
+        replayed, probes = sum(samples), self._probe.sampled(step) if measures else 0
+        rows = max(replayed, probes)
+        if sampled is None and rows:
             with self._timer.time():
-                sampled = self._store.sample(step, max(replayed, probes))
-            self._sampled = step, sampled
+                sampled = self._store.sample(step, rows)
+            self._sampled = None if sampled is None else (step, sampled)
         probed = self._probe.score(step, sampled) if measures else None
         sample = sampled.first(replayed) if probes and sampled is not None else sampled
         examples = examples_of(sample, samples) if sample is not None and len(sample.slots) else ()
-        self._debt, self._sampled = debt % 1.0, None
+        if sampled is not None or (not rows and self._store.planned(step)):
+            self._debt = debt % 1.0
+        self._sampled = None
         return Replay(examples, sample, probed)
 
     def remove(self, replay: Replay, rows: NDArray[np.bool_]) -> tuple[Replay, NDArray[np.void]]:

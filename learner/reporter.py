@@ -5,15 +5,15 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
 from learner.device_health.watch import HealthWatch
 from learner.device_memory.live import live_bytes
 from learner.device_sharing.sharing import DeviceSharing
-from learner.loop import LoopMetrics, TrainingLoop
-from learner.loop_state import LoopComponents
+from learner.loop import TrainingLoop
+from learner.loop_parts.loop_state import LoopComponents, LoopMetrics
 from learner.object_storage.mirror import Mirror
 from learner.registration.registrar import Registrar
 from learner.runtime.heartbeat import Heartbeat
@@ -93,7 +93,7 @@ class Reporter:
                 parts.checkpointer,
                 parts.erasure,
                 self,
-                loop,
+                loop.non_finite,
                 loop.raising_events,
             ),
             *([] if parts.late is None else [parts.late.join]),
@@ -183,14 +183,10 @@ class Reporter:
             drift_step=loop.monitor.drift.step,
             search=parts.trainer.search_report,
             replay_ratio=loop.replay_ratio,
-            micro_batch_size=loop.micro_batch_size,
+            micro_batch_size=parts.trainer.micro_batch_size,
             exchanged_bytes=parts.trainer.sent_bytes,
             rates=rates,
-            replay_rows=store.rows if store is not None else {},
-            replay_bytes=store.bytes if store is not None else {},
-            replay_capacity=store.capacity if store is not None else None,
-            replay_bounds=store.bounds if store is not None else {},
-            replay_lost=store.lost if store is not None else 0,
+            **({} if store is None else _of_store(store)),
             holdout_rows=len(parts.holdout),
             device_memory=self._device_memory(store),
             device_sharing=self._sharing.report if self._sharing is not None else None,
@@ -251,6 +247,17 @@ class Reporter:
         if self._health is None:
             return counts
         return *counts, sum(device.energy or 0.0 for device in self._health.report.devices)
+
+
+def _of_store(store: Store) -> dict[str, Any]:
+    """Return the fields of a report that are of the store."""
+    return {
+        "replay_rows": store.rows,
+        "replay_bytes": store.bytes,
+        "replay_capacity": store.capacity,
+        "replay_bounds": store.bounds,
+        "replay_lost": store.lost,
+    }
 
 
 def _errors(scores: Mapping[str, float]) -> dict[str, float]:

@@ -36,8 +36,8 @@ from learner.distributed.mesh import num_row_groups
 from learner.distributed.process_group import RankAssignment
 from learner.errors import StoppedEarlyError
 from learner.evaluation.holdout import HoldoutSet
-from learner.loop import LoopMetrics, Task, TrainingLoop
-from learner.loop_state import LoopComponents
+from learner.loop import Task, TrainingLoop
+from learner.loop_parts.loop_state import LoopComponents, LoopMetrics
 from learner.metrics import LearnerMetrics
 from learner.model.base_file import write_base
 from learner.model.device import UnusedDevice, choose_device, without_denormals
@@ -100,14 +100,14 @@ def learn(
             learner.run()
 
 
-def between_steps(loop: TrainingLoop, erasure: Erasure, while_waiting: Sequence[Task]) -> tuple[Task, ...]:
+def between_steps(loop: TrainingLoop, while_waiting: Sequence[Task]) -> tuple[Task, ...]:
     """Return all work between steps, in the order of its side effects: the log of erasures first, offsets last.
 
     `while_waiting` comes last: work that also runs while the loop waits for the disk.
     """
     return (
-        erasure.poll_if_due,
-        loop.raising_events.clean_holdout,
+        loop.erase_if_due,
+        loop.clean_holdout,
         loop.publish_if_due,
         loop.monitor_served_if_due,
         loop.checkpoint_if_due,
@@ -189,7 +189,7 @@ class Learner:
         try:
             # First: after a fatal symptom no checkpoint is made.
             first = () if self._health is None else (self._health.act_if_needed,)
-            self._loop.run(self._stop, (*first, *between_steps(self._loop, self._parts.erasure, while_waiting)))
+            self._loop.run(self._stop, (*first, *between_steps(self._loop, while_waiting)))
         except GapError:
             self.stop()
             raise
@@ -342,17 +342,7 @@ class Learner:
         deployment, metrics, settings = self._deployment, self._metrics, self._deployment.learner
         self._store = store
         holdout = HoldoutSet(self._setup.schema, deployment.gate.holdout_rows)
-        with away_is_dependency(_AWAY.format(checkpoints.location)):
-            checkpointer = Checkpointer(
-                checkpoints,
-                deployment.checkpoints,
-                store,
-                metrics.learner,
-                segments=resumed.segments,
-                check=self._check,
-                after_prune=self._prune_bases,
-                deleting=self._undo_watch.excluded,
-            )
+        checkpointer = self._build_checkpointer(resumed, store, checkpoints)
         keyed = deployment.events.key is not None
         unlabelled = deployment.stream.unlabelled == "distil"
         lag = LagPolicy(
@@ -370,6 +360,7 @@ class Learner:
         self._open_mirror(written)
         erasure = Erasure(
             *(written, checkpoints, deployment.state_dir / "replay" / RANK, store, holdout, checkpointer, late),
+            keyed=keyed,
             has_history=deployment.stream.backfill is not None,
             mirror=self._mirror,
         )
@@ -377,15 +368,8 @@ class Learner:
         if self._log_fetched:
             erasure.start_over()
         monitor = StreamMonitor(settings, bounded=self._setup.schema.label.classes is not None)
-        replay = make_feed(
-            store,
-            settings,
-            ranks=self._row_groups,
-            monitor=monitor,
-            holdout=holdout,
-            trainer=self._trainer,
-            timer=metrics.replay.sample,
-        )
+        timer = metrics.replay.sample
+        replay = make_feed(store, settings, self._row_groups, monitor, holdout, self._trainer, timer)
         self._parts = LoopComponents(
             source=self._source,
             trainer=self._trainer,
@@ -406,6 +390,18 @@ class Learner:
         if self._storage is not None:
             self._storage.checkpoints.drop_copies()
             record_mode(deployment.state_dir, self._storage.checkpoints.bucket.url if self._storage.only else None)
+
+    def _build_checkpointer(
+        self, resumed: ResumePoint, store: BackgroundStore | None, checkpoints: Checkpoints
+    ) -> Checkpointer:
+        with away_is_dependency(_AWAY.format(checkpoints.location)):
+            return Checkpointer(
+                *(checkpoints, self._deployment.checkpoints, store, self._metrics.learner),
+                segments=resumed.segments,
+                check=self._check,
+                after_prune=self._prune_bases,
+                deleting=self._undo_watch.excluded,
+            )
 
     def _prune_bases(self) -> None:
         """Delete the bases that nothing names; the uploads of a mirror do that in the object store."""
@@ -493,23 +489,22 @@ class Learner:
 
     def _while_waiting(self) -> tuple[Task, ...]:
         """Return the work between steps that also runs while the loop waits for the disk."""
-        checks: tuple[Task, ...] = (self._undo_watch.check_if_due,)
-        checks = checks if self._storage is None else (*checks, self._storage.lease.check)
-        checks = checks if self._mirror is None else (*checks, self._mirror.raise_bug)
-        return (
-            *checks,
-            self._reporter.report_if_due,
-            self._advance_profiler,
-            self._adjust_micro_batches,
-            self._trainer.send_keepalive,
-        )
+        tasks: list[Task] = [self._undo_watch.check_if_due]
+        if self._storage is not None:
+            tasks.append(self._storage.lease.check)
+        if self._mirror is not None:
+            tasks.append(self._mirror.raise_bug)
+        tasks.append(self._reporter.report_if_due)
+        if self._deployment.learner.profile is not None:
+            tasks.append(self._advance_profiler)
+        if (sharing := self._sharing) is not None:
+            tasks.append(lambda: sharing.adjust(self._trainer, self._loop.rows_of_step))
+        if self._assignment is not None:
+            tasks.append(self._trainer.send_keepalive)
+        return tuple(tasks)
 
     def _advance_profiler(self) -> None:
         self._profiler.step(self._loop.state.steps)
-
-    def _adjust_micro_batches(self) -> None:
-        if self._sharing is not None:
-            self._sharing.adjust(self._trainer, self._loop.rows_of_step)
 
 
 def _latest_generation(state_dir: Path) -> int:

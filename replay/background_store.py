@@ -94,7 +94,7 @@ class BackgroundStore:
         self._step = step
         missing = self._through < step + AHEAD - 1
         blocks = self._store.planner.blocks(step, self._through, n) if missing else []
-        if missing or self._store.tiers.has_lost:
+        if missing or self._store.tiers.lost_reports:
             self._jobs.append(partial(self._store.plan_blocks, step, blocks))
             self._due = True
         if missing:
@@ -104,12 +104,16 @@ class BackgroundStore:
         """Return how many events can be sampled for a step."""
         return self._with_plan(step).planner.planned(step) if step <= self._through else 0
 
-    def sample(self, step: int, n: int) -> Sample:
-        """Return the first n events of the plan for a step, as `Store.sample` does, and start the jobs that are due."""
-        sample = self._with_plan(step).planner.sample(step, n)
-        if self._due:
+    def sample(self, step: int, n: int) -> Sample | None:
+        """Return the first n events of the plan for a step, and start the jobs that are due; None without any."""
+        if step > self._through:
+            return None
+        sample = self._at_rest().planner.sample(step, n)
+        if sample is None:
+            sample = self._with_plan(step).planner.sample(step, n)
+        if sample is not None and self._due:
             self._begin()
-        return sample
+        return sample if sample is not None and len(sample.slots) else None
 
     def update_priorities(
         self, sample: Sample, losses: NDArray[np.float32], embedding: NDArray[np.float32] | None = None
@@ -138,6 +142,10 @@ class BackgroundStore:
     def many_slots_wait(self, checkpoints: int) -> bool:
         """Return whether the slots that wait for one checkpoint to be removed exceed a part of the spare ones."""
         return self._at_rest().slots.waiting * checkpoints > self.spare
+
+    def lacks_slots(self, checkpoints: int) -> bool:
+        """Return whether a checkpoint would help: there is no room, or slots wait as `many_slots_wait` says."""
+        return self._at_rest().slots.waiting * checkpoints > self.spare or not self.has_room()
 
     def contents(self, held: CapturedStore, oldest: int = 0) -> tuple[StoreState, StoreDelta]:
         """Return the captured state, as `Store.contents` does; any thread may call it."""

@@ -86,7 +86,9 @@ class Sample(msgspec.Struct, frozen=True, eq=False):
 
 def fetch_sample(plan: SamplePlan, layout: RowLayout, tiers: TierHierarchy, n: int | None) -> Sample:
     """Wait for the first n events of a plan, or for all; fewer when the rows of some cannot be read."""
-    rows, which = tiers.wait(plan.rows, n), plan.rows.which(n)
+    staged = plan.rows
+    rows = staged.rows(n) if staged.missing is None else tiers.wait(staged, n)
+    which = staged.which(n)
     columns = layout.unpack(rows)
     label = columns["label"]
     weights = _ones(label.shape[0], label.device)

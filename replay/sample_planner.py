@@ -109,20 +109,21 @@ class SamplePlanner:
         """Plan the steps of a request, which follow those that are planned."""
         self._plans += self.plan(request)
 
-    def sample(self, step: int, n: int) -> Sample:
-        """Return the first n events of the plan for a step, and drop it and earlier plans.
+    def sample(self, step: int, n: int) -> Sample | None:
+        """Return the first n events of the plan for a step, and drop it and earlier plans; None without a plan.
 
         The caller owns the columns and may write into them. After an error, such as of a device without free memory,
         the plan is still there.
         """
         self.drop_before(step)
-        plan = self._plans[0]
-        assert plan.step == step
+        plan = self._plans[0] if self._plans else None
+        if plan is None or plan.step != step:
+            return None
         sample = self.fetch(plan, n)
         if step <= self._captured_through:
             sample = sample.copy()
         self._plans.popleft()
-        if self._plans:
+        if self._plans and self._tiers.gathers_ahead:
             self._plans[0].rows.prefetch()
         return sample
 

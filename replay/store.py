@@ -136,9 +136,10 @@ class Store:
         """
         if self.slots.free_at_once:
             return True
-        if self.slots.free - len(self._pending) - more < self.burst:
-            self.flush_pending()
-        return self.slots.free - len(self._pending) - more >= self.burst
+        if self.slots.free - len(self._pending) - more >= self.burst:
+            return True
+        self.flush_pending()
+        return self.slots.free - more >= self.burst
 
     def add(
         self,
@@ -225,7 +226,7 @@ class Store:
         """Return the first n events of a plan, or all; fewer when the rows of some cannot be read."""
         return self.planner.fetch(plan, n)
 
-    def sample(self, step: int, n: int) -> Sample:
+    def sample(self, step: int, n: int) -> Sample | None:
         """Return the first n events of the plan for a step, as `SamplePlanner.sample` does."""
         return self.planner.sample(step, n)
 

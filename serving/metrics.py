@@ -2,6 +2,7 @@
 
 from collections import deque
 from datetime import timedelta
+from functools import partial
 from http import HTTPStatus
 from time import monotonic
 
@@ -32,62 +33,48 @@ class ServingMetrics:
         self, registry: CollectorRegistry, total: CollectorRegistry | None = None, counts_shared_events: bool = True
     ) -> None:
         """Take `total`, the registry with the sums of all workers; one worker alone counts what all workers see."""
+        counter = partial(Counter, registry=registry)
+        gauge = partial(Gauge, registry=registry)
+        histogram = partial(Histogram, registry=registry)
         self._total_registry = total or registry
         self._counts_shared_events = counts_shared_events
-        self._requests = Counter(
-            "anabranch_serving_requests", "Inference requests by HTTP status", ["code"], registry=registry
-        )
-        self._duration = Histogram(
+        self._requests = counter("anabranch_serving_requests", "Inference requests by HTTP status", ["code"])
+        self._duration = histogram(
             "anabranch_serving_request_duration_seconds",
             "Time from an inference request's head to the end of its reply",
             buckets=_REQUEST_BUCKETS,
-            registry=registry,
         )
-        self.queue_wait = Counter(
+        self.queue_wait = counter(
             "anabranch_serving_queue_row_seconds",
             "Time that rows of requests have waited for the model; its rate is the mean number of rows that wait",
-            registry=registry,
         )
-        self.version = Gauge(
-            "anabranch_serving_version",
-            "Number of the served version",
-            registry=registry,
-            multiprocess_mode="livemostrecent",
+        self.version = gauge(
+            "anabranch_serving_version", "Number of the served version", multiprocess_mode="livemostrecent"
         )
-        self._freshness = Histogram(
+        self._freshness = histogram(
             "anabranch_serving_freshness_duration_seconds",
             "Time from the record time of a trained event to the swap to the first version that has learned it",
             buckets=_FRESHNESS_BUCKETS,
-            registry=registry,
         )
-        self._swaps = Counter(
-            "anabranch_serving_swaps",
-            "Versions by outcome: swapped, rolled_back to, refused",
-            ["outcome"],
-            registry=registry,
+        self._swaps = counter(
+            "anabranch_serving_swaps", "Versions by outcome: swapped, rolled_back to, refused", ["outcome"]
         )
-        self.problems = Gauge(
-            "anabranch_serving_problems",
-            "Problems of serving; 0 when it is healthy",
-            registry=registry,
-            multiprocess_mode="livemax",
+        self.problems = gauge(
+            "anabranch_serving_problems", "Problems of serving; 0 when it is healthy", multiprocess_mode="livemax"
         )
-        self.follow_lag = Gauge(
+        self.follow_lag = gauge(
             "anabranch_serving_follow_lag_seconds",
             "For how long there has been a newer version in the object store that this host has not copied",
-            registry=registry,
             multiprocess_mode="livemax",
         )
-        self._shadow_rows = Counter(
+        self._shadow_rows = counter(
             "anabranch_serving_shadow_rows",
             "Rows of live requests for the shadow's candidate: compared, or dropped for lack of time",
             ["outcome"],
-            registry=registry,
         )
-        self._shadow_disagreement = Counter(
+        self._shadow_disagreement = counter(
             "anabranch_serving_shadow_disagreement",
             "Compared rows with another prediction; for regression the sum of absolute differences",
-            registry=registry,
         )
         self.tracing_left_out = left_out_counter(registry)
         self._answer_times = _Recent()

@@ -336,6 +336,29 @@ def test_no_folder_holds_more_than_a_reader_takes_in():
     assert {name: size for name, size in sizes.items() if size > 14} == {}
 
 
+LONG_FILES = {
+    "anabranch/commands/status.py",
+    "learner/build.py",
+    "learner/labels/label_join.py",
+    "learner/run.py",
+    "learner/state_dir/checkpoint.py",
+}
+"""Still to be split."""
+
+
+def test_functions_and_files_are_short():
+    functions, files = {}, set()
+    for path in FILES:
+        text, name = path.read_text(encoding="utf-8"), path.relative_to(ROOT).as_posix()
+        if text.count("\n") > 350:
+            files.add(name)
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                functions[f"{name} {node.name}"] = node.end_lineno - node.lineno + 1
+    assert {name: lines for name, lines in functions.items() if lines > 60} == {}
+    assert files <= LONG_FILES
+
+
 def test_tests_are_no_packages():
     assert list((ROOT / "tests").rglob("__init__.py")) == []
 
@@ -392,10 +415,11 @@ def test_the_names_of_the_metrics_are_frozen():
 
 def test_no_metric_is_defined_besides_those():
     names, classes = set(), ("Counter", "Gauge", "Histogram", "Summary", "StateCounter", "StateGauge")
+    called = *classes, "counter", "gauge", "histogram"  # the same, with a registry
     for path in FILES:
         for node in nodes_of(path, *classes):
-            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in classes:
-                suffix = "_total" if node.func.id.endswith("Counter") else ""
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in called:
+                suffix = "_total" if node.func.id.lower().endswith("counter") else ""
                 names |= {f"{arg.value}{suffix}" for arg in node.args[:1] if isinstance(arg, ast.Constant)}
     assert names == set(reference.metrics())
 

@@ -74,6 +74,6 @@ def test_a_training_step_is_counted_from_its_batch_to_its_end(tmp_path):
     steps = training_steps(3, tmp_path)
     assert len(steps) == 3
     for step in steps:
-        assert step.route[:2] == ["learner/loop", "learner/stream/batch_prefetch"]
+        assert step.route[0] == "learner/stream/batches"
         assert {"learner/loop", "learner/training/trainer", "replay/store"} <= set(step.called)
         assert step.hops <= step.hops_with_returns < 2 * len(step.called)

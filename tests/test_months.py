@@ -42,7 +42,8 @@ from learner.evaluation.prequential import Prequential, Scored
 from learner.metrics import LearnerMetrics
 from learner.model.faulty_events import Raised
 from learner.publishing.gatekeeper import QualityGate
-from learner.publishing.publisher import Publisher, Snapshot
+from learner.publishing.publisher import Publisher
+from learner.publishing.snapshot import Snapshot
 from learner.reporter import Reporter
 from learner.state_dir.checkpoint import Checkpoint, Checkpoints
 from learner.state_dir.report import LearnerReport
@@ -156,7 +157,7 @@ def ledger_and_lag(year: Year) -> Driven:
     partitions = [Partition(EVENTS, 0, None)]
     stream = SimpleNamespace(ends_time=0.0, reads_history=False, partitions=partitions, pass_over=lambda: None)
     policy = LagPolicy(LagPolicySettings(action="sample"), 0, stream, clock=lambda: year.now, wall=lambda: year.now)
-    batches = Batches(source, 16, timedelta(0), policy.settle)
+    batches = Batches(source, 16, timedelta(0), policy)
 
     def learn(tick: int) -> None:
         begin = 40 * tick

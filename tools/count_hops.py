@@ -6,10 +6,10 @@ A hop is a call of a function of another module than the one before; the route i
 prints that of a median step. The count with returns includes each return to a caller of ours, so that a call and its
 return are two hops.
 
-The step is one of the real loop, after a warm-up: strategy ER, a store with a disk tier, one rank, no device sharing;
-no version and no checkpoint is due. Blocks of events are made ahead, so that the reader takes no part, and other
-threads are not counted. Which step the background threads are in moves the median by one or two; and from Python 3.12
-on a list comprehension is no call.
+The step is one of the real loop, after a warm-up: strategy ER, a store with a disk tier, events without keys, one rank,
+no device sharing; no version and no checkpoint is due. Blocks of events are made ahead, so that the reader takes no
+part, and other threads are not counted. Which step the background threads are in moves the median by one or two; and
+from Python 3.12 on a list comprehension is no call.
 """
 
 import argparse
@@ -141,7 +141,8 @@ def training_steps(steps: int, folder: Path) -> list[Step]:
     features = {"x": {"dtype": "float32", "shape": [3]}}
     schema = Schema(SchemaSettings.model_validate({"features": features, "label": {"name": "y", "classes": 3}}))
     blocks = WARM_UP + steps
-    bench = wiring.LearnerBench(folder, schema, wiring.small_model(), blocks, replay={"disk": {"bytes": "1MB"}})
+    tiers = {"disk": {"bytes": "1MB"}}
+    bench = wiring.LearnerBench(folder, schema, wiring.small_model(), blocks, replay=tiers, keyed=False)
     try:
         ahead = MadeAhead(bench.stream.poll, blocks, bench.stop.set)
         bench.stream.poll = ahead.poll

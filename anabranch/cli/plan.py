@@ -9,14 +9,23 @@ import typer
 from anabranch.cli.common import PIPELINE, AsJson, run_command, show
 from anabranch.runtime.lifecycle import Exit
 
+EventBytes = Annotated[
+    int | None,
+    typer.Option(min=1, metavar="N", help="Bytes of an event in its message; by default what its fields take."),
+]
+Calibrate = Annotated[
+    bool,
+    typer.Option(
+        "--calibrate/--no-calibrate",
+        help="Run the pipeline on synthetic events first, or plan from the model's size alone.",
+    ),
+]
+
 
 def plan(
     pipeline: Annotated[Path, typer.Argument(metavar="FILE", help="The pipeline's file.")] = PIPELINE,
     rate: Annotated[float, typer.Option(min=0.001, help="Events a second.")] = 1000.0,
-    event_bytes: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", help="Bytes of an event in its message; by default what its fields take."),
-    ] = None,
+    event_bytes: EventBytes = None,
     events_per_message: Annotated[
         int, typer.Option(min=1, metavar="N", help="Events of a message, of the formats rows and arrow.")
     ] = 1,
@@ -30,13 +39,7 @@ def plan(
     drive_tbw: Annotated[
         float | None, typer.Option(min=0.001, metavar="TB", help="Terabytes that may be written to the drive.")
     ] = None,
-    calibrate: Annotated[
-        bool,
-        typer.Option(
-            "--calibrate/--no-calibrate",
-            help="Run the pipeline on synthetic events first, or plan from the model's size alone.",
-        ),
-    ] = True,
+    calibrate: Calibrate = True,
     seconds: Annotated[float, typer.Option(min=2, help="Time of the calibration.")] = 60.0,
     from_run: Annotated[
         bool, typer.Option("--from-run", help="Take constants of the reports in state_dir instead of a calibration.")

@@ -26,10 +26,11 @@ from learner.model.device import (
     choose_precision,
     driver_fault,
 )
-from learner.model.embedding import Embedding
+from learner.model.embedding import Embedding, Embeddings
 from learner.model.factory import build_on_device, check_model, check_task, check_training_pass, make_task
 from learner.model.float8 import use_float8
 from learner.model.rng import seed_rng
+from learner.model.task import Task
 from learner.model.trained_set import base_state, trained_state
 from learner.resume import check_base, check_columns
 from learner.state_dir.checkpoint import Checkpoint, Checkpoints
@@ -137,20 +138,14 @@ def _try_model(asked: Asked, device: torch.device, send: Callable[[Step | ProbeF
         task = make_task(settings.task, folder)
         kind = "model.factory"
         model = build_on_device(settings, folder, torch.device("cpu"), schema)
-        size, elements = _size_of(trained_state(model))
-        base_bytes, _ = _size_of(base_state(model))
+        (size, elements), (base_bytes, _) = map(_size_of, (trained_state(model), base_state(model)))
         send(Size(size, base_bytes))
         model.to(device := _device_of_trial(asked, device, size + base_bytes))
         precision = _precision(learner, device)
-        if precision.name == "fp8":
-            model = use_float8(model, device)
+        model = use_float8(model, device) if precision.name == "fp8" else model
         send(Step("running the model on three events of zeros"))
         kind = "model.embedding"
-        if settings.embedding:
-            Embedding(model, settings.embedding)  # as serving does, whether or not the learner compares events
-        embedding = build_embedding_source(
-            settings, learner.strategy, replay, model, task, [feature.name for feature in schema.features]
-        )
+        embedding = _embedding_of(model, settings, learner, replay, task, schema)
         kind = "model.output"
         shape = check_model(model, task, schema, device)
         check_task(task, shape, schema.label, device)
@@ -179,23 +174,31 @@ def _try_model(asked: Asked, device: torch.device, send: Callable[[Step | ProbeF
         trainer = Trainer(model.cpu(), task, strategy, schema, plain, torch.device("cpu"), _FULL, embedding)
         send(Step("restoring the newest checkpoint"))
         kind = "checkpoint.misfit"
-        checkpoints = Checkpoints(Path(asked.state_dir) / "checkpoints", schema.digest, 0)
-        checkpoints.base = base_digest(model)
-        _try_restore(checkpoints, schema.digest, trainer, kept, learner.strategy.name)
+        _try_restore(Path(asked.state_dir), schema.digest, trainer, kept, learner.strategy.name)
     except SettingsError as exc:
         if device.type != "cpu" and failure_of(exc) is Failure.MEMORY:
             raise
         send(ProbeFinding(kind, f"{exc}."))
     else:
-        send(
-            ProbeFinding(
-                "",
-                f"{settings.factory} has {_parameters(model)}, and its output fits the {settings.task}.",
-            )
-        )
+        send(ProbeFinding("", f"{settings.factory} has {_parameters(model)}, and its output fits the {settings.task}."))
         if base := base_state(model):
             send(ProbeFinding("", _split(trained_state(model), base)))
     return TriedModel(columns, elements, base_bytes)
+
+
+def _embedding_of(
+    model: nn.Module,
+    settings: ModelSettings,
+    learner: LearnerSettings,
+    replay: ReplaySettings,
+    task: Task,
+    schema: Schema,
+) -> Embeddings | None:
+    """Return the embeddings that strategy or store need; raise SettingsError where the named module has none."""
+    if settings.embedding:
+        Embedding(model, settings.embedding)  # as serving does, whether or not the learner compares events
+    names = [feature.name for feature in schema.features]
+    return build_embedding_source(settings, learner.strategy, replay, model, task, names)
 
 
 def _precision(learner: LearnerSettings, device: torch.device) -> Precision:
@@ -207,13 +210,15 @@ def _precision(learner: LearnerSettings, device: torch.device) -> Precision:
 
 
 def _try_restore(
-    checkpoints: Checkpoints, digest: str, trainer: Trainer, kept: Mapping[str, list[int] | None], strategy: str
+    state_dir: Path, digest: str, trainer: Trainer, kept: Mapping[str, list[int] | None], strategy: str
 ) -> None:
     """Raise SettingsError where the newest checkpoint is not of this model, optimizer or strategy, or of another
     release.
 
     One of another schema, or with a file that cannot be read, is a finding of the check of checkpoints.
     """
+    checkpoints = Checkpoints(state_dir / "checkpoints", digest, 0)
+    checkpoints.base = base_digest(trainer.model)
     try:
         manifest = checkpoints.latest()
         if manifest is None or manifest.begins or manifest.schema != digest:

@@ -22,6 +22,8 @@ class Drift:
     def __init__(self, settings: DriftSettings, *, bounded: bool = True) -> None:
         self._settings = settings
         self._bounded = bounded
+        self.acts = bool(settings.actions)
+        """Whether anything is done after a drift; if not, none is detected."""
         self._window = self._new_window()
         self._left = 0
         self.count = 0
@@ -35,7 +37,7 @@ class Drift:
 
     def add(self, step: int, scored: Scored) -> bool:
         """Add the scores of a step's new events, and return whether they show a drift; ignores a non-finite score."""
-        if not self._settings.actions:
+        if not self.acts:
             return False
         self._set_left(max(0, self._left - 1))
         if not math.isfinite(scored.score):

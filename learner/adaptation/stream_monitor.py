@@ -39,6 +39,8 @@ class StreamMonitor:
         self.prequential = Prequential(bounded=bounded)
         self.drift = Drift(settings.drift, bounded=bounded)
         self.ratio = make_ratio(settings, bounded=bounded)
+        self.measures = settings.replay_ratio == "auto"
+        """Whether the replay ratio follows from measurements, which some steps make."""
         self.adjustments = self._adjustments()
         """Settings of the next step."""
         self._warned = False
@@ -55,7 +57,8 @@ class StreamMonitor:
             return self.adjustments
         self.prequential.add(new)
         if math.isfinite(new.score):
-            self.ratio.observe(ScoreSum(new.rows, new.score), old)
+            if self.measures:
+                self.ratio.observe(ScoreSum(new.rows, new.score), old)
         elif not self._warned:
             self._warned = True
             log.warning(
@@ -63,7 +66,7 @@ class StreamMonitor:
                 "measured, and not logged again",
                 *(step, new.score),
             )
-        drifted = self.drift.add(step, new)
+        drifted = self.drift.acts and self.drift.add(step, new)
         lr_factor, replay_factor = self.drift.factors
         first = drifted and self.drift.checkpoints
         self.adjustments = Adjustments(lr_factor, self.ratio.now * replay_factor, drifted, first)

@@ -84,8 +84,11 @@ class BackgroundErasure:
         """Apply all records again: files may have their events."""
         self.through = self._files_through = 0
 
-    def advance(self, through: int) -> None:
-        """Do the next piece of work; `through`: the last record that is applied to the store and the holdout set."""
+    def advance(self, through: int) -> bool:
+        """Do the next piece of work, and return whether there is more.
+
+        `through`: the last record that is applied to the store and the holdout set.
+        """
         if self._work is None and (self._retry_at is None or time.monotonic() >= self._retry_at):
             if self._files_through < through:
                 self._work = self._erase(through) if not self._checkpointer.busy else None
@@ -98,6 +101,7 @@ class BackgroundErasure:
                 next(self._work)
             except StopIteration:
                 self._work = None
+        return self._work is not None or self.through < through
 
     def finish(self, through: int, deadline: Deadline) -> None:
         """Apply all records up to `through` to files before the deadline; the next start applies the rest."""

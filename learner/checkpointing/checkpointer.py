@@ -5,27 +5,24 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
-
-import msgspec
-from torch import Tensor
 
 from anabranch.core.errors import DependencyError
 from anabranch.core.failures import out_of_memory
 from anabranch.core.tracing.spans import record
+from learner.checkpointing.captured_state import CapturedState, encoded
 from learner.checkpointing.replay_state import pack
 from learner.config import CheckpointSettings
 from learner.errors import CheckpointError, CopyMemoryError
-from learner.labels.join_checkpoint import PART, CapturedJoin
+from learner.labels.join_checkpoint import PART
 from learner.labels.label_join import LabelJoin
 from learner.metrics import LearnerMetrics
 from learner.runtime.background_worker import BackgroundWorker
 from learner.runtime.shutdown import Deadline
 from learner.state_dir.checkpoint import Checkpoint, Checkpoints
 from replay.background_store import BackgroundStore
-from replay.checkpoint.capture import CapturedStore
 from replay.checkpoint.segments import Segment
 from replay.row_source import RowSource
 
@@ -36,20 +33,6 @@ _MEMORY_PAUSE = timedelta(seconds=5)
 """Time without early checkpoints after one that was skipped for lack of memory."""
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class CapturedState:
-    """The input of a checkpoint, copied at one step boundary."""
-
-    step: int
-    tensors: Mapping[str, Mapping[str, Tensor]]
-    state: Mapping[str, Any]
-    """Plain values, which are encoded before the next step can change them."""
-    store: CapturedStore | None
-    """The store's part, which is read in the background."""
-    labels: CapturedJoin | None = None
-    """The part of the events that wait for labels, likewise; the checkpointer adds it."""
 
 
 class Checkpointer:
@@ -116,8 +99,14 @@ class Checkpointer:
 
         A checkpoint starts early when many slots, of the store or of events that wait for labels, wait for checkpoints.
         """
-        self.end_snapshot_if_written()
-        return self._many_slots_wait() or not self._has_room() or time.monotonic() >= self._due
+        if self._background.unsettled:
+            self.end_snapshot_if_written()
+        now, store = time.monotonic(), self._background_store
+        if now >= self._due:
+            return True
+        early = now >= self._not_early_before
+        lacks_slots = store is not None and store.lacks_slots(self.keep + 2 if early else 0)
+        return lacks_slots or (early and self.label_join is not None and self._join_is_full())
 
     def checkpoint(
         self,
@@ -153,10 +142,12 @@ class Checkpointer:
         """Return whether a checkpoint should start early, since slots are reused only after `keep` more checkpoints."""
         if time.monotonic() < self._not_early_before:
             return False
-        # Not again at once after one that failed: the next is due in time.
-        if self.label_join is not None and self._problem is None and self.label_join.needs_checkpoint:
-            return True
-        return self._background_store is not None and self._background_store.many_slots_wait(self.keep + 2)
+        store = self._background_store
+        return self._join_is_full() or (store is not None and store.many_slots_wait(self.keep + 2))
+
+    def _join_is_full(self) -> bool:
+        # Not again at once after a checkpoint that failed: the next is due in time.
+        return self.label_join is not None and self._problem is None and self.label_join.needs_checkpoint
 
     def _free_slots(
         self,
@@ -188,7 +179,7 @@ class Checkpointer:
         if self.number:
             return
         number = self._highest = self._highest + 1
-        captured = _encoded(CapturedState(0, {}, state, None))
+        captured = encoded(CapturedState(0, {}, state, None))
         self._background.start(lambda: self._write(number, captured, None))
         self._wait_calling(while_waiting, stop)
         self._background.raise_bug()
@@ -242,7 +233,7 @@ class Checkpointer:
         number = self._highest = self._highest + 1  # a number that failed is not used again
         self.requested = False
         try:
-            captured = _encoded(capture(number))
+            captured = encoded(capture(number))
         except CopyMemoryError as exc:
             self._skip_for_memory(number, exc)
             return
@@ -334,12 +325,6 @@ class Checkpointer:
             )
             rows |= late.rows
         return Checkpoint(captured.step, tensors, state, carried, rows)
-
-
-def _encoded(captured: CapturedState) -> CapturedState:
-    """Return captured state with its values encoded, since their sources change while the tensors are written."""
-    state = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in captured.state.items()}
-    return replace(captured, state=state)
 
 
 def _time_of(checkpoints: Checkpoints, number: int) -> float | None:

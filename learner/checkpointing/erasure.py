@@ -6,7 +6,7 @@ trained on or stored. New records of the log are applied to the store and the ho
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -27,7 +27,7 @@ from learner.runtime.shutdown import Deadline
 from learner.state_dir.checkpoint import Checkpoints
 from learner.stream.batch import Batch, Span
 from replay.background_store import BackgroundStore
-from replay.erasure.erased_events import ErasedEvents, Record
+from replay.erasure.erased_events import ByKey, ErasedEvents, Record
 from replay.erasure.erasure_log import ErasureLog
 
 _EVERY_SECONDS = 0.2
@@ -62,6 +62,7 @@ class Erasure:
         checkpointer: Checkpointer,
         late: ErasableEvents | None = None,
         *,
+        keyed: bool = True,
         has_history: bool = False,
         mirror: Mirror | None = None,
     ) -> None:
@@ -75,6 +76,7 @@ class Erasure:
             holdout: the learner's holdout set, without these events.
             checkpointer: its thread rewrites the checkpoints.
             late: events that wait for their labels.
+            keyed: whether events have keys; without keys the stream has no tombstones.
             has_history: whether a learner that begins again reads files.
             mirror: the uploads to the object store, which must not keep erased events either.
         """
@@ -92,14 +94,16 @@ class Erasure:
         self._partitions: Sequence[Partition] = ()
         self._positions: Positions = dict
         self._bases: NDArray[np.uint64] = np.empty(0, np.uint64)
-        self._tombstones = Tombstones()
+        self._tombstones = Tombstones() if keyed else None
         self._unwritten: list[Record] = []
         """Records of tombstones that could not be appended to the log yet."""
         self._unwritten_by: set[str] = set()
         self._uncovered = ErasedEvents()
         """The events that the unwritten records erase."""
         self._write_at = 0.0
-        self._due = 0.0
+        self._poll_at = 0.0
+        self.due = 0.0
+        """When `poll_if_due` has something to do, by the monotonic clock."""
         self._problem: str | None = None
         self._late_problem: str | None = None
 
@@ -141,24 +145,17 @@ class Erasure:
         if len(partitions) > len(self._names):
             self._names = [partition.name for partition in partitions]
             self._bases = np.array([partition_base(name) for name in self._names], np.uint64)
-            self._tombstones.register_partitions(self._names)
+            if self._tombstones is not None:
+                self._tombstones.register_partitions(self._names)
 
     def exclude(self, batch: Batch) -> Batch:
         """Write the erasures that the tombstones of a batch ask for, and return the batch without erased events.
 
         The batch must not be settled yet.
         """
-        records = [
-            record
-            for record in self._tombstones.records(batch.spans, self._positions)
-            if record.by not in self._unwritten_by and not self._log.contains(record)
-        ]
-        if records:
-            self._uncovered.add(records)
-            self._unwritten += records
-            self._unwritten_by |= {record.by for record in records}
-            self._append()
-        if not self._log.erased and not self._uncovered:
+        if self._tombstones is not None:
+            self._write_tombstones(self._tombstones.records(batch.spans, self._positions))
+        if not self._unwritten and not (self._log.count and self._log.erased):
             return batch
         for span in batch.settled:
             _skip(span, self._covers(span.columns))
@@ -171,13 +168,24 @@ class Erasure:
             labels=self._without_erased(batch.labels),
         )
 
+    def _write_tombstones(self, tombstones: Iterable[ByKey]) -> None:
+        records = [
+            record for record in tombstones if record.by not in self._unwritten_by and not self._log.contains(record)
+        ]
+        if records:
+            self._uncovered.add(records)
+            self._unwritten += records
+            self._unwritten_by |= {record.by for record in records}
+            self._append()
+
     def poll_if_due(self) -> None:
         """Poll the log at most a few times a second, and do the next piece of work on checkpoints and tiers."""
-        if time.monotonic() >= self._due:
+        if time.monotonic() >= self._poll_at:
             begin = time.monotonic()
             self.poll()
-            self._due = time.monotonic() + max(_EVERY_SECONDS, _SHARE * (time.monotonic() - begin))
-        self._background.advance(self.excluded_through)
+            self._poll_at = time.monotonic() + max(_EVERY_SECONDS, _SHARE * (time.monotonic() - begin))
+        works = self._background.advance(self.excluded_through)
+        self.due = 0.0 if works else self._poll_at
 
     def poll(self) -> None:
         """Read new records of the log, and remove the events that they erase from the store and the holdout set.

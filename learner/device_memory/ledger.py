@@ -60,12 +60,10 @@ def ledger(
         ranks: how many train together.
         parts: over how many ranks `learner.mesh` divides the weights evenly: tensor times pipeline.
         leads: whether it is rank 0, which scores versions.
-        cloned: whether copies for versions and checkpoints are cloned on the device first, which they are only where
-            there is room to spare.
+        cloned: whether copies for versions and checkpoints are cloned on the device first, where it has room.
         replay_bytes: the memory tier of the store, if it is on the device.
         processes: processes with a CUDA context on the device.
-        base_bytes: size of the frozen weights. Models that score versions share those of the trained one, but where
-            that has only a shard of them.
+        base_bytes: size of the frozen weights. Models that score versions share them, unless they are sharded.
     """
     full, arguments = _FLOAT32 * parameters, optimizer_arguments or {}
     copy = -(-full // parts)

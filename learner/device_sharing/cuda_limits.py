@@ -17,7 +17,7 @@ from anabranch.core.failures import out_of_memory
 from anabranch.core.job_thread import at_start_of_job_threads
 from learner.config import CONTEXTS_MEMORY, DeviceSharingSettings
 from learner.model.visible_devices import device_bytes, show_only
-from learner.training.passes import LaunchContext
+from learner.training.micro_batches import LaunchContext
 
 _MPS_PERCENTAGE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 _MPS_MEMORY = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"

@@ -23,7 +23,7 @@ from learner.device_sharing.lease import Field, Servers, Slot, hold_learner
 from learner.device_sharing.micro_batch_pacing import MicroBatchController, TrainingBudget
 from learner.distributed.messages import SILENCE
 from learner.state_dir.report import DeviceSharingReport
-from learner.training.passes import LaunchContext, StepHooks
+from learner.training.micro_batches import LaunchContext, StepHooks
 from learner.training.trainer import Trainer
 
 _SHORTEST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 1e-4, 1e-3

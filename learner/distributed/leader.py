@@ -238,9 +238,10 @@ class Leader(Trainer):
         """Return the results of all ranks as one, in the order of the events."""
         picked = own_result.replayed < sum(batches[0].counts[1:])
         replayed = own_result.replayed * len(batches) if picked else sum(sum(batch.real[1:]) for batch in batches)
+        of_all = replace(own_result, replayed=replayed, rows=sum(batch.real[0] for batch in batches))
         own_pieces = pieces_of(own_result, batches[0], flags)
         if not own_pieces:
-            return replace(own_result, replayed=replayed)
+            return of_all
         by_rank, samples, groups = [own_pieces], len(batches[0].real) - 1, groups_of(flags, len(most))
         shapes = [(most[group], *piece.shape[1:]) for group, piece in zip(groups, own_pieces, strict=True)]
         sizes = [math.prod(shape) for shape in shapes]
@@ -252,7 +253,7 @@ class Leader(Trainer):
         output_B = tensors.pop() if flags & OUTPUTS else own_result.output_B
         embedding_N = torch.cat(tensors[-samples - 1 :]) if flags & EMBEDDINGS else None
         old_R = torch.cat(tensors[:samples]) if flags & LOSSES else None
-        return replace(own_result, old_R=old_R, embedding_N=embedding_N, output_B=output_B, replayed=replayed)
+        return replace(of_all, old_R=old_R, embedding_N=embedding_N, output_B=output_B)
 
 
 def _of_group(group: int) -> str:

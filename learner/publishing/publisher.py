@@ -6,7 +6,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -16,7 +15,6 @@ from torch import Tensor
 
 from anabranch.core.failures import out_of_memory
 from anabranch.core.tracing.spans import span
-from ingest.events.position import Position
 from ingest.events.schema import Schema
 from learner.config import VersionsSettings
 from learner.errors import CopyMemoryError, VersionError
@@ -28,6 +26,8 @@ from learner.model.growing.parts import parts_in
 from learner.object_storage.fleet import FleetWatch
 from learner.publishing.canary import CanaryJudge
 from learner.publishing.gatekeeper import QualityGate
+from learner.publishing.pruning import VersionPruning, numbers_in_state
+from learner.publishing.snapshot import Progress, Snapshot
 from learner.runtime.background_worker import BackgroundWorker
 from learner.runtime.shutdown import Deadline
 from learner.state_dir.origin import ResumedFrom, VersionOrigin
@@ -44,31 +44,7 @@ _WATCH_SECONDS = 1.0
 _NO_VERSION = "no version could be made"
 _NOT_MONITORED = "the served version is not monitored now"
 
-Progress = tuple[int, tuple[Position, ...], int]
-"""Steps, the position of each partition, and how many events that waited for their label have ended."""
-
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """The data of a version, copied at one step boundary."""
-
-    step: int
-    weights: Mapping[str, Tensor]
-    trained_through: Mapping[str, PartitionProgress]
-    holdout: HoldoutRows
-    accuracy_now: float | None
-    newly_trained: RecordTimes
-    """Record times of the newly trained events since the last snapshot."""
-    seen_through: Mapping[str, int] | None = None
-    """How far the stream was read, by `topic:partition`; None where no labels come late."""
-    learned_from: Mapping[str, int] | None = None
-    """The first offset that was read, by `topic:partition`."""
-    erasures: int | None = None
-    """The number of the last erasure that was applied to stored events."""
-    found: Mapping[str, float] = field(default_factory=dict)
-    """The settings that a search has found, by key."""
 
 
 class Publisher:
@@ -96,12 +72,12 @@ class Publisher:
         `fleet` and `canary` are of the servers on other hosts; None without them.
         """
         self._versions = versions
-        self._settings = settings
         self._reference = reference
         self._schema = schema
         self._scorer = scorer
         self.gate = gate
         self._fleet = fleet
+        self._pruning = VersionPruning(versions, settings, gate, fleet)
         self.canary = canary
         self._generation = generation
         self._metrics = metrics
@@ -124,10 +100,8 @@ class Publisher:
         """The newest version."""
         self.verdict: str | None = None
         """Verdict of the newest version of this process."""
-        self._highest = max([versions.highest(), *(n or 0 for n in _numbers_in_state(versions))])
+        self._highest = max([versions.highest(), *(n or 0 for n in numbers_in_state(versions))])
         self._scored: tuple[HoldoutRows, Mapping[str, Tensor]] | None = None
-        self._hours: dict[int, int] = {}
-        """Hour since 1970 of each version beyond `keep`."""
         self.evaluation = Evaluation()
         """Evaluation of the newest version, whatever its verdict."""
         self.retention = ForgettingState()
@@ -221,9 +195,7 @@ class Publisher:
         if (newest.schema, newest.model, newest.base) != expected or newest.step < step:
             return False
         published = newest.trained_through
-        return all(
-            name in published and _reaches(published[name], trained) for name, trained in trained_through.items()
-        )
+        return all(name in published and published[name].reaches(trained) for name, trained in trained_through.items())
 
     def publish_last(self, progress: Progress, take: Callable[[], Snapshot], deadline: Deadline) -> None:
         """Publish the progress since the last version, and wait until it is written."""
@@ -292,10 +264,36 @@ class Publisher:
             self._progress = None  # to try again, even without new progress
             return
         number = self._highest = self._highest + 1  # a number that failed is not used again
+        manifest = self._manifest(number, snapshot, weights)
+        self._check()  # scoring takes seconds, in which an undo may be ordered
+        try:
+            self._versions.write(weights, manifest, verdict, self.while_appearing)
+        except OSError as exc:
+            self._problem = f"version {number} could not be written to {self._versions.location}: {exc.strerror or exc}"
+            log.error("%s", self._problem)  # noqa: TRY400 the sentence is complete
+            with contextlib.suppress(OSError):
+                self._versions.clean()
+            self._progress = None  # to try again, even without new progress
+            return
+        self._newly_trained = RecordTimes()
+        self.gate.record_published(number, weights, scores_G, holdout, verdict)
+        self.number, self.verdict = number, verdict.verdict
+        self.published += 1
+        self._metrics.published.inc()
+        self._metrics.gate_verdicts.labels(verdict.verdict).inc()
+        try:
+            self._pruning.prune()
+        except (OSError, VersionError) as exc:
+            self._problem = f"old versions in {self._versions.location} cannot be deleted: {exc}"
+            log.error("%s", self._problem)  # noqa: TRY400 the sentence is complete
+        else:
+            self._problem = None
+
+    def _manifest(self, number: int, snapshot: Snapshot, weights: Mapping[str, Tensor]) -> Manifest:
         metrics = ({} if snapshot.accuracy_now is None else {"now": snapshot.accuracy_now}) | dict(
             self.evaluation.windows
         )
-        manifest = Manifest(
+        return Manifest(
             number=number,
             generation=self._generation,
             parent=self.number,
@@ -317,29 +315,6 @@ class Publisher:
             learned_from=None if snapshot.learned_from is None else dict(snapshot.learned_from),
             erasures=snapshot.erasures,
         )
-        self._check()  # scoring takes seconds, in which an undo may be ordered
-        try:
-            self._versions.write(weights, manifest, verdict, self.while_appearing)
-        except OSError as exc:
-            self._problem = f"version {number} could not be written to {self._versions.location}: {exc.strerror or exc}"
-            log.error("%s", self._problem)  # noqa: TRY400 the sentence is complete
-            with contextlib.suppress(OSError):
-                self._versions.clean()
-            self._progress = None  # to try again, even without new progress
-            return
-        self._newly_trained = RecordTimes()
-        self.gate.record_published(number, weights, scores_G, holdout, verdict)
-        self.number, self.verdict = number, verdict.verdict
-        self.published += 1
-        self._metrics.published.inc()
-        self._metrics.gate_verdicts.labels(verdict.verdict).inc()
-        try:
-            self._prune()
-        except (OSError, VersionError) as exc:
-            self._problem = f"old versions in {self._versions.location} cannot be deleted: {exc}"
-            log.error("%s", self._problem)  # noqa: TRY400 the sentence is complete
-        else:
-            self._problem = None
 
     def _score(self, weights: Mapping[str, Tensor], holdout: HoldoutRows) -> tuple[Scores, HoldoutRows]:
         """Score a version on the holdout set, and the version before it on events that came since.
@@ -371,42 +346,3 @@ class Publisher:
             total = float(np.sum(scores[stays]))
             if math.isfinite(total) and stays.any():
                 self.retention = self.retention.with_near(int(np.count_nonzero(stays)), total)
-
-    def _prune(self) -> None:
-        """Delete versions that are stale or beyond `keep` and `keep_hourly`, except those that a server needs."""
-        numbers = self._versions.numbers()
-        stale = self._versions.stale(numbers)
-        older = [number for number in numbers if number not in stale][: -self._settings.keep]
-        if not older and not stale:
-            return
-        of_fleet = set() if self._fleet is None else self._fleet.needed
-        if of_fleet is None:
-            return
-        state = self._versions.state()
-        needed = {state.serving, state.previous, state.pinned} | self.gate.needed | self._hourly(older) | of_fleet
-        for number in [*stale, *older]:
-            if number not in needed:
-                self._versions.delete(number)
-
-    def _hourly(self, numbers: list[int]) -> set[int]:
-        """Return the last version of each of the newest `keep_hourly` hours; each manifest is read once."""
-        hours, self._hours = self._hours, {}
-        for number in numbers:
-            with contextlib.suppress(VersionError):  # it cannot be served
-                self._hours[number] = hours.get(number) or int(self._versions.manifest(number).time // 3600)
-        last = {hour: number for number, hour in self._hours.items()}
-        return {last[hour] for hour in sorted(last)[len(last) - self._settings.keep_hourly :]}
-
-
-def _reaches(actual: PartitionProgress, needed: PartitionProgress) -> bool:
-    return (actual.incarnation, actual.offset) >= (needed.incarnation, needed.offset)
-
-
-def _numbers_in_state(versions: Versions) -> tuple[int | None, ...]:
-    """Return the version numbers in `state.json`, whose directories may be gone; none where it cannot be read."""
-    try:
-        state = versions.state()
-    except (VersionError, OSError) as exc:
-        log.warning("%s; numbers continue from those of the existing versions; restore the file, or remove it", exc)
-        return ()
-    return (state.serving, state.previous, state.pinned, *state.rolled_back)

@@ -187,8 +187,8 @@ class Rebuilder(Learner):
             loop.run(
                 self._ends,
                 (
-                    self._parts.erasure.poll_if_due,
-                    loop.raising_events.clean_holdout,
+                    loop.erase_if_due,
+                    loop.clean_holdout,
                     loop.checkpoint_if_due,
                     self._end_if_reached,
                 ),

@@ -19,6 +19,8 @@ class BackgroundWorker:
         self._thread = JobThread(name)
         self._check = check
         self._began = 0.0
+        self.unsettled = False
+        """Whether work was started whose end no `raise_bug` has seen."""
 
     def overdue(self, location: str, every_seconds: float) -> str | None:
         """Return one sentence when the work takes over a minute and twice `every_seconds`; it writes to `location`.
@@ -38,7 +40,7 @@ class BackgroundWorker:
     def start(self, work: Callable[[], object]) -> None:
         """Start a piece of work; the previous one must be done."""
         assert not self.busy
-        self._began = time.monotonic()
+        self._began, self.unsettled = time.monotonic(), True
         self._thread.submit(lambda: (self._check(), work()))
 
     def wait(self, deadline: Deadline | None = None) -> None:
@@ -47,5 +49,5 @@ class BackgroundWorker:
 
     def raise_bug(self) -> None:
         """Raise the exception of the work, if there was one."""
-        if self._thread.bug is not None:
-            raise self._thread.bug
+        self.unsettled = self._thread.busy
+        self._thread.raise_bug()

@@ -15,6 +15,10 @@ class PartitionProgress(msgspec.Struct, frozen=True):
     time_ms: int = 0
     """Timestamp of the last record with an outcome, milliseconds since 1970; 0 for none."""
 
+    def reaches(self, needed: "PartitionProgress") -> bool:
+        """Return whether the version is trained as far as another one, or further."""
+        return (self.incarnation, self.offset) >= (needed.incarnation, needed.offset)
+
 
 class NewlyTrained(msgspec.Struct, frozen=True):
     """The events that a version is the first to have been trained on, restarts of the learner included."""

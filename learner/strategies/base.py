@@ -194,6 +194,11 @@ class Strategy:
         """Restore the state of a checkpoint of the same strategy."""
 
 
+def overrides(strategy: Strategy, method: str) -> bool:
+    """Return whether a strategy has its own method of this name: those that do nothing need not be called."""
+    return getattr(type(strategy), method) is not getattr(Strategy, method)
+
+
 def weighted(loss_B: Tensor, weight_B: Tensor, whole: Tensor) -> Tensor:
     """Return a micro-batch's part of a weighted mean; `whole` is the sum of all weights of the step."""
     return (loss_B * weight_B).sum() / whole.clamp_min(torch.finfo(weight_B.dtype).tiny)

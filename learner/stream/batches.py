@@ -5,7 +5,7 @@ Legend: K rows of a span.
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol
@@ -30,8 +30,17 @@ MOST_LATE = 4096
 """Number of waiting events and labels of a batch, where they are not trained on yet."""
 _FEW = 8
 """A first read assumes that fewer than one row in `_FEW` is not to be trained on."""
-Settle = Callable[[Mapping[str, Array]], Mapping[str, Array]]
-"""Sets the outcome of rows that are not to be trained on, and returns all rows."""
+
+
+class RowPolicy(Protocol):
+    """Decides which rows are not trained on; `learner.stream.lag.LagPolicy` is one."""
+
+    behind: bool
+    """Whether `settle` may change any rows now."""
+
+    def settle(self, rows: Mapping[str, Array]) -> Mapping[str, Array]:
+        """Set the outcome of rows that are not to be trained on, and return all rows."""
+        ...
 
 
 class Blocks(Protocol):
@@ -69,7 +78,7 @@ class BatchBuilder:
     """Number of rows that are taken of a block at once; None: no bound."""
     unlabelled: bool = False
     """Whether events without a label are trained on too."""
-    settle: Settle | None = None
+    policy: RowPolicy | None = None
     ended: bool = False
     """Whether all rows of the last block were taken."""
 
@@ -104,12 +113,13 @@ class BatchBuilder:
         Returns:
             The first row that was not taken.
         """
-        size = len(block) if self.most_rows is None else min(len(block), begin + self.most_rows)
-        rows, trained, indices = self._read(block, begin, min(size, begin + max_rows + max_rows // _FEW + 1))
+        size = len(block)
+        end = size if self.most_rows is None else min(size, begin + self.most_rows)
+        rows, trained, indices = self._read(block.rows(begin, min(end, begin + max_rows + max_rows // _FEW + 1)))
         # The rows between the last row to train on and the next one are taken too.
         enough = max_rows + (not exactly)
-        if len(indices) < enough and begin + len(trained) < size:
-            rows, trained, indices = self._read(block, begin, size)
+        if len(indices) < enough and begin + len(trained) < end:
+            rows, trained, indices = self._read(block.rows(begin, end))
         n = len(trained) if len(indices) < enough else int(indices[max_rows - 1]) + 1
         trained, indices = trained[:n], indices[:max_rows]
         _pick(rows, indices, self.new)
@@ -126,19 +136,16 @@ class BatchBuilder:
                 _pick({name: column for name, column in rows.items() if not _is_feature(name)}, labels, self.labels)
                 self.late += len(waiting) + len(labels)
         self.count += len(indices)
-        self.ended = begin + n == len(block)
+        self.ended = begin + n == size
         self.spans.append(_span(block, rows, begin, trained, done=self.ended))
         if block.contexts:
             self.contexts += [context for row, context in block.contexts if begin <= row < begin + n]
         return begin + n
 
-    def _read(
-        self, block: Block, begin: int, end: int
-    ) -> tuple[Mapping[str, Array], NDArray[np.bool_], NDArray[np.intp]]:
-        """Return the rows after `settle`, which of them to train on as bool `[K]`, and the indices of those."""
-        rows: Mapping[str, Array] = block.rows(begin, end)
-        if self.settle is not None:
-            rows = self.settle(rows)
+    def _read(self, rows: Mapping[str, Array]) -> tuple[Mapping[str, Array], NDArray[np.bool_], NDArray[np.intp]]:
+        """Return the rows by the policy, which of them to train on as bool `[K]`, and the indices of those."""
+        if self.policy is not None and self.policy.behind:
+            rows = self.policy.settle(rows)
         trained = trainable(rows, unlabelled=self.unlabelled)
         return rows, trained, np.flatnonzero(trained)
 
@@ -151,7 +158,7 @@ class Batches:
         source: Blocks,
         batch_size: int,
         max_delay: timedelta,
-        settle: Settle | None = None,
+        policy: RowPolicy | None = None,
         *,
         most_late: int | None = None,
         unlabelled: bool = False,
@@ -163,7 +170,7 @@ class Batches:
         self._unlabelled = unlabelled
         self._source = source
         self._most_late = most_late
-        self._settle = settle
+        self._policy = policy
         self._batch_size = batch_size
         self._max_delay = max_delay.total_seconds()
         self._block: Block | None = None
@@ -177,7 +184,7 @@ class Batches:
         `most_stored` events that are stored only, or `most_late` waiting events and labels. A batch without new events
         only moves positions.
         """
-        parts = BatchBuilder(settle=self._settle, most_rows=self._most_late, unlabelled=self._unlabelled)
+        parts = BatchBuilder(policy=self._policy, most_rows=self._most_late, unlabelled=self._unlabelled)
         deadline: float | None = None
         stored, late = most_stored(self._batch_size), self._most_late or 1
         while parts.count < self._batch_size and parts.stored < stored and parts.late < late:
@@ -208,7 +215,7 @@ class Batches:
         if self._block is None:
             return False
         rows = self._block.rows(self._cursor, min(len(self._block), self._cursor + 2 * self._batch_size))
-        settled = rows if self._settle is None else self._settle(rows)
+        settled = self._policy.settle(rows) if self._policy is not None and self._policy.behind else rows
         return int(np.count_nonzero(trainable(settled, unlabelled=self._unlabelled))) >= self._batch_size
 
     def _next_block(self, parts: BatchBuilder, seconds: float) -> Block | None:

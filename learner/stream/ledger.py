@@ -40,7 +40,8 @@ class Ledger:
         self._published = published or {}
         self._learned = RecordTimes()
         self._open: list[tuple[Span, Outcome, SkipReason]] = []
-        self._moved: set[int] = set()
+        self.moved: set[int] = set()
+        """The indices of the partitions whose position has moved since the lag was measured."""
         self._files = FileTotals()
         self.first_open: Callable[[], Mapping[int, int]] = dict
         """Returns, by index of the partition, the first offset of an event or label that waits; see `LateLabels`."""
@@ -82,7 +83,7 @@ class Ledger:
             AssertionError: offsets decrease, which is a bug.
         """
         self._open.append((span, outcome, reason))
-        self._moved.update(span.positions)
+        self.moved.update(span.positions)
         for index in {*span.removed, *span.passed}:  # seldom any
             gone = span.removed.get(index, 0) + span.passed.get(index, 0)
             offset = span.columns["offset"][span.columns["partition"] == index]
@@ -121,11 +122,6 @@ class Ledger:
             account, own = self.partitions[index], partition == index
             account.waited += np.bincount(outcome[own], minlength=len(Outcome))
             account.waited_skipped += np.bincount(reason[own], minlength=len(SkipReason))
-
-    def take_moved(self) -> set[int]:
-        """Return the indices of the partitions whose position has moved since the last call."""
-        moved, self._moved = self._moved, set()
-        return moved
 
     @property
     def full(self) -> bool:

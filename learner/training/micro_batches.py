@@ -3,14 +3,34 @@
 Legend: B new events, R of a sample.
 """
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from learner.model.cuda_graph import GraphedPass
 from learner.strategies.base import MicroBatchLoss, StepWeights
 from learner.strategies.examples import Examples, pad_single
+
+LaunchContext = Callable[[], contextlib.AbstractContextManager[object]]
+"""Returns the context manager under which device work is launched."""
+
+
+@dataclass(frozen=True)
+class StepHooks:
+    """Where device sharing takes part in a step.
+
+    Attributes:
+        before_micro_batch: called before each pass of the model over a micro-batch, with its index in the step, from 0;
+            may wait. None: nothing is called.
+        launch_context: returns the context manager under which a step launches device work.
+    """
+
+    before_micro_batch: Callable[[int], object] | None = None
+    launch_context: LaunchContext = contextlib.nullcontext
+
 
 Part = tuple[Examples, list[Examples]]
 """Some of the new events, and some of those of each sample."""
@@ -21,7 +41,7 @@ def micro_batches(new: Examples, old: Sequence[Examples], max_rows: int | None) 
 
     No part has a single event, for which batch norm has no statistics, unless the step has only one.
     """
-    parts = num_parts([len(new), *map(len, old)], max_rows)
+    parts = 1 if max_rows is None else num_parts([len(new), *map(len, old)], max_rows)
     if parts == 1:
         return [(new, list(old))]
     return [

@@ -264,13 +264,15 @@ class Gradients:
         gradients = [leaf.grad for leaf, _ in with_gradients if leaf.grad is not None]
         counted = [leaf.grad for leaf, is_counted in with_gradients if is_counted and leaf.grad is not None]
         if not counted:
-            norm = self._shards.norm(self.leaves[0].detach().new_zeros(()))
+            norm = self.leaves[0].detach().new_zeros(())
         elif math.isinf(self.max_norm) and counted[0].is_cpu:
             # Only whether it is finite matters then, and this takes half the time.
             squares = [torch.dot(flat, flat) for flat in (gradient.reshape(-1) for gradient in counted)]
-            norm = self._shards.norm(torch.stack(squares).sum().sqrt())
+            norm = torch.stack(squares).sum().sqrt()
         else:
-            norm = self._shards.norm(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(counted))))
+            norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(counted)))
+        if self._shards.sharded:
+            norm = self._shards.norm(norm)
         if math.isinf(self.max_norm) or not gradients or (norm.is_cpu and not norm.item() + 1e-6 > self.max_norm):
             return norm  # times 1 changes nothing; on a device, to compare would be to wait
         torch._foreach_mul_(gradients, (self.max_norm / (norm + 1e-6)).clamp(max=1.0))

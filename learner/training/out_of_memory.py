@@ -144,18 +144,40 @@ class MemoryRetry:
             MemoryShortageError: there is too little memory still, or the wait was stopped.
             Exception: the error of `work` has another cause.
         """
-        for retries in range(_RETRIES + 1):
+        try:
+            return work()
+        except Exception as exc:
+            if (message := self.shortage(exc, repeatable=repeatable, undone=undone)) is None:
+                raise
+        return self.repeat(work, message, repeatable=repeatable, undone=undone)
+
+    def shortage(self, error: Exception, *, repeatable: bool, undone: bool, last: bool = False) -> str | None:
+        """Return the message of work that ran out of memory and may be repeated; None for the error of other work.
+
+        `last`: whether it was the last attempt. For the other arguments and errors see `__call__`.
+        """
+        if not self._is_of_a_moment(error, repeatable=repeatable):
+            return None
+        message = " ".join(str(error).split())
+        if last or self._stop.is_set():
+            raise MemoryShortageError(_shortage(self._device, message), undone=undone) from error
+        return message
+
+    def repeat(self, work: Callable[[], _T], message: str, *, repeatable: bool, undone: bool) -> _T:
+        """Repeat work that has failed with the error of `message`, as `__call__` does.
+
+        Called after the handler of the error, which references tensors.
+        """
+        for retries in range(1, _RETRIES + 1):
+            release(self._device)
+            self._wait(_BACKOFF.seconds_after(retries), message)
             try:
                 return work()
             except Exception as exc:
-                if not self._is_of_a_moment(exc, repeatable=repeatable):
+                again = self.shortage(exc, repeatable=repeatable, undone=undone, last=retries == _RETRIES)
+                if again is None:
                     raise
-                message = " ".join(str(exc).split())
-                if retries == _RETRIES or self._stop.is_set():
-                    raise MemoryShortageError(_shortage(self._device, message), undone=undone) from exc
-            # After the handler, since the error references tensors.
-            release(self._device)
-            self._wait(_BACKOFF.seconds_after(retries + 1), message)
+                message = again
         raise AssertionError
 
     def _is_of_a_moment(self, error: Exception, *, repeatable: bool) -> bool:

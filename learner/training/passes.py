@@ -6,7 +6,6 @@ Legend: B new events, C classes.
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial, reduce
 from typing import TypeVar
 
@@ -21,15 +20,15 @@ from learner.model.device import Precision
 from learner.model.embedding import Embeddings, TaskEmbedding
 from learner.model.factory import forward
 from learner.model.task import Task
-from learner.strategies.base import Forward, MicroBatchLoss, StepWeights, Strategy
+from learner.strategies.base import Forward, MicroBatchLoss, StepWeights, Strategy, overrides
 from learner.strategies.early_negatives import weighted_by_importance
 from learner.strategies.examples import Examples
 from learner.strategies.teacher_loss import TeacherLoss
-from learner.training.micro_batches import idle, micro_batches, run_graphed
+from learner.training.micro_batches import StepHooks, idle, micro_batches, run_graphed
 from learner.training.optimizer_step import OptimizerStep
 from learner.training.out_of_memory import halve_micro_batch, oom_warning, release
 from learner.training.parallelism import Ranks
-from learner.training.rank_fallback import RankFallback
+from learner.training.raising.rank_fallback import RankFallback
 from learner.training.step_result import StepOutputs, cat, decide
 from learner.training.step_snapshot import Snapshots, StepSnapshot
 
@@ -37,23 +36,6 @@ _SCALE_RETRIES = 16
 """How often fp16 may halve its loss scale within a step before the events themselves are to blame."""
 
 _T = TypeVar("_T")
-
-LaunchContext = Callable[[], contextlib.AbstractContextManager[object]]
-"""Returns the context manager under which device work is launched."""
-
-
-@dataclass(frozen=True)
-class StepHooks:
-    """Where device sharing takes part in a step.
-
-    Attributes:
-        before_micro_batch: called before each pass of the model over a micro-batch, with its index in the step, from 0;
-            may wait. None: nothing is called.
-        launch_context: returns the context manager under which a step launches device work.
-    """
-
-    before_micro_batch: Callable[[int], object] | None = None
-    launch_context: LaunchContext = contextlib.nullcontext
 
 
 class Passes:
@@ -105,11 +87,15 @@ class Passes:
         self.before_wait: Callable[[], object] = bool
         """Called when the work of a step is queued, before the host waits for its numbers."""
         self._passes = 0
-        self._transforms = type(strategy).transform_gradients is not Strategy.transform_gradients
+        self._transforms = overrides(strategy, "transform_gradients")
+        self._prepares = overrides(strategy, "on_step_start")
+        self._together = ranks.world > 1 or ranks.weights.sharded
+        """Whether ranks exchange anything in a step."""
 
-    def begin(self) -> None:
-        """Begin to count the passes of a step, or of a probe."""
+    def begin(self) -> StepSnapshot:
+        """Begin to count the passes of a step, or of a probe; return a snapshot, which is valid until the next call."""
         self._passes = 0
+        return self.snapshots.of_step()
 
     def before_pass(self) -> None:
         """Let device sharing wait; called before each pass of the model."""
@@ -136,8 +122,9 @@ class Passes:
             old = [events[indices] for events, indices in zip(old, picked, strict=True)]
             before = before.with_current_rng()
         weights, scaled = self._step_weights(new, old), self._attempts > 1
-        scale = self.update.loss_scale()
-        on_device = self.update if self.update.can_skip() and self.strategy.learns_gradient else None
+        scale = self.update.loss_scale() if scaled else 1.0
+        may_skip = self.strategy.learns_gradient and self.update.decides_on_device and self.update.can_skip()
+        on_device = self.update if may_skip else None
         for attempt in range(self._attempts):
             if attempt:
                 self.update.gradients.clear()
@@ -238,12 +225,14 @@ class Passes:
         self, new: Examples, old: Sequence[Examples], rows: int, weights: StepWeights, before: StepSnapshot
     ) -> StepOutputs:
         """Compute the gradient of the step, transformed by the strategy and clipped, and its numbers."""
-        self.strategy.on_step_start()
+        if self._prepares:
+            self.strategy.on_step_start()
         outputs = StepOutputs()
         total = self._run_parts(new, old, weights, outputs, before)
         if self.strategy.learns_gradient:
-            self._ranks.count_gradients()
-            self.update.end_backward()
+            if self._together:
+                self._ranks.count_gradients()
+                self.update.end_backward()
             if self._attempts > 1:
                 self.update.unscale()
             if self._transforms:
@@ -256,8 +245,10 @@ class Passes:
     ) -> Tensor:
         """Add the gradient of all micro-batches, and their outputs to `outputs`; return the loss of the step."""
         totals = list[Tensor]()
-        parts = micro_batches(new, old, self.micro_batch_size)
-        last = self._ranks.weights.num_forwards(len(parts)) - 1  # before the first pass, in which ranks wait
+        whole = self.micro_batch_size is None
+        parts = [(new, list(old))] if whole else micro_batches(new, old, self.micro_batch_size)
+        # Before the first pass, in which ranks wait.
+        last = (self._ranks.weights.num_forwards(len(parts)) if self._together else len(parts)) - 1
         for index, (some_new, some_old) in enumerate(parts):
             self.before_pass()
             with self._ranks.no_sync() if index < last else contextlib.nullcontext():

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from learner.training.optimizer_step import OptimizerStep
 from learner.training.parallelism import Ranks
-from learner.training.rank_fallback import RankFallback
+from learner.training.raising.rank_fallback import RankFallback
 from learner.training.step_snapshot import StepSnapshot
 
 
@@ -31,6 +31,7 @@ class StepResult:
             is not known; None unless a strategy or policy uses embeddings.
         output_B: the model's output for the new events, `[B, ...]` on the device.
         replayed: how many old events were trained on.
+        rows: how many new events were trained on.
     """
 
     finite: bool
@@ -41,6 +42,7 @@ class StepResult:
     embedding_N: Tensor | None = None
     output_B: Tensor | None = None
     replayed: int = 0
+    rows: int = 0
 
 
 @dataclass
@@ -76,7 +78,9 @@ class StepOutputs:
         replayed = sum(sampled) if self.picked is None else sum(map(len, self.picked))
         old_R, embedding_N = self._old_losses(sampled), self._embeddings(rows, sampled)
         return StepResult(
-            self.finite, self.loss, self.score, self.loss_new, old_R, embedding_N, self.output_B[:rows], replayed
+            *(self.finite, self.loss, self.score, self.loss_new, old_R, embedding_N, self.output_B[:rows]),
+            replayed=replayed,
+            rows=rows,
         )
 
     def _old_losses(self, sampled: Sequence[int]) -> Tensor | None:
@@ -143,7 +147,8 @@ def decide(
         score, loss_new, *deciding, mark = together.tolist()
         outputs.score, outputs.loss_new = score * ranks.size, loss_new * ranks.size
         updated = update is not None
-    fallback.check(mark)
+    if mark:
+        fallback.check(mark)
     outputs.loss, norm, *magnitudes = deciding
     outputs.finite = math.isfinite(outputs.loss) and math.isfinite(norm)
     if outputs.finite and not all(map(math.isfinite, magnitudes)):

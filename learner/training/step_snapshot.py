@@ -149,7 +149,13 @@ class Snapshots:
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._owners = [module._buffers for module in changed_in_passes(model)]
         self._device = device
+        self._of_step = BufferCopies()
         self._spare: list[BufferCopies] = []
+
+    def of_step(self) -> StepSnapshot:
+        """Return a snapshot of the current state, which is valid until the next call: that uses its memory again."""
+        self._of_step.update(self._owners)
+        return StepSnapshot(self._of_step, self._device)
 
     def take(self) -> StepSnapshot:
         """Return a snapshot of the current state."""

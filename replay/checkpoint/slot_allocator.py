@@ -26,21 +26,21 @@ class SlotAllocator:
         self._unnamed = np.zeros(count, np.bool_)
         self._last_checkpoint = 0
         self._in_snapshot = False
+        self.free_at_once = True
+        """Whether the slots of removed events may be written at once: no checkpoint names them."""
+        self.waiting = 0
+        """Slots that were released since the last checkpoint began, and stay retired until it is gone."""
+
+    def _update(self) -> None:
+        """Update the attributes, which each step reads."""
+        self.free_at_once = not self._in_snapshot and not (self._durable and self._last_checkpoint)
+        since = [slots for last, slots in self._retired if last == self._last_checkpoint] if self._durable else []
+        self.waiting = sum(map(len, since))
 
     @property
     def free(self) -> int:
         """Slots that may be written now."""
         return len(self._free)
-
-    @property
-    def free_at_once(self) -> bool:
-        """Whether the slots of removed events may be written at once: no checkpoint names them."""
-        return not self._in_snapshot and not (self._durable and self._last_checkpoint)
-
-    @property
-    def waiting(self) -> int:
-        """Slots that were released since the last checkpoint began, and stay retired until it is gone."""
-        return sum(len(slots) for last, slots in self._retired if last == self._last_checkpoint) if self._durable else 0
 
     @property
     def retired(self) -> int:
@@ -58,6 +58,7 @@ class SlotAllocator:
         if not self.free_at_once:
             unnamed = self._unnamed[slots]
             self._retired.append((self._last_checkpoint, slots[~unnamed]))
+            self._update()
             slots = slots[unnamed]
         self._free = np.concatenate([self._free, slots])
 
@@ -71,6 +72,7 @@ class SlotAllocator:
         assert number > self._last_checkpoint
         self._in_snapshot, self._last_checkpoint = True, number
         self._unnamed[:] = False
+        self._update()
         pairs = [np.stack([np.full(len(slots), last), slots], axis=1) for last, slots in self._retired]
         return np.concatenate([np.empty((0, 2), np.int64), *pairs])
 
@@ -81,6 +83,7 @@ class SlotAllocator:
         freed = [slots for (_, slots), stay in zip(self._retired, stays, strict=True) if not stay]
         self._retired = [pair for pair, stay in zip(self._retired, stays, strict=True) if stay]
         self._free = np.concatenate([self._free, *freed])
+        self._update()
 
     def restore(self, used: NDArray[np.int32], retired: NDArray[np.int64], last_checkpoint: int) -> None:
         """Restore the slots that a checkpoint names, those that were retired, and its number."""
@@ -92,3 +95,4 @@ class SlotAllocator:
         self._retired = [
             (last, retired[retired[:, 0] == last, 1].astype(np.int32)) for last in np.unique(retired[:, 0]).tolist()
         ]
+        self._update()

@@ -49,6 +49,7 @@ class CachedHierarchy(TierHierarchy):
         self._io_thread = JobThread("tiers", _MAX_PENDING_BYTES)
         self._cache = ClockCache(memory, self.slots, Budget(BYTES_PER_SECOND) if promote else None)
         self._lost = LostRows(self._cache)
+        self.lost_reports = self._lost.reports
         self._erasure = TierErasure(self.slow, self._io_thread)
         parts = self.slow, self._cache, self._io_thread, self._erasure, self._lost, self.stats
         self._reads, self._writes = ReadPath(*parts), WritePath(*parts)
@@ -74,11 +75,6 @@ class CachedHierarchy(TierHierarchy):
     @override
     def wait(self, staged: StagedRows, n: int | None = None) -> PackedRows:
         return self._reads.wait(staged, n)
-
-    @property
-    @override
-    def has_lost(self) -> bool:
-        return bool(self._lost)
 
     @override
     def lost(self) -> NDArray[np.int64]:

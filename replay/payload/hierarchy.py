@@ -3,7 +3,7 @@
 Legend: n rows of a call, R bytes of a row, S slots.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +41,10 @@ class TierHierarchy:
         self.slots = self.primary.slots
         self.stats = TierStats.of(self.all)
         self._memory = memory
+        self.gathers_ahead = memory.gathers_ahead
+        """Whether rows of plans may be in slots of a device: they are gathered one step before they are sampled."""
+        self.lost_reports: Collection[object] = ()
+        """Reports of lost rows, where `lost` may return any slots; any thread may ask whether there are any."""
 
     @property
     def durable(self) -> bool:
@@ -99,13 +103,9 @@ class TierHierarchy:
         return self._memory.stage(slots)
 
     def wait(self, staged: StagedRows, n: int | None = None) -> PackedRows:
-        """Wait for the first n rows, or all; return those that could be read, `[<= n, R]` on the device."""
+        """Wait for rows of which some are missing; return those of the first n, or all, that could be read, `[<= n, R]`
+        on the device."""
         return staged.rows(n)
-
-    @property
-    def has_lost(self) -> bool:
-        """Whether `lost` may return any slots; any thread may ask."""
-        return False
 
     def lost(self) -> NDArray[np.int64]:
         """Return the slots of held events whose rows were lost since the previous call."""

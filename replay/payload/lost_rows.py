@@ -15,19 +15,17 @@ class LostRows:
 
     def __init__(self, cache: ClockCache) -> None:
         self._cache = cache
-        self._rows: deque[tuple[NDArray[np.int64], NDArray[np.uint16]]] = deque()
-
-    def __len__(self) -> int:
-        return len(self._rows)
+        self.reports: deque[tuple[NDArray[np.int64], NDArray[np.uint16]]] = deque()
+        """What was added since `take`; any thread may ask whether there is anything."""
 
     def add(self, slots: NDArray[np.int64], generation: NDArray[np.uint16]) -> None:
         """Add n slots, with their generations when the row was written or requested."""
-        self._rows.append((slots, generation))
+        self.reports.append((slots, generation))
 
     def take(self) -> NDArray[np.int64]:
         """Return the slots added since the previous call, except those whose event was removed meanwhile."""
-        if not self._rows:
+        if not self.reports:
             return NO_SLOTS
-        rows = [self._rows.popleft() for _ in range(len(self._rows))]
+        rows = [self.reports.popleft() for _ in range(len(self.reports))]
         slots, generation = (np.concatenate(column) for column in zip(*rows, strict=True))
         return np.unique(slots[self._cache.generation(slots) == generation])

@@ -57,8 +57,7 @@ class ReadPath(TierPath):
     def wait(self, staged: StagedRows, n: int | None = None) -> PackedRows:
         """Return those of the first n rows, or of all, that could be read, `[<= n, R]` on the device."""
         missing = staged.missing
-        if missing is None:
-            return staged.rows(n)
+        assert missing is not None
         self.stats.stall_seconds += staged.wait()
         rows_nR = staged.rows(n)
         if staged.lost.any():

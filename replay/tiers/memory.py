@@ -55,6 +55,8 @@ class MemoryTier(Tier):
         self.by_host = on_host or self.stream is None
         """Whether the host stores the rows."""
         self._rows = DeviceRows(row_bytes, slots, self.stream) if self.stream is not None and not on_host else None
+        self.gathers_ahead = self._rows is not None
+        """Whether the rows of `stage` stay in slots of a device until `prefetch`."""
         self._words = self._rows.words if self._rows is not None else _zeros((slots, row_bytes // 8))
         self._host_words: NDArray[np.int64] | None = self._words.numpy() if self._rows is None else None
         self._copies_to_gpu = device.type == "cuda" and on_host

@@ -34,8 +34,8 @@ from learner.config import (
 )
 from learner.evaluation.holdout import HoldoutSet
 from learner.evaluation.scoring import Scorer
-from learner.loop import LoopMetrics, Task, TrainingLoop
-from learner.loop_state import LoopComponents
+from learner.loop import Task, TrainingLoop
+from learner.loop_parts.loop_state import LoopComponents, LoopMetrics
 from learner.metrics import LearnerMetrics
 from learner.model.device import choose_precision
 from learner.model.embedding import Embedding
@@ -155,6 +155,7 @@ class LearnerBench:
         checkpoints: Mapping[str, Any] | None = None,
         undone: UndoneEvents | None = None,
         search: Mapping[str, Any] | None = None,
+        keyed: bool = True,
     ) -> None:
         self.stop, self.closed = threading.Event(), False
         self.stream = Stream(schema, blocks, self.stop) if stream is None else stream(self.stop)
@@ -209,7 +210,8 @@ class LearnerBench:
         self.log = ErasureLog(path / "erasures.log")
         self.log.refresh()
         erasure = Erasure(
-            self.log, self.checkpoints, path / "replay" / RANK, self.background_store, holdout, self.checkpointer
+            *(self.log, self.checkpoints, path / "replay" / RANK, self.background_store, holdout, self.checkpointer),
+            keyed=keyed,
         )
         lag = LagPolicy(LagPolicySettings(), 0, source, unlabelled=distil)
         monitor = StreamMonitor(settings)
@@ -225,7 +227,7 @@ class LearnerBench:
 
     def run(self, *tasks: Task) -> None:
         """Train to the end of the stream; `tasks` run after all that a learner does between steps."""
-        self.loop.run(self.stop, between_steps(self.loop, self.erasure, tasks))
+        self.loop.run(self.stop, between_steps(self.loop, tasks))
 
     def resume(self) -> None:
         assert self.found is not None

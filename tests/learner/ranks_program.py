@@ -26,7 +26,7 @@ from learner.distributed.channel import Channel
 from learner.distributed.data_parallel import DataParallelGroup
 from learner.distributed.follower import follow
 from learner.distributed.leader import Leader
-from learner.distributed.process_group import RankAssignment, join_group
+from learner.distributed.process_group import RankAssignment, exiting_at_once, join_group
 from learner.model.device import choose_precision
 from learner.model.embedding import Embedding
 from learner.model.faulty_events import RaisingEventsError
@@ -399,4 +399,5 @@ def save(folder: Path, number: int, found: dict[str, torch.Tensor]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with exiting_at_once():
+        main()

@@ -28,7 +28,7 @@ from learner.evaluation.scoring import Scorer, score_each
 from learner.model.device import choose_precision
 from learner.model.task import Classification
 from learner.strategies.registry import STRATEGIES
-from learner.training.passes import StepHooks
+from learner.training.micro_batches import StepHooks
 from learner.training.trainer import Trainer
 from tests.learner.learner_bench import CPU, LearnerBench
 from tests.support.cuda_recorder import CudaRecorder

@@ -24,7 +24,7 @@ from learner.evaluation.event_time import EventTimePredictor
 from learner.labels.label_join import JoinOptions
 from learner.labels.opening import open_join
 from learner.late_labels import LateLabels
-from learner.loop import TrainingLoop
+from learner.loop_parts.batch_source import BatchSource
 from learner.model.device import Precision
 from learner.model.task import Classification
 from learner.stream.batch import Batch, Span
@@ -245,13 +245,13 @@ def test_a_loop_that_does_not_read_since_the_join_is_full_makes_room(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("learner.labels.payload_file._MEMORY_BYTES", 0)
-    loop: Any = TrainingLoop.__new__(TrainingLoop)
-    loop._late, loop._parts = bench.late, SimpleNamespace(source=SimpleNamespace(partitions=[], ends_time=None))
+    source: Any = BatchSource.__new__(BatchSource)
+    source._parts = SimpleNamespace(late=bench.late, source=SimpleNamespace(partitions=[], ends_time=None))
     stop, join = threading.Event(), bench.late.join
     bench.arrive(*range(join.slots * 7 // 8))
     monkeypatch.setattr(LateLabels, "most_rows", join.slots // 8)
-    assert loop._next_batch(stop) is None
-    batch = loop._next_batch(stop)
+    assert source._decided_or_next(stop) is None
+    batch = source._decided_or_next(stop)
     assert batch is not None
     assert batch.decided is not None
     assert join.counts.early_timeouts == join.slots // 4

@@ -94,9 +94,8 @@ def test_the_memory_of_the_device_is_reported_by_purpose() -> None:
 
 def test_the_problems_are_those_of_all_components(tmp_path: Any) -> None:
     bad, good = SimpleNamespace(problem="the disk is full"), SimpleNamespace(problem=None)
-    loop: Any = SimpleNamespace(
-        problem="steps are not finite", warning=None, state=SimpleNamespace(steps=0, rows_new=0, rows_replay=0)
-    )
+    loop: Any = SimpleNamespace(warning=None, state=SimpleNamespace(steps=0, rows_new=0, rows_replay=0))
+    loop.non_finite = SimpleNamespace(problem="steps are not finite")
     loop.raising_events = SimpleNamespace(problem="the model raises")
     lag = SimpleNamespace(warning="behind")
     publisher = SimpleNamespace(problem=None, canary=None, gate=SimpleNamespace(hold=good))

@@ -52,7 +52,7 @@ def test_non_finite_weights_are_not_saved_and_a_restart_restores_the_ones_before
     bench.stream.blocks = 60
     _request_while_spoiled(bench)
     bench.finish()
-    assert bench.loop.non_finite_in_a_row == 40
+    assert bench.loop.non_finite.in_a_row == 40
     assert bench.checkpoints.numbers() == [1]
     bench.close()
     resumed = make_bench(60)
@@ -71,9 +71,9 @@ def test_no_checkpoint_is_written_after_a_few_non_finite_steps(
     bench = _with_spoiled_weights(make_bench(20))
     bench.stream.blocks = 25
     bench.stop.clear()
-    bench.run(lambda: bench.checkpointer.request() if bench.loop.non_finite_in_a_row else None)
+    bench.run(lambda: bench.checkpointer.request() if bench.loop.non_finite.in_a_row else None)
     bench.checkpointer.wait(Deadline(timedelta(seconds=30)))
-    assert 0 < bench.loop.non_finite_in_a_row < 10
+    assert 0 < bench.loop.non_finite.in_a_row < 10
     assert bench.checkpoints.numbers() == [1]
 
 
@@ -96,7 +96,7 @@ def test_the_stream_is_read_while_non_finite_weights_prevent_checkpoints(
     _poison(bench, range(21, 33))
     _request_while_spoiled(bench)
     bench.finish()
-    assert bench.loop.spoiled
+    assert bench.loop.non_finite.spoiled
     assert bench.loop.ledger.partitions[0].position.offset == 200 * ROWS
 
 
@@ -104,7 +104,7 @@ def _request_while_spoiled(bench: LearnerBench) -> None:
     """Run, and request a checkpoint after each step with spoiled weights."""
 
     def at_boundary() -> None:
-        if bench.loop.spoiled:
+        if bench.loop.non_finite.spoiled:
             assert not bench.checkpointer.busy
             bench.checkpointer.request()
 

@@ -264,7 +264,7 @@ def test_lost_events_leave_and_are_counted_where_no_step_comes(
         background_store.plan_ahead(0, SAMPLED)
         background_store._store.tiers._io_thread.wait()
     assert background_store.flush().lost >= 7 * MAX_PENDING
-    assert len(background_store.flush().tiers._lost) < 4
+    assert len(background_store.flush().tiers.lost_reports) < 4
 
 
 def test_nothing_is_held_on_to_that_is_done(

@@ -27,7 +27,8 @@ from ingest.config import SchemaSettings
 from ingest.events.partition import TopicPartition
 from ingest.events.schema import Schema
 from ingest.kafka.fake import Columns, fake_columns
-from learner.checkpointing.checkpointer import CapturedState, Checkpointer
+from learner.checkpointing.captured_state import CapturedState
+from learner.checkpointing.checkpointer import Checkpointer
 from learner.checkpointing.replay_state import unpack
 from learner.config import CheckpointSettings
 from learner.metrics import LearnerMetrics

@@ -412,12 +412,12 @@ def test_the_store_is_its_model(
     schema: Schema, tmp_path: Path, arrangement: str, admission: str, request: pytest.FixtureRequest
 ) -> None:
     url = request.getfixturevalue("shared_redis").url if "redis" in ARRANGEMENTS[arrangement] else ""
-    run(schema, tmp_path, url, [arrangement], admission, examples=12)
+    run(schema, tmp_path, url, [arrangement], admission, examples=6)
 
 
 @pytest.mark.parametrize("admission", ADMISSIONS)
 def test_the_store_is_its_model_when_every_life_has_other_tiers(schema: Schema, tmp_path: Path, admission: str) -> None:
-    run(schema, tmp_path, "", ["device", "disk", "disk with a small cache"], admission, examples=20)
+    run(schema, tmp_path, "", ["device", "disk", "disk with a small cache"], admission, examples=10)
 
 
 @pytest.mark.services
@@ -425,4 +425,4 @@ def test_the_store_is_its_model_when_every_life_has_other_tiers_with_redis(
     schema: Schema, tmp_path: Path, shared_redis: Any
 ) -> None:
     """Redis cannot be left out in the life after one in which it alone held all."""
-    run(schema, tmp_path, shared_redis.url, ["redis", "all"], "class-balanced", examples=12)
+    run(schema, tmp_path, shared_redis.url, ["redis", "all"], "class-balanced", examples=6)

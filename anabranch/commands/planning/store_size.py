@@ -63,11 +63,6 @@ class PlannedStore:
         return self.slots * SLOT_BYTES + self.events * EVENT_BYTES
 
     @property
-    def file_bytes(self) -> int:
-        """Size of the file of the disk tier."""
-        return self.slots * self.disk_record_bytes
-
-    @property
     def memory_hit_rate(self) -> float:
         """Fraction of uniformly sampled events that the memory tier has."""
         return min(1.0, self.memory_rows / self.events)

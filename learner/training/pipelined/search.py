@@ -8,7 +8,7 @@ from typing_extensions import override
 from anabranch.core.failures import out_of_memory
 from learner.strategies.examples import Examples, pad_single
 from learner.training.pipelined.passes import PipelinedPasses
-from learner.training.raising_search import RaisingSearch
+from learner.training.raising.search import RaisingSearch
 from learner.training.step_snapshot import StepSnapshot
 
 _RAISED, _OUT_OF_MEMORY = 1, 2

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anabranch.commands.planning import disk
+from anabranch.commands.planning import disk, segment_writes
 from anabranch.commands.planning.calibrating.synthetic_events import synthetic_messages
 from anabranch.commands.planning.calibrating.synthetic_pipeline import CalibrationSpec, calibrated
 from anabranch.commands.planning.constants import Constants, Load
@@ -46,8 +46,10 @@ device = "cpu"
 
 @pytest.fixture(autouse=True, scope="module")
 def simulated_once() -> Iterator[None]:
-    """Simulate the segments of each load once: that takes a tenth of a second."""
+    """Simulate the segments of each load once, and fewer checkpoints of them: a thousand take a second."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(segment_writes, "_CHECKPOINTS", 100)
+        patch.setattr(segment_writes, "_HELD", 5_000)
         patch.setattr(disk, "writes_per_event", functools.cache(writes_per_event))
         yield
 

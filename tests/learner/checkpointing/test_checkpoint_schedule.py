@@ -23,7 +23,7 @@ from tests.learner.learner_bench import ROWS, LearnerBench, each_tier, no_space
 def test_checkpoints_are_written_during_training(
     make_bench: Callable[..., LearnerBench], replay: dict[str, Any]
 ) -> None:
-    bench = make_bench(400, every="1ms", replay=replay)
+    bench = make_bench(100, every="1ms", replay=replay)
     bench.run()
     bench.finish()
     numbers = bench.checkpoints.numbers()

@@ -15,7 +15,8 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from anabranch.core.errors import DependencyError
-from learner.checkpointing.checkpointer import CapturedState, Checkpointer
+from learner.checkpointing.captured_state import CapturedState
+from learner.checkpointing.checkpointer import Checkpointer
 from learner.config import CheckpointSettings
 from learner.device_memory.host_staging import HostCopies, HostStaging
 from learner.errors import CopyMemoryError

@@ -12,14 +12,16 @@ from prometheus_client import CollectorRegistry
 from ingest.events.partition import TopicPartition
 from ingest.events.schema import Schema
 from ingest.kafka.fake import fake_columns
-from learner.checkpointing.checkpointer import CapturedState, Checkpointer
+from learner.checkpointing.captured_state import CapturedState
+from learner.checkpointing.checkpointer import Checkpointer
 from learner.config import CheckpointSettings, GateSettings, ModelSettings, VersionsSettings
 from learner.evaluation.holdout import HoldoutSet
 from learner.evaluation.scoring import Scorer
 from learner.metrics import LearnerMetrics
 from learner.model.task import Classification
 from learner.publishing.gatekeeper import QualityGate
-from learner.publishing.publisher import Publisher, Snapshot
+from learner.publishing.publisher import Publisher
+from learner.publishing.snapshot import Snapshot
 from learner.runtime.shutdown import Deadline
 from learner.state_dir.checkpoint import Checkpoints
 from learner.state_dir.trained_through import PartitionProgress

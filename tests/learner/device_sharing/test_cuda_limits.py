@@ -33,7 +33,7 @@ from learner.model.device import choose_precision
 from learner.model.task import Classification
 from learner.runtime.background_worker import BackgroundWorker
 from learner.strategies.registry import STRATEGIES
-from learner.training.passes import StepHooks
+from learner.training.micro_batches import StepHooks
 from learner.training.trainer import Trainer
 
 CPU = torch.device("cpu")

@@ -23,7 +23,7 @@ from learner.device_sharing.sharing import DeviceSharing, DeviceSharingSpec, dev
 from learner.model.device import choose_precision
 from learner.model.task import Classification
 from learner.strategies.registry import STRATEGIES
-from learner.training.passes import StepHooks
+from learner.training.micro_batches import StepHooks
 from learner.training.trainer import Trainer
 from tests.pipelines import LINEAR, Learner, encoded, events
 

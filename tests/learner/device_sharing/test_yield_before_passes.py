@@ -21,7 +21,7 @@ from learner.model.device import choose_precision
 from learner.model.embedding import Embedding, TaskEmbedding
 from learner.model.task import Classification
 from learner.strategies.registry import STRATEGIES
-from learner.training.passes import StepHooks
+from learner.training.micro_batches import StepHooks
 from learner.training.trainer import Trainer
 from tests.support.strategies import extended, small_strategy
 

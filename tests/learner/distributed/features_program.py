@@ -15,7 +15,7 @@ from learner.distributed.channel import Channel
 from learner.distributed.data_parallel import DataParallelGroup
 from learner.distributed.follower import follow
 from learner.distributed.leader import Leader
-from learner.distributed.process_group import RankAssignment, join_group
+from learner.distributed.process_group import RankAssignment, exiting_at_once, join_group
 from learner.model.device import choose_precision
 from learner.model.features.learned import attach_features
 from learner.model.task import Classification
@@ -106,4 +106,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with exiting_at_once():
+        main()

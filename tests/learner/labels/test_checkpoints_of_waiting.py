@@ -14,7 +14,8 @@ from prometheus_client import CollectorRegistry
 from ingest.events.identity import partition_name
 from ingest.events.partition import TopicPartition
 from learner.checkpointing.background_erasure import BackgroundErasure
-from learner.checkpointing.checkpointer import CapturedState, Checkpointer
+from learner.checkpointing.captured_state import CapturedState
+from learner.checkpointing.checkpointer import Checkpointer
 from learner.config import CheckpointSettings
 from learner.metrics import LearnerMetrics
 from learner.runtime.shutdown import Deadline

@@ -14,7 +14,7 @@ import pytest
 from anabranch.core.object_store.bucket import BucketAwayError
 from ingest.events.schema import Schema
 from learner.errors import SecondLearnerError
-from learner.loop_state import LoopState
+from learner.loop_parts.loop_state import LoopState
 from learner.object_storage.bucket_storage import BucketStorage
 from learner.object_storage.config import StorageSettings
 from learner.object_storage.fleet import FleetWatch
@@ -45,7 +45,7 @@ class FleetBench(Bench):
         self.lease.take(0)
         self.uploads = True
         self.outcomes: list[str] = []
-        self.gate._fleet = self.publisher._fleet = self.fleet
+        self.gate._fleet = self.publisher._fleet = self.publisher._pruning._fleet = self.fleet
         self.judge = CanaryJudge(
             *(self.fleet, self.versions, self.gate._settings, self.gate._scorer, self.gate, 0.3),
             count=self.outcomes.append,
@@ -359,8 +359,8 @@ def test_versions_that_any_server_serves_served_before_or_is_pinned_to_are_not_d
     for name in "bc":
         bench.report(name, stopped=True)
     bench.fleet.poll()
-    bench.publisher._hours.clear()
-    bench.publisher._settings = bench.publisher._settings.model_copy(update={"keep_hourly": 0})
+    bench.publisher._pruning._hours.clear()
+    bench.publisher._pruning._settings = bench.publisher._pruning._settings.model_copy(update={"keep_hourly": 0})
     bench.publish(GOOD)
     assert bench.versions.numbers()[:5] == [1, 2, 3, 4, 13]
 

@@ -25,7 +25,8 @@ from learner.metrics import LearnerMetrics
 from learner.model.task import Classification, MultiLabel, Task
 from learner.publishing.gate import compare
 from learner.publishing.gatekeeper import MONITOR_ENOUGH, MONITOR_ROWS, QualityGate
-from learner.publishing.publisher import Publisher, Snapshot
+from learner.publishing.publisher import Publisher
+from learner.publishing.snapshot import Snapshot
 from learner.runtime.shutdown import Deadline
 from learner.state_dir.trained_through import PartitionProgress
 from learner.state_dir.version import RegistryState, Verdict, Versions, reference_to

@@ -28,7 +28,8 @@ from learner.evaluation.scoring import Scorer
 from learner.metrics import LearnerMetrics
 from learner.model.task import Classification
 from learner.publishing.gatekeeper import QualityGate
-from learner.publishing.publisher import Publisher, Snapshot
+from learner.publishing.publisher import Publisher
+from learner.publishing.snapshot import Snapshot
 from learner.runtime.shutdown import Deadline
 from learner.state_dir.lock import GENERATION, check_generation
 from learner.state_dir.trained_through import NewlyTrained, PartitionProgress

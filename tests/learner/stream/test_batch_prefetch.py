@@ -30,7 +30,7 @@ def run(schema: Schema, path: Path, *tasks: Callable[[], object]) -> tuple[Learn
     """Run a learner; return it and the order in which batches are copied and steps are taken."""
     torch.manual_seed(0)
     bench = LearnerBench(path, schema, small_model(), BLOCKS, learner={"batch_size": BATCH, "max_delay": "10s"})
-    order, step, copy = list[str](), bench.trainer.step, bench.loop._prefetch._copy
+    order, step, copy = list[str](), bench.trainer.step, bench.trainer.examples
 
     def stepped(*given: Any) -> Any:
         order.append("step")
@@ -42,7 +42,9 @@ def run(schema: Schema, path: Path, *tasks: Callable[[], object]) -> tuple[Learn
         order.append(f"copy {columns['offset'][0]}")
         return copy(columns)
 
-    bench.trainer.step, bench.loop._prefetch._copy = stepped, copied  # type: ignore[method-assign]
+    bench.trainer.step, bench.loop._source.prefetch._copy = stepped, copied  # type: ignore[method-assign]
+    if bench.loop._source.copied == copy:
+        bench.loop._source.copied = copied
     bench.run(*(lambda task=task: task(bench) for task in tasks))  # type: ignore[misc]
     return bench, order
 
@@ -73,7 +75,7 @@ def test_events_that_are_erased_after_their_batch_was_copied_are_not_trained_on(
 
     def erase(bench: LearnerBench) -> None:
         if not done:
-            assert bench.loop._prefetch._copied is not None, "the second batch is on the device"
+            assert bench.loop._source.prefetch._copied is not None, "the second batch is on the device"
             done.append(bench.log.append([ByRange(time=0.0, by="test", partition="events#0[0]", first=12, last=13)]))
             bench.erasure.poll()
 
@@ -89,7 +91,7 @@ def test_a_batch_that_was_taken_early_is_trained_on_by_the_next_learner_after_a_
 ) -> None:
     monkeypatch.setattr(trainer, "overlaps", lambda _device: True)
     bench, _ = run(schema, tmp_path, lambda bench: bench.stop.set())
-    assert bench.loop._prefetch._ahead
+    assert bench.loop._source.prefetch._ahead
     bench.finish()
     found = bench.checkpoints.newest()
     assert found is not None

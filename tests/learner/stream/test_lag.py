@@ -300,7 +300,7 @@ def test_every_event_has_one_outcome_whenever_the_learner_falls_behind_and_catch
     blocks, expected = stream(schema, seed, 60)
     accounts, clock = ledger(end=0), Clock()
     lagging = policy(clock, action)
-    batches = Batches(Blocks(blocks), size, timedelta(0), lagging.settle)
+    batches = Batches(Blocks(blocks), size, timedelta(0), lagging)
     measured(lagging, clock, end=0, position=0)
     stored_only = number = 0
     while True:

@@ -195,7 +195,7 @@ def test_batches_that_are_there_are_asked_about_before_their_step(make_bench: Ma
         order.append("step")
         return step(*given)
 
-    bench.loop._prefetch._ask, bench.trainer.step = asked, stepped  # type: ignore[method-assign]
+    bench.loop._source.prefetch._ask, bench.trainer.step = asked, stepped  # type: ignore[method-assign]
     bench.run()
     assert order[:7] == ["ask", "ask", "ask", "ask", "ask", "step", "ask"]
     assert order.count("ask") == order.count("step")

@@ -30,6 +30,7 @@ WAITING = {"item", "tolist", "cpu", "numpy", "to", "get_scale", "synchronize", "
 """Methods that read a tensor's values on the host, or may copy it there."""
 STEP_PATH = [
     *(ROOT / "learner" / "training").glob("*.py"),
+    *(ROOT / "learner" / "training" / "raising").glob("*.py"),
     *(ROOT / "learner" / "strategies").rglob("*.py"),
     *(ROOT / "learner" / "device_sharing").glob("l*.py"),
 ]
@@ -40,9 +41,11 @@ ALLOWED = {
     },
     "learner/training/step_snapshot.py": {"expect_non_finite: tolist": "once for a model with such buffers"},
     "learner/training/optimizer_step.py": {"clip: item": "on a CPU alone"},
+    "learner/training/eval_passes.py": {
+        "__call__: tolist": "of steps that score old events",
+        "made_up_features: to": "before the first step",
+    },
     "learner/training/trainer.py": {
-        "probe: tolist": "of steps that score old events",
-        "_probe: to": "before the first step",
         "learn_features: to": "where rows of a learned vocabulary start again: host memory to the device, in order",
     },
     "learner/training/compile.py": {"compiled: item": "before the first step"},

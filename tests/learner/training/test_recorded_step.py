@@ -15,7 +15,7 @@ from learner.model.device import Precision
 from learner.model.embedding import Embedding
 from learner.model.task import Classification
 from learner.strategies.registry import STRATEGIES
-from learner.training.passes import StepHooks
+from learner.training.micro_batches import StepHooks
 from learner.training.trainer import Trainer
 from tests.support.cuda_recorder import CudaRecorder
 from tests.support.strategies import extended, small_strategy

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from anabranch.core.errors import SettingsError
 from learner.config import LearnerSettings
 from learner.distributed.data_parallel import DataParallelGroup
-from learner.distributed.process_group import RankAssignment, join_group
+from learner.distributed.process_group import RankAssignment, exiting_at_once, join_group
 
 SETTINGS = LearnerSettings.model_validate({"device": "cpu", "replicas": 2, "mesh": {"tensor": 2}})
 
@@ -46,8 +46,13 @@ def refusal(between: nn.Module) -> str | None:
     return None
 
 
-if __name__ == "__main__":
+def main() -> None:
     rank, folder = int(sys.argv[1]), Path(sys.argv[2])
     with join_group(RankAssignment(rank, 2, folder / "rendezvous"), SETTINGS):
         found = [refusal(between) for between in (nn.Tanh(), nn.PReLU(), nn.Softmax(-1))]
     (folder / f"{rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    with exiting_at_once():
+        main()

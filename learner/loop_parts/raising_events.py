@@ -9,7 +9,7 @@ from prometheus_client import Counter
 
 from ingest.events.block import Array, SkipReason
 from learner.evaluation.holdout import HoldoutSet
-from learner.loop_state import LoopState
+from learner.loop_parts.loop_state import LoopState
 from learner.model.faulty_events import Raised, RaisingEventsError
 from learner.replay_feed import Replay, ReplayFeed
 from learner.stream.batch import Batch
@@ -38,7 +38,7 @@ class RaisingEvents:
         self._state = state
         self._replay = replay
         self._holdout = holdout
-        self._queues = queues
+        self.queues = queues
         self._metric = metric
         self.raised = Raised()
 
@@ -72,7 +72,7 @@ class RaisingEvents:
 
     def clean_holdout(self) -> None:
         """Remove events on which the model raised from the holdout set."""
-        for queue in self._queues:
+        for queue in self.queues:
             while queue:
                 hashes, message = queue.popleft()
                 removed = self._holdout.remove(hashes)

@@ -13,7 +13,7 @@ from learner.strategies.base import StepWeights
 from learner.strategies.examples import Examples, Tensors, concat, pad_single
 from learner.training.out_of_memory import release
 from learner.training.passes import Passes
-from learner.training.rank_fallback import RankFallback
+from learner.training.raising.rank_fallback import RankFallback
 from learner.training.step_snapshot import StepSnapshot
 
 

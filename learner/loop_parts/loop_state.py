@@ -4,15 +4,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ingest.metrics import IngestMetrics
 from ingest.reader.reader import BlockReader
 from learner.adaptation.stream_monitor import StreamMonitor
-from learner.checkpointing.checkpointer import CapturedState, Checkpointer
+from learner.checkpointing.captured_state import CapturedState
+from learner.checkpointing.checkpointer import Checkpointer
 from learner.checkpointing.erasure import Erasure
 from learner.checkpointing.stateful import Stateful, StatefulPart, restore_states, states_of
 from learner.errors import MisfitError
 from learner.evaluation.holdout import HoldoutSet
 from learner.late_labels import LateLabels
-from learner.publishing.publisher import Progress, Publisher, Snapshot
+from learner.metrics import LearnerMetrics
+from learner.publishing.publisher import Publisher
+from learner.publishing.snapshot import Progress, Snapshot
 from learner.replay_feed import ReplayFeed
 from learner.state_dir.checkpoint import ERASED, Checkpoint
 from learner.state_dir.undo_file import NAME, UNDONE
@@ -21,6 +25,16 @@ from learner.stream.ledger import Ledger
 from learner.teacher.feed import TeacherFeed
 from learner.training.trainer import Trainer
 from learner.undo.undone_events import UndoneEvents
+from replay.metrics import ReplayMetrics
+
+
+@dataclass(frozen=True)
+class LoopMetrics:
+    """The metrics that the loop updates."""
+
+    ingest: IngestMetrics
+    replay: ReplayMetrics
+    learner: LearnerMetrics
 
 
 @dataclass(frozen=True)
