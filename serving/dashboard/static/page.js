@@ -17,6 +17,7 @@ const HELP = {
   lag: "Offsets between the end of the topic's partitions and what has its outcome, and how long the oldest of them has waited.",
   verdict: "The quality gate compares each version with the served one on the holdout set: pass and inconclusive may be served, fail may not. Point at a verdict for its reasons.",
   status: "Served now; replaced by a newer version; refused by the gate or because it cannot be loaded; rejected by a person; superseded before it was served.",
+  fleet: "The servers that follow the object store, by what each reports every five seconds. A canary is one version ahead while that is judged.",
   trained_through: "The last offset, inclusive, up to which every event of the partition has its outcome.",
   checkpoint: "What a restart resumes from: model, optimizer, replay store and offsets, written together.",
   storage: "What [storage] lacks of the newest checkpoint, version and erasure log. Uploads run in the background, and training does not wait for them.",
@@ -190,6 +191,7 @@ function render() {
   renderOutcomes();
   renderReplay();
   renderPartitions();
+  renderFleet();
   renderFacts();
   watch();
 }
@@ -434,6 +436,24 @@ function renderPartitions() {
     element("td", { class: "num" }, count(partition.trained_through))));
   if (!rows.length) rows.push(element("tr", { class: "reason" }, element("td", { colspan: "3" }, "None is known yet.")));
   $("partitions").tBodies[0].replaceChildren(...rows);
+}
+
+function renderFleet() {
+  const { servers = [], rollout, problem } = status.fleet ?? {};
+  const counts = new Map();
+  for (const { version, silent } of servers) if (!silent) counts.set(version, (counts.get(version) ?? 0) + 1);
+  const newest = [...counts].sort(([one], [other]) => (other ?? 0) - (one ?? 0));
+  figure("fleet", problem ?? newest.map(([version, many]) => `${count(many)} ${known(version) ? `with version ${version}` : "without a version"}`).join(", "));
+  $("fleet").hidden = !servers.length && !problem;
+  $("servers").tBodies[0].replaceChildren(...servers.map((server) => {
+    const state = server.silent ? `silent for ${age(status.time - server.time)}` : server.problems ? `problems: ${count(server.problems)}` : server.ready ? "ready" : "not ready";
+    return element("tr", { "data-server": server.id },
+      element("th", { scope: "row" }, server.id + (rollout.canaries.includes(server.id) ? " (canary)" : "")),
+      element("td", { class: "num" }, known(server.version) ? String(server.version) : NONE),
+      element("td", { class: "num" }, server.silent ? NONE : rate(server.requests_per_second)),
+      element("td", { class: "num wide" }, server.silent ? NONE : duration(server.request_p99_seconds)),
+      element("td", { class: state === "ready" ? "" : "warn" }, state));
+  }));
 }
 
 const pairs = (values, format) => Object.entries(values).map(([name, value]) => `${name.replaceAll("_", " ")} ${format(value)}`).join(", ");

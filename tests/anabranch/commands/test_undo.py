@@ -112,8 +112,8 @@ def test_an_undo_counts_those_before_to_which_no_learner_has_returned_yet(config
 
 def test_a_checkpoint_of_another_release_is_named(config: Config) -> None:
     manifest = config.state_dir / "checkpoints" / "2" / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"format": 11', '"format": 10'))
-    with pytest.raises(SettingsError, match=r"checkpoint 2 .* is of format 10, and this release reads 11"):
+    manifest.write_text(manifest.read_text().replace('"format": 12', '"format": 11'))
+    with pytest.raises(SettingsError, match=r"checkpoint 2 .* is of format 11, and this release reads 12"):
         plan(config, offsets=["payments[0]@300..310"])
 
 
