@@ -25,6 +25,7 @@ QUICK_MINUTES = {
     "learner": 2.0,
     "mirror": 2.5,
     "distillation": 1.5,
+    "search": 3.0,
     "fresh_host": 3.0,
     "faults": 6.0,
     "capacity": 4.0,

@@ -153,7 +153,7 @@ def _rank_of_torchrun(arguments: list[str]) -> int:
         torchrun.ignore_further_signals()
         pipeline, started = config.pipeline, torchrun.TorchrunRank.of(os.environ)
         sections = pipeline.learner, pipeline.replay, pipeline.stream, pipeline.device_sharing, pipeline.model
-        chosen = facts(*sections, pipeline.events)
+        chosen = facts(*sections, pipeline.events, searches=pipeline.search is not None)
         heartbeat, refusal = torchrun.RankHeartbeat(stop), None
         with _lost_ranks_end(stop):
             store = started.connect()
@@ -265,6 +265,7 @@ def deployment_of(config: "Config", settings: "LearnerSettings | None" = None) -
         canary=pipeline.serving.canary,
         tracing=pipeline.tracing,
         mlflow=pipeline.mlflow,
+        search=pipeline.search,
     )
 
 

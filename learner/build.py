@@ -1,6 +1,7 @@
 """Builds from the settings what each rank of a learner trains with."""
 
 import contextlib
+import functools
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -53,7 +54,9 @@ from learner.publishing.origin import origin_of, settings_of_weights
 from learner.publishing.publisher import Publisher
 from learner.registration.registrar import Registrar
 from learner.registration.registry import MlflowRegistry
+from learner.search.trainer import SearchingTrainer
 from learner.sections.mlflow_settings import MlflowSettings
+from learner.sections.search import SearchSettings
 from learner.state_dir.checkpoint import Checkpoint
 from learner.state_dir.version import Versions, reference_to
 from learner.strategies.base import Strategy
@@ -103,11 +106,14 @@ class LearnerSpec:
     """`[tracing]`; None: nothing is traced."""
     mlflow: MlflowSettings | None = None
     """`[mlflow]`; None: versions are not registered."""
+    search: SearchSettings | None = None
+    """`[search]`; None: there are no challengers."""
 
     @property
     def settings_of_weights(self) -> dict[str, Any]:
         """The settings on which weights depend, by dotted key."""
-        return settings_of_weights(self.stream, self.model, self.learner, self.replay, self.gate)
+        settings = settings_of_weights(self.stream, self.model, self.learner, self.replay, self.gate)
+        return settings if self.search is None else {**settings, "search": self.search.model_dump(mode="json")}
 
     @property
     def complete(self) -> bool:
@@ -229,12 +235,21 @@ def build_embedding_source(
 
 
 def build_trainer(
-    setup: TrainingSetup, channel: Channel | None, hooks: StepHooks | None = None, rows: int | None = None
+    setup: TrainingSetup,
+    channel: Channel | None,
+    hooks: StepHooks | None = None,
+    rows: int | None = None,
+    deployment: LearnerSpec | None = None,
 ) -> Trainer:
     """Return the trainer, of all ranks if there are others.
 
-    `rows`: size to which micro-batches were reduced before this start, after memory ran out.
+    `rows`: size to which micro-batches were reduced before this start, after memory ran out. `deployment`: whose
+    `[search]` is carried out, if it has one.
     """
+    if channel is None and deployment is not None and deployment.search is not None:
+        make_strategy = functools.partial(build_strategy, setup.settings.strategy, deployment.model, setup.task)
+        search = deployment.search, deployment.seed, deployment.state_dir, make_strategy
+        return SearchingTrainer(*search, **setup.arguments, hooks=hooks)
     if channel is None:
         return Trainer(**setup.arguments, hooks=hooks)
     check_scaling(setup.precision, setup.settings)

@@ -82,6 +82,7 @@ _CLOSED_FORM = "this strategy computes weights from labels, and takes no gradien
 _OF_SOME_CLASSES = "this strategy trains a part for some classes alone, and a teacher's outputs are of all"
 _ANSWERS = "whether a server's outputs come in time depends on a clock"
 _WEIGHED = "weights of events whose label has not come apply to the output, and so to the teacher's part of the loss"
+_WEIGHED_EARLY = "a label that comes later takes back what an early one taught, and challengers began in between"
 _SHAPES = "it keeps averages over rows and columns, and each shard has a part of them"
 _PACKED = "weights of 4 bits are packed bytes, which cannot be gathered in another precision"
 _WRAPPED = "an adapter wraps the linear layers, and its own matrices would be multiplied in 8 bits too"
@@ -154,9 +155,39 @@ _OF_FEATURES = (
 )
 """What does not go with features that are learned on the stream."""
 
+_COPIED = "challengers are copies of the whole model on one device"
+_COPY_COMPILED = "each challenger would be compiled, or recorded, by itself"
+_STATEFUL = "this strategy keeps a state of one model, which challengers would not have"
+_STATISTICS_ONCE = "features are learned by the model alone, and challengers would keep the statistics of before"
+_TAUGHT = "a teacher's part of the loss has not been tried with challengers"
+_PARTS_ADAPTED = "adapters have not been tried with challengers"
+_SEARCH = "search"
+_OF_SEARCH = (
+    *(
+        Conflict(key, values, _SEARCH, (True,), why, f"{way_out}, or take [search] out")
+        for key, values, why, way_out in (
+            ("learner.replicas", _MANY, _COPIED, "set it to 1"),
+            ("torchrun --nnodes", Except(), _COPIED, "start the learner without torchrun"),
+            (_TENSOR, _MANY, _COPIED, "set it to 1"),
+            (_PIPELINE, _MANY, _COPIED, "set it to 1"),
+            (_EXPERT, _MANY, _COPIED, "set it to 1"),
+            ("learner.sharding", _SET, _COPIED, 'write "none"'),
+            ("learner.compile", _ON, _COPY_COMPILED, "set it to false"),
+            ("learner.graphs", _ON, _COPY_COMPILED, "set it to false"),
+            ("learner.strategy", _NEEDS_ALL, _STATEFUL, 'take "er"'),
+            ("model.teacher", Except(), _TAUGHT, "take the section out"),
+            ("model.adapter.kind", Except(), _PARTS_ADAPTED, "take the section out"),
+            ("stream.labels.early", Except("none"), _WEIGHED_EARLY, 'write "none"'),
+        )
+    ),
+    Conflict(_SEARCH, (True,), _LEARNED, Except(), _STATISTICS_ONCE, "take [search] out"),
+)
+"""What does not go with challengers."""
+
 RULES = (
     *_DIVIDED,
     *_OF_FEATURES,
+    *_OF_SEARCH,
     Conflict("learner.sharding", ("fsdp",), _PIPELINE, _MANY, _GATHER_ORDER, 'write "none"'),
     Conflict("learner.sharding", ("fsdp",), _EXPERT, _MANY, _GATHER_ORDER, 'write "none"'),
     Conflict(_EXPERT, _MANY, _TENSOR, _MANY, _TWO_SPLITS, "set one of them to 1"),
@@ -225,8 +256,13 @@ def facts(
     sharing: DeviceSharingSettings | None = None,
     model: ModelSettings | None = None,
     schema: SchemaSettings | None = None,
+    *,
+    searches: bool = False,
 ) -> Point:
-    """Return the values of the keys that the rules use; of `model.teacher`, the key that names it."""
+    """Return the values of the keys that the rules use; of `model.teacher`, the key that names it.
+
+    `searches`: whether there is a section `[search]`.
+    """
     named = {"strategy": learner.strategy.name, "optimizer": learner.optimizer.name}
     sections = {"learner": learner.model_dump() | named, "replay": replay.model_dump()}
     if sharing is not None:
@@ -238,6 +274,7 @@ def facts(
         f"learner.mesh.{key}": value for key, value in (learner.mesh or MeshSettings()).model_dump().items()
     }
     values_by_key |= {
+        _SEARCH: searches,
         _LEARNED: next(iter(() if schema is None else schema.transformed), None),
         _VOCABULARY: next(iter(() if schema is None else schema.vocabularies), None),
     }

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 from anabranch.core.state_metrics import StateCounter, StateGauge, Value
 from learner.state_dir.report import LabelReport, LearnerReport, PartitionReport, TeacherReport
+from learner.state_dir.search.control import SearchReport
 
 
 def _by_partition(read: Callable[[PartitionReport], int]) -> Callable[[LearnerReport], dict[tuple[str, str], float]]:
@@ -27,6 +28,11 @@ def _of_labels(read: Callable[[LabelReport], Value]) -> Callable[[LearnerReport]
 def _of_teacher(read: Callable[[TeacherReport], Value]) -> Callable[[LearnerReport], Value]:
     """Return a function that reads the teacher; it returns None where there is none."""
     return lambda report: None if report.teacher is None else read(report.teacher)
+
+
+def _of_search(read: Callable[[SearchReport], Value]) -> Callable[[LearnerReport], Value]:
+    """Return a function that reads the search; it returns None where there is none."""
+    return lambda report: None if report.search is None else read(report.search)
 
 
 def _lags(labels: LabelReport) -> dict[str, float]:
@@ -173,6 +179,28 @@ REPORT_METRICS: Sequence[StateGauge[LearnerReport]] = (
         "anabranch_learner_micro_batch_rows",
         "Events that go through the model at once at most; 0: all of a step.",
         lambda report: report.micro_batch_size,
+    ),
+    StateGauge(
+        "anabranch_search_challengers",
+        "Challengers of [search] that have not ended.",
+        _of_search(lambda search: len(search.challengers)),
+    ),
+    StateCounter(
+        "anabranch_search_steps",
+        "Steps of challengers, over the life of the pipeline.",
+        _of_search(lambda search: search.steps),
+    ),
+    StateCounter(
+        "anabranch_search_ended",
+        "Challengers by how they ended, over the life of the pipeline.",
+        _of_search(lambda search: search.outcomes),
+        "outcome",
+    ),
+    StateGauge(
+        "anabranch_search_setting",
+        "The settings that the model trains with, by key of [search.space].",
+        _of_search(lambda search: search.values),
+        "key",
     ),
     StateCounter(
         "anabranch_learner_teacher_rows",

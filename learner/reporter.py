@@ -145,8 +145,7 @@ class Reporter:
 
     def _report(self, store: Store | None) -> LearnerReport:
         loop, parts, publisher = self._loop, self._parts, self._parts.publisher
-        windows, groups = self._windows(), publisher.evaluation.groups
-        lag_time, rates = parts.source.ends_time, self._rates()
+        windows, rates, lag_time = self._windows(), self._rates(), parts.source.ends_time
         return LearnerReport(
             pid=os.getpid(),
             launcher=self._launcher,
@@ -177,10 +176,11 @@ class Reporter:
             loss=self._losses(),
             window_rows=loop.monitor.prequential.window,
             classes=dict(publisher.evaluation.classes),
-            groups=dict(groups) if self._classification else _errors(groups),
+            groups=dict(publisher.evaluation.groups) if self._classification else _errors(publisher.evaluation.groups),
             forgetting=publisher.retention.forgetting,
             drifts=loop.monitor.drift.count,
             drift_step=loop.monitor.drift.step,
+            search=parts.trainer.search_report,
             replay_ratio=loop.replay_ratio,
             micro_batch_size=parts.trainer.micro_batch_size,
             exchanged_bytes=parts.trainer.sent_bytes,

@@ -260,7 +260,8 @@ class Learner:
         self._publisher.undone = self._undone.number
         if self._storage is None:
             self._publisher.while_appearing = self._undo_watch.excluded
-        self._trainer = build_trainer(self._setup, channel, hooks, assignment.rows if assignment is not None else None)
+        rows = assignment.rows if assignment is not None else None
+        self._trainer = build_trainer(self._setup, channel, hooks, rows, deployment)
         self._trainer.staging.before_chunk = before_chunk
         if self._sharing is not None:
             self._sharing.attach(self._trainer.model, self._ranks)

@@ -178,6 +178,7 @@ KEYS_ADDED = words("""
     learner.activation_checkpointing learner.compile learner.graphs learner.profile.start learner.profile.steps
     learner.comm_hook learner.topk_fraction learner.sync_every learner.sharding
     learner.standby model.channels_last
+    search.challengers search.share search.space search.promote search.measure
     serving.max_queue serving.max_body_bytes serving.max_held_bytes serving.timeout serving.device
     serving.baseline serving.request_log serving.workers serving.shadow serving.precision serving.graphs
     serving.grpc_port serving.versions_from serving.drain serving.canary
@@ -226,6 +227,7 @@ METRICS_ADDED = words("""
     anabranch_learner_loss anabranch_learner_window_rows anabranch_learner_class_accuracy_ratio
     anabranch_learner_group_accuracy_ratio anabranch_learner_forgetting_ratio anabranch_learner_drifts_total
     anabranch_learner_replay_ratio
+    anabranch_search_challengers anabranch_search_steps_total anabranch_search_ended_total anabranch_search_setting
     anabranch_learner_micro_batch_rows
     anabranch_ingest_lag_seconds anabranch_ingest_lag_time_seconds anabranch_ingest_behind
     anabranch_ingest_passed_offsets
@@ -250,6 +252,7 @@ COMMANDS |= {"versions promote", "versions reject", "versions rollback", "versio
 COMMANDS |= {"versions diff", "versions export", "versions rebuild", "versions lineage"}
 COMMANDS |= {"config check", "config show", "checkpoints ls", "checkpoints show", "checkpoints restore"}
 COMMANDS |= {"dead-letters ls", "dead-letters resend", "predict", "backtest", "plan"}
+COMMANDS |= {"search status", "search promote", "search pin", "search unpin"}
 COMMANDS |= {"replay stats", "replay sample", "replay erase", "undo"}
 
 

@@ -98,6 +98,7 @@ _TAIL = """\
 | `replay/rank-0/<number>.rows.before` | the same, put aside at a start where those checkpoints were not there |
 | `erasures.log` | what was erased, up to which offsets, and what that removed; packed when it is long |
 | `erasures.key` | the secret for the hashes of keys in `erasures.log` |
+| `search.json` | settings for the model, and whether they are pinned, by `anabranch search pin` |
 | `undo.json` | which events were undone, and the checkpoint that the learner returned to |
 | `learner.json` | the learner's report, about once a second; replaced atomically |
 | `serving.json` | serving's report, about once a second; replaced atomically |

@@ -15,6 +15,7 @@ from anabranch.cli.dead_letters import dead_letters
 from anabranch.cli.event_files import backtest, predict
 from anabranch.cli.plan import plan
 from anabranch.cli.replay import replay
+from anabranch.cli.search import search
 from anabranch.cli.undo import undo
 from anabranch.cli.versions import versions
 from anabranch.core.logs import LogFormat, LogLevel, LogSettings, configure_logging, log_arguments
@@ -343,8 +344,6 @@ app.command("plan", epilog="Example: anabranch plan pipeline.toml --rate 5000 --
 app.command("predict", epilog="Example: anabranch predict events.jsonl")(predict)
 app.command("undo", epilog='Example: anabranch undo --offsets "payments[3]@100..200" --dry-run')(undo)
 app.command("backtest", epilog="Example: anabranch backtest events.jsonl")(backtest)
-app.add_typer(config, name="config")
-app.add_typer(versions, name="versions")
-app.add_typer(checkpoints, name="checkpoints")
-app.add_typer(dead_letters, name="dead-letters")
-app.add_typer(replay, name="replay")
+_groups = {"config": config, "versions": versions, "checkpoints": checkpoints, "dead-letters": dead_letters}
+for _name, _group in {**_groups, "replay": replay, "search": search}.items():
+    app.add_typer(_group, name=_name)

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from anabranch.commands.fleet import fleet_lines, fleet_of
+from anabranch.commands.search_control.challengers import shown
 from anabranch.config.loader import Config
 from anabranch.runtime.console import PlainConsole
 from anabranch.runtime.lifecycle import Exit, stop_on_signals
@@ -27,6 +28,7 @@ from learner.state_dir.report import (
     StorageReport,
 )
 from learner.state_dir.report import read_report as read_learner
+from learner.state_dir.search.control import SearchReport
 from learner.state_dir.undo_file import UndoReport
 from serving.fleet.overview import Fleet
 from serving.reporting.health import SILENT
@@ -142,6 +144,8 @@ def _learner(report: LearnerReport, now: float) -> RenderableType:
         table.add_row("forgetting", f"{report.forgetting:.1%}" if not report.error else f"{report.forgetting:.4g}")
     if report.drifts:
         table.add_row("drifts", f"{report.drifts:,}, the last at step {report.drift_step or 0:,}")
+    if report.search is not None:
+        table.add_row("search", _search(report.search))
     table.add_row("outcomes", _pairs({k: f"{v:,}" for k, v in report.outcomes.items()}) or "none")
     table.add_row("lag", _lag(report, now))
     if report.behind:
@@ -180,6 +184,13 @@ def _learner(report: LearnerReport, now: float) -> RenderableType:
     if report.canary is not None:
         table.add_row("canary", _canary(report.canary))
     return table
+
+
+def _search(search: SearchReport) -> str:
+    """Say what the model trains with, and how many challengers there are and were."""
+    pinned = ", pinned" if search.pinned else f", {_count(len(search.challengers), 'challenger')}"
+    ended = _pairs({outcome: f"{count:,}" for outcome, count in search.outcomes.items()})
+    return f"{shown(search.values)}{pinned}{f'; ended: {ended}' if ended else ''}"
 
 
 def _undo(undo: UndoReport) -> Text:

@@ -18,6 +18,7 @@ from anabranch.config.overrides import apply_overrides, origin_of
 from anabranch.core.errors import SettingsError
 from anabranch.core.net import is_loopback
 from learner.compatibility import conflicts, facts, stage_conflicts
+from learner.sections.search import search_conflicts
 from learner.sections.teacher import teacher_conflicts
 
 _PUBLISHED = ("model", "args")
@@ -123,7 +124,8 @@ def _conflicts(pipeline: Pipeline) -> Iterator[tuple[tuple[str, ...], str]]:
         pipeline.model,
         pipeline.events,
     )
-    for key, sentence in (*conflicts(facts(*sections)), *stage_conflicts(pipeline.model, pipeline.learner)):
+    chosen = facts(*sections, searches=pipeline.search is not None)
+    for key, sentence in (*conflicts(chosen), *stage_conflicts(pipeline.model, pipeline.learner)):
         yield tuple(key.split(".")), sentence
     for name, text in (("versions_from", '"storage"'), ("canary", f"{serving.canary:g}")):
         if pipeline.storage is None and getattr(serving, name) not in ("state_dir", 0):
@@ -138,6 +140,10 @@ def _conflicts(pipeline: Pipeline) -> Iterator[tuple[tuple[str, ...], str]]:
     teacher, unlabelled = pipeline.model.teacher, pipeline.stream.unlabelled
     for key, sentence in teacher_conflicts(teacher, unlabelled, pipeline.events.features):
         yield tuple(key.split(".")), sentence
+    if pipeline.search is not None:
+        momentum = (pipeline.learner.optimizer.model_extra or {}).get("momentum")
+        for key, sentence in search_conflicts(pipeline.search, momentum):
+            yield ("search", key), sentence
     if pipeline.stream.labels is not None:
         for key, sentence in label_conflicts(pipeline.events, pipeline.stream.labels):
             yield ("stream", "labels", key), sentence

@@ -21,6 +21,7 @@ from learner.config import (
 from learner.device_health.config import DeviceSettings
 from learner.object_storage.config import StorageSettings
 from learner.sections.mlflow_settings import MlflowSettings
+from learner.sections.search import SearchSettings
 from replay.config import ReplaySettings
 from serving.config import ServingSettings
 
@@ -64,6 +65,8 @@ class Pipeline(Section):
     """How statements on the origin of versions are signed."""
     tracing: TracingSettings | None = None
     """Spans of requests, batches, steps and versions; absent: nothing is traced."""
+    search: SearchSettings | None = None
+    """Challengers with other settings, which train on the same events; absent: none."""
     mlflow: MlflowSettings | None = None
     """The registry of models that gets each version that served; absent: none."""
 

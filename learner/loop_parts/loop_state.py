@@ -145,6 +145,7 @@ class LoopState:
             newly_trained=self.ledger.take_newly_trained(),
             learned_from=self.ledger.starts,
             erasures=parts.erasure.excluded_through,
+            found=dict(parts.trainer.found),
         )
 
     def _late(self) -> dict[str, Any]:

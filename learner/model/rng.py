@@ -1,7 +1,7 @@
 """The random generators that a model or a sampler may use, as plain values for a checkpoint."""
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,21 @@ def rng_tensors(device: torch.device) -> dict[str, Tensor]:
     if device.type == "cuda":  # not those of all devices: a learner on the CPU must not initialize CUDA
         states["cuda"] = torch.cuda.get_rng_state(device)
     return states
+
+
+def generators_now(device: torch.device) -> Callable[[], None]:
+    """Return what restores all generators as they are now; much faster than plain values."""
+    cpu, python, legacy = torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=True)
+    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    def restore() -> None:
+        torch.set_rng_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda, device)
+        random.setstate(python)
+        np.random.set_state(legacy)
+
+    return restore
 
 
 def rng_values() -> dict[str, Any]:

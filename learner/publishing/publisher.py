@@ -311,7 +311,7 @@ class Publisher:
             undone=self.undone,
             learned=NewlyTrained(self._newly_trained.rows, self._newly_trained.quantiles(_MANIFEST_TIMES).tolist()),
             format=VERSION_FORMAT,
-            origin=self.origin,
+            origin=self.origin and msgspec.structs.replace(self.origin, found=dict(snapshot.found)),
             learned_from=None if snapshot.learned_from is None else dict(snapshot.learned_from),
             erasures=snapshot.erasures,
         )

@@ -1,7 +1,7 @@
 """What a version is made of, copied between two steps."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -31,3 +31,5 @@ class Snapshot:
     """The first offset that was read, by `topic:partition`."""
     erasures: int | None = None
     """The number of the last erasure that was applied to stored events."""
+    found: Mapping[str, float] = field(default_factory=dict)
+    """The settings that a search has found, by key."""

@@ -24,5 +24,7 @@ class VersionOrigin(msgspec.Struct, frozen=True, kw_only=True):
     """Versions of Python, torch, numpy and Anabranch."""
     device: str
     """The name of the device; of a CPU, `cpu` and its instructions for vectors, such as `cpu AVX512`."""
+    found: dict[str, float] = {}
+    """The values that `[search]` had found, by key; the model trained with them in place of those of `settings`."""
     resumed_from: ResumedFrom | None
     """None: the learner began at the start of the stream."""

@@ -12,6 +12,7 @@ import msgspec
 from anabranch.core.atomic_files import replace_file
 from anabranch.core.failures import DamagedError, decoded
 from anabranch.core.files import MOST_BYTES, read_file
+from learner.state_dir.search.control import SearchReport
 from learner.state_dir.undo_file import UndoReport
 
 REPORT = "learner.json"
@@ -275,6 +276,8 @@ class LearnerReport(msgspec.Struct, frozen=True, kw_only=True):
     """Changes of the stream that were noticed over the life of the pipeline."""
     drift_step: int | None = None
     """The step that showed the newest one."""
+    search: SearchReport | None = None
+    """None without `[search]`."""
     replay_ratio: float = 0.0
     """Events to replay for each new one in the next step."""
     micro_batch_size: int | None = None

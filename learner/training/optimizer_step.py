@@ -126,6 +126,14 @@ class OptimizerStep:
         self.gradients.clear()
         self.schedule.apply(step, self.optimizer.param_groups)
 
+    def configure(self, values: Mapping[str, float], max_norm: float) -> None:
+        """Set numbers of the optimizer by name, such as `lr`, and the largest gradient norm, from the next step on."""
+        self.gradients.max_norm = max_norm
+        for group in self.optimizer.param_groups:
+            group.update(values)
+        if "lr" in values:
+            self.schedule.restart_rates()
+
     def rate(self) -> float:
         """Return the learning rate of the step that was begun last."""
         return float(self.optimizer.param_groups[0]["lr"])
@@ -196,6 +204,10 @@ class Schedule:
             for group, rate in zip(groups, self._rates, strict=True):
                 group["lr"] = rate * factor
 
+    def restart_rates(self) -> None:
+        """Take the rates that the groups have at the next `apply` for the configured ones."""
+        self._rates, self._factor = None, 1.0
+
     def on_drift(self, step: int) -> None:
         """Restart the warm-up at `step` if `learner.schedule.restart` is "drift"."""
         if self._settings.restart == "drift":
@@ -219,7 +231,8 @@ class Gradients:
     def __init__(self, weights: Sequence[nn.Parameter], max_norm: float, shards: Weights | None = None) -> None:
         self._shards = shards or WholeWeights()
         self._weights = weights
-        self._max_norm = max_norm
+        self.max_norm = max_norm
+        """Gradients with a larger norm are scaled down to it."""
         with torch.no_grad():
             self.leaves = [
                 weight if shard is weight else nn.Parameter(shard)
@@ -252,7 +265,7 @@ class Gradients:
         counted = [leaf.grad for leaf, is_counted in with_gradients if is_counted and leaf.grad is not None]
         if not counted:
             norm = self.leaves[0].detach().new_zeros(())
-        elif math.isinf(self._max_norm) and counted[0].is_cpu:
+        elif math.isinf(self.max_norm) and counted[0].is_cpu:
             # Only whether it is finite matters then, and this takes half the time.
             squares = [torch.dot(flat, flat) for flat in (gradient.reshape(-1) for gradient in counted)]
             norm = torch.stack(squares).sum().sqrt()
@@ -260,7 +273,7 @@ class Gradients:
             norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(counted)))
         if self._shards.sharded:
             norm = self._shards.norm(norm)
-        if math.isinf(self._max_norm) or not gradients or (norm.is_cpu and not norm.item() + 1e-6 > self._max_norm):
+        if math.isinf(self.max_norm) or not gradients or (norm.is_cpu and not norm.item() + 1e-6 > self.max_norm):
             return norm  # times 1 changes nothing; on a device, to compare would be to wait
-        torch._foreach_mul_(gradients, (self._max_norm / (norm + 1e-6)).clamp(max=1.0))
+        torch._foreach_mul_(gradients, (self.max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm

@@ -14,6 +14,7 @@ from learner.model.adapter import adapter_scale
 from learner.model.growing.parts import grow
 from learner.model.rng import restore_rng, rng_tensors, rng_values
 from learner.model.trained_set import load_trained, trained_state
+from learner.state_dir.search.control import SearchReport
 from learner.strategies.base import Strategy
 from learner.strategies.examples import Tensors
 from learner.training.optimizer_step import OptimizerStep
@@ -37,6 +38,16 @@ class TrainerState:
         """Makes the copies that versions and checkpoints are written from."""
         self._weights = weights
         self._steps = 0
+
+    @property
+    def found(self) -> Mapping[str, float]:
+        """The settings that a search has found, by key, which replace those of the config; empty without a search."""
+        return {}
+
+    @property
+    def search_report(self) -> SearchReport | None:
+        """The state of the search; None without one."""
+        return None
 
     def snapshot(self) -> Mapping[str, Tensor]:
         """Copy the trained set as it is now; later steps do not change the copy. See `HostStaging`."""

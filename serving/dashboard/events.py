@@ -1,4 +1,4 @@
-"""What happened to a pipeline, as marks on the time axis: swaps, refused versions, drift, restarts, undo."""
+"""What happened to a pipeline, as marks on the time axis: swaps, refused versions, drift, restarts and others."""
 
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -8,11 +8,12 @@ from typing import Literal, get_args
 import msgspec
 
 from learner.state_dir.report import LearnerReport
+from learner.state_dir.search.control import SearchReport
 from learner.state_dir.undo_file import UndoReport
 from serving.reporting.report import ServingReport
 from serving.rollout.version_list import VersionLine
 
-EventKind = Literal["swap", "refused", "drift", "restart", "checkpoint", "lag", "undo"]
+EventKind = Literal["swap", "refused", "drift", "restart", "checkpoint", "lag", "undo", "search"]
 KINDS: tuple[EventKind, ...] = get_args(EventKind)
 
 KEPT = 200
@@ -98,6 +99,8 @@ class EventDetector:
         elif before is not None and learner.drifts > before.drifts:
             step = "" if learner.drift_step is None else f" at step {learner.drift_step:,}"
             self._log.add("drift", learner.time, f"The stream drifted{step}.")
+        if learner.search is not None and before is not None and before.search is not None:
+            self._update_search(learner.time, before.search, learner.search)
         if learner.checkpoint is not None and (before is None or learner.checkpoint != before.checkpoint):
             time = learner.time if learner.checkpoint_time is None else learner.checkpoint_time
             if time >= self._began:
@@ -115,6 +118,15 @@ class EventDetector:
             self._log.extend("undo", now, f"The learner learns again from checkpoint {undo.checkpoint}: {without}.")
         elif not began and (before is None or before.left or before.number != undo.number):
             self._log.extend("undo", now, f"The stream was learned again: {without}.")
+
+    def _update_search(self, time: float, before: SearchReport, search: SearchReport) -> None:
+        known = {each.number for each in before.history}
+        for each in search.history:
+            if each.outcome in ("promoted", "better") and each.number not in known:
+                settings = ", ".join(f"{key} = {value:.4g}" for key, value in each.values.items())
+                then = "its settings are the model's now" if each.outcome == "promoted" else "it waits for promote"
+                gain = f"by {each.difference:+.4f} over {each.steps:,} steps"
+                self._log.add("search", time, f"Challenger {each.number} with {settings} is better, {gain}: {then}.")
 
     def _update_refused(self, now: float, versions: Iterable[VersionLine]) -> None:
         refused = {line.number: line for line in versions if line.fate in ("refused", "rolled back")}

@@ -46,6 +46,8 @@ from learner.replay_feed import make_feed
 from learner.resume import most_added
 from learner.run import between_steps
 from learner.runtime.shutdown import Deadline
+from learner.search.trainer import SearchingTrainer
+from learner.sections.search import SearchSettings
 from learner.state_dir.checkpoint import RANK, Checkpoints
 from learner.state_dir.lock import check_generation
 from learner.state_dir.version import Versions, reference_to
@@ -67,6 +69,7 @@ from tests.support.strategies import extended
 
 CPU = torch.device("cpu")
 NAME = TopicPartition("events", 0)
+_ARGUMENTS = ("model", "task", "strategy", "schema", "settings", "device")
 ROWS = 32
 """Events of a block, of which one is held out and the others are a batch."""
 
@@ -151,6 +154,7 @@ class LearnerBench:
         stream: Callable[[threading.Event], Stream] | None = None,
         checkpoints: Mapping[str, Any] | None = None,
         undone: UndoneEvents | None = None,
+        search: Mapping[str, Any] | None = None,
         keyed: bool = True,
     ) -> None:
         self.stop, self.closed = threading.Event(), False
@@ -165,8 +169,15 @@ class LearnerBench:
         embedding = Embedding(model, "3") if strategy.embeds else None
         precision = choose_precision(settings.precision, device)
         teaching = TeacherLoss(task, 0.5, 2.0) if teacher is not None else None
-        trainer = Trainer(
-            *(model.to(device), task, strategy, schema, settings, device, precision, embedding), teaching=teaching
+        kind: Callable[..., Trainer] = Trainer
+        if search is not None:
+            chosen = SearchSettings.model_validate(search)
+            kind = functools.partial(SearchingTrainer, chosen, 0, path, type(strategy))
+        trainer = kind(
+            **dict(zip(_ARGUMENTS, (model.to(device), task, strategy, schema, settings, device), strict=True)),
+            precision=precision,
+            embedding=embedding,
+            teaching=teaching,
         )
         duration = self.metrics.learner.teacher_duration
         self.feed = None if teacher is None else TeacherFeed(teacher, (3,), duration, unlabelled=distil)

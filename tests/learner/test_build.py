@@ -3,6 +3,7 @@
 import itertools
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from learner.config import (
     ModelSettings,
 )
 from learner.errors import ModelError
+from learner.search.trainer import SearchingTrainer
+from learner.sections.search import SearchSettings
 from learner.strategies.examples import Examples
 from learner.strategies.registry import STRATEGIES
 from tests.learner.learner_spec import learner_spec
@@ -101,3 +104,18 @@ def test_channels_last_learns_what_contiguous_weights_learn(
         assert weight.is_contiguous(memory_format=torch.channels_last) == last
         losses.append(found)
     assert losses[1] == pytest.approx(losses[0], rel=1e-3 if precision == "fp32" else 0.1, abs=1e-4)
+
+
+def test_a_section_search_builds_a_trainer_with_challengers(spec: Callable[..., LearnerSpec]) -> None:
+    """A version's settings have the section, since weights depend on it."""
+    plain = spec({}, precision="fp32")
+    searching = replace(plain, search=SearchSettings(challengers=2))
+    setup = build_training_setup(searching, CPU)
+    trainer = build_trainer(setup, None, deployment=searching)
+    assert isinstance(trainer, SearchingTrainer)
+    events = fake_columns(setup.schema, range(8), label=[0, 1, 2])
+    for _ in range(3):
+        assert trainer.step(trainer.examples(events)).finite
+    assert trainer.search_report.steps == 6
+    assert searching.settings_of_weights["search"]["challengers"] == 2
+    assert "search" not in plain.settings_of_weights

@@ -28,6 +28,7 @@ const HELP = {
   capacity: "Old events that are sampled together with new ones. The store evicts when it is 1/32 above its capacity, back to it.",
   forgetting: "Best accuracy ever less accuracy now on the holdout set, mean over the classes.",
   loss: "Mean loss of new events before the model trains on them.",
+  search: "The settings that the model trains with, and the challengers that try others on the same events; anabranch search status has each.",
   drift: "Changes of the stream that the detector has noticed over the life of the pipeline.",
   ratio: "Old events that the next step replays for each new one.",
   labels: "Events that wait for a label from the topics of [stream.labels], and the time from an event to its label.",
@@ -248,7 +249,7 @@ function renderAccuracy() {
   if ($("happened").open) renderEvents(marks);
 }
 
-const EVENTS = { swap: "swap", refused: "refused version", drift: "drift", restart: "restart", checkpoint: "checkpoint", lag: "lag policy", undo: "undo" };
+const EVENTS = { swap: "swap", refused: "refused version", drift: "drift", restart: "restart", checkpoint: "checkpoint", lag: "lag policy", undo: "undo", search: "search" };
 
 function renderEvents(marks) {
   const rows = marks.toReversed().slice(0, 100).map((mark) => element("tr", { "data-event": mark.kind },
@@ -477,6 +478,8 @@ function renderFacts() {
     ["Device sharing", device ? `${device.policy}, training ${percent(device.training, true)} of the time, yielded ${count(device.times)} times` : "off", "sharing"],
     ["Gate", !learner?.verdict ? NONE : learner.held_reasons.length ? `fail: ${learner.held_reasons.join("; ")}` : learner.verdict, "verdict"],
   ];
+  const search = learner?.search;
+  if (search) training.push(["Search", `${pairs(search.values, digits)}${search.pinned ? ", pinned" : `, ${count(search.challengers.length)} challengers`}${Object.keys(search.outcomes).length ? `; ended: ${pairs(search.outcomes, count)}` : ""}`, "search"]);
   const labels = learner?.labels;
   if (labels) training.push(["Late labels", `${count(labels.waiting)} events wait${known(labels.lag_p99_seconds) ? `, labels take ${duration(labels.lag_p50_seconds)}, 99 % of them less than ${duration(labels.lag_p99_seconds)}` : ""}`, "labels"]);
   const undo = learner?.undo;

@@ -4,6 +4,7 @@ import msgspec
 import pytest
 
 from learner.state_dir.report import LearnerReport
+from learner.state_dir.search.control import ChallengerReport, SearchReport
 from learner.state_dir.undo_file import UndoReport
 from serving.dashboard.events import KINDS, Event, EventDetector, EventLog
 from serving.reporting.report import ServingReport
@@ -85,6 +86,27 @@ def test_drift_restart_checkpoint_and_lag_policy_are_events(detect):
         ("lag", BEGAN + 3, "The learner lags, and the lag policy holds."),
         ("restart", BEGAN + 8, "The learner was restarted."),
     ]
+
+
+def test_a_promotion_of_a_search_is_an_event_once(detect):
+    search = SearchReport(values={}, given={}, pinned=False, challengers=[], history=[], outcomes={}, steps=0)
+    ended = ChallengerReport(
+        number=7,
+        values={"learner.optimizer.lr": 0.02},
+        steps=87,
+        difference=0.0794,
+        log_wealth=7.8,
+        log_threshold=7.6,
+        outcome="promoted",
+        step=91,
+    )
+    others = [msgspec.structs.replace(ended, number=number, outcome="no_better") for number in (5, 6)]
+    detect(BEGAN, learner(search=msgspec.structs.replace(search, history=others)))
+    promoted = msgspec.structs.replace(search, history=[*others, ended])
+    said = "Challenger 7 with learner.optimizer.lr = 0.02 is better, by +0.0794 over 87 steps: "
+    expected = [("search", BEGAN + 1, f"{said}its settings are the model's now.")]
+    assert detect(BEGAN + 1, learner(search=promoted, time=BEGAN + 1)) == expected
+    assert detect(BEGAN + 2, learner(search=promoted, time=BEGAN + 2)) == expected
 
 
 def test_a_refused_version_is_an_event_once_with_its_reason(detect):

@@ -1,0 +1,1 @@
+"""`anabranch search`: shows challengers, and lets a person control them."""

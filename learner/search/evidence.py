@@ -1,0 +1,60 @@
+"""Whether one of two models is better, by a test that may be read after each step.
+
+The wealth of a gambler who bets on differences, which are clipped to [-1, 1] in a unit that is known before, is a
+non-negative supermartingale where their mean, given all earlier ones, is at most 0. So the probability that it ever
+reaches 1 / alpha is at most alpha (Ville's inequality), however often it is read, and however the stream changes:
+Waudby-Smith and Ramdas 2024, "Estimating means of bounded random variables by betting", section 4; Ramdas et al. 2023,
+"Game-theoretic statistics and safe anytime-valid inference".
+
+Many challengers share one error rate: the j-th since the last promotion gets alpha / (j (j + 1)), and these add up to
+alpha (alpha spending, as in Foster and Stine 2008, "Alpha-investing").
+"""
+
+import math
+from collections.abc import Sequence
+
+ALPHA = 1e-3
+"""The probability that a model is ever replaced by a challenger that is not better."""
+_BETS = (0.05, 0.1, 0.2, 0.4, 0.8)
+"""Fractions of the wealth that are bet. The wealth is the mean of those of five gamblers, one with each of them."""
+_WIDTH = 2.0
+"""Differences are clipped to so many times their usual size, by those before: a lucky step proves little."""
+_MEMORY = 32
+"""Differences over which the usual size is averaged."""
+
+
+class Evidence:
+    """The wealth of the gamblers, by the logarithm of each, and the mean square of differences."""
+
+    def __init__(self, logs: Sequence[float] = (0.0,) * len(_BETS), square: float = 0.0, seen: int = 0) -> None:
+        self.logs, self.square, self.seen = list(logs), square, seen
+
+    def add(self, difference: float) -> None:
+        """Add the mean difference of a step's events; positive where the challenger is better.
+
+        Nothing is bet on the first: the size of bets depends on earlier differences alone.
+        """
+        if not difference:
+            return
+        if self.seen:
+            unit = max(-1.0, min(1.0, difference / (_WIDTH * math.sqrt(self.square))))
+            self.logs = [log + math.log1p(bet * unit) for log, bet in zip(self.logs, _BETS, strict=True)]
+        self.seen += 1
+        self.square += (difference * difference - self.square) / min(self.seen, _MEMORY)
+
+    @property
+    def log_wealth(self) -> float:
+        """The logarithm of the mean wealth."""
+        most = max(self.logs)
+        return most + math.log(sum(math.exp(log - most) for log in self.logs) / len(self.logs))
+
+
+def log_threshold(number: int) -> float:
+    """Return the logarithm of the wealth at which the challenger of this number, counted from 1, is shown better."""
+    return math.log(number * (number + 1) / ALPHA)
+
+
+def relative_difference(error: float, challenger: float) -> float:
+    """Return how much lower a challenger's error is than the model's, -1..1; 0 where both are 0."""
+    total = abs(error) + abs(challenger)
+    return (error - challenger) / total if total else 0.0

@@ -1,0 +1,252 @@
+"""Which challengers train in a step, for how long, and which one is better than the model.
+
+Leases double, as in ChaCha (Wu et al. 2021, "ChaCha for online AutoML", ICML): a challenger first gets a short lease,
+and after it a longer one if it was better on it. It starts each lease from the model's weights, so that both train on
+the same events from the same point on, and its evidence goes on.
+"""
+
+import logging
+import math
+from collections import Counter, deque
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from itertools import count
+from typing import Any
+
+from learner.search.evidence import Evidence, log_threshold
+from learner.search.space import SearchSpace
+from learner.sections.search import SearchSettings
+from learner.state_dir.search.control import ChallengerReport, Judged
+
+FIRST_LEASE, LONGEST_LEASE = 32, 256
+"""Steps of the first lease of a challenger, and of its last."""
+_SAVED = 1024
+"""Steps of challengers that may be saved up: a search begins with them, while a model has most to gain."""
+_WORSE = math.log(20.0)
+"""Evidence that a challenger is worse with which its lease ends at once; such an error costs a challenger, no more."""
+_KEPT = 50
+"""Ended challengers that are reported."""
+
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Challenger:
+    """Settings that are compared with the model's."""
+
+    number: int
+    values: dict[str, float]
+    rank: int
+    """Its number since the model's settings changed, from 1: how much of the error rate it gets."""
+    lease: int = FIRST_LEASE
+    slot: int | None = None
+    """Which copy of the model it trains; None: it waits for a lease."""
+    left: int = 0
+    """Steps that are left of the lease."""
+    steps: int = 0
+    total: float = 0.0
+    """Sum of the differences."""
+    better: Evidence = field(default_factory=Evidence)
+    worse: Evidence = field(default_factory=Evidence)
+
+    def report(self, outcome: Judged | None = None, step: int = 0) -> ChallengerReport:
+        """Return it for the learner's report."""
+        return ChallengerReport(
+            number=self.number,
+            values=self.values,
+            steps=self.steps,
+            difference=self.total / max(1, self.steps),
+            log_wealth=self.better.log_wealth,
+            log_threshold=log_threshold(self.rank),
+            outcome=outcome,
+            step=step,
+        )
+
+    def state(self) -> dict[str, Any]:
+        """Return JSON values."""
+        return {**asdict(self), **{name: vars(getattr(self, name)) for name in ("better", "worse")}}
+
+    @classmethod
+    def of_state(cls, state: Mapping[str, Any]) -> "Challenger":
+        """Return the challenger of a state."""
+        return cls(**{**state, **{name: Evidence(**state[name]) for name in ("better", "worse")}})
+
+
+class ChallengerPool:
+    """The challengers, and the steps that they may take. It depends on the observed differences alone."""
+
+    def __init__(self, settings: SearchSettings, given: Mapping[str, float], seed: int) -> None:
+        """Start with the settings of the config, `given`."""
+        self._settings = settings
+        self._space = SearchSpace(settings.space, seed)
+        self.given = dict(given)
+        self.values = dict(given)
+        """The model's settings, by key."""
+        self.live: list[Challenger] = []
+        """Those that train now."""
+        self._waiting: list[Challenger] = []
+        self._saved = float(_SAVED)
+        """Steps that challengers may take."""
+        self._numbers = 0
+        self._ranks = 0
+        self._proposals = 0
+        self.step = 0
+        """Steps of the model."""
+        self.trained = 0
+        """Steps of challengers."""
+        self.outcomes: Counter[str] = Counter()
+        self.history: deque[ChallengerReport] = deque(maxlen=_KEPT)
+        self.pinned = False
+        self.alert: ChallengerReport | None = None
+        """The newest challenger that is better than the model with its settings of now, and is not promoted."""
+
+    def begin(self) -> list[Challenger]:
+        """Begin a step: return the challengers whose lease begins now, which copy the model first."""
+        self.step += 1
+        share = self._settings.share
+        self._saved = min(_SAVED, self._saved + share / (1 - share))
+        begun = list[Challenger]()
+        while not self.pinned and len(self.live) < self._settings.challengers:
+            if self._saved < (min(self._waiting[0].lease, _SAVED) if self._waiting else FIRST_LEASE):
+                break
+            challenger = self._waiting.pop(0) if self._waiting else self._proposal()
+            if challenger is None:
+                break
+            self._saved -= challenger.lease
+            challenger.left = challenger.lease
+            challenger.slot = next(slot for slot in count() if all(slot != each.slot for each in self.live))
+            self.live.append(challenger)
+            begun.append(challenger)
+        return begun
+
+    def observe(self, challenger: Challenger, difference: float) -> bool:
+        """Add the difference of one step, in -1..1; return whether the challenger is shown to be better.
+
+        A lease that is over, or that the challenger has lost, ends.
+        """
+        challenger.steps += 1
+        challenger.left -= 1
+        challenger.total += difference
+        challenger.better.add(difference)
+        challenger.worse.add(-difference)
+        self.trained += 1
+        if challenger.better.log_wealth >= log_threshold(challenger.rank):
+            return True
+        if challenger.worse.log_wealth >= _WORSE or (not challenger.left and challenger.total <= 0):
+            self.end(challenger, "no_better")
+        elif not challenger.left:
+            if challenger.lease >= LONGEST_LEASE:
+                self.end(challenger, "undecided")
+            elif self._saved >= challenger.lease:
+                self._saved -= challenger.lease
+                challenger.left = challenger.lease
+                challenger.lease *= 2
+            else:
+                self._release(challenger)
+                challenger.lease *= 2
+                self._waiting.append(challenger)
+                self._waiting.sort(key=lambda each: -each.better.log_wealth)
+        return False
+
+    def end(self, challenger: Challenger, outcome: Judged) -> None:
+        """End a challenger, which trains or waits."""
+        self._release(challenger)
+        if challenger in self._waiting:
+            self._waiting.remove(challenger)
+        self.outcomes[outcome] += 1
+        report = challenger.report(outcome, self.step)
+        self.history.append(report)
+        if outcome == "better":
+            self.alert = report
+        log.info(
+            "challenger %d with %s ends at step %d: %s after %d steps, difference %.3g",
+            *(report.number, shown(report.values), self.step, outcome, report.steps, report.difference),
+        )
+
+    def take(self, values: Mapping[str, float]) -> None:
+        """Give the model other settings: all comparisons with those before end."""
+        self.stop()
+        self.values = {key: float(values.get(key, own)) for key, own in self.values.items()}
+        self._ranks = self._proposals = 0
+        self.alert = None
+
+    def stop(self) -> None:
+        """End all challengers."""
+        for challenger in [*self.live, *self._waiting]:
+            self.end(challenger, "stopped")
+
+    @property
+    def challengers(self) -> list[Challenger]:
+        """All that have not ended."""
+        return [*self.live, *self._waiting]
+
+    def _release(self, challenger: Challenger) -> None:
+        """End a lease; steps that are left are saved."""
+        if challenger in self.live:
+            self.live.remove(challenger)
+            self._saved = min(_SAVED, self._saved + challenger.left)
+        challenger.slot, challenger.left = None, 0
+
+    def _proposal(self) -> Challenger | None:
+        """Return a challenger with settings that no other one tries now; None where all near ones are tried."""
+        tried = [each.values for each in self.challengers]
+        for number, values in self._space.around(self.values, self._proposals):
+            if values not in tried:
+                self._proposals, self._numbers, self._ranks = number + 1, self._numbers + 1, self._ranks + 1
+                return Challenger(self._numbers, values, self._ranks)
+        return None
+
+    def state(self) -> dict[str, Any]:
+        """Return JSON values, for a checkpoint."""
+        plain = {name: getattr(self, name) for name in (*_PLAIN, "given", "values")}
+        return {
+            **plain,
+            "live": [each.state() for each in self.live],
+            "waiting": [each.state() for each in self._waiting],
+            "outcomes": dict(self.outcomes),
+            "history": [_fields(each) for each in self.history],
+            "alert": self.alert and _fields(self.alert),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> bool:
+        """Restore the state of a checkpoint; return whether its challengers go on.
+
+        They end where the space, the number of challengers or a value of the config has changed since. A value that was
+        found stays, unless the user has changed it or taken its key out of the space.
+        """
+        for name in _PLAIN:
+            setattr(self, name, state[name])
+        self.outcomes = Counter(state["outcomes"])
+        self.history = deque((ChallengerReport(**each) for each in state["history"]), maxlen=_KEPT)
+        self.alert = state["alert"] and ChallengerReport(**state["alert"])
+        self.live = [Challenger.of_state(each) for each in state["live"]]
+        self._waiting = [Challenger.of_state(each) for each in state["waiting"]]
+        before, found = state["given"], state["values"]
+        kept = {key: found[key] for key, value in self.given.items() if before.get(key) == value}
+        if before == self.given and len(self.live) <= self._settings.challengers and self._all_within():
+            self.values = kept
+            return True
+        self.take(kept)
+        return False
+
+    def _all_within(self) -> bool:
+        """Whether all settings that are compared are in the ranges of the config."""
+        ranges = self._settings.space
+        return all(
+            low <= each.values[key] <= high or each.values[key] == self.values[key]
+            for each in self.challengers
+            for key, (low, high) in ranges.items()
+        )
+
+
+def shown(values: Mapping[str, float]) -> str:
+    """Return settings as a person writes them."""
+    return ", ".join(f"{key} = {value:.4g}" for key, value in values.items())
+
+
+_PLAIN = ("_saved", "_numbers", "_ranks", "_proposals", "step", "trained", "pinned")
+
+
+def _fields(report: ChallengerReport) -> dict[str, Any]:
+    return {name: getattr(report, name) for name in report.__struct_fields__}

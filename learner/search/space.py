@@ -1,0 +1,54 @@
+"""The settings that challengers try: around those of the model, in pairs of opposite directions."""
+
+import math
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from learner.sections.search import Range
+
+_RADII = (1 / 4, 1 / 8, 1 / 16)
+"""Distances from the model's settings, as fractions of a range."""
+_WIDE = 10.0
+"""A range whose ends have at least this ratio is divided by ratios, and other ones by differences."""
+
+
+class SearchSpace:
+    """The ranges of the keys."""
+
+    def __init__(self, ranges: Mapping[str, Range], seed: int) -> None:
+        self._ranges = ranges
+        self._seed = seed
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._ranges)
+
+    def around(self, values: Mapping[str, float], start: int) -> Iterator[tuple[int, dict[str, float]]]:
+        """Yield a round of proposals from number `start` on, with their numbers, without those that equal `values`.
+
+        One key after the other moves up and down, by each distance; with several keys, then all at once in a random
+        direction. It depends on the arguments and the seed alone.
+        """
+        keys = list(self._ranges)
+        directions = len(keys) + (len(keys) > 1)
+        for number in range(start, start + 2 * len(_RADII) * directions):
+            pair, sign = number // 2, 1 - 2 * (number % 2)
+            radius = _RADII[pair % len(_RADII)]
+            which = pair // len(_RADII) % directions
+            if which < len(keys):
+                signs = {keys[which]: sign}
+            else:
+                random = np.random.default_rng([self._seed, pair])
+                signs = {key: sign * int(random.choice((-1, 1))) for key in keys}
+            moved = {key: self._moved(key, values[key], signs.get(key, 0) * radius) for key in keys}
+            if moved != dict(values):
+                yield number, moved
+
+    def _moved(self, key: str, value: float, by: float) -> float:
+        if not by:
+            return value
+        low, high = self._ranges[key]
+        value = max(low, min(high, value))
+        if low > 0 and high / low >= _WIDE:
+            return float(max(low, min(high, value * math.exp(by * math.log(high / low)))))
+        return float(max(low, min(high, value + by * (high - low))))

@@ -1,0 +1,54 @@
+"""The section `[search]`: challengers of the trained model, with other settings. Imports no torch."""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field
+
+from anabranch.core.settings import Section
+
+LR, WEIGHT_DECAY, MOMENTUM = (f"learner.optimizer.{name}" for name in ("lr", "weight_decay", "momentum"))
+MAX_GRAD_NORM = "learner.max_grad_norm"
+TUNABLE = LR, WEIGHT_DECAY, MOMENTUM, MAX_GRAD_NORM
+"""The keys that a model may change between two steps."""
+
+Range = tuple[float, float]
+
+
+def _ranges(space: Mapping[str, Range]) -> Mapping[str, Range]:
+    for key, (low, high) in space.items():
+        if key not in TUNABLE:
+            raise ValueError(
+                f"{key} cannot be changed between two steps of one model; keys that can are {', '.join(TUNABLE)}"
+            )
+        least = 0.0 if key == WEIGHT_DECAY else math.ulp(0.0)
+        if not least <= low < high < math.inf:
+            raise ValueError(f"{key} = [{low:g}, {high:g}] is no range: write [low, high], with 0 < low < high")
+        if key == MOMENTUM and high >= 1:
+            raise ValueError(f"{key} = [{low:g}, {high:g}] reaches 1, where momentum grows without end")
+    return space
+
+
+class SearchSettings(Section):
+    """Looks for better settings while the stream is learned: challengers train with other values on the same events."""
+
+    challengers: Annotated[int, Field(ge=1, le=64)] = 4
+    """Most challengers at once; each has a copy of the weights and of the optimizer's state."""
+    share: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """Fraction of the steps' time that challengers get in the long run: with 0.2, a quarter as many steps as the
+    model."""
+    space: Annotated[dict[str, Range], Field(min_length=1), AfterValidator(_ranges)] = {LR: (1e-6, 1.0)}
+    """The range of each key that challengers change, such as `{"learner.optimizer.lr" = [1e-6, 1.0]}`."""
+    promote: Literal["alert", "auto"] = "alert"
+    """What happens when a challenger is shown to be better: `alert` reports it, and `anabranch search promote` takes
+    its settings; with `auto` its weights, optimizer and settings become the model's."""
+    measure: Literal["loss", "score"] = "loss"
+    """What is compared, on new events before training on them: the task's loss, or its score, such as accuracy. Losses,
+    and scores without bounds, as of regression, are compared as fractions of both models' together."""
+
+
+def search_conflicts(search: SearchSettings, momentum: object) -> Iterator[tuple[str, str]]:
+    """Yield each key of `[search]` that does not fit an optimizer with this momentum, and one sentence on it."""
+    if MOMENTUM in search.space and not momentum:
+        yield "space", f"search.space has {MOMENTUM}, and the optimizer has none; set it, or take it out of the space"

@@ -1,0 +1,142 @@
+"""Leases, the share of the steps, and what becomes of challengers, without a model."""
+
+import json
+import math
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from learner.search.pool import FIRST_LEASE, LONGEST_LEASE, ChallengerPool
+from learner.search.space import SearchSpace
+from learner.sections.search import LR, MAX_GRAD_NORM, MOMENTUM, WEIGHT_DECAY, SearchSettings, search_conflicts
+
+GIVEN = {LR: 1e-4}
+
+
+def pool_of(seed: int = 0, **settings: Any) -> ChallengerPool:
+    return ChallengerPool(SearchSettings.model_validate(settings), GIVEN, seed)
+
+
+def advance(pool: ChallengerPool, steps: int, difference: float = 0.0) -> None:
+    """Let all challengers differ by `difference` from the model, a little less in each second step."""
+    for step in range(steps):
+        pool.begin()
+        for challenger in list(pool.live):
+            if pool.observe(challenger, difference * (1 - step % 2 / 10)):
+                pool.end(challenger, "better")
+
+
+@pytest.mark.parametrize("share", [0.05, 0.2, 0.6])
+@pytest.mark.parametrize("difference", [0.0, -0.1])
+def test_the_share_is_kept_in_the_long_run(share: float, difference: float) -> None:
+    pool, steps = pool_of(share=share), 8_000
+    advance(pool, steps, difference)
+    saved_up = 1024
+    assert pool.trained <= steps * min(4, share / (1 - share)) + saved_up
+    assert pool.trained >= 0.9 * steps * share / (1 - share)
+
+
+def test_leases_double_until_the_longest() -> None:
+    pool = pool_of(challengers=1)
+    leases = set()
+    for step in range(40_000):
+        for challenger in pool.begin():
+            leases.add(challenger.left)
+        for challenger in list(pool.live):
+            pool.observe(challenger, (-1) ** step * 0.1 + 1e-4)  # a little better, and never shown to be
+        if pool.outcomes["undecided"]:
+            break
+    assert max(leases) <= LONGEST_LEASE
+    assert FIRST_LEASE in leases
+    assert pool.history[-1].steps in range(LONGEST_LEASE, 2 * LONGEST_LEASE + 1)
+
+
+def test_a_worse_challenger_gives_its_lease_back() -> None:
+    pool = pool_of(challengers=1)
+    pool.begin()
+    (challenger,) = pool.live
+    while challenger in pool.live:
+        pool.observe(challenger, -0.5)
+    assert challenger.steps < FIRST_LEASE
+    assert pool.outcomes == {"no_better": 1}
+    assert pool.state()["_saved"] == 1024 - challenger.steps
+
+
+def test_a_state_goes_on_the_same_way() -> None:
+    first = pool_of(challengers=3)
+    advance(first, 500, 0.01)
+    second = pool_of(challengers=3)
+    assert second.restore(json.loads(json.dumps(first.state())))
+    for pool in (first, second):
+        advance(pool, 500, 0.01)
+    assert first.state() == second.state()
+
+
+def test_what_was_found_stays_unless_the_user_changes_it() -> None:
+    first = pool_of()
+    first.take({LR: 0.02})
+    advance(first, 10)
+    state = json.loads(json.dumps(first.state()))
+    same = pool_of()
+    assert same.restore(state)
+    assert same.values == {LR: 0.02}
+    changed = ChallengerPool(SearchSettings(), {LR: 5e-4}, 0)
+    assert not changed.restore(state)
+    assert changed.values == {LR: 5e-4}
+    assert not changed.challengers
+    fewer = pool_of(challengers=1)
+    assert not fewer.restore(state)
+    assert fewer.values == {LR: 0.02}
+
+
+def test_no_challenger_begins_while_settings_are_pinned() -> None:
+    pool = pool_of()
+    pool.pinned = True
+    advance(pool, 100)
+    assert pool.trained == 0
+    assert not pool.challengers
+
+
+def test_a_space_with_few_values_runs_out_of_proposals_and_goes_on() -> None:
+    pool = ChallengerPool(SearchSettings(challengers=64, space={LR: (1e-4, 1.0)}), GIVEN, 0)
+    assert 0 < len(pool.begin()) < 64
+    advance(pool, 200)
+    assert pool.history
+
+
+@pytest.mark.parametrize("value", [1e-9, 1e-4, 1.0, 7.0])
+def test_proposals_are_in_their_ranges_and_other_settings(value: float) -> None:
+    ranges = {LR: (1e-6, 1.0), WEIGHT_DECAY: (0.0, 0.5)}
+    values = {LR: value, WEIGHT_DECAY: 0.1}
+    proposals = [proposal for _, proposal in SearchSpace(ranges, 3).around(values, 5)]
+    assert proposals == [proposal for _, proposal in SearchSpace(ranges, 3).around(values, 5)]
+    assert any(each[LR] != value and each[WEIGHT_DECAY] != 0.1 for each in proposals)
+    for proposal in proposals:
+        assert proposal != values
+        for key, (low, high) in ranges.items():
+            assert low <= proposal[key] <= high or proposal[key] == values[key]
+
+
+@pytest.mark.parametrize(
+    ("space", "said"),
+    [
+        ({"learner.batch_size": [1, 9]}, "learner.batch_size cannot be changed between two steps of one model"),
+        ({"model.args.width": [8, 64]}, f"keys that can are {LR}"),
+        ({LR: [0, 1]}, "is no range"),
+        ({LR: [1, 0.1]}, "is no range"),
+        ({MAX_GRAD_NORM: [1, math.inf]}, "is no range"),
+        ({MOMENTUM: [0.5, 1.0]}, "momentum grows without end"),
+        ({}, "at least 1 item"),
+    ],
+)
+def test_a_space_that_cannot_be_searched_is_refused_by_a_sentence(space: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError, match=said.replace("[", "\\[")):
+        SearchSettings.model_validate({"space": space})
+
+
+def test_momentum_is_searched_only_where_the_optimizer_has_it() -> None:
+    search = SearchSettings(space={MOMENTUM: (0.5, 0.99)})
+    ((key, said),) = search_conflicts(search, None)
+    assert (key, "the optimizer has none" in said) == ("space", True)
+    assert not list(search_conflicts(search, 0.9))
