@@ -294,6 +294,21 @@ def test_the_images_are_ordered_by_task_and_shuffled_by_seed(forgetting: ModuleT
     assert np.array_equal(label[first] // 2, label[second] // 2)
 
 
+def test_an_hour_is_labelled_by_the_next_one_at_its_airport(load: Load) -> None:
+    """Rows of another airport follow; a missing direction has no label, and 350 degrees are in the sector of north."""
+    strangers, names = (
+        load("strangers"),
+        "origin,temp,dewp,humid,wind_dir,wind_speed,precip,pressure,visib,hour,time_hour",
+    )
+    hours = [("EWR", 30, 90, "1T00"), ("EWR", 31, 350, "1T01"), ("EWR", 30, "NA", "1T02"), ("JFK", 9, 45, "1T00")]
+    lines = [f"{origin},{temp},1,50,{wind},3,0,NA,10,5,{time}" for origin, temp, wind, time in hours]
+    arrays = strangers.hour_arrays("\n".join([names, *lines]))
+    np.testing.assert_array_equal(arrays["after"], np.array([[350, 1], [np.nan, -1]], np.float32))
+    assert strangers.stranger("wind", arrays)[1].tolist() == [0]
+    assert strangers.stranger("warmer", arrays)[1].tolist() == [1, 0]
+    assert np.isfinite(strangers.stranger("warmer", arrays)[0]).all()
+
+
 def test_the_accuracy_is_the_mean_over_tasks_of_any_size(forgetting: ModuleType) -> None:
     def always_zero(x: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.one_hot(torch.zeros(len(x), dtype=torch.int64), 10).float()

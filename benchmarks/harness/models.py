@@ -91,16 +91,18 @@ def convnet(channels: int = 16) -> nn.Module:
 class Tabular(nn.Module):
     """Numbers brought to about the same size, categories embedded, and layers over both."""
 
-    def __init__(self, middle: Sequence[float], scale: Sequence[float], categories: Sequence[int], hidden: int) -> None:
+    def __init__(
+        self, middle: Sequence[float], scale: Sequence[float], categories: Sequence[int], hidden: int, classes: int
+    ) -> None:
         super().__init__()
         self.register_buffer("middle", torch.tensor(middle))
         self.register_buffer("scale", torch.tensor(scale))
         dims = [min(16, 2 + count // 4) for count in categories]
         self.embeddings = nn.ModuleList(nn.Embedding(count, dim) for count, dim in zip(categories, dims, strict=True))
-        self.body = mlp([len(middle) + sum(dims), hidden, hidden, 2])
+        self.body = mlp([len(middle) + sum(dims), hidden, hidden, classes])
 
     def forward(self, num: Tensor, cat: Tensor | None = None) -> Tensor:
-        """Return logits `[B, 2]` for numbers `[B, F]` and, where there are any, categories, int64 `[B, C]`."""
+        """Return logits `[B, C]` for numbers `[B, F]` and, where there are any, categories, int64 `[B, C]`."""
         parts = [((num - self.middle) / self.scale).clamp(-5, 5)]  # what is missing is far off
         if cat is not None:
             parts += [embed(cat[:, column]) for column, embed in enumerate(self.embeddings)]
@@ -108,9 +110,11 @@ class Tabular(nn.Module):
         return logits
 
 
-def tabular(middle: Sequence[float], scale: Sequence[float], categories: Sequence[int], hidden: int = 64) -> nn.Module:
+def tabular(
+    middle: Sequence[float], scale: Sequence[float], categories: Sequence[int], hidden: int = 64, classes: int = 2
+) -> nn.Module:
     """Make a `Tabular`."""
-    return Tabular(middle, scale, categories, hidden)
+    return Tabular(middle, scale, categories, hidden, classes)
 
 
 class Averaged(nn.Module):

@@ -99,6 +99,11 @@ _FALL = 8000
 _DOUBT = 5000
 """Steps in which the excess of the bar, raised by a trial without benefit, halves."""
 _FULL = 1.0
+_FULL_GAIN = 4
+"""Gain, as a multiple of `cost`, for which the ratio is full; a smaller gain has a ratio in proportion. The first old
+events of a step gain most: on streams that lose classes, a quarter of the full ratio has four fifths of its gain. The
+cost of replay for new events grows with the ratio.
+"""
 _NEARLY_FULL = 0.9
 _LEAST = 0.05
 
@@ -113,10 +118,11 @@ class AdaptiveReplayRatio(Ratio):
     * trial: replay at the full ratio for some steps. If forgetting falls by `cost` or more, the phase is on. Otherwise
       old events are only harder (natural drift): replay stops, the bar rises above the measured forgetting, and then
       decays slowly.
-    * on: the ratio decays slowly while forgetting exceeds the lowest value reached with replay by no more than half of
-      `cost`, or twice the sampling error if that is larger; otherwise the ratio rises at once. After `_FALL` steps at a
-      nearly full ratio, the current forgetting replaces the lowest value: otherwise old events that have become only
-      harder would keep replay on permanently.
+    * on: the ratio begins in proportion to the gain of the trial, which it never exceeds. It decays slowly while
+      forgetting exceeds the lowest value reached with replay by no more than half of `cost`, or twice the sampling
+      error if that is larger; otherwise it rises at once. After `_FALL` steps nearly at its highest, the current
+      forgetting replaces the lowest value: otherwise old events that have become only harder would keep replay on
+      permanently.
 
     `cost` is 0.2 * (1 - old_weight) / old_weight, in accuracy, or for regression as a fraction of the larger error.
     """
@@ -160,6 +166,12 @@ class AdaptiveReplayRatio(Ratio):
         larger = max(-self._new.mean, -self._old.mean)
         return larger if larger > 0 else math.inf
 
+    @property
+    def _highest(self) -> float:
+        """The ratio that is in proportion to the measured gain; a gain of `cost` is the least that has one."""
+        full = _FULL_GAIN * self._cost
+        return _FULL * min(1.0, max(self._cost, self._without - self._with) / full) if full else _FULL
+
     @override
     def probes(self, step: int) -> bool:
         return step % _PROBE_EVERY == 0  # in every phase alike, so that its measurements can be compared
@@ -190,17 +202,19 @@ class AdaptiveReplayRatio(Ratio):
             return
         if self._without - self.forgetting >= self._cost:
             self._phase, self._with = "on", max(0.0, self.forgetting)
+            self.now = self._highest
         else:
             self._stop(self._without + self._cost)
 
     def _keep(self) -> None:
         error = math.hypot(*(mean.error(bounded=self._bounded) for mean in (self._new, self._old))) / self._unit
         self._with = max(0.0, min(self._with, self.forgetting + error))
-        self._full_for = self._full_for + 1 if self.now > _NEARLY_FULL else 0
+        self._without = max(self._without, self.forgetting)
+        self._full_for = self._full_for + 1 if self.now > _NEARLY_FULL * self._highest else 0
         if self._full_for == _FALL:
             self._with, self._full_for = self.forgetting, 0
         if self.forgetting - self._with > max(self._cost / 2, 2 * error):
-            self.now = min(_FULL, self.now + _FULL / _RISE)
+            self.now = min(self._highest, self.now + _FULL / _RISE)
             return
         self.now *= 0.5 ** (1 / _FALL)
         if self.now < _LEAST * _FULL:

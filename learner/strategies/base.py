@@ -85,6 +85,7 @@ class StrategyContext:
             named.
         ranks: the number of ranks.
         reset_optimizer: discards what the optimizer keeps of each weight.
+        adds_old: whether old events add to the loss of new ones, instead of sharing one mean with them.
     """
 
     model: nn.Module
@@ -96,6 +97,7 @@ class StrategyContext:
     embed: Callable[[Tensors], tuple[Tensor, Tensor]] | None = None
     ranks: int = 1
     reset_optimizer: Callable[[], object] = bool
+    adds_old: bool = False
 
     @cached_property
     def weights(self) -> tuple[nn.Parameter, ...]:

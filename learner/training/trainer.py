@@ -108,9 +108,9 @@ class Trainer(TrainerState):
         self._search = (PipelinedSearch if pipelined else RaisingSearch)(self._passes, schema, self._fallback)
         self.probe = OldEventScores(model, self._passes, hooks.launch_context)
         """Scores old events in evaluation mode, without training on them."""
-        strategy.setup(self._context(probe))
+        strategy.setup(self._context(probe, adds_old=settings.replay_ratio == "auto"))
 
-    def _context(self, probe: Tensors) -> StrategyContext:
+    def _context(self, probe: Tensors, *, adds_old: bool) -> StrategyContext:
         """Return the parts that the strategy may use; `probe`: features of a few made-up events."""
         return StrategyContext(
             model=self.model,
@@ -122,6 +122,7 @@ class Trainer(TrainerState):
             embed=None if self._embedding is None else self._embed,
             ranks=self._ranks.size,
             reset_optimizer=self._reset_optimizer,
+            adds_old=adds_old,
         )
 
     def _reset_optimizer(self) -> None:

@@ -22,7 +22,7 @@ from learner.model.task import Classification, MultiLabel, Regression, Task, Tok
 from learner.strategies.agem import ProjectedGradient
 from learner.strategies.base import StepWeights, Strategy, StrategyContext
 from learner.strategies.der import DarkReplay, DarkReplayPlus
-from learner.strategies.er import NoReplay
+from learner.strategies.er import ExperienceReplay, NoReplay
 from learner.strategies.er_ace import AsymmetricReplay
 from learner.strategies.ewc import ElasticWeights
 from learner.strategies.examples import Examples, concat
@@ -254,6 +254,32 @@ def test_a_strategy_that_is_not_made_for_one_class_learns_one_at_each_position(n
         result = trainer.step(new, old)
         learned.append(Examples(new.features, new.label_B, new.weight_B, result.output_B))
     assert result.score / 8 > (0.6 if name in {"der", "der++"} else 0.85)
+
+
+class TestEr:
+    def test_replay_that_the_learner_chooses_takes_nothing_from_new_events(self, schema: Schema) -> None:
+        new, old, plain = events(6, 1), events(3, 2), small()
+        trainer = make_trainer(schema, small(), ExperienceReplay(), replay_ratio="auto")
+        losses = [(cross_entropy(plain, each) * each.weight_B).sum() for each in (new, old)]
+        expected = gradient(plain, sum(losses) / new.weight_B.sum())
+        assert torch.allclose(stepped(trainer, new, [old]), expected, atol=1e-6)
+
+    def test_a_ratio_of_the_settings_gives_the_mean_of_all_events(self, schema: Schema) -> None:
+        new, old, plain = events(6, 1), events(3, 2), small()
+        both = concat([new, old])
+        expected = gradient(plain, mean(cross_entropy(plain, both), both))
+        trainer = make_trainer(schema, small(), ExperienceReplay(), replay_ratio=0.5)
+        assert torch.allclose(stepped(trainer, new, [old]), expected, atol=1e-6)
+
+    @pytest.mark.parametrize("weight", [0.0, 1e-3])
+    def test_new_events_with_little_weight_do_not_enlarge_the_step(self, schema: Schema, weight: float) -> None:
+        """Such as those whose label has not come: old events alone are at most twice their mean."""
+        new, old, plain = events(6, 1), events(6, 2), small()
+        new = Examples(new.features, new.label_B, new.weight_B * weight)
+        trainer = make_trainer(schema, small(), ExperienceReplay(), replay_ratio="auto")
+        both = concat([new, old])
+        expected = 2 * gradient(plain, mean(cross_entropy(plain, both), both))
+        assert torch.allclose(stepped(trainer, new, [old]), expected, atol=1e-6)
 
 
 class TestErAce:

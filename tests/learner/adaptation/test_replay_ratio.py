@@ -58,7 +58,7 @@ def test_the_full_ratio_is_reached_soon_where_replay_prevents_forgetting() -> No
     ratios = run(AdaptiveReplayRatio(0.5, bounded=True), Model(0.97, 0.1, 0.95), 1500)
     assert ratios[0] == 0
     assert 1.0 in ratios[:250]
-    assert min(ratios[ratios.index(1.0) :]) > 0.7
+    assert min(ratios[ratios.index(1.0) :]) > 0.6
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -66,7 +66,19 @@ def test_a_trial_starts_once_it_can_show_a_gain(seed: int) -> None:
     """A trial that starts as soon as forgetting exceeds the bar would have to undo all of the forgetting."""
     ratios = run(AdaptiveReplayRatio(0.5, bounded=True), Model(0.97, 0.4, 0.93), 1500, seed)
     begun = next(step for step, ratio in enumerate(ratios) if ratio)
-    assert min(ratios[begun:]) > 0.5
+    assert min(ratios[begun:]) > 0.3
+
+
+@pytest.mark.parametrize(("gain", "weight", "least", "most"), [(0.35, 0.5, 0.25, 0.5), (0.35, 0.8, 1.0, 1.0)])
+def test_the_ratio_is_in_proportion_to_the_gain(gain: float, weight: float, least: float, most: float) -> None:
+    """The cost of replay for new events grows with the ratio: a stream that gains little pays little."""
+    ratios = run(AdaptiveReplayRatio(weight, bounded=True), Model(0.9, 0.9 - gain, 0.9), 2000)
+    after = ratios[ratios.index(1.0) + 200 :]
+    assert least * 0.8 <= min(after) <= max(after) <= most
+
+
+def test_a_weight_of_one_for_old_events_replays_at_the_full_ratio() -> None:
+    assert run(AdaptiveReplayRatio(1.0, bounded=True), Model(0.9, 0.7, 0.9), 600)[-1] == pytest.approx(1.0, abs=0.1)
 
 
 def test_forgetting_that_decreases_after_the_trial_stays_low() -> None:
@@ -95,7 +107,7 @@ def test_the_ratio_decays_while_forgetting_is_low_and_rises_when_it_grows() -> N
         model.without = 0.93 if 500 <= step < 36_000 else 0.1
 
     ratios = run(ratio, model, 37_000, change=change)
-    assert ratios[499] > 0.9
+    assert ratios[499] > 0.6
     assert ratios[35_999] < 0.1
     assert max(ratios[36_000:]) > 0.5
 
@@ -111,7 +123,7 @@ def test_replay_stops_where_it_no_longer_helps(old_weight: float, rows: int, har
             model.without = model.with_ = 0.97 - harder
 
     ratios = run(ratio, model, 70_000, change=change, rows=rows)
-    assert min(ratios[1000:2000]) > 0.7
+    assert min(ratios[1000:2000]) > 0.6
     assert np.mean(ratios[-10_000:]) < 0.15
 
 
@@ -148,7 +160,7 @@ def test_the_sampling_error_of_few_events_does_not_raise_the_ratio() -> None:
 
 def test_a_weight_of_zero_stops_the_replay_of_a_checkpoint() -> None:
     before, after = AdaptiveReplayRatio(0.5, bounded=True), AdaptiveReplayRatio(0.0, bounded=True)
-    assert run(before, Model(0.97, 0.1, 0.95), 1000)[-1] > 0.9
+    assert run(before, Model(0.97, 0.1, 0.95), 1000)[-1] > 0.6
     after.restore(json.loads(json.dumps(before.state())))
     assert not any(run(after, Model(0.97, 0.1, 0.95), 1000))
 
