@@ -3,7 +3,8 @@
 The folder has `config.json` and `model.safetensors`, as transformers saves a model. Nothing else in it is read, nothing
 in it is run, and nothing is downloaded. The class of the model is one that transformers itself has.
 
-Each module takes token ids, integers `[B, L]`, padded at the end with `pad_token_id` of `config.json`.
+Each module takes token ids, integers `[B, L]`, padded at the end with `pad_token_id` of `config.json`; that for tokens
+takes ids and where words begin, integers `[B, 2, L]`, of `encode = {..., words = true}`.
 
 Legend: B texts, L tokens of a text, H numbers of the encoder's output for a token, C classes.
 """
@@ -55,6 +56,17 @@ def sequence_classifier(
     """
     encoder = _encoder(path, config_folder, frozen=frozen, trim=trim)
     return SequenceClassifier(encoder, TextPooling(_checked_pooling(pooling)), _classes(classes))
+
+
+def token_classifier(
+    path: str, classes: int, *, config_folder: Path, frozen: bool = False, trim: bool = True
+) -> nn.Module:
+    """Return a classifier of the words of texts, with logits `[B, L, C]`: an encoder, and a new linear layer on its
+    output for the first token of each word.
+
+    For `task = "token-classification"`; arguments and errors as of `sequence_classifier`.
+    """
+    return TokenClassifier(_encoder(path, config_folder, frozen=frozen, trim=trim), _classes(classes))
 
 
 def embedder(path: str, *, config_folder: Path, pooling: Pooling = "mean", trim: bool = True) -> nn.Module:
@@ -146,6 +158,29 @@ class SequenceClassifier(nn.Module):
         """Return logits `[B, C]`."""
         logits_BC: Tensor = self.classifier(self.pooling(*self.encoder(tokens_BL)))
         return logits_BC
+
+
+class TokenClassifier(nn.Module):
+    """Logits for the words of texts."""
+
+    def __init__(self, encoder: TextEncoder, classes: int) -> None:
+        super().__init__()
+        self.encoder = encoder
+        self.classifier = nn.Linear(encoder.width, classes)
+
+    def forward(self, words_B2L: Tensor) -> Tensor:
+        """Return the logits of each word `[B, L, C]`, zeros after the last one, and for words beyond the L tokens."""
+        if words_B2L.ndim != 3 or words_B2L.shape[1] != 2:
+            raise ModelError(
+                "anabranch.pretrained:token_classifier takes ids and words, integers [B, 2, length], but the feature "
+                f"is {words_B2L.dtype} {list(words_B2L.shape)}; give it an encode with a tokenizer and words = true"
+            )
+        tokens_BL, first_BL = words_B2L.unbind(dim=1)
+        hidden_BLH, _ = self.encoder(tokens_BL)
+        index_BL = first_BL.long().clamp(1, hidden_BLH.shape[1]) - 1
+        hidden_BLH = hidden_BLH.float().take_along_dim(index_BL.unsqueeze(-1), dim=1)
+        logits_BLC: Tensor = self.classifier(hidden_BLH) * (first_BL > 0).unsqueeze(-1)
+        return logits_BLC
 
 
 class Embedder(nn.Module):

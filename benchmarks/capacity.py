@@ -53,8 +53,8 @@ from ingest.kafka.producer import EventProducer
 from learner.state_dir.report import LearnerReport
 from serving.reporting.report import read_report as read_serving
 
-_BACKLOG = 2.0
-"""Events that wait for the learner, by those that the plan says it learns while it is measured."""
+_BACKLOG = 4.0
+"""Events that wait for the learner, by those that the plan says it learns while it is measured: it may learn faster."""
 _QUARTER = 1.25
 _POLL_SECONDS = 0.1
 _PATIENCE = 300.0
@@ -281,10 +281,12 @@ def _next_checkpoint(learner: LearnerProcess, peak: PeakMemory) -> LearnerReport
 
 
 def _saturate(learner: LearnerProcess, seconds: float) -> float:
-    """Return the events a second while more are sent than are read."""
+    """Return the events a second while some wait; 0 where all were learned before the end."""
     warm = time.time() + seconds / 3
     first = learner.wait_for(lambda report: report.time > warm)
     last = learner.wait_for(lambda report: report.time > first.time + seconds)
+    if not sum(partition.pending for partition in last.partitions.values()):
+        return 0.0
     return (last.outcomes["trained"] - first.outcomes["trained"]) / (last.time - first.time)
 
 

@@ -203,6 +203,19 @@ class LabelSettings(Section):
     """Number of classes, labels being `0..classes-1`, or the list of their names; absent for regression."""
     multi: bool = False
     """Whether an event may have any number of the classes: its label is then a list of those that it has."""
+    length: Annotated[int, Field(ge=1, le=8192)] | None = None
+    """Positions of a label that is a list with one class for each, such as for each word of a text. Longer lists are
+    cut off at the end; positions that are null or missing train nothing. Absent: an event has one label."""
+
+    @model_validator(mode="after")
+    def _length_is_of_classes(self) -> Self:
+        if self.length is not None and (self.multi or self.classes is None):
+            raise ValueError("length says that an event has one class at each position, so set classes, and not multi")
+        if self.length is not None and self.dtype.startswith("uint"):
+            raise ValueError(f"with length, a position without a class is -100, which dtype {self.dtype} cannot hold")
+        if self.length is not None and isinstance(self.classes, tuple) and "" in self.classes:
+            raise ValueError('with length, no class may be named "", which says that a position has none')
+        return self
 
     @model_validator(mode="after")
     def _classes_are_whole(self) -> Self:

@@ -59,6 +59,9 @@ class TokenizerFile(Section):
     length: Annotated[int, Field(ge=1, le=8192)]
     """Ids of each text, with those that the tokenizer adds, such as `[CLS]`: longer texts are cut off at the end,
     shorter ones filled up with the padding id."""
+    words: bool = False
+    """Whether the model also gets where each word begins, `[2, length]` instead of `[length]`: words are what spaces
+    separate. The second row has 1 + the index of the first id of each word, and 0 after the last one."""
 
 
 def _encoding(value: object) -> str | None:
@@ -97,8 +100,8 @@ class FeatureSettings(Section):
     """Shape of one event's value; `[]` is a single number."""
     encode: Encoding | None = None
     """How strings become integers: `{vocab = [...]}`, `{hash = N}` or `{learn = N}` (int64), or texts the ids of a
-    pretrained model, `{tokenizer = "PATH", length = N}` (int32 `[length]`, after the feature's own shape). Whole
-    numbers may have `{learn = N}` too."""
+    pretrained model, `{tokenizer = "PATH", length = N}` (int32 `[length]`, or `[2, length]` with `words = true`, after
+    the feature's own shape). Whole numbers may have `{learn = N}` too."""
     scale: Literal["standard", "robust", "quantile"] | None = None
     """How numbers are scaled by what the stream has had so far, to float32: `standard` by mean and standard deviation,
     `robust` by median and interquartile range, `quantile` to the part of values below, in -1..1."""

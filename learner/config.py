@@ -18,7 +18,7 @@ from learner.sections.teacher import IMPORT_STRING, Factory, TeacherSettings
 _HOLDOUT_SALT = 0x5F3759DF
 WITHOUT_REPLAY = frozenset({"none", "ewc", "lwf", "slda", "ncm", "experts", "progressive"})
 """The strategies that replay no old events."""
-TASK_NAMES = ("classification", "multilabel", "regression")
+TASK_NAMES = ("classification", "multilabel", "regression", "token-classification")
 """The tasks that come with the learner."""
 _LEARNER_MEMORY = 0.7
 """Training keeps six copies of the weights and activations; a server keeps three, and activations of small batches."""
@@ -47,8 +47,9 @@ class ModelSettings(Section):
     args: dict[str, Any] = {}
     """Keyword arguments of the factory. A factory with a parameter `config_folder` also gets the config's folder."""
     task: Annotated[str, AfterValidator(_task)] = "classification"
-    """The meaning of the model's output: logits `[B, classes]` for `classification` and `multilabel`, one number per
-    event for `regression`, or a custom task, by import string like the factory."""
+    """The meaning of the model's output: logits `[B, classes]` for `classification` and `multilabel`,
+    `[B, length, classes]` for `token-classification`, one number per event for `regression`, or a custom task, by
+    import string like the factory."""
     embedding: str = ""
     """Name of the submodule whose output is the embedding of an event, such as `body.2`; the last but one is best. For
     `replay.sampling` and `replay.admission` that compare events, and requests with `return_embedding`. Empty: none."""
@@ -72,7 +73,7 @@ class ModelSettings(Section):
 class OptimizerSettings(BaseModel):
     """An optimizer of torch by name, with its own keyword arguments."""
 
-    model_config = ConfigDict(frozen=True, extra="allow", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="allow")
 
     name: Literal["adamw", "adam", "sgd", "adafactor", "adagrad", "rmsprop"] = "adamw"
     """Name of the optimizer; further keys are its keyword arguments."""
@@ -84,7 +85,7 @@ class StrategySettings(BaseModel):
     """A strategy by its name alone, or a table of the name and its arguments, such as
     `{name = "der++", alpha = 0.1, beta = 0.5}`; docs/guides/strategies.md has them."""
 
-    model_config = ConfigDict(frozen=True, extra="allow", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="allow")
 
     name: Literal[
         "none",

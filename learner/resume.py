@@ -147,7 +147,9 @@ def resume_point(
         return ResumePoint.newest(checkpoints, written)
     if storage.only:
         copy_newest(storage.checkpoints, checkpoints, while_waiting)
-        return ResumePoint.newest(checkpoints, written)
+        resumed = ResumePoint.newest(checkpoints, written)
+        discard_partial(checkpoints)
+        return resumed
     checkpoints.clean()
     checkpoints.fetch_again = functools.partial(
         fetch_file, storage.checkpoints, checkpoints, while_waiting=while_waiting

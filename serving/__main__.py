@@ -85,6 +85,7 @@ def deployment_of(config: "Config") -> "Deployment":
         precision=pipeline.serving.precision,
         capture=capture_on(device) if pipeline.serving.graphs else None,
         storage=pipeline.storage if pipeline.serving.versions_from == "storage" else None,
+        fleet=pipeline.storage,
         tracing=pipeline.tracing,
     )
 

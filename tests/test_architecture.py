@@ -91,7 +91,7 @@ WALL_CLOCK = {
     "anabranch/doctor/network_checks.py": "a certificate ends at a date",
     "anabranch/doctor/state_dir_checks.py": "checks whether a file system's clock agrees",
     "anabranch/commands/planning/calibrating/synthetic_ingest.py": "the record times of synthetic events",
-    "anabranch/commands/fleet.py": "a command that reads once reports of other hosts",
+    "serving/fleet/overview.py": "how old reports of other hosts are, for display",
     "anabranch/commands/rollout.py": "a command that reads once a report of another process",
     "anabranch/commands/undo/carry_out.py": "a record's time, for display",
     "anabranch/commands/status.py": "a command that reads once a report of another process",
@@ -161,6 +161,7 @@ KEYS_ADDED = words("""
     stream.registry.url stream.registry.subject stream.registry.user stream.registry.password stream.registry.token
     stream.registry.ca stream.registry.timeout stream.registry.fallback
     stream.envelope stream.max_message_bytes stream.buffer_bytes stream.lag_policy.fraction schema.label.multi
+    schema.label.length schema.features.*.encode.words
     stream.labels.topics stream.labels.key stream.labels.name stream.labels.wait stream.labels.unmatched
     stream.labels.early stream.labels.take_back stream.labels.bytes
     schema.features.*.min schema.features.*.max

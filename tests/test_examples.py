@@ -33,7 +33,7 @@ from learner.state_dir.version import Manifest, Verdict, Versions, reference_to
 from learner.strategies.registry import build_strategy
 from learner.training.trainer import Trainer
 from serving.model.deployment import Deployment
-from serving.model.loaded_version import load_version
+from serving.model.loaded_version import ServedVersion, load_version
 from tests.pipelines import Part
 
 FOLDER = Path(__file__).parent.parent / "examples"
@@ -179,6 +179,42 @@ def test_it_is_better_than_the_constant_answer(example: Example, margin: float, 
     assert gain(example, *example.train(np.arange(int(part * len(example.events))))) > margin
 
 
+@pytest.mark.parametrize("copied", ["pretrained"], indirect=True)
+def test_a_pretrained_encoder_learns_the_class_of_each_word_and_serves_it(copied: Path) -> None:
+    """The class of a word is the topic to whose list it belongs."""
+    text = (copied / "pipeline.toml").read_text()
+    for before, after in (
+        ("length = 24}", "length = 24, words = true}"),
+        ('name = "topic"\nclasses = [', 'name = "topics"\nlength = 24\nclasses = ["other", '),
+        ("sequence_classifier", "token_classifier"),
+        ("classes = 4}", 'classes = 5}\ntask = "token-classification"'),
+    ):
+        assert before in text
+        text = text.replace(before, after)
+    adapter, learner = text.index("[model.adapter]"), text.index("[learner]")
+    (copied / "pipeline.toml").write_text(text[:adapter] + text[learner:])  # all weights train: few events suffice
+    topics = runpy.run_path("make_events.py")["TOPICS"]
+    of_word = {word: topic for topic, words in topics.items() for word in words.split() if word != "|"}
+    events = [json.loads(line) for line in (copied / "events.jsonl").read_text().splitlines()[:1600]]
+    for event in events:
+        event["topics"] = [of_word.get(word, "other") for word in event["text"].split()]
+        event["topics"][3] = None  # that of the fourth word is not known
+    config = load_config(copied / "pipeline.toml", {})
+    schema = Schema(config.pipeline.events)
+    decoded = FORMATS["json"](schema).decode([json.dumps(event).encode() for event in events])
+    assert not decoded.rejects
+    example = Example(config, schema, dict(decoded.columns), events)
+    trainer, scores = example.train(np.arange(len(events)))
+    assert scores[-5:].mean() > 0.9
+    publish(config, schema, trainer.model)
+    served = loaded(config, schema)
+    found = served.run({"text": decoded.columns["feature.text"][-1:]})
+    assert found["probabilities"].shape == (1, 24, 5)
+    words = events[-1]["text"].split()
+    names = [schema.label.names[index] for index in found["prediction"][0, : len(words)]]
+    assert np.mean([name == of_word.get(word, "other") for name, word in zip(names, words, strict=True)]) > 0.7
+
+
 @pytest.mark.parametrize("copied", ["tabular"], indirect=True)
 def test_the_orders_drift_in_the_middle_and_the_model_recovers(example: Example) -> None:
     trainer, scores = example.train(np.arange(len(example.events)))
@@ -199,15 +235,8 @@ def test_replay_keeps_the_accuracy_on_earlier_digits(example: Example) -> None:
     assert example.score(without, held_out) < 0.3
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("form", ["onnx", "torch"])
-@pytest.mark.parametrize("copied", NAMES, indirect=True)
-def test_an_exported_program_answers_events_as_the_version_does(
-    example: Example, form: ProgramFormat, tmp_path: Path
-) -> None:
-    pipeline, schema = example.config.pipeline, example.schema
-    model = build_on_device(pipeline.model, example.config.folder, CPU)
-    versions = Versions(example.config.state_dir / "versions")
+def publish(config: Config, schema: Schema, model: torch.nn.Module) -> None:
+    """Write the model as version 1."""
     manifest = Manifest(
         number=1,
         generation=1,
@@ -218,18 +247,32 @@ def test_an_exported_program_answers_events_as_the_version_does(
         metrics={},
         schema=schema.digest,
         encoders=schema.encoders,
-        model=reference_to(pipeline.model),
-        base=write_base(bases_in(example.config.state_dir), model),
+        model=reference_to(config.pipeline.model),
+        base=write_base(bases_in(config.state_dir), model),
         files={},
     )
-    versions.write(trained_state(model), manifest, Verdict("pass"))
+    Versions(config.state_dir / "versions").write(trained_state(model), manifest, Verdict("pass"))
+
+
+def loaded(config: Config, schema: Schema) -> ServedVersion:
+    """Return version 1 as serving loads it."""
+    pipeline = config.pipeline
+    deployment = Deployment(pipeline.name, schema, pipeline.model, config.folder, config.state_dir, CPU)
+    return load_version(deployment, deployment.versions.manifest(1), 8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["onnx", "torch"])
+@pytest.mark.parametrize("copied", NAMES, indirect=True)
+def test_an_exported_program_answers_events_as_the_version_does(
+    example: Example, form: ProgramFormat, tmp_path: Path
+) -> None:
+    schema = example.schema
+    publish(example.config, schema, build_on_device(example.config.pipeline.model, example.config.folder, CPU))
     exported = export_program(example.config, "latest", tmp_path / "program", form)
     names = [feature.name for feature in schema.features]
     features = {name: example.columns[f"feature.{name}"][:1000] for name in names}
-    deployment = Deployment(
-        *(pipeline.name, schema, pipeline.model, example.config.folder, example.config.state_dir, CPU)
-    )
-    served = load_version(deployment, versions.manifest(1), 1000).run(features)
+    served = loaded(example.config, schema).run(features)
     path = tmp_path / "program" / exported.file
     if form == "onnx":
         session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])

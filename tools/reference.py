@@ -16,6 +16,7 @@ from pydantic_core import PydanticUndefined
 from anabranch.cli.app import command_tree
 from anabranch.config.model import Pipeline, alternatives
 from anabranch.core.durations import format_duration
+from anabranch.core.settings import documented_fields
 from ingest.config import FieldSettings
 from ingest.kafka_properties import PROPERTIES, REFUSED
 from ingest.metrics import IngestMetrics
@@ -138,7 +139,7 @@ def reference() -> str:
 
 def settings(prefix: str = "", model: type[BaseModel] = Pipeline) -> Iterator[tuple[str, FieldInfo]]:
     """Yield the dotted name of every key that has a value, with its field; `*` stands for a name of the user's."""
-    for name, field in model.model_fields.items():
+    for name, field in documented_fields(model).items():
         key = f"{prefix}{field.alias or name}"
         inner, many = _inner(field.annotation)
         if not inner:
@@ -190,7 +191,7 @@ def _sections(path: str, model: type[BaseModel], meaning: str | None = None) -> 
         yield f"\n### [{path}]\n\n{_line(meaning or model.__doc__)}\n"
     inside: list[tuple[str, type[BaseModel], str | None]] = []
     rows = []
-    for name, field in model.model_fields.items():
+    for name, field in documented_fields(model).items():
         key = field.alias or name
         inner, many = _inner(field.annotation)
         if not inner:

@@ -19,7 +19,7 @@ from anabranch.core.errors import DependencyError, SettingsError
 from anabranch.core.failures import away_is_dependency
 from ingest.events.identity import identity_hash, partition_name
 from ingest.events.partition import TopicPartition
-from ingest.events.schema import Schema
+from ingest.events.schema import IGNORED, Schema
 from ingest.feature_settings import Vocabulary
 from learner.checkpointing.replay_state import unpack
 from learner.checkpointing.without_erased import check_age, without_erased
@@ -259,6 +259,8 @@ def _label(schema: Schema, label: Any) -> Any:
     names = schema.label.names
     if schema.label.multi:
         return [each if names is None else names[each] for each in np.flatnonzero(label).tolist()]
+    if schema.label.length is not None:
+        return [None if each == IGNORED else each if names is None else names[each] for each in label.tolist()]
     return label.item() if names is None else names[label]
 
 

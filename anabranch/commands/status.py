@@ -12,7 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from anabranch.commands.fleet import Fleet, read_fleet
+from anabranch.commands.fleet import fleet_lines, fleet_of
 from anabranch.config.loader import Config
 from anabranch.runtime.console import PlainConsole
 from anabranch.runtime.lifecycle import Exit, stop_on_signals
@@ -28,6 +28,7 @@ from learner.state_dir.report import (
 )
 from learner.state_dir.report import read_report as read_learner
 from learner.state_dir.undo_file import UndoReport
+from serving.fleet.overview import Fleet
 from serving.reporting.health import SILENT
 from serving.reporting.report import ServingReport, ShadowReport
 from serving.reporting.report import read_report as read_serving
@@ -90,7 +91,7 @@ def read_status(config: Config) -> Status:
     """Read the newest reports of a pipeline's parts."""
     state_dir = config.state_dir
     reports = read_learner(state_dir), read_serving(state_dir)
-    return Status(config.pipeline.name, str(state_dir), time.time(), *reports, read_fleet(config))
+    return Status(config.pipeline.name, str(state_dir), time.time(), *reports, fleet_of(config))
 
 
 def render(status: Status) -> RenderableType:
@@ -295,7 +296,7 @@ def _serving(report: ServingReport) -> RenderableType:
 
 def _fleet(fleet: Fleet) -> RenderableType:
     table = _section()
-    for name, text in fleet.lines():
+    for name, text in fleet_lines(fleet):
         table.add_row(Text(name), text)  # a str would be markup
     return table
 

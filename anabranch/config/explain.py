@@ -11,6 +11,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from anabranch.config.model import Pipeline, alternatives
+from anabranch.core.settings import documented_fields
 
 _SECRET_KEYS = {"password", "properties", "storage", "token", "tokens", "url"}
 """Keys whose values, and those below them, are not printed."""
@@ -71,9 +72,9 @@ def _fields(location: tuple[str, ...]) -> list[tuple[str, FieldInfo]]:
     """Return the keys of the section at `location`, for every type of section that is allowed there."""
     models: list[type[BaseModel]] = [Pipeline]
     for key in location:
-        fields = [f for model in models for name, f in model.model_fields.items() if key == (f.alias or name)]
+        fields = [f for model in models for name, f in documented_fields(model).items() if key == (f.alias or name)]
         models = [model for field in fields for model in _models(field.annotation)] or models
-    return [(field.alias or name, field) for model in models for name, field in model.model_fields.items()]
+    return [(field.alias or name, field) for model in models for name, field in documented_fields(model).items()]
 
 
 def _to_add(location: tuple[str, ...]) -> str:

@@ -17,6 +17,6 @@ def label_conflicts(events: SchemaSettings, labels: LabelStreamSettings) -> Iter
     elif key in fields:
         taken = "is a feature, a label, the time or the weight too; name another field"
         yield "key", f"stream.labels.key = {key!r} {taken}"
-    if labels.unmatched == "negative" and (classes is None or events.label.multi):
+    if labels.unmatched == "negative" and (classes is None or events.label.multi or events.label.length):
         needs = 'needs [schema.label] with classes of which an event has one; write "drop" or "store"'
         yield "unmatched", f'stream.labels.unmatched = "negative" {needs}'

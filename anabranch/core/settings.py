@@ -1,6 +1,10 @@
 """The base of all sections of `pipeline.toml`, and types that several of them use. Imports no torch."""
 
+import ast
+import inspect
 import re
+import textwrap
+from itertools import pairwise
 from typing import Annotated
 
 from pydantic import (
@@ -9,6 +13,7 @@ from pydantic import (
     ConfigDict,
     SecretStr,
 )
+from pydantic.fields import FieldInfo
 
 
 def written(pattern: str, how: str) -> AfterValidator:
@@ -48,4 +53,22 @@ BearerToken = Annotated[SecretStr, AfterValidator(_token)]
 class Section(BaseModel):
     """A section of `pipeline.toml`: frozen, and an unknown key is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True)
+    # The root builds one validator for all, at its first use, instead of each section its own at import.
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, defer_build=True)
+
+
+def documented_fields(section: type[BaseModel]) -> dict[str, FieldInfo]:
+    """Return the fields of a section, each with the docstring below it as its description.
+
+    pydantic's `use_attribute_docstrings` would parse the source of every section whenever a process starts.
+    """
+    fields = section.model_fields
+    for owner in reversed(section.__mro__):
+        if issubclass(owner, BaseModel) and owner is not BaseModel:
+            (parsed,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
+            assert isinstance(parsed, ast.ClassDef)
+            for field, below in pairwise(parsed.body):
+                name = ast.unparse(field.target) if isinstance(field, ast.AnnAssign) else ""
+                if name in fields and isinstance(below, ast.Expr):
+                    fields[name].description = inspect.cleandoc(ast.literal_eval(below.value))
+    return fields

@@ -1,9 +1,17 @@
-"""gRPC: latency of single rows over that of HTTP, with the stock client of each, one after the other on one server."""
+"""gRPC: latency of single rows over that of HTTP, with the stock client of each, one after the other on one server.
 
+`grpc_echo_*` is that of a server of grpcio alone, which answers the same call with a constant: the least that gRPC
+takes in Python.
+"""
+
+import contextlib
+import os
+import subprocess
+import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +19,7 @@ import numpy as np
 
 from benchmarks.harness.cores import split
 from benchmarks.harness.interleave import Spread, interleave
-from benchmarks.harness.results import Results, Target
+from benchmarks.harness.results import ROOT, Results, Target
 from benchmarks.harness.server import ServingProcess
 from benchmarks.harness.version_publisher import NAME, VersionPublisher
 from serving.reporting.report import ServingReport, read_report
@@ -37,11 +45,12 @@ def measure(results: Results, quick: bool, bootstrap: str) -> None:  # noqa: ARG
     with tempfile.TemporaryDirectory(dir=".", prefix="grpc-") as folder:
         root = Path(folder).resolve()
         VersionPublisher(root, _MLP, 784, {"max_delay": "0ms", "grpc_port": 0}).publish()
-        with ServingProcess(root, core) as server:
+        with ServingProcess(root, core) as server, _echo(core) as echo:
             report = _listening(server, root)
             clients = {
                 "http": (tritonclient.http, report.address.removeprefix("http://")),
                 "grpc": (tritonclient.grpc, report.grpc_address),
+                "echo": (tritonclient.grpc, echo),
             }
             turns = {name: _turn(module, address, calls) for name, (module, address) in clients.items()}
             for turn in turns.values():
@@ -52,10 +61,22 @@ def measure(results: Results, quick: bool, bootstrap: str) -> None:  # noqa: ARG
                 for q in (50, 99)
             }
     for q, seconds in found.items():
-        ratios = [a / b for a, b in zip(seconds["grpc"], seconds["http"], strict=True)]
-        results.add(f"grpc_p{q}_over_http", Spread.of(ratios))
+        for name, key in (("grpc", "grpc"), ("echo", "grpc_echo")):
+            ratios = [a / b for a, b in zip(seconds[name], seconds["http"], strict=True)]
+            results.add(f"{key}_p{q}_over_http", Spread.of(ratios))
         for name, values in seconds.items():
             results.add(f"grpc_{name}_p{q}_seconds", Spread.of(values))
+
+
+@contextlib.contextmanager
+def _echo(cores: set[int] | None) -> Iterator[str]:
+    """The address of a server of grpcio alone, on the cores of the one that serves."""
+    command = [sys.executable, "-m", "benchmarks.harness.grpc_echo"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        assert process.stdout is not None
+        if cores is not None and hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(process.pid, cores)
+        yield f"127.0.0.1:{process.stdout.readline().strip()}"  # it ends with its stdin, which `Popen` closes
 
 
 def _listening(server: ServingProcess, root: Path) -> ServingReport:

@@ -45,15 +45,19 @@ class Feature:
         """Shape of one event's value in a column: of a text, that of its ids follows `shape`."""
         return self.shape + (self.encoder.shape if self.encoder is not None else ())
 
-    def example(self, rows: int) -> NDArray[Any]:
+    def example(self, rows: int, *, short: bool = False) -> NDArray[Any]:
         """Return a column of `rows` events whose value is allowed: `filler`, or texts of the tokenizer's largest id.
 
-        Such a text, without padding, shows whether a model has an embedding for each id and each position.
+        Such a text, without padding, shows whether a model has an embedding for each id and each position. A `short`
+        one has one id before the padding.
         """
         value, encoder = self.filler, self.encoder
         if encoder is not None and encoder.shape:
             value = encoder.size - (2 if encoder.padding == encoder.size - 1 else 1)
-        return np.full((rows, *self.column_shape), value, self.dtype)
+        column = np.full((rows, *self.column_shape), value, self.dtype)
+        if short and encoder is not None and encoder.shape:
+            column[..., 1:] = encoder.padding
+        return column
 
     @property
     def allowed(self) -> str:
@@ -83,11 +87,15 @@ class Feature:
         return np.asarray(outside.reshape(len(column), -1).any(axis=1)) if outside.any() else None
 
 
+IGNORED = -100
+"""The label of a position that has none, as `ignore_index` of torch's losses is by default."""
+
+
 @dataclass(frozen=True)
 class Label:
     """The target: class indices as int64 when there are classes, else a float of the declared dtype.
 
-    With `multi` it is a bool for each class, `[classes]`.
+    With `multi` it is a bool for each class, `[classes]`; with `length` a class index at each position, or IGNORED.
     """
 
     name: str
@@ -96,22 +104,28 @@ class Label:
     names: tuple[str, ...] | None
     wire: np.dtype[np.generic]
     multi: bool = False
+    length: int | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of one event's label."""
-        return (self.classes or 0,) if self.multi else ()
+        return (self.classes or 0,) if self.multi else () if self.length is None else (self.length,)
+
+    @property
+    def is_list(self) -> bool:
+        """Whether messages hold a list of classes."""
+        return self.multi or self.length is not None
 
     @property
     def one_of(self) -> int | None:
         """Number of the classes of which an event has just one; None where it has several, and for regression."""
-        return None if self.multi else self.classes
+        return None if self.is_list else self.classes
 
     @property
     def missing(self) -> float | int:
         """The value that a column holds where an event has no label."""
-        if self.multi:
-            return False
+        if self.is_list:
+            return False if self.multi else IGNORED
         return -1 if self.classes is not None else float("nan")
 
 
@@ -236,4 +250,4 @@ def _label(settings: LabelSettings) -> Label:
     classes = len(names) if names else settings.classes if isinstance(settings.classes, int) else None
     wire = np.dtype(settings.dtype)
     dtype = np.dtype(np.bool_ if settings.multi else np.int64) if classes else wire
-    return Label(settings.name, dtype, classes, names, wire, settings.multi)
+    return Label(settings.name, dtype, classes, names, wire, settings.multi, settings.length)

@@ -1,6 +1,6 @@
 """Texts to the ids of a pretrained model's tokenizer, the same in ingest and in serving.
 
-Legend: N texts, B of them together, L ids of each.
+Legend: N texts, B of them together, L ids of each, and as many words at most.
 """
 
 import contextlib
@@ -43,13 +43,15 @@ class TokenizerEncoder:
             SettingsError: the package is missing, or the file cannot be used.
         """
         self.path = settings.tokenizer
-        self.shape: tuple[int, ...] = (settings.length,)
+        self.shape: tuple[int, ...] = (2, settings.length) if settings.words else (settings.length,)
+        self._length, self._words = settings.length, settings.words
         self._characters = settings.length * CHARACTERS_PER_ID
         self._name = f'{key} = "{settings.tokenizer}"'
         content = self._content()
         self.identity: dict[str, Any] = {
             "tokenizer": hashlib.sha256(content).hexdigest(),
             "length": settings.length,
+            **({"words": True} if settings.words else {}),
         }
         self._tokenizer: Any = self._parsed(content)
         self.size = 1 + max(self._tokenizer.get_vocab().values(), default=-1)
@@ -63,16 +65,26 @@ class TokenizerEncoder:
         self._use(settings.length)
 
     def encode(self, values: Sequence[str]) -> NDArray[np.int32]:
-        """Return the ids of each text, int32 `[N, L]`."""
-        ids_NL = np.full((len(values), *self.shape), self.padding, np.int32)
-        positions_L = np.arange(self.shape[0])
+        """Return the ids of each text, int32 `[N, L]`; with `words`, and where each word begins, int32 `[N, 2, L]`."""
+        ids_NL = np.full((len(values), self._length), self.padding, np.int32)
+        first_NL = np.zeros_like(ids_NL) if self._words else None
+        positions_L = np.arange(self._length)
         for begin in range(0, len(values), _BATCH):
             texts = [value[: self._characters] for value in values[begin : begin + _BATCH]]
-            encoded = [each.ids for each in self._tokenizer.encode_batch_fast(texts)]
-            lengths_B = np.fromiter(map(len, encoded), np.int64, len(encoded))
+            encoded = self._encoded(texts)
+            ids = [each.ids for each in encoded]
+            lengths_B = np.fromiter(map(len, ids), np.int64, len(ids))
             filled_BL = positions_L < lengths_B[:, None]
-            ids_NL[begin : begin + _BATCH][filled_BL] = np.fromiter(chain.from_iterable(encoded), np.int32)
-        return ids_NL
+            ids_NL[begin : begin + _BATCH][filled_BL] = np.fromiter(chain.from_iterable(ids), np.int32)
+            if first_NL is not None:
+                for first_L, each in zip(first_NL[begin : begin + _BATCH], encoded, strict=True):
+                    _set_first(first_L, each.word_ids)
+        return ids_NL if first_NL is None else np.stack([ids_NL, first_NL], axis=1)
+
+    def _encoded(self, texts: Sequence[str]) -> list[Any]:
+        if not self._words:
+            return list(self._tokenizer.encode_batch_fast(texts))
+        return list(self._tokenizer.encode_batch([text.split() for text in texts], is_pretokenized=True))
 
     def _content(self) -> bytes:
         try:
@@ -97,9 +109,11 @@ class TokenizerEncoder:
         with self._refusing(f"it cannot be used with length = {length}"):
             self._tokenizer.no_padding()
             self._tokenizer.enable_truncation(length)
-            empty, full, _ = self._tokenizer.encode_batch_fast(["", "a text " * length, "\ue000 \U000f0000"])
+            empty, full, _ = self._encoded(["", "a text " * length, "\ue000 \U000f0000"])
             if not len(empty.ids) < len(full.ids) <= length:
                 raise ValueError(f"the {len(empty.ids)} ids that it adds to each text leave no room for another")
+            if self._words and full.ids != self._tokenizer.encode_batch_fast(["a text " * length])[0].ids:
+                raise ValueError("a word has other ids by itself than in a text; save it with add_prefix_space = true")
 
     @contextlib.contextmanager
     def _refusing(self, what: str) -> Iterator[None]:
@@ -119,3 +133,10 @@ class TokenizerEncoder:
                 "enable_padding(pad_id=..., pad_token=...) with a token that the model ignores, and save it"
             )
         return int(found[0])
+
+
+def _set_first(first_L: NDArray[np.int32], word_ids: Sequence[int | None]) -> None:
+    """Set 1 + the index of the first id of each word, whose number each id has."""
+    for index, word in reversed(list(enumerate(word_ids, start=1))):
+        if word is not None and word < len(first_L):
+            first_L[word] = index

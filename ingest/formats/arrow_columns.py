@@ -17,9 +17,9 @@ from pyarrow import types
 
 from ingest.events.block import Array
 from ingest.events.encoders import hash_texts
-from ingest.events.schema import Feature, Label, Schema
+from ingest.events.schema import IGNORED, Feature, Label, Schema
 from ingest.formats.base import Decoded, Reject
-from ingest.formats.multilabel import multi_hot_from_counts
+from ingest.formats.label_lists import column_of_counts, ids_of_classes
 
 Mask = NDArray[np.bool_]
 Leaf = Callable[[Any], tuple[Array, Mask]]
@@ -78,7 +78,7 @@ def fields_of(schema: Schema) -> Iterator[ArrowField]:
             feature.default is None,
         )
     label = schema.label
-    if label.multi:
+    if label.is_list:
         each, kind = ("strings", _is_text) if label.names is not None else ("whole numbers", types.is_integer)
         yield ArrowField(label.name, f"a list of {each}", kind, required=False, many=True)
     elif label.names is not None:
@@ -183,7 +183,7 @@ def _label_columns(label: Label, array: Any, faults: Faults) -> dict[str, Array]
     if array is None or types.is_null(array.type):
         return {"label": np.full((n, *label.shape), label.missing, label.dtype), "labelled": np.zeros(n, np.bool_)}
     labelled = _present(array)
-    if label.multi:
+    if label.is_list:
         return {"label": _several(label, array, labelled, faults), "labelled": labelled}
     values, good = _classes(label, array) if label.names is not None else _numbers(label.dtype)(array)
     expected = (
@@ -196,28 +196,32 @@ def _label_columns(label: Label, array: Any, faults: Faults) -> dict[str, Array]
 
 def _classes(label: Label, array: Any) -> tuple[Array, Mask]:
     """Return the class number of each name, and a mask of the names that are classes."""
-    ids = {name: index for index, name in enumerate(label.names or ())}
+    ids = ids_of_classes(label)
     words, codes, good = _coded(array)
     values = np.array([ids.get(word, -1) for word in words])[codes]
     return values, good & (values >= 0)
 
 
 def _several(label: Label, array: Any, labelled: Mask, faults: Faults) -> Array:
-    """Return which of C classes each row has, bool `[G, C]`, from lists of them."""
+    """Return the labels of rows, `column_of_counts`, from lists of classes."""
     kept = array.filter(pa.array(labelled))
     counts = np.zeros(len(labelled), np.int64)
     counts[labelled] = _filled(pc.list_value_length(kept))
     flat = kept.flatten()
     values, good = _classes(label, flat) if label.names is not None else _numbers(np.dtype(np.int64))(flat)
     good &= np.greater_equal(values, 0) & np.less(values, label.classes or 0)
+    if label.length is not None:
+        ignored = ~_present(flat) | np.equal(values, IGNORED)
+        values, good = np.where(ignored, IGNORED, values), good | ignored
     rows = np.repeat(np.arange(len(counts)), counts)
     faults.add(
         np.bincount(rows[~good], minlength=len(counts)) > 0,
         f"{label.name} lists what is not {'a class' if label.names else f'in 0..{(label.classes or 0) - 1}'}",
     )
-    has_GC = multi_hot_from_counts(label, np.bincount(rows[good], minlength=len(counts)), values[good].astype(np.int64))
-    faults.add(has_GC.sum(axis=1) < counts, f"{label.name} lists a class twice")
-    return has_GC
+    column = column_of_counts(label, np.bincount(rows[good], minlength=len(counts)), values[good].astype(np.int64))
+    if label.multi:
+        faults.add(column.sum(axis=1) < counts, f"{label.name} lists a class twice")
+    return column
 
 
 def _extra(name: str, leaf: Leaf, arrays: Mapping[str, Any], faults: Faults) -> Array:

@@ -41,6 +41,6 @@ def _types(schema: Schema) -> dict[str, Any]:
         kinds[feature.name] = kind
     label = schema.label
     kind = pa.string() if label.names else pa.from_numpy_dtype(label.wire)
-    kinds[label.name] = pa.list_(kind) if label.multi else kind
+    kinds[label.name] = pa.list_(kind) if label.is_list else kind
     others = {schema.key: None, schema.group: None, schema.join: None, schema.time: None, schema.weight: pa.float64()}
     return kinds | {name: kind for name, kind in others.items() if name}

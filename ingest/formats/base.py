@@ -4,14 +4,14 @@ Legend: M messages in, N usable events out.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ingest.events.block import Array, BlockLayout
-from ingest.events.schema import Schema
+from ingest.events.schema import IGNORED, Schema
 
 WHOLE_MESSAGE = -1
 Headers = Sequence[tuple[str, bytes]]
@@ -130,7 +130,12 @@ def reject_unusable_numbers(decoded: Decoded, schema: Schema) -> Decoded:
     if schema.label.multi:
         return decoded
     label, labelled = decoded.columns["label"], decoded.columns["labelled"].astype(np.bool_)
-    if schema.label.classes is None:
+    if schema.label.length is not None:
+        has = label != IGNORED
+        bad = (has & (np.less(label, 0) | np.greater_equal(label, schema.label.classes or 0))).any(axis=1) & labelled
+        columns = {**decoded.columns, "labelled": labelled & has.any(axis=1)}
+        decoded, expected = replace(decoded, columns=columns), f"in 0..{(schema.label.classes or 0) - 1}"
+    elif schema.label.classes is None:
         bad, expected = labelled & ~np.isfinite(label.astype(np.float64)), "finite"
     else:
         bad = labelled & (np.less(label, 0) | np.greater_equal(label, schema.label.classes))

@@ -16,9 +16,9 @@ from msgspec import UNSET, Meta, UnsetType
 
 from ingest.events.block import Array
 from ingest.events.encoders import hash_texts
-from ingest.events.schema import Feature, Label, Schema
+from ingest.events.schema import IGNORED, Feature, Label, Schema
 from ingest.formats.base import WHOLE_MESSAGE, Decoded, Reject, reject_unusable_numbers
-from ingest.formats.multilabel import multi_hot, without_repeats
+from ingest.formats.label_lists import column_of_lists, without_repeats
 
 T = TypeVar("T")
 
@@ -167,8 +167,12 @@ def _number_type(dtype: np.dtype[Any]) -> Any:
 
 
 def _label_type(label: Label) -> Any:
-    if label.multi:
-        one: Any = _label_type(replace(label, multi=False))
+    if label.is_list:
+        one: Any = _label_type(replace(label, multi=False, length=None))
+        if label.length is not None:
+            one = (
+                one | Literal[""] if label.names else Annotated[int, Meta(ge=IGNORED, le=(label.classes or 0) - 1)]
+            ) | None
         return list[one]
     if label.names is not None:
         return Literal[label.names]
@@ -208,8 +212,8 @@ def _classes(value: Any) -> list[Any]:
 
 def _label_columns(label: Label, values: list[Any]) -> dict[str, Array]:
     labelled = np.array([value is not UNSET and value is not None for value in values], np.bool_)
-    if label.multi:
-        return {"label": multi_hot(label, list(map(_classes, values))), "labelled": labelled}
+    if label.is_list:
+        return {"label": column_of_lists(label, list(map(_classes, values))), "labelled": labelled}
     if label.names is not None:
         ids = {name: index for index, name in enumerate(label.names)}
         values = [ids.get(value, -1) if present else -1 for value, present in zip(values, labelled, strict=True)]

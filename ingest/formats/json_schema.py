@@ -83,7 +83,7 @@ def _declared(schema: Schema) -> Iterator[tuple[str, set[str], str, bool]]:
         yield feature.name, types, expected, feature.default is None
     label = schema.label
     types, expected = ({"string"}, "a string") if label.names is not None else (number, "a number")
-    yield label.name, {"array"} if label.multi else types, "an array" if label.multi else expected, False
+    yield label.name, {"array"} if label.is_list else types, "an array" if label.is_list else expected, False
     for name, types, expected in (
         (schema.key, word, "a string or a whole number"),
         (schema.time, number, "a number of seconds"),

@@ -2,7 +2,8 @@
 
 A row is the features in the order of the file, then label, key (int64), time (float64), weight (float32), group (int64)
 and the field by which a late label finds its event (int64), each where declared. Label -1, or NaN for floats, means not
-labelled. A label of several classes is 0 or 1 for each class, and -1 for each where there is none.
+labelled. A label of several classes is 0 or 1 for each class, and -1 for each where there is none. One with a length
+has a class at each position, or -100.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,8 +15,9 @@ from numpy.typing import NDArray
 from anabranch.core.errors import SettingsError
 from ingest.events.block import Array
 from ingest.events.encoders import hash_texts
-from ingest.events.schema import Label, Schema
+from ingest.events.schema import IGNORED, Label, Schema
 from ingest.formats.base import WHOLE_MESSAGE, Decoded, Headers, Reject, reject_unusable_numbers
+from ingest.formats.label_lists import column_of_lists, ids_of_classes
 
 _EXTRAS = {"key": "<i8", "time": "<f8", "weight": "<f4", "group": "<i8", "join": "<i8"}
 
@@ -53,8 +55,8 @@ def pack_rows(schema: Schema, events: Sequence[Mapping[str, Any]]) -> bytes:
     for index, event in enumerate(events):
         for name in rows.dtype.names or ():
             value = event.get(name, label.missing if name == label.name else None)
-            if label.multi and name == label.name:
-                value = _multi_hot(label, event.get(name))
+            if label.is_list and name == label.name:
+                value = _multi_hot(label, event.get(name)) if label.multi else _positions(label, event.get(name))
             elif label.names is not None and name == label.name and isinstance(value, str):
                 value = label.names.index(value) if value in label.names else None
             try:
@@ -77,6 +79,15 @@ def _multi_hot(label: Label, classes: Any) -> NDArray[np.int64] | None:
     if not isinstance(classes, list) or not all(each in known for each in classes):
         return None
     return np.isin(np.arange(len(known)), [known.index(each) for each in classes]).astype(np.int64)
+
+
+def _positions(label: Label, classes: Any) -> NDArray[np.int64] | None:
+    """Return the class number at each position, from the list of an event; None if an entry is no class."""
+    known = ids_of_classes(label).keys() if label.names else {None, IGNORED, *range(label.classes or 0)}
+    if not isinstance(classes, list | None) or not all(each in known for each in classes or ()):
+        return None
+    column: NDArray[np.int64] = column_of_lists(label, [classes or []])[0]
+    return column
 
 
 class RowsFormat:
@@ -116,6 +127,8 @@ class RowsFormat:
         raw = rows[label.name]
         columns["labelled"] = ~np.isnan(raw) if raw.dtype.kind == "f" else np.asarray(raw != -1)
         columns["label"] = raw.astype(label.dtype, copy=False)
+        if label.length is not None:
+            columns["labelled"] = np.ones(len(raw), np.bool_)
         if label.multi:
             columns["labelled"] = np.asarray((raw != -1).any(axis=1))
             columns["label"] = np.asarray(raw == 1)

@@ -16,7 +16,7 @@ from learner.checkpointing.captured_state import CapturedState, encoded
 from learner.checkpointing.replay_state import pack
 from learner.config import CheckpointSettings
 from learner.errors import CheckpointError, CopyMemoryError
-from learner.labels.join_checkpoint import PART
+from learner.labels.join_segments import PART
 from learner.labels.label_join import LabelJoin
 from learner.metrics import LearnerMetrics
 from learner.runtime.background_worker import BackgroundWorker

@@ -18,7 +18,7 @@ from ingest.events.partition import TopicPartition
 from learner.checkpointing.replay_state import records_of
 from learner.errors import MisfitError
 from learner.labels.erased_join import erased_join_parts, named_join_slots
-from learner.labels.join_checkpoint import LABEL_SEGMENT, PART, entries_of
+from learner.labels.join_segments import LABEL_SEGMENT, PART, entries_of
 from learner.state_dir.checkpoint import ERASED, SEGMENT, Checkpoint
 from replay.erasure.erased_events import ErasedEvents
 from replay.erasure.erasure_log import ErasureLog

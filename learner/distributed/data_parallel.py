@@ -2,12 +2,15 @@
 
 import contextlib
 import inspect
+import time
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import _get_default_store
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -17,8 +20,9 @@ from learner.distributed.mesh import Mesh
 from learner.distributed.model_parallel.divided_weights import DividedWeights
 from learner.distributed.model_parallel.experts import ExpertWeights, mixtures
 from learner.distributed.model_parallel.stages import divide
+from learner.errors import ModelError
 from learner.model.device import Precision
-from learner.model.factory import forward
+from learner.model.factory import forward, in_one_line
 from learner.model.features.learned import is_of_features
 from learner.model.trained_set import load_trained, trained_state
 from learner.training.parallelism import PipelineRanks, Weights, WholeWeights
@@ -32,6 +36,9 @@ _SYNC_BUFFERS = next(
     if name in inspect.signature(DistributedDataParallel).parameters
 )
 """The argument's name in this release of torch."""
+PATIENCE = timedelta(seconds=30)
+"""How much later than one rank the others of its tensor group may raise: they compute the same, until they wait."""
+_POLL_SECONDS = 0.01
 
 
 class DataParallelGroup:
@@ -72,6 +79,8 @@ class DataParallelGroup:
         self._schedule, self._parallel = settings.pipeline_schedule, parallel or {}
         self._consolidate: Callable[[], None] | None = None
         self._exchange = GradientExchange(settings, search=search)
+        self._raised = 0
+        """How often all ranks of the tensor group have raised."""
 
     def divide(
         self, model: nn.Module, stages: Sequence[str], features: Mapping[str, Tensor], precision: Precision
@@ -201,6 +210,28 @@ class DataParallelGroup:
     def reset_comm_state(self) -> None:
         """Clear the error feedback of `learner.comm_hook`, and the factors of PowerSGD."""
         self._exchange.reset()
+
+    def raise_together(self, error: Exception) -> None:
+        """Wait for the ranks of the tensor group to raise too, by the store: a collective would not end without them.
+
+        Raises:
+            ModelError: one of them has not raised in time.
+        """
+        if self.mesh.size("tensor") == 1:
+            return
+        self._raised += 1
+        store, ranks = _get_default_store(), dist.get_process_group_ranks(self.mesh.group("tensor"))
+        store.set(f"raised/{self._raised}/{self.mesh.rank}", "")
+        keys, end = [f"raised/{self._raised}/{rank}" for rank in ranks], time.monotonic() + PATIENCE.total_seconds()
+        while not store.check(keys):
+            if time.monotonic() > end:
+                raise ModelError(
+                    f"model.parallel: the model raises on rank {self.mesh.rank}, and not on all ranks of its tensor "
+                    "group: between a column and a row module each has other numbers, and a module there must "
+                    f"not raise because of them: {in_one_line(error)}"
+                )
+            time.sleep(_POLL_SECONDS)
+        store.delete_key(f"raised/{self._raised - 1}/{self.mesh.rank}")
 
     def after_step(self) -> None:
         """Count a step, and average the weights every `learner.sync_every` steps."""

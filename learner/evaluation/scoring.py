@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from anabranch.core.failures import out_of_memory
 from ingest.events.block import Array
-from ingest.events.schema import Schema
+from ingest.events.schema import IGNORED, Schema
 from learner.evaluation.chunks import Chunks
 from learner.evaluation.holdout import YOUNG, HoldoutRows
 from learner.evaluation.resident_models import ResidentModels
@@ -227,6 +227,10 @@ def _members(schema: Schema, rows: HoldoutRows) -> tuple[NDArray[np.intp], NDArr
     if schema.label.multi:
         which, has = np.nonzero(label)
         return which, has
+    if schema.label.length is not None:
+        which, position = np.nonzero(label != IGNORED)
+        pairs = np.unique(np.stack([which, label[which, position]]), axis=1)
+        return pairs[0], pairs[1]
     return np.arange(len(rows)), label.astype(np.int64)
 
 

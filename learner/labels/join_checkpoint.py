@@ -1,9 +1,10 @@
 """The part of a checkpoint with the events that wait for labels.
 
-labels.safetensors               states of the events, decisions, labels, retired extents, rows in memory, and
-                                 one bit for each event of each segment
+labels.safetensors               states of events and labels, decisions, retired extents, rows in memory, and one bit
+                                 for each event or label of each segment
 segment-labels-<n>.safetensors   some of the events added before checkpoint n, in order, without their payload
 rows-labels-<n>.safetensors      with [storage], their payload
+segment-kept-<n>.safetensors     likewise some of the labels that are kept
 
 The payload is in the file that the part names; it is made durable before the checkpoint is written.
 
@@ -13,7 +14,7 @@ Legend: H events of a checkpoint.
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,22 +26,18 @@ from torch import Tensor
 from anabranch.core.errors import SettingsError
 from learner.labels.decisions import Decisions
 from learner.labels.join_counts import JoinCounts
+from learner.labels.join_segments import KEPT_SEGMENT, LABEL_SEGMENT, PART, assembled, entries_of, segments_of
 from learner.labels.kept_labels import KeptLabels
 from learner.labels.matching import Matching
 from learner.labels.payload_file import PayloadFile
 from learner.labels.waiting_events import WaitingEvents
 from learner.labels.waiting_table import WAITING, row_identity
-from learner.state_dir.checkpoint import SEGMENT, Checkpoint, rows_part
+from learner.state_dir.checkpoint import Checkpoint, rows_part
 from learner.state_dir.rows_file import LoadRows, with_earlier
-from replay.checkpoint.segments import Segment, Tensors, advance, assemble, most_events
+from replay.checkpoint.segments import Segment, Tensors, Written, advance, most_events
 from replay.row_source import JoinedRows, RowSource, TierRows
 from replay.snapshot import StoreDelta
 from replay.tiers.disk_files import discard
-
-PART = "labels"
-"""The name of the part, and its key in the state of a checkpoint."""
-LABEL_SEGMENT = f"{SEGMENT}{PART}-"
-"""Prefix of the parts with events."""
 
 
 @dataclass(frozen=True)
@@ -69,14 +66,18 @@ class CapturedJoin:
     state: dict[str, Any]
     file: PayloadFile
     number: int
-    segments: Sequence[Segment] = field(default=())
+    kept: StoreDelta
+    """The labels."""
+    segments: Sequence[Segment] = ()
     """Those of the checkpoint that the change is relative to; after `pack` those of this one."""
+    kept_segments: Sequence[Segment] = ()
+    """Likewise of labels."""
 
     @classmethod
     def of(
         cls,
         number: int,
-        segments: Sequence[Segment],
+        segments: tuple[Sequence[Segment], Sequence[Segment]],
         events: WaitingEvents,
         labels: KeptLabels,
         decisions: Decisions,
@@ -84,11 +85,12 @@ class CapturedJoin:
         *,
         complete: bool,
     ) -> "CapturedJoin":
-        """Copy the state for checkpoint `number`; `segments` are those of the last one that was written.
+        """Copy the state for checkpoint `number`; `segments`, of events and labels, are those of the last one written.
 
         `state` is stored as well. `complete`: the checkpoint has the payload.
         """
         changes = events.table.begin_snapshot(number)
+        kept, states = labels.begin_snapshot(number)
         ids = changes.ids
         position = np.zeros(int(ids.max(initial=-1)) + 1, np.int32)
         position[ids] = np.arange(len(ids))
@@ -96,7 +98,7 @@ class CapturedJoin:
             "state": torch.from_numpy(events.table.state[ids]),
             "retired": torch.from_numpy(events.file.begin_snapshot(number)),
             "memory": torch.from_numpy(events.file.memory.copy()),
-            **labels.tensors(),
+            "label.state": torch.from_numpy(states),
             **decisions.tensors(position),
         }
         file = events.file.file
@@ -108,9 +110,8 @@ class CapturedJoin:
             "row_bytes": events.file.row_bytes if complete else None,
             "stamp": uuid.uuid4().hex[:16],
         }
-        return cls(
-            StoreDelta(changes.base, changes.alive, changes.new, None), tensors, values, events.file, number, segments
-        )
+        change = StoreDelta(changes.base, changes.alive, changes.new, None)
+        return cls(change, tensors, values, events.file, number, kept, *segments)
 
     def pack(self, load: Callable[[int, str], Tensors], oldest: int = 0, load_rows: LoadRows | None = None) -> JoinPart:
         """Return the part, once the payload is durable; runs in the background.
@@ -125,32 +126,51 @@ class CapturedJoin:
         """
         self.file.mark_intact(self.number, self.state["stamp"], oldest)
         self.file.sync()
-        base = self.change.base
-
-        def read(segment: Segment) -> Tensors:
-            assert base is not None
-            return load(base, _part(segment))
-
-        most = most_events(self.state["row_bytes"] or 0, WAITING)
-        written = advance(self.segments, self.change, self.number, read, most)
-        tensors, rows, carried = dict[str, Tensors](), dict[str, RowSource](), dict[str, int]()
-        for segment in written.segments:
-            self.tensors[f"live.{segment.name}"] = torch.from_numpy(np.packbits(segment.live))
+        size, base = self.state["row_bytes"], self.change.base
+        events = self._advance(LABEL_SEGMENT, self.segments, self.change, load, most_events(size or 0, WAITING))
+        rows, carried = dict[str, RowSource](), dict[str, int]()
+        for segment in events.segments if size is not None else ():
             part = _part(segment)
-            if (new := written.new.get(segment.name)) is not None:
-                tensors[part] = new.tensors
-                if self.state["row_bytes"] is not None:
-                    fresh = self._rows(entries_of(new.tensors))
-                    merged = {rows_part(_part(each)): each for each in new.merged}
-                    rows[rows_part(part)] = with_earlier(fresh, merged, base, load_rows)
+            if (new := events.new.get(segment.name)) is not None:
+                fresh = self._rows(entries_of(new.tensors))
+                merged = {rows_part(_part(each)): each for each in new.merged}
+                rows[rows_part(part)] = with_earlier(fresh, merged, base, load_rows)
             else:
                 assert base is not None
-                carried[part] = base
-                if self.state["row_bytes"] is not None:
-                    carried[rows_part(part)] = base
-        self.segments = written.segments
-        segments = [[segment.name, len(segment.live)] for segment in written.segments]
-        return JoinPart({**tensors, PART: self.tensors}, rows, carried, {**self.state, "segments": segments})
+                carried[rows_part(part)] = base
+        most, kept = most_events(0, self.kept.index.dtype), Written((), {})
+        if len(self.tensors["label.state"]):
+            kept = self._advance(KEPT_SEGMENT, self.kept_segments, self.kept, load, most)
+        tensors: dict[str, Tensors] = {PART: self.tensors}
+        for prefix, written, before in ((LABEL_SEGMENT, events, base), (KEPT_SEGMENT, kept, self.kept.base)):
+            for segment in written.segments:
+                if (new := written.new.get(segment.name)) is not None:
+                    tensors[f"{prefix}{segment.name}"] = new.tensors
+                else:
+                    assert before is not None
+                    carried[f"{prefix}{segment.name}"] = before
+        self.segments, self.kept_segments = events.segments, kept.segments
+        names = {"segments": _names(self.segments), "kept_segments": _names(self.kept_segments)}
+        return JoinPart(tensors, rows, carried, {**self.state, **names})
+
+    def _advance(
+        self,
+        prefix: str,
+        before: Sequence[Segment],
+        change: StoreDelta,
+        load: Callable[[int, str], Tensors],
+        most: int,
+    ) -> Written:
+        """Return the segments of events or labels; which of them are held becomes part of the tensors."""
+
+        def read(segment: Segment) -> Tensors:
+            assert change.base is not None
+            return load(change.base, f"{prefix}{segment.name}")
+
+        written = advance(before, change, self.number, read, most)
+        for segment in written.segments:
+            self.tensors[f"live.{prefix}{segment.name}"] = torch.from_numpy(np.packbits(segment.live))
+        return written
 
     def _rows(self, entries: NDArray[np.void]) -> TierRows:
         """Return the payload of events, WAITING `[n]`, of which those in memory had it there at the step boundary."""
@@ -171,6 +191,7 @@ class JoinContents:
     Attributes:
         entries: the H events, WAITING `[H]`.
         present: which events of the checkpoint these are, bool: those of damaged segments are lost.
+        parts: all parts of the checkpoint; damaged segments are absent.
         tensors: of the part.
         state: of the part.
         segments: of the checkpoint.
@@ -179,6 +200,7 @@ class JoinContents:
 
     entries: NDArray[np.void]
     present: NDArray[np.bool_]
+    parts: Mapping[str, Tensors]
     tensors: Tensors
     state: Mapping[str, Any]
     segments: Sequence[Segment]
@@ -190,9 +212,8 @@ class JoinContents:
         if PART not in checkpoint.tensors:
             return None
         tensors, state = checkpoint.tensors[PART], checkpoint.state[PART]
-        segments = [Segment(name, live_events(tensors, name, rows)) for name, rows in state["segments"]]
-        entries, _, _ = assemble(segments, lambda segment: checkpoint.tensors.get(_part(segment)), WAITING)
-        present = [np.full(segment.held, _part(segment) in checkpoint.tensors) for segment in segments]
+        segments = segments_of(tensors, state["segments"], LABEL_SEGMENT)
+        entries, present = assembled(segments, LABEL_SEGMENT, checkpoint.tensors, WAITING)
         size = state["row_bytes"]
         rows = [
             (checkpoint.rows[rows_part(part)], np.flatnonzero(segment.live))
@@ -200,7 +221,7 @@ class JoinContents:
             if size is not None and (part := _part(segment)) in checkpoint.tensors
         ]
         return cls(
-            *(entries, np.concatenate([np.zeros(0, np.bool_), *present]), tensors, state, segments),
+            *(entries, present, checkpoint.tensors, tensors, state, segments),
             None if size is None else JoinedRows(size, rows),
         )
 
@@ -225,8 +246,8 @@ class JoinSnapshots:
         self._events, self._labels, self._decisions = events, labels, decisions
         self._matching = matching
         self._counts, self._key = counts, key
-        self._segments: Sequence[Segment] = ()
-        """Those of the last checkpoint."""
+        self._segments: tuple[Sequence[Segment], Sequence[Segment]] = (), ()
+        """Those of the last checkpoint, of events and labels."""
         self._captured: CapturedJoin | None = None
         self._restored = 0
         """The number of the restored checkpoint."""
@@ -253,10 +274,11 @@ class JoinSnapshots:
         """End the snapshot, as `LabelJoin.end_snapshot`."""
         self._events.file.end_snapshot(oldest)
         if written and self._captured is not None:
-            self._segments = self._captured.segments
+            self._segments = self._captured.segments, self._captured.kept_segments
         else:
             self._events.table.not_written()
-            self._segments = ()
+            self._labels.not_written()
+            self._segments = (), ()
         self._captured = None
         if oldest is not None and oldest > self._restored:
             for path in self._old_files:
@@ -291,25 +313,26 @@ class JoinSnapshots:
         numbers = np.full(len(present), -1, np.int32)
         numbers[present] = ids
         self._decisions.restore(tensors, numbers)
-        if state["key"] == self._key:
-            self._labels.restore(tensors)
+        kept = self._restore_labels(contents) if state["key"] == self._key else ()
         for name, value in state["counts"].items():
             setattr(self._counts, name, value)
         self._counts.damaged += int(np.count_nonzero(~present))
         # No stream time is ahead of the clock, unless that was set back since.
         self._matching.watermark_ms = min(state["watermark_ms"], int(time.time() * 1000))
-        self._segments = contents.segments if same_slots else ()
+        self._segments = (contents.segments if same_slots else ()), kept
 
-
-def live_events(tensors: Tensors, name: str, rows: int) -> NDArray[np.bool_]:
-    """Return which events of a segment are held, bool, from the tensors of a part."""
-    return np.unpackbits(tensors[f"live.{name}"].numpy(), count=rows).astype(np.bool_)
-
-
-def entries_of(tensors: Tensors) -> NDArray[np.void]:
-    """Return the events of a segment, WAITING, without a copy."""
-    return tensors["index"].numpy().reshape(-1).view(WAITING)
+    def _restore_labels(self, contents: JoinContents) -> Sequence[Segment]:
+        """Restore the labels of a checkpoint, and return their segments if the next one has the changes since."""
+        segments = segments_of(contents.tensors, contents.state["kept_segments"], KEPT_SEGMENT)
+        entries, present = assembled(segments, KEPT_SEGMENT, contents.parts, self._labels.entry)
+        states = contents.tensors["label.state"].numpy()[present]
+        number = self._restored if present.all() else None
+        return segments if self._labels.restore(number, entries, states) else ()
 
 
 def _part(segment: Segment) -> str:
     return f"{LABEL_SEGMENT}{segment.name}"
+
+
+def _names(segments: Sequence[Segment]) -> list[tuple[str, int]]:
+    return [(segment.name, len(segment.live)) for segment in segments]

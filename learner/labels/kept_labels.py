@@ -9,9 +9,7 @@ Legend: n labels of a call, m pairs of an event and a label.
 from collections.abc import Callable, Mapping
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from ingest.events.block import Array
 from ingest.events.schema import Label
@@ -20,12 +18,14 @@ from learner.labels.index.key_index import KeyIndex
 from learner.labels.index.numbers import Ids, Numbers
 from learner.labels.index.recent_keys import RecentKeys
 from learner.labels.join_counts import JoinCounts
+from replay.snapshot import StoreDelta
 
 FREE, UNUSED, COUNTED, USED = 0, 1, 2, 3
 """States: there is no label of this number; no event has matched it; the same, and it is counted as a duplicate or as
 late; an event has matched it."""
-COLUMNS = ("key_hash", "time_ms", "partition", "offset")
-"""Columns of a label besides its value: `partition` and `offset` are those of its message, for erasure."""
+IDENTITY = np.dtype([("key_hash", "u8"), ("time_ms", "i8"), ("offset", "i8"), ("partition", "i4")])
+"""A label without its value, as in checkpoints: `partition` and `offset` are those of its message, for erasure."""
+COLUMNS = tuple(IDENTITY.names or ())
 _LABELS_AT_LEAST = 2**16
 _MOST_OF_KEY = 64
 """Labels of one key that are kept, so that the time of a batch does not grow with those of a frequent key."""
@@ -37,6 +37,7 @@ class KeptLabels:
     Attributes:
         key_hash, time_ms, value: of each label, by its number.
         order: in which labels came.
+        entry: the dtype of a label in checkpoints.
         own_keys: whether their key is another than that of erasures, so that an erasure by key is not of labels.
     """
 
@@ -54,6 +55,8 @@ class KeptLabels:
         self._expiry = DueTimes(self.time_ms, lambda ids: self._state[ids] != FREE)
         self._numbers = Numbers(most)
         self._count = self._came = 0
+        self.entry = np.dtype([*((name, IDENTITY[name]) for name in COLUMNS), ("value", label.dtype, label.shape)])
+        self.not_written()
 
     def __len__(self) -> int:
         return self._count
@@ -150,19 +153,46 @@ class KeptLabels:
         self.value[erased] = 0
         return len(erased)
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the labels for a checkpoint, in the order of arrival."""
-        ids = self._ids()
-        ids = ids[np.argsort(self.order[ids])]
-        columns = {**self._columns(ids), "value": self.value[ids], "state": self._state[ids]}
-        return {f"label.{name}": torch.from_numpy(column) for name, column in columns.items()}
+    def begin_snapshot(self, number: int) -> tuple[StoreDelta, NDArray[np.uint8]]:
+        """Return the labels for checkpoint `number` as changes, from which changes are tracked from now on, and the
+        state of each label in the order of arrival."""
+        base, ids = self._base_ids, self._ids()
+        # A number that was used again is of a label that came later.
+        alive = (self._state[base] != FREE) & (self.order[base] < self._base_came)
+        new = ids[self.order[ids] >= self._base_came]
+        new = new[np.argsort(self.order[new])]
+        entries = np.zeros(len(new), self.entry)
+        for name, column in self._columns(new).items():
+            entries[name] = column
+        entries["value"] = self.value[new]
+        change = StoreDelta(self._base, alive, entries, None)
+        self._track(number, np.concatenate([base[alive], new]))
+        return change, self._state[self._base_ids]
 
-    def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore the labels of a checkpoint."""
-        columns = {name: tensors[f"label.{name}"].numpy() for name in COLUMNS}
-        columns["label"] = tensors["label.value"].numpy()
-        ids = self.add({name: column[-self.most :] for name, column in columns.items()})
-        self._state[ids] = tensors["label.state"].numpy()[-self.most :]
+    def not_written(self) -> None:
+        """Let the next checkpoint have all labels: the last one was not written."""
+        self._track(None, np.empty(0, np.int32))
+        self._base_came = 0
+
+    def restore(self, number: int | None, entries: NDArray[np.void], state: NDArray[np.uint8]) -> bool:
+        """Restore the m labels of a checkpoint, and return whether the next one has the changes since.
+
+        Args:
+            number: of the checkpoint; None if the next one has all labels.
+            entries: the labels in the order of arrival, `entry` `[m]`.
+            state: of each label, `[m]`.
+        """
+        kept = slice(max(0, len(entries) - self.most), None)
+        columns = {name: entries[name][kept] for name in COLUMNS}
+        ids = self.add({**columns, "label": entries["value"][kept]})
+        self._state[ids] = state[kept]
+        is_same = number is not None and len(ids) == len(entries)
+        if is_same:
+            self._track(number, ids)
+        return is_same
+
+    def _track(self, number: int | None, ids: Ids) -> None:
+        self._base, self._base_ids, self._base_came = number, ids, self._came
 
     def _any_within(
         self, ids: Ids, keys: NDArray[np.uint64], begin_ms: NDArray[np.int64], end_ms: NDArray[np.int64]

@@ -1,6 +1,6 @@
 """Tasks: the loss, score and predictions of a model's output.
 
-Legend: B events, C classes. `output` is what the module returned for a batch.
+Legend: B events, C classes, L positions of a label. `output` is what the module returned for a batch.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ingest.events.schema import Label
+from ingest.events.schema import IGNORED, Label
 from learner.errors import ModelError
 
 METHODS = ("check", "loss", "score", "predict")
@@ -70,6 +70,10 @@ class Classification:
             )
         if label.multi:
             raise ModelError('model.task is "classification", but schema.label.multi is true; write "multilabel"')
+        if label.length is not None:
+            raise ModelError(
+                'model.task is "classification", but schema.label has a length; write "token-classification"'
+            )
         _check_output(output_B, (rows, label.classes), 'task "classification"')
 
     def loss(self, output_B: Tensor, label_B: Tensor) -> Tensor:
@@ -135,6 +139,43 @@ class MultiLabel:
         return {"prediction": output_B > 0, "probabilities": output_B.float().sigmoid()}
 
 
+class TokenClassification:
+    """One of C classes at each position: the output is logits `[B, L, C]`, labels are int64 `[B, L]`, or IGNORED."""
+
+    def check(self, output_B: Tensor, label: Label, rows: int) -> None:
+        """Raise ModelError unless the output is floating point `[rows, length, classes]`."""
+        if label.length is None or label.classes is None:
+            raise ModelError(
+                'model.task is "token-classification", but schema.label has no length; set it, or write '
+                '"classification"'
+            )
+        _check_output(output_B, (rows, label.length, label.classes), 'task "token-classification"')
+
+    def loss(self, output_B: Tensor, label_B: Tensor) -> Tensor:
+        """Return the cross entropy of each event, the mean over its labelled positions, float32 `[B]`."""
+        logits_BCL = output_B.float().transpose(1, 2)
+        losses_BL = functional.cross_entropy(logits_BCL, label_B, reduction="none", ignore_index=IGNORED)
+        return losses_BL.sum(dim=1) / _labelled(label_B).sum(dim=1).clamp_min(1)
+
+    def score(self, output_B: Tensor, label_B: Tensor) -> Tensor:
+        """Return the part of the labelled positions whose most likely class is the label, float32 `[B]`."""
+        right_BL = output_B.argmax(dim=2) == label_B
+        return right_BL.sum(dim=1) / _labelled(label_B).sum(dim=1).clamp_min(1)
+
+    def distil(self, output_B: Tensor, teacher_B: Tensor, temperature: float) -> Tensor:
+        """Return the KL divergence of `Classification.distil` at each position, the mean over all, float32 `[B]`."""
+        losses = Classification().distil(output_B.flatten(0, 1), teacher_B.flatten(0, 1), temperature)
+        return losses.view(output_B.shape[:2]).mean(dim=1)
+
+    def predict(self, output_B: Tensor) -> dict[str, Tensor]:
+        """Return `prediction` int64 `[B, L]`, the most likely classes, and `probabilities` float32 `[B, L, C]`."""
+        return {"prediction": output_B.argmax(dim=2), "probabilities": output_B.float().softmax(dim=2)}
+
+
+def _labelled(label_BL: Tensor) -> Tensor:
+    return label_BL != IGNORED
+
+
 class Regression:
     """One number: the output is `[B]` or `[B, 1]`, labels are floats `[B]`."""
 
@@ -164,7 +205,12 @@ class Regression:
         return {"prediction": output_B.reshape(-1).float()}
 
 
-TASKS: dict[str, type[Task]] = {"classification": Classification, "multilabel": MultiLabel, "regression": Regression}
+TASKS: dict[str, type[Task]] = {
+    "classification": Classification,
+    "multilabel": MultiLabel,
+    "regression": Regression,
+    "token-classification": TokenClassification,
+}
 
 
 def _check_output(output: object, shape: tuple[int, ...], what: str) -> None:

@@ -68,6 +68,12 @@ class BucketFolder(Folder):
             part.rename(copy)
         return copy
 
+    def use_copy(self, name: str, whole: Path) -> None:
+        """Let `local` return a local file, which is linked or moved, instead of a download."""
+        copy = self._copy(self._path(name))
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        link_or_move(whole, copy)
+
     @override
     def write(self, name: str, pieces: Iterable[bytes | memoryview]) -> None:
         if name == MANIFEST and self._new is not None:
@@ -176,3 +182,11 @@ class BucketFolder(Folder):
     def _publish_verdict(self, sha256: str) -> None:
         generation = self._storage.generations()[self._number]
         self._storage.writer.update(lambda head: with_folder(head, "versions", self._number, generation, sha256))
+
+
+def link_or_move(source: Path, to: Path) -> None:
+    """Give a file a second name, or only that one where the file system has no hard links."""
+    try:
+        to.hardlink_to(source)
+    except OSError:
+        source.replace(to)

@@ -13,7 +13,7 @@ from typing import TypeVar
 from anabranch.core.failures import DamagedError, away_is_dependency
 from learner.errors import CheckpointError, MisfitError, VersionError
 from learner.object_storage.bases.fetching import fetch_base
-from learner.object_storage.bucket_folder import VERDICT
+from learner.object_storage.bucket_folder import VERDICT, link_or_move
 from learner.object_storage.bucket_storage import BucketStorage
 from learner.state_dir.bases import bases_in
 from learner.state_dir.checkpoint import CheckpointManifest, Checkpoints
@@ -104,11 +104,22 @@ def copy_newest(source: BucketStorage, stored: Checkpoints, while_waiting: Calla
     number = max(stored.numbers(), key=lambda each: (stored.generation_of(each) or 0, each), default=None)
     if number is None:
         return
+    folder, partial = source.folder(number), stored.path.parent / PARTIAL
+    partial.mkdir(exist_ok=True)
+
+    def fetch(name: str) -> None:
+        file = files[name]
+        whole = partial / file.sha256
+        if not (whole.exists() and _digest(whole) == file.sha256):
+            _download(source, file.path, file.sha256, partial / name.replace("/", "-"))
+
     with _logged(f"checkpoint {number} in {source.bucket.url}"):
-        folder, files = source.folder(number), source.files_of(number)
+        files = source.files_of(number)
         names = {file.path: name for name, file in files.items()}.values()  # each object once
         what = f"checkpoint {number} from {source.bucket.url}"
-        _in_parallel(what, {name: files[name].size for name in names}, folder.local, while_waiting)
+        _in_parallel(what, {name: files[name].size for name in names}, fetch, while_waiting)
+        for name in names:
+            folder.use_copy(name, partial / files[name].sha256)
 
 
 def _fetch(
@@ -132,11 +143,7 @@ def _fetch(
                     if _digest(path) == digest:
                         return
                 path.unlink(missing_ok=True)
-        whole = _download(source, objects[name].path, digest, partial / name.replace("/", "-"))
-        try:
-            path.hardlink_to(whole)
-        except OSError:
-            whole.replace(path)
+        link_or_move(_download(source, objects[name].path, digest, partial / name.replace("/", "-")), path)
 
     with LocalStorage(local.path).publish(number, manifest.generation) as folder:
         for name in files:

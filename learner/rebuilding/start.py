@@ -18,7 +18,7 @@ from ingest.config import LagPolicySettings
 from ingest.events.partition import TopicPartition
 from learner.build import LearnerSpec
 from learner.errors import CheckpointError, MisfitError
-from learner.labels.join_checkpoint import PART
+from learner.labels.join_segments import PART
 from learner.labels.opening import label_folder
 from learner.rebuilding.errors import RebuildError
 from learner.state_dir.checkpoint import RANK, Checkpoint, CheckpointManifest, Checkpoints

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 STATE = "state.json"
 ERASED = "erased"
 """Key of the state: the number of records of `erasures.log` that are applied to the checkpoint."""
-FORMAT = 11
+FORMAT = 12
 SEGMENT = "segment-"
 """Prefix of parts with events of the store. Checkpoints share them, and can be restored without them."""
 ROWS = "rows-"

@@ -27,7 +27,7 @@ from anabranch.core.errors import SettingsError
 from ingest.events.block import Array
 from ingest.events.schema import Feature
 from learner.errors import TeacherError
-from learner.model.task import Classification, MultiLabel, Task
+from learner.model.task import Classification, MultiLabel, Task, TokenClassification
 from learner.sections.teacher import TeacherSettings
 from learner.teacher.checks import without_unusable
 from learner.teacher.feed import Teacher
@@ -90,8 +90,8 @@ class EndpointTeacher(Teacher):
         self._shape = shape
         self._address = urlsplit(settings.url)
         self._model = f"/v2/models/{quote(settings.model, safe='')}"
-        probabilistic = isinstance(task, Classification | MultiLabel)
-        self._output = settings.output or ("probabilities" if probabilistic else "prediction")
+        self._probabilistic = isinstance(task, Classification | MultiLabel | TokenClassification)
+        self._output = settings.output or ("probabilities" if self._probabilistic else "prediction")
         self._context = _authorities(settings.ca, folder) if self._address.scheme == "https" else None
         self._headers = {"Accept": "application/json, application/octet-stream", "Accept-Encoding": "identity"}
         if settings.token is not None:
@@ -132,18 +132,20 @@ class EndpointTeacher(Teacher):
 
     @property
     def _has_probabilities(self) -> bool:
-        return not self._settings.logits and isinstance(self._task, Classification | MultiLabel)
+        return not self._settings.logits and self._probabilistic
 
     def _usable(self, output_N: NDArray[np.float32]) -> NDArray[np.float32]:
         """Return outputs as those of the student are, with NaN for events whose values cannot be used."""
         if not self._has_probabilities:
             return without_unusable(output_N)
-        fits = np.asarray(((output_N >= 0) & (output_N <= 1 + _SUM_TOLERANCE)).all(axis=1))
-        if isinstance(self._task, Classification):
-            fits &= np.abs(output_N.sum(axis=1) - 1) <= _SUM_TOLERANCE
-        likely = np.clip(output_N, _SMALLEST, 1 if isinstance(self._task, Classification) else 1 - _SMALLEST)
-        logits = np.log(likely) if isinstance(self._task, Classification) else np.log(likely) - np.log1p(-likely)
-        return np.where(fits[:, None], logits, np.float32(np.nan))
+        one_of = not isinstance(self._task, MultiLabel)
+        fits = (output_N >= 0) & (output_N <= 1 + _SUM_TOLERANCE)
+        if one_of:
+            fits &= np.abs(output_N.sum(axis=-1, keepdims=True) - 1) <= _SUM_TOLERANCE
+        fits = np.asarray(fits.all(axis=tuple(range(1, output_N.ndim)), keepdims=True))
+        likely = np.clip(output_N, _SMALLEST, 1 if one_of else 1 - _SMALLEST)
+        logits = np.log(likely) if one_of else np.log(likely) - np.log1p(-likely)
+        return np.where(fits, logits, np.float32(np.nan))
 
     def _part(self, columns: Mapping[str, Array], begin: int, end: int, until: float) -> NDArray[np.float32]:
         """Return the outputs for events `[begin, end)`, after retries where they may help."""

@@ -223,6 +223,14 @@ class Ranks(Protocol):
         """Clear state that averaging keeps between passes, after a pass that was not finite on any rank."""
         ...
 
+    def raise_together(self, error: Exception) -> None:
+        """Return once the ranks that have parts of this rank's modules have raised in this pass too.
+
+        Raises:
+            ModelError: they have not: they wait within a module for this rank's part.
+        """
+        ...
+
 
 class SingleRank:
     """A single rank, which has nothing to average."""
@@ -265,3 +273,6 @@ class SingleRank:
 
     def reset_comm_state(self) -> None:
         """Do nothing: there is no such state."""
+
+    def raise_together(self, error: Exception) -> None:
+        """Do nothing: this rank has all modules."""

@@ -126,13 +126,18 @@ def beginning(state: Mapping[str, Any]) -> Checkpoint:
     return Checkpoint(0, {}, {"ledger": rows})
 
 
-def _begin_again(checkpoints: Checkpoints, state: Mapping[str, Any]) -> None:
+def check_beginning(checkpoints: Checkpoints, state: Mapping[str, Any]) -> None:
+    """Raise SettingsError where the stream cannot be begun again, given the state of a checkpoint of it."""
     if any(row["history"] for row in state["ledger"]):
         raise SettingsError(
-            f"every checkpoint in {checkpoints.location} has seen events that were undone, and the history of "
+            f"every checkpoint in {checkpoints.location} has seen events that are undone, and the history of "
             "[stream.backfill] would be learned again; begin again by moving the checkpoints away, or restore an older "
             "one from a backup"
         )
+
+
+def _begin_again(checkpoints: Checkpoints, state: Mapping[str, Any]) -> None:
+    check_beginning(checkpoints, state)
     number = checkpoints.highest() + 1
     log.warning("every checkpoint has seen events that were undone: checkpoint %d begins the stream again", number)
     checkpoints.write(number, beginning(state), time.time())

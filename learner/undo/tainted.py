@@ -48,6 +48,11 @@ def seen_by_checkpoint(state: Mapping[str, Any]) -> Seen:
     return Seen(state.get(UNDONE, 0), offsets)
 
 
+def reads_files(state: Mapping[str, Any]) -> bool:
+    """Return whether a checkpoint with this state reads files of events of the topics before it reads these."""
+    return any(row["history"] and not row["position"][0] for row in state["ledger"])
+
+
 def seen_by_version(manifest: Manifest, names: Sequence[str], *, torn: bool) -> Seen:
     """Return what a version has seen of some partitions.
 

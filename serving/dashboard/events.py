@@ -1,4 +1,4 @@
-"""What happened to a pipeline, as marks on the time axis: swaps, refused versions, drift, restarts, checkpoints."""
+"""What happened to a pipeline, as marks on the time axis: swaps, refused versions, drift, restarts, undo."""
 
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -8,10 +8,11 @@ from typing import Literal, get_args
 import msgspec
 
 from learner.state_dir.report import LearnerReport
+from learner.state_dir.undo_file import UndoReport
 from serving.reporting.report import ServingReport
 from serving.rollout.version_list import VersionLine
 
-EventKind = Literal["swap", "refused", "drift", "restart", "checkpoint", "lag"]
+EventKind = Literal["swap", "refused", "drift", "restart", "checkpoint", "lag", "undo"]
 KINDS: tuple[EventKind, ...] = get_args(EventKind)
 
 KEPT = 200
@@ -28,7 +29,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     time: float
     """Seconds since 1970, of the first."""
     until: float
-    """Of the last; for `lag`, as long as the lag policy holds."""
+    """Of the last; for `lag`, as long as the lag policy holds; for `undo`, until the stream is learned again."""
     count: int = 1
     text: str
     """One sentence on the last of them."""
@@ -103,6 +104,17 @@ class EventDetector:
                 self._log.add("checkpoint", time, f"Checkpoint {learner.checkpoint} was written.")
         if learner.behind:
             self._log.extend("lag", now, "The learner lags, and the lag policy holds.")
+        self._update_undo(now, learner.undo, None if before is None else before.undo, began=before is None)
+
+    def _update_undo(self, now: float, undo: UndoReport | None, before: UndoReport | None, *, began: bool) -> None:
+        """Let an undo last until it is over; `began`: there was no report before this one."""
+        if undo is None:
+            return
+        without = f"undo {undo.number}, without {undo.offsets:,} offsets"
+        if undo.left:
+            self._log.extend("undo", now, f"The learner learns again from checkpoint {undo.checkpoint}: {without}.")
+        elif not began and (before is None or before.left or before.number != undo.number):
+            self._log.extend("undo", now, f"The stream was learned again: {without}.")
 
     def _update_refused(self, now: float, versions: Iterable[VersionLine]) -> None:
         refused = {line.number: line for line in versions if line.fate in ("refused", "rolled back")}

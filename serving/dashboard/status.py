@@ -9,6 +9,7 @@ from learner.state_dir.report import LAG_STALE, LearnerReport, read_report
 from serving.dashboard.events import EventDetector
 from serving.dashboard.time_series import RESOLUTIONS, History
 from serving.dashboard.version_history import VersionHistory, VersionRow
+from serving.fleet.overview import RecentFleet
 from serving.model.deployment import Deployment
 from serving.reporting.health import ReportAge, judge
 from serving.reporting.report import ServingReport
@@ -44,6 +45,7 @@ class Overview:
         self._baseline = deployment.folder / baseline if baseline else None
         self._task = deployment.model.task
         self._worker = worker
+        self._fleet = None if deployment.fleet is None else RecentFleet(deployment.fleet)
         self._began = time.time()
         self._registry = VersionList(deployment, swap, self._began)
         self._thinned = VersionHistory()
@@ -76,6 +78,7 @@ class Overview:
         learner, now = read_report(self._state_dir), time.time()
         serving = self._of_all_workers(serving)
         silent = learner is not None and self._learner_age.is_silent(learner)
+        fleet = None if self._fleet is None else self._fleet.newest()
         return {
             "name": self._name,
             "time": now,
@@ -84,6 +87,7 @@ class Overview:
             "learner": learner,
             "baseline": _read(self._baseline),
             "serving": serving,
+            "fleet": None if fleet is None else fleet.document(),
             "versions": self._versions(),
             "history": {"since": self._began, "resolutions": RESOLUTIONS},
         }

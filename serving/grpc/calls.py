@@ -5,7 +5,7 @@ import importlib.metadata
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from functools import partial
 from http import HTTPStatus
 from typing import Any, TypeAlias
@@ -110,7 +110,7 @@ class InferenceCalls:
             _begin_span(context.invocation_metadata())
         try:
             with HeldBytes(self._bodies) as held:
-                reply = await self._in_time(self._answer(body, context, held), context)
+                reply = await self._in_time(body, context, held)
         except RequestError as exc:
             status = exc.status
             raise
@@ -124,10 +124,12 @@ class InferenceCalls:
             self._metrics.request(status, time.perf_counter() - began)
             end_request(status, {"rpc.grpc.status_code": _grpc_code(status)})
 
-    async def _in_time(self, answer: Coroutine[Any, Any, bytes], context: _Context) -> bytes:
+    async def _in_time(self, body: bytes, context: _Context, held: HeldBytes) -> bytes:
         left: float | None = context.time_remaining()
         try:
-            return await asyncio.wait_for(answer, self._timeout if left is None else min(self._timeout, left))
+            # Not `wait_for`, which runs the answer in another task before Python 3.12.
+            async with asyncio.timeout(self._timeout if left is None else min(self._timeout, left)):
+                return await self._answer(body, context, held)
         except TimeoutError:
             raise DeadlineExceededError(
                 f"the request took longer than its deadline, or than the {self._timeout:g} s of serving.timeout"

@@ -61,6 +61,8 @@ class Deployment:
     """`learner.strategy`, which may add to the model what it trains."""
     storage: StorageSettings | None = None
     """The object store that versions come from; None: they come from the learner of `state_dir`."""
+    fleet: StorageSettings | None = None
+    """The object store to which servers of other hosts may report; None: there is none."""
     tracing: TracingSettings | None = None
     """`[tracing]`; None: nothing is traced."""
     _shared: "SharedBases" = field(default_factory=lambda: SharedBases(), compare=False, repr=False)

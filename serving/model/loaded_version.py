@@ -28,7 +28,7 @@ from serving.model.batch_copies import to_device, to_host
 from serving.model.deployment import Deployment, ModelTemplate, _sentence
 from serving.model.device import HALF, free_cached_memory, use_device
 from serving.model.graphs import Capture, Graphs
-from serving.model.pieces import BeforePiece, layers_as_pieces
+from serving.model.pieces import BeforePiece, collecting_at_end, layers_as_pieces
 from serving.protocol.codec import EMBEDDING
 from serving.protocol.tensors import Array
 
@@ -118,9 +118,9 @@ class ServedVersion:
         """Launch runs on the stream of requests from now on; until then they do not get ahead of requests."""
         self._stream = self._deployment.stream
 
-    def zeros(self, rows: int) -> dict[str, Array]:
-        """Return features of zeros for `rows` rows, or of another allowed value."""
-        return {feature.name: feature.example(rows) for feature in self._deployment.schema.features}
+    def zeros(self, rows: int, *, short: bool = False) -> dict[str, Array]:
+        """Return features of zeros for `rows` rows, or of another allowed value; of texts with one id if `short`."""
+        return {feature.name: feature.example(rows, short=short) for feature in self._deployment.schema.features}
 
     def works(self) -> bool:
         """Return whether it answers a row of zeros: distinguishes a bad input from a broken model after a failure.
@@ -168,7 +168,8 @@ def load_version(
     A large model's first version does not wait until all sizes are warm; on a device, the next versions continue.
 
     On a CPU nothing but plans remains of a larger batch: a version of as many parts as one before runs one row, which
-    shows whether it works. `before_piece` is called before each piece of that work.
+    shows whether it works; with a base, which was tried before, its texts are short. `before_piece` is called before
+    each piece of that work.
 
     Raises:
         VersionError: a file does not have its digest, weights do not fit, or the module fails on zeros.
@@ -177,7 +178,8 @@ def load_version(
     weights = deployment.versions.weights(manifest)
     try:
         use_device(deployment.device)  # any thread may load: the swap's, the shadow's, that of a rollout command
-        version = _loaded(deployment, manifest, weights, max_batch, before_piece)
+        with collecting_at_end(before_piece):
+            version = _loaded(deployment, manifest, weights, max_batch, before_piece)
     except Exception as exc:  # the factory and the module are the user's code, which may raise anything
         raise VersionError(f"version {number}: {_sentence(exc)}") from exc
     return version
@@ -204,7 +206,7 @@ def _loaded(
         warmed = template.warmed.setdefault(manifest.parts, set())
         if deployment.device.type == "cpu" and deployment.capture is None and max_batch in warmed:
             with layers_as_pieces(module, before_piece):
-                _warm_up(version, 1)
+                _warm_up(version, 1, short=manifest.base is not None)
         else:
             _warm_up(version, 1)
             _try_graphs(version, slot.graphs, deployment, template, max_batch)
@@ -267,8 +269,8 @@ def _warm_up_sizes(version: ServedVersion, max_batch: int, warmed: set[int]) -> 
                 return
 
 
-def _warm_up(version: ServedVersion, rows: int) -> None:
-    for name, array in version.run(version.zeros(rows)).items():
+def _warm_up(version: ServedVersion, rows: int, *, short: bool = False) -> None:
+    for name, array in version.run(version.zeros(rows, short=short)).items():
         if len(array) != rows:
             raise ModelError(f"for {rows} rows of zeros, {name} has {len(array)}")
         if not is_finite(array):

@@ -51,6 +51,7 @@ class TensorSlot:
         module = deep_copy(template, dict[int, Any](self._taken_over(template, weights, device)), before_piece)
         if not base_names(template):
             module.to(device)
+        before_piece()
         if device.type == "cuda":
             load_trained(module, _uploaded(module, weights))
             torch.cuda.current_stream(device).synchronize()  # requests run in another stream

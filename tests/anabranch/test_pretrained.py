@@ -16,6 +16,7 @@ from learner.sections.adapter import AdapterSettings
 from tests.support.trained_set import split_state
 
 CLASSIFIER, EMBEDDER = "anabranch.pretrained:sequence_classifier", "anabranch.pretrained:embedder"
+TOKENS_CLASSIFIER = "anabranch.pretrained:token_classifier"
 TOKENS = torch.tensor([[5, 6, 7, 0, 0, 0], [8, 9, 3, 4, 0, 0], [0, 0, 0, 0, 0, 0]])
 BERT = {
     "vocab_size": 40,
@@ -45,7 +46,7 @@ def folder(bert, tmp_path):
 
 
 def build(folder, factory=CLASSIFIER, adapter=None, **args):
-    args = {"path": "model", **({"classes": 3} if factory == CLASSIFIER else {}), **args}
+    args = {"path": "model", **({} if factory == EMBEDDER else {"classes": 3}), **args}
     torch.manual_seed(1)
     return build_model(factory, args, folder, adapter).eval()
 
@@ -104,6 +105,26 @@ class TestOutput:
         with torch.no_grad():
             logits = model(TOKENS)
             torch.testing.assert_close(model.classifier(embedding.captured()), logits)
+
+    def test_a_word_has_the_logits_of_its_first_token_and_others_zeros(self, bert, folder):
+        model = build(folder, TOKENS_CLASSIFIER)
+        first = torch.tensor([[1, 3, 0, 0, 0, 0], [2, 0, 4, 0, 0, 0], [0, 0, 0, 0, 0, 0]])
+        words = torch.stack([TOKENS, first], dim=1).int()
+        mask = (TOKENS != 0).long()
+        mask[:, 0] = 1
+        with torch.no_grad():
+            found = model(words)
+            expected = model.classifier(hidden(bert, TOKENS, mask))
+        assert found.shape == (3, 6, 3)
+        torch.testing.assert_close(found[0, :2], expected[0, [0, 2]])
+        torch.testing.assert_close(found[1, [0, 2]], expected[1, [1, 3]])
+        found[0, :2] = found[1, [0, 2]] = 0
+        assert not found.any()
+
+    @pytest.mark.parametrize("words", [TOKENS, torch.zeros(2, 3, 4, dtype=torch.int64)])
+    def test_a_feature_without_words_is_refused(self, folder, words):
+        with pytest.raises(ModelError, match=r"integers \[B, 2, length\], but the feature is .*and words = true"):
+            build(folder, TOKENS_CLASSIFIER)(words)
 
     def test_embeddings_have_unit_length(self, folder):
         with torch.no_grad():

@@ -51,6 +51,13 @@ CONTRADICTIONS = {
     "strimzi.enabled: set stream.topics": [
         {"mode": "shared", "pipeline": {"configMap": "pipeline"}, "strimzi": {"enabled": True}}
     ],
+    "serving.grpcPort is serving.service.port": [
+        {
+            "mode": "shared",
+            "pipeline": {"configMap": "pipeline"},
+            "serving": {"grpcPort": 9000, "service": {"port": 9000}},
+        }
+    ],
     "pipeline.files goes with pipeline.toml": [
         {"mode": "shared", "pipeline": {"configMap": "pipeline", "files": {"my_model.py": ""}}}
     ],

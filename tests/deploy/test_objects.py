@@ -162,6 +162,18 @@ def test_services_and_network_policies_name_ports_of_pods_that_are_there():
             assert len(policies) == len(pods(source))
 
 
+def test_servers_with_grpc_are_reached_by_it_from_clients_alone():
+    for source in ("shared with TLS", "a strict network policy"):
+        (service,) = [each for name, each in named(source, "Service").items() if name.endswith("-serving")]
+        assert {"name": "grpc", "port": 9000, "targetPort": "grpc"} in service["spec"]["ports"]
+        (pod,) = selected(source, service["spec"]["selector"])
+        variables = environment(source, pod["spec"]["containers"][0])
+        assert ports(pod)["grpc"] == int(variables["ANABRANCH__SERVING__GRPC_PORT"]) == 9000
+    rules = named("a strict network policy", "NetworkPolicy")["demo-anabranch-serving"]["spec"]["ingress"]
+    (rule,) = [rule for rule in rules if rule["ports"] == [{"port": "grpc"}]]
+    assert rule["from"] == SETS["a strict network policy"]["networkPolicy"]["clients"]
+
+
 def test_servers_may_connect_to_the_bucket_alone():
     kafka = {*DEFAULTS["networkPolicy"]["egress"]["kafka"]["ports"], 9094}
     for source in SOURCES:

@@ -117,6 +117,7 @@ def test_ports_are_those_on_which_the_container_listens():
         expected = {
             "status": int(config.learner.status.rpartition(":")[2]),
             "serving": config.serving.port,
+            "grpc": config.serving.grpc_port,
             "rendezvous": 29400,
         }
         for port in container.get("ports", ()):

@@ -27,6 +27,7 @@ from tests.faults import (
     recovery,
     serving_kills,
     siege,
+    undo,
 )
 from tests.faults.figures import Figures
 from tests.faults.pipeline import broker
@@ -43,6 +44,7 @@ PARTS: dict[str, Callable[..., None]] = {
     "poison": poison.run,
     "overload": overload.run,
     "backfill": backfill.run,
+    "undo": undo.run,
     "siege": siege.run,
 }
 

@@ -14,13 +14,12 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from confluent_kafka import Producer
 from kafka import KafkaAdminClient, TopicPartition
 
 from learner.state_dir.report import LearnerReport
 from tests.faults import kills as counted
 from tests.faults.figures import Figures
-from tests.faults.pipeline import PATIENCE_SECONDS, Pipeline, Supervised, make_topic
+from tests.faults.pipeline import PATIENCE_SECONDS, Pipeline, Supervised, make_topic, send_in_order
 from tests.pipelines import adds_up, total
 
 PARTITIONS = 4
@@ -132,24 +131,11 @@ def fill_topic(bootstrap: str, topic: str, ids: range) -> None:
     values = np.zeros(len(ids), counted.ROW)
     values["id"] = ids
     content, size = values.tobytes(), counted.ROW.itemsize
-    producer = Producer(
-        {
-            "bootstrap.servers": bootstrap,
-            "enable.idempotence": True,  # otherwise messages that are sent again may come out of order
-            "linger.ms": 50,
-            "queue.buffering.max.messages": 500_000,
-        }
+    send_in_order(
+        bootstrap,
+        topic,
+        ((number % PARTITIONS, content[at * size : (at + 1) * size]) for at, number in enumerate(ids)),
     )
-    for index, number in enumerate(ids):
-        value = content[index * size : (index + 1) * size]
-        while True:
-            try:
-                producer.produce(topic, value, partition=number % PARTITIONS)
-            except BufferError:
-                producer.poll(0.1)
-            else:
-                break
-    assert producer.flush(PATIENCE_SECONDS) == 0, "the broker has not acknowledged all messages"
 
 
 def delete_before(bootstrap: str, topic: str, offset: int) -> None:

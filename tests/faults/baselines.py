@@ -93,7 +93,7 @@ def with_and_without_kills(folder: Path, bootstrap: str, events: int, kills: int
                 learner.until(lambda gone=gone: learner.supervisor.pids().get("learner", gone) != gone, "another one")
             last = learner.wait_for(lambda report: report.steps == events // BATCH, "the last whole batch")
             stored = last.replay_bytes["disk"]
-        ends.append(_last_checkpoint(pipeline))
+        ends.append(last_checkpoint(pipeline))
     one, other = ends
     same = one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
     return Baselines(same, len(one), killed, stored)
@@ -121,7 +121,8 @@ def _is_under_way(events: int) -> Callable[[LearnerReport], bool]:
     )
 
 
-def _last_checkpoint(pipeline: Pipeline) -> dict[str, torch.Tensor]:
+def last_checkpoint(pipeline: Pipeline) -> dict[str, torch.Tensor]:
+    """Return weights and optimizer of the newest checkpoint."""
     checkpoints = Checkpoints(pipeline.state_dir / "checkpoints", "", 0)
     folder = checkpoints.path / str(checkpoints.numbers()[-1]) / RANK
     parts = {part: load_file(folder / f"{part}.safetensors") for part in ("model", "optimizer")}

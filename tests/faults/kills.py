@@ -141,7 +141,7 @@ def killed_again_and_again(
             early += not stepped
             before = report.steps if report is not None else 0
             learner.kill()
-            again += max(0, before - _checkpoint_step(pipeline)) if stepped else 0
+            again += max(0, before - checkpoint_step(pipeline)) if stepped else 0
             learner.until(lambda pid=pid: learner.supervisor.pids().get("learner", pid) != pid, "another learner")
         send(bootstrap, topic, rest)
         left = PATIENCE_SECONDS + events / LEAST_A_SECOND
@@ -211,7 +211,8 @@ def parts_of(messages: list[bytes], count: int) -> list[list[bytes]]:
     return [messages[begin:end] for begin, end in pairwise(ends)]
 
 
-def _checkpoint_step(pipeline: Pipeline) -> int:
+def checkpoint_step(pipeline: Pipeline) -> int:
+    """Return the step of the newest checkpoint; 0 where there is none."""
     checkpoints = Checkpoints(pipeline.state_dir / "checkpoints", "", 0)
     numbers = checkpoints.numbers()
     return checkpoints.manifest(numbers[-1]).step if numbers else 0

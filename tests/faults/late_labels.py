@@ -82,7 +82,7 @@ _LABEL = np.dtype([("y", "<i8"), ("flight", "<i8")])
 _STEP_SECONDS, _STEP_SECONDS_OF_AN_EVENT, _LIFE_SECONDS = 0.001, 6e-9, 2.0
 """Approximate duration of a step, which updates the weights of all events, and of the training between two kills."""
 _LEAST_A_SECOND = 200
-"""Events a second after the last kill, on a slow machine."""
+"""Events a second on a slow machine."""
 
 
 @dataclass(frozen=True)
@@ -181,20 +181,20 @@ def killed_while_events_wait(
     wait_ms = WAIT_HOURS * 3_600_000 / SPEED
     text = TEXT.format(events=events, batch=batch, checkpoint_every=checkpoint_every, labels=topics[1], wait=wait_ms)
     pipeline = Pipeline(folder, bootstrap, topics[0], CODE, text)
-    begin, done, early = time.monotonic(), 0, 0
+    begin, done, early, patience = time.monotonic(), 0, 0, PATIENCE_SECONDS + events / _LEAST_A_SECOND
     with Supervised(pipeline) as learner:
         while done < kills and _ended(pipeline.report()) < events:
             pid, at_start = learner.pid(), dice.random() < 1 / 3
             if not at_start:
                 part = events * done // (kills + 1)
-                learner.wait_for(lambda report, part=part: _ended(report) > part, f"{part} events that have ended")
+                what = f"{part} events that have ended"
+                learner.wait_for(lambda report, part=part: _ended(report) > part, what, patience=patience)
             time.sleep(dice.uniform(0.0, 3.0 if at_start else 1.0))
             report = pipeline.report()
             early += report is None or report.pid != pid or report.steps_since_start == 0
             learner.kill()
             done += 1
             learner.until(lambda pid=pid: learner.supervisor.pids().get("learner", pid) != pid, "another learner")
-        patience = PATIENCE_SECONDS + events / _LEAST_A_SECOND
         last = learner.wait_for(lambda report: _ended(report) >= events, "an end for every event", patience=patience)
     weights = accounts(pipeline)
     expected = np.zeros_like(weights)

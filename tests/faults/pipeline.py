@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import psutil
+from confluent_kafka import Producer
 
 from anabranch.config.loader import load_config
 from anabranch.runtime.embedded_broker import EmbeddedBroker, free_port
@@ -55,9 +56,14 @@ def broker(folder: Path) -> Iterator[str]:
 def make_topic(bootstrap: str, name: str, partitions: int = 1) -> str:
     """Create a topic with a unique name and its dead-letter topic, and return its name."""
     topic = f"{name}-{uuid.uuid4().hex[:8]}"
+    create_topic(bootstrap, topic, partitions)
+    return topic
+
+
+def create_topic(bootstrap: str, topic: str, partitions: int) -> None:
+    """Create a topic and its dead-letter topic."""
     settings = StreamSettings(bootstrap_servers=bootstrap, topics=(topic,))
     create_topics(settings, {topic: partitions, f"{topic}.dead": 1})
-    return topic
 
 
 @contextlib.contextmanager
@@ -78,6 +84,27 @@ def send(bootstrap: str, topic: str, messages: Iterable[bytes]) -> None:
         for message in messages:
             sender.send(message)
         sender.flush()
+
+
+def send_in_order(bootstrap: str, topic: str, messages: Iterable[tuple[int, bytes]]) -> None:
+    """Write messages, each to its partition; return once they are acknowledged, in this order."""
+    sender = Producer(
+        {
+            "bootstrap.servers": bootstrap,
+            "enable.idempotence": True,  # otherwise messages that are sent again may come out of order
+            "linger.ms": 50,
+            "queue.buffering.max.messages": 500_000,
+        }
+    )
+    for partition, value in messages:
+        while True:
+            try:
+                sender.produce(topic, value, partition=partition)
+            except BufferError:
+                sender.poll(0.1)
+            else:
+                break
+    assert sender.flush(PATIENCE_SECONDS) == 0, "the broker has not acknowledged all messages"
 
 
 class Pipeline:

@@ -123,6 +123,43 @@ def test_a_label_of_several_classes_is_a_bool_for_each(name: str, make_schema: M
     assert decoded.columns["label"].tolist() == [[k in (each or []) for k in range(4)] for each in lists]
 
 
+@pytest.mark.parametrize("classes", [4, ["red", "green", "blue", "black"]], ids=["numbers", "names"])
+def test_a_label_with_a_length_is_a_class_at_each_position(name: str, make_schema: MakeSchema, classes: Any) -> None:
+    schema = make_schema({"x": {"dtype": "int8"}}, {"name": "y", "classes": classes, "length": 3})
+    known = range(4) if classes == 4 else classes
+    lists = [[3, None, 1, 2], None, [0], [], [None, None], [None, None, None, 2]]
+    events = [{"x": 1, "y": each and [None if k is None else known[k] for k in each]} for each in lists]
+    events[3]["y"] = []
+    decoded = decode(name, schema, *events)
+    assert not decoded.rejects
+    assert decoded.columns["labelled"].tolist() == [True, False, True, False, False, False]
+    assert decoded.columns["label"].dtype == np.int64
+    assert decoded.columns["label"].tolist() == [[3, -100, 1], [-100] * 3, [0, -100, -100], *[[-100] * 3] * 3]
+
+
+@pytest.mark.parametrize(("classes", "none", "bad"), [(4, -100, 4), (4, -100, -1), (["a", "b"], "", "c")])
+def test_a_position_has_a_class_or_none_in_every_format(
+    make_schema: MakeSchema, classes: Any, none: Any, bad: Any
+) -> None:
+    schema = make_schema({"x": {"dtype": "int8"}}, {"name": "y", "classes": classes, "length": 2})
+    good = 0 if classes == 4 else "a"
+    lists = [[none, good], [good, bad], [good], [none]]
+    x, y = pa.array([1] * 4, pa.int8()), pa.array(lists)
+    batches = [pa.record_batch({"x": x[i : i + 1], "y": y[i : i + 1]}) for i in range(4)]
+    for name, messages in (
+        ("json", [pack_json(schema, {"x": 1, "y": each}) for each in lists]),
+        ("arrow", [arrow_stream(batch) for batch in batches]),
+    ):
+        decoded = FORMATS[name](schema).decode(messages)
+        assert decoded.columns["label"].tolist() == [[-100, 0], [0, -100], [-100, -100]]
+        assert decoded.columns["labelled"].tolist() == [True, True, False]
+        assert [reject.message for reject in decoded.rejects] == [1]
+    if classes == 4:
+        rows = np.array([(1, each) for each in ([none, good], [good, bad])], row_dtype(schema))
+        decoded = FORMATS["rows"](schema).decode([rows.tobytes()])
+        assert [(reject.row, reject.reason) for reject in decoded.rejects] == [(1, "y is not in 0..3")]
+
+
 @pytest.mark.parametrize(
     ("classes", "label", "reason"),
     [

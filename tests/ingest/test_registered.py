@@ -366,3 +366,11 @@ def test_a_label_of_several_classes_is_an_array(registry, make, make_schema, dec
     assert decoded.columns["feature.x"].tolist() == [[[1, 2], [3, 4]]] * 3
     assert [reject.message for reject in decoded.rejects] == [3, 4]
     assert np.all(decoded.columns["weight"] == 1)
+
+    types["topics"] = {"type": "array", "items": ["null", "string"]}
+    number = registry.register(SUBJECT, record(types))
+    schema = make_schema(
+        {"x": {"dtype": "float32", "shape": [2, 2]}}, {"name": "topics", "classes": ["a", "b", "c"], "length": 2}
+    )
+    decoded = make(schema).decode([message({"x": x, "topics": topics}) for topics in ([None, "c"], ["a", "b", "c"])])
+    assert decoded.columns["label"].tolist() == [[-100, 2], [0, 1]]

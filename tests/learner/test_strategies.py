@@ -18,7 +18,7 @@ from ingest.events.schema import Schema
 from learner.config import LearnerSettings, ModelSettings, StrategySettings
 from learner.model.device import choose_precision
 from learner.model.embedding import Embedding
-from learner.model.task import Classification, MultiLabel, Regression, Task
+from learner.model.task import Classification, MultiLabel, Regression, Task, TokenClassification
 from learner.strategies.agem import ProjectedGradient
 from learner.strategies.base import StepWeights, Strategy, StrategyContext
 from learner.strategies.der import DarkReplay, DarkReplayPlus
@@ -234,6 +234,26 @@ def test_a_strategy_that_is_not_made_for_one_class_learns_several(name: str) -> 
         result = trainer.step(new, old)
         learned.append(Examples(new.features, new.label_B, new.weight_B, result.output_B))
     assert result.score / 8 > (0.6 if name in {"der", "der++"} else 0.8)
+
+
+@pytest.mark.parametrize("name", REGRESSIONS)
+def test_a_strategy_that_is_not_made_for_one_class_learns_one_at_each_position(name: str) -> None:
+    label = {"name": "y", "classes": 2, "length": 3}
+    fields = {"features": {"x": {"dtype": "float32", "shape": [3]}}, "label": label}
+    schema = Schema(SchemaSettings.model_validate(fields))
+    torch.manual_seed(0)
+    strategy = STRATEGIES[name](every=40) if name in {"ewc", "lwf"} else STRATEGIES[name]()
+    model = nn.Sequential(nn.Linear(3, 6), nn.Unflatten(1, (3, 2)))
+    trainer = make_trainer(schema, model, strategy, TokenClassification(), optimizer={"name": "sgd", "lr": 1.0})
+    learned: list[Examples] = []
+    for step in range(100):
+        x = torch.randn(8, 3, generator=torch.Generator().manual_seed(step))
+        y = torch.where(x.abs() > 0.2, (x > 0).long(), -100)  # nobody labels those in between
+        new = Examples({"x": x}, y, torch.ones(8))
+        old = [_stacked([learned[-1]] * (n // 8)) for n in strategy.samples(8)] if learned else []
+        result = trainer.step(new, old)
+        learned.append(Examples(new.features, new.label_B, new.weight_B, result.output_B))
+    assert result.score / 8 > (0.6 if name in {"der", "der++"} else 0.85)
 
 
 class TestErAce:

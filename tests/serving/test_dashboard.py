@@ -1,11 +1,13 @@
 """The dashboard: the page as HTTP sends it, what feeds it, and how Chromium shows it in every state."""
 
 import base64
+import dataclasses
 import hashlib
 import re
 import shutil
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,9 @@ import msgspec
 import pytest
 import torch
 
+from learner.object_storage.config import StorageSettings
+from learner.object_storage.rollout import FleetRollout, RolloutFile
+from learner.object_storage.servers import FleetServer, write_server
 from learner.state_dir.report import (
     BackfillReport,
     DeviceHealthReport,
@@ -23,6 +28,7 @@ from learner.state_dir.report import (
     PartitionReport,
     write_report,
 )
+from learner.state_dir.undo_file import UndoReport
 from serving.dashboard.status import SERIES
 from serving.rollout.commands import COMMANDS
 
@@ -316,6 +322,56 @@ def test_in_a_browser_lag_that_is_old_is_not_that_of_now(browser: Any, numbers: 
         page.close()
 
 
+def with_fleet(numbers: Any, bucket: Path) -> Any:
+    """A deployment whose object store has the reports of three servers."""
+    storage = StorageSettings(url=f"file://{bucket}")
+    figures: dict[str, dict[str, Any]] = {"a": {"version": 2}, "b": {"version": 3}, "c": {"version": 2, "time": 0.0}}
+    for name, members in figures.items():
+        report = {"id": name, "beat": 1, "time": time.time() + 3600, "address": HOSTILE, "ready": True, **members}
+        write_server(storage.bucket, FleetServer(**report))
+    RolloutFile(storage.bucket).replace(FleetRollout(stable=2, canary=3, canaries=["b"]))
+    return dataclasses.replace(numbers, deployment=dataclasses.replace(numbers.deployment, fleet=storage))
+
+
+def test_status_has_the_servers_of_the_fleet_and_says_when_they_cannot_be_read(
+    numbers: Any, served: Served, eventually: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("serving.fleet.overview.REPORT_EVERY", timedelta(0))
+    with served(with_fleet(numbers, tmp_path / "bucket"), ready=False) as server:
+        fleet = eventually(lambda: httpx.get(server.url + "/api/status").json()["fleet"])
+        assert [(each["id"], each["version"], each["silent"]) for each in fleet["servers"]] == [
+            ("a", 2, False),
+            ("b", 3, False),
+            ("c", 2, True),
+        ]
+        assert (fleet["rollout"]["canaries"], fleet["problem"]) == (["b"], None)
+        (tmp_path / "bucket" / "rollout.json").write_text("{")
+        problem = eventually(lambda: httpx.get(server.url + "/api/status").json()["fleet"]["problem"])
+        assert problem.startswith("the servers of the fleet cannot be read: file://")
+
+
+def test_in_a_browser_the_servers_of_a_fleet_have_their_versions(
+    browser: Any, numbers: Any, served: Served, tmp_path: Path
+) -> None:
+    numbers.publish(1)
+    write_report(numbers.deployment.state_dir, learner_report())
+    with served(with_fleet(numbers, tmp_path / "bucket")) as server:
+        page = browser.new_page(viewport={"width": 360, "height": 740})
+        page.goto(server.url)
+        page.wait_for_selector("#fleet:not([hidden])")
+        assert page.text_content("[data-figure=fleet]") == "1 with version 3, 1 with version 2"
+        rows = page.locator("#servers tbody tr").all()
+        cells = [[cell.text_content() for cell in row.locator("th, td").all()] for row in rows]
+        assert [row[:3] for row in cells] == [
+            ["a", "2", "0"],
+            ["b (canary)", "3", "0"],
+            ["c", "2", "\N{EN DASH}"],
+        ]
+        assert [row[-1].partition(" for ")[0] for row in cells] == ["ready", "ready", "silent"]
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        page.close()
+
+
 def test_in_a_browser_the_history_is_shown_until_its_end(browser: Any, numbers: Any, served: Served) -> None:
     numbers.publish(1)
     backfill = BackfillReport(
@@ -556,10 +612,12 @@ def test_in_a_browser_events_are_marks_on_the_time_axis_and_the_axis_can_be_zoom
         page.wait_for_selector("#marks [data-key=swap]")
         page.wait_for_timeout(1500)  # so that serving has sampled a report with which the next one is compared
         changed = {"drifts": 1, "drift_step": 40, "checkpoint": 2, "checkpoint_time": time.time(), "behind": True}
+        changed["undo"] = UndoReport(number=3, checkpoint=1, offsets=1200, left=50, fraction=0.5)
         write_report(state_dir, learner_report(error={"now": 96.0, "old": 97.0}, started=1.0, **changed))
-        for kind in ("drift", "checkpoint", "lag"):
+        for kind in ("drift", "checkpoint", "lag", "undo"):
             page.wait_for_selector(f"#marks [data-key={kind}]")
             assert page.locator(f"#chart .event.{kind}").count()
+        assert "number 3, without 1,200 offsets: 50.0 % learned again, 50 offsets left" in page.text_content("#state")
         page.click("#happened summary")
         assert page.locator("[data-event=drift]").first.text_content().endswith("The stream drifted at step 40.")
         ticks = "[...document.querySelectorAll('#chart text[text-anchor=end]')].slice(0, 5).map(t => t.textContent)"

@@ -92,7 +92,7 @@ def cell_reader(schema: Schema, field: str) -> Callable[[str, bool], Any]:
         scalar = str if feature.is_string else _READERS[feature.dtype.kind]
         shaped = bool(feature.shape)
         return lambda cell, whole: msgspec.json.decode(cell) if shaped and whole else scalar(cell)
-    if field == schema.label.name and schema.label.multi:
+    if field == schema.label.name and schema.label.is_list:
         return lambda cell, _: msgspec.json.decode(cell)
     if field == schema.label.name:
         label = str if schema.label.names else _READERS["f" if schema.label.classes is None else "i"]

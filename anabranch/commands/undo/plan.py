@@ -1,7 +1,9 @@
 """What an undo would do: which versions are tainted, what is served instead, and where learning goes on."""
 
+import contextlib
 import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,8 +18,8 @@ from ingest.search.stream_search import Progress, StreamSearch
 from learner.state_dir.checkpoint import Checkpoints
 from learner.state_dir.undo_file import OffsetRanges, UndoRecord, read_undo
 from learner.state_dir.version import RegistryState
-from learner.undo.going_back import Sorted, sort_checkpoints
-from learner.undo.tainted import TORN, names_in, seen_by_checkpoint, seen_by_version
+from learner.undo.going_back import Sorted, check_beginning, sort_checkpoints
+from learner.undo.tainted import TORN, names_in, reads_files, seen_by_checkpoint, seen_by_version
 from serving.reporting.report import read_report
 
 _MOST_NAMED = 5
@@ -109,22 +111,25 @@ def plan_undo(config: Config, selection: Selection, progress: Progress) -> UndoP
         DependencyError: the broker or a disk cannot be read.
     """
     selection.check(config)
-    _check_settings(config)
+    _check_settings(config, selection)
     known = {name: each for name, each in known_partitions(config).items() if not name.history}
-    with StreamSearch(config.pipeline.stream) as search:
-        ranges = select(config, selection, known, search, progress)
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor(1) as pool:
+        # Tainted versions are served until this is done: the broker answers while they are listed.
+        connected = pool.submit(stack.enter_context, StreamSearch(config.pipeline.stream))
+        ranges = select(config, selection, known, connected.result, progress)
         if not ranges:
             raise SettingsError("no event that this pipeline reads is of that selection: nothing is to be undone")
-        starts = {partition_name(name): offset for name, offset in search.log_starts.items()}
+        # After a search, which may take minutes in which versions appear.
+        versions, state = list_versions(config, None), stored_versions(config).state()
+        starts = {partition_name(name): offset for name, offset in connected.result().log_starts.items()}
     before = read_undo(config.state_dir)
     record = UndoRecord(number=len(before) + 1, time=0.0, ranges=ranges, until={})
-    versions, state = list_versions(config, None), stored_versions(config).state()
     torn = config.pipeline.stream.format in TORN
     tainted = [one for one in versions[::-1] if _is_tainted(one, [record], torn=torn)]
     _check_pinned(state, tainted)
     # The learner may not have returned for earlier records yet.
     numbers = {one.number for one in versions if _is_tainted(one, [*before, record], torn=torn)}
-    number, made, positions = _target(_checkpoints(config), [*before, record], starts, known)
+    number, made, positions = _target(config, [*before, record], starts, known)
     until = {partition_name(name): each.seen_through + 1 for name, each in known.items()}
     answered = _answered(config)
     return UndoPlan(
@@ -171,17 +176,16 @@ def _sorted(checkpoints: Checkpoints, records: Sequence[UndoRecord]) -> Sorted:
         raise DependencyError(f"{checkpoints.location} cannot be read: {exc.strerror or exc}") from exc
 
 
-def _check_settings(config: Config) -> None:
-    stream = config.pipeline.stream
+def _check_settings(config: Config, selection: Selection) -> None:
     if config.pipeline.storage is not None:
         raise SettingsError(
             "undo does not go with [storage]: another host that takes over would not have the record; take the section "
             "out until the learner has returned to its checkpoint"
         )
-    if stream.backfill is not None and stream.backfill.identity is not None:
+    if _has_files_of_topics(config) and not selection.offsets:
         raise SettingsError(
-            "undo does not go with stream.backfill.identity: rows of files have the identity of the topic's events, "
-            "and are not skipped; use `anabranch replay erase`"
+            "with stream.backfill.identity, name what to undo by --offsets: --key, --producer, --since and --until "
+            "find what is in the topics, and files may have events that these have no longer"
         )
     if not config.state_dir.is_dir():
         raise SettingsError(f"there is no {config.state_dir} yet: nothing was learned that could be undone")
@@ -200,20 +204,30 @@ def _is_tainted(one: Listed, records: Sequence[UndoRecord], *, torn: bool) -> bo
     return seen is not None and bool(seen.tainted_by(records))
 
 
+def _has_files_of_topics(config: Config) -> bool:
+    """Return whether events of the topics may come from files."""
+    backfill = config.pipeline.stream.backfill
+    return backfill is not None and backfill.identity is not None
+
+
 def _target(
-    checkpoints: Checkpoints, records: Sequence[UndoRecord], starts: Mapping[str, int], known: Known
+    config: Config, records: Sequence[UndoRecord], starts: Mapping[str, int], known: Known
 ) -> tuple[int | None, float | None, Mapping[str, int]]:
     """Return the checkpoint to return to, when it was made, and where it reads on.
 
-    Raises SettingsError where the broker no longer has the stream from there on.
+    Raises SettingsError where neither files nor the broker have the stream from there on.
     """
+    checkpoints = _checkpoints(config)
     found = _sorted(checkpoints, records)
     if not found.tainted:
         return None, None, {}
     if found.clean:
         number, state = next(iter(found.clean.items()))
         made, positions = checkpoints.manifest(number).time, seen_by_checkpoint(state).offsets
+        if _has_files_of_topics(config) and reads_files(state):
+            return number, made, positions
     else:
+        check_beginning(checkpoints, next(iter(found.tainted.values())))
         number, made = 0, None
         positions = {partition_name(name): each.start for name, each in known.items()}
     if gone := _gone(positions, starts):

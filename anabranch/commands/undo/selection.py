@@ -1,7 +1,7 @@
 """Which events an undo is for: ranges of offsets, a time, a key, or a header of their producer."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -55,11 +55,12 @@ class Selection:
 
 
 def select(
-    config: Config, selection: Selection, known: Known, search: StreamSearch, progress: Progress
+    config: Config, selection: Selection, known: Known, connected: Callable[[], StreamSearch], progress: Progress
 ) -> dict[str, OffsetRanges]:
     """Return the ranges by partition, as `topic#incarnation[partition]`, without offsets before the pipeline's first.
 
-    With keys and producers, each message that matches one of them is a range.
+    With keys and producers, each message that matches one of them is a range. `connected` returns the connection to the
+    broker, once it is there; offsets need none.
 
     Raises:
         SettingsError: a range is not valid.
@@ -71,6 +72,7 @@ def select(
         for each in ranges:
             pairs.setdefault(each.partition, []).append((each.first, each.last))
         return ranges_of(_within(pairs, known))
+    search = connected()
     begins, ends = _window(selection, known, search)
     if not (selection.keys or selection.producers):
         return ranges_of({name: [(begin, ends[name] - 1)] for name, begin in begins.items() if begin < ends[name]})

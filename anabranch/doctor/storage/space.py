@@ -39,7 +39,7 @@ def disk_space(pipeline: Pipeline, model_bytes: int, base_bytes: int) -> DiskSpa
     row = sum(dtype.itemsize * _product(shape) for dtype, shape in schema.payload().values())
     capacity, disk, rows = pipeline.replay.capacity, pipeline.replay.disk, 0
     if pipeline.learner.strategy.keeps_output:
-        row += _OUTPUT_BYTES * (schema.label.classes or 1)
+        row += _OUTPUT_BYTES * (schema.label.classes or 1) * (schema.label.length or 1)
     file = 0
     if not pipeline.learner.strategy.replays:
         replay = 0

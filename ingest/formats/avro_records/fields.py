@@ -138,5 +138,5 @@ def _label(schema: Schema) -> _Declared:
             kinds, expected = kinds | {"boolean"}, "a whole number or a boolean"
     else:
         kinds, expected = _NUMBERS, "a number"
-    expected = f"an array, each {expected}" if label.multi else expected
-    return _Declared(label.name, expected, kinds, required=False, many=label.multi)
+    expected = f"an array, each {expected}" if label.is_list else expected
+    return _Declared(label.name, expected, kinds, required=False, many=label.is_list)

@@ -138,8 +138,8 @@ def declared_fields(schema: Schema) -> Iterator[DeclaredField]:
     yield DeclaredField(
         label.name,
         types,
-        f"repeated, each {expected}" if label.multi else expected,
-        repeated=label.multi,
+        f"repeated, each {expected}" if label.is_list else expected,
+        repeated=label.is_list,
         required=False,
         classes=label.names,
         is_label=True,

@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from anabranch.core.errors import SettingsError
 from learner.model.factory import in_one_line
+from learner.model.faulty_events import may_be_of_events
 
 _STYLES: dict[str, type[ParallelStyle]] = {"column": ColwiseParallel, "row": RowwiseParallel}
 _TOLERANCE = 1e-2
@@ -57,7 +58,9 @@ def split_modules(
     try:
         parallelize_module(model, mesh, {name: _STYLES[style]() for name, style in styles.items()})
         found, gradients = _passed(model, output)
-    except (RuntimeError, ValueError, NotImplementedError) as exc:
+    except Exception as exc:  # the user's own code may raise anything
+        if not may_be_of_events(exc):
+            raise
         raise SettingsError(
             f"model.parallel: the split model fails; the modules between a column and a row module have to work on a "
             f"part of its numbers, and other modules need full ones: {in_one_line(exc)}"

@@ -90,6 +90,7 @@ class RankFallback:
         """Run a pass; if it raises, record the error and run it on all-zero events: as many, or a few without memory.
 
         Raises:
+            ModelError: other ranks that have parts of the same modules do not raise.
             Exception: the events are not the cause, or all-zero events raise too.
         """
         self._averaged = self._skipped = 0
@@ -100,6 +101,7 @@ class RankFallback:
             if not self.recorded(exc, len(new) + sum(map(len, old))):
                 raise
             error = exc
+        self._ranks.raise_together(error)
         traceback.clear_frames(error.__traceback__)  # they reference tensors of the pass
         if out_of_memory(error):
             release(new.label_B.device)
@@ -112,6 +114,7 @@ class RankFallback:
             except Exception as exc:
                 if not self.recorded(exc, len(new) + sum(map(len, old))):
                     raise
+                self._ranks.raise_together(exc)
         raise error
 
     def recorded(self, error: Exception, rows: int) -> bool:

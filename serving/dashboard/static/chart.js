@@ -112,7 +112,7 @@ function spread(labels, distance, bottom) {
 /* The shapes of marks, around the top of their line. */
 const MARKS = {
   refused: "M-4-4L4 4M4-4L-4 4", drift: "M0-5L5 4H-5Z", restart: "M-4-4H4V4H-4Z", checkpoint: "M0-4A4 4 0 1 0 .01-4Z",
-  swap: "M0-3V3", lag: "M-5-4H5V4H-5Z",
+  swap: "M0-3V3", lag: "M-5-4H5V4H-5Z", undo: "M5 4V-1H-4M0-5L-4-1L0 3",
 };
 
 /* Lines over time with a cursor that follows the pointer and the arrow keys. */

@@ -17,11 +17,13 @@ const HELP = {
   lag: "Offsets between the end of the topic's partitions and what has its outcome, and how long the oldest of them has waited.",
   verdict: "The quality gate compares each version with the served one on the holdout set: pass and inconclusive may be served, fail may not. Point at a verdict for its reasons.",
   status: "Served now; replaced by a newer version; refused by the gate or because it cannot be loaded; rejected by a person; superseded before it was served.",
+  fleet: "The servers that follow the object store, by what each reports every five seconds. A canary is one version ahead while that is judged.",
   trained_through: "The last offset, inclusive, up to which every event of the partition has its outcome.",
   checkpoint: "What a restart resumes from: model, optimizer, replay store and offsets, written together.",
   storage: "What [storage] lacks of the newest checkpoint, version and erasure log. Uploads run in the background, and training does not wait for them.",
   holdout: "Labelled events that are never trained on. The gate judges versions by them.",
   backfill: "The files of [stream.backfill], which are learned before the topics. The expected end is at the rate of the last half minute.",
+  undo: "What `anabranch undo` took out. The learner returned to a checkpoint from before it, and learns the stream again without it.",
   device: "The NVIDIA devices that the learner trains on, by the driver's own readings. The temperature is that of the hottest.",
   capacity: "Old events that are sampled together with new ones. The store evicts when it is 1/32 above its capacity, back to it.",
   forgetting: "Best accuracy ever less accuracy now on the holdout set, mean over the classes.",
@@ -189,6 +191,7 @@ function render() {
   renderOutcomes();
   renderReplay();
   renderPartitions();
+  renderFleet();
   renderFacts();
   watch();
 }
@@ -245,7 +248,7 @@ function renderAccuracy() {
   if ($("happened").open) renderEvents(marks);
 }
 
-const EVENTS = { swap: "swap", refused: "refused version", drift: "drift", restart: "restart", checkpoint: "checkpoint", lag: "lag policy" };
+const EVENTS = { swap: "swap", refused: "refused version", drift: "drift", restart: "restart", checkpoint: "checkpoint", lag: "lag policy", undo: "undo" };
 
 function renderEvents(marks) {
   const rows = marks.toReversed().slice(0, 100).map((mark) => element("tr", { "data-event": mark.kind },
@@ -435,6 +438,24 @@ function renderPartitions() {
   $("partitions").tBodies[0].replaceChildren(...rows);
 }
 
+function renderFleet() {
+  const { servers = [], rollout, problem } = status.fleet ?? {};
+  const counts = new Map();
+  for (const { version, silent } of servers) if (!silent) counts.set(version, (counts.get(version) ?? 0) + 1);
+  const newest = [...counts].sort(([one], [other]) => (other ?? 0) - (one ?? 0));
+  figure("fleet", problem ?? newest.map(([version, many]) => `${count(many)} ${known(version) ? `with version ${version}` : "without a version"}`).join(", "));
+  $("fleet").hidden = !servers.length && !problem;
+  $("servers").tBodies[0].replaceChildren(...servers.map((server) => {
+    const state = server.silent ? `silent for ${age(status.time - server.time)}` : server.problems ? `problems: ${count(server.problems)}` : server.ready ? "ready" : "not ready";
+    return element("tr", { "data-server": server.id },
+      element("th", { scope: "row" }, server.id + (rollout.canaries.includes(server.id) ? " (canary)" : "")),
+      element("td", { class: "num" }, known(server.version) ? String(server.version) : NONE),
+      element("td", { class: "num" }, server.silent ? NONE : rate(server.requests_per_second)),
+      element("td", { class: "num wide" }, server.silent ? NONE : duration(server.request_p99_seconds)),
+      element("td", { class: state === "ready" ? "" : "warn" }, state));
+  }));
+}
+
 const pairs = (values, format) => Object.entries(values).map(([name, value]) => `${name.replaceAll("_", " ")} ${format(value)}`).join(", ");
 
 const lacking = (lags) => {
@@ -458,7 +479,10 @@ function renderFacts() {
   ];
   const labels = learner?.labels;
   if (labels) training.push(["Late labels", `${count(labels.waiting)} events wait${known(labels.lag_p99_seconds) ? `, labels take ${duration(labels.lag_p50_seconds)}, 99 % of them less than ${duration(labels.lag_p99_seconds)}` : ""}`, "labels"]);
+  const undo = learner?.undo;
+  const undone = undo && `number ${undo.number}, without ${count(undo.offsets)} offsets: ${undo.left ? `${percent(undo.fraction)} learned again, ${count(undo.left)} offsets left` : "learned again"}`;
   const state = [
+    ...(undo ? [["Undo", undone, "undo"]] : []),
     ["Checkpoint", learner?.checkpoint ? `number ${learner.checkpoint}, ${known(learner.checkpoint_time) ? ago(learner.checkpoint_time) : "age not known"}` : "none yet", "checkpoint"],
     ...(learner?.storage ? [["Object store", lacking(learner.storage.lag_seconds), "storage"]] : []),
     ["Holdout set", learner ? `${count(learner.holdout_rows)} events` : NONE, "holdout"],

@@ -14,11 +14,16 @@ from anabranch.commands.undo.selection import Selection
 from anabranch.config.loader import Config, load_config
 from anabranch.core.errors import SettingsError
 from ingest.config import SchemaSettings
+from ingest.events.partition import TopicPartition
+from ingest.events.position import Position
 from ingest.events.schema import Schema
 from ingest.kafka.fake import FakeClient, FakePartition
 from ingest.kafka.registry import CLIENTS
+from learner.state_dir.checkpoint import Checkpoint, Checkpoints
+from learner.state_dir.report import LearnerReport, PartitionReport, write_report
 from learner.state_dir.undo_file import NAME, read_undo
 from learner.state_dir.version import RegistryState, Versions
+from learner.stream.partition_ledger import PartitionLedger
 from tests.learner.undo.undo_bench import NAMES, UndoBench
 
 COUNT = 600
@@ -92,6 +97,51 @@ def test_an_undo_of_a_stream_that_is_gone_says_from_when_on_it_can(config: Confi
         plan(config, offsets=["payments[0]@300..310"])
 
 
+def with_files(write_pipeline: Callable[..., Path], passed: int, *counts: int, identity: bool = True) -> Config:
+    """Return a pipeline with a history, and a checkpoint at each of these offsets, of which `passed` files are read."""
+    columns = '\nidentity = {partition = "p", offset = "o"}' * identity
+    path = write_pipeline("localhost:9", "payments", f'[stream.backfill]\nfiles = ["/files/*.parquet"]{columns}\n')
+    config = load_config(path, {})
+    shutil.rmtree(config.state_dir, ignore_errors=True)
+    config.state_dir.mkdir()
+    digest = Schema(config.pipeline.events).digest
+    for number, count in enumerate(counts, 1):
+        accounts = [PartitionLedger(name, 0) for name in (*NAMES, TopicPartition("history", 0, 0, 1))]
+        for account, offset in zip(accounts, (count, count, passed), strict=True):
+            account.position = Position(offset)
+        state = {"ledger": [account.state() for account in accounts]}
+        checkpoints = Checkpoints(config.state_dir / "checkpoints", digest, 1)
+        checkpoints.write(number, Checkpoint(count, {}, state), float(count))
+    read = PartitionReport(0, COUNT, COUNT, 0, 0, 0, 0, COUNT - 1, seen_through=COUNT - 1)
+    partitions = dict.fromkeys(map(str, NAMES), read)
+    report = LearnerReport(pid=1, generation=1, started=1.0, time=1.0, steps=1, partitions=partitions)
+    write_report(config.state_dir, report)
+    return config
+
+
+def test_what_the_broker_has_no_longer_is_read_again_from_files_that_have_it(
+    broker: RetainingClient, write_pipeline: Callable[..., Path]
+) -> None:
+    for partition in broker.topics.values():
+        partition.start = 250
+    config = with_files(write_pipeline, 0, 200, COUNT)
+    assert plan(config, offsets=["payments[0]@300..310"]).checkpoint == 1
+    with pytest.raises(SettingsError, match="name what to undo by --offsets"):
+        plan(config, since="2026-07-03")
+    config = with_files(write_pipeline, 1, 200, COUNT)
+    with pytest.raises(SettingsError, match=r"has payments#0\[\d\]@200\.\.249 no longer"):
+        plan(config, offsets=["payments[0]@300..310"])
+
+
+def test_an_undo_for_which_a_history_would_be_learned_again_is_refused(
+    broker: RetainingClient, write_pipeline: Callable[..., Path]
+) -> None:
+    config = with_files(write_pipeline, 9, 400, COUNT, identity=False)
+    with pytest.raises(SettingsError, match=r"every checkpoint .* the history of \[stream.backfill\] would be learned"):
+        plan(config, offsets=["payments[0]@300..310"])
+    assert plan(config, offsets=["payments[0]@500..510"]).checkpoint == 1
+
+
 def test_a_tainted_version_that_is_pinned_has_to_be_unpinned_first(config: Config) -> None:
     versions = Versions(config.state_dir / "versions")
     versions.write_state(RegistryState(serving=max(versions.numbers()), pinned=max(versions.numbers())))
@@ -112,8 +162,8 @@ def test_an_undo_counts_those_before_to_which_no_learner_has_returned_yet(config
 
 def test_a_checkpoint_of_another_release_is_named(config: Config) -> None:
     manifest = config.state_dir / "checkpoints" / "2" / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"format": 11', '"format": 10'))
-    with pytest.raises(SettingsError, match=r"checkpoint 2 .* is of format 10, and this release reads 11"):
+    manifest.write_text(manifest.read_text().replace('"format": 12', '"format": 11'))
+    with pytest.raises(SettingsError, match=r"checkpoint 2 .* is of format 11, and this release reads 12"):
         plan(config, offsets=["payments[0]@300..310"])
 
 

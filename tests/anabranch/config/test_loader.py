@@ -179,6 +179,21 @@ class TestValues:
                 "schema.label.classes = ['a']: List should have at least 2",
             ),
             ("schema.label", 'name = "y"\nclasses = ["a", "a"]', "schema.label: classes names a class twice"),
+            (
+                "schema.label",
+                'name = "y"\nclasses = 2\nmulti = true\nlength = 3',
+                "schema.label: length says that an event has one",
+            ),
+            (
+                "schema.label",
+                'name = "y"\nclasses = ["a", ""]\nlength = 3',
+                'schema.label: with length, no class may be named ""',
+            ),
+            (
+                "schema.label",
+                'name = "y"\ndtype = "uint8"\nclasses = 2\nlength = 3',
+                "schema.label: with length, a position without a class is -100",
+            ),
             ("schema.label", 'name = "y"\nmulti = true', "schema.label: multi = true says that an event has several"),
             (
                 "schema.label",

@@ -54,6 +54,34 @@ def test_texts_become_ids_of_one_length(path: Path) -> None:
     assert encoder(path).encode([]).shape == (0, 6)
 
 
+def test_words_have_the_index_of_their_first_id(path: Path, tmp_path: Path) -> None:
+    """What spaces separate is a word, also where the tokenizer has two of it, or none."""
+    nothing = {"type": "Replace", "pattern": {"String": "#"}, "content": ""}
+    lower = {"normalizer": {"type": "Sequence", "normalizers": [nothing, {"type": "Lowercase"}]}}
+    made = encoder_of(
+        TokenizerFile(tokenizer=write_tokenizer(tmp_path / "tokenizer.json", **lower), length=6, words=True), "text"
+    )
+    assert isinstance(made, TokenizerEncoder)
+    found = made.encode(["good,film  bad", "", "good # film", "a a a a a a a"])
+    assert (found.dtype, found.shape) == (np.int32, (4, 2, 6))
+    assert found[0].tolist() == [[CLS, GOOD, UNKNOWN, FILM, BAD, SEP], [2, 5, 0, 0, 0, 0]]
+    assert found[1].tolist() == [[CLS, SEP, PAD, PAD, PAD, PAD], [0] * 6]
+    assert found[2].tolist() == [[CLS, GOOD, FILM, SEP, PAD, PAD], [2, 0, 3, 0, 0, 0]]
+    assert found[3].tolist() == [[CLS, 11, 11, 11, 11, SEP], [2, 3, 4, 5, 0, 0]]
+    assert made.identity == {**encoder(made.path).identity, "words": True}
+
+
+def test_a_tokenizer_to_which_a_word_is_another_by_itself_is_refused(tmp_path: Path) -> None:
+    alphabet = [*map(chr, range(ord("a"), ord("z") + 1)), "\u0120"]
+    spaces = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    file = write_tokenizer(
+        tmp_path / "tokenizer.json", [*alphabet, "\u0120text", "text", "\u0120a"], pre_tokenizer=spaces, normalizer=None
+    )
+    with pytest.raises(SettingsError, match="a word has other ids by itself than in a text; save it with add_prefix_"):
+        TokenizerEncoder(TokenizerFile(tokenizer=file, length=6, words=True), "text")
+    TokenizerEncoder(TokenizerFile(tokenizer=file, length=6), "text")
+
+
 @given(texts=st.lists(st.text()))
 def test_the_ids_of_a_text_do_not_depend_on_its_neighbours(path: Path, texts: list[str]) -> None:
     texts = [text.encode("utf-8", "replace").decode() for text in texts]

@@ -237,6 +237,16 @@ def test_a_label_of_several_classes_is_a_repeated_field(decode: Decode, classes:
     assert decoded.rejects[0].reason == "y lists a class twice" or decoded.rejects[0].reason.startswith("schema: ")
 
 
+def test_a_label_with_a_length_is_a_repeated_field_with_empty_names(decode: Decode) -> None:
+    text = 'syntax = "proto3"; message A { int32 x = 1; repeated string y = 2; }'
+    schema = make_schema({"x": {"dtype": "int8"}}, {"name": "y", "classes": ["a", "b"], "length": 2})
+    kind = message_class(text, "A")
+    decoded = decode(schema, *(kind(y=each).SerializeToString() for each in (["", "b", "a"], [], ["c"])), text=text)
+    assert decoded.columns["label"].tolist() == [[-100, 1], [-100, -100]]
+    assert decoded.columns["labelled"].tolist() == [True, False]
+    assert [reject.message for reject in decoded.rejects] == [2]
+
+
 def test_packed_and_unpacked_lists_are_read_alike(decode: Decode) -> None:
     schema = make_schema({"x": {"dtype": "float32", "shape": [3]}}, {"name": "y", "classes": 2})
     text = 'syntax = "proto3"; message A { repeated float x = 1 [packed = %s]; int32 y = 2; }'

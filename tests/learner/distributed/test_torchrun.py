@@ -39,7 +39,8 @@ from learner.state_dir.checkpoint import Checkpoints
 from learner.state_dir.report import LearnerReport, read_report
 from replay.config import ReplaySettings
 from tests import forkserver
-from tests.pipelines import PATIENCE_SECONDS, adds_up, events, total
+from tests.learner.distributed.test_launcher import LAYERS, TENSOR
+from tests.pipelines import PATIENCE_SECONDS, Learner, adds_up, events, total
 from tests.support import namespaces
 from tests.support.namespaces import NetworkOfHosts, network_of_hosts
 
@@ -227,6 +228,42 @@ def test_a_host_may_be_cut_off_or_killed_and_come_back_and_every_event_is_learne
     newest = Checkpoints(hosts[0].state_dir / "checkpoints", "", 0).latest()
     assert newest is not None
     assert newest.step == report.steps
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.any_broker
+@pytest.mark.timeout(300)
+def test_a_tensor_group_of_torchrun_stops_in_order_and_one_process_goes_on_from_its_checkpoint(
+    kafka: Any,
+    make_topic: Callable[..., str],
+    produce: Callable[..., list[int]],
+    write_pipeline: Callable[..., Path],
+    start: Callable[..., Learner],
+    tmp_path: Path,
+) -> None:
+    topic = make_topic()
+    host = Host(tmp_path / "host", write_pipeline(kafka.bootstrap, topic, rest=CONFIG, model=LAYERS))
+    produce(kafka.bootstrap, topic, events(200))
+    options = {"--nnodes": 1, "--node-rank": 0, "--master-addr": "127.0.0.1", "--master-port": free_port()}
+    with contextlib.closing(host):
+        host.start(options, GLOO_SOCKET_IFNAME="lo", **TENSOR)
+        report = host.wait_for(lambda each: total(each) == 200)
+        ranks = host.ranks
+        host.stop()
+        assert host.ended(PATIENCE_SECONDS) == 1  # as always with a signal
+        assert psutil.wait_procs(ranks, PATIENCE_SECONDS)[1] == []
+    checkpoints = Checkpoints(host.state_dir / "checkpoints", "", 0)
+    newest = checkpoints.latest()
+    assert newest is not None
+    assert newest.step == report.steps
+
+    learner = start(host.state_dir.parent / "pipeline.toml")
+    produce(kafka.bootstrap, topic, events(200))
+    report = learner.wait_for(lambda each: total(each) == 400)
+    assert whole(report, 400)
+    assert report.steps - report.steps_since_start == newest.step
+    assert learner.stop(40) == 0
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="there are network namespaces on Linux alone")

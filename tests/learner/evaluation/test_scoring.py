@@ -19,7 +19,7 @@ from ingest.kafka.fake import fake_columns
 from learner.evaluation.forgetting_metric import ForgettingState, Peak, retention_of
 from learner.evaluation.holdout import HoldoutSet
 from learner.evaluation.scoring import Evaluation, evaluate, newcomers
-from learner.model.task import Classification, MultiLabel, Regression
+from learner.model.task import Classification, MultiLabel, Regression, TokenClassification
 
 NAMES = [TopicPartition("events", 0)]
 CPU = torch.device("cpu")
@@ -100,6 +100,19 @@ class TestEvaluation:
         found = evaluate(nn.Sequential(_Vector(), first), MultiLabel(), schema, holdout.held, CPU)
         assert found.classes == {"a": 0.75, "b": 0.5}
         assert found.windows["worst"] == 0.5
+
+    def test_an_event_of_several_positions_is_counted_once_for_each_class_that_it_has(self) -> None:
+        schema = _schema(label={"name": "y", "classes": ["a", "b", "c"], "length": 3})
+        columns = fake_columns(schema, range(100), label=[0])
+        columns["label"][:] = [0, 0, -100]
+        columns["label"][::2] = [0, 1, 1]
+        model = nn.Linear(3, 9)
+        nn.init.zeros_(model.weight)
+        model.bias.data = torch.tensor([1.0, 0.0, 0.0] * 3)
+        classifier = nn.Sequential(_Vector(), model, nn.Unflatten(1, (3, 3)))
+        found = evaluate(classifier, TokenClassification(), schema, guarded(schema, columns).held, CPU)
+        assert found.classes == pytest.approx({"a": 2 / 3, "b": 1 / 3})
+        assert found.windows["worst"] == pytest.approx(1 / 3)
 
     def test_newcomers_are_events_added_since_an_earlier_state(self, schema: Schema) -> None:
         holdout = guarded(schema, fake_columns(schema, range(300)))

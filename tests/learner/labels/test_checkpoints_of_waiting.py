@@ -81,6 +81,51 @@ def test_checkpoints_have_the_waiting_events_and_link_their_segments(make_run: C
     assert [row[0] for row in drain(run.join)] == list(range(50, 104))
 
 
+def test_kept_labels_are_written_once_and_match_after_restarts(make_run: Callable[..., Run]) -> None:
+    run = make_run()
+    label(run, 1, 1001)
+    run.save()
+    label(run, 1001, 1004)
+    add(run, 1, 3)
+    run.save()
+    first, second = (set(run.checkpoints.manifest(number).files) for number in (1, 2))
+    assert "rank-0/segment-kept-1.safetensors" in first & second
+    assert "rank-0/segment-kept-2.safetensors" in second
+    assert (run.checkpoints.path / "2" / "rank-0" / "labels.safetensors").stat().st_size < 4 * 1004
+    run.restart()
+    assert [row[0] for row in drain(run.join)] == [1, 2]
+    label(run, 1, 3)  # duplicates, since the state of a label is restored
+    assert run.join.counts.duplicate_labels == 2
+    add(run, 990, 1004)
+    assert [row[0] for row in drain(run.join)] == list(range(990, 1004))
+    run.join.advance(10_000)  # all labels expire, and their numbers are used again
+    run.start()
+    run.checkpointer.number = 2
+    label(run, 5000, 5010)
+    run.save()
+    run.restart()
+    assert run.join.kept_labels == 10
+
+
+def test_labels_of_a_damaged_segment_alone_are_lost(make_run: Callable[..., Run]) -> None:
+    run = make_run()
+    label(run, 1, 101)
+    run.save()
+    label(run, 101, 104)
+    run.save()
+    for number in (1, 2):
+        path = run.checkpoints.path / str(number) / "rank-0" / "segment-kept-1.safetensors"
+        path.unlink()
+        path.write_bytes(b"torn")
+    run.restart()
+    assert run.join.kept_labels == 3
+    run.start()
+    run.save()
+    run.restart()
+    add(run, 1, 104)
+    assert [row[0] for row in drain(run.join)] == [101, 102, 103]
+
+
 def test_after_a_checkpoint_that_was_not_written_the_next_has_all_events(
     make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,8 +43,8 @@ def bench(tmp_path: Path) -> JoinBench:
     return bench
 
 
-def files_with_secret(path: Path) -> list[str]:
-    return [file.name for file in path.rglob("*") if file.is_file() and SECRET.tobytes() in file.read_bytes()]
+def files_with_secret(path: Path, secret: bytes = SECRET.tobytes()) -> list[str]:
+    return [file.name for file in path.rglob("*") if file.is_file() and secret in file.read_bytes()]
 
 
 def test_a_waiting_event_is_removed_and_its_bytes_are_overwritten(bench: JoinBench, tmp_path: Path) -> None:
@@ -145,6 +145,27 @@ def test_checkpoints_on_the_disk_are_rewritten(bench: JoinBench, tmp_path: Path)
     bench.checkpoint()  # the segments are merged with those that were rewritten
     bench.restart()
     assert bench.join.waiting == 0
+
+
+def test_erased_labels_leave_the_checkpoints_on_the_disk(bench: JoinBench, tmp_path: Path) -> None:
+    bench.join.add_labels(labels([51, 52, 53], [1, 2, 0], [1000] * 3))
+    bench.checkpoint()
+    bench.join.add_labels(labels([54], [2], [1000], offset=3))
+    bench.checkpoint()
+    key = np.uint64(52).tobytes() + np.int64(1000).tobytes()
+    assert files_with_secret(tmp_path, key) == ["segment-kept-1.safetensors"] * 2
+    bench.join.close()
+    name = partition_name(TopicPartition("labels", 0))
+    erased = ErasedEvents([ByRange(time=0.0, by="command", partition=name, first=1, last=1)])
+    assert Eraser(bench.checkpoints, tmp_path / "replay", erased).run().checkpoints == 2
+    assert files_with_secret(tmp_path, key) == []
+    for _ in range(2):  # as rewritten, and merged into a later segment
+        bench.join = bench.open(bench.checkpoints.newest())
+        assert bench.join.kept_labels == 3
+        bench.checkpoint()
+        bench.join.close()
+    bench.join = bench.open(bench.checkpoints.newest())
+    assert bench.join.waits(events([9] * 4, [51, 52, 53, 54], [1000] * 4)).tolist() == [False, True, False, False]
 
 
 def test_a_loaded_checkpoint_has_no_erased_events(bench: JoinBench) -> None:

@@ -14,7 +14,7 @@ def test_restored_stream_time_is_not_ahead_of_the_clock(tmp_path: Path) -> None:
     bench.join.advance(now + 20 * 3_600_000)
     bench.checkpoint()
     bench.restart()
-    bench.join.add_events(events([1], [10], [now]), predictions([1]))
+    bench.join.add_events(events([1], [10], [now + 3_600_000]), predictions([1]))
     bench.join.advance(now)
     assert (bench.join.waiting, bench.join.ready) == (1, 0)
 

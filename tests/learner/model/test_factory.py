@@ -246,6 +246,8 @@ class TestChecking:
             ),
             ("multilabel", {"name": "y", "classes": 3}, "but schema.label has no multi = true; set it, or"),
             ("classification", {"name": "y", "classes": 3, "multi": True}, 'multi is true; write "multilabel"'),
+            ("classification", {"name": "y", "classes": 3, "length": 2}, 'has a length; write "token-classification"'),
+            ("token-classification", {"name": "y", "classes": 3}, 'has no length; set it, or write "classification"'),
             (
                 "multilabel",
                 {"name": "y", "classes": 5, "multi": True},

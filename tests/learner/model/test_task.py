@@ -80,7 +80,9 @@ def test_what_is_no_task_is_refused(folder: Path, name: str, sentence: str) -> N
 
 
 def test_a_name_that_is_neither_a_task_nor_an_import_string_is_refused() -> None:
-    with pytest.raises(ValueError, match="neither classification nor multilabel nor regression nor an import string"):
+    with pytest.raises(
+        ValueError, match="neither classification nor multilabel nor regression nor token-classification nor an"
+    ):
         ModelSettings(factory="m:build", task="clasification")
 
 

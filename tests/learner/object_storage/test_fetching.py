@@ -275,6 +275,45 @@ def test_a_fetch_that_was_interrupted_goes_on_with_the_files_that_are_missing(
     assert not (folder / PARTIAL).exists()
 
 
+@pytest.mark.parametrize("links", [True, False], ids=["links", "no-links"])
+def test_an_interrupted_start_in_mode_only_goes_on_with_the_files_that_are_missing(
+    settings: StorageSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, links: bool
+):
+    """A file that was damaged since is fetched again."""
+    upload(settings, tmp_path / "a", 10)
+    only, folder, download = settings.model_copy(update={"mode": "only"}), tmp_path / "b", Bucket.download
+    fetched, most = list[str](), 2
+    monkeypatch.setattr("learner.object_storage.fetching._THREADS", 1)
+
+    def fetch(self: Bucket, path: str, to: Path) -> None:
+        if len(fetched) == most:
+            to.write_bytes(b"half")
+            raise OSError(errno.EIO, "killed")
+        fetched.append(path)
+        download(self, path, to)
+
+    def start() -> int:
+        fetched.clear()
+        with hold_state_directory(folder) as generation, hold_storage(only, folder, generation) as held:
+            checkpoints = stored_checkpoints(folder, "digest", held.lease.generation, held)
+            return resume_point_step(checkpoints, ErasureLog(folder / NAME), held)
+
+    monkeypatch.setattr(Bucket, "download", fetch)
+    if not links:
+        monkeypatch.setattr(Path, "hardlink_to", lambda *_: fail_away())
+    with pytest.raises(OSError, match="killed"):
+        start()
+    kept = list((folder / PARTIAL).glob("?" * 64))
+    assert len(kept) == 2
+    kept[0].write_bytes(b"torn")
+    with pytest.raises(OSError, match="killed"):
+        start()
+    assert len(list((folder / PARTIAL).glob("?" * 64))) == 3
+    most = 99
+    assert start() == 10
+    assert len(fetched) == len(checkpoint(10, 1, 10).tensors) + 1 - 3, "what was whole is not fetched again"
+
+
 def with_rows(checkpoint: Checkpoint, size: int) -> Checkpoint:
     rows = torch.arange(3 * size, dtype=torch.uint8).view(3, size)
 

@@ -4,21 +4,28 @@ import contextlib
 import fcntl
 import time
 from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from torch import Tensor, nn
 
 from anabranch.core.errors import SettingsError
-from ingest.config import SchemaSettings
-from ingest.events.block import Array
+from ingest.backfill.kafka_history import KafkaHistory
+from ingest.config import HoldOut, SchemaSettings, StreamSettings
+from ingest.events.block import Array, Block, SkipReason
 from ingest.events.identity import partition_name
+from ingest.events.partition import TopicPartition
 from ingest.events.schema import Schema
 from ingest.kafka.fake import fake_columns
+from ingest.reader.cursors import Partition
+from ingest.worker.block_builder import BlockBuilder
 from learner.checkpointing.replay_state import unpack
 from learner.checkpointing.without_erased import without_erased
 from learner.errors import MisfitError, UndoRequestedError
@@ -30,6 +37,7 @@ from learner.state_dir.undo_file import LOCK, NAME, UndoRecord, append_record, r
 from learner.state_dir.version import WEIGHTS, Manifest, ModelReference, Versions
 from learner.undo.going_back import go_back, undone_verdict
 from learner.undo.tainted import seen_by_version
+from learner.undo.undone_events import UndoneEvents
 from learner.undo.watch import UndoWatch
 from replay.erasure.erased_events import ByRange
 from replay.erasure.erasure_log import ErasureLog
@@ -241,6 +249,33 @@ def test_a_start_that_is_killed_at_any_step_is_repeated_by_the_next_one(
     before = (trained / NAME).read_bytes()
     go_back(trained, checkpoints, versions, torn=False)
     assert (trained / NAME).read_bytes() == before
+
+
+def test_rows_of_files_of_the_topics_are_skipped_as_their_events_are(tmp_path: Path, schema: Schema) -> None:
+    offsets = [*range(500, 520), *range(640, 662)]
+    parts = [0] * 20 + [1] * 22
+    features = pa.array([[0.0] * 3] * 42, pa.list_(pa.float32(), 3))
+    columns = {"x": features, "y": pa.array([1] * 42), "p": pa.array(parts), "o": pa.array(offsets)}
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    identity = {"partition": "p", "offset": "o"}
+    backfill = {"files": [str(tmp_path / "*.parquet")], "identity": identity}
+    settings = StreamSettings.model_validate({"topics": ["payments"], "backfill": backfill}).resolved("test")
+    history = KafkaHistory(settings, schema)
+    history.list_files(None)
+    everything = dict.fromkeys(NAMES, 1000)
+    history.plan(dict.fromkeys(NAMES, 0), everything, everything, first=True)
+    rows = None
+    while rows is None:
+        rows = history.poll(timedelta(seconds=20))
+    history.close()
+    partitions = [Partition(name, 0, 1000) for name in (TopicPartition("history", 0, 0, 1), *NAMES)]
+    index = {each.name: at for at, each in enumerate(partitions)}
+    builder = BlockBuilder(schema, settings, HoldOut(fraction=0, seed=0))
+    assembled = builder.assemble_history(rows, [index[name] for name in rows.counts])
+    block = Block(assembled.columns, ())
+    UndoneEvents([record(tmp_path, FLIPPED)]).skip_in(block, partitions)
+    gone = [offset in FLIPPED[NAMES[part]] for part, offset in zip(parts, offsets, strict=True)]
+    assert block.columns["reason"].tolist() == [SkipReason.UNDONE if each else SkipReason.NONE for each in gone]
 
 
 def test_where_all_checkpoints_are_tainted_the_stream_is_begun_again(

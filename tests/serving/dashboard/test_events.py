@@ -4,6 +4,7 @@ import msgspec
 import pytest
 
 from learner.state_dir.report import LearnerReport
+from learner.state_dir.undo_file import UndoReport
 from serving.dashboard.events import KINDS, Event, EventDetector, EventLog
 from serving.reporting.report import ServingReport
 from serving.rollout.version_list import VersionLine
@@ -96,6 +97,22 @@ def test_a_refused_version_is_an_event_once_with_its_reason(detect):
     rejected = msgspec.structs.replace(later, fate="rolled back")
     assert detect(BEGAN + 90, versions=[rejected, new])[1:] == [
         ("refused", BEGAN + 90, "Version 9 was rejected by a person.")
+    ]
+
+
+def test_an_undo_is_an_event_that_lasts_until_the_stream_is_learned_again(detect):
+    def undo(number: int, left: int) -> LearnerReport:
+        return learner(undo=UndoReport(number=number, checkpoint=4, offsets=1200, left=left, fraction=1 - left / 50))
+
+    assert detect(BEGAN, undo(1, 0)) == [], "it was over before"
+    assert detect(BEGAN + 1, undo(1, 0)) == []
+    again = ("undo", BEGAN + 5, "The learner learns again from checkpoint 4: undo 2, without 1,200 offsets.")
+    assert detect(BEGAN + 5, undo(2, 50)) == [again]
+    detect(BEGAN + 6, undo(2, 20))
+    over = ("undo", BEGAN + 5, "The stream was learned again: undo 2, without 1,200 offsets.")
+    assert detect(BEGAN + 7, undo(2, 0)) == detect(BEGAN + 30, undo(2, 0)) == [over]
+    assert detect(BEGAN + 31, undo(3, 0))[1:] == [
+        ("undo", BEGAN + 31, "The stream was learned again: undo 3, without 1,200 offsets.")
     ]
 
 

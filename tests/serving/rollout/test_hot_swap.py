@@ -916,10 +916,13 @@ def test_a_version_is_loaded_in_pieces_before_each_of_which_requests_may_run(num
     first = load_version(deployment, versions.manifest(1), 8, lambda: pieces.append("first"))
     numbers.publish(2)
     second = load_version(deployment, versions.manifest(2), 8, lambda: pieces.append("second"))
-    # Before it begins, before the module is copied, and once requests may run, before its only layer.
-    assert pieces == ["first"] * 2 + ["second"] * 3
+    # Before it begins, before the module is copied, before it gets its weights, and once requests may run, before its
+    # only layer; at last before garbage is collected.
+    expected = ["first"] * 4 + ["second"] * 5
+    assert pieces == expected
+    assert gc.isenabled()
     second.run({"x": np.zeros((1, 4), np.float32)})
-    assert pieces == ["first"] * 2 + ["second"] * 3
+    assert pieces == expected
     assert [each.run({"x": np.zeros((1, 4), np.float32)})["prediction"].tolist() for each in (first, second)] == [
         [1],
         [2],

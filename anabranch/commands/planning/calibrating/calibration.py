@@ -227,7 +227,7 @@ def _steady(processes: _Processes, config: Config, constants: Constants, load: L
     if done.steps:
         constants.step_seconds, constants.step_rows = done.step_seconds / done.steps, done.rows / done.steps
     if (published := last.versions_published - report.versions_published) >= _LEAST_VERSIONS:
-        constants.publish_seconds = took / published
+        constants.publish_seconds = (last.time - report.time) / published  # each report may be a second old
     if is_counted():
         constants.written_bytes_per_second = sum(wrote) / took
         constants.report_bytes_per_second = _reports(processes.state_dir, wrote[1] / took)

@@ -149,5 +149,7 @@ def _label(label: Label, random: np.random.Generator) -> Any:
     if label.classes is None:
         return float(random.standard_normal())
     names = list(label.names or range(label.classes))
+    if label.length is not None:
+        return [names[index] for index in random.integers(label.classes, size=label.length).tolist()]
     chosen = [names[index] for index in np.flatnonzero(random.random(label.classes) < 1 / 2)] if label.multi else None
     return names[int(random.integers(label.classes))] if chosen is None else chosen

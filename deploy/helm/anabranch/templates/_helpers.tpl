@@ -51,6 +51,9 @@ helm.sh/chart: {{ .root.Chart.Name }}-{{ .root.Chart.Version }}
 {{- if and (or .Values.learner.gpu.resource .Values.serving.gpu.resource) (eq .Values.image.tag "cpu") (not .Values.image.digest) }}
 {{- fail "gpu.resource asks for a GPU, and image.tag = cpu names the image without CUDA: build one with TORCH=cuda, and set image.tag" }}
 {{- end }}
+{{- if eq (int .Values.serving.grpcPort) (int .Values.serving.service.port) }}
+{{- fail "serving.grpcPort is serving.service.port: the Service needs a port for each" }}
+{{- end }}
 {{- if and .Values.pipeline.files (not .Values.pipeline.toml) }}
 {{- fail "pipeline.files goes with pipeline.toml" }}
 {{- end }}
@@ -167,6 +170,10 @@ helm.sh/chart: {{ .root.Chart.Name }}-{{ .root.Chart.Version }}
   value: 0.0.0.0
 - name: ANABRANCH__SERVING__PORT
   value: "8000"
+{{- with .Values.serving.grpcPort }}
+- name: ANABRANCH__SERVING__GRPC_PORT
+  value: {{ . | quote }}
+{{- end }}
 - name: ANABRANCH__SERVING__TIMEOUT
   value: {{ .Values.serving.timeoutSeconds }}s
 - name: ANABRANCH__SERVING__DRAIN
@@ -304,6 +311,13 @@ limits:
     defaultMode: 0440
     items: [{key: user.crt, path: user.crt}, {key: user.key, path: user.key}]
 {{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "anabranch.servingPorts" -}}
+- {name: serving, containerPort: 8000}
+{{- with .Values.serving.grpcPort }}
+- {name: grpc, containerPort: {{ . }}}
 {{- end }}
 {{- end }}
 

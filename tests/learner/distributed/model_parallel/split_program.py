@@ -1,7 +1,12 @@
-"""One of two ranks that split models: `RANK FOLDER`; `FOLDER/RANK.json` has what each is refused with, or None."""
+"""One of two ranks that split models: `RANK FOLDER`; `FOLDER/RANK.json` has what each is refused with, or None.
+
+Then the model raises between its column and its row module: on both ranks, and at last on rank 1 alone. The last two of
+the list are the error of that step, and how the last one ended.
+"""
 
 import json
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -9,11 +14,26 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from anabranch.core.errors import SettingsError
+from ingest.config import SchemaSettings
+from ingest.events.schema import Schema
 from learner.config import LearnerSettings
+from learner.distributed import data_parallel
 from learner.distributed.data_parallel import DataParallelGroup
 from learner.distributed.process_group import RankAssignment, exiting_at_once, join_group
+from learner.errors import is_of_a_lost_rank
+from learner.model.device import choose_precision
+from learner.model.faulty_events import RaisingEventsError
+from learner.model.task import Classification
+from learner.strategies.examples import Examples
+from learner.strategies.registry import STRATEGIES
+from learner.training.trainer import Trainer
 
 SETTINGS = LearnerSettings.model_validate({"device": "cpu", "replicas": 2, "mesh": {"tensor": 2}})
+SCHEMA = Schema(
+    SchemaSettings.model_validate(
+        {"features": {"x": {"dtype": "float32", "shape": [3]}}, "label": {"name": "y", "classes": 3}}
+    )
+)
 
 
 class ZeroHead(nn.Module):
@@ -46,11 +66,45 @@ def refusal(between: nn.Module) -> str | None:
     return None
 
 
+class Limited(nn.Module):
+    """Raises in training where a number is too large; each rank has other numbers."""
+
+    most = float("inf")
+
+    def forward(self, x: Tensor) -> Tensor:
+        if float(x.detach().abs().max()) > self.most:
+            raise IndexError("a number is too large")
+        return x
+
+
+def raised(rank: int) -> list[str]:
+    """Return how steps end in which both ranks raise, and one of them."""
+    torch.manual_seed(0)
+    between = Limited()
+    model = nn.Sequential(nn.Linear(3, 16), between, nn.Linear(16, 3))
+    group = DataParallelGroup(SETTINGS, parallel={"0": "column", "2": "row"})
+    parts = (model, Classification(), STRATEGIES["none"](), SCHEMA, SETTINGS, torch.device("cpu"))
+    trainer = Trainer(*parts, choose_precision(SETTINGS.precision, torch.device("cpu")), ranks=group)
+    x = torch.randn(5, 3)
+    x[2] *= 1e6
+    new, ends = Examples({"x": x}, torch.zeros(5, dtype=torch.int64), torch.ones(5)), []
+    for most, patience in ((1e4, 600), (1e4 if rank else float("inf"), 0.1)):
+        between.most, data_parallel.PATIENCE = most, timedelta(seconds=patience)
+        try:
+            trainer.step(new)
+        except RaisingEventsError as exc:
+            ends.append(f"{list(exc.indices)} {exc.message}")
+        except Exception as exc:  # noqa: BLE001 any may end it
+            ends.append("lost" if isinstance(exc, RuntimeError) and is_of_a_lost_rank(exc) else str(exc))
+    return ends
+
+
 def main() -> None:
     rank, folder = int(sys.argv[1]), Path(sys.argv[2])
     with join_group(RankAssignment(rank, 2, folder / "rendezvous"), SETTINGS):
         found = [refusal(between) for between in (nn.Tanh(), nn.PReLU(), nn.Softmax(-1))]
-    (folder / f"{rank}.json").write_text(json.dumps(found))
+        (folder / f"{rank}.json").write_text(json.dumps([*found, *raised(rank)]))
+        sys.exit()  # a group whose ranks have failed cannot be left
 
 
 if __name__ == "__main__":
