@@ -16,6 +16,8 @@
                   accuracy, in points, and the bytes that a rank sends over those of full gradients; the quick form has
                   the ways with a target; the model predicts with the average of its weights, since the last ones
                   alone differ by two points between equal runs
+    memory        ER with 300 events on seven short streams, each uneven in another way: policies of the store against
+                  a uniform reservoir, in points; the quick form compares the one with a target
 
 Events go into a topic of one partition as packed rows, in order. A learner process reads them, and the last version
 that it published is evaluated. Each figure is the mean over all seeds; the file has the value of each seed.
@@ -39,6 +41,7 @@ from benchmarks.harness import data
 from benchmarks.harness.expert_versions import changed_numbers, part_sizes
 from benchmarks.harness.flights import MIDDLE, SCALE
 from benchmarks.harness.interleave import Spread
+from benchmarks.harness.memory_streams import EVENTS, IMAGES, MemoryStream, natural, prequential
 from benchmarks.harness.pipeline import BrokenRunError, Outcome, Stream, broker, pipeline, produce, run_through
 from benchmarks.harness.results import Results, Target, options
 from benchmarks.harness.strangers import SOURCES, stranger
@@ -64,6 +67,12 @@ TARGETS = {
     "compression_int8_change": Target(-0.5, least=True),
     "compression_topk_bytes_over_full": Target(0.021),
     "compression_int8_bytes_over_full": Target(0.26),
+    "memory_bursts_chosen_change": Target(2.0, least=True),
+    "memory_label_noise_chosen_change": Target(2.0, least=True),
+    **{
+        f"memory_{name}_chosen_change": Target(-0.3, least=True)
+        for name in ("class_incremental", "long_tailed", "recurring", "elec2", "flights")
+    },
 }
 PUBLISHED = {
     "split_mnist_none": 19.60,
@@ -176,6 +185,19 @@ def flights(folder: Path | None) -> Drifting:
     args = {"middle": MIDDLE, "scale": SCALE, "categories": counts}
     label = (arrays["delay"] > 15).astype(np.int64)
     return Drifting({"num": arrays["num"], "cat": arrays["cat"]}, label, {"factory": "tabular", "args": args})
+
+
+NATURAL: dict[str, Callable[[Path | None], Drifting]] = {"elec2": elec2, "flights": flights}
+MEMORIES: dict[str, Mapping[str, object]] = {
+    "uniform": {},
+    "chosen": {"admission": "distinct", "sampling": "agreement"},
+    "distinct": {"admission": "distinct"},
+    "agreement": {"sampling": "agreement"},
+    "class_balanced": {"sampling": "class-balanced"},
+    "similar": {"sampling": "similar"},
+    "diverse": {"admission": "diverse", "sampling": "diverse"},
+}
+"""Settings of the store, by figure; the quick form has the first two."""
 
 
 @dataclass(frozen=True)
@@ -309,8 +331,7 @@ def auto(setup: Setup) -> None:
     else:
         means = [statistics.mean(setup.values[key]) for key in ("split_mnist_auto", fixed)]
         setup.results.add("split_mnist_auto_over_er", means[0] / means[1])
-    drifting: dict[str, Callable[[Path | None], Drifting]] = {"elec2": elec2, "flights": flights}
-    for name, load in drifting.items():
+    for name, load in NATURAL.items():
         stream = load(setup.data)
         _natural(setup, name, stream.first(_QUICK_ROWS) if setup.quick else stream)
 
@@ -372,11 +393,39 @@ def _with_ratio(name: str, sections: Sections = AUTO) -> Sections:
     return {**sections, "learner": learner, "gate": {"holdout_fraction": 0.01}}
 
 
-def prequential(outcome: Outcome) -> float:
-    """Return the accuracy over the whole stream, of predictions made before training on them."""
-    if "overall" not in outcome.report.accuracy:
-        raise BrokenRunError("the learner's report has no accuracy over the whole stream")
-    return outcome.report.accuracy["overall"]
+def memory(setup: Setup) -> None:
+    """Measure policies of the store against the uniform ones, on each stream."""
+    setup.results.title("memory: policies of the store against reservoir and uniform, ER with 300 events")
+    arrays = data.load("mnist", setup.data)
+    train, test = (arrays["x_train"], arrays["y_train"]), (arrays["x_test"], arrays["y_test"])
+    for name, make in IMAGES.items():
+        _compare(setup, name, [make(train, test, seed) for seed in setup.seeds])
+    for name, load in NATURAL.items():
+        part = load(setup.data).first(EVENTS)
+        _compare(setup, name, [natural(part.columns, part.label, part.model)] * len(setup.seeds))
+
+
+def _compare(setup: Setup, name: str, streams: Sequence[MemoryStream]) -> None:
+    topics = [
+        produce(setup.bootstrap, f"memory-{name}-{seed}", stream.columns, stream.label, stream.classes)
+        for seed, stream in zip(setup.seeds, streams, strict=True)
+    ]
+    uniform: list[float] = []
+    for policy, policies in list(MEMORIES.items())[: 2 if setup.quick else None]:
+        key = f"memory_{name}_{policy}"
+        try:
+            outcomes = setup.outcomes(key, topics, streams[0].model, settings("er", 0.1, 300, 1.0, **policies))
+            scores = [stream.score(outcome) for stream, outcome in zip(streams, outcomes, strict=True)]
+        except BrokenRunError as exc:
+            setup.results.remark(f"{key}: left out: {exc}")
+            continue
+        rate = statistics.median(outcome.report.steps / outcome.seconds for outcome in outcomes)
+        setup.add(key, scores, "%", f"{rate:.0f} steps/s")
+        if policy == "uniform":
+            uniform = scores
+        elif uniform:
+            changes = [score - before for score, before in zip(scores, uniform, strict=True)]
+            setup.add(f"{key}_change", changes, "points")
 
 
 PARTS: dict[str, Callable[[Setup], None]] = {
@@ -385,6 +434,7 @@ PARTS: dict[str, Callable[[Setup], None]] = {
     "auto": auto,
     "strangers": strangers,
     "compression": compression,
+    "memory": memory,
 }
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from ingest.config import SchemaSettings, StreamSettings
 from learner.config import WITHOUT_REPLAY, DeviceSharingSettings, LearnerSettings, ModelSettings
 from learner.sections.mesh import MeshSettings
-from replay.config import COMPARING, ReplaySettings
+from replay.config import COMPARING, INDEXED, ReplaySettings
 
 Point = Mapping[str, Any]
 """The values of one configuration, by the names of their keys."""
@@ -72,6 +72,7 @@ _RECORDED = "only plain code is recorded as a CUDA graph"
 _DECIDES = "this strategy decides in Python what a step computes, and a CUDA graph repeats one step"
 _EXCHANGED = "replicas exchange gradients within the pass, which is not recorded as a CUDA graph"
 _REGENERATED = "modules that recompute their activations set random generators, which a CUDA graph cannot"
+_NOT_KEPT = "embeddings of recent events are in no checkpoint, and a restart begins without them"
 _READ_OUT = "embeddings are captured in Python while a module runs, and a CUDA graph runs no Python"
 _OWN_STREAM = "a CUDA graph is recorded for the whole device"
 _ALONE = "a standby replaces one process"
@@ -202,8 +203,10 @@ RULES = (
     Conflict("learner.precision", ("fp8",), "learner.strategy", _GROWS, _PLAIN_LAYERS, 'write "bf16"'),
     Conflict("learner.compile", _ON, "replay.sampling", COMPARING, _UNCAPTURED, "set it to false"),
     Conflict("learner.compile", _ON, "replay.admission", COMPARING, _UNCAPTURED, "set it to false"),
-    Conflict("replay.sampling", COMPARING, "learner.deterministic", _ON, _LATE, 'take "uniform"'),
-    Conflict("replay.admission", COMPARING, "learner.deterministic", _ON, _LATE, 'take "reservoir"'),
+    Conflict("replay.sampling", INDEXED, "learner.deterministic", _ON, _LATE, 'take "uniform"'),
+    Conflict("replay.admission", INDEXED, "learner.deterministic", _ON, _LATE, 'take "reservoir"'),
+    Conflict("replay.sampling", COMPARING - INDEXED, "learner.deterministic", _ON, _NOT_KEPT, 'take "uniform"'),
+    Conflict("replay.admission", COMPARING - INDEXED, "learner.deterministic", _ON, _NOT_KEPT, 'take "reservoir"'),
     Conflict("learner.compile", _ON, "learner.deterministic", _ON, _COMPILED, "set it to false"),
     Conflict("learner.comm_hook", _SET, "learner.sync_every", _MANY, _NO_GRADIENTS, 'write "none"'),
     Conflict("learner.sharding", _SET, "learner.sync_every", _MANY, _NO_GRADIENTS, 'write "none"'),

@@ -9,7 +9,7 @@ import torch
 
 from anabranch.core.errors import DependencyError, SettingsError
 from ingest.events.schema import Schema
-from replay.config import COMPARING, ReplaySettings
+from replay.config import INDEXED, ReplaySettings
 from replay.embedding_index.client import NeighbourClient
 from replay.embedding_index.embedding_tracker import CLUSTERS, EmbeddingTracker
 from replay.payload.cached_hierarchy import CachedHierarchy
@@ -17,6 +17,7 @@ from replay.payload.hierarchy import TierHierarchy
 from replay.policies import ADMISSIONS, SAMPLERS, AdmissionContext, Policies, SamplerContext
 from replay.reservoir.event_table import EventTable
 from replay.reservoir.quotas import Quotas
+from replay.reservoir.recent_embeddings import RecentEmbeddings
 from replay.row_layout import Fields, RowLayout
 from replay.snapshot import StoreSnapshot
 from replay.store import MAX_INSERTED, Store
@@ -29,6 +30,8 @@ _ROOMY = 65_536
 """Further slots for events that are replaced between checkpoints, if the primary tier has enough."""
 _EVEN_SAMPLERS = {"uniform"}
 """Samplers that sample all events equally often, so that no row is worth more in the cache than another."""
+_RECENT = 512
+"""New events among which near-duplicates are searched, for `distinct`."""
 
 log = logging.getLogger(__name__)
 
@@ -114,8 +117,8 @@ def check_policies(settings: ReplaySettings, schema: Schema, dim: int | None) ->
     """Raise SettingsError if the schema, or a model whose embedding has `dim` numbers, lacks what a policy needs."""
     classes, clusters = schema.label.one_of, None if dim is None else CLUSTERS
     ADMISSIONS[settings.admission](AdmissionContext(classes, settings.half_life, clusters))
-    if dim is None or settings.sampling not in COMPARING:
-        SAMPLERS[settings.sampling](SamplerContext(EventTable(1, 1, 0, 1), 1, classes, settings.half_life, None))
+    if dim is None or settings.sampling not in INDEXED:
+        SAMPLERS[settings.sampling](SamplerContext(EventTable(1, 1, 0, 1), 1, classes, settings.half_life, None, dim))
 
 
 def _store(
@@ -143,12 +146,13 @@ def _store(
     quotas = Quotas(k, admission.groups)
     event_table = EventTable(tiers.slots, quotas.limit + MAX_INSERTED, seed, admission.groups)
     tracker = None
-    if dim is not None:
+    if dim is not None and {settings.admission, settings.sampling} & INDEXED:
         clusters = max(1, min(CLUSTERS - 1, k // _EVENTS_A_CLUSTER))
         neighbours = NeighbourClient(dim, quotas.limit + MAX_INSERTED, clusters=clusters)
         tracker = EmbeddingTracker(event_table, tiers.slots, neighbours)
-    context = SamplerContext(event_table, tiers.slots, classes, settings.half_life, tracker)
-    policies = Policies(admission, quotas, SAMPLERS[settings.sampling](context), tracker)
+    context = SamplerContext(event_table, tiers.slots, classes, settings.half_life, tracker, dim)
+    recent = RecentEmbeddings(dim, _RECENT) if dim is not None and settings.admission == "distinct" else None
+    policies = Policies(admission, quotas, SAMPLERS[settings.sampling](context), tracker, recent)
     weighted = schema.weight is not None
     store = Store(policies, event_table, layout, tiers, seed, weighted=weighted, step=step, complete=complete)
     if tracker is not None:

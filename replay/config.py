@@ -9,7 +9,9 @@ from pydantic import AfterValidator, ByteSize, Field, SecretStr, model_validator
 from anabranch.core.durations import PositiveDuration
 from anabranch.core.settings import Section
 
-COMPARING = {"similar", "diverse"}
+INDEXED = {"similar", "diverse"}
+"""Policies of admission and sampling that need the index process, and `model.embedding`."""
+COMPARING = {*INDEXED, "distinct", "agreement"}
 """Policies of admission and sampling that need `model.embedding`."""
 
 
@@ -49,15 +51,14 @@ class DiskSettings(TierSettings):
 class ReplaySettings(Section):
     """Which events are kept for replay, and how they are sampled."""
 
-    admission: Literal["reservoir", "class-balanced", "recent", "diverse"] = "reservoir"
+    admission: Literal["reservoir", "class-balanced", "recent", "distinct", "diverse"] = "reservoir"
     """Which events are kept: `reservoir` is a uniform sample of all events, weighted by `[schema.weight]` if declared;
-    `class-balanced` keeps as many of each class, `recent` more of the newer events, `diverse` as many of each cluster
-    of
-    `model.embedding`."""
-    sampling: Literal["uniform", "class-balanced", "recent", "loss", "similar", "diverse"] = "uniform"
+    `class-balanced` keeps as many of each class, `recent` more of the newer events, `distinct` no near-duplicates of
+    recent events by `model.embedding`, and `diverse` as many of each cluster of it."""
+    sampling: Literal["uniform", "class-balanced", "recent", "loss", "agreement", "similar", "diverse"] = "uniform"
     """Which kept events are sampled: `uniform`, as many of each class (`class-balanced`) or cluster (`diverse`), more
-    of the newer events (`recent`), more of those with a large loss (`loss`), those nearest to new events in
-    `model.embedding` (`similar`)."""
+    of the newer events (`recent`), more of those with a large loss (`loss`), fewer of those whose label differs
+    from their neighbours' in `model.embedding` (`agreement`), those nearest to new events there (`similar`)."""
     half_life: PositiveDuration = timedelta(days=1)
     """For `recent`: the difference in age that halves the probability of an event."""
     capacity: Annotated[int, Field(ge=1, le=2**31 - 1)] = 1_000_000

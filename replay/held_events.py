@@ -5,6 +5,7 @@ Legend: N events of an addition, H events held, n events of a call, D numbers of
 
 import logging
 import time
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +14,7 @@ from replay.checkpoint.slot_allocator import SlotAllocator
 from replay.payload.hierarchy import Pack, TierHierarchy
 from replay.policies import Policies
 from replay.reservoir.pending_events import PendingEvents
+from replay.reservoir.recent_embeddings import RecentEmbeddings
 from replay.reservoir.reservoir import Reservoir, ScoredEvents
 from replay.row_layout import RowLayout
 from replay.sample_planner import SamplePlanner
@@ -37,6 +39,7 @@ class HeldEvents:
         self.missing = MissingEvents()
         self._sampler = policies.sampler
         self._tracker = policies.tracker
+        self._recent = policies.recent
         self._reservoir = reservoir
         self._event_table = reservoir.event_table
         self._layout = layout
@@ -49,6 +52,8 @@ class HeldEvents:
         """Add those of N events that are admitted, and return how many were."""
         self.regroup()
         scored = self._reservoir.add(pending.columns(), self._clusters_of(pending.embedding, len(pending)))
+        if self._recent is not None and pending.embedding is not None:
+            scored = _distinct(scored, pending.embedding, self._recent)
         if len(self._event_table) + len(scored.admitted) <= self._reservoir.quotas.limit:
             return self._admit(scored, scored.admitted, pending)
         # Block by block where events are evicted, so that the result does not depend on how many were pending.
@@ -116,6 +121,15 @@ class HeldEvents:
         if self._tracker is not None:
             self._tracker.add(slots, None if pending.embedding is None else pending.embedding[rows])
         self._sampler.add(slots)
+
+
+def _distinct(scored: ScoredEvents, embedding_ND: NDArray[np.float32], recent: RecentEmbeddings) -> ScoredEvents:
+    """Return N scored events without the admission of those that nearly repeat a recent one."""
+    rows = scored.admitted[np.isfinite(embedding_ND[scored.admitted]).all(axis=1)]
+    if not len(rows):
+        return scored
+    repeats = recent.near_duplicates(embedding_ND[rows], scored.records["label"][rows].astype(np.int64))
+    return replace(scored, admitted=scored.admitted[~np.isin(scored.admitted, rows[repeats])])
 
 
 class MissingEvents:

@@ -11,12 +11,15 @@ from replay.embedding_index.embedding_tracker import EmbeddingTracker
 from replay.reservoir.admission import (
     Admission,
     ClassBalancedAdmission,
+    DistinctAdmission,
     DiverseAdmission,
     RecencyAdmission,
     ReservoirAdmission,
 )
 from replay.reservoir.event_table import EventTable
 from replay.reservoir.quotas import Quotas
+from replay.reservoir.recent_embeddings import RecentEmbeddings
+from replay.sampling.agreement import RECENT, AgreementSampler
 from replay.sampling.balanced import BalancedSampler, ClusterSampler
 from replay.sampling.base import Sampler, UniformSampler
 from replay.sampling.neighbours import NeighbourSampler
@@ -33,13 +36,15 @@ class Policies:
         admission: the priority and the group of each event.
         quotas: how many events of each group are held.
         sampler: which held events are sampled.
-        tracker: the embeddings of events; None if no policy needs them.
+        tracker: the embeddings of events; None if no policy needs the index process.
+        recent: the embeddings of recent events, whose near-duplicates are not held; None where these are.
     """
 
     admission: Admission
     quotas: Quotas
     sampler: Sampler
     tracker: EmbeddingTracker | None = None
+    recent: RecentEmbeddings | None = None
 
 
 @dataclass(frozen=True)
@@ -66,17 +71,23 @@ def _classes_kept(context: AdmissionContext) -> Admission:
     return ClassBalancedAdmission(context.classes)
 
 
-def _clusters_kept(context: AdmissionContext) -> Admission:
+def _clusters_of(context: AdmissionContext, name: str) -> int:
     if context.clusters is None:
-        raise SettingsError('replay.admission = "diverse" needs model.embedding: the module whose output is compared')
-    return DiverseAdmission(context.clusters)
+        raise SettingsError(f'replay.admission = "{name}" needs model.embedding: the module whose output is compared')
+    return context.clusters
+
+
+def _distinct_kept(context: AdmissionContext) -> Admission:
+    _clusters_of(context, "distinct")
+    return DistinctAdmission()
 
 
 ADMISSIONS: dict[str, Callable[[AdmissionContext], Admission]] = {
     "reservoir": lambda _: ReservoirAdmission(),
     "class-balanced": _classes_kept,
     "recent": lambda context: RecencyAdmission(context.half_life),
-    "diverse": _clusters_kept,
+    "distinct": _distinct_kept,
+    "diverse": lambda context: DiverseAdmission(_clusters_of(context, "diverse")),
 }
 
 
@@ -89,7 +100,8 @@ class SamplerContext:
         slots: how many slots it has.
         classes: the number of classes, if an event has exactly one; else None.
         half_life: `replay.half_life`.
-        tracker: the embeddings of events; None if there are none.
+        tracker: the embeddings of events; None if there are none, or no policy needs the index process.
+        dim: numbers of an embedding; None if there are none.
     """
 
     event_table: EventTable
@@ -97,6 +109,7 @@ class SamplerContext:
     classes: int | None
     half_life: timedelta
     tracker: EmbeddingTracker | None
+    dim: int | None = None
 
 
 def _classes_sampled(context: SamplerContext) -> Sampler:
@@ -112,10 +125,22 @@ def _classes_sampled(context: SamplerContext) -> Sampler:
 
 def _tracker_of(context: SamplerContext, name: str) -> EmbeddingTracker:
     if context.tracker is None:
-        raise SettingsError(
-            f'replay.sampling = "{name}" needs model.embedding: the module whose output is compared, such as "body"'
-        )
+        raise _no_embedding(name)
     return context.tracker
+
+
+def _agreement(context: SamplerContext) -> Sampler:
+    if context.dim is None:
+        raise _no_embedding("agreement")
+    if context.classes is None:
+        raise SettingsError('replay.sampling = "agreement" needs schema.label.classes, one an event; write "uniform"')
+    return AgreementSampler(context.event_table, context.slots, RecentEmbeddings(context.dim, RECENT))
+
+
+def _no_embedding(name: str) -> SettingsError:
+    return SettingsError(
+        f'replay.sampling = "{name}" needs model.embedding: the module whose output is compared, such as "body"'
+    )
 
 
 SAMPLERS: dict[str, Callable[[SamplerContext], Sampler]] = {
@@ -123,6 +148,7 @@ SAMPLERS: dict[str, Callable[[SamplerContext], Sampler]] = {
     "class-balanced": _classes_sampled,
     "recent": lambda context: RecencySampler(context.event_table, context.slots, context.half_life),
     "loss": lambda context: PrioritizedSampler(context.event_table, context.slots),
+    "agreement": _agreement,
     "similar": lambda context: NeighbourSampler(context.event_table, _tracker_of(context, "similar")),
     "diverse": lambda context: ClusterSampler(context.event_table, _tracker_of(context, "diverse")),
 }

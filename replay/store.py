@@ -70,6 +70,7 @@ class Store:
         self._held = HeldEvents(policies, self.reservoir, layout, tiers, self.slots, self.planner)
         self._sampler = policies.sampler
         self._tracker = policies.tracker
+        self._recent = policies.recent
         self._layout = layout
         self._seed = seed
         self._first_checkpoint: int | None = None
@@ -77,7 +78,7 @@ class Store:
         self._pending = PendingEvents()
         self.pending_limit = pending_limit(layout.row_bytes)
         """The number of pending events at which they are added."""
-        single = not policies.sampler.divisible or policies.tracker is not None
+        single = not policies.sampler.divisible or policies.tracker is not None or policies.recent is not None
         self._pending_blocks_limit = 1 if single else BLOCK
 
     def __len__(self) -> int:
@@ -127,7 +128,7 @@ class Store:
     @property
     def listens(self) -> bool:
         """Whether `update_priorities` changes anything."""
-        return self._sampler.uses_losses or self._tracker is not None
+        return self._sampler.uses_losses or self._sampler.uses_embeddings or self._tracker is not None
 
     def has_room(self, more: int = 0) -> bool:
         """Return whether there are slots for the events of a step and `more` others; may add pending events.
@@ -182,6 +183,9 @@ class Store:
         held = (sample.slots >= 0) & self.event_table.still_at(sample.slots, sample.records)
         known = held & ~np.isnan(losses)
         self._sampler.update_priorities(sample.slots[known], losses[known])
+        if embedding is not None and self._sampler.uses_embeddings:
+            known = held & np.isfinite(embedding).all(axis=1)
+            self._sampler.update_embeddings(sample.slots[known], embedding[known])
         if self._tracker is not None and embedding is not None:
             known = held & ~np.isnan(embedding).any(axis=1)
             self._tracker.update(sample.slots[known], embedding[known])
@@ -321,6 +325,8 @@ class Store:
             self._held.keep(~covered)
         self.event_table.erase(slots)
         self._held.regroup()
+        if self._recent is not None:
+            self._recent.clear()
         self.planner.replace_erased(erased)
         return int(np.count_nonzero(covered))
 

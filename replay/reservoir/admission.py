@@ -110,6 +110,12 @@ class ClassBalancedAdmission(ReservoirAdmission):
         return np.where(label < 0, self.groups - 1, label).astype(np.int16)
 
 
+class DistinctAdmission(ReservoirAdmission):
+    """A uniform sample of the events that the store admits as no near-duplicates of recent ones."""
+
+    name = "distinct"
+
+
 class DiverseAdmission(ReservoirAdmission):
     """As many events of each cluster of the model's embeddings: frequent similar events get no more room.
 

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from replay.reservoir.event_table import EventTable
 
-BY_POSITION = frozenset({"positions", "weights"})
+BY_POSITION = frozenset({"positions", "weights", "opinions"})
 """The arrays of a sampler's state that have a value for each held event, in logical order."""
 Slots = NDArray[np.int32]
 _STALE_SHARE = 8
@@ -47,6 +47,8 @@ class Sampler(Protocol):
 
     uses_losses: bool
     """Whether losses of sampled events influence later samples."""
+    uses_embeddings: bool
+    """Whether embeddings of sampled events influence later samples."""
     divisible: bool
     """Whether one choice may be divided among several steps: each part is as good as a separate choice."""
 
@@ -66,6 +68,10 @@ class Sampler(Protocol):
         """Use the losses of held events, float32 `[n]`."""
         ...
 
+    def update_embeddings(self, slots: Slots, embedding_nD: NDArray[np.float32], /) -> None:
+        """Use the embeddings of held events, finite numbers, float32 `[n, D]`."""
+        ...
+
     def state(self) -> dict[str, NDArray[np.generic]]:
         """Return arrays of any shape that a checkpoint stores, with the events, to continue the same samples."""
         ...
@@ -79,6 +85,7 @@ class UniformSampler(Sampler):
     """Samples every held event with the same probability, without repeats within a sample."""
 
     uses_losses = False
+    uses_embeddings = False
     divisible = True
 
     def __init__(self, event_table: EventTable) -> None:
@@ -99,6 +106,10 @@ class UniformSampler(Sampler):
 
     @override
     def update_priorities(self, slots: Slots, losses: NDArray[np.float32]) -> None:
+        pass
+
+    @override
+    def update_embeddings(self, slots: Slots, embedding_nD: NDArray[np.float32]) -> None:
         pass
 
     @override

@@ -263,6 +263,7 @@ def test_the_smallest_of_each_group_stay_below_its_threshold(
     [
         ("class-balanced", AdmissionContext(None, HOUR, None), "needs schema.label.classes"),
         ("class-balanced", AdmissionContext(40_000, HOUR, None), "fewer than 32767"),
+        ("distinct", AdmissionContext(4, HOUR, None), "needs model.embedding"),
         ("diverse", AdmissionContext(4, HOUR, None), "needs model.embedding"),
     ],
 )
@@ -277,4 +278,4 @@ def test_the_name_of_a_policy_differs_with_each_setting() -> None:
         *(ADMISSIONS[name](AdmissionContext(4, HOUR, 8)) for name in ADMISSIONS),
         *(ADMISSIONS[name](AdmissionContext(5, 2 * HOUR, 9)) for name in ("class-balanced", "recent", "diverse")),
     ]
-    assert len({policy.name for policy in policies}) == len(policies) == 7
+    assert len({policy.name for policy in policies}) == len(policies) == 8

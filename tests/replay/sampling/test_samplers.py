@@ -302,6 +302,7 @@ def test_what_another_sampler_left_in_a_checkpoint_does_no_harm(before: str, aft
     ("name", "message"),
     [
         ("class-balanced", "needs schema.label.classes"),
+        ("agreement", "needs model.embedding"),
         ("similar", "needs model.embedding"),
         ("diverse", "needs model.embedding"),
     ],

@@ -1,0 +1,132 @@
+"""Policies that compare events with recent ones: wrong labels are sampled seldom, repetitions are held once."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from anabranch.core.errors import SettingsError
+from ingest.events.identity import partition_name
+from ingest.events.partition import TopicPartition
+from ingest.events.schema import Schema
+from ingest.kafka.fake import fake_columns
+from replay.build import build_store
+from replay.config import ReplaySettings
+from replay.erasure.erased_events import ByRange, ErasedEvents
+from replay.fake import FakeCheckpoints, add_now
+from replay.store import Store
+
+PARTITIONS = [TopicPartition("events", 0)]
+DIM = 8
+CENTRES = 10 * np.eye(4, DIM, dtype=np.float32)
+Build = Callable[..., Store]
+
+
+def embed(numbers: np.ndarray, spread: float = 0.5) -> np.ndarray:
+    """Return embeddings around one centre for each class 0 to 3; the same number has the same one."""
+    around = [np.random.default_rng(number).standard_normal(DIM) for number in numbers.tolist()]
+    return (CENTRES[numbers % 4] + spread * np.array(around)).astype(np.float32)
+
+
+def wrong(offsets: np.ndarray) -> np.ndarray:
+    """Return which events have a wrong label: one in four, and one in sixteen from 8,000 on."""
+    return offsets // 4 % np.where(offsets < 8000, 4, 16) == 0
+
+
+@pytest.fixture
+def build(schema: Schema) -> Iterator[Build]:
+    stores: list[Store] = []
+
+    def make(capacity: int = 400, contents: Any = None, **options: Any) -> Store:
+        settings = ReplaySettings.model_validate({"capacity": capacity, **options})
+        stores.append(build_store(settings, schema, torch.device("cpu"), 0, None, contents, dim=DIM))
+        return stores[-1]
+
+    yield make
+    for store in stores:
+        store.close()
+
+
+def fill(store: Store, schema: Schema, offsets: np.ndarray, embedding: np.ndarray | None = None) -> None:
+    """Add events, whose class is that of their number, but for the wrong ones."""
+    label = (offsets + wrong(offsets)) % 4
+    columns = fake_columns(schema, offsets.tolist(), label=label.tolist())
+    add_now(store, columns, PARTITIONS, embed(offsets) if embedding is None else embedding)
+
+
+def replay(store: Store, steps: range, n: int = 40) -> float:
+    """Replay some steps, and return which fraction of the events has a wrong label."""
+    fractions = []
+    for step in steps:
+        sample = store.fetch(store.plan(step, n))
+        offsets = sample.records["offset"]
+        fractions.append(wrong(offsets).mean())
+        store.update_priorities(sample, np.zeros(len(offsets), np.float32), embed(offsets))
+    return float(np.mean(fractions))
+
+
+@pytest.mark.parametrize("policy", [{"sampling": "agreement"}, {"admission": "distinct"}])
+def test_without_an_embedding_they_are_refused(schema: Schema, policy: dict[str, str]) -> None:
+    with pytest.raises(SettingsError, match=r"needs model\.embedding"):
+        build_store(ReplaySettings(**policy), schema, torch.device("cpu"), 0)
+
+
+def test_they_start_no_index_process(build: Build) -> None:
+    assert build(sampling="agreement", admission="distinct").neighbours is None
+
+
+def test_events_that_disagree_with_their_neighbours_are_sampled_seldom(schema: Schema, build: Build) -> None:
+    store = build(sampling="agreement")
+    fill(store, schema, np.arange(400))
+    assert replay(store, range(5)) == pytest.approx(1 / 4, abs=0.08), "nothing is known yet"
+    replay(store, range(5, 40))
+    assert 0 < replay(store, range(40, 60)) < 1 / 10
+
+
+def test_where_few_disagree_samples_stay_uniform(schema: Schema, build: Build) -> None:
+    store = build(sampling="agreement")
+    fill(store, schema, np.arange(8000, 8400))
+    replay(store, range(40))
+    assert replay(store, range(40, 80)) == pytest.approx(1 / 16, abs=0.015)
+
+
+def test_a_restart_goes_on_with_what_was_known(schema: Schema, build: Build) -> None:
+    store = build(sampling="agreement")
+    fill(store, schema, np.arange(400))
+    replay(store, range(40))
+    again = build(sampling="agreement", contents=FakeCheckpoints(store).checkpoint(1))
+    for step in (40, 41):
+        assert again.plan(step, 30).records["offset"].tolist() == store.plan(step, 30).records["offset"].tolist()
+
+
+def test_unknown_embeddings_and_removed_events_are_compared_with_nothing(schema: Schema, build: Build) -> None:
+    store = build(sampling="agreement", admission="distinct")
+    fill(store, schema, np.arange(400), np.full((400, DIM), np.nan, np.float32))
+    assert len(store) == 400
+    sample = store.fetch(store.plan(0, 300))
+    store.update_priorities(sample, np.zeros(300, np.float32), np.full((300, DIM), np.inf, np.float32))
+    replay(store, range(1, 10))
+    store.erase(
+        ErasedEvents([ByRange(time=0, by="command", partition=partition_name(PARTITIONS[0]), first=0, last=390)])
+    )
+    assert replay(store, range(10, 20)) >= 0
+    assert sorted(store.plan(20, 40).records["offset"].tolist()) == list(range(391, 400))
+
+
+def test_a_burst_of_near_duplicates_is_held_once_and_what_only_resembles_it_is_kept(
+    schema: Schema, build: Build
+) -> None:
+    store = build(capacity=1000, admission="distinct")
+    fill(store, schema, np.arange(200))
+    for begin in range(1000, 3000, 100):
+        # Ten repetitions of one event with a little noise, then ten others of its class.
+        noise = np.random.default_rng(begin).normal(0, 0.02, (10, DIM))
+        repeated = begin + 4 * np.arange(10)
+        fill(store, schema, repeated, (embed(np.full(10, begin)) + noise).astype(np.float32))
+        fill(store, schema, repeated + 40)
+    offsets = store.event_table.copy()["offset"]
+    burst = offsets[offsets >= 1000] % 100 < 40
+    assert np.count_nonzero(burst) <= 2 * 20, "one of the right label, and perhaps one of the wrong one"
+    assert np.count_nonzero(~burst) >= 180
