@@ -22,7 +22,7 @@ class Fleet:
     problem: str | None = None
     """One sentence when the object store cannot be read."""
     now: float = 0.0
-    """When they were read, by this host's clock."""
+    """When their reading began, by this host's clock."""
 
     def is_silent(self, server: FleetServer) -> bool:
         """Return whether a server has reported nothing for long, as far as the clocks of both hosts agree."""
@@ -41,13 +41,14 @@ class Fleet:
 
 def read_fleet(storage: StorageSettings) -> Fleet:
     """Read the fleet of a pipeline; one that cannot be read has a problem."""
+    now = time.time()  # not later: reading many reports takes long, and they are not silent for that
     try:
         bucket = storage.quick_bucket
         rollout = RolloutFile(bucket)
         rollout.poll()
-        return Fleet(read_servers(bucket), rollout.contents, now=time.time())
+        return Fleet(read_servers(bucket), rollout.contents, now=now)
     except (OSError, AnabranchError) as exc:
-        return Fleet(problem=f"the servers of the fleet cannot be read: {exc}", now=time.time())
+        return Fleet(problem=f"the servers of the fleet cannot be read: {exc}", now=now)
 
 
 class RecentFleet:
