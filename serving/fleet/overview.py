@@ -33,9 +33,10 @@ class Fleet:
         versions = [server.version for server in self.servers if not self.is_silent(server)]
         return {each: versions.count(each) for each in sorted(set(versions), key=lambda number: -(number or 0))}
 
-    def document(self) -> dict[str, Any]:
-        """Return it as JSON values."""
-        servers = [{**msgspec.to_builtins(each), "silent": self.is_silent(each)} for each in self.servers]
+    def document(self, *, reasons: bool = True) -> dict[str, Any]:
+        """Return it as JSON values; without `reasons`, servers do not list the versions that they refused."""
+        reports = self.servers if reasons else [msgspec.structs.replace(each, refused={}) for each in self.servers]
+        servers = [{**msgspec.to_builtins(each), "silent": self.is_silent(each)} for each in reports]
         return {"servers": servers, "rollout": msgspec.to_builtins(self.rollout), "problem": self.problem}
 
 

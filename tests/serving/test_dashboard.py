@@ -328,7 +328,11 @@ def test_in_a_browser_lag_that_is_old_is_not_that_of_now(browser: Any, numbers: 
 def with_fleet(numbers: Any, bucket: Path) -> Any:
     """A deployment whose object store has the reports of three servers."""
     storage = StorageSettings(url=f"file://{bucket}")
-    figures: dict[str, dict[str, Any]] = {"a": {"version": 2}, "b": {"version": 3}, "c": {"version": 2, "time": 0.0}}
+    figures: dict[str, dict[str, Any]] = {
+        "a": {"version": 2, "refused": {1: "a long reason"}},
+        "b": {"version": 3},
+        "c": {"version": 2, "time": 0.0},
+    }
     for name, members in figures.items():
         report = {"id": name, "beat": 1, "time": time.time() + 3600, "address": HOSTILE, "ready": True, **members}
         write_server(storage.bucket, FleetServer(**report))
@@ -348,6 +352,7 @@ def test_status_has_the_servers_of_the_fleet_and_says_when_they_cannot_be_read(
             ("c", 2, True),
         ]
         assert (fleet["rollout"]["canaries"], fleet["problem"]) == (["b"], None)
+        assert fleet["servers"][0]["refused"] == {}, "of a thousand servers they would be megabytes, at each poll"
         (tmp_path / "bucket" / "rollout.json").write_text("{")
         problem = eventually(lambda: httpx.get(server.url + "/api/status").json()["fleet"]["problem"])
         assert problem.startswith("the servers of the fleet cannot be read: file://")
