@@ -15,7 +15,7 @@ from learner.config import LearnerSettings
 from learner.errors import MemoryShortageError
 from learner.model.factory import in_one_line
 from learner.model.faulty_events import RaisingEventsError, may_be_of_events
-from learner.model.rng import generators_now
+from learner.model.rng import GeneratorStates
 from learner.model.trained_set import copy_sharing_base, trained_state
 from learner.search.evidence import relative_difference
 from learner.search.pool import Challenger, ChallengerPool
@@ -107,18 +107,18 @@ class SearchingTrainer(Trainer):
             self._begin_lease(challenger)
         if not self._pool.live:
             return super().step(new, old, rows)
-        restore = generators_now(self.device)
+        before = GeneratorStates(self.device)
         result = super().step(new, old, rows)
         if not result.finite:
             return result  # no model learns its events
-        goes_on = generators_now(self.device)
+        after = GeneratorStates(self.device, before)
         better = []
         for challenger in list(self._pool.live):
-            restore()
+            before.restore()
             difference = self._challenge(challenger, new, old, rows, result)
             if difference is not None and self._pool.observe(challenger, difference):
                 better.append(challenger)
-        goes_on()
+        after.restore()
         if better:
             self._decide(sorted(better, key=lambda each: each.better.log_wealth))
         return result
