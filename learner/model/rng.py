@@ -62,7 +62,7 @@ class _NumpyState:
 
     @property
     def unused(self) -> bool:
-        """Whether no number was drawn since: none that was kept, of a pair of normal ones, nor one that was made."""
+        """Whether no number was taken since: none that was kept, of a pair of normal ones, nor one that was made."""
         return self._memory is not None and not self._state[3] and self._memory == _twister_memory()
 
     def restore(self) -> None:

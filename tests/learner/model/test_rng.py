@@ -1,4 +1,4 @@
-"""Generators are restored exactly, whatever was drawn in a step and after it."""
+"""Generators are restored exactly, whatever was used in a step and after it."""
 
 import random
 from itertools import product
@@ -12,7 +12,7 @@ from learner.model.rng import GeneratorStates
 CPU = torch.device("cpu")
 
 
-def drawn(count: int) -> list[float]:
+def random_numbers(count: int) -> list[float]:
     return [float(each) for _ in range(count) for each in (np.random.randn(), random.random(), torch.rand(()))]
 
 
@@ -22,17 +22,17 @@ def test_states_before_and_after_a_step_are_restored_by_turns(first: int) -> Non
     for in_step, *later in product(range(3), repeat=3):
         np.random.seed(first)
         random.seed(first)
-        drawn(first)
+        random_numbers(first)
         before = GeneratorStates(CPU)
-        step, follows = drawn(in_step), GeneratorStates(CPU)
-        expected = drawn(3)
+        step, follows = random_numbers(in_step), GeneratorStates(CPU)
+        expected = random_numbers(3)
         follows.restore()
         before.restore()
-        assert drawn(in_step) == step
+        assert random_numbers(in_step) == step
         after = GeneratorStates(CPU, before)
         for count in later:
             before.restore()
-            numbers = drawn(count)
+            numbers = random_numbers(count)
             assert numbers[: len(step)] == step[: len(numbers)]
         after.restore()
-        assert drawn(3) == expected
+        assert random_numbers(3) == expected
