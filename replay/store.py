@@ -78,7 +78,7 @@ class Store:
         self._pending = PendingEvents()
         self.pending_limit = pending_limit(layout.row_bytes)
         """The number of pending events at which they are added."""
-        single = not policies.sampler.divisible or policies.tracker is not None or policies.recent is not None
+        single = not policies.sampler.divisible or policies.tracker is not None
         self._pending_blocks_limit = 1 if single else BLOCK
 
     def __len__(self) -> int:
