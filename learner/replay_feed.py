@@ -263,7 +263,7 @@ class StoreFeed:
         columns = _first_read(_in_order(new, _with_unknown_outputs(batch.stored_only, self._store.fields)))
         if columns:
             embedding = columns.get(_EMBEDDING)
-            self._store.add(columns, names, None if embedding is None else embedding.astype(np.float32))
+            self._store.add(columns, names, None if embedding is None else embedding.astype(np.float32, copy=False))
         self._store.plan_ahead(step, self._planned_rows)
 
     def _final(self, new: dict[str, Array], names: Sequence[TopicPartition]) -> dict[str, Array]:

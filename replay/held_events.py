@@ -5,7 +5,6 @@ Legend: N events of an addition, H events held, n events of a call, D numbers of
 
 import logging
 import time
-from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,13 +51,16 @@ class HeldEvents:
         """Add those of N events that are admitted, and return how many were."""
         self.regroup()
         scored = self._reservoir.add(pending.columns(), self._clusters_of(pending.embedding, len(pending)))
-        if self._recent is not None and pending.embedding is not None:
-            scored = _distinct(scored, pending.embedding, self._recent)
-        if len(self._event_table) + len(scored.admitted) <= self._reservoir.quotas.limit:
+        if self._recent is None and len(self._event_table) + len(scored.admitted) <= self._reservoir.quotas.limit:
             return self._admit(scored, scored.admitted, pending)
-        # Block by block where events are evicted, so that the result does not depend on how many were pending.
-        blocks = pending.parts(scored.admitted)
-        return sum(self._admit(scored, self._reservoir.admits(scored, rows), pending) for rows in blocks)
+        # Block by block where events are evicted or compared: the result does not depend on how many were pending.
+        admitted, embedding = 0, None if self._recent is None else pending.embedding
+        for part in pending.parts(scored.admitted):
+            rows = self._reservoir.admits(scored, part)
+            if self._recent is not None and embedding is not None and len(rows):
+                rows = _distinct(scored, rows, embedding, self._recent)
+            admitted += self._admit(scored, rows, pending)
+        return admitted
 
     def keep(self, stays: NDArray[np.bool_]) -> None:
         """Remove the events that do not stay, bool `[H]`."""
@@ -123,13 +125,16 @@ class HeldEvents:
         self._sampler.add(slots)
 
 
-def _distinct(scored: ScoredEvents, embedding_ND: NDArray[np.float32], recent: RecentEmbeddings) -> ScoredEvents:
-    """Return N scored events without the admission of those that nearly repeat a recent one."""
-    rows = scored.admitted[np.isfinite(embedding_ND[scored.admitted]).all(axis=1)]
-    if not len(rows):
-        return scored
-    repeats = recent.near_duplicates(embedding_ND[rows], scored.records["label"][rows].astype(np.int64))
-    return replace(scored, admitted=scored.admitted[~np.isin(scored.admitted, rows[repeats])])
+def _distinct(
+    scored: ScoredEvents, rows: NDArray[np.intp], embedding_ND: NDArray[np.float32], recent: RecentEmbeddings
+) -> NDArray[np.intp]:
+    """Return the rows of scored events without those that nearly repeat a recent one; the others become recent."""
+    known = np.isfinite(embedding_ND[rows]).all(axis=1)
+    left_out = np.zeros(len(rows), np.bool_)
+    left_out[known] = recent.near_duplicates(
+        embedding_ND[rows[known]], scored.records["label"][rows[known]].astype(np.int64)
+    )
+    return rows[~left_out]
 
 
 class MissingEvents:

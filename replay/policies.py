@@ -79,6 +79,8 @@ def _clusters_of(context: AdmissionContext, name: str) -> int:
 
 def _distinct_kept(context: AdmissionContext) -> Admission:
     _clusters_of(context, "distinct")
+    if context.classes is None:
+        raise SettingsError('replay.admission = "distinct" needs schema.label.classes, one an event; write "reservoir"')
     return DistinctAdmission()
 
 

@@ -78,8 +78,7 @@ class Store:
         self._pending = PendingEvents()
         self.pending_limit = pending_limit(layout.row_bytes)
         """The number of pending events at which they are added."""
-        single = not policies.sampler.divisible or policies.tracker is not None or policies.recent is not None
-        self._pending_blocks_limit = 1 if single else BLOCK
+        self._pending_blocks_limit = BLOCK if policies.sampler.divisible and policies.tracker is None else 1
 
     def __len__(self) -> int:
         return len(self.event_table)
@@ -135,9 +134,7 @@ class Store:
 
         If slots are free as soon as their events are removed, there is room for any number, one part at a time.
         """
-        if self.slots.free_at_once:
-            return True
-        if self.slots.free - len(self._pending) - more >= self.burst:
+        if self.slots.free_at_once or self.slots.free - len(self._pending) - more >= self.burst:
             return True
         self.flush_pending()
         return self.slots.free - more >= self.burst
@@ -150,9 +147,7 @@ class Store:
     ) -> int:
         """Add N events; they stay pending until there are enough, or the store is sampled, captured or changed.
 
-        The held events are the same as if each block was added at once.
-
-        Returns how many pending events were admitted; 0 while they stay pending.
+        The held events are the same as if each block was added at once. Returns how many pending ones were admitted.
 
         Args:
             columns: a block's columns, each `[N, ...]`; they must not change any more.
@@ -183,12 +178,11 @@ class Store:
         held = (sample.slots >= 0) & self.event_table.still_at(sample.slots, sample.records)
         known = held & ~np.isnan(losses)
         self._sampler.update_priorities(sample.slots[known], losses[known])
-        if embedding is not None and self._sampler.uses_embeddings:
+        if embedding is not None:
             known = held & np.isfinite(embedding).all(axis=1)
             self._sampler.update_embeddings(sample.slots[known], embedding[known])
-        if self._tracker is not None and embedding is not None:
-            known = held & ~np.isnan(embedding).any(axis=1)
-            self._tracker.update(sample.slots[known], embedding[known])
+            if self._tracker is not None:
+                self._tracker.update(sample.slots[known], embedding[known])
 
     def remove(self, slots: NDArray[np.int32], records: NDArray[np.void]) -> None:
         """Remove those of n sampled events that are still held; plans that name them keep their rows."""

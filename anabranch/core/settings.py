@@ -60,12 +60,17 @@ class Section(BaseModel):
 def documented_fields(section: type[BaseModel]) -> dict[str, FieldInfo]:
     """Return the fields of a section, each with the docstring below it as its description.
 
-    pydantic's `use_attribute_docstrings` would parse the source of every section whenever a process starts.
+    pydantic's `use_attribute_docstrings` would parse the source of every section whenever a process starts. Where the
+    source is not installed, fields have no description.
     """
     fields = section.model_fields
     for owner in reversed(section.__mro__):
         if issubclass(owner, BaseModel) and owner is not BaseModel:
-            (parsed,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
+            try:
+                source = inspect.getsource(owner)
+            except OSError:
+                continue
+            (parsed,) = ast.parse(textwrap.dedent(source)).body
             assert isinstance(parsed, ast.ClassDef)
             for field, below in pairwise(parsed.body):
                 name = ast.unparse(field.target) if isinstance(field, ast.AnnAssign) else ""

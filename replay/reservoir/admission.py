@@ -115,6 +115,14 @@ class DistinctAdmission(ReservoirAdmission):
 
     name = "distinct"
 
+    @override
+    def rates(
+        self, threshold: NDArray[np.float64], _time_s: NDArray[np.uint32], _share: NDArray[np.float64], weight: float
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        # An event of the mean weight keeps that weight: near-duplicates are added but not held, so that the share of
+        # held events would weigh the others less.
+        return threshold, -np.expm1(-threshold * weight)
+
 
 class DiverseAdmission(ReservoirAdmission):
     """As many events of each cluster of the model's embeddings: frequent similar events get no more room.

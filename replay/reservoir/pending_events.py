@@ -33,17 +33,27 @@ class PendingEvents:
     blocks: list[Mapping[str, Array]] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
     """Where each block ends among the N events."""
-    embedding: NDArray[np.float32] | None = None
-    """Of the last block, float32 `[N, D]`: where embeddings matter there is only one."""
+    embeddings: list[NDArray[np.float32] | None] = field(default_factory=list)
+    """Of each block, float32 `[rows, D]`."""
 
     def __len__(self) -> int:
         return self.ends[-1] if self.ends else 0
 
     def put(self, columns: Mapping[str, Array], embedding: NDArray[np.float32] | None) -> None:
         """Add a block, whose columns must not change any more."""
-        self.embedding = embedding
+        self.embeddings.append(embedding)
         self.ends.append(len(self) + len(columns["offset"]))
         self.blocks.append(columns)
+
+    @property
+    def embedding(self) -> NDArray[np.float32] | None:
+        """Of all events, float32 `[N, D]`, NaN where it is unknown; None: of no event."""
+        dim = next((part.shape[1] for part in self.embeddings if part is not None), None)
+        if dim is None or len(self.blocks) == 1:
+            return self.embeddings[0] if self.embeddings else None
+        rows = np.diff(self.ends, prepend=0)
+        parts = zip(self.embeddings, rows, strict=True)
+        return np.concatenate([np.full((n, dim), np.nan, np.float32) if part is None else part for part, n in parts])
 
     def columns(self) -> Mapping[str, Array]:
         """Return the columns that decide which events are held, each `[N, ...]`."""

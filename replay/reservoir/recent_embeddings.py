@@ -80,9 +80,6 @@ class RecentEmbeddings:
         alike_NM[:, known:] &= np.tri(len(label), k=-1, dtype=np.bool_)
         near_NM = alike_NM & (distance_NM < _NEAR * self._median)
         repeats: NDArray[np.bool_] = near_NM.any(axis=1)
-        # The embedding of what is repeated changes while the model trains on it.
-        row, at = np.nonzero(near_NM[:, :known])
-        self._embedding_RD[at] = unit_ND[row]
         self.add(unit_ND[~repeats], label[~repeats], None)
         return repeats
 

@@ -70,11 +70,9 @@ class Reservoir:
         where, offset = (columns[name].astype(np.int64, copy=False) for name in ("partition", "offset"))
         row, weight = columns["row"].astype(np.int32, copy=False), columns["weight"].astype(np.float32, copy=False)
         identity = identity_hash(self.event_table.bases[where], offset, row, self._seed)
-        label = (
-            columns["label"].astype(np.int64, copy=False)
-            if columns["label"].dtype.kind == "i" and columns["label"].ndim == 1
-            else np.zeros_like(where)
-        )
+        labels = columns["label"]
+        is_class = labels.dtype.kind == "i" and labels.ndim == 1  # it may also be a class at each position
+        label = labels.astype(np.int64, copy=False) if is_class else np.zeros_like(where)
         time_s = np.minimum(np.maximum(columns["time_ms"] // 1000, 0), _LATEST).astype(np.uint32)
         group = self.admission.group(label, cluster)
         priority = self.admission.priorities(Candidates(identity, weight, time_s))

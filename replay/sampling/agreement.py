@@ -39,6 +39,8 @@ class AgreementSampler(WeightedSampler):
     """
 
     uses_embeddings = True
+    divisible = True
+    """Weights differ by a factor of eight at most, so that parts of a choice differ little."""
 
     def __init__(self, event_table: EventTable, slots: int, recent: RecentEmbeddings) -> None:
         super().__init__(event_table, slots)
@@ -63,10 +65,14 @@ class AgreementSampler(WeightedSampler):
 
     @override
     def update_embeddings(self, slots: Slots, embedding_nD: NDArray[np.float32]) -> None:
-        label, unit_nD = self._event_table.column("label", slots).astype(np.int64), unit(embedding_nD)
-        if len(slots) and len(self._recent) >= _LEAST:
+        label = self._event_table.column("label", slots).astype(np.int64)
+        labelled = label >= 0  # an event without a label cannot have a wrong one
+        slots, label, unit_nD = slots[labelled], label[labelled], unit(embedding_nD[labelled])
+        if len(slots) and np.count_nonzero(self._recent.slots >= 0) >= _LEAST:
             opinion = np.where(self._disagrees(slots, label, unit_nD), _DISAGREES, _AGREES)
             self._set(slots, opinion.astype(np.int8))
+        # Each event is there once: otherwise the neighbours in a small store would be one event several times.
+        self._recent.remove(slots)
         self._recent.add(unit_nD, label, slots)
 
     @override
@@ -90,6 +96,8 @@ class AgreementSampler(WeightedSampler):
         avoids = known >= _LEAST and self._counts[_DISAGREES] > (_FEW if self._avoids else _MANY) * known
         if avoids != self._avoids:
             self._avoids, slots = avoids, self._event_table.slots
+        elif not avoids:
+            return  # all weights are 1
         rarely = avoids & (self._opinion[slots] == _DISAGREES)
         self._weigh(slots, np.where(rarely, _RARELY, 1.0))
 

@@ -315,6 +315,18 @@ def test_adding_again_changes_no_importance_either(schema: Schema) -> None:
     assert sampled[0] == sampled[1] == sampled[2]
 
 
+def test_labels_with_a_class_at_each_position_are_held() -> None:
+    features = {"x": {"dtype": "float32", "shape": [3]}}
+    label = {"name": "y", "classes": 5, "length": 4}
+    schema = Schema(SchemaSettings.model_validate({"features": features, "label": label}))
+    store = build_store(ReplaySettings(capacity=50), schema, torch.device("cpu"), 0)
+    columns = fake_columns(schema, range(20))
+    columns["label"] = np.arange(80).reshape(20, 4) % 5
+    add_now(store, columns, PARTITIONS)
+    sample = store.fetch(store.plan(0, 20))
+    assert sample.columns["label"].tolist() == columns["label"][sample.records["offset"]].tolist()
+
+
 def test_events_out_of_order_have_an_importance_though_none_of_weight_was_counted(schema: Schema) -> None:
     store = build_store(ReplaySettings(capacity=50, admission="recent"), schema, torch.device("cpu"), 0)
     columns = fake_columns(schema, range(10)[::-1])

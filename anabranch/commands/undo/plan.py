@@ -1,6 +1,7 @@
 """What an undo would do: which versions are tainted, what is served instead, and where learning goes on."""
 
 import contextlib
+import functools
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -114,14 +115,16 @@ def plan_undo(config: Config, selection: Selection, progress: Progress) -> UndoP
     _check_settings(config, selection)
     known = {name: each for name, each in known_partitions(config).items() if not name.history}
     with contextlib.ExitStack() as stack, ThreadPoolExecutor(1) as pool:
-        # Tainted versions are served until this is done: the broker answers while they are listed.
-        connected = pool.submit(stack.enter_context, StreamSearch(config.pipeline.stream))
-        ranges = select(config, selection, known, connected.result, progress)
+        # In this thread, which Ctrl-C ends while the broker does not answer.
+        connected = functools.cache(lambda: stack.enter_context(StreamSearch(config.pipeline.stream)))
+        ranges = select(config, selection, known, connected, progress)
         if not ranges:
             raise SettingsError("no event that this pipeline reads is of that selection: nothing is to be undone")
-        # After a search, which may take minutes in which versions appear.
-        versions, state = list_versions(config, None), stored_versions(config).state()
-        starts = {partition_name(name): offset for name, offset in connected.result().log_starts.items()}
+        # After a search, which may take minutes in which versions appear. Tainted versions are served until this is
+        # done: where offsets are given, the broker answers while they are listed.
+        listed = pool.submit(lambda: (list_versions(config, None), stored_versions(config).state()))
+        starts = {partition_name(name): offset for name, offset in connected().log_starts.items()}
+        versions, state = listed.result()
     before = read_undo(config.state_dir)
     record = UndoRecord(number=len(before) + 1, time=0.0, ranges=ranges, until={})
     torn = config.pipeline.stream.format in TORN

@@ -1,6 +1,7 @@
 """What `anabranch undo` plans, and what it refuses before anything is changed."""
 
 import shutil
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -195,6 +196,18 @@ def test_nothing_is_recorded_once_the_learner_has_deleted_the_checkpoint_of_the_
 def test_a_selection_that_cannot_be_meant_is_refused(pipeline: Config, options: dict[str, Any], said: str) -> None:
     with pytest.raises(SettingsError, match=said):
         plan(pipeline, **options)
+
+
+def test_the_broker_is_asked_in_the_thread_that_ctrl_c_ends_and_only_once_the_selection_is_valid(
+    config: Config, broker: RetainingClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[threading.Thread] = []
+    monkeypatch.setattr(broker, "open", lambda: threads.append(threading.current_thread()))
+    with pytest.raises(SettingsError, match="is not of the form"):
+        plan(config, offsets=["payments@1"])
+    assert not threads
+    plan(config, offsets=["payments[0]@300..310"])
+    assert threads == [threading.current_thread()]
 
 
 def test_an_object_store_is_refused(broker: RetainingClient, write_pipeline: Callable[..., Path]) -> None:

@@ -283,6 +283,15 @@ class TestValues:
             {"schema.label": "name = 'y'"}
         )
 
+    def test_sentences_are_the_same_where_sources_are_not_installed(
+        self, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def gone(_: object) -> str:
+            raise OSError("could not get source code")
+
+        monkeypatch.setattr("inspect.getsource", gone)
+        assert refused({"learner": "batchsize = 3"}).endswith('the nearest known key is "batch_size"')
+
     def test_a_section_that_is_a_value_is_refused(self, refused: Callable[..., str]) -> None:
         assert refused({"": 'name = "d"\nlearner = 3'}).endswith("learner = 3: must be a section")
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from anabranch.core.errors import SettingsError
+from ingest.config import SchemaSettings
 from ingest.events.identity import partition_name
 from ingest.events.partition import TopicPartition
 from ingest.events.schema import Schema
@@ -16,6 +17,7 @@ from replay.build import build_store
 from replay.config import ReplaySettings
 from replay.erasure.erased_events import ByRange, ErasedEvents
 from replay.fake import FakeCheckpoints, add_now
+from replay.reservoir.recent_embeddings import RecentEmbeddings
 from replay.store import Store
 
 PARTITIONS = [TopicPartition("events", 0)]
@@ -130,3 +132,81 @@ def test_a_burst_of_near_duplicates_is_held_once_and_what_only_resembles_it_is_k
     burst = offsets[offsets >= 1000] % 100 < 40
     assert np.count_nonzero(burst) <= 2 * 20, "one of the right label, and perhaps one of the wrong one"
     assert np.count_nonzero(~burst) >= 180
+
+
+def test_events_without_a_label_are_sampled_as_often_and_make_no_other_one_suspect(
+    schema: Schema, build: Build
+) -> None:
+    store = build(sampling="agreement")
+    offsets = np.arange(8001, 8401)
+    unlabelled = offsets % 3 == 0
+    columns = fake_columns(schema, offsets.tolist(), label=np.where(unlabelled, -1, offsets % 4).tolist())
+    add_now(store, columns, PARTITIONS, embed(offsets))
+    replay(store, range(60))
+    later = np.concatenate([store.plan(step, 40).records["label"] < 0 for step in range(60, 100)])
+    assert later.mean() == pytest.approx(1 / 3, abs=0.05)
+
+
+def test_in_a_small_store_one_wrong_label_makes_no_right_one_near_it_suspect(schema: Schema, build: Build) -> None:
+    """The last replayed events are the same ones several times: each counts once."""
+    store = build(capacity=80, sampling="agreement")
+    fill(store, schema, np.arange(80))
+    replay(store, range(200), n=10)
+    counts = np.bincount(np.concatenate([store.plan(step, 10).records["offset"] for step in range(200, 320)]))
+    right = ~wrong(np.arange(80))
+    assert counts[~right].mean() < counts[right].mean() / 2
+    assert counts[right].min() > counts[right].mean() / 3
+
+
+def test_the_weight_of_a_held_event_does_not_fall_with_the_near_duplicates_that_are_left_out(
+    schema: Schema, build: Build
+) -> None:
+    store = build(capacity=100, admission="distinct")
+    fill(store, schema, np.arange(200))
+    for begin in range(1000, 5000, 100):
+        repeated = begin + 4 * np.arange(90)
+        fill(store, schema, repeated, embed(np.full(90, begin)))
+    fill(store, schema, np.arange(200, 400))
+    assert store.fetch(store.plan(0, 100)).importance.mean() == pytest.approx(1.0, abs=0.05)
+
+
+def test_events_that_are_added_together_are_compared_as_if_each_block_was_added_at_once(
+    schema: Schema, build: Build
+) -> None:
+    held = []
+    for together in (1, 4):
+        store = build(capacity=150, admission="distinct")
+        for begin in range(0, 1200, 20):
+            offsets = np.arange(begin, begin + 20)
+            columns = fake_columns(schema, offsets.tolist(), label=(offsets % 4).tolist())
+            # None: the model has not seen these events.
+            store.add(columns, PARTITIONS, None if begin % 300 == 0 else embed(offsets % 97 + 4))
+            if begin // 20 % together == 0:
+                store.flush_pending()
+        store.flush_pending()
+        held.append(sorted(store.event_table.copy()["offset"].tolist()))
+    assert held[0] == held[1]
+
+
+@pytest.mark.parametrize("label", [{"name": "y", "dtype": "float32"}, {"name": "y", "classes": 4, "length": 3}])
+@pytest.mark.parametrize("policy", [{"sampling": "agreement"}, {"admission": "distinct"}])
+def test_labels_that_are_not_one_class_are_refused(policy: dict[str, str], label: dict[str, Any]) -> None:
+    features = {"x": {"dtype": "float32", "shape": [3]}}
+    schema = Schema(SchemaSettings.model_validate({"features": features, "label": label}))
+    with pytest.raises(SettingsError, match="one an event"):
+        build_store(ReplaySettings(**policy), schema, torch.device("cpu"), 0, dim=DIM)
+
+
+def test_a_stream_that_changes_slowly_is_held_at_all_of_its_stages() -> None:
+    """An event is compared with those that are held, not with the last one that was left out."""
+    recent, label = RecentEmbeddings(DIM, 512), np.zeros(10, np.int64)
+    around = np.random.default_rng(0).standard_normal((200, DIM)).astype(np.float32)
+    for begin in range(0, 200, 10):
+        recent.near_duplicates(CENTRES[0] + 3 * around[begin : begin + 10], label)
+    held = np.empty(0)
+    for begin in range(0, 1500, 10):
+        angle = 0.003 * np.arange(begin, begin + 10)
+        repeats = recent.near_duplicates(np.cos(angle[:, None] - np.arange(DIM)).astype(np.float32), label)
+        held = np.concatenate([held, angle[~repeats]])
+    assert 5 < len(held) < 150
+    assert np.diff(held).max() < 1
