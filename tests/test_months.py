@@ -172,7 +172,8 @@ def ledger_and_lag(year: Year) -> Driven:
             ledger.count()
         ledger.partitions[0].update_end(100 * tick + 1000, "topic-id")
         stream.ends_time = year.now
-        policy.update(ledger.partitions, ledger.take_moved())
+        policy.update(ledger.partitions, ledger.moved)
+        ledger.moved.clear()
         counters.update(ledger.partitions)
         ledger.state(), policy.state()
 
@@ -255,7 +256,8 @@ def checkpoints(year: Year) -> Driven:
 
 
 def reporter(year: Year) -> Driven:
-    loop: Any = SimpleNamespace(state=SimpleNamespace(steps=0, rows_new=0, rows_replay=0), raising_events=None)
+    state = SimpleNamespace(steps=0, rows_new=0, rows_replay=0)
+    loop: Any = SimpleNamespace(state=state, non_finite=None, raising_events=None)
     parts: Any = SimpleNamespace(
         source=None,
         publisher=SimpleNamespace(gate=SimpleNamespace(hold=None), canary=None),
