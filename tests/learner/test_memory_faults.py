@@ -94,9 +94,12 @@ def live(make: Callable[[], LearnerBench], at: int, checkpoint_at: int | None) -
         assert not isinstance(error, AnabranchError), "exit code 2 or 3"
         assert processes == 1, "without a fault"
         bench.close()
-    assert [account.position.offset for account in bench.loop.ledger.partitions] == [BLOCKS * ROWS]
-    assert bench.loop.state.rows_new == len(TRAINED)
-    assert sorted(bench.store.event_table.copy()["offset"].tolist()) == TRAINED
+    (end,) = (account.position.offset for account in bench.loop.ledger.partitions)
+    # One that is stopped while it waits for memory leaves the last batch, which was taken before the stream ended.
+    assert end == BLOCKS * ROWS or (checkpoint_at is None and end > (BLOCKS - 1) * ROWS)
+    trained = [offset for offset in TRAINED if offset < end]
+    assert bench.loop.state.rows_new == len(trained)
+    assert sorted(bench.store.event_table.copy()["offset"].tolist()) == trained
     steps = {int(state["step"]) for state in bench.trainer.update.optimizer.state.values()}
     assert steps == {bench.loop.state.steps}, "no event is trained on twice"
     assert newest(bench).step == bench.loop.state.steps
