@@ -2,7 +2,8 @@
 
 `start` works as `subprocess.Popen` of this Python. A server, one for each worker of the tests, has the packages loaded,
 and forks. A forked process has its own arguments, environment, folder, descriptors and random seeds, and runs its
-module as `__main__`. The ranks, ingest processes and serving workers that it starts are forked too.
+module as `__main__`. The ranks, ingest processes and serving workers that it starts are forked too. It ends without
+the destructors of modules.
 
 Where forking is not safe (macOS, CUDA), with another number of threads, and under ANABRANCH_TEST_SPAWN=1, `start` uses
 `subprocess.Popen`. CI runs the tests marked `kafka` that way, so that they start processes as users do.
@@ -31,7 +32,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, NamedTuple, TypeAlias
+from typing import IO, Any, NamedTuple, NoReturn, TypeAlias
 
 import psutil
 
@@ -437,10 +438,30 @@ def _run() -> None:
         runpy.run_path(arguments[0], run_name="__main__")
 
 
+def _run_to_the_end() -> NoReturn:
+    """Run, and end as the interpreter does, but for the last collection of all modules, which takes 0.3 s."""
+    code: object = None
+    try:
+        _run()
+    except SystemExit as exc:
+        code = exc.code
+        if code is not None and not isinstance(code, int):
+            sys.stderr.write(f"{code}\n")
+    except Exception as exc:  # noqa: BLE001 the process ends with it
+        sys.excepthook(type(exc), exc, exc.__traceback__)
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code if isinstance(code, int) else int(code is not None))
+
+
 if __name__ == "__main__":
     _load()
     with socket.socket(fileno=int(sys.argv[1])) as listening:
         where = listening.getsockname()
         _serve(listening)
     _address = where
-    _run()
+    _run_to_the_end()

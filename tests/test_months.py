@@ -256,8 +256,9 @@ def checkpoints(year: Year) -> Driven:
 
 
 def reporter(year: Year) -> Driven:
-    state = SimpleNamespace(steps=0, rows_new=0, rows_replay=0)
-    loop: Any = SimpleNamespace(state=state, non_finite=None, raising_events=None)
+    loop: Any = SimpleNamespace(
+        state=SimpleNamespace(steps=0, rows_new=0, rows_replay=0), raising_events=None, non_finite=None
+    )
     parts: Any = SimpleNamespace(
         source=None,
         publisher=SimpleNamespace(gate=SimpleNamespace(hold=None), canary=None),

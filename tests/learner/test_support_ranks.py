@@ -1,4 +1,4 @@
-"""Whatever the table lets ranks do learns: each strategy with each exchange, precision and size of micro-batches."""
+"""What the table lets ranks do learns: each strategy with each exchange, precision and size of micro-batches."""
 
 import itertools
 from typing import Any
@@ -55,6 +55,18 @@ def test_some_of_what_ranks_may_do_learns(play: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(300)
 def test_whatever_ranks_may_do_learns(play: Any) -> None:
-    expect_learning(play, cells(), 850)
+    """Cells that have every pair of values that is not refused: one in seven, since all take a minute."""
+    allowed, chosen = cells(), list[dict[str, Any]]()
+    left = set().union(*map(pairs, allowed))
+    while left:
+        chosen.append(max(allowed, key=lambda cell: len(pairs(cell) & left)))
+        left -= pairs(chosen[-1])
+    assert len(chosen) < len(allowed) / 5
+    expect_learning(play, chosen, 250)
+
+
+def pairs(cell: dict[str, Any]) -> set[Any]:
+    """Return each pair of values of a cell, with the names of their axes."""
+    return set(itertools.combinations(cell.items(), 2))

@@ -97,8 +97,9 @@ class Rehearsal:
     def take_step(self) -> str:
         """Sample, learn, add and plan; return the digest of what was sampled."""
         sample = self._keeper.sample(self.step, SAMPLED)
-        offsets = sample.records["offset"]
-        self._keeper.update_priorities(sample, ((offsets * 31 + self.step) % 17 / 4).astype(np.float32))
+        if sample is not None:
+            offsets = sample.records["offset"]
+            self._keeper.update_priorities(sample, ((offsets * 31 + self.step) % 17 / 4).astype(np.float32))
         for partition in (0, 1):
             begin = self.step * NEW // 2
             self._keeper.add(columns_of(self.schema, partition, np.arange(begin, begin + NEW // 2)), PARTITIONS)
@@ -176,7 +177,9 @@ class Undisturbed:
             self._states.append(self._life.state())
 
 
-def digest_of(sample: Sample) -> str:
+def digest_of(sample: Sample | None) -> str:
+    if sample is None or not len(sample):
+        return ""
     columns = [column.numpy().tobytes() for column in sample.columns.values()]
     names = np.stack([sample.records[name] for name in ("partition", "offset", "row")])
     return hashlib.sha256(b"".join([names.tobytes(), sample.importance.numpy().tobytes(), *columns])).hexdigest()

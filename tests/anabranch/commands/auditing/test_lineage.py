@@ -181,6 +181,7 @@ def test_the_origin_in_a_manifest_keeps_its_form(publish: Callable[..., Versions
         "code": {"my_model": "ab" * 32},
         "packages": {"python": "3.11.9", "torch": "2.9.0", "numpy": "2.1.0", "anabranch": "1.0"},
         "device": "cpu",
+        "found": {},
         "resumed_from": {"number": 3, "step": 60},
     }
     assert (document["learned_from"], document["erasures"]) == ({"events:0": 5}, 0)
