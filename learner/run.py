@@ -351,6 +351,8 @@ class Learner:
             unlabelled=unlabelled,
             only_full=deployment.learner.deterministic,
         )
+        if not deployment.learner.deterministic:  # a search would then depend on clocks
+            self._trainer.set_is_behind(lambda: lag.behind)
         late = build_late_labels(
             *(deployment, self._setup, self._trainer, lag, resumed.found), first=resumed.first, ranks=self._row_groups
         )

@@ -13,7 +13,6 @@ from rich.table import Table
 from rich.text import Text
 
 from anabranch.commands.fleet import fleet_lines, fleet_of
-from anabranch.commands.search_control.challengers import shown
 from anabranch.config.loader import Config
 from anabranch.runtime.console import PlainConsole
 from anabranch.runtime.lifecycle import Exit, stop_on_signals
@@ -28,7 +27,7 @@ from learner.state_dir.report import (
     StorageReport,
 )
 from learner.state_dir.report import read_report as read_learner
-from learner.state_dir.search.control import SearchReport
+from learner.state_dir.search.control import SearchReport, shown
 from learner.state_dir.undo_file import UndoReport
 from serving.fleet.overview import Fleet
 from serving.reporting.health import SILENT

@@ -142,7 +142,7 @@ def _conflicts(pipeline: Pipeline) -> Iterator[tuple[tuple[str, ...], str]]:
         yield tuple(key.split(".")), sentence
     if pipeline.search is not None:
         momentum = (pipeline.learner.optimizer.model_extra or {}).get("momentum")
-        for key, sentence in search_conflicts(pipeline.search, momentum):
+        for key, sentence in search_conflicts(pipeline.search, momentum, pipeline.learner.max_grad_norm):
             yield ("search", key), sentence
     if pipeline.stream.labels is not None:
         for key, sentence in label_conflicts(pipeline.events, pipeline.stream.labels):

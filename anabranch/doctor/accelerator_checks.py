@@ -121,7 +121,9 @@ class DeviceLoad:
         return ProbeFinding("device.ledger", message)
 
 
-def learner_ledger(parameters: int, learner: LearnerSettings, replay_bytes: int, base_bytes: int = 0) -> dict[str, int]:
+def learner_ledger(
+    parameters: int, learner: LearnerSettings, replay_bytes: int, base_bytes: int = 0, challengers: int = 0
+) -> dict[str, int]:
     """Return the bytes of rank 0 of a learner on its device, by purpose."""
     mesh = learner.mesh or MeshSettings(data=learner.replicas)
     return ledger(
@@ -136,6 +138,7 @@ def learner_ledger(parameters: int, learner: LearnerSettings, replay_bytes: int,
         parts=mesh.tensor * mesh.pipeline,
         replay_bytes=replay_bytes,
         base_bytes=base_bytes,
+        challengers=challengers,
     )
 
 

@@ -54,6 +54,8 @@ class Asked(msgspec.Struct):
     seed: int
     on_device: bool = False
     """Whether the model is tried on the learner's device, whoever uses that."""
+    challengers: int = 0
+    """`search.challengers`."""
 
 
 def _without_secret(replay: ReplaySettings) -> str:
@@ -134,6 +136,7 @@ def check_model(context: CheckContext, launch: Launcher = in_a_process) -> Itera
         str(context.config.state_dir),
         pipeline.seed,
         context.on_device,
+        0 if pipeline.search is None else pipeline.search.challengers,
     )
     result, doing = launch(asked, seconds), "starting Python"
     for sent in result.messages:

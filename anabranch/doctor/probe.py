@@ -81,7 +81,7 @@ def run_probe(asked: Asked, send: Callable[[Step | ProbeFinding | Size], None]) 
         servers = ServerLoad(asked.serving_workers, asked.serving_shadow)
         serving = servers.ledger(elements, base_bytes) if server == device else {}
         total = int(torch.cuda.get_device_properties(device).total_memory)
-        training = learner_ledger(elements, learner, 0 if on_host else needed, base_bytes)
+        training = learner_ledger(elements, learner, 0 if on_host else needed, base_bytes, asked.challengers)
         load = DeviceLoad(str(device), total, training, serving)
         for finding in load.check(sharing):
             send(finding)

@@ -83,7 +83,7 @@ def _multi_hot(label: Label, classes: Any) -> NDArray[np.int64] | None:
 
 def _positions(label: Label, classes: Any) -> NDArray[np.int64] | None:
     """Return the class number at each position, from the list of an event; None if an entry is no class."""
-    known = ids_of_classes(label).keys() if label.names else {None, IGNORED, *range(label.classes or 0)}
+    known = [*(ids_of_classes(label) if label.names else (None, IGNORED, *range(label.classes or 0)))]
     if not isinstance(classes, list | None) or not all(each in known for each in classes or ()):
         return None
     column: NDArray[np.int64] = column_of_lists(label, [classes or []])[0]

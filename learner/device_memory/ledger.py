@@ -46,6 +46,7 @@ def ledger(
     replay_bytes: int = 0,
     processes: int = 1,
     base_bytes: int = 0,
+    challengers: int = 0,
 ) -> dict[str, int]:
     """Return the bytes of one rank of a learner on its device, by purpose.
 
@@ -64,12 +65,14 @@ def ledger(
         replay_bytes: the memory tier of the store, if it is on the device.
         processes: processes with a CUDA context on the device.
         base_bytes: size of the frozen weights. Models that score versions share them, unless they are sharded.
+        challengers: `search.challengers`, each with weights and moments; one at a time has gradients.
     """
     full, arguments = _FLOAT32 * parameters, optimizer_arguments or {}
     copy = -(-full // parts)
     mine, trains = (-(-copy // ranks) if sharding == "fsdp" else copy), strategy not in _WITHOUT_GRADIENT
     of_optimizer = copy if sharding == "none" else -(-copy // ranks)
     moments = _MOMENTS[optimizer] + sum(bool(arguments.get(name)) for name in _MORE_MOMENTS.get(optimizer, ()))
+    copies = challengers * (copy + moments * of_optimizer)
     tensors = {
         "weights": mine,
         "base": base_bytes if sharding != "fsdp" else -(-base_bytes // ranks) + base_bytes * leads,
@@ -80,16 +83,12 @@ def ledger(
         "optimizer_step": of_optimizer * (trains and optimizer in _UNFUSED),
         "strategy": _STRATEGY.get(strategy, 0) * mine,
         "autocast": copy // 2 * (precision in {*_HALF, "auto"} and sharding != "fsdp"),
+        "challengers": copies + copy * (challengers > 0),
         "scorer": SCORER_MODULES * full * leads,
     }
-    kept = tensors["weights"] + tensors["optimizer"] + tensors["strategy"]
-    return {
-        **tensors,
-        "snapshot": tensors["weights"] * (cloned and leads),
-        "checkpoint_staging": kept * cloned,
-        "replay": replay_bytes,
-        "contexts": CONTEXT_BYTES * processes,
-    }
+    kept = tensors["weights"] + tensors["optimizer"] + tensors["strategy"] + copies
+    staged = {"snapshot": tensors["weights"] * (cloned and leads), "checkpoint_staging": kept * cloned}
+    return {**tensors, **staged, "replay": replay_bytes, "contexts": CONTEXT_BYTES * processes}
 
 
 def serving_ledger(parameters: int, *, workers: int = 1, shadow: bool = False, base_bytes: int = 0) -> dict[str, int]:

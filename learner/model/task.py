@@ -140,7 +140,10 @@ class MultiLabel:
 
 
 class TokenClassification:
-    """One of C classes at each position: the output is logits `[B, L, C]`, labels are int64 `[B, L]`, or IGNORED."""
+    """One of C classes at each position: the output is logits `[B, L, C]`, labels are int64 `[B, L]`, or IGNORED.
+
+    Logits that are all zero say that there is nothing at a position, such as after the last word of a text.
+    """
 
     def check(self, output_B: Tensor, label: Label, rows: int) -> None:
         """Raise ModelError unless the output is floating point `[rows, length, classes]`."""
@@ -158,9 +161,10 @@ class TokenClassification:
         return losses_BL.sum(dim=1) / _labelled(label_B).sum(dim=1).clamp_min(1)
 
     def score(self, output_B: Tensor, label_B: Tensor) -> Tensor:
-        """Return the part of the labelled positions whose most likely class is the label, float32 `[B]`."""
-        right_BL = output_B.argmax(dim=2) == label_B
-        return right_BL.sum(dim=1) / _labelled(label_B).sum(dim=1).clamp_min(1)
+        """Return the part of the labelled positions with logits whose most likely class is the label, float32 `[B]`."""
+        counted_BL = _labelled(label_B) & (output_B != 0).any(dim=2)
+        right_BL = counted_BL & (output_B.argmax(dim=2) == label_B)
+        return right_BL.sum(dim=1) / counted_BL.sum(dim=1).clamp_min(1)
 
     def distil(self, output_B: Tensor, teacher_B: Tensor, temperature: float) -> Tensor:
         """Return the KL divergence of `Classification.distil` at each position, the mean over all, float32 `[B]`."""
@@ -168,8 +172,10 @@ class TokenClassification:
         return losses.view(output_B.shape[:2]).mean(dim=1)
 
     def predict(self, output_B: Tensor) -> dict[str, Tensor]:
-        """Return `prediction` int64 `[B, L]`, the most likely classes, and `probabilities` float32 `[B, L, C]`."""
-        return {"prediction": output_B.argmax(dim=2), "probabilities": output_B.float().softmax(dim=2)}
+        """Return `prediction` int64 `[B, L]`, the most likely classes or IGNORED, and `probabilities` float32
+        `[B, L, C]`."""
+        prediction_BL = torch.where((output_B != 0).any(dim=2), output_B.argmax(dim=2), IGNORED)
+        return {"prediction": prediction_BL, "probabilities": output_B.float().softmax(dim=2)}
 
 
 def _labelled(label_BL: Tensor) -> Tensor:

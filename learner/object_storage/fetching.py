@@ -115,10 +115,13 @@ def copy_newest(source: BucketStorage, stored: Checkpoints, while_waiting: Calla
 
     with _logged(f"checkpoint {number} in {source.bucket.url}"):
         files = source.files_of(number)
-        names = {file.path: name for name, file in files.items()}.values()  # each object once
+        names = {file.sha256: name for name, file in files.items()}  # each content once
+        for path in partial.iterdir():
+            if path.name not in names:  # of another checkpoint: there may be no space for both
+                path.unlink()
         what = f"checkpoint {number} from {source.bucket.url}"
-        _in_parallel(what, {name: files[name].size for name in names}, fetch, while_waiting)
-        for name in names:
+        _in_parallel(what, {name: files[name].size for name in names.values()}, fetch, while_waiting)
+        for name in names.values():
             folder.use_copy(name, partial / files[name].sha256)
 
 

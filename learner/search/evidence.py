@@ -6,19 +6,24 @@ reaches 1 / alpha is at most alpha (Ville's inequality), however often it is rea
 Waudby-Smith and Ramdas 2024, "Estimating means of bounded random variables by betting", section 4; Ramdas et al. 2023,
 "Game-theoretic statistics and safe anytime-valid inference".
 
-Many challengers share one error rate: the j-th since the last promotion gets alpha / (j (j + 1)), and these add up to
-alpha (alpha spending, as in Foster and Stine 2008, "Alpha-investing").
+So what is shown to be false is that the mean of the clipped difference, given all earlier ones, is at most 0 at each
+step. It is not the mean difference: a challenger that is a little better in most steps, and far worse in few, can pass.
+Where one of two equal models is ahead for many steps in turn, those means are not 0, and the bound does not hold.
+
+Many challengers share one error rate: the j-th since the model got its settings has alpha / (j (j + 1)), and these add
+up to alpha (alpha spending, as in Foster and Stine 2008, "Alpha-investing"). With other settings it begins again.
 """
 
 import math
 from collections.abc import Sequence
 
 ALPHA = 1e-3
-"""The probability that a model is ever replaced by a challenger that is not better."""
+"""The probability that any challenger is shown to be better where none is, of all from one change of the model's
+settings to the next."""
 _BETS = (0.05, 0.1, 0.2, 0.4, 0.8)
 """Fractions of the wealth that are bet. The wealth is the mean of those of five gamblers, one with each of them."""
 _WIDTH = 2.0
-"""Differences are clipped to so many times their usual size, by those before: a lucky step proves little."""
+"""Differences are clipped to so many times their usual size, by earlier ones alone: a lucky step proves little."""
 _MEMORY = 32
 """Differences over which the usual size is averaged."""
 

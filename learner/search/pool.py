@@ -2,7 +2,8 @@
 
 Leases double, as in ChaCha (Wu et al. 2021, "ChaCha for online AutoML", ICML): a challenger first gets a short lease,
 and after it a longer one if it was better on it. It starts each lease from the model's weights, so that both train on
-the same events from the same point on, and its evidence goes on.
+the same events from the same point on. Its evidence goes on: what is bet on a step depends on earlier ones alone,
+whatever weights the challenger begins from. All evidence ends where the model gets other settings.
 """
 
 import logging
@@ -16,7 +17,7 @@ from typing import Any
 from learner.search.evidence import Evidence, log_threshold
 from learner.search.space import SearchSpace
 from learner.sections.search import SearchSettings
-from learner.state_dir.search.control import ChallengerReport, Judged
+from learner.state_dir.search.control import ChallengerReport, Judged, shown
 
 FIRST_LEASE, LONGEST_LEASE = 32, 256
 """Steps of the first lease of a challenger, and of its last."""
@@ -97,6 +98,8 @@ class ChallengerPool:
         """Steps of challengers."""
         self.outcomes: Counter[str] = Counter()
         self.history: deque[ChallengerReport] = deque(maxlen=_KEPT)
+        self.paused = False
+        """Whether no lease begins, or is made longer, now: the learner has no time to spare."""
         self.pinned = False
         self.alert: ChallengerReport | None = None
         """The newest challenger that is better than the model with its settings of now, and is not promoted."""
@@ -107,7 +110,7 @@ class ChallengerPool:
         share = self._settings.share
         self._saved = min(_SAVED, self._saved + share / (1 - share))
         begun = list[Challenger]()
-        while not self.pinned and len(self.live) < self._settings.challengers:
+        while not (self.pinned or self.paused) and len(self.live) < self._settings.challengers:
             if self._saved < (min(self._waiting[0].lease, _SAVED) if self._waiting else FIRST_LEASE):
                 break
             challenger = self._waiting.pop(0) if self._waiting else self._proposal()
@@ -133,12 +136,13 @@ class ChallengerPool:
         self.trained += 1
         if challenger.better.log_wealth >= log_threshold(challenger.rank):
             return True
-        if challenger.worse.log_wealth >= _WORSE or (not challenger.left and challenger.total <= 0):
+        over = challenger.left <= 0  # less than 0 after a promotion that failed
+        if challenger.worse.log_wealth >= _WORSE or (over and challenger.total <= 0):
             self.end(challenger, "no_better")
-        elif not challenger.left:
+        elif over:
             if challenger.lease >= LONGEST_LEASE:
                 self.end(challenger, "undecided")
-            elif self._saved >= challenger.lease:
+            elif self._saved >= challenger.lease and not self.paused:
                 self._saved -= challenger.lease
                 challenger.left = challenger.lease
                 challenger.lease *= 2
@@ -151,6 +155,8 @@ class ChallengerPool:
 
     def end(self, challenger: Challenger, outcome: Judged) -> None:
         """End a challenger, which trains or waits."""
+        if outcome == "no_memory":
+            challenger.left = 0  # its steps are lost, or the next would be tried at once, and fail as well
         self._release(challenger)
         if challenger in self._waiting:
             self._waiting.remove(challenger)
@@ -202,6 +208,7 @@ class ChallengerPool:
         plain = {name: getattr(self, name) for name in (*_PLAIN, "given", "values")}
         return {
             **plain,
+            "measure": self._settings.measure,
             "live": [each.state() for each in self.live],
             "waiting": [each.state() for each in self._waiting],
             "outcomes": dict(self.outcomes),
@@ -212,8 +219,8 @@ class ChallengerPool:
     def restore(self, state: Mapping[str, Any]) -> bool:
         """Restore the state of a checkpoint; return whether its challengers go on.
 
-        They end where the space, the number of challengers or a value of the config has changed since. A value that was
-        found stays, unless the user has changed it or taken its key out of the space.
+        They end where the space, the measure or a value of the config has changed since, or where there are fewer
+        challengers. A value that was found stays, unless the user has changed it or taken its key out of the space.
         """
         for name in _PLAIN:
             setattr(self, name, state[name])
@@ -224,7 +231,9 @@ class ChallengerPool:
         self._waiting = [Challenger.of_state(each) for each in state["waiting"]]
         before, found = state["given"], state["values"]
         kept = {key: found[key] for key, value in self.given.items() if before.get(key) == value}
-        if before == self.given and len(self.live) <= self._settings.challengers and self._all_within():
+        slots = range(self._settings.challengers)
+        same = (before, state.get("measure")) == (self.given, self._settings.measure)
+        if same and all(each.slot in slots for each in self.live) and self._all_within():
             self.values = kept
             return True
         self.take(kept)
@@ -238,11 +247,6 @@ class ChallengerPool:
             for each in self.challengers
             for key, (low, high) in ranges.items()
         )
-
-
-def shown(values: Mapping[str, float]) -> str:
-    """Return settings as a person writes them."""
-    return ", ".join(f"{key} = {value:.4g}" for key, value in values.items())
 
 
 _PLAIN = ("_saved", "_numbers", "_ranks", "_proposals", "step", "trained", "pinned")

@@ -2,7 +2,6 @@
 
 import logging
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,25 +9,24 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import override
 
-from anabranch.core.errors import DependencyError, SettingsError
+from anabranch.core.errors import SettingsError
 from anabranch.core.failures import out_of_memory
 from learner.config import LearnerSettings
 from learner.errors import MemoryShortageError
-from learner.model.faulty_events import RaisingEventsError
-from learner.model.rng import generators_now
+from learner.model.factory import in_one_line
+from learner.model.faulty_events import RaisingEventsError, may_be_of_events
+from learner.model.rng import GeneratorStates
 from learner.model.trained_set import copy_sharing_base, trained_state
 from learner.search.evidence import relative_difference
-from learner.search.pool import Challenger, ChallengerPool, shown
+from learner.search.pool import Challenger, ChallengerPool
 from learner.sections.search import MAX_GRAD_NORM, SearchSettings
-from learner.state_dir.search.control import Judged, SearchControl, SearchReport, read_control, stamp_of_control
+from learner.state_dir.search.control import ControlReader, Judged, SearchControl, SearchReport, shown
 from learner.strategies.base import Strategy
 from learner.strategies.examples import Examples
 from learner.training.step_result import StepResult
 from learner.training.trainer import Trainer
 
 _OF_OPTIMIZER = "learner.optimizer."
-_EVERY_SECONDS = 0.5
-"""Time after which `search.json` is read again, if it has changed."""
 
 log = logging.getLogger(__name__)
 
@@ -60,13 +58,10 @@ class SearchingTrainer(Trainer):
         group = self.update.optimizer.param_groups[0]
         given = {key: _value(key, self._settings, group) for key in search.space}
         self._pool = ChallengerPool(search, given, seed)
-        self._state_dir = state_dir
-        self._stamp: object = None
-        self._applied = 0
-        """The last number of `search.json` whose values the model has taken."""
-        self._control_due = 0.0
-        self._unread: str | None = None
-        """Why `search.json` cannot be used, as a sentence."""
+        self._control = ControlReader(state_dir)
+        self._applied = ""
+        """The last command of `search.json` whose values the model has taken."""
+        self._is_behind: Callable[[], bool] = bool
 
     @property
     @override
@@ -76,7 +71,7 @@ class SearchingTrainer(Trainer):
     @property
     @override
     def warning(self) -> str | None:
-        return super().warning or self._unread or self._better
+        return super().warning or self._control.problem or self._better
 
     @property
     def _better(self) -> str | None:
@@ -105,39 +100,47 @@ class SearchingTrainer(Trainer):
 
     @override
     def step(self, new: Examples, old: Sequence[Examples] = (), rows: int | None = None) -> StepResult:
-        self._read_control_if_due()
+        if (control := self._control.changed()) is not None:
+            self._apply(control)
+        self._pool.paused = self._is_behind()
         for challenger in self._pool.begin():
             self._begin_lease(challenger)
         if not self._pool.live:
             return super().step(new, old, rows)
-        restore = generators_now(self.device)
+        before = GeneratorStates(self.device)
         result = super().step(new, old, rows)
         if not result.finite:
             return result  # no model learns its events
-        goes_on = generators_now(self.device)
+        after = GeneratorStates(self.device, before)
         better = []
         for challenger in list(self._pool.live):
-            restore()
+            before.restore()
             difference = self._challenge(challenger, new, old, rows, result)
             if difference is not None and self._pool.observe(challenger, difference):
                 better.append(challenger)
-        goes_on()
+        after.restore()
         if better:
-            self._decide(max(better, key=lambda each: each.better.log_wealth))
+            self._decide(sorted(better, key=lambda each: each.better.log_wealth))
         return result
 
     def _challenge(
         self, challenger: Challenger, new: Examples, old: Sequence[Examples], rows: int | None, result: StepResult
     ) -> float | None:
         """Let a challenger score and train on a step's events; return how much better it was, None where it ended."""
+        trainer = self._trainer(challenger)
         outcome: Judged
         try:
-            its = self._trainer(challenger).step(new, old, rows)
-        except RaisingEventsError:
-            outcome = "raised"
-        except MemoryShortageError:
-            outcome = "no_memory"
+            its = trainer.step(new, old, rows)
+        except Exception as exc:  # the user's own code may raise anything, and at weights of a challenger alone
+            if out_of_memory(exc) or isinstance(exc, MemoryShortageError | SettingsError):
+                outcome = "no_memory"
+            elif isinstance(exc, RaisingEventsError) or may_be_of_events(exc):
+                outcome = "raised"
+            else:
+                raise
+            log.info("challenger %d: %s", challenger.number, in_one_line(exc))
         else:
+            trainer.update.gradients.clear()  # their memory is for the next challenger
             difference = self._difference(result, its, len(new) if rows is None else rows)
             if its.finite and math.isfinite(difference):
                 return difference
@@ -159,50 +162,41 @@ class SearchingTrainer(Trainer):
     def _begin_lease(self, challenger: Challenger) -> None:
         """Copy the model, and give the copy the challenger's settings."""
         trainer = self._trainer(challenger)
+        if self._copies(self, trainer, challenger):
+            _configure(trainer, self._settings, challenger.values)
+            trainer.set_micro_batch_size(self.micro_batch_size)
+
+    def _decide(self, better: Sequence[Challenger]) -> None:
+        """Report or promote the last of the challengers that are shown to be better, the best."""
+        if self._options.promote == "alert":
+            for challenger in better:
+                self._pool.end(challenger, "better")
+            return
+        best = better[-1]
+        if self._copies(self._trainer(best), self, best):
+            self._pool.end(best, "promoted")
+            self._take(best.values)
+
+    def _copies(self, source: Trainer, target: Trainer, challenger: Challenger) -> bool:
+        """Copy weights and optimizer; without memory end the challenger instead, and return False."""
         try:
-            _copy(self, trainer)
+            _copy(source, target)
         except RuntimeError as exc:
             if not out_of_memory(exc):
                 raise
             self._pool.end(challenger, "no_memory")
-            return
-        _configure(trainer, self._settings, challenger.values)
-        trainer.set_micro_batch_size(self.micro_batch_size)
-
-    def _decide(self, challenger: Challenger) -> None:
-        if self._options.promote == "alert":
-            self._pool.end(challenger, "better")
-            return
-        _copy(self._trainer(challenger), self)
-        self._pool.end(challenger, "promoted")
-        self._take(challenger.values)
+            return False
+        return True
 
     def _take(self, values: Mapping[str, float]) -> None:
         """Give the model other settings."""
         self._pool.take(values)
         _configure(self, self._settings, self._pool.values)
 
-    def _read_control_if_due(self) -> None:
-        """Apply what a person has written, about twice a second."""
-        if time.monotonic() < self._control_due:
-            return
-        self._control_due = time.monotonic() + _EVERY_SECONDS
-        stamp = stamp_of_control(self._state_dir)
-        if stamp == self._stamp:
-            return
-        self._stamp = stamp
-        try:
-            control = read_control(self._state_dir)
-        except (SettingsError, DependencyError) as exc:
-            self._unread = str(exc)  # what was applied before still holds
-            log.error("%s", exc)  # noqa: TRY400 the sentence says all
-        else:
-            self._unread = None
-            self._apply(control)
-
     def _apply(self, control: SearchControl) -> None:
-        if control.number > self._applied:
-            self._applied = control.number
+        """Do what a person has written."""
+        if control.command not in ("", self._applied):
+            self._applied = control.command
             self._take(control.values)
             log.info("the model takes the settings of search.json: %s", shown(self._pool.values))
         if control.pinned and not self._pool.pinned:
@@ -214,6 +208,10 @@ class SearchingTrainer(Trainer):
         super().scale_learning_rate(factor)
         for challenger in self._pool.live:
             self._trainer(challenger).scale_learning_rate(factor)
+
+    @override
+    def set_is_behind(self, is_behind: Callable[[], bool]) -> None:
+        self._is_behind = is_behind
 
     @override
     def set_micro_batch_size(self, rows: int | None) -> None:

@@ -48,7 +48,12 @@ class SearchSettings(Section):
     and scores without bounds, as of regression, are compared as fractions of both models' together."""
 
 
-def search_conflicts(search: SearchSettings, momentum: object) -> Iterator[tuple[str, str]]:
-    """Yield each key of `[search]` that does not fit an optimizer with this momentum, and one sentence on it."""
+def search_conflicts(search: SearchSettings, momentum: object, max_grad_norm: float) -> Iterator[tuple[str, str]]:
+    """Yield each key of `[search]` that does not fit a learner with these settings, and one sentence on it."""
     if MOMENTUM in search.space and not momentum:
         yield "space", f"search.space has {MOMENTUM}, and the optimizer has none; set it, or take it out of the space"
+    if MAX_GRAD_NORM in search.space and max_grad_norm == math.inf:
+        yield (
+            "space",
+            f"search.space has {MAX_GRAD_NORM}, which is inf; set a number, or take it out of the space",
+        )

@@ -158,6 +158,9 @@ class Trainer(TrainerState):
     def set_losses_needed(self, *, needed: bool) -> None:
         """Set whether the losses of old events are used; other ranks need not send them otherwise."""
 
+    def set_is_behind(self, is_behind: Callable[[], bool]) -> None:
+        """Set what returns whether the learner is behind the stream; a search begins no leases then."""
+
     def send_keepalive(self) -> None:
         """Show other ranks that this one is alive, where there are any; called between steps."""
 

@@ -72,7 +72,7 @@ class Reservoir:
         identity = identity_hash(self.event_table.bases[where], offset, row, self._seed)
         label = (
             columns["label"].astype(np.int64, copy=False)
-            if columns["label"].dtype.kind == "i"
+            if columns["label"].dtype.kind == "i" and columns["label"].ndim == 1
             else np.zeros_like(where)
         )
         time_s = np.minimum(np.maximum(columns["time_ms"] // 1000, 0), _LATEST).astype(np.uint32)

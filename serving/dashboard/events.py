@@ -8,7 +8,7 @@ from typing import Literal, get_args
 import msgspec
 
 from learner.state_dir.report import LearnerReport
-from learner.state_dir.search.control import SearchReport
+from learner.state_dir.search.control import SearchReport, shown
 from learner.state_dir.undo_file import UndoReport
 from serving.reporting.report import ServingReport
 from serving.rollout.version_list import VersionLine
@@ -123,10 +123,10 @@ class EventDetector:
         known = {each.number for each in before.history}
         for each in search.history:
             if each.outcome in ("promoted", "better") and each.number not in known:
-                settings = ", ".join(f"{key} = {value:.4g}" for key, value in each.values.items())
                 then = "its settings are the model's now" if each.outcome == "promoted" else "it waits for promote"
                 gain = f"by {each.difference:+.4f} over {each.steps:,} steps"
-                self._log.add("search", time, f"Challenger {each.number} with {settings} is better, {gain}: {then}.")
+                what = f"Challenger {each.number} with {shown(each.values)} is better"
+                self._log.add("search", time, f"{what}, {gain}: {then}.")
 
     def _update_refused(self, now: float, versions: Iterable[VersionLine]) -> None:
         refused = {line.number: line for line in versions if line.fate in ("refused", "rolled back")}

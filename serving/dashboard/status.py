@@ -87,7 +87,7 @@ class Overview:
             "learner": learner,
             "baseline": _read(self._baseline),
             "serving": serving,
-            "fleet": None if fleet is None else fleet.document(),
+            "fleet": None if fleet is None else fleet.document(reasons=False),
             "versions": self._versions(),
             "history": {"since": self._began, "resolutions": RESOLUTIONS},
         }

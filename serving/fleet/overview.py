@@ -22,7 +22,7 @@ class Fleet:
     problem: str | None = None
     """One sentence when the object store cannot be read."""
     now: float = 0.0
-    """When they were read, by this host's clock."""
+    """When their reading began, by this host's clock."""
 
     def is_silent(self, server: FleetServer) -> bool:
         """Return whether a server has reported nothing for long, as far as the clocks of both hosts agree."""
@@ -33,21 +33,23 @@ class Fleet:
         versions = [server.version for server in self.servers if not self.is_silent(server)]
         return {each: versions.count(each) for each in sorted(set(versions), key=lambda number: -(number or 0))}
 
-    def document(self) -> dict[str, Any]:
-        """Return it as JSON values."""
-        servers = [{**msgspec.to_builtins(each), "silent": self.is_silent(each)} for each in self.servers]
+    def document(self, *, reasons: bool = True) -> dict[str, Any]:
+        """Return it as JSON values; without `reasons`, servers do not list the versions that they refused."""
+        reports = self.servers if reasons else [msgspec.structs.replace(each, refused={}) for each in self.servers]
+        servers = [{**msgspec.to_builtins(each), "silent": self.is_silent(each)} for each in reports]
         return {"servers": servers, "rollout": msgspec.to_builtins(self.rollout), "problem": self.problem}
 
 
 def read_fleet(storage: StorageSettings) -> Fleet:
     """Read the fleet of a pipeline; one that cannot be read has a problem."""
+    now = time.time()  # not later: reading many reports takes long, and they are not silent for that
     try:
         bucket = storage.quick_bucket
         rollout = RolloutFile(bucket)
         rollout.poll()
-        return Fleet(read_servers(bucket), rollout.contents, now=time.time())
+        return Fleet(read_servers(bucket), rollout.contents, now=now)
     except (OSError, AnabranchError) as exc:
-        return Fleet(problem=f"the servers of the fleet cannot be read: {exc}", now=time.time())
+        return Fleet(problem=f"the servers of the fleet cannot be read: {exc}", now=now)
 
 
 class RecentFleet:

@@ -37,6 +37,8 @@ log = logging.getLogger("anabranch.serving")
 _MOST_SIZES = 256
 _WARM_UP = timedelta(seconds=1)
 _WORKS_FOR = timedelta(seconds=1)
+_PRETRAINED = "anabranch.pretrained:"
+"""Prefix of factories whose modules take a text of one id; others may need more."""
 
 
 def progress_of(manifest: Manifest) -> dict[str, str]:
@@ -168,8 +170,8 @@ def load_version(
     A large model's first version does not wait until all sizes are warm; on a device, the next versions continue.
 
     On a CPU nothing but plans remains of a larger batch: a version of as many parts as one before runs one row, which
-    shows whether it works; with a base, which was tried before, its texts are short. `before_piece` is called before
-    each piece of that work.
+    shows whether it works; where a base was tried before, a model of `_PRETRAINED` runs a short text. `before_piece` is
+    called before each piece of that work.
 
     Raises:
         VersionError: a file does not have its digest, weights do not fit, or the module fails on zeros.
@@ -206,7 +208,8 @@ def _loaded(
         warmed = template.warmed.setdefault(manifest.parts, set())
         if deployment.device.type == "cpu" and deployment.capture is None and max_batch in warmed:
             with layers_as_pieces(module, before_piece):
-                _warm_up(version, 1, short=manifest.base is not None)
+                is_ours = deployment.model.factory.startswith(_PRETRAINED)
+                _warm_up(version, 1, short=is_ours and manifest.base is not None)
         else:
             _warm_up(version, 1)
             _try_graphs(version, slot.graphs, deployment, template, max_batch)

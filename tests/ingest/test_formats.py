@@ -155,6 +155,8 @@ def test_a_position_has_a_class_or_none_in_every_format(
         assert decoded.columns["labelled"].tolist() == [True, True, False]
         assert [reject.message for reject in decoded.rejects] == [1]
     if classes == 4:
+        with pytest.raises(SettingsError, match=r"event 0: y = \[\[0\]\] does not fit its row"):
+            pack_rows(schema, [{"x": 1, "y": [[0]]}])
         rows = np.array([(1, each) for each in ([none, good], [good, bad])], row_dtype(schema))
         decoded = FORMATS["rows"](schema).decode([rows.tobytes()])
         assert [(reject.row, reject.reason) for reject in decoded.rejects] == [(1, "y is not in 0..3")]

@@ -595,6 +595,41 @@ def test_events_of_several_classes_are_learned_stored_and_gone_on_with(
 
 
 @pytest.mark.any_broker
+def test_a_class_at_each_position_is_learned_stored_and_gone_on_with(
+    kafka: Any,
+    make_topic: Callable[..., str],
+    produce: Callable[..., list[int]],
+    pipeline: Callable[..., Path],
+    start: Callable[..., Learner],
+) -> None:
+    """Lists are of any length, and have null; some are no labels."""
+    topic = make_topic()
+    model = LINEAR.replace("nn.Linear(3, 3)", "nn.Sequential(nn.Linear(3, 6), nn.Unflatten(1, (2, 3)))")
+    config = pipeline(kafka.bootstrap, topic, model=model)
+    environment = {
+        "ANABRANCH__SCHEMA__LABEL__LENGTH": "2",
+        "ANABRANCH__MODEL__TASK": "token-classification",
+        "ANABRANCH__LEARNER__OPTIMIZER": '{name = "sgd", lr = 0.5}',
+    }
+    cells = [[0, 1], [1, None], [2, 2, 0]]
+    values = [{**event, "y": cells[event["y"]]} for event in events(600)]
+    bad = [{"x": [1, 0, 0], "y": y} for y in ([3], [0.5], [[0]], ["0"], [-1], [10**30], 0, {"0": 1}, [True, 0])]
+    unlabelled = [{"x": [1, 0, 0], "y": y} for y in ([], [None, None, 1], None)]
+    learner = start(config, **environment)
+    produce(kafka.bootstrap, topic, [*values, *bad, *unlabelled])
+    report = learner.wait_for(lambda each: total(each) == 612)
+    assert adds_up(report)
+    assert (report.outcomes["dead_lettered"], report.skipped) == (9, {"unlabelled": 3})
+    assert report.replay_rows == {"device": report.outcomes["trained"]}
+    assert learner.stop() == 0
+    resumed = start(config, **environment)
+    produce(kafka.bootstrap, topic, values)
+    report = resumed.wait_for(lambda each: total(each) == 1212 and each.classes.keys() == {"0", "1", "2"})
+    assert report.accuracy["now"] > 0.9
+    assert resumed.stop() == 0
+
+
+@pytest.mark.any_broker
 def test_the_output_of_the_model_is_kept_with_each_event_for_der(
     kafka: Any,
     make_topic: Callable[..., str],

@@ -65,6 +65,17 @@ def test_a_sampled_event_is_the_event_that_was_added(schema: Schema, make_store:
         assert sampled[name].numpy().dtype == columns[name].dtype
 
 
+def test_a_label_with_a_class_at_each_position_is_what_it_was() -> None:
+    label = {"name": "y", "classes": 4, "length": 3}
+    schema = Schema(SchemaSettings.model_validate({"features": {"x": {"dtype": "float32"}}, "label": label}))
+    store = build_store(ReplaySettings(capacity=20), schema, torch.device("cpu"), 0)
+    columns = fake_columns(schema, range(20), label=[0, 3, 1, -100, 2])
+    add_now(store, columns, PARTITIONS)
+    plan = store.plan(0, 20)
+    sampled = store.fetch(plan).columns["label"].numpy()[plan.records["offset"].argsort()]
+    assert sampled.tolist() == columns["label"].tolist()
+
+
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 def test_the_label_of_a_regression_is_what_it_was(dtype: str) -> None:
     label = {"name": "y", "dtype": dtype}

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -16,9 +17,10 @@ import msgspec
 import pytest
 import torch
 
+from anabranch.core.object_store.bucket import Bucket
 from learner.object_storage.config import StorageSettings
 from learner.object_storage.rollout import FleetRollout, RolloutFile
-from learner.object_storage.servers import FleetServer, write_server
+from learner.object_storage.servers import FleetServer, read_servers, write_server
 from learner.state_dir.report import (
     BackfillReport,
     DeviceHealthReport,
@@ -30,6 +32,7 @@ from learner.state_dir.report import (
 )
 from learner.state_dir.undo_file import UndoReport
 from serving.dashboard.status import SERIES
+from serving.fleet import overview
 from serving.rollout.commands import COMMANDS
 
 Served = Callable[..., Any]
@@ -325,7 +328,11 @@ def test_in_a_browser_lag_that_is_old_is_not_that_of_now(browser: Any, numbers: 
 def with_fleet(numbers: Any, bucket: Path) -> Any:
     """A deployment whose object store has the reports of three servers."""
     storage = StorageSettings(url=f"file://{bucket}")
-    figures: dict[str, dict[str, Any]] = {"a": {"version": 2}, "b": {"version": 3}, "c": {"version": 2, "time": 0.0}}
+    figures: dict[str, dict[str, Any]] = {
+        "a": {"version": 2, "refused": {1: "a long reason"}},
+        "b": {"version": 3},
+        "c": {"version": 2, "time": 0.0},
+    }
     for name, members in figures.items():
         report = {"id": name, "beat": 1, "time": time.time() + 3600, "address": HOSTILE, "ready": True, **members}
         write_server(storage.bucket, FleetServer(**report))
@@ -345,9 +352,26 @@ def test_status_has_the_servers_of_the_fleet_and_says_when_they_cannot_be_read(
             ("c", 2, True),
         ]
         assert (fleet["rollout"]["canaries"], fleet["problem"]) == (["b"], None)
+        assert fleet["servers"][0]["refused"] == {}, "of a thousand servers they would be megabytes, at each poll"
         (tmp_path / "bucket" / "rollout.json").write_text("{")
         problem = eventually(lambda: httpx.get(server.url + "/api/status").json()["fleet"]["problem"])
         assert problem.startswith("the servers of the fleet cannot be read: file://")
+
+
+def test_no_server_is_silent_because_reading_the_reports_of_all_takes_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage, now = StorageSettings(url=f"file://{tmp_path}/bucket"), [1000.0]
+    write_server(storage.bucket, FleetServer(id="a", beat=1, time=999.0, address="", ready=True))
+
+    def read_slowly(bucket: Bucket) -> list[FleetServer]:
+        now[0] += 60
+        return read_servers(bucket)
+
+    monkeypatch.setattr(overview, "read_servers", read_slowly)
+    monkeypatch.setattr(overview, "time", SimpleNamespace(time=lambda: now[0]))
+    fleet = overview.read_fleet(storage)
+    assert [fleet.is_silent(each) for each in fleet.servers] == [False]
 
 
 def test_in_a_browser_the_servers_of_a_fleet_have_their_versions(

@@ -208,7 +208,7 @@ class CudaRecorder:
             start(thread)
 
         stack.enter_context(mock.patch.object(threading.Thread, "start", start_recorded))
-        sample_plan._ones.cache_clear()  # of an earlier recorder, which alone knows that they are on its device
+        sample_plan._ones.cache_clear()  # of an earlier recorder, whose device they are on
         stack.enter_context(self._modes())
         return self
 

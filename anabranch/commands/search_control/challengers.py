@@ -1,6 +1,6 @@
 """`anabranch search`: reads what the learner reports of its challengers, and lets a person control them."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 
 from rich.console import Group, RenderableType
@@ -10,7 +10,7 @@ from anabranch.config.loader import Config
 from anabranch.core.errors import SettingsError
 from anabranch.runtime.private_state import private_state
 from learner.state_dir.report import read_report
-from learner.state_dir.search.control import ChallengerReport, SearchReport, write_control
+from learner.state_dir.search.control import ChallengerReport, SearchReport, shown, write_control
 
 _WHEN = "the learner takes it within a second, or when it starts"
 
@@ -52,24 +52,25 @@ def _row(each: ChallengerReport) -> Iterator[str]:
     yield f"{each.outcome} at step {each.step:,}" if each.outcome else "trains, or waits for a lease"
 
 
-def shown(values: Mapping[str, float]) -> str:
-    """Return settings as a person writes them."""
-    return ", ".join(f"{key} = {value:.4g}" for key, value in values.items())
-
-
 def promote(config: Config, number: int) -> str:
     """Let the model take the settings of a challenger; return what was done as a sentence.
 
     Raises:
-        SettingsError: the learner has reported no challenger of this number, or the file cannot be written.
+        SettingsError: the learner has reported no challenger of this number, the model has other keys by now, or the
+            file cannot be written.
     """
     report = read_search(config)
     known = {each.number: each for each in chain(report.history, report.challengers)}
     if (challenger := known.get(number)) is None:
         numbers = f"{min(known)}..{max(known)}" if known else "none yet"
         raise SettingsError(f"there is no challenger {number}: those that are known are {numbers}")
+    if challenger.values.keys() != report.values.keys():
+        raise SettingsError(
+            f"challenger {number} had {shown(challenger.values)}, and search.space has {', '.join(report.values)} now; "
+            "write the values into the config, or change search.space back"
+        )
     with private_state(config):
-        write_control(config.state_dir, values=challenger.values, pinned=report.pinned)
+        write_control(config.state_dir, values=challenger.values)
     return f"the model is to take {shown(challenger.values)}; {_WHEN}"
 
 

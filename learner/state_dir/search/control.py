@@ -1,5 +1,8 @@
 """What the search reports, and `search.json`, by which a person controls it. Imports no torch."""
 
+import logging
+import secrets
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
@@ -7,14 +10,18 @@ from typing import Literal
 import msgspec
 
 from anabranch.core.atomic_files import replace_file
-from anabranch.core.errors import SettingsError
+from anabranch.core.errors import DependencyError, SettingsError
 from anabranch.core.failures import DamagedError, away_is_dependency, decoded
 from anabranch.core.files import MOST_BYTES, read_file
 
 CONTROL = "search.json"
+_EVERY_SECONDS = 0.5
+"""Time after which the file is read again, if it has changed."""
 Judged = Literal["promoted", "better", "no_better", "undecided", "not_finite", "raised", "no_memory", "stopped"]
 """How a challenger ended: `better` is reported, not promoted; `undecided` after its longest lease; `stopped` since the
 model's settings have changed, or are pinned."""
+
+log = logging.getLogger(__name__)
 
 
 class ChallengerReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,21 +66,17 @@ class SearchReport(msgspec.Struct, frozen=True, kw_only=True):
 class SearchControl(msgspec.Struct, frozen=True, kw_only=True):
     """The contents of `search.json`."""
 
-    number: int = 0
-    """Grows with each command that changes `values`."""
+    command: str = ""
+    """Another one for each command that changes `values`, also after the file was deleted."""
     values: dict[str, float] = {}
     """Settings that the model takes once, by key."""
     pinned: bool = False
     """Whether the model's settings stay as they are."""
 
 
-def stamp_of_control(state_dir: Path) -> object:
-    """Return a value that changes when the file is replaced; None where there is none that can be read."""
-    try:
-        status = (state_dir / CONTROL).stat()
-    except OSError:
-        return None
-    return status.st_mtime_ns, status.st_ino, status.st_size
+def shown(values: Mapping[str, float]) -> str:
+    """Return settings as a person writes them."""
+    return ", ".join(f"{key} = {value:.4g}" for key, value in values.items())
 
 
 def read_control(state_dir: Path) -> SearchControl:
@@ -95,8 +98,10 @@ def read_control(state_dir: Path) -> SearchControl:
         raise SettingsError(f"{path} cannot be used: {exc}; delete it, and repeat the command") from exc
 
 
-def write_control(state_dir: Path, *, values: Mapping[str, float] | None = None, pinned: bool) -> SearchControl:
-    """Let the model take `values`, if they are given, and pin its settings from then on, or not.
+def write_control(
+    state_dir: Path, *, values: Mapping[str, float] | None = None, pinned: bool | None = None
+) -> SearchControl:
+    """Let the model take `values`, if they are given, and pin its settings from then on, or not; None: as before.
 
     Raises:
         SettingsError: the file is damaged, or cannot be written.
@@ -104,12 +109,50 @@ def write_control(state_dir: Path, *, values: Mapping[str, float] | None = None,
     """
     before = read_control(state_dir)
     control = SearchControl(
-        number=before.number + (values is not None),
+        command=before.command if values is None else secrets.token_hex(8),
         values=before.values if values is None else dict(values),
-        pinned=pinned,
+        pinned=before.pinned if pinned is None else pinned,
     )
     try:
         replace_file(state_dir / CONTROL, msgspec.json.encode(control))
     except OSError as exc:
         raise SettingsError(f"{state_dir / CONTROL} cannot be written: {exc.strerror or exc}") from exc
     return control
+
+
+class ControlReader:
+    """Reads the file where it has changed, about twice a second. Used by one thread."""
+
+    def __init__(self, state_dir: Path) -> None:
+        """Start before the first read."""
+        self._state_dir = state_dir
+        self._stamp: tuple[int, ...] | None = None
+        self._due = 0.0
+        self.problem: str | None = None
+        """Why the file cannot be used, as a sentence; what was read before holds."""
+
+    def changed(self) -> SearchControl | None:
+        """Return the new contents; None where they are as before, or cannot be used."""
+        if time.monotonic() < self._due:
+            return None
+        self._due = time.monotonic() + _EVERY_SECONDS
+        stamp = self._stamp_now()
+        if stamp == self._stamp and self.problem is None:
+            return None
+        try:
+            control = read_control(self._state_dir)
+        except (SettingsError, DependencyError) as exc:
+            if str(exc) != self.problem:
+                log.error("%s", exc)  # noqa: TRY400 the sentence says all
+            self.problem = str(exc)
+            return None
+        self._stamp, self.problem = stamp, None
+        return control
+
+    def _stamp_now(self) -> tuple[int, ...] | None:
+        """Return a value that changes when the file is replaced; None where there is none that can be read."""
+        try:
+            status = (self._state_dir / CONTROL).stat()
+        except OSError:
+            return None
+        return status.st_mtime_ns, status.st_ino, status.st_size

@@ -69,15 +69,31 @@ def test_a_challenger_is_promoted_by_its_number(config, reported, capsys):
     assert run(config, "promote", "7") == 0
     assert f"the model is to take {LR} = 0.02" in capsys.readouterr().out
     control = read_control(reported)
-    assert (control.number, control.values, control.pinned) == (1, {LR: 0.02}, False)
+    assert (control.values, control.pinned) == ({LR: 0.02}, False)
+
+
+def test_a_challenger_is_promoted_after_a_pin_that_the_learner_has_not_reported(config, reported):
+    assert run(config, "pin") == 0
+    assert run(config, "promote", "7") == 0
+    assert read_control(reported).pinned
+
+
+def test_a_challenger_with_other_keys_than_the_model_is_refused(config, reported, capsys):
+    report = json.loads((reported / "learner.json").read_bytes())
+    report["search"]["values"]["learner.max_grad_norm"] = 1.0
+    (reported / "learner.json").write_text(json.dumps(report))
+    assert run(config, "promote", "7") == 2
+    assert "change search.space back" in capsys.readouterr().err
+    assert read_control(reported).values == {}
 
 
 def test_settings_are_pinned_and_unpinned(config, reported, capsys):
     assert run(config, "pin", f"{LR}=0.003") == 0
-    assert read_control(reported).values == {LR: 0.003}
+    before = read_control(reported)
+    assert before.values == {LR: 0.003}
     assert run(config, "pin") == 0
-    assert read_control(reported).number == 1
-    assert read_control(reported).pinned
+    assert read_control(reported) == before
+    assert before.pinned
     assert run(config, "unpin") == 0
     assert not read_control(reported).pinned
 

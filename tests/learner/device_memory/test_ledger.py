@@ -35,6 +35,7 @@ def test_plain_replay_with_adamw_takes_24_bytes_a_parameter_at_a_checkpoint() ->
         ({"ranks": 2, "comm_hook": "fp16"}, 24 + 4),
         ({"ranks": 2, "comm_hook": "topk"}, 24 + 4 + 4),
         ({"cloned": True}, 24 + 4 + 12),
+        ({"challengers": 2}, 24 + 2 * 12 + 4),
     ],
 )
 def test_each_setting_adds_what_it_keeps(settings: dict[str, object], expected: float) -> None:

@@ -15,7 +15,7 @@ from learner.errors import ModelError
 from learner.model.device import choose_precision
 from learner.model.embedding import Embedding, TaskEmbedding
 from learner.model.factory import check_model, make_task
-from learner.model.task import Classification, Embeds, MultiLabel
+from learner.model.task import Classification, Embeds, MultiLabel, TokenClassification
 from learner.strategies.registry import STRATEGIES, build_strategy
 from learner.training.trainer import Trainer
 
@@ -153,3 +153,11 @@ def test_labels_of_several_classes_are_scored_as_the_field_does() -> None:
     assert float(score.mean()) == pytest.approx(reference)
     expected = torch.stack([nn.BCEWithLogitsLoss()(*each) for each in zip(output, label.float(), strict=True)])
     assert torch.allclose(task.loss(output, label), expected)
+
+
+def test_a_position_without_logits_is_neither_right_nor_wrong_and_has_no_class() -> None:
+    output = torch.tensor([[[3.0, 1.0], [0.0, 2.0], [0.0, 0.0]], [[0.0, 1.0], [0.0, 0.0], [0.0, 0.0]]])
+    label = torch.tensor([[0, 0, 0], [-100, 1, -100]])
+    task = TokenClassification()
+    assert task.score(output, label).tolist() == [0.5, 0.0]
+    assert task.predict(output)["prediction"].tolist() == [[0, 1, -100], [1, -100, -100]]

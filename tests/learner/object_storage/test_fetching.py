@@ -306,6 +306,7 @@ def test_an_interrupted_start_in_mode_only_goes_on_with_the_files_that_are_missi
     kept = list((folder / PARTIAL).glob("?" * 64))
     assert len(kept) == 2
     kept[0].write_bytes(b"torn")
+    (folder / PARTIAL / ("0" * 64)).write_bytes(b"of a checkpoint that is not the newest any more")
     with pytest.raises(OSError, match="killed"):
         start()
     assert len(list((folder / PARTIAL).glob("?" * 64))) == 3

@@ -85,9 +85,41 @@ def test_what_was_found_stays_unless_the_user_changes_it() -> None:
     assert not changed.restore(state)
     assert changed.values == {LR: 5e-4}
     assert not changed.challengers
-    fewer = pool_of(challengers=1)
-    assert not fewer.restore(state)
-    assert fewer.values == {LR: 0.02}
+    for other in ({"challengers": 1}, {"measure": "score"}):
+        pool = pool_of(**other)
+        assert not pool.restore(state)
+        assert (pool.values, pool.challengers) == ({LR: 0.02}, [])
+
+
+def test_the_last_copy_is_not_restored_where_there_are_fewer() -> None:
+    first = pool_of(challengers=4)
+    for challenger in first.begin()[:3]:
+        first.end(challenger, "no_better")
+    assert [each.slot for each in first.live] == [3]
+    fewer = pool_of(challengers=2)
+    fewer.restore(json.loads(json.dumps(first.state())))
+    assert all(each.slot in range(2) for each in [*fewer.live, *fewer.begin()])
+
+
+def test_no_lease_begins_or_goes_on_while_paused() -> None:
+    pool = pool_of(challengers=1)
+    for step in range(100):
+        pool.begin()
+        for challenger in list(pool.live):
+            pool.observe(challenger, (-1) ** step * 0.1 + 1e-4)  # a little better, and never shown to be
+        pool.paused = True
+    assert pool.trained == FIRST_LEASE
+    (waits,) = pool.challengers
+    pool.paused = False
+    assert pool.begin() == [waits]
+
+
+def test_without_memory_challengers_are_tried_as_seldom_as_they_may_train() -> None:
+    pool = pool_of(challengers=4)
+    for _ in range(200):
+        for challenger in pool.begin():
+            pool.end(challenger, "no_memory")
+    assert pool.outcomes["no_memory"] <= (1024 + 200 / 4) / FIRST_LEASE
 
 
 def test_no_challenger_begins_while_settings_are_pinned() -> None:
@@ -135,8 +167,17 @@ def test_a_space_that_cannot_be_searched_is_refused_by_a_sentence(space: dict[st
         SearchSettings.model_validate({"space": space})
 
 
-def test_momentum_is_searched_only_where_the_optimizer_has_it() -> None:
-    search = SearchSettings(space={MOMENTUM: (0.5, 0.99)})
-    ((key, said),) = search_conflicts(search, None)
-    assert (key, "the optimizer has none" in said) == ("space", True)
-    assert not list(search_conflicts(search, 0.9))
+@pytest.mark.parametrize(
+    ("space", "before", "after", "expected"),
+    [
+        ({MOMENTUM: (0.5, 0.99)}, (None, 1.0), (0.9, 1.0), "the optimizer has none"),
+        ({MAX_GRAD_NORM: (0.1, 10)}, (None, math.inf), (None, 1.0), "which is inf"),
+    ],
+)
+def test_a_key_is_searched_only_where_the_learner_has_a_number_for_it(
+    space: Any, before: tuple[Any, float], after: tuple[Any, float], expected: str
+) -> None:
+    search = SearchSettings(space=space)
+    ((key, said),) = search_conflicts(search, *before)
+    assert (key, expected in said) == ("space", True)
+    assert not list(search_conflicts(search, *after))

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from anabranch.core.errors import SettingsError
 from ingest.events.schema import Schema
 from learner.compatibility import conflicts, facts
 from learner.config import LearnerSettings
@@ -194,7 +195,9 @@ def test_a_challenger_that_is_not_finite_ends(make: Make) -> None:
     ("error", "outcome"),
     [
         (RaisingEventsError([0], "bad"), "raised"),
+        (ValueError("weights that are no number"), "raised"),
         (MemoryShortageError("too little", undone=True), "no_memory"),
+        (SettingsError("no room for the optimizer's state"), "no_memory"),
     ],
 )
 def test_a_challenger_that_fails_ends_and_the_model_goes_on(
@@ -214,6 +217,42 @@ def test_a_challenger_that_fails_ends_and_the_model_goes_on(
     for step in range(2):
         train(plain, range(step, step + 1))
     assert same(plain.snapshot(), trainer.snapshot())
+
+
+def test_a_promotion_for_which_there_is_no_memory_ends_the_challenger(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, plain = make(1e-3, {"challengers": 1, "promote": "auto"}), make(1e-3)
+    train(trainer, range(1))
+
+    def fail(*_arguments: object) -> None:
+        raise RuntimeError("CUDA out of memory")
+
+    monkeypatch.setattr(pool_of(trainer), "observe", lambda *_: True)
+    monkeypatch.setattr("learner.search.trainer._copy", fail)
+    train(trainer, range(1, 2))
+    assert pool_of(trainer).outcomes["no_memory"]
+    for step in range(2):
+        train(plain, range(step, step + 1))
+    assert same(plain.snapshot(), trainer.snapshot())
+
+
+def test_all_that_are_better_at_once_are_reported(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make(1e-3, {"challengers": 2})
+    monkeypatch.setattr(pool_of(trainer), "observe", lambda *_: True)
+    train(trainer, range(1))
+    assert pool_of(trainer).outcomes == {"better": 2}
+    assert not pool_of(trainer).live
+
+
+def test_no_lease_begins_while_the_learner_is_behind(make: Make) -> None:
+    trainer, behind = make(1e-3, {}), [True, False]
+    trainer.set_is_behind(lambda: behind[0])
+    train(trainer, range(2))
+    assert not pool_of(trainer).challengers
+    behind.pop(0)
+    train(trainer, range(2, 3))
+    assert pool_of(trainer).live
 
 
 def test_events_on_which_the_model_raises_are_named_as_without_a_search(make: Make) -> None:
@@ -241,7 +280,7 @@ class TestControl:
 
     @pytest.fixture
     def trainer(self, make: Make, monkeypatch: pytest.MonkeyPatch) -> Trainer:
-        monkeypatch.setattr("learner.search.trainer._EVERY_SECONDS", 0.0)
+        monkeypatch.setattr("learner.state_dir.search.control._EVERY_SECONDS", 0.0)
         trainer = make(1e-3, {})
         train(trainer, range(2))
         return trainer
@@ -277,6 +316,15 @@ class TestControl:
         train(trainer, range(4, 6))
         assert trainer.warning is None
         assert pool_of(trainer).pinned
+
+    def test_a_command_counts_that_is_repeated_after_the_file_was_deleted(
+        self, trainer: Trainer, tmp_path: Path
+    ) -> None:
+        for step, rate in enumerate((0.02, 0.03), 2):
+            write_control(tmp_path, values={LR: rate})
+            train(trainer, range(step, step + 1))
+            assert trainer.found == {LR: rate}
+            (tmp_path / CONTROL).unlink()
 
 
 @pytest.mark.parametrize(

@@ -16,14 +16,21 @@ import torch
 from prometheus_client import CollectorRegistry
 from torch import Tensor, nn
 
+from ingest.config import SchemaSettings
+from ingest.events.schema import Schema
+from learner.config import ModelSettings
 from learner.errors import VersionError
 from learner.model.base_file import write_base
 from learner.model.factory import build_model
 from learner.model.trained_set import base_parameters, trained_state
 from learner.state_dir.bases import Bases, bases_in
 from serving.metrics import ServingMetrics
+from serving.model.deployment import Deployment
 from serving.model.loaded_version import ServedVersion, load_version
+from serving.model.pieces import collecting_at_end
 from serving.rollout.hot_swap import VersionSwapper
+from tests.serving.conftest import Publisher
+from tests.support.tokenizer import write_tokenizer
 
 ROW = {"x": np.ones((1, 4), np.float32)}
 
@@ -235,3 +242,51 @@ def test_weights_for_the_base_in_a_version_are_refused_and_the_base_is_unchanged
 
     assert torch.equal(served._module.body.weight, before)
     assert trained_state(served._module).keys() == trained(1).keys()
+
+
+WITHIN = """
+import torch
+from torch import nn
+
+class Within(nn.Module):
+    \"\"\"The mean of a text without its first and last token: NaN of a text of one.\"\"\"
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(13, 2).requires_grad_(False)
+        self.head = nn.Linear(2, 1)
+
+    def forward(self, text):
+        inner = (text != 0) & (text != 3)
+        inner[:, 0] = False
+        return self.head((self.words(text) * inner.unsqueeze(-1)).sum(1) / inner.sum(1, keepdim=True))
+
+def build():
+    return Within()
+"""
+
+
+def test_a_custom_model_on_a_base_is_tried_on_texts_without_padding(tmp_path: Path) -> None:
+    (tmp_path / "within_model.py").write_text(WITHIN)
+    tokens = {"tokenizer": str(write_tokenizer(tmp_path / "tokenizer.json")), "length": 6}
+    fields = {"features": {"text": {"dtype": "string", "encode": tokens}}, "label": {"name": "y", "dtype": "float32"}}
+    schema, model = Schema(SchemaSettings.model_validate(fields)), ModelSettings(factory="within_model:build")
+    publisher = Publisher(
+        Deployment(
+            *("tiny", schema, model.model_copy(update={"task": "regression"}), tmp_path, tmp_path / "var"),
+            torch.device("cpu"),
+        )
+    )
+    base, weights = base_of(publisher), {"head.weight": torch.zeros(1, 2), "head.bias": torch.ones(1)}
+    versions = [load(publisher, number, base, weights) for number in (1, 2)]
+    assert [version.number for version in versions] == [1, 2]
+
+
+def test_garbage_is_collected_again_after_a_load_whatever_ends_it() -> None:
+    with pytest.raises(OSError, match="stopped"), collecting_at_end(no_piece):
+        assert not gc.isenabled()
+    assert gc.isenabled()
+
+
+def no_piece() -> None:
+    raise OSError("stopped")
