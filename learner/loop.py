@@ -192,13 +192,13 @@ class TrainingLoop:
             self.count()
 
     def _fitting(self, work: Callable[[], _T], *, repeatable: bool = True, undone: bool = True) -> _T:
-        """Return the result of `work`, which is repeated where it runs out of memory, as `MemoryRetry` does."""
+        """Return the result of `work`, which `MemoryRetry` repeats where it runs out of memory."""
         try:
             return work()
         except Exception as exc:
             if (message := self._memory.shortage(exc, repeatable=repeatable, undone=undone)) is None:
                 raise
-        return self._memory.repeat(work, message, repeatable=repeatable, undone=undone)
+        return self._memory(work, repeatable=repeatable, undone=undone, message=message)
 
     def count(self) -> None:
         """Count the outcomes that were settled since the last time, for several steps at once."""

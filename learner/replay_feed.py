@@ -3,6 +3,7 @@
 `StoreFeed` replays from a store; `NoFeed` is the feed of a strategy that replays nothing.
 """
 
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -222,9 +223,10 @@ class StoreFeed:
         replayed, probes = sum(samples), self._probe.sampled(step) if measures else 0
         rows = max(replayed, probes)
         if sampled is None and rows:
-            with self._timer.time():
-                sampled = self._store.sample(step, rows)
-            self._sampled = None if sampled is None else (step, sampled)
+            begin = time.perf_counter()
+            if (sampled := self._store.sample(step, rows)) is not None:
+                self._timer.observe(time.perf_counter() - begin)
+                self._sampled = step, sampled
         probed = self._probe.score(step, sampled) if measures else None
         sample = sampled.first(replayed) if probes and sampled is not None else sampled
         examples = examples_of(sample, samples) if sample is not None and len(sample.slots) else ()

@@ -71,7 +71,11 @@ class Store:
         self._sampler = policies.sampler
         self._tracker = policies.tracker
         self._recent = policies.recent
+        self.listens = self._sampler.uses_losses or self._sampler.uses_embeddings or self._tracker is not None
+        """Whether `update_priorities` changes anything."""
         self._layout = layout
+        self.fields: Fields = layout.fields
+        """The columns that are kept of an event."""
         self._seed = seed
         self._first_checkpoint: int | None = None
         self._cleanup_actions: list[Callable[[], None]] = []
@@ -104,11 +108,6 @@ class Store:
         return self.tiers.bounds
 
     @property
-    def fields(self) -> Fields:
-        """The columns that are kept of an event."""
-        return self._layout.fields
-
-    @property
     def capacity(self) -> int:
         """Events that a full store holds."""
         return self.reservoir.quotas.k
@@ -123,11 +122,6 @@ class Store:
         """One sentence on what does not work, else None."""
         problems = (self.tiers.problem, None if self.neighbours is None else self.neighbours.problem)
         return "; ".join(sentence for sentence in problems if sentence is not None) or None
-
-    @property
-    def listens(self) -> bool:
-        """Whether `update_priorities` changes anything."""
-        return self._sampler.uses_losses or self._sampler.uses_embeddings or self._tracker is not None
 
     def has_room(self, more: int = 0) -> bool:
         """Return whether there are slots for the events of a step and `more` others; may add pending events.

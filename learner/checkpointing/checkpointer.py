@@ -255,13 +255,14 @@ class Checkpointer:
 
         This reads no file.
         """
-        if not self._background.busy and self._in_snapshot:
+        self._background.raise_bug()
+        # By one reading of the thread: `is_due` does not call this again once that has ended.
+        if self._in_snapshot and not self._background.unsettled:
             self._in_snapshot, written = False, self.number == self._highest
             if self._background_store is not None:
                 self._background_store.flush().end_snapshot(self._oldest, written=written)
             if self.label_join is not None:
                 self.label_join.end_snapshot(self._oldest, written=written)
-        self._background.raise_bug()
 
     def _write(self, number: int, captured: CapturedState, fingerprint: object) -> None:
         """Write a checkpoint and delete old ones. On a full or read-only disk this checkpoint is skipped: training goes

@@ -131,7 +131,9 @@ class MemoryRetry:
         self.waiting: str | None = None
         """One sentence while it waits for memory."""
 
-    def __call__(self, work: Callable[[], _T], *, repeatable: bool = True, undone: bool = True) -> _T:
+    def __call__(
+        self, work: Callable[[], _T], *, repeatable: bool = True, undone: bool = True, message: str | None = None
+    ) -> _T:
         """Return the result of `work`.
 
         Args:
@@ -139,17 +141,24 @@ class MemoryRetry:
             repeatable: whether it changes nothing when it runs out of memory; if not, only a MemoryShortageError that
                 says so is followed by another call.
             undone: of the MemoryShortageError that this raises.
+            message: what `shortage` returned for the error of a first call; None: there was no call. This is called
+                after the handler of that error, which references tensors.
 
         Raises:
             MemoryShortageError: there is too little memory still, or the wait was stopped.
             Exception: the error of `work` has another cause.
         """
-        try:
-            return work()
-        except Exception as exc:
-            if (message := self.shortage(exc, repeatable=repeatable, undone=undone)) is None:
-                raise
-        return self.repeat(work, message, repeatable=repeatable, undone=undone)
+        for retries in range(message is not None, _RETRIES + 1):
+            if message is not None:
+                release(self._device)
+                self._wait(_BACKOFF.seconds_after(retries), message)
+            try:
+                return work()
+            except Exception as exc:
+                message = self.shortage(exc, repeatable=repeatable, undone=undone, last=retries == _RETRIES)
+                if message is None:
+                    raise
+        raise AssertionError
 
     def shortage(self, error: Exception, *, repeatable: bool, undone: bool, last: bool = False) -> str | None:
         """Return the message of work that ran out of memory and may be repeated; None for the error of other work.
@@ -162,23 +171,6 @@ class MemoryRetry:
         if last or self._stop.is_set():
             raise MemoryShortageError(_shortage(self._device, message), undone=undone) from error
         return message
-
-    def repeat(self, work: Callable[[], _T], message: str, *, repeatable: bool, undone: bool) -> _T:
-        """Repeat work that has failed with the error of `message`, as `__call__` does.
-
-        Called after the handler of the error, which references tensors.
-        """
-        for retries in range(1, _RETRIES + 1):
-            release(self._device)
-            self._wait(_BACKOFF.seconds_after(retries), message)
-            try:
-                return work()
-            except Exception as exc:
-                again = self.shortage(exc, repeatable=repeatable, undone=undone, last=retries == _RETRIES)
-                if again is None:
-                    raise
-                message = again
-        raise AssertionError
 
     def _is_of_a_moment(self, error: Exception, *, repeatable: bool) -> bool:
         """Return whether the same work may succeed later."""

@@ -42,8 +42,8 @@ class BufferCopies:
         buffers = [buffer for _, _, buffer in self.named]
         shapes = [buffer.shape for buffer in buffers]
         if len(buffers) != len(self._buffers) or not all(map(is_, buffers, self._buffers)) or shapes != self._shapes:
-            self._buffers, self._shapes = buffers, shapes
             self.values = [torch.empty_like(buffer) for buffer in buffers]
+            self._buffers, self._shapes = buffers, shapes  # after the allocation, which may run out of memory
             self.judged = [i for i, buffer in enumerate(buffers) if buffer.is_floating_point() and buffer.numel()]
         with torch.no_grad():
             _copy(self.values, buffers)

@@ -5,12 +5,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from prometheus_client import CollectorRegistry, Histogram
 
 from ingest.events.block import Array
 from ingest.events.schema import Schema
 from ingest.kafka.fake import fake_columns
 from learner.replay_feed import NOTHING, NoFeed, StoreFeed
 from learner.strategies.early_negatives import EARLY, Early
+from learner.strategies.registry import STRATEGIES
 from learner.stream.batches import Batch
 from learner.training.step_result import StepResult
 
@@ -71,3 +73,15 @@ def test_an_event_that_is_taken_back_replaces_the_stored_negative(schema: Schema
     assert store.removed == [[9]]
     assert added["offset"].tolist() == [7, 8, 9]
     assert added["waited"].tolist() == [True, False, True]
+
+
+def test_a_step_for_which_nothing_is_planned_keeps_its_debt_and_is_no_sample_in_the_metrics() -> None:
+    store: Any = SimpleNamespace(sample=lambda _step, _n: None, planned=lambda _step: 0)
+    monitor: Any = SimpleNamespace(measures=False, adjustments=SimpleNamespace(replay_ratio=1.5))
+    registry, part = CollectorRegistry(), SimpleNamespace()
+    timer = Histogram("sample", "Time of a sample.", registry=registry)
+    feed = StoreFeed(store, STRATEGIES["er"](), monitor, part, batch_size=1, step_size=1, timer=timer)  # type: ignore[arg-type]
+    feed.restore({"debt": 0.5})
+    assert feed.sample(0, 1) == NOTHING
+    assert feed.state() == {"debt": 0.5}
+    assert registry.get_sample_value("sample_count") == 0

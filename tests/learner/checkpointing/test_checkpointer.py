@@ -21,6 +21,7 @@ from learner.config import CheckpointSettings
 from learner.device_memory.host_staging import HostCopies, HostStaging
 from learner.errors import CopyMemoryError
 from learner.metrics import LearnerMetrics
+from learner.runtime.background_worker import BackgroundWorker
 from learner.runtime.shutdown import Deadline
 from learner.state_dir.checkpoint import Checkpoints
 from learner.state_dir.folders import LocalStorage
@@ -35,6 +36,8 @@ class FakeStore:
 
     def many_slots_wait(self, _checkpoints: int) -> bool:
         return False
+
+    lacks_slots = many_slots_wait
 
     def __init__(self) -> None:
         self.calls: list[tuple[int | None, bool]] = []
@@ -251,3 +254,28 @@ def test_the_wait_for_free_slots_calls_what_must_not_stop_meanwhile(
     checkpointer.checkpoint(lambda _: captured({}), while_waiting=[call])
     assert len(calls) == 3
     assert checkpoints.numbers() == [1]
+
+
+def test_the_snapshot_of_a_checkpoint_that_ends_while_it_is_examined_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or slots would stay retired, and samples would be copied, until the next checkpoint."""
+    store = FakeStore()
+    checkpointer, _ = make(tmp_path, store)
+    write, raise_bug, go_on = Checkpoints.write, BackgroundWorker.raise_bug, threading.Event()
+
+    def slow(*args: Any) -> Path:
+        go_on.wait()
+        return write(*args)
+
+    def after_the_end(worker: BackgroundWorker) -> None:
+        go_on.set()
+        worker.wait()
+        raise_bug(worker)
+
+    monkeypatch.setattr(Checkpoints, "write", slow)
+    checkpointer.request()
+    checkpointer.checkpoint(lambda _: captured({}))
+    monkeypatch.setattr(BackgroundWorker, "raise_bug", after_the_end)
+    assert [checkpointer.is_due() for _ in range(2)] == [False, False]
+    assert store.calls == [(1, True)]

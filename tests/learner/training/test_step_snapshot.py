@@ -124,6 +124,23 @@ def test_a_buffer_that_was_resized_is_restored_to_its_old_shape() -> None:
     assert not model.get_buffer("1.running_mean").any()
 
 
+def test_a_snapshot_can_be_taken_after_one_for_which_there_was_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = normalized()
+    snapshots, before = Snapshots(model, CPU), state(model)
+
+    def fail(_buffer: Tensor) -> Tensor:
+        raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty_like", fail)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            snapshots.of_step()
+    snapshot = snapshots.of_step()
+    model(torch.randn(4, 3))
+    snapshot.restore()
+    assert equal(state(model), before)
+
+
 class Masked(nn.Module):
     """Has a mask of which some values are not finite, besides statistics."""
 
