@@ -20,7 +20,7 @@ ARG TORCH=cpu
 # With TORCH=cuda: an index of wheels for an older driver, such as https://download.pytorch.org/whl/cu126; the wheels of
 # PyPI are for CUDA 13, which needs driver 580.
 ARG TORCH_INDEX=""
-# Extras of pyproject.toml, separated by commas; beside codecs, since it is the producers who choose a compression.
+# Extras of pyproject.toml, separated by commas; without codecs, since it is the producers who choose a compression.
 ARG EXTRAS=""
 ENV PATH=/opt/anabranch/bin:$PATH \
     HOME=/tmp TMPDIR=/tmp \

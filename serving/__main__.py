@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
 
             codes.append(serve_by_workers(config, stop))
         else:
-            gc.disable()  # until the imports are done: they exit_at_once no garbage
+            gc.disable()  # until the imports are done: they leave no garbage
             from serving.server import serve
 
             serve(deployment_of(config), config.pipeline.serving, stop)

@@ -133,6 +133,10 @@ def headings(text: str) -> set[str]:
     return {slug(line.lstrip("#")) for line in prose.splitlines() if line.startswith("#")}
 
 
+def test_the_readme_is_short() -> None:
+    assert len(PAGES["README.md"].splitlines()) <= 120
+
+
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{rule.key}-{rule.other}")
 def test_what_does_not_go_together_is_in_the_table(rule: Conflict) -> None:
     _, _, rest = PAGES["docs/guides/training.md"].partition("### What does not go together")

@@ -278,7 +278,7 @@ def draw() -> Iterator[str]:
     rows = (len(CAPTIONS) + 1) // 2, (len(SAMPLE_CAPTIONS) + 1) // 2
     height = 16 + CELL_H + sum(34 + CELL_H * each for each in rows)
     yield f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" aria-labelledby="title">'
-    yield '<title id="title">What each admission policy keeps of a stream, and what each sampler draws of it</title>'
+    yield '<title id="title">What each admission policy keeps of a stream, and what each sampler samples of it</title>'
     yield f"<style>{STYLE}</style>"
     yield from _definitions(stream)
     yield f'<rect width="{WIDTH}" height="{height}" rx="10" style="fill: var(--back)"/>'
@@ -291,8 +291,8 @@ def draw() -> Iterator[str]:
     top += 34 + CELL_H * rows[0]
     around = Map(stream, held, new_Q)
     cells = [(name, list(_sampler_cell(name, held, around, new_Q))) for name in SAMPLE_CAPTIONS]
-    what = f"of what reservoir keeps, in {STEPS} draws of {A_DRAW}"
-    yield from _section(top, "replay.sampling: who is drawn", what, cells)
+    what = f"of what reservoir keeps, in {STEPS} samples of {A_DRAW}"
+    yield from _section(top, "replay.sampling: what is sampled", what, cells)
     yield from _group(600, top + 13, _sizes())
     yield "</svg>"
 
