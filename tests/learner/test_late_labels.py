@@ -99,23 +99,25 @@ def test_events_are_trained_on_with_their_late_labels(
     shuffled = [label(number) for number in range(600)]
     random.Random(0).shuffle(shuffled)
     produce(kafka.bootstrap, labels, shuffled[:550], partition=0)
-    report = learner.wait_for(lambda each: ended(each) == 550)
+    waiting = min(int(each["id"]) for each in shuffled[550:])
+    through = (waiting if waiting < 300 else 300) - 1  # found some steps later than the last event has ended
+    report = learner.wait_for(
+        lambda each: ended(each) == 550 and each.partitions[f"{events}:0"].trained_through == through
+    )
     assert report.outcomes["label"] == 550
     assert report.outcomes["trained"] == 0
     counts = waited(report)
     assert counts["trained"] + counts["held_out"] == 550
     assert 20 < counts["held_out"] == report.holdout_rows < 110
     assert report.replay_rows == {"device": counts["trained"]}
-    waiting = min(int(each["id"]) for each in shuffled[550:])
-    assert report.partitions[f"{events}:0"].trained_through == (waiting if waiting < 300 else 300) - 1
 
     produce(kafka.bootstrap, labels, shuffled[550:], partition=1)
     learner.wait_for(lambda each: ended(each) == 600 and each.partitions[f"{events}:1"].trained_through == 299)
     assert learner.stop() == 0
     versions = Versions(learner.state_dir / "versions")
     newest = versions.manifest(versions.numbers()[-1])
-    through = {f"{events}:0": 299, f"{events}:1": 299, f"{labels}:0": 549, f"{labels}:1": 49}
-    assert newest.seen_through == newest.labelled_through == through
+    newest_offsets = {f"{events}:0": 299, f"{events}:1": 299, f"{labels}:0": 549, f"{labels}:1": 49}
+    assert newest.seen_through == newest.labelled_through == newest_offsets
 
 
 @pytest.mark.parametrize("client", ["kafka-python", "confluent"])
