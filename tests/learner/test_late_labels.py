@@ -100,7 +100,7 @@ def test_events_are_trained_on_with_their_late_labels(
     random.Random(0).shuffle(shuffled)
     produce(kafka.bootstrap, labels, shuffled[:550], partition=0)
     waiting = min(int(each["id"]) for each in shuffled[550:])
-    through = (waiting if waiting < 300 else 300) - 1  # found some steps later than the last event has ended
+    through = (waiting if waiting < 300 else 300) - 1  # searched for a fiftieth of the time at most
     report = learner.wait_for(
         lambda each: ended(each) == 550 and each.partitions[f"{events}:0"].trained_through == through
     )
