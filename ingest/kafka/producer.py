@@ -97,7 +97,7 @@ class EventProducer:
             roomy = self._changed.wait_for(self._has_room, self._patience.total_seconds())
             self._raise_error()
             if not roomy:
-                raise BrokerError(self._unanswered())
+                raise BrokerError(self._unanswered(self._patience.total_seconds()))
             self._waiting_bytes += len(value)
         if partition not in self._partitions:
             partition = None if key is not None else self._partitions[self._turn % len(self._partitions)]
@@ -109,19 +109,20 @@ class EventProducer:
         future.add_callback(partial(self._on_success, len(value), on_acknowledged))
         future.add_errback(partial(self._on_failure, len(value)))
 
-    def flush(self) -> None:
-        """Wait until the broker has acknowledged everything that was sent.
+    def flush(self, patience: timedelta | None = None) -> None:
+        """Wait until the broker has acknowledged everything that was sent, for `patience` if it is given.
 
         Raises:
             BrokerError, SettingsError: an event was not taken.
         """
+        seconds = (self._patience if patience is None else patience).total_seconds()
         try:
-            self._client.flush(timeout=self._patience.total_seconds())
+            self._client.flush(timeout=seconds)
         except kafka_errors.KafkaTimeoutError as exc:
-            raise BrokerError(self._unanswered()) from exc
+            raise BrokerError(self._unanswered(seconds)) from exc
         with self._changed:
             # The client's own flush returns before the last callbacks have run.
-            self._changed.wait_for(lambda: self._waiting_bytes == 0 or self._error, self._patience.total_seconds())
+            self._changed.wait_for(lambda: self._waiting_bytes == 0 or self._error, seconds)
             self._raise_error()
 
     def close(self) -> None:
@@ -166,8 +167,7 @@ class EventProducer:
             f"{self._settings.bootstrap_servers} did not take an event for {self._topic}: {_brief(error)}"
         )
 
-    def _unanswered(self) -> str:
-        seconds = self._patience.total_seconds()
+    def _unanswered(self, seconds: float) -> str:
         return f"{self._settings.bootstrap_servers} has not acknowledged the events sent to it for {seconds:.0f} s"
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 import prometheus_client.values
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
 
 from learner.state_dir.version import RegistryState
@@ -105,6 +105,19 @@ class WorkerPool:
         )
 
 
+class PoolCollector(MultiProcessCollector):
+    """The counts of all workers, also while another worker starts: it makes each file empty before it has a size."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(None, folder)  # type: ignore[no-untyped-call]
+        self._folder = Path(folder)
+
+    def collect(self) -> Iterable[Metric]:
+        """Return the metrics, added up."""
+        files = [str(path) for path in self._folder.glob("*.db") if _has_content(path)]
+        return self.merge(files)  # type: ignore[no-untyped-call, no-any-return]
+
+
 @dataclass(frozen=True)
 class PoolWorker:
     """This process, one of the workers of a pool."""
@@ -120,7 +133,7 @@ class PoolWorker:
             lambda: number
         )
         total = CollectorRegistry()
-        MultiProcessCollector(total, str(self.pool.folder))  # type: ignore[no-untyped-call]
+        total.register(PoolCollector(str(self.pool.folder)))
         return ServingMetrics(CollectorRegistry(), total, counts_shared_events=self.acts_for_all)
 
     def write(self, report: ServingReport) -> None:
@@ -147,6 +160,13 @@ class PoolWorker:
                 while not all(_applies(report.version, state) for report in self.pool.reports().values()):
                     await asyncio.sleep(_POLL_EVERY.total_seconds())
                 return True
+        return False
+
+
+def _has_content(path: Path) -> bool:
+    try:
+        return path.stat().st_size > 0
+    except FileNotFoundError:  # of a dead worker
         return False
 
 

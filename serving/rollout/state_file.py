@@ -50,21 +50,22 @@ class StateFile:
         """Write that this process serves a version instead of `previous`; raises OSError or VersionError."""
         with self.changing():
             before = self._versions.state()
-            state = _served(before, previous, number)
+            state = _served(before, previous, number, was_pinned=self.contents.pinned is not None)
             if state != before:
                 self._versions.write_state(state)
         self.contents = state
 
 
-def _served(state: RegistryState, previous: int | None, number: int) -> RegistryState:
+def _served(state: RegistryState, previous: int | None, number: int, was_pinned: bool) -> RegistryState:
     """Return the state after a process swapped from `previous` (None: it has just started) to a version.
 
-    Another worker may have written the same state before, or be ahead.
+    Another worker may have written the same state before, or be ahead. `was_pinned`: one was when this process chose;
+    by now another may have unpinned it.
     """
     forward = previous is not None and number > previous
     if forward and state.serving is not None and state.serving > number and state.pinned is None:
         return state
-    back = previous is not None and number < previous and state.pinned is None
+    back = previous is not None and number < previous and state.pinned is None and not was_pinned
     rolled_back = sorted({*state.rolled_back, previous}) if back and previous is not None else state.rolled_back
     recent = [*state.recent, number]
     if state.serving == number:  # already written, or a restart

@@ -89,6 +89,9 @@ def start_workers(pipeline: Callable[..., Path]) -> Callable[..., Any]:
         server = Server(pipeline(port, f"workers = 2\n{more}", factory), trust, environment)
         try:
             yield server
+        except BaseException as exc:
+            exc.add_note(server.log.read_text())
+            raise
         finally:
             server.process.terminate()
             try:

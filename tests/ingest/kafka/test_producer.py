@@ -98,16 +98,18 @@ def test_a_broker_that_is_away_is_one_sentence(free_port):
         partition_counts(settings, ["events"], timedelta(seconds=0.5))
 
 
-def test_it_is_closed_also_when_the_broker_hangs(kafka, make_topic):
+def test_it_is_closed_also_when_the_broker_hangs_and_waits_no_longer_than_it_is_told(kafka, make_topic):
     topic = make_topic()
     with Proxy(kafka.bootstrap) as proxy:
         settings = StreamSettings(bootstrap_servers=proxy.address, topics=(topic,))
-        producer = EventProducer(settings, topic, patience=timedelta(seconds=2))
+        producer = EventProducer(settings, topic, patience=timedelta(minutes=10))
         producer.open()
         answered = threading.Event()
         producer.send(b"x", lambda *_: answered.set())  # the client has the topic's metadata from then on
         assert answered.wait(20)
         proxy.suffer(Fault(stalled=True))
         producer.send(b"x")
+        with pytest.raises(BrokerError, match="has not acknowledged the events sent to it for 1 s"):
+            producer.flush(timedelta(seconds=1))
         producer.close()
         assert producer.acknowledged == 1

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from learner.state_dir.version import Versions
+from learner.state_dir.version import RegistryState, Versions
 from serving.rollout.eligibility import ServingPolicy
 from serving.rollout.state_file import _MOST_RECENT, StateFile
 
@@ -19,3 +19,18 @@ def test_it_names_the_versions_that_served_most_recently(tmp_path: Path) -> None
     for number in range(5, 5 + 2 * _MOST_RECENT):
         workers[0].swapped(number - 1, number)
     assert versions.state().recent == [*range(5 + _MOST_RECENT, 5 + 2 * _MOST_RECENT)]
+
+
+def test_a_worker_that_is_late_to_pin_withdraws_no_version(tmp_path: Path) -> None:
+    """It chose while one was pinned, and writes after another worker has unpinned it."""
+    versions = Versions(tmp_path)
+    worker = StateFile(versions, ServingPolicy(versions))
+    versions.write_state(RegistryState(serving=2, pinned=1))
+    assert worker.read()
+    versions.write_state(RegistryState(serving=2))
+    worker.swapped(2, 1)
+    assert versions.state().rolled_back == []
+    # Without a pin, a version that is replaced by an older one is withdrawn.
+    worker.swapped(1, 2)
+    worker.swapped(2, 1)
+    assert versions.state().rolled_back == [2]
