@@ -26,9 +26,9 @@ import numpy as np
 from anabranch.core.failures import Failure, failure_of
 from learner.errors import VersionError
 from learner.state_dir.version import WEIGHTS
+from learner.training.out_of_memory import free_cached_memory
 from serving.metrics import ServingMetrics
 from serving.model.deployment import Deployment
-from serving.model.device import free_cached_memory
 from serving.model.loaded_version import ServedVersion, load_version
 from serving.protocol.tensors import Array
 from serving.reporting.report import ShadowReport
