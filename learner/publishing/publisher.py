@@ -66,10 +66,15 @@ class Publisher:
         check: Callable[[], object] = bool,
         fleet: FleetWatch | None = None,
         canary: CanaryJudge | None = None,
+        origin: VersionOrigin | None = None,
+        undone: int = 0,
+        while_appearing: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
     ) -> None:
         """Take the learner's generation, and `check`, which is called before each version is scored and written.
 
-        `fleet` and `canary` are of the servers on other hosts; None without them.
+        `fleet` and `canary` are of the servers on other hosts; None without them. `origin` is what the versions are
+        made with; `undone` the last record of `undo.json` whose events none of them has seen. A version appears within
+        `while_appearing`; where it raises, there is none.
         """
         self._versions = versions
         self._reference = reference
@@ -92,10 +97,7 @@ class Publisher:
         self._newly_trained = RecordTimes()
         self._check = check
         self._background = BackgroundWorker("publisher", check)
-        self.undone = 0
-        """The last record of `undo.json` whose events no version from now on has seen."""
-        self.while_appearing: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
-        """A version appears within this; where it raises, there is none."""
+        self._origin, self._undone, self._while_appearing = origin, undone, while_appearing
         self.number: int | None = max(versions.numbers(), default=None)
         """The newest version."""
         self.verdict: str | None = None
@@ -109,8 +111,6 @@ class Publisher:
         self._problem: str | None = None
         self.published = 0
         self.skipped = 0
-        self.origin: VersionOrigin | None = None
-        """What the versions are made with."""
 
     @property
     def raised(self) -> deque[tuple[NDArray[np.uint64], str]]:
@@ -129,8 +129,8 @@ class Publisher:
 
     def set_resumed_from(self, checkpoint: ResumedFrom | None) -> None:
         """Record the checkpoint that the learner resumes from in the versions to come."""
-        if self.origin is not None:
-            self.origin = msgspec.structs.replace(self.origin, resumed_from=checkpoint)
+        if self._origin is not None:
+            self._origin = msgspec.structs.replace(self._origin, resumed_from=checkpoint)
 
     def retention_state(self) -> dict[str, Any]:
         """Return the state of `retention` as plain values, for a checkpoint."""
@@ -267,7 +267,7 @@ class Publisher:
         manifest = self._manifest(number, snapshot, weights)
         self._check()  # scoring takes seconds, in which an undo may be ordered
         try:
-            self._versions.write(weights, manifest, verdict, self.while_appearing)
+            self._versions.write(weights, manifest, verdict, self._while_appearing)
         except OSError as exc:
             self._problem = f"version {number} could not be written to {self._versions.location}: {exc.strerror or exc}"
             log.error("%s", self._problem)  # noqa: TRY400 the sentence is complete
@@ -308,10 +308,10 @@ class Publisher:
             parts=parts_in(weights),
             files={},
             base=self._versions.base,
-            undone=self.undone,
+            undone=self._undone,
             learned=NewlyTrained(self._newly_trained.rows, self._newly_trained.quantiles(_MANIFEST_TIMES).tolist()),
             format=VERSION_FORMAT,
-            origin=self.origin and msgspec.structs.replace(self.origin, found=dict(snapshot.found)),
+            origin=self._origin and msgspec.structs.replace(self._origin, found=dict(snapshot.found)),
             learned_from=None if snapshot.learned_from is None else dict(snapshot.learned_from),
             erasures=snapshot.erasures,
         )

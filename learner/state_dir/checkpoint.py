@@ -112,7 +112,8 @@ class Checkpoints(ManifestDirectory[CheckpointManifest]):
         self._hours: dict[int, int | None] = {}
         """The hour of each checkpoint beyond the newest, as `_hour_of` returns it: each is read once."""
         self.fetch_again: Callable[[CheckpointManifest, str], bool] | None = None
-        """Replaces a file of a checkpoint that is damaged or missing; returns whether it could."""
+        """Replaces a file of a checkpoint that is damaged or missing; returns whether it could. Set by `resume_point`:
+        it writes into these checkpoints, and stops with the learner."""
 
     def newest(self) -> tuple[int, Checkpoint] | None:
         """Return the number and contents of the newest intact checkpoint; None without checkpoints.
