@@ -222,12 +222,8 @@ class Checkpoints(ManifestDirectory[CheckpointManifest]):
 
     def rows(self, number: int, part: str) -> "RowsFile":
         """Open the rows of one part of a checkpoint, after checking its digest."""
-        from learner.state_dir.rows_file import RowsFile
-
         manifest, name = self.manifest(number), self.name(number, part)
-        path = self.checked(manifest, name)
-        with _damage_of(manifest):
-            return RowsFile(path)
+        return _rows(manifest, self.checked(manifest, name))
 
     def clean_of(self, through: int) -> int:
         """Return the last record of `erasures.log`, at most `through`, that is applied to all checkpoints.
@@ -379,20 +375,13 @@ class Checkpoints(ManifestDirectory[CheckpointManifest]):
 
     def _rows_again(self, number: int, part: str) -> "RowsFile":
         """Open the rows of a part, as `rows`, perhaps after `fetch_again`."""
-        from learner.state_dir.rows_file import RowsFile
-
         manifest = self.manifest(number)
-        path = self._checked_again(manifest, self.name(number, part))
-        with _damage_of(manifest):
-            return RowsFile(path)
+        return _rows(manifest, self._checked_again(manifest, self.name(number, part)))
 
     def _checkpoint(
         self, manifest: CheckpointManifest, paths: Mapping[str, Path], rows: "Mapping[str, RowSource]"
     ) -> Checkpoint:
-        if (state_name := f"{RANK}/{STATE}") not in paths:
-            raise CheckpointError(f"checkpoint {manifest.number}: it has no {state_name}")
-        with _damage_of(manifest):
-            state = decoded(self.read(manifest, state_name), dict[str, Any])
+        state = self.state(manifest)
         tensors = {part_of(name): _tensors(manifest, path) for name, path in paths.items() if name.endswith(SUFFIX)}
         return Checkpoint(manifest.step, tensors, state, rows=rows)
 
@@ -442,3 +431,10 @@ def _tensors(manifest: CheckpointManifest, path: Path) -> "dict[str, Tensor]":
 
     with _damage_of(manifest):
         return dict(TensorFile(path))
+
+
+def _rows(manifest: CheckpointManifest, path: Path) -> "RowsFile":
+    from learner.state_dir.rows_file import RowsFile
+
+    with _damage_of(manifest):
+        return RowsFile(path)
