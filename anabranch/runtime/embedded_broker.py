@@ -11,7 +11,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from anabranch.core.errors import SettingsError
@@ -72,9 +71,7 @@ class EmbeddedBroker:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def _start_once(self, binary: Path) -> None:

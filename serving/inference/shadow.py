@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from types import TracebackType
 from typing import Self
 
 import msgspec
@@ -104,9 +103,7 @@ class Shadow:
             self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stopping = True
         if self._thread.is_alive():
             with contextlib.suppress(queue.Full):
