@@ -14,6 +14,7 @@ from ingest.config import SchemaSettings
 from ingest.events.block import IDENTITY_COLUMNS, Array
 from ingest.events.schema import Schema
 from ingest.label_stream_settings import LabelStreamSettings
+from learner.checkpointing.checkpoint_pruning import CheckpointPruning
 from learner.labels.join_checkpoint import CapturedJoin, JoinPart
 from learner.labels.label_join import JoinOptions, LabelJoin
 from learner.labels.opening import label_folder, open_join
@@ -130,7 +131,7 @@ class JoinBench:
         part = captured.pack(self.checkpoints.part)
         self.checkpoints.write(self.number, self._checkpoint(part), 0.0)
         captured.file.mark_named()
-        self.checkpoints.prune(self.keep)
+        CheckpointPruning(self.checkpoints, self.keep).prune()
         self.join.end_snapshot(min(self.checkpoints.numbers()), written=True)
 
     def _checkpoint(self, part: JoinPart) -> Checkpoint:
