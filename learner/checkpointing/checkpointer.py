@@ -239,7 +239,7 @@ class Checkpointer:
             self._skip_for_memory(number, exc)
             return
         if self.label_join is not None:
-            captured = replace(captured, labels=self.label_join.begin_snapshot(number))
+            captured = replace(captured, labels=self.label_join.snapshots.begin(number))
         self._in_snapshot = True
         self._background.start(lambda: self._write(number, captured, fingerprint))
 
@@ -263,7 +263,7 @@ class Checkpointer:
             if self._background_store is not None:
                 self._background_store.flush().end_snapshot(self._oldest, written=written)
             if self.label_join is not None:
-                self.label_join.end_snapshot(self._oldest, written=written)
+                self.label_join.snapshots.end(self._oldest, written=written)
 
     def _write(self, number: int, captured: CapturedState, fingerprint: object) -> None:
         """Write a checkpoint and delete old ones. On a full or read-only disk this checkpoint is skipped: training goes

@@ -125,14 +125,14 @@ class JoinBench:
 
     def capture(self) -> CapturedJoin:
         self.number += 1
-        return self.join.begin_snapshot(self.number)
+        return self.join.snapshots.begin(self.number)
 
     def write(self, captured: CapturedJoin) -> None:
         part = captured.pack(self.checkpoints.part)
         self.checkpoints.write(self.number, self._checkpoint(part), 0.0)
         captured.file.mark_named()
         CheckpointPruning(self.checkpoints, self.keep).prune()
-        self.join.end_snapshot(min(self.checkpoints.numbers()), written=True)
+        self.join.snapshots.end(min(self.checkpoints.numbers()), written=True)
 
     def _checkpoint(self, part: JoinPart) -> Checkpoint:
         return Checkpoint(1, part.tensors, {"labels": part.state, "ledger": self.ledger}, part.carried, part.rows)
@@ -143,4 +143,4 @@ class JoinBench:
     def fail_checkpoint(self) -> None:
         """Capture a checkpoint that cannot be written."""
         self.capture()
-        self.join.end_snapshot(min(self.checkpoints.numbers(), default=None), written=False)
+        self.join.snapshots.end(min(self.checkpoints.numbers(), default=None), written=False)
