@@ -192,7 +192,10 @@ class TrainingLoop:
             self.count()
 
     def _fitting(self, work: Callable[[], _T], *, repeatable: bool = True, undone: bool = True) -> _T:
-        """Return the result of `work`, which `MemoryRetry` repeats where it runs out of memory."""
+        """Return the result of `work`, which `MemoryRetry` repeats where it runs out of memory.
+
+        The first attempt is made here: in `MemoryRetry` a step would hop between modules seven times more.
+        """
         try:
             return work()
         except Exception as exc:
