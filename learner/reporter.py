@@ -144,8 +144,8 @@ class Reporter:
             self.problem = None
 
     def _report(self, store: Store | None) -> LearnerReport:
-        loop, parts, publisher, scoring = self._loop, self._parts, self._parts.publisher, self._parts.publisher.scoring
-        windows, rates, lag_time = self._windows(), self._rates(), parts.source.ends_time
+        loop, parts, publisher = self._loop, self._parts, self._parts.publisher
+        scoring, windows, rates, lag_time = publisher.scoring, self._windows(), self._rates(), parts.source.ends_time
         return LearnerReport(
             pid=os.getpid(),
             launcher=self._launcher,

@@ -27,7 +27,7 @@ from serving.metrics import ServingMetrics
 _HEAD = """\
 # Reference
 
-All settings, commands, metrics and files. This page is generated from the code by
+Which settings, commands, metrics and files are there? This page has all of them, generated from the code by
 `python -m tools.reference > docs/reference.md`.
 
 - [pipeline.toml](#pipelinetoml)
