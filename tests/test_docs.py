@@ -187,6 +187,11 @@ def test_a_page_begins_with_the_question_that_it_answers(page):
     assert first.endswith("?"), first
 
 
+def test_no_heading_of_the_reference_is_there_twice():
+    found = [slug(line.lstrip("#")) for line in PAGES["docs/reference.md"].splitlines() if line.startswith("#")]
+    assert sorted(found) == sorted(set(found))
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if page != "docs/reference.md"])
 def test_prose_fits_120_columns(page):
     """Rows of tables, headings and blocks may be longer; the reference is written by a program."""
