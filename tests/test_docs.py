@@ -199,6 +199,13 @@ def test_prose_fits_120_columns(page):
     assert [line for line in lines if len(line) > 120 and not line.lstrip().startswith(("|", "#", "!["))] == []
 
 
+def test_the_map_of_the_code_names_what_is_there():
+    packages = "|".join(("anabranch", "serving", "learner", "replay", "ingest", "docs", "tests", "tools"))
+    named = re.findall(rf"`((?:{packages})/[^`\s]*)`", PAGES["CONTRIBUTING.md"])
+    assert len(named) > 50
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
 def test_the_index_names_every_page():
     linked = set(LINK.findall(PAGES["docs/README.md"]))
     pages = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}

@@ -310,9 +310,9 @@ class LabelJoin:
         """Leave out slots that are named by the checkpoints of when `begin_overwrite` was called."""
         self._events.file.spare(named)
 
-    def overwrite(self, most: int) -> bool:
-        """Overwrite up to `most` slots; return whether there are more. Raises OSError. Called after `spare`."""
-        return self._events.file.overwrite(most)
+    def overwrite(self, limit: int) -> bool:
+        """Overwrite up to `limit` slots; return whether there are more. Raises OSError. Called after `spare`."""
+        return self._events.file.overwrite(limit)
 
     def sync(self) -> None:
         """Wait until all payload outlives the process; raises OSError. Any thread may call it."""
