@@ -75,7 +75,7 @@ class TrainingLoop:
         self._traced = False
         self._lr_factor = 1.0
         self.non_finite = NonFiniteSteps(metrics.learner.non_finite)
-        queues = parts.publisher.raised, parts.replay.raised
+        queues = parts.publisher.scoring.raised, parts.replay.raised
         self.raising_events = RaisingEvents(self.state, parts.replay, parts.holdout, queues, metrics.learner.raised)
         self.raised = self.raising_events.raised
 

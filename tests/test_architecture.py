@@ -340,7 +340,6 @@ def test_no_folder_holds_more_than_a_reader_takes_in():
 LONG_FILES = {
     "anabranch/commands/status.py",
     "learner/build.py",
-    "learner/labels/label_join.py",
     "learner/run.py",
     "learner/state_dir/checkpoint.py",
 }

@@ -271,7 +271,12 @@ class JoinSnapshots:
         return self._captured
 
     def end(self, oldest: int | None, *, written: bool) -> None:
-        """End the snapshot, as `LabelJoin.end_snapshot`."""
+        """End the snapshot.
+
+        Args:
+            oldest: the number of the oldest checkpoint that may be restored; None without one.
+            written: whether the checkpoint was written; if not, the next one has all events.
+        """
         self._events.file.end_snapshot(oldest)
         if written and self._captured is not None:
             self._segments = self._captured.segments, self._captured.kept_segments

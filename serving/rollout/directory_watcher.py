@@ -15,7 +15,6 @@ import struct
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from anabranch.core.files import number_of
@@ -50,9 +49,7 @@ class DirectoryWatcher:
         os.set_blocking(self._write_end, False)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._drop()
         os.close(self._read_end)
         os.close(self._write_end)

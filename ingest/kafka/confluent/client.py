@@ -31,6 +31,7 @@ from ingest.kafka.diagnostics import (
 from ingest.kafka.unreadable import CorruptBatches, most_inflated, unreadable
 
 _PATIENCE = timedelta(seconds=8)
+"""How long `open` tries to reach a broker."""
 
 log = logging.getLogger(__name__)
 
@@ -43,10 +44,8 @@ class ConfluentClient:
     The consumer names a group, since it commits for lag tools, but never joins it.
     """
 
-    def __init__(self, settings: StreamSettings, patience: timedelta = _PATIENCE) -> None:
-        """`patience` is how long `open` tries to reach a broker."""
+    def __init__(self, settings: StreamSettings) -> None:
         self._settings = settings
-        self._patience = patience.total_seconds()
         self._errors: list[KafkaError] = []
         self._consumer: Any = None
         self._metadata = TopicMetadata(settings)
@@ -76,8 +75,8 @@ class ConfluentClient:
                 "error_cb": self._errors.append,
             },
         )
-        reach(self._consumer, settings, self._errors, self._patience)
-        self._metadata.open(self._patience)
+        reach(self._consumer, settings, self._errors, _PATIENCE.total_seconds())
+        self._metadata.open(_PATIENCE.total_seconds())
 
     def partitions(self) -> list[TopicPartition]:
         """All partitions of the topics; while the broker is away, those that existed before."""
