@@ -145,8 +145,7 @@ class Reporter:
 
     def _report(self, store: Store | None) -> LearnerReport:
         loop, parts, publisher = self._loop, self._parts, self._parts.publisher
-        scores = publisher.scoring.evaluation
-        windows, rates, lag_time = self._windows(), self._rates(), parts.source.ends_time
+        scoring, windows, rates, lag_time = publisher.scoring, self._windows(), self._rates(), parts.source.ends_time
         return LearnerReport(
             pid=os.getpid(),
             launcher=self._launcher,
@@ -176,9 +175,9 @@ class Reporter:
             error={} if self._classification else _errors(windows),
             loss=self._losses(),
             window_rows=loop.monitor.prequential.window,
-            classes=dict(scores.classes),
-            groups=dict(scores.groups) if self._classification else _errors(scores.groups),
-            forgetting=publisher.scoring.retention.forgetting,
+            classes=dict(scoring.evaluation.classes),
+            groups=dict(scoring.evaluation.groups) if self._classification else _errors(scoring.evaluation.groups),
+            forgetting=scoring.retention.forgetting,
             drifts=loop.monitor.drift.count,
             drift_step=loop.monitor.drift.step,
             search=parts.trainer.search_report,
