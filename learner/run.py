@@ -365,7 +365,7 @@ class Learner:
             has_history=deployment.stream.backfill is not None,
             mirror=self._mirror,
         )
-        erasure.record_erased(*resumed.less)
+        erasure.record_erased(*resumed.erased_counts)
         if self._log_fetched:
             erasure.start_over()
         monitor = StreamMonitor(settings, bounded=self._setup.schema.label.classes is not None)

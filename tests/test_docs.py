@@ -187,11 +187,23 @@ def test_a_page_begins_with_the_question_that_it_answers(page):
     assert first.endswith("?"), first
 
 
+def test_no_heading_of_the_reference_is_there_twice():
+    found = [slug(line.lstrip("#")) for line in PAGES["docs/reference.md"].splitlines() if line.startswith("#")]
+    assert sorted(found) == sorted(set(found))
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if page != "docs/reference.md"])
 def test_prose_fits_120_columns(page):
     """Rows of tables, headings and blocks may be longer; the reference is written by a program."""
     lines = FENCED.sub("", PAGES[page]).splitlines()
     assert [line for line in lines if len(line) > 120 and not line.lstrip().startswith(("|", "#", "!["))] == []
+
+
+def test_the_map_of_the_code_names_what_is_there():
+    packages = "|".join(("anabranch", "serving", "learner", "replay", "ingest", "docs", "tests", "tools"))
+    named = re.findall(rf"`((?:{packages})/[^`\s]*)`", PAGES["CONTRIBUTING.md"])
+    assert len(named) > 50
+    assert [path for path in named if not (ROOT / path).exists()] == []
 
 
 def test_the_index_names_every_page():

