@@ -31,7 +31,6 @@ from ingest.kafka.diagnostics import (
 from ingest.kafka.unreadable import CorruptBatches, most_inflated, unreadable
 
 _PATIENCE = timedelta(seconds=8)
-"""How long `open` tries to reach a broker."""
 
 log = logging.getLogger(__name__)
 
@@ -44,8 +43,10 @@ class ConfluentClient:
     The consumer names a group, since it commits for lag tools, but never joins it.
     """
 
-    def __init__(self, settings: StreamSettings) -> None:
+    def __init__(self, settings: StreamSettings, patience: timedelta = _PATIENCE) -> None:
+        """`patience` is how long `open` tries to reach a broker."""
         self._settings = settings
+        self._patience = patience.total_seconds()
         self._errors: list[KafkaError] = []
         self._consumer: Any = None
         self._metadata = TopicMetadata(settings)
@@ -75,8 +76,8 @@ class ConfluentClient:
                 "error_cb": self._errors.append,
             },
         )
-        reach(self._consumer, settings, self._errors, _PATIENCE.total_seconds())
-        self._metadata.open(_PATIENCE.total_seconds())
+        reach(self._consumer, settings, self._errors, self._patience)
+        self._metadata.open(self._patience)
 
     def partitions(self) -> list[TopicPartition]:
         """All partitions of the topics; while the broker is away, those that existed before."""

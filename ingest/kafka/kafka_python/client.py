@@ -25,7 +25,7 @@ from ingest.kafka.diagnostics import (
     missing_topic,
     unresponsive_message,
 )
-from ingest.kafka.kafka_python.connection import brief, client_options, connect, translated
+from ingest.kafka.kafka_python.connection import PATIENCE, brief, client_options, connect, translated
 from ingest.kafka.kafka_python.dead_letters import KafkaPythonDeadLetters
 from ingest.kafka.kafka_python.records import ReplacedNames, UnreadableError, bound
 from ingest.kafka.unreadable import CorruptBatches, most_inflated, unreadable
@@ -37,8 +37,10 @@ log = logging.getLogger(__name__)
 class KafkaPythonClient:
     """Reads with kafka-python's consumer and writes dead letters with its producer, created with the first letter."""
 
-    def __init__(self, settings: StreamSettings) -> None:
+    def __init__(self, settings: StreamSettings, patience: timedelta = PATIENCE) -> None:
+        """`patience` is how long `open` tries to reach a broker."""
         self._settings = settings
+        self._patience = patience
         self._connections = contextlib.ExitStack()
         self._letters = KafkaPythonDeadLetters(settings)
         self._connections.callback(self._letters.close)
@@ -66,6 +68,7 @@ class KafkaPythonClient:
             auto_offset_reset="none",
             isolation_level=settings.isolation_level,
             allow_auto_create_topics=False,
+            patience=self._patience,
         )
         bound(self._consumer, most_inflated(settings))
         self._connections.callback(self._consumer.close, autocommit=False)
