@@ -1,9 +1,9 @@
 """Python processes with torch and our packages already imported, which saves a test the seconds of each import.
 
 `start` works as `subprocess.Popen` of this Python. A server, one for each worker of the tests, has the packages loaded,
-and forks. A forked process has its own arguments, environment, folder, descriptors and random seeds, and runs its
-module as `__main__`. The ranks, ingest processes and serving workers that it starts are forked too. It ends without
-the destructors of modules.
+and forks. A forked process has its own arguments, environment, folder, descriptors, network namespace and random seeds,
+and runs its module as `__main__`. The ranks, ingest processes and serving workers that it starts are forked too. It
+ends without the destructors of modules.
 
 Where forking is not safe (macOS, CUDA), with another number of threads, and under ANABRANCH_TEST_SPAWN=1, `start` uses
 `subprocess.Popen`. CI runs the tests marked `kafka` that way, so that they start processes as users do.
@@ -81,6 +81,8 @@ _SPARE = 300
 
 _HUGE_PAGE = 2 << 20
 _MADV_COLLAPSE = 25
+_NEW_NETWORK = 0x40000000
+"""CLONE_NEWNET of `setns`."""
 
 _Popen = subprocess.Popen
 _address: str | None = None
@@ -167,8 +169,12 @@ def children(process: Any) -> list[Child]:
 
 def descendants(process: Any) -> list[psutil.Process]:
     """Return all descendants of a process."""
-    direct = [child.process for child in children(process)]
-    return [*direct, *(grandchild for child in direct for grandchild in descendants(child))]
+    found = []
+    for child, *_ in children(process):
+        found.append(child)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found += descendants(child)
+    return found
 
 
 class Forked:
@@ -201,7 +207,8 @@ class Forked:
             self._connection = socket.socket(socket.AF_UNIX)
             self._connection.connect(_address or _server())
             body = json.dumps(request).encode()
-            socket.send_fds(self._connection, [_LENGTH.pack(len(body))], [*given, *request["passed"]])
+            network = stack.enter_context(Path("/proc/thread-self/ns/net").open()).fileno()
+            socket.send_fds(self._connection, [_LENGTH.pack(len(body))], [*given, *request["passed"], network])
             self._connection.sendall(body)
         self.pid = _NUMBER.unpack(_exactly(self._connection, _NUMBER.size))[0]
 
@@ -285,6 +292,8 @@ class ForkingPopen(subprocess.Popen):  # type: ignore[type-arg]
     def __new__(cls, args: Any, **options: Any) -> Any:
         if isinstance(args, list | tuple) and args[0] == sys.executable:
             arguments = [str(each) for each in args[1:]]
+            if arguments[0] == "-u":  # of torchrun
+                del arguments[0]
             named = arguments[arguments[0] == "-P" :][:2]
             if named[:1] == ["-m"] and named[1] in _MODULES:
                 return start(arguments, **options)
@@ -452,7 +461,10 @@ def _become(request: dict[str, Any], given: Sequence[int]) -> None:
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    waiting = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _SPARE) for fd in given]
+    *streams, network = given
+    if os.fstat(network).st_ino != Path("/proc/self/ns/net").stat().st_ino:
+        enter_network(network)
+    waiting = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _SPARE) for fd in streams]
     for fd in given:
         os.close(fd)
     for fd, number in zip(waiting, (0, 1, 2, *request["passed"]), strict=True):
@@ -467,6 +479,12 @@ def _become(request: dict[str, Any], given: Sequence[int]) -> None:
     random.seed()
     np.random.seed()
     sys.argv[1:] = request["arguments"]
+
+
+def enter_network(descriptor: int) -> None:
+    """Take this thread into a network namespace, of which it gets a descriptor; it needs to be root's."""
+    if ctypes.CDLL(None, use_errno=True).setns(descriptor, _NEW_NETWORK):
+        raise OSError(ctypes.get_errno(), "setns")
 
 
 def _run() -> None:
