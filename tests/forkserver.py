@@ -1,9 +1,9 @@
 """Python processes with torch and our packages already imported, which saves a test the seconds of each import.
 
 `start` works as `subprocess.Popen` of this Python. A server, one for each worker of the tests, has the packages loaded,
-and forks. A forked process has its own arguments, environment, folder, descriptors and random seeds, and runs its
-module as `__main__`. The ranks, ingest processes and serving workers that it starts are forked too. It ends without
-the destructors of modules.
+and forks. A forked process has its own arguments, environment, folder, descriptors, network namespace and random seeds,
+and runs its module as `__main__`. The ranks, ingest processes and serving workers that it starts are forked too. It
+ends without the destructors of modules.
 
 Where forking is not safe (macOS, CUDA), with another number of threads, and under ANABRANCH_TEST_SPAWN=1, `start` uses
 `subprocess.Popen`. CI runs the tests marked `kafka` that way, so that they start processes as users do.
@@ -11,6 +11,7 @@ Where forking is not safe (macOS, CUDA), with another number of threads, and und
 
 import atexit
 import contextlib
+import ctypes
 import fcntl
 import functools
 import gc
@@ -30,6 +31,7 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple, NoReturn, TypeAlias
@@ -42,24 +44,45 @@ _ROOT = Path(__file__).parent.parent
 _LENGTH = struct.Struct("!Q")
 _NUMBER = struct.Struct("!i")
 _THREADS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-_MODULES = {"ingest", "learner", "serving", "anabranch.commands.planning.calibrating.synthetic_pipeline"}
+_MODULES = {
+    "anabranch.commands.planning.calibrating.synthetic_pipeline",
+    "anabranch.demo.producer",
+    "ingest",
+    "learner",
+    "serving",
+}
 """Modules that a forked process starts as separate processes, which are forked as well."""
 _LOADED = (
     "torch.distributed.elastic.agent.server.local_elastic_agent",
     "torch.distributed.optim",
     "torch.nn.parallel",
     "anabranch.cli.app",
+    "anabranch.config.loader",
+    "anabranch.runtime.daemon",
+    "anabranch.runtime.supervisor",
+    "encodings.idna",
     "ingest.formats.arrow",
     "ingest.kafka.kafka_python.client",
     "ingest.worker.worker",
+    "learner.distributed.fsdp",
     "learner.distributed.launcher",
     "learner.run_follower",
     "learner.run",
+    "numpy.ma",
+    "serving.fleet.host",
     "serving.http.app",
+    "serving.http.listening_socket",
+    "serving.server",
+    "torch.distributed.pipelining",
 )
 _MOST_DESCRIPTORS = 32
 _SPARE = 300
 """The first number of descriptors that are kept until those that they replace are closed."""
+
+_HUGE_PAGE = 2 << 20
+_MADV_COLLAPSE = 25
+_NEW_NETWORK = 0x40000000
+"""CLONE_NEWNET of `setns`."""
 
 _Popen = subprocess.Popen
 _address: str | None = None
@@ -146,8 +169,12 @@ def children(process: Any) -> list[Child]:
 
 def descendants(process: Any) -> list[psutil.Process]:
     """Return all descendants of a process."""
-    direct = [child.process for child in children(process)]
-    return [*direct, *(grandchild for child in direct for grandchild in descendants(child))]
+    found = []
+    for child, *_ in children(process):
+        found.append(child)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found += descendants(child)
+    return found
 
 
 class Forked:
@@ -180,7 +207,8 @@ class Forked:
             self._connection = socket.socket(socket.AF_UNIX)
             self._connection.connect(_address or _server())
             body = json.dumps(request).encode()
-            socket.send_fds(self._connection, [_LENGTH.pack(len(body))], [*given, *request["passed"]])
+            network = stack.enter_context(Path("/proc/thread-self/ns/net").open()).fileno()
+            socket.send_fds(self._connection, [_LENGTH.pack(len(body))], [*given, *request["passed"], network])
             self._connection.sendall(body)
         self.pid = _NUMBER.unpack(_exactly(self._connection, _NUMBER.size))[0]
 
@@ -264,6 +292,8 @@ class ForkingPopen(subprocess.Popen):  # type: ignore[type-arg]
     def __new__(cls, args: Any, **options: Any) -> Any:
         if isinstance(args, list | tuple) and args[0] == sys.executable:
             arguments = [str(each) for each in args[1:]]
+            if arguments[0] == "-u":  # of torchrun
+                del arguments[0]
             named = arguments[arguments[0] == "-P" :][:2]
             if named[:1] == ["-m"] and named[1] in _MODULES:
                 return start(arguments, **options)
@@ -314,20 +344,48 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
 
 
 def _load() -> None:
-    """Import the packages of the tests, and those that torch imports with the first optimizer and the first ranks."""
+    """Import the packages of the tests, and those that torch imports with the first optimizer and the first ranks.
+
+    The validators of the config are built too, which takes each process 0.1 s.
+    """
     subprocess.Popen = ForkingPopen  # type: ignore[misc]
     gc.disable()
     import torch
 
     for module in _LOADED:
         importlib.import_module(module)
+    from anabranch.core.settings import Section
     from learner.config import OptimizerSettings
     from learner.training.optimizers import build_optimizer
 
     build_optimizer(OptimizerSettings(), [torch.nn.Parameter(torch.zeros(1))])
+    for section in _descendants_of(Section):
+        section.model_rebuild()
+    # torch would take all operators of its libraries out of its tables, of which each forked process has its own copy.
+    for finalizer in [*weakref.finalize._registry]:  # type: ignore[attr-defined]
+        finalizer.atexit = False
     # The last collection of each forked process would take half a second, and copy the memory of all modules.
     gc.freeze()
     gc.enable()
+    _collapse()
+
+
+def _descendants_of(kind: type) -> list[Any]:
+    return [each for child in kind.__subclasses__() for each in (child, *_descendants_of(child))]
+
+
+def _collapse() -> None:
+    """Collapse the memory of this process into huge pages: a fork then copies a few hundred entries, not 70,000.
+
+    Kernels before 6.1 refuse, which costs each fork 20 ms.
+    """
+    madvise = ctypes.CDLL(None).madvise
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, access, *_, name = [*line.split(maxsplit=5), ""][:6]
+        begin, end = (int(address, 16) for address in addresses.split("-"))
+        begin, end = -(-begin // _HUGE_PAGE) * _HUGE_PAGE, end // _HUGE_PAGE * _HUGE_PAGE
+        if access == "rw-p" and name in ("", "[heap]") and begin < end:
+            madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _MADV_COLLAPSE)
 
 
 class _Served(NamedTuple):
@@ -403,7 +461,10 @@ def _become(request: dict[str, Any], given: Sequence[int]) -> None:
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    waiting = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _SPARE) for fd in given]
+    *streams, network = given
+    if os.fstat(network).st_ino != Path("/proc/self/ns/net").stat().st_ino:
+        enter_network(network)
+    waiting = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _SPARE) for fd in streams]
     for fd in given:
         os.close(fd)
     for fd, number in zip(waiting, (0, 1, 2, *request["passed"]), strict=True):
@@ -418,6 +479,12 @@ def _become(request: dict[str, Any], given: Sequence[int]) -> None:
     random.seed()
     np.random.seed()
     sys.argv[1:] = request["arguments"]
+
+
+def enter_network(descriptor: int) -> None:
+    """Take this thread into a network namespace, of which it gets a descriptor; it needs to be root's."""
+    if ctypes.CDLL(None, use_errno=True).setns(descriptor, _NEW_NETWORK):
+        raise OSError(ctypes.get_errno(), "setns")
 
 
 def _run() -> None:

@@ -4,8 +4,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +14,7 @@ import pytest
 
 from anabranch.runtime.embedded_broker import free_port
 from learner.state_dir.version import Versions
+from tests import forkserver
 from tests.faults.pipeline import POLL_SECONDS, Pipeline, make_topic, send
 from tests.faults.serving_kills import TEXT, Clients, ready
 from tests.pipelines import LINEAR, adds_up, encoded, events, total
@@ -29,8 +28,8 @@ class Started:
     def __init__(self, pipeline: Pipeline, *command: str) -> None:
         self._log = pipeline.folder / "commands.log"
         with self._log.open("ab") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "anabranch", *command, "-c", str(pipeline.path)],
+            self.process = forkserver.start(
+                ["-m", "anabranch", *command, "-c", str(pipeline.path)],
                 stdout=output,
                 stderr=output,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -39,8 +38,7 @@ class Started:
 
     def family(self) -> list[psutil.Process]:
         """Return its process and all descendants."""
-        this = psutil.Process(self.process.pid)
-        return [this, *this.children(recursive=True)]
+        return [psutil.Process(self.process.pid), *forkserver.descendants(self.process)]
 
     def until(self, poll: Callable[[], Any], what: str, patience: float = 100.0) -> Any:
         """Return the first true value of `poll`; fail if the command ends first."""
@@ -141,11 +139,8 @@ def test_a_standby_continues_when_the_learner_is_killed(
         return report is not None and total(report) == rows
 
     def standby() -> list[int]:
-        pids = []
-        for process in parts.family():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                pids += [process.pid] if "--standby" in process.cmdline() else []
-        return pids
+        children = forkserver.children(parts.process)
+        return [child.process.pid for child in children if "--standby" in child.arguments]
 
     send(kafka.bootstrap, topic, encoded(events(300)))
     parts.until(lambda: trained(300), "an outcome for each event")

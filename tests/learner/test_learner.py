@@ -181,16 +181,16 @@ def test_a_deterministic_run_that_was_killed_and_stopped_ends_with_the_same_weig
     topic = make_topic(partitions=3)
     config = pipeline(kafka.bootstrap, topic, model=SLOW)
     dice = random.Random(0)
-    for partition, count in enumerate((5000, 2000, 600)):
+    for partition, count in enumerate((2600, 1000, 400)):
         values = [{"x": [dice.gauss(0, 1) for _ in range(3)], "y": dice.randrange(3)} for _ in range(count)]
         produce(kafka.bootstrap, topic, values, partition=partition)
     environment = {
         "ANABRANCH__LEARNER__DETERMINISTIC": "true",
-        "ANABRANCH__CHECKPOINTS__EVERY": "500ms",
+        "ANABRANCH__CHECKPOINTS__EVERY": "250ms",
         "ANABRANCH__REPLAY__CAPACITY": "500",
         "ANABRANCH__GATE__HOLDOUT_FRACTION": "0",
     }
-    steps = 7600 // 16
+    steps = 4000 // 16
     learner = start(config, **environment)
     learner.wait_for(lambda each: each.steps == steps, patience=200)
     assert learner.stop() == 0

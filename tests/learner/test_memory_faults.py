@@ -28,7 +28,7 @@ from replay.tiers import device_rows, memory
 from tests.learner import learner_bench
 from tests.learner.learner_bench import ROWS, LearnerBench, small_model
 
-BLOCKS = 6
+BLOCKS = 4
 OOM = "CUDA out of memory. Tried to allocate 2.00 MiB"
 TRAINED = [offset for offset in range(BLOCKS * ROWS) if offset % ROWS != 5]
 MakeBench = Callable[..., LearnerBench]

@@ -1,7 +1,6 @@
 """Hosts as network namespaces of Linux, each with an address, on one bridge. Needs root and the program `ip`."""
 
 import contextlib
-import ctypes
 import os
 import subprocess
 import sys
@@ -10,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.forkserver import enter_network
 from tests.support.processes import skip_or_fail
 
-_NEW_NETWORK = 0x40000000
-"""CLONE_NEWNET of `setns`."""
 _PROGRAM = "ip"
 
 
@@ -51,11 +49,11 @@ class NetworkOfHosts:
         """Be on a host: for sockets, threads and processes that this thread makes in the block."""
         with Path("/proc/thread-self/ns/net").open() as before:
             with Path(f"/var/run/netns/{self._name(host)}").open() as there:
-                _enter(there.fileno())
+                enter_network(there.fileno())
             try:
                 yield
             finally:
-                _enter(before.fileno())
+                enter_network(before.fileno())
 
     def _name(self, host: int) -> str:
         return f"{self._prefix}-{host}"
@@ -74,8 +72,3 @@ def network_of_hosts(stack: contextlib.ExitStack, hosts: int) -> NetworkOfHosts:
 
 def _ip(*arguments: str) -> None:
     subprocess.run([_PROGRAM, *arguments], check=True, capture_output=True, text=True)
-
-
-def _enter(descriptor: int) -> None:
-    if ctypes.CDLL(None, use_errno=True).setns(descriptor, _NEW_NETWORK):
-        raise OSError(ctypes.get_errno(), "setns")

@@ -80,7 +80,7 @@ class Host:
             shutil.copy(config.parent / name, folder / name)
         self.state_dir, self._config, self._inside = folder / "var", folder / "pipeline.toml", inside
         self._path = folder / "log"
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: Any = None
 
     def start(self, options: Mapping[str, object], ranks: int = 2, **environment: str) -> None:
         """Start it by the command of the guide, with other `options`."""
@@ -89,10 +89,10 @@ class Host:
         changes = {**options, "--nproc-per-node": ranks, "-c": self._config}
         assert not changes.keys() - set(words)
         words = [str(changes.get(before, word)) for before, word in pairwise(["", *words])]
-        command = [sys.executable, "-m", "torch.distributed.run", *words]
+        command = ["-m", "torch.distributed.run", *words]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd()), **environment}
         with self._inside(), self._path.open("ab") as output:
-            self.process = subprocess.Popen(command, stderr=output, env=environment)
+            self.process = forkserver.start(command, stderr=output, env=environment)
 
     @property
     def log(self) -> str:
@@ -100,10 +100,10 @@ class Host:
         return self._path.read_text()
 
     @property
-    def ranks(self) -> list[psutil.Process]:
+    def ranks(self) -> list[forkserver.Child]:
         """Its ranks."""
         assert self.process is not None
-        return psutil.Process(self.process.pid).children()
+        return forkserver.children(self.process)
 
     def wait_for(self, condition: Callable[[LearnerReport], Any]) -> LearnerReport:
         """Return the first report of its rank 0 that satisfies a condition."""
@@ -130,7 +130,7 @@ class Host:
     def close(self) -> None:
         """SIGKILL it and its ranks."""
         if self.process is not None and self.process.poll() is None:
-            for process in [*self.ranks, psutil.Process(self.process.pid)]:
+            for process in [*(rank.process for rank in self.ranks), psutil.Process(self.process.pid)]:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
             self.process.wait()
@@ -192,11 +192,11 @@ def test_a_host_may_be_cut_off_or_killed_and_come_back_and_every_event_is_learne
         start(0, 1)
         learn()
         ranks = [rank for host in hosts for rank in host.ranks]
-        assert {rank.environ()["WORLD_SIZE"] for rank in ranks} == {"4"}
+        assert {rank.environment["WORLD_SIZE"] for rank in ranks} == {"4"}
         assert len(ranks) == 4
         network.cut_off(1)
         assert [host.ended(PATIENCE_SECONDS) for host in hosts] == [1, 1]
-        assert psutil.wait_procs(ranks, PATIENCE_SECONDS)[1] == []
+        assert psutil.wait_procs([rank.process for rank in ranks], PATIENCE_SECONDS)[1] == []
         assert "another rank is gone: " in hosts[0].log
         assert "another rank is gone: " in hosts[1].log
         assert [host.log.count("Traceback") for host in hosts] == [1, 1], (
@@ -212,7 +212,7 @@ def test_a_host_may_be_cut_off_or_killed_and_come_back_and_every_event_is_learne
         network.restore(1)
         start(0, 1)
         learn()
-        assert {rank.environ()["WORLD_SIZE"] for host in hosts for rank in host.ranks} == {"4"}
+        assert {rank.environment["WORLD_SIZE"] for host in hosts for rank in host.ranks} == {"4"}
 
         hosts[1].close()
         assert hosts[0].ended(PATIENCE_SECONDS) == 1
@@ -252,7 +252,7 @@ def test_a_tensor_group_of_torchrun_stops_in_order_and_one_process_goes_on_from_
         ranks = host.ranks
         host.stop()
         assert host.ended(PATIENCE_SECONDS) == 1  # as always with a signal
-        assert psutil.wait_procs(ranks, PATIENCE_SECONDS)[1] == []
+        assert psutil.wait_procs([rank.process for rank in ranks], PATIENCE_SECONDS)[1] == []
     checkpoints = Checkpoints(host.state_dir / "checkpoints", "", 0)
     newest = checkpoints.latest()
     assert newest is not None
