@@ -24,7 +24,7 @@ from learner.config import (
     VersionsSettings,
 )
 from learner.device_health.config import DeviceSettings
-from learner.device_health.sniff_test import SniffTest, time_product
+from learner.device_health.sniff_test import SniffTest
 from learner.device_health.start import start_watch
 from learner.device_health.watch import HealthWatch
 from learner.device_sharing.sharing import DeviceSharing, DeviceSharingSpec
@@ -61,7 +61,7 @@ from learner.state_dir.checkpoint import Checkpoint
 from learner.state_dir.version import Versions, reference_to
 from learner.strategies.base import Strategy
 from learner.strategies.early_negatives import check_early
-from learner.strategies.registry import build_strategy
+from learner.strategies.registry import STRATEGIES, build_strategy
 from learner.strategies.teacher_loss import TeacherLoss, kept_outputs
 from learner.stream.lag import LagPolicy
 from learner.stream.partition_ledger import PartitionLedger
@@ -223,7 +223,7 @@ def build_embedding_source(
     """
     compared = {replay.admission, replay.sampling} & COMPARING
     embedding: Embeddings | None = None
-    if not (strategy.embeds or (strategy.replays and compared)):
+    if not (STRATEGIES[strategy.name].embeds or (strategy.replays and compared)):
         return None
     if settings.embedding:
         embedding = Embedding(model, settings.embedding)
@@ -267,6 +267,8 @@ def build_publisher(
     check: Callable[[], None],
     before_chunk: Callable[[], object],
     fleet: FleetWatch | None = None,
+    undone: int = 0,
+    while_appearing: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
 ) -> Publisher:
     """Return the publisher with its quality gate, which copies the model.
 
@@ -279,6 +281,7 @@ def build_publisher(
         check: called before each version is scored and written.
         before_chunk: called before each chunk of scoring; waits while requests need the device.
         fleet: the servers on other hosts; None without an object store.
+        undone, while_appearing: of `Publisher`.
     """
     versions.clean()
     reference = reference_to(deployment.model)
@@ -291,14 +294,13 @@ def build_publisher(
             count=lambda outcome: metrics.canary_verdicts.labels(outcome).inc(),
             stored=_versions_in(deployment.storage, versions.path),
         )
-    settings = deployment.versions
-    publisher = Publisher(
-        *(versions, settings, reference, setup.schema, scorer, gate, generation, metrics, check),
-        fleet=fleet,
-        canary=canary,
+    return Publisher(
+        *(versions, deployment.versions, reference, setup.schema, scorer, gate, generation, metrics, check),
+        *(fleet, canary),
+        origin_of(deployment.settings_of_weights, deployment.model, deployment.seed, setup.device),
+        undone,
+        while_appearing,
     )
-    publisher.origin = origin_of(deployment.settings_of_weights, deployment.model, deployment.seed, setup.device)
-    return publisher
 
 
 def build_registrar(
@@ -364,7 +366,7 @@ def build_late_labels(
     join = open_join(options, setup.schema, setup.output_shape, folder, found, first=first)
     predictor = EventTimePredictor(
         *(setup.model, setup.task, setup.schema, setup.device, setup.precision, setup.output_shape),
-        before_chunk=lambda: trainer.staging.before_chunk(),
+        before_chunk=trainer.staging.before_chunk,
     )
     return LateLabels(
         *(join, settings, deployment.gate.hold_out(deployment.seed), predictor, lag),
@@ -400,9 +402,7 @@ def watch_health(
         if sharing is not None:  # the sniff test yields as a micro-batch does
             sharing.yield_to_serving(0)
             sharing.pause()
-        if isinstance(trainer, Leader):
-            return trainer.sniff()
-        return {str(trainer.device): time_product(trainer.device)}
+        return trainer.sniff()
 
     devices = [trainer.device] if ranks == 1 else devices_of_host(trainer.device, deployment.learner)
     sniff = SniffTest(measure, deployment.device.sniff_deviation)

@@ -17,7 +17,7 @@ from learner.sections.teacher import IMPORT_STRING, Factory, TeacherSettings
 
 _HOLDOUT_SALT = 0x5F3759DF
 WITHOUT_REPLAY = frozenset({"none", "ewc", "lwf", "slda", "ncm", "experts", "progressive"})
-"""The strategies that replay no old events."""
+"""The strategies that replay no old events, as their classes say too: here without torch, for a config's checks."""
 TASK_NAMES = ("classification", "multilabel", "regression", "token-classification")
 """The tasks that come with the learner."""
 _LEARNER_MEMORY = 0.7
@@ -113,11 +113,6 @@ class StrategySettings(BaseModel):
     def keeps_output(self) -> bool:
         """Whether the store keeps the model's output with each event."""
         return self.name in {"der", "der++"}
-
-    @property
-    def embeds(self) -> bool:
-        """Whether it works on the model's embedding."""
-        return self.name in {"slda", "ncm"}
 
 
 def _named(value: object) -> object:

@@ -75,7 +75,7 @@ class TrainingLoop:
         self._traced = False
         self._lr_factor = 1.0
         self.non_finite = NonFiniteSteps(metrics.learner.non_finite)
-        queues = parts.publisher.raised, parts.replay.raised
+        queues = parts.publisher.scoring.raised, parts.replay.raised
         self.raising_events = RaisingEvents(self.state, parts.replay, parts.holdout, queues, metrics.learner.raised)
         self.raised = self.raising_events.raised
 
@@ -192,7 +192,10 @@ class TrainingLoop:
             self.count()
 
     def _fitting(self, work: Callable[[], _T], *, repeatable: bool = True, undone: bool = True) -> _T:
-        """Return the result of `work`, which `MemoryRetry` repeats where it runs out of memory."""
+        """Return the result of `work`, which `MemoryRetry` repeats where it runs out of memory.
+
+        The first attempt is made here: in `MemoryRetry` a step would hop between modules seven times more.
+        """
         try:
             return work()
         except Exception as exc:

@@ -145,7 +145,7 @@ class Reporter:
 
     def _report(self, store: Store | None) -> LearnerReport:
         loop, parts, publisher = self._loop, self._parts, self._parts.publisher
-        windows, rates, lag_time = self._windows(), self._rates(), parts.source.ends_time
+        scoring, windows, rates, lag_time = publisher.scoring, self._windows(), self._rates(), parts.source.ends_time
         return LearnerReport(
             pid=os.getpid(),
             launcher=self._launcher,
@@ -175,9 +175,9 @@ class Reporter:
             error={} if self._classification else _errors(windows),
             loss=self._losses(),
             window_rows=loop.monitor.prequential.window,
-            classes=dict(publisher.evaluation.classes),
-            groups=dict(publisher.evaluation.groups) if self._classification else _errors(publisher.evaluation.groups),
-            forgetting=publisher.retention.forgetting,
+            classes=dict(scoring.evaluation.classes),
+            groups=dict(scoring.evaluation.groups) if self._classification else _errors(scoring.evaluation.groups),
+            forgetting=scoring.retention.forgetting,
             drifts=loop.monitor.drift.count,
             drift_step=loop.monitor.drift.step,
             search=parts.trainer.search_report,
@@ -216,8 +216,8 @@ class Reporter:
     def _windows(self) -> dict[str, float]:
         """Mean scores: of new events before training on them, and of the holdout set."""
         publisher, prequential = self._parts.publisher, self._loop.monitor.prequential
-        windows = {name: score for name, score in publisher.evaluation.windows.items() if name in _WINDOWS}
-        windows |= publisher.retention.windows
+        windows = {name: score for name, score in publisher.scoring.evaluation.windows.items() if name in _WINDOWS}
+        windows |= publisher.scoring.retention.windows
         if prequential.mean is not None and prequential.overall is not None:
             windows |= {"now": prequential.mean, "overall": prequential.overall}
         return windows

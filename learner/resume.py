@@ -50,7 +50,7 @@ class ResumePoint:
         found: the number of the checkpoint, and the checkpoint; None if there is none.
         contents: the checkpoint's snapshot of the store.
         segments: the files of the snapshot.
-        less: numbers of events that were erased since, and are left out: of the store, and of the holdout set.
+        erased_counts: numbers of events that were erased since, and are left out: of the store, and of the holdout set.
         first: whether no checkpoint names an event of the store, so that its files are not needed.
     """
 
@@ -58,7 +58,7 @@ class ResumePoint:
     found: tuple[int, Checkpoint] | None
     contents: StoreSnapshot | None
     segments: Sequence[Segment]
-    less: tuple[int, int]
+    erased_counts: tuple[int, int]
     first: bool
 
     @classmethod
@@ -71,14 +71,14 @@ class ResumePoint:
         number, complete = found
         check_age(number, complete, written)
         check_base(checkpoints, number, complete)
-        checkpoint, less = without_erased(complete, written.erased)
+        checkpoint, erased_counts = without_erased(complete, written.erased)
         contents, segments = unpack(checkpoint) or (None, ())
         return cls(
             checkpoints,
             (number, checkpoint),
             contents,
             segments,
-            less,
+            erased_counts,
             first=checkpoint.begins and checkpoints.numbers() == [number],
         )
 

@@ -36,6 +36,7 @@ from learner.distributed.mesh import num_row_groups
 from learner.distributed.process_group import RankAssignment
 from learner.errors import StoppedEarlyError
 from learner.evaluation.holdout import HoldoutSet
+from learner.late_labels import LateLabels
 from learner.loop import Task, TrainingLoop
 from learner.loop_parts.loop_state import LoopComponents, LoopMetrics
 from learner.metrics import LearnerMetrics
@@ -238,10 +239,11 @@ class Learner:
                 self._metrics.learner.device_sharing_wait,
             )
         )
-        hooks = step_hooks(self._sharing, stack.enter_context(confined(deployment.device_sharing.settings, device)))
+        launch_context = stack.enter_context(confined(deployment.device_sharing.settings, device))
         before_chunk = self._before_chunk = stack.enter_context(
             background_yield(deployment.device_sharing, deployment.state_dir, device, self._stop)
         )
+        hooks = step_hooks(self._sharing, launch_context, before_chunk)
         with state_errors(f"the frozen weights of the model cannot be written to {deployment.state_dir}"):
             self._base = write_base(bases_in(deployment.state_dir), self._setup.model)
         versions = stored_versions(deployment.state_dir, self._storage, self._raise_if_stopped, self._base)
@@ -254,15 +256,13 @@ class Learner:
             lambda: build_publisher(
                 *(deployment, versions, self._setup, self._generation),
                 *(self._metrics.learner, self._check, before_chunk, self._fleet),
+                self._undone.number,
+                self._undo_watch.excluded if self._storage is None else contextlib.nullcontext,
             )
         )
         self._registrar = build_registrar(deployment, versions, self._metrics.learner, self._fleet)
-        self._publisher.undone = self._undone.number
-        if self._storage is None:
-            self._publisher.while_appearing = self._undo_watch.excluded
         rows = assignment.rows if assignment is not None else None
         self._trainer = build_trainer(self._setup, channel, hooks, rows, deployment)
-        self._trainer.staging.before_chunk = before_chunk
         if self._sharing is not None:
             self._sharing.attach(self._trainer.model, self._ranks)
 
@@ -342,7 +342,6 @@ class Learner:
         deployment, metrics, settings = self._deployment, self._metrics, self._deployment.learner
         self._store = store
         holdout = HoldoutSet(self._setup.schema, deployment.gate.holdout_rows)
-        checkpointer = self._build_checkpointer(resumed, store, checkpoints)
         keyed = deployment.events.key is not None
         unlabelled = deployment.stream.unlabelled == "distil"
         lag = LagPolicy(
@@ -357,8 +356,8 @@ class Learner:
             *(deployment, self._setup, self._trainer, lag, resumed.found), first=resumed.first, ranks=self._row_groups
         )
         if late is not None:
-            checkpointer.label_join = late.join
             self._stack.callback(late.join.close)
+        checkpointer = self._build_checkpointer(resumed, store, checkpoints, late)
         self._open_mirror(written)
         erasure = Erasure(
             *(written, checkpoints, deployment.state_dir / "replay" / RANK, store, holdout, checkpointer, late),
@@ -366,7 +365,7 @@ class Learner:
             has_history=deployment.stream.backfill is not None,
             mirror=self._mirror,
         )
-        erasure.record_erased(*resumed.less)
+        erasure.record_erased(*resumed.erased_counts)
         if self._log_fetched:
             erasure.start_over()
         monitor = StreamMonitor(settings, bounded=self._setup.schema.label.classes is not None)
@@ -394,13 +393,14 @@ class Learner:
             record_mode(deployment.state_dir, self._storage.checkpoints.bucket.url if self._storage.only else None)
 
     def _build_checkpointer(
-        self, resumed: ResumePoint, store: BackgroundStore | None, checkpoints: Checkpoints
+        self, resumed: ResumePoint, store: BackgroundStore | None, checkpoints: Checkpoints, late: LateLabels | None
     ) -> Checkpointer:
         with away_is_dependency(_AWAY.format(checkpoints.location)):
             return Checkpointer(
                 *(checkpoints, self._deployment.checkpoints, store, self._metrics.learner),
                 segments=resumed.segments,
                 check=self._check,
+                label_join=None if late is None else late.join,
                 after_prune=self._prune_bases,
                 deleting=self._undo_watch.excluded,
             )

@@ -1,10 +1,11 @@
 """The section `[serving]` of `pipeline.toml`. Imports no web framework and no torch."""
 
+import re
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import ByteSize, Field, SecretStr, model_validator
+from pydantic import AfterValidator, ByteSize, Field, SecretStr, model_validator
 
 from anabranch.core.durations import Duration, PositiveDuration
 from anabranch.core.errors import SettingsError
@@ -14,6 +15,14 @@ from learner.object_storage.config import StorageSettings
 
 RequestLogLevel = Literal["none", "errors", "all"]
 PrecisionName = Literal["fp32", "tf32", "bf16", "fp16"]
+LinkName = Annotated[str, Field(min_length=1, max_length=40)]
+
+
+def _of_the_web(address: str) -> str:
+    """Return the address; a browser would run the code of one that begins with `javascript:`."""
+    if not re.fullmatch(r"https?://\S+", address):
+        raise ValueError("it must begin with http:// or https://, and have no space")
+    return address
 
 
 class Tokens(Section):
@@ -84,6 +93,8 @@ class ServingSettings(Section):
     worse; 0: all serve it at once. Needs `[storage]`, in the learner's config too."""
     baseline: str = ""
     """State directory, relative to this file, of a baseline pipeline whose accuracy the dashboard also plots."""
+    links: Annotated[dict[LinkName, Annotated[str, AfterValidator(_of_the_web)]], Field(max_length=8)] = {}
+    """Links in the dashboard's head: the text of each, and its address. For example the docs, and Grafana."""
     request_log: RequestLogLevel = "errors"
     """Requests that are logged, one JSON object a line, at most a hundred a second: `none`, `errors` (statuses from 500
     on) or `all`."""

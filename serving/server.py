@@ -142,7 +142,8 @@ class _Process:
                 *(self._deployment, self._settings, self._swap, batcher, self._shadow, self._worker, self._bugs)
             )
             self._batcher = batcher
-            self._overview = Overview(self._deployment, self._swap, self._settings.baseline, self._worker)
+            baseline, links = self._settings.baseline, self._settings.links
+            self._overview = Overview(self._deployment, self._swap, baseline, self._worker, links)
             bodies = BodyReader(self._settings)
             app = build_app(self._service, self._settings, self._metrics, self._overview, self._report, bodies)
             http = HttpServer(app, self._settings, self._deployment.folder, shared=self._worker is not None)

@@ -181,7 +181,7 @@ KEYS_ADDED = words("""
     search.challengers search.share search.space search.promote search.measure
     serving.max_queue serving.max_body_bytes serving.max_held_bytes serving.timeout serving.device
     serving.baseline serving.request_log serving.workers serving.shadow serving.precision serving.graphs
-    serving.grpc_port serving.versions_from serving.drain serving.canary
+    serving.grpc_port serving.versions_from serving.drain serving.canary serving.links
     device_sharing.fraction device_sharing.yield_at
     device_sharing.stream_priority device_sharing.mps_percentage device_sharing.sms device_sharing.memory
     replay.half_life replay.device_memory
@@ -340,7 +340,6 @@ def test_no_folder_holds_more_than_a_reader_takes_in():
 LONG_FILES = {
     "anabranch/commands/status.py",
     "learner/build.py",
-    "learner/labels/label_join.py",
     "learner/run.py",
     "learner/state_dir/checkpoint.py",
 }

@@ -58,6 +58,8 @@ PAGES |= {
     path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
     for path in sorted(ROOT.glob("examples/**/*.md"))
 }
+INDEXES = {name for name in PAGES if re.match(r"docs/(README|adr/\d+)", name)}
+"""Pages that answer no question: the table of all pages, and records of decisions."""
 SOURCES = "\n".join(
     path.read_text(encoding="utf-8")
     for package in ("anabranch", "serving", "learner", "replay", "ingest")
@@ -175,6 +177,32 @@ def test_no_blank_line_is_within_a_table(page):
     parts = FENCED.sub("", PAGES[page]).split("\n\n")
     tables = [part.splitlines() for part in parts if part.startswith("|")]
     assert [table[0] for table in tables if len(table) < 2 or not re.fullmatch(r"[|: -]+", table[1])] == []
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("docs/") and page not in INDEXES], ids=str)
+def test_a_page_begins_with_the_question_that_it_answers(page):
+    _, _, text = PAGES[page].partition("\n\n")
+    first = re.split(r"(?<=[.?!])\s", re.sub(r"`[^`]*`", "name", text.partition("\n\n")[0]))[0]
+    assert first.endswith("?"), first
+
+
+def test_no_heading_of_the_reference_is_there_twice():
+    found = [slug(line.lstrip("#")) for line in PAGES["docs/reference.md"].splitlines() if line.startswith("#")]
+    assert sorted(found) == sorted(set(found))
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "docs/reference.md"])
+def test_prose_fits_120_columns(page):
+    """Rows of tables, headings and blocks may be longer; the reference is written by a program."""
+    lines = FENCED.sub("", PAGES[page]).splitlines()
+    assert [line for line in lines if len(line) > 120 and not line.lstrip().startswith(("|", "#", "!["))] == []
+
+
+def test_the_map_of_the_code_names_what_is_there():
+    packages = "|".join(("anabranch", "serving", "learner", "replay", "ingest", "docs", "tests", "tools"))
+    named = re.findall(rf"`((?:{packages})/[^`\s]*)`", PAGES["CONTRIBUTING.md"])
+    assert len(named) > 50
+    assert [path for path in named if not (ROOT / path).exists()] == []
 
 
 def test_the_index_names_every_page():

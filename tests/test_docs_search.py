@@ -50,14 +50,45 @@ def tab(browser: Any) -> Iterator[Any]:
     tab.close()
 
 
+def found(tab: Any, site: str, typed: str) -> list[str]:
+    """Return the titles of the first five results: pages, each followed by its sections."""
+    tab.goto(f"{site}/index.html")
+    tab.evaluate("document.querySelector('#__search').click()")
+    tab.fill(BOX, typed)
+    tab.press(BOX, "End")  # the page listens to keys
+    tab.wait_for_selector(RESULTS, state="attached", timeout=60_000)
+    titles = "links => links.slice(0, 5).map(link => link.querySelector('h1, h2')?.textContent ?? '')"
+    return list(tab.eval_on_selector_all(RESULTS, titles))
+
+
+@pytest.mark.parametrize(
+    ("typed", "heading"),
+    [
+        ("no Kafka broker can be reached at localhost:9092", "no Kafka broker can be reached at ...: ..."),
+        # Names in quotation marks are left out, as docs/README.md asks: pages with examples are full of them.
+        ("topic does not exist on localhost:9092; create it", 'topic "..." does not exist on ...; create it, ...'),
+        (
+            "serving.port = 8000 is taken on 127.0.0.1: stop the program that has it",
+            "serving.port = ... is taken on ...: stop the program that has it, ...",
+        ),
+        ("checkpoint 12 was made under another [schema]", "checkpoint ... was made under another [schema]"),
+        (
+            "no version has passed the gate since 14:02",
+            "no version has passed the gate since ...: ...; promote one, or check the events since then",
+        ),
+        ("another learner is at work in /home/you/parcels/var", "another learner is at work in ..."),
+        ("no module named my_model", "no module named ..."),
+    ],
+)
+def test_the_first_result_of_a_common_error_is_its_fix(tab: Any, site: str, typed: str, heading: str) -> None:
+    assert found(tab, site, typed)[:2] == ["Troubleshoot", heading]
+
+
 @pytest.mark.parametrize(
     ("typed", "expected"),
     [
         ("the Kafka broker at localhost:9092 does not answer", "the Kafka broker at ... does not answer"),
-        ("another learner is at work in /home/you/parcels/var", "another learner is at work in ..."),
         ("no version can be served yet", "no version can be served yet"),
-        ("checkpoint 12 was made under another [schema]", "checkpoint ... was made under another [schema]"),
-        ("no module named my_model", "no module named ..."),
         ("the model has no parameters that require a gradient", "the model has no parameters that require a gradient"),
         ("restore a checkpoint", "How do I restore a checkpoint?"),
         ("GDPR delete customer", "How do I erase a person's data (GDPR)?"),
@@ -65,10 +96,4 @@ def tab(browser: Any) -> Iterator[Any]:
     ],
 )
 def test_what_is_typed_leads_to_its_answer(tab: Any, site: str, typed: str, expected: str) -> None:
-    tab.goto(f"{site}/index.html")
-    tab.evaluate("document.querySelector('#__search').click()")
-    tab.fill(BOX, typed)
-    tab.press(BOX, "End")  # the page listens to keys
-    tab.wait_for_selector(RESULTS, state="attached", timeout=60_000)
-    titles = "links => links.slice(0, 5).map(link => link.querySelector('h1, h2')?.textContent ?? '')"
-    assert expected in tab.eval_on_selector_all(RESULTS, titles)
+    assert expected in found(tab, site, typed)

@@ -35,6 +35,7 @@ from ingest.reader.hang_detector import HangDetector
 from ingest.worker.stalled_partitions import StallDetector
 from learner.adaptation.drift import Drift
 from learner.adaptation.replay_ratio import AdaptiveReplayRatio, ScoreSum
+from learner.checkpointing.checkpoint_pruning import CheckpointPruning
 from learner.checkpointing.tombstones import Tombstones
 from learner.config import DriftSettings, GateSettings, ModelSettings, VersionsSettings
 from learner.evaluation.holdout import HoldoutSet
@@ -250,7 +251,7 @@ def checkpoints(year: Year) -> Driven:
         if tick % 3 == 2:
             checkpoints._storage.folder(tick + 1).write("rank-0/model.safetensors", [b"damaged"])
             checkpoints.newest()
-        checkpoints.prune(2)
+        CheckpointPruning(checkpoints, 2).prune()
 
     return Driven(checkpoints, checkpoint)
 

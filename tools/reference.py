@@ -27,7 +27,7 @@ from serving.metrics import ServingMetrics
 _HEAD = """\
 # Reference
 
-All settings, commands, metrics and files. This page is generated from the code by
+Which settings, commands, metrics and files are there? This page has all of them, generated from the code by
 `python -m tools.reference > docs/reference.md`.
 
 - [pipeline.toml](#pipelinetoml)
@@ -187,10 +187,12 @@ def shown(text: str | None) -> str:
     return _line(text).replace("\\[", "[")
 
 
-def _sections(path: str, model: type[BaseModel], meaning: str | None = None) -> Iterator[str]:
+def _sections(path: str, model: type[BaseModel], meaning: str | None = None, *, one_of: bool = False) -> Iterator[str]:
+    """Yield a section and those within it; where it is one of several of a path, its heading has its first key."""
     if path:
-        yield f"\n### [{path}]\n\n{_line(meaning or model.__doc__)}\n"
-    inside: list[tuple[str, type[BaseModel], str | None]] = []
+        key = f" with `{next(iter(documented_fields(model)))}`" if one_of else ""
+        yield f"\n### [{path}]{key}\n\n{_line(meaning or model.__doc__)}\n"
+    inside: list[tuple[str, type[BaseModel], str | None, bool]] = []
     rows = []
     for name, field in documented_fields(model).items():
         key = field.alias or name
@@ -201,11 +203,14 @@ def _sections(path: str, model: type[BaseModel], meaning: str | None = None) -> 
             )
         # What several fields share says nothing of each.
         meaning = field.description if inner == [FieldSettings] else None
-        inside += [(f"{path}.{key}{'.NAME' if many else ''}".lstrip("."), section, meaning) for section in inner]
+        inside += [
+            (f"{path}.{key}{'.NAME' if many else ''}".lstrip("."), section, meaning, len(inner) > 1)
+            for section in inner
+        ]
     if rows:
         yield from _table(("key", "value", "default", "meaning"), rows)
-    for where, section, meaning in inside:
-        yield from _sections(where, section, meaning)
+    for where, section, meaning, one_of in inside:
+        yield from _sections(where, section, meaning, one_of=one_of)
 
 
 def _properties() -> Iterator[str]:

@@ -42,17 +42,17 @@ def open_file(path: Path, flags: int = os.O_RDONLY) -> int:
     return descriptor
 
 
-def read_file(path: Path, most: int | None = None) -> bytes:
+def read_file(path: Path, limit: int | None = None) -> bytes:
     """Return the contents of a regular file.
 
     Raises:
-        DamagedError: it is no regular file, or has more than `most` bytes.
+        DamagedError: it is no regular file, or has more than `limit` bytes.
         OSError: it cannot be read; FileNotFoundError where it is missing.
     """
     with os.fdopen(open_file(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
-        if most is not None and size > most:
-            raise DamagedError(f"{path} has {size} bytes, more than {most}")
+        if limit is not None and size > limit:
+            raise DamagedError(f"{path} has {size} bytes, more than {limit}")
         try:
             return file.read(size)
         except OSError as exc:

@@ -4,7 +4,6 @@ import sys
 import time
 from collections import deque
 from pathlib import Path
-from types import TracebackType
 from typing import Protocol, Self
 
 from rich.console import Console, Group, RenderableType
@@ -28,9 +27,7 @@ class Display(Protocol):
 
     def __enter__(self) -> Self: ...
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
 
     def show(self, figures: DemoSnapshot) -> None:
         """Show the figures of this moment; called about four times a second."""
@@ -46,9 +43,7 @@ class PlainLines:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         pass
 
     def show(self, figures: DemoSnapshot) -> None:
@@ -75,9 +70,7 @@ class LivePanel:
         self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._live.stop()
 
     def show(self, figures: DemoSnapshot) -> None:

@@ -36,13 +36,12 @@ class LoadGenerator:
         self._pacer = Pacer(rate, wait=self._stop.wait)
         self._right: deque[bool] = deque(maxlen=_WINDOW)
         self._latencies: deque[float] = deque(maxlen=_WINDOW)
-        self._thread = threading.Thread(target=self._run, name="prober", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="load-generator", daemon=True)
         self.classes_seen = 1
         """Only digits below it are requested; set by the demo, which follows the stream."""
         self.requests = 0
         self.failures = 0
         self.last_failure: str | None = None
-        self.version: str | None = None
         self.trained_through: dict[str, int] = {}
 
     @property
@@ -105,7 +104,6 @@ class LoadGenerator:
             return f"{response.status} {content[:200].decode(errors='replace')}"
         reply: dict[str, Any] = json.loads(content)
         predictions = {output["name"]: output["data"] for output in reply["outputs"]}
-        self.version = reply["model_version"]
         learned = reply["parameters"]["trained_through"]
         self.trained_through = parse_trained_through(learned) if learned else {}
         self._right.append(predictions["prediction"][0] == self._labels[row])

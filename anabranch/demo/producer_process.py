@@ -43,7 +43,7 @@ class ProducerProcess:
         if stream.events is not None:
             self._command += ["--events", str(stream.events)]
         self._process: subprocess.Popen[bytes] | None = None
-        self._thread = threading.Thread(target=self._receive_all, name="feed", daemon=True)
+        self._thread = threading.Thread(target=self._receive_all, name="producer-reports", daemon=True)
         self._recent: deque[tuple[float, int]] = deque(maxlen=25)
         self.sent = 0
         self.phase = 0

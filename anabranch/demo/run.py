@@ -99,7 +99,7 @@ class _Demo:
         self._pipeline = pipeline
         self._events = options.events
         self._supervisor = Supervisor(pipeline.parts)
-        self._feed = ProducerProcess(
+        self._producer = ProducerProcess(
             config.path,
             StreamProgress(options.events, options.rate, options.seed),
             pipeline.environment,
@@ -107,9 +107,9 @@ class _Demo:
             freshness,
         )
         address = ("127.0.0.1", config.pipeline.serving.port)
-        self._prober = LoadGenerator(*address, config.pipeline.name, digits, freshness, options.requests, options.seed)
+        self._load = LoadGenerator(*address, config.pipeline.name, digits, freshness, options.requests, options.seed)
         self._sources = SnapshotSources(
-            begin, config.state_dir, pipeline.baseline_state_dir, self._feed, self._prober, freshness
+            begin, config.state_dir, pipeline.baseline_state_dir, self._producer, self._load, freshness
         )
         self._completion = Completion(baseline=pipeline.baseline_state_dir is not None)
 
@@ -124,15 +124,15 @@ class _Demo:
             _say(f"starting {', '.join(part.name for part in self._pipeline.parts)}")
             stack.callback(self._supervisor.stop)
             self._supervisor.start()
-            stack.callback(self._feed.stop)
-            self._feed.start()
+            stack.callback(self._producer.stop)
+            self._producer.start()
             ended = self._await_parts(stop)
             if ended is not None or stop.is_set():
                 return ended or Exit.DONE
             _say(f"the stream begins; the dashboard is at {self._pipeline.url}/")
-            stack.callback(self._prober.stop)
-            self._prober.start()
-            self._feed.go()
+            stack.callback(self._load.stop)
+            self._load.start()
+            self._producer.go()
             with display:
                 ended = self._watch(display, stop)
             _say("stopping")
@@ -160,7 +160,7 @@ class _Demo:
             ended = self._check()
             if ended is not None:
                 return ended
-            self._prober.classes_seen = self._feed.classes_seen
+            self._load.classes_seen = self._producer.classes_seen
             figures = self.figures()
             display.show(figures)
             if self._events is not None:
@@ -178,7 +178,7 @@ class _Demo:
         if ended is not None and self._supervisor.ended is not None:
             self._show_logs(self._supervisor.ended.name)
             return ended
-        ended = self._feed.failed()
+        ended = self._producer.failed()
         if ended is not None:
             self._show_logs("producer")
         return ended

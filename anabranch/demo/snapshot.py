@@ -69,32 +69,32 @@ class SnapshotSources:
     """In seconds of the monotonic clock."""
     state_dir: Path
     baseline_state_dir: Path | None
-    feed: ProducerProcess
-    prober: LoadGenerator
+    producer: ProducerProcess
+    load: LoadGenerator
     freshness: Freshness
 
     def read(self, restarts: dict[str, int]) -> DemoSnapshot:
         """Return the figures of this moment."""
-        feed, prober = self.feed, self.prober
+        producer, load = self.producer, self.load
         return DemoSnapshot(
             seconds=time.monotonic() - self.begin,
-            sent=feed.sent,
-            rate=feed.rate,
-            phase=feed.phase,
-            last_offsets=feed.done.last_offsets if feed.done else None,
+            sent=producer.sent,
+            rate=producer.rate,
+            phase=producer.phase,
+            last_offsets=producer.done.last_offsets if producer.done else None,
             learner=read_learner(self.state_dir),
             baseline=read_learner(self.baseline_state_dir) if self.baseline_state_dir else None,
             serving=read_serving(self.state_dir),
-            trained_through=prober.trained_through,
-            requests=prober.requests,
-            failures=prober.failures,
-            last_failure=prober.last_failure,
-            request_accuracy=prober.accuracy,
-            request_p99_seconds=prober.latency_seconds(0.99),
+            trained_through=load.trained_through,
+            requests=load.requests,
+            failures=load.failures,
+            last_failure=load.last_failure,
+            request_accuracy=load.accuracy,
+            request_p99_seconds=load.latency_seconds(0.99),
             freshness_p50_seconds=self.freshness.seconds(0.5),
             freshness_p99_seconds=self.freshness.seconds(0.99),
             restarts=restarts,
-            poisoned=feed.poisoned,
+            poisoned=producer.poisoned,
         )
 
 

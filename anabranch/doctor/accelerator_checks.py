@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from anabranch.commands.planning.calibrating.state_files import existing_folder
 from anabranch.doctor.model_process import ProbeFinding
 from learner.config import DeviceSharingSettings, LearnerSettings
 from learner.device_memory.ledger import ledger, serving_ledger
@@ -43,19 +44,13 @@ def check_compiler(device: str, environment: Mapping[str, str] = os.environ) -> 
     if device == "cuda":
         caches["TRITON_CACHE_DIR"] = environment.get("TRITON_CACHE_DIR") or default
     for key, folder in caches.items():
-        existing = _existing(Path(folder))
+        existing = existing_folder(Path(folder))
         noexec = os.statvfs(existing).f_flag & _NOEXEC
         if noexec or not os.access(existing, os.W_OK):
             fault = "is mounted noexec" if noexec else "cannot be written"
             message = f"learner.compile loads what it compiles from {folder}, which {fault}."
             faults.append(ProbeFinding("compile.folder", message, key))
     yield from faults or [ProbeFinding("", "learner.compile has a compiler, and a folder for what it compiles.")]
-
-
-def _existing(folder: Path) -> Path:
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    return folder
 
 
 @dataclass(frozen=True)

@@ -1,21 +1,18 @@
 """The newest checkpoint and version: whole, and of this schema. Their files are read as bytes, so that torch is not
 needed."""
 
-import hashlib
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
 from anabranch.core.failures import DamagedError, decoded
-from anabranch.core.files import MOST_BYTES, check_names, number_of, open_file, read_file
+from anabranch.core.files import MOST_BYTES, check_names, digest_of_file, number_of, read_file
 from anabranch.doctor.findings import CheckContext, Finding, found, ok
 from ingest.events.schema import Schema
 from learner.state_dir.bases import bases_in
+from learner.state_dir.folders import MANIFEST
 from learner.state_dir.version import ModelReference, other_model, reference_to
-
-_MANIFEST = "manifest.json"
 
 
 class _Manifest(msgspec.Struct):
@@ -42,7 +39,7 @@ def check_versions(context: CheckContext) -> Iterator[Finding]:
 
 def _check_newest(context: CheckContext, what: str, made: str) -> Iterator[Finding]:
     folder = context.config.state_dir / f"{what}s"
-    named = [number_of(path.parent.name) for path in folder.glob(f"*/{_MANIFEST}")]
+    named = [number_of(path.parent.name) for path in folder.glob(f"*/{MANIFEST}")]
     numbers = [number for number in named if number is not None]
     if not numbers:
         yield ok(f"There is no {what} yet.")
@@ -67,9 +64,9 @@ def _check_newest(context: CheckContext, what: str, made: str) -> Iterator[Findi
 def _other_model(context: CheckContext, version: Path) -> str | None:
     """Say how a version's model differs from `[model]`, as serving does; None when it does not."""
     try:
-        manifest = decoded(read_file(version / _MANIFEST, MOST_BYTES), _VersionManifest)
+        manifest = decoded(read_file(version / MANIFEST, MOST_BYTES), _VersionManifest)
     except (OSError, DamagedError) as exc:
-        return f"{version / _MANIFEST} cannot be read: {exc}"
+        return f"{version / MANIFEST} cannot be read: {exc}"
     return other_model(manifest.model, reference_to(context.config.pipeline.model))
 
 
@@ -80,12 +77,11 @@ def _damage(directory: Path, below: str) -> tuple[str | None, str | None]:
     schema.
     """
     try:
-        manifest = decoded(read_file(directory / _MANIFEST, MOST_BYTES), _Manifest)
+        manifest = decoded(read_file(directory / MANIFEST, MOST_BYTES), _Manifest)
         check_names(manifest.files, below)
         for name, digest in manifest.files.items():
-            with os.fdopen(open_file(directory / name), "rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != digest:
-                    return f"{name} does not have its digest", manifest.schema
+            if digest_of_file(directory / name) != digest:
+                return f"{name} does not have its digest", manifest.schema
         if manifest.base is not None and not below:  # a learner writes that of its checkpoint again
             bases_in(directory.parents[1]).checked(manifest.base)
     except (OSError, DamagedError) as exc:

@@ -72,17 +72,17 @@ def report(path: Path, timeout: float, *, as_json: bool, on_device: bool = False
     """
     console = PlainConsole()
     watched = sys.stderr.isatty() and not as_json
-    diagnoses = []
+    results = []
     busy = _spinner if watched else contextlib.nullcontext
-    for diagnosis in examine(path, timeout, busy, CHECKS, on_device=on_device):
-        diagnoses.append(diagnosis)
+    for result in examine(path, timeout, busy, CHECKS, on_device=on_device):
+        results.append(result)
         if not as_json:
-            show(console, diagnosis)
+            show(console, result)
     if as_json:
-        sys.stdout.write(to_json(diagnoses))
+        sys.stdout.write(to_json(results))
     else:
-        console.print(summary(diagnoses))
-    return exit_code(diagnoses)
+        console.print(summary(results))
+    return exit_code(results)
 
 
 def _spinner(check: str) -> AbstractContextManager[object]:
@@ -125,34 +125,34 @@ def examine(
         raise bugs[0]
 
 
-def exit_code(diagnoses: Iterable[CheckResult]) -> Exit:
+def exit_code(results: Iterable[CheckResult]) -> Exit:
     """Return 0 without a problem, 3 when all problems are of what cannot be reached, else 2."""
-    problems = [finding for _, finding in diagnoses if finding.level == "problem"]
+    problems = [finding for _, finding in results if finding.level == "problem"]
     if not problems:
         return Exit.DONE
     return Exit.DEPENDENCY if all(finding.unreachable for finding in problems) else Exit.SETTINGS
 
 
-def show(console: Console, diagnosis: CheckResult) -> None:
+def show(console: Console, result: CheckResult) -> None:
     """Print one finding."""
-    check, finding = diagnosis
+    check, finding = result
     line = Text.assemble((f"{finding.level:<8}", _STYLES[finding.level]), f" {check:<9} {finding.message}")
     console.print(line, soft_wrap=True)
     if finding.fix:
         console.print(Text(f"{'':<18} {finding.fix}", style="dim"), soft_wrap=True)
 
 
-def summary(diagnoses: Sequence[CheckResult]) -> str:
+def summary(results: Sequence[CheckResult]) -> str:
     """Return the last line."""
-    counts = {level: sum(finding.level == level for _, finding in diagnoses) for level in ("problem", "warning")}
+    counts = {level: sum(finding.level == level for _, finding in results) for level in ("problem", "warning")}
     if not any(counts.values()):
         return "nothing is wrong"
     return " and ".join(f"{count} {level}{'s' * (count != 1)}" for level, count in counts.items() if count)
 
 
-def to_json(diagnoses: Sequence[CheckResult]) -> str:
+def to_json(results: Sequence[CheckResult]) -> str:
     """Return the findings as a JSON list."""
-    items = [{"check": check, **msgspec.to_builtins(finding)} for check, finding in diagnoses]
+    items = [{"check": check, **msgspec.to_builtins(finding)} for check, finding in results]
     return msgspec.json.format(msgspec.json.encode(items), indent=2).decode() + "\n"
 
 

@@ -10,9 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from anabranch.core.errors import SettingsError
@@ -20,6 +18,7 @@ from ingest.config import StreamSettings
 from ingest.errors import BrokerError
 
 _POLL_SECONDS = 0.02
+_START_SECONDS = 20.0
 _ATTEMPTS = 3
 
 
@@ -30,8 +29,7 @@ class EmbeddedBroker:
     memory, and for those over 100 MB a reader needs a higher `receive.message.max.bytes`.
     """
 
-    def __init__(self, patience: timedelta = timedelta(seconds=20)) -> None:
-        self._patience = patience
+    def __init__(self) -> None:
         self._folder: Path | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self.bootstrap = ""
@@ -73,9 +71,7 @@ class EmbeddedBroker:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def _start_once(self, binary: Path) -> None:
@@ -100,7 +96,7 @@ class EmbeddedBroker:
 
         assert self._process is not None
         assert self._folder is not None
-        deadline = time.monotonic() + self._patience.total_seconds()
+        deadline = time.monotonic() + _START_SECONDS
         while not _listens(port):
             if self._process.poll() is not None or time.monotonic() > deadline:
                 said = (self._folder / "log").read_text(errors="replace").strip()

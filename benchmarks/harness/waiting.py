@@ -63,8 +63,8 @@ def _fill(join: LabelJoin, events: int, first: int) -> int:
         join.advance(0, events_ms=_ENDLESS)
         if begin // _BATCH % _BETWEEN_CHECKPOINTS == 0:
             number = (first + begin) // _BATCH + 1
-            join.begin_snapshot(number)
-            join.end_snapshot(number, written=True)
+            join.snapshots.begin(number)
+            join.snapshots.end(number, written=True)
     return first + begin + _BATCH
 
 

@@ -2,7 +2,7 @@
 
 import errno
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -37,17 +37,15 @@ _WAY_OUT = (
 class RowFiles:
     """Files of rows, by their marks. Thread-safe."""
 
-    def __init__(
-        self, settings: BackfillSettings, schema: Schema, time: str | None, longest: int, others: Sequence[str] = ()
-    ) -> None:
-        """Take `time`, the column of record times, and `others`, columns to read besides; see `LineDecoder`."""
+    def __init__(self, settings: BackfillSettings, schema: Schema, time: str | None, longest: int) -> None:
+        """Take `time`, the column of record times; see `LineDecoder`."""
         self._settings = settings
         self._time = time
         self._longest = longest
         self.chunk_rows = max(1, min(CHUNK_ROWS, CHUNK_BYTES // BlockLayout(schema).row_bytes()))
         """Most rows that are decoded together."""
         self._decoders: dict[FileFormat, Decoder] = {
-            "parquet": RowDecoder(schema, time, others),
+            "parquet": RowDecoder(schema, time),
             "jsonl": LineDecoder(schema, time, longest),
         }
 

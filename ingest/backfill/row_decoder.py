@@ -5,7 +5,6 @@ Legend: K rows.
 
 import contextlib
 import json
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -26,14 +25,14 @@ _PER_MS = {"us": 1_000, "ns": 1_000_000}
 class RowDecoder(Decoder):
     """Decodes rows of Arrow tables, whose types have been checked by `problem`."""
 
-    def __init__(self, schema: Schema, time: str | None, others: Sequence[str] = ()) -> None:
-        """Take `time`, the column of record times if there is one, and `others`, columns to read besides."""
+    def __init__(self, schema: Schema, time: str | None) -> None:
+        """Take `time`, the column of record times if there is one."""
         self._schema = schema
         self._fields: tuple[ArrowField, ...] = tuple(fields_of(schema))
         self._layout = BlockLayout(schema)
         self._time = time
-        names = [field.name for field in self._fields] + [name for name in (time, *others) if name is not None]
-        self._names = tuple(dict.fromkeys(names))
+        names = [field.name for field in self._fields]
+        self._names = tuple(dict.fromkeys(names if time is None else [*names, time]))
 
     @override
     def columns_in(self, schema: Any) -> list[str]:

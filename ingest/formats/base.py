@@ -5,7 +5,7 @@ Legend: M messages in, N usable events out.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -141,6 +141,13 @@ def reject_unusable_numbers(decoded: Decoded, schema: Schema) -> Decoded:
         bad = labelled & (np.less(label, 0) | np.greater_equal(label, schema.label.classes))
         expected = f"in 0..{schema.label.classes - 1}"
     return decoded.without(bad, f"{schema.label.name} is not {expected}") if bad.any() else decoded
+
+
+def nested(values: list[Any], shape: tuple[int, ...]) -> list[Any]:
+    """Return the values in lists of this shape; lists of another length do not become what the schema accepts."""
+    for size in reversed(shape[1:]):
+        values = [values[begin : begin + size] for begin in range(0, len(values), size)]
+    return values
 
 
 def _all_finite(column: Array) -> bool:

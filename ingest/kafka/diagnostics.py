@@ -10,9 +10,9 @@ log = logging.getLogger(__name__)
 BAD_HEADER = "header: the name of a header is not UTF-8"
 
 
-def too_large(most: int) -> str:
+def too_large(limit: int) -> str:
     """Return the reason to refuse a compressed batch."""
-    return f"too-large: its batch is more than {most} bytes once it is decompressed"
+    return f"too-large: its batch is more than {limit} bytes once it is decompressed"
 
 
 def damaged(reason: str) -> str:

@@ -75,13 +75,13 @@ class Inspector:
             return None
         return _messages(name, [max(records, key=lambda record: (record.timestamp, record.offset))])
 
-    def tail(self, name: str, partitions: int, most: int) -> list[Messages]:
-        """Return about the `most` newest messages of a topic, those of each partition together. Raises BrokerError."""
+    def tail(self, name: str, partitions: int, limit: int) -> list[Messages]:
+        """Return about the `limit` newest messages of a topic, those of each partition together. Raises BrokerError."""
         self._connect_consumer()
         with _errors_of(name):
             parts = [KafkaPartition(name, number) for number in range(partitions)]
             begins, ends = self._consumer.beginning_offsets(parts), self._consumer.end_offsets(parts)
-            starts = {tp: max(begins[tp], ends[tp] - -(-most // partitions)) for tp in parts if ends[tp] > begins[tp]}
+            starts = {tp: max(begins[tp], ends[tp] - -(-limit // partitions)) for tp in parts if ends[tp] > begins[tp]}
             return [_messages(name, records) for records in self._read(starts, ends).values()]
 
     def _connect_consumer(self) -> None:

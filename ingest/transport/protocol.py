@@ -128,9 +128,9 @@ def send(connection: Connection, message: ToIngest | FromIngest) -> None:
     connection.send_bytes(msgspec.msgpack.encode(message))
 
 
-def receive_in_ingest(connection: Connection, longest: int | None = None) -> ToIngest:
-    """Receive a message of the learner; raises EOFError when it is gone, OSError beyond `longest` bytes."""
-    message: ToIngest = _to_ingest.decode(connection.recv_bytes(longest))
+def receive_in_ingest(connection: Connection) -> ToIngest:
+    """Receive a message of the learner; raises EOFError when it is gone."""
+    message: ToIngest = _to_ingest.decode(connection.recv_bytes())
     return message
 
 

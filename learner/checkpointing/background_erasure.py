@@ -187,13 +187,13 @@ class BackgroundErasure:
 
     def _overwrite(self, join: LabelJoin, named: NDArray[np.int64]) -> Generator[None, None, OSError | None]:
         """Overwrite the payload that no event of a join and no checkpoint refers to; yields between the pieces."""
-        join.spare(named)
+        join.payload.spare(named)
         try:
-            while join.overwrite(_SLOTS_AT_ONCE):
+            while join.payload.overwrite(_SLOTS_AT_ONCE):
                 yield
         except OSError as exc:
             return exc
-        return (yield from self._run(join.sync))
+        return (yield from self._run(join.payload.sync))
 
     def _compact(self) -> Iterator[None]:
         """Rewrite the log without the records that are no longer needed."""

@@ -13,6 +13,7 @@ from anabranch.core.errors import DependencyError
 from anabranch.core.failures import out_of_memory
 from anabranch.core.tracing.spans import record
 from learner.checkpointing.captured_state import CapturedState, encoded
+from learner.checkpointing.checkpoint_pruning import CheckpointPruning
 from learner.checkpointing.replay_state import pack
 from learner.config import CheckpointSettings
 from learner.errors import CheckpointError, CopyMemoryError
@@ -56,7 +57,7 @@ class Checkpointer:
         self._every = settings.every.total_seconds()
         self.keep = settings.keep
         """How many checkpoints may name slots of a tier."""
-        self._hours = settings.keep_hourly
+        self._pruning = CheckpointPruning(checkpoints, settings.keep, settings.keep_hourly)
         self._after_prune = after_prune
         self._deleting = deleting
         self._background_store = background_store
@@ -69,7 +70,7 @@ class Checkpointer:
         self._segments = self._next_segments = segments
         self._written: object = None
         numbers = checkpoints.numbers()
-        self._oldest = min(checkpoints.recent(self.keep), default=None)
+        self._oldest = min(self._pruning.recent(), default=None)
         """The oldest checkpoint that may still exist, but for those that are kept by the hour, which name no slot of a
         tier; not updated while checkpoints cannot be listed."""
         self.number, self._highest = max(numbers, default=0), checkpoints.highest()
@@ -238,7 +239,7 @@ class Checkpointer:
             self._skip_for_memory(number, exc)
             return
         if self.label_join is not None:
-            captured = replace(captured, labels=self.label_join.begin_snapshot(number))
+            captured = replace(captured, labels=self.label_join.snapshots.begin(number))
         self._in_snapshot = True
         self._background.start(lambda: self._write(number, captured, fingerprint))
 
@@ -262,7 +263,7 @@ class Checkpointer:
             if self._background_store is not None:
                 self._background_store.flush().end_snapshot(self._oldest, written=written)
             if self.label_join is not None:
-                self.label_join.end_snapshot(self._oldest, written=written)
+                self.label_join.snapshots.end(self._oldest, written=written)
 
     def _write(self, number: int, captured: CapturedState, fingerprint: object) -> None:
         """Write a checkpoint and delete old ones. On a full or read-only disk this checkpoint is skipped: training goes
@@ -283,7 +284,7 @@ class Checkpointer:
                 if self._background_store is not None and captured.store is not None:
                     self._background_store.mark_named()
             with self._deleting():  # an undo may need the oldest
-                oldest = self._checkpoints.prune(self.keep, self._hours)
+                oldest = self._pruning.prune()
             self._after_prune()
             self._oldest = oldest
         except (OSError, CheckpointError) as exc:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from anabranch.core.errors import DependencyError, SettingsError
 from anabranch.core.failures import DamagedError
+from learner.checkpointing.checkpoint_pruning import CheckpointPruning
 from learner.checkpointing.without_erased import Tensors, erased_in, erased_parts, named_slots
 from learner.errors import CheckpointError
 from learner.labels.opening import label_folder
@@ -49,7 +50,7 @@ class Eraser:
         beyond have the rows, and slots that they named may have other events, which must not stay.
         """
         self._checkpoints = checkpoints
-        self._keep = keep
+        self._pruning = CheckpointPruning(checkpoints, keep)
         self._folders = folder, label_folder(checkpoints.path.parent)
         self._erased = erased
         self._rewriter = CheckpointRewriter(checkpoints)
@@ -109,7 +110,7 @@ class Eraser:
             self._rewriter.replace(manifest, changed, self._rows_of(manifest, changed))
             tensors |= changed
             done.checkpoints += 1
-        if not self._checkpoints.names_slots(manifest.number, self._keep):
+        if not self._pruning.names_slots(manifest.number):
             return
         for file, slots in named_slots(tensors, state).items():
             done.named[file] = np.union1d(done.named.get(file, np.empty(0, np.int64)), slots)

@@ -80,14 +80,14 @@ class _Clones:
 class HostStaging:
     """Copies tensors for versions and checkpoints. `copy` is called by the training thread."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, before_chunk: Callable[[], object] = bool) -> None:
+        """Take `before_chunk`, which is called before each chunk, by the threads that read copies."""
+        self.device = device
+        self.before_chunk = before_chunk
         # Of the lowest priority, as all streams by default.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._clones_from = 0.0
         """When tensors may be cloned on the device again, by the monotonic clock."""
-        self.before_chunk: Callable[[], object] = bool
-        """Called before each chunk, by the threads that read copies."""
         self._alive: weakref.WeakSet[_Clones] = weakref.WeakSet()
 
     @property
@@ -138,16 +138,16 @@ class HostStaging:
             if not out_of_memory(exc):
                 raise
             self._clones_from = time.monotonic() + _PAUSE_SECONDS
-            log.info("%s has no memory for a copy of %d bytes: steps wait for copies to the host", self._device, size)
+            log.info("%s has no memory for a copy of %d bytes: steps wait for copies to the host", self.device, size)
             return None
-        clones = _Clones(copies, size, torch.cuda.current_stream(self._device).record_event())
+        clones = _Clones(copies, size, torch.cuda.current_stream(self.device).record_event())
         self._alive.add(clones)
         return clones
 
     def _has_room(self, size: int) -> bool:
         """Return whether enough memory stays free, for serving's next version and others."""
-        free, total = torch.cuda.mem_get_info(self._device)
-        cached = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        free, total = torch.cuda.mem_get_info(self.device)
+        cached = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         return free + cached - size >= _SPARE * total
 
     def _fetched(self, clones: _Clones, stream: torch.cuda.Stream) -> dict[str, Tensor]:
@@ -177,7 +177,7 @@ class HostStaging:
 
     def _in_order(self, tensors: Iterable[tuple[str, Tensor]], stream: torch.cuda.Stream) -> HostCopies:
         """Queue all copies; training's stream goes on with the next tensor, or step, after each."""
-        copies, training = dict[str, Tensor](), torch.cuda.current_stream(self._device)
+        copies, training = dict[str, Tensor](), torch.cuda.current_stream(self.device)
         for name, tensor in tensors:
             if not tensor.is_cuda:
                 copies[name] = tensor.clone()

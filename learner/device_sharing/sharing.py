@@ -105,7 +105,7 @@ class DeviceSharing:
             call_between_layers(model, self.yield_within_micro_batch)
 
     def set_waiting_task(self, task: Callable[[], object]) -> None:
-        """Set what is called repeatedly while training yields, to show that it has not ended."""
+        """Set what is called repeatedly while training yields, to show that it has not ended; it reports on this."""
         self._while_waiting = task
 
     def yield_to_serving(self, index: int) -> None:
@@ -220,9 +220,11 @@ class DeviceSharing:
             self._observed.observe(wait)
 
 
-def step_hooks(sharing: DeviceSharing | None, launch_context: LaunchContext) -> StepHooks:
+def step_hooks(
+    sharing: DeviceSharing | None, launch_context: LaunchContext, before_chunk: Callable[[], object] = bool
+) -> StepHooks:
     """Return the hooks of a trainer that yields to serving before each pass of the model, if the device is shared."""
-    return StepHooks(None if sharing is None else sharing.yield_to_serving, launch_context)
+    return StepHooks(None if sharing is None else sharing.yield_to_serving, launch_context, before_chunk)
 
 
 @contextlib.contextmanager

@@ -79,8 +79,8 @@ class Leader(Trainer):
         batches = [RankBatch.of(groups, of_rank) for of_rank in slices]
         flags = LOSSES * (self._losses_needed and bool(old)) | EMBEDDINGS * (self._embedding is not None)
         flags |= OUTPUTS * self.strategy.keeps_output
-        most = [max(of_ranks) for of_ranks in zip(*(batch.real for batch in batches), strict=True)]
-        self._send_step(batches, flags, most)
+        max_rows = [max(of_ranks) for of_ranks in zip(*(batch.real for batch in batches), strict=True)]
+        self._send_step(batches, flags, max_rows)
         first, *others = batches[0].parts
         try:
             own_result = super().step(first, others, batches[0].real[0])
@@ -90,7 +90,7 @@ class Leader(Trainer):
         self._replicas.after_step()
         self._channel.wait_sent()
         self._gathered = False
-        return self._merged(own_result, batches, flags, most)
+        return self._merged(own_result, batches, flags, max_rows)
 
     def learn_features(self, columns: Columns) -> None:
         """Learn features from the new events of all ranks, on all ranks: their buffers stay the same bit for bit."""
@@ -188,10 +188,10 @@ class Leader(Trainer):
             self._layouts = layouts
             self._channel.send_all(Action.LAYOUTS, (), to_bytes(layouts_to_json(layouts)))
 
-    def _send_step(self, batches: Sequence[RankBatch], flags: int, most: Sequence[int]) -> None:
+    def _send_step(self, batches: Sequence[RankBatch], flags: int, max_rows: Sequence[int]) -> None:
         """Send each rank its events, and a header with what all have to agree on.
 
-        `most`: most events of each group on a rank, without placeholders.
+        `max_rows`: most events of each group on a rank, without placeholders.
         """
         parts = [batch.parts for batch in batches]
         micro, messages = self.micro_batch_size, packed(parts, first=self._mesh.splits_model)
@@ -200,7 +200,7 @@ class Leader(Trainer):
             limits = [micro, *(smaller(micro, limit or None) for limit in self._limits)]
             counts = [batches[self._mesh.row_group(rank)].counts for rank in range(self._mesh.ranks)]
             forwards = max(num_parts(of_rank, limit) for of_rank, limit in zip(counts, limits, strict=True))
-        common = [flags, micro or 0, float_to_bits(self.update.schedule.scale), forwards, messages.shape[1], *most]
+        common = [flags, micro or 0, float_to_bits(self.update.schedule.scale), forwards, messages.shape[1], *max_rows]
         for rank in self._channel.others:
             batch = batches[self._mesh.row_group(rank)]
             self._channel.send(rank, Action.STEP, [*common, *batch.counts, *batch.real])
@@ -233,7 +233,7 @@ class Leader(Trainer):
         return error_of(dict(sorted(messages.items())))
 
     def _merged(
-        self, own_result: StepResult, batches: Sequence[RankBatch], flags: int, most: Sequence[int]
+        self, own_result: StepResult, batches: Sequence[RankBatch], flags: int, max_rows: Sequence[int]
     ) -> StepResult:
         """Return the results of all ranks as one, in the order of the events."""
         picked = own_result.replayed < sum(batches[0].counts[1:])
@@ -242,10 +242,10 @@ class Leader(Trainer):
         own_pieces = pieces_of(own_result, batches[0], flags)
         if not own_pieces:
             return of_all
-        by_rank, samples, groups = [own_pieces], len(batches[0].real) - 1, groups_of(flags, len(most))
-        shapes = [(most[group], *piece.shape[1:]) for group, piece in zip(groups, own_pieces, strict=True)]
+        by_rank, samples, groups = [own_pieces], len(batches[0].real) - 1, groups_of(flags, len(max_rows))
+        shapes = [(max_rows[group], *piece.shape[1:]) for group, piece in zip(groups, own_pieces, strict=True)]
         sizes = [math.prod(shape) for shape in shapes]
-        given = self._channel, own_pieces, flags, most, self._mesh.group("rows")
+        given = self._channel, own_pieces, flags, max_rows, self._mesh.group("rows")
         for batch, values in zip(batches[1:], gathered(*given)[1:], strict=True):
             pieces = zip(torch.split(values, sizes), shapes, groups, strict=True)
             by_rank.append([piece.view(shape)[: batch.real[group]] for piece, shape, group in pieces])

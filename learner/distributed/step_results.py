@@ -40,15 +40,15 @@ def groups_of(flags: int, groups: int) -> list[int]:
 
 
 def gathered(
-    channel: Channel, pieces: Sequence[Tensor], flags: int, most: Sequence[int], group: dist.ProcessGroup
+    channel: Channel, pieces: Sequence[Tensor], flags: int, max_rows: Sequence[int], group: dist.ProcessGroup
 ) -> list[Tensor]:
-    """Return the results of the ranks of a group on rank 0, each as one tensor with `most` events of each sample.
+    """Return the results of the ranks of a group on rank 0, each as one tensor with `max_rows` events of each sample.
 
     All ranks of the group call this.
     """
-    groups = groups_of(flags, len(most))
+    groups = groups_of(flags, len(max_rows))
     padded = [
-        nn.functional.pad(piece.reshape(-1), (0, (most[group] - len(piece)) * math.prod(piece.shape[1:])))
+        nn.functional.pad(piece.reshape(-1), (0, (max_rows[group] - len(piece)) * math.prod(piece.shape[1:])))
         for piece, group in zip(pieces, groups, strict=True)
     ]
     values = torch.cat(padded) if padded else torch.empty(0)

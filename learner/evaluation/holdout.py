@@ -31,24 +31,24 @@ class HoldoutRows:
     The events are stored in parts, which are joined and trimmed to the size of the set on first access.
     """
 
-    def __init__(self, parts: Sequence[Mapping[str, Array]], most: int, *, classes: bool) -> None:
+    def __init__(self, parts: Sequence[Mapping[str, Array]], limit: int, *, classes: bool) -> None:
         self._parts = parts
-        self._most = most
+        self._limit = limit
         self._classes = classes
 
     def __len__(self) -> int:
-        return min(self._most, sum(len(part["label"]) for part in self._parts))
+        return min(self._limit, sum(len(part["label"]) for part in self._parts))
 
     @cached_property
     def columns(self) -> Mapping[str, Array]:
         """The events as columns, each `[G, ...]`; none when there is no event."""
-        return trimmed(joined(self._parts), self._most, classes=self._classes)
+        return trimmed(joined(self._parts), self._limit, classes=self._classes)
 
     def without(self, hashes: NDArray[np.uint64]) -> "HoldoutRows":
         """Return the events without those of `hashes`."""
         stays = ~np.isin(self.columns["hash"].astype(np.uint64), hashes)
         columns = {name: column[stays] for name, column in self.columns.items()}
-        return HoldoutRows([columns] if stays.any() else [], self._most, classes=self._classes)
+        return HoldoutRows([columns] if stays.any() else [], self._limit, classes=self._classes)
 
     @property
     def hashes(self) -> NDArray[np.uint64]:
@@ -65,7 +65,7 @@ class HoldoutSet:
     """
 
     def __init__(self, schema: Schema, rows: int) -> None:
-        self._most = rows
+        self._limit = rows
         self._classes = bool(schema.label.one_of)
         self._names = [*schema.payload(), "time_ms", "partition", "offset", "key_hash"]
         self._names += ["group_hash"] if schema.group else []
@@ -75,12 +75,12 @@ class HoldoutSet:
         self._rows = 0
 
     def __len__(self) -> int:
-        return min(self._most, self._rows)
+        return min(self._limit, self._rows)
 
     @property
     def held(self) -> HoldoutRows:
         """The current events."""
-        return HoldoutRows(self._join_waiting(), self._most, classes=self._classes)
+        return HoldoutRows(self._join_waiting(), self._limit, classes=self._classes)
 
     @property
     def older(self) -> int:
@@ -109,7 +109,7 @@ class HoldoutSet:
         self._register_partitions(partitions)
         self._waiting.append(columns)
         self._rows += len(columns["label"])
-        if self._rows > self._most + self._most // _SLACK:
+        if self._rows > self._limit + self._limit // _SLACK:
             self._replace(self.held.columns)
         elif len(self._waiting) == _MANY and len(self._join_waiting()) > _MOST_PARTS:
             self._replace(joined(self._parts))
@@ -194,22 +194,22 @@ def _relabelled(part: Mapping[str, Array], hashes: NDArray[np.uint64], label: Ar
     return {**part, "label": labels}
 
 
-def trimmed(columns: Mapping[str, Array], most: int, *, classes: bool) -> Mapping[str, Array]:
-    """Return at most `most` of the events, in their order; `classes`: each class has an equal share."""
-    if not columns or len(columns["label"]) <= most:
+def trimmed(columns: Mapping[str, Array], limit: int, *, classes: bool) -> Mapping[str, Array]:
+    """Return at most `limit` of the events, in their order; `classes`: each class has an equal share."""
+    if not columns or len(columns["label"]) <= limit:
         return columns
-    stays = _stays(columns["label"], columns["hash"].astype(np.uint64), most, classes=classes)
+    stays = _stays(columns["label"], columns["hash"].astype(np.uint64), limit, classes=classes)
     return {name: column[stays] for name, column in columns.items()}
 
 
-def _stays(label: Array, hashed: NDArray[np.uint64], most: int, *, classes: bool) -> NDArray[np.bool_]:
+def _stays(label: Array, hashed: NDArray[np.uint64], limit: int, *, classes: bool) -> NDArray[np.bool_]:
     total = len(label)
-    young = most // YOUNG
+    young = limit // YOUNG
     stays = np.zeros(total, np.bool_)
     stays[total - young :] = True
     groups = label[: total - young].astype(np.float64) if classes else np.zeros(total - young)
     _, members = np.unique(groups, return_inverse=True)
-    share = _water_level(np.bincount(members), most - young)
+    share = _water_level(np.bincount(members), limit - young)
     order = np.lexsort((hashed[: total - young], members))
     rank = np.arange(len(order)) - np.searchsorted(members[order], members[order])
     stays[order[rank < share[members[order]]]] = True

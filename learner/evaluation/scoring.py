@@ -24,7 +24,7 @@ from learner.model.device import Precision
 from learner.model.factory import forward
 from learner.model.faulty_events import Check, may_be_of_events, raising, works_on_zeros
 from learner.model.task import Task
-from learner.training.out_of_memory import release
+from learner.training.out_of_memory import free_cached_memory
 
 _FEWEST = 10
 """Smallest number of events for which a class or group is listed."""
@@ -50,13 +50,6 @@ class Evaluation:
     windows: Mapping[str, float] = field(default_factory=dict)
     classes: Mapping[str, float] = field(default_factory=dict)
     groups: Mapping[str, float] = field(default_factory=dict)
-
-
-def evaluate(model: nn.Module, task: Task, schema: Schema, rows: HoldoutRows, device: torch.device) -> Evaluation:
-    """Return the evaluation of a model, in evaluation mode, on the held-out events."""
-    if len(rows) < 2 * YOUNG:
-        return Evaluation()
-    return evaluation_of(score_each(model, task, schema, rows.columns, device), schema, rows)
 
 
 def evaluation_of(scores_G: NDArray[np.float64], schema: Schema, rows: HoldoutRows) -> Evaluation:
@@ -157,7 +150,7 @@ def _in_chunks(total: int, check: Check, chunks: Chunks) -> dict[int, str]:
             begin = end
             continue
         # After the handler, since the error references tensors of the pass.
-        release(chunks.device)
+        free_cached_memory(chunks.device)
         too_large = True
         chunks.limit((end - begin) // 2)
     if too_large:

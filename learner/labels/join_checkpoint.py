@@ -159,7 +159,7 @@ class CapturedJoin:
         before: Sequence[Segment],
         change: StoreDelta,
         load: Callable[[int, str], Tensors],
-        most: int,
+        limit: int,
     ) -> Written:
         """Return the segments of events or labels; which of them are held becomes part of the tensors."""
 
@@ -167,7 +167,7 @@ class CapturedJoin:
             assert change.base is not None
             return load(change.base, f"{prefix}{segment.name}")
 
-        written = advance(before, change, self.number, read, most)
+        written = advance(before, change, self.number, read, limit)
         for segment in written.segments:
             self.tensors[f"live.{prefix}{segment.name}"] = torch.from_numpy(np.packbits(segment.live))
         return written
@@ -271,7 +271,12 @@ class JoinSnapshots:
         return self._captured
 
     def end(self, oldest: int | None, *, written: bool) -> None:
-        """End the snapshot, as `LabelJoin.end_snapshot`."""
+        """End the snapshot.
+
+        Args:
+            oldest: the number of the oldest checkpoint that may be restored; None without one.
+            written: whether the checkpoint was written; if not, the next one has all events.
+        """
         self._events.file.end_snapshot(oldest)
         if written and self._captured is not None:
             self._segments = self._captured.segments, self._captured.kept_segments

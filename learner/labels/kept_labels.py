@@ -41,19 +41,19 @@ class KeptLabels:
         own_keys: whether their key is another than that of erasures, so that an erasure by key is not of labels.
     """
 
-    def __init__(self, label: Label, most: int, counts: JoinCounts, *, own_keys: bool = False) -> None:
+    def __init__(self, label: Label, limit: int, counts: JoinCounts, *, own_keys: bool = False) -> None:
         self._counts = counts
         self.own_keys = own_keys
-        self.most = most = max(most, _LABELS_AT_LEAST)
+        self.limit = limit = max(limit, _LABELS_AT_LEAST)
         # Pages of these arrays take memory once they are used.
-        self.key_hash, self.time_ms = np.zeros(most, np.uint64), np.zeros(most, np.int64)
-        self.value = np.zeros((most, *label.shape), label.dtype)
-        self._state = np.zeros(most, np.uint8)
-        self._partition, self._offset = np.zeros(most, np.int32), np.zeros(most, np.int64)
-        self.order = np.zeros(most, np.int64)
+        self.key_hash, self.time_ms = np.zeros(limit, np.uint64), np.zeros(limit, np.int64)
+        self.value = np.zeros((limit, *label.shape), label.dtype)
+        self._state = np.zeros(limit, np.uint8)
+        self._partition, self._offset = np.zeros(limit, np.int32), np.zeros(limit, np.int64)
+        self.order = np.zeros(limit, np.int64)
         self._index = KeyIndex(self.key_hash, self._state)
         self._expiry = DueTimes(self.time_ms, lambda ids: self._state[ids] != FREE)
-        self._numbers = Numbers(most)
+        self._numbers = Numbers(limit)
         self._count = self._came = 0
         self.entry = np.dtype([*((name, IDENTITY[name]) for name in COLUMNS), ("value", label.dtype, label.shape)])
         self.not_written()
@@ -64,8 +64,8 @@ class KeptLabels:
     def add(self, columns: Mapping[str, Array]) -> Ids:
         """Add n labels in the order of arrival, and return their numbers; with too many, the oldest are dropped."""
         count = len(columns["label"])
-        if self._count + count > self.most:
-            self._drop(self._expiry.pop_oldest(self._count + count - self.most))
+        if self._count + count > self.limit:
+            self._drop(self._expiry.pop_oldest(self._count + count - self.limit))
         ids = self._numbers.take(count)
         self.key_hash[ids], self.time_ms[ids] = columns["key_hash"], columns["time_ms"]
         self.value[ids] = columns["label"]
@@ -182,7 +182,7 @@ class KeptLabels:
             entries: the labels in the order of arrival, `entry` `[m]`.
             state: of each label, `[m]`.
         """
-        kept = slice(max(0, len(entries) - self.most), None)
+        kept = slice(max(0, len(entries) - self.limit), None)
         columns = {name: entries[name][kept] for name in COLUMNS}
         ids = self.add({**columns, "label": entries["value"][kept]})
         self._state[ids] = state[kept]

@@ -27,7 +27,7 @@ from ingest.events.block import Array
 from ingest.events.schema import Schema
 from learner.labels.decisions import Decisions
 from learner.labels.index.numbers import Ids
-from learner.labels.join_checkpoint import CapturedJoin, JoinSnapshots
+from learner.labels.join_checkpoint import JoinSnapshots
 from learner.labels.join_counts import JoinCounts
 from learner.labels.kept_labels import KeptLabels
 from learner.labels.matching import Matching
@@ -79,6 +79,8 @@ class LabelJoin:
         self._wait, self._early, self._take_back = options.wait_ms, options.early, options.take_back
         self._output_shape = output_shape
         self._events, self._table = events, events.table
+        self.payload = events.file
+        """The file with the payload. Any thread may call its `sync`."""
         self.counts = JoinCounts()
         """Totals since the pipeline began."""
         own_keys = schema.join_column != "key_hash"
@@ -87,6 +89,7 @@ class LabelJoin:
         self._matching = Matching(self._wait, events, self._labels, self._decisions, self.counts)
         parts = events, self._labels, self._decisions, self._matching, self.counts
         self.snapshots = JoinSnapshots(*parts, schema.join_key, complete=options.complete)
+        """Copies the state for checkpoints, between two steps."""
         self._taken = 0
         self._valid = np.ones(0, np.bool_)
         """Which of the taken events are undamaged."""
@@ -116,7 +119,7 @@ class LabelJoin:
     @property
     def slots(self) -> int:
         """Events that the file has space for."""
-        return self._events.file.slots
+        return self.payload.slots
 
     @property
     def needs_checkpoint(self) -> bool:
@@ -126,12 +129,12 @@ class LabelJoin:
     @property
     def file(self) -> TierRef:
         """The reference to the file with the payload."""
-        return self._events.file.file
+        return self.payload.file
 
     @property
     def problem(self) -> str | None:
         """One sentence on what does not work, for health."""
-        return self._events.file.problem or self._problem
+        return self.payload.problem or self._problem
 
     @property
     def nbytes(self) -> int:
@@ -263,7 +266,7 @@ class LabelJoin:
     @property
     def bytes(self) -> int:
         """Disk space of the payload of all events."""
-        return len(self._table) * self._events.file.row_bytes
+        return len(self._table) * self.payload.row_bytes
 
     def oldest_waiting(self) -> dict[int, int]:
         """Return, by index of the partition, the lowest offset of an event that has not ended."""
@@ -272,7 +275,7 @@ class LabelJoin:
     def erase(self, covers: Callable[[Mapping[str, Array]], NDArray[np.bool_]]) -> int:
         """Remove erased events and labels, overwrite their payload, and return how many events were removed.
 
-        Rows of events that are gone already are overwritten by `begin_overwrite` and `overwrite`.
+        Rows of events that are gone already are overwritten by `begin_overwrite` and `payload.overwrite`.
 
         Args:
             covers: returns which of n events are erased, bool `[n]`, by `partition`, `offset` and `key_hash`. It is
@@ -289,38 +292,13 @@ class LabelJoin:
         self._labels.erase(covers)
         return len(erased)
 
-    def begin_snapshot(self, number: int) -> CapturedJoin:
-        """Copy the state for checkpoint `number`, between two steps."""
-        return self.snapshots.begin(number)
-
-    def end_snapshot(self, oldest: int | None, *, written: bool) -> None:
-        """End the snapshot.
-
-        Args:
-            oldest: the number of the oldest checkpoint that may be restored; None without one.
-            written: whether the checkpoint was written; if not, the next one has all events.
-        """
-        self.snapshots.end(oldest, written=written)
-
     def begin_overwrite(self) -> None:
         """Begin to overwrite the payload of events that are gone by now; called while no checkpoint is written."""
         self._events.begin_overwrite()
 
-    def spare(self, named: NDArray[np.int64]) -> None:
-        """Leave out slots that are named by the checkpoints of when `begin_overwrite` was called."""
-        self._events.file.spare(named)
-
-    def overwrite(self, most: int) -> bool:
-        """Overwrite up to `most` slots; return whether there are more. Raises OSError. Called after `spare`."""
-        return self._events.file.overwrite(most)
-
-    def sync(self) -> None:
-        """Wait until all payload outlives the process; raises OSError. Any thread may call it."""
-        self._events.file.sync()
-
     def close(self) -> None:
         """Close the file."""
-        self._events.file.close()
+        self.payload.close()
 
     def _make_room(self, count: int) -> None:
         """Let the oldest events time out early where `count` more would take the space that is left to decided ones."""

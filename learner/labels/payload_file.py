@@ -179,14 +179,14 @@ class PayloadFile:
         self.memory[memory_index(slots[slots < NO_SLOT])] = 0
         self._tier.erase(np.sort(slots[slots >= 0]).astype(np.int64))
 
-    def sparse(self, most: int) -> NDArray[np.intp]:
-        """Return up to `most` extents that should be moved: space runs low, and they have few rows."""
+    def sparse(self, limit: int) -> NDArray[np.intp]:
+        """Return up to `limit` extents that should be moved: space runs low, and they have few rows."""
         low = self.slots // 16 < self.free < self.slots // 4 and self._extents.waiting <= len(self._live) // 8
         if not low:
             return np.empty(0, np.intp)
         sparse = np.flatnonzero((self._live > 0) & (self._live <= _SPARSE * self.rows))
         sparse = sparse[sparse != self._open]
-        sparse = sparse[np.argsort(self._live[sparse], kind="stable")[:most]]
+        sparse = sparse[np.argsort(self._live[sparse], kind="stable")[:limit]]
         fits: NDArray[np.intp] = sparse[np.cumsum(self._live[sparse]) <= self.free]
         return fits
 
@@ -216,14 +216,14 @@ class PayloadFile:
         if self._unnamed is not None:
             self._unnamed[named[named < self.slots]] = False
 
-    def overwrite(self, most: int) -> bool:
-        """Overwrite up to `most` slots; return whether there are more. Raises OSError."""
+    def overwrite(self, limit: int) -> bool:
+        """Overwrite up to `limit` slots; return whether there are more. Raises OSError."""
         if self._unnamed is None:
             return False
-        slots = np.flatnonzero(self._unnamed)[:most]
+        slots = np.flatnonzero(self._unnamed)[:limit]
         self._tier.erase(slots)
         self._unnamed[slots] = False
-        if len(slots) < most:
+        if len(slots) < limit:
             self._unnamed = None
         return self._unnamed is not None
 

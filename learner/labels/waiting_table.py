@@ -75,15 +75,15 @@ class WaitingTable:
         counts: events by state.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
         # Pages of these arrays take memory once they are used.
-        self.key, self._key_hash = np.zeros(most, np.uint64), np.zeros(0, np.uint64)
-        self.time_ms, self.offset = np.zeros(most, np.int64), np.zeros(most, np.int64)
-        self.partition, self.slot = np.zeros(most, np.int32), np.zeros(most, np.int32)
-        self.state, self.early = np.zeros(most, np.uint8), np.zeros(most, np.bool_)
+        self.key, self._key_hash = np.zeros(limit, np.uint64), np.zeros(0, np.uint64)
+        self.time_ms, self.offset = np.zeros(limit, np.int64), np.zeros(limit, np.int64)
+        self.partition, self.slot = np.zeros(limit, np.int32), np.zeros(limit, np.int32)
+        self.state, self.early = np.zeros(limit, np.uint8), np.zeros(limit, np.bool_)
         self.counts = np.zeros(len(Wait), np.int64)
-        self._numbers = Numbers(most)
+        self._numbers = Numbers(limit)
         self._gone: list[Ids] = []
         """Numbers of removed events of the last checkpoint and since; used again after the next checkpoint."""
         self._base: int | None = None
@@ -110,7 +110,7 @@ class WaitingTable:
     @property
     def needs_checkpoint(self) -> bool:
         """Whether numbers run low, and a checkpoint lets them be used again."""
-        return bool(self._gone) and self.free < self._most // 8
+        return bool(self._gone) and self.free < self._limit // 8
 
     @property
     def nbytes(self) -> int:
@@ -234,7 +234,7 @@ class WaitingTable:
         return ids
 
     def _begin_own_keys(self) -> None:
-        self._key_hash = np.zeros(self._most, np.uint64)
+        self._key_hash = np.zeros(self._limit, np.uint64)
         used = slice(self._numbers.used)
         self._key_hash[used] = self.key[used]
 

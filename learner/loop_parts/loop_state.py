@@ -70,7 +70,7 @@ class LoopState:
         self._stateful: Mapping[str, Stateful] = {
             "ledger": ledger,  # the first, since others refer to its partitions
             "monitor": parts.monitor,
-            "retention": StatefulPart(parts.publisher.retention_state, parts.publisher.restore_retention),
+            "retention": StatefulPart(parts.publisher.scoring.state, parts.publisher.scoring.restore),
             "rows": StatefulPart(self._rows, self._restore_rows),
             "replay_feed": parts.replay,
             "batches": batches,
@@ -123,7 +123,7 @@ class LoopState:
             self.steps,
             self.ledger.state(),
             parts.monitor.drift.state(),
-            parts.publisher.retention,
+            parts.publisher.scoring.retention,
             parts.erasure.excluded_through,
         )
 

@@ -11,12 +11,10 @@ from typing_extensions import override
 from anabranch.core.files import file_parts, read_file
 from learner.object_storage.head import StoredFile, file_path, folder_path, with_folder
 from learner.state_dir.folders import MANIFEST, Folder
+from learner.state_dir.version import VERDICT
 
 if TYPE_CHECKING:
     from learner.object_storage.bucket_storage import BucketStorage, Files
-
-VERDICT = "verdict.json"
-"""Name of the file of a version that may be replaced, and whose digest the head has."""
 
 
 class BucketFolder(Folder):

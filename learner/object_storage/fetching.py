@@ -1,7 +1,6 @@
 """Fetches checkpoints and versions of an object store that are newer than those of the state directory."""
 
 import contextlib
-import hashlib
 import logging
 import shutil
 import time
@@ -11,15 +10,16 @@ from pathlib import Path
 from typing import TypeVar
 
 from anabranch.core.failures import DamagedError, away_is_dependency
+from anabranch.core.files import digest_of_file
 from learner.errors import CheckpointError, MisfitError, VersionError
 from learner.object_storage.bases.fetching import fetch_base
-from learner.object_storage.bucket_folder import VERDICT, link_or_move
+from learner.object_storage.bucket_folder import link_or_move
 from learner.object_storage.bucket_storage import BucketStorage
 from learner.state_dir.bases import bases_in
 from learner.state_dir.checkpoint import CheckpointManifest, Checkpoints
 from learner.state_dir.folders import MANIFEST, LocalStorage
 from learner.state_dir.manifest_directory import FolderManifest, ManifestDirectory
-from learner.state_dir.version import Versions
+from learner.state_dir.version import VERDICT, Versions
 
 PARTIAL = "fetching"
 """Name of the folder of files that were fetched by their digests, until their checkpoint or version is complete."""
@@ -110,7 +110,7 @@ def copy_newest(source: BucketStorage, stored: Checkpoints, while_waiting: Calla
     def fetch(name: str) -> None:
         file = files[name]
         whole = partial / file.sha256
-        if not (whole.exists() and _digest(whole) == file.sha256):
+        if not (whole.exists() and digest_of_file(whole) == file.sha256):
             _download(source, file.path, file.sha256, partial / name.replace("/", "-"))
 
     with _logged(f"checkpoint {number} in {source.bucket.url}"):
@@ -141,9 +141,9 @@ def _fetch(
         path, digest = folder.path / name, files[name]
         for same in (there.get(digest), partial / digest):
             if same is not None:
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError, DamagedError):
                     path.hardlink_to(same)
-                    if _digest(path) == digest:
+                    if digest_of_file(path) == digest:
                         return
                 path.unlink(missing_ok=True)
         link_or_move(_download(source, objects[name].path, digest, partial / name.replace("/", "-")), path)
@@ -199,7 +199,7 @@ def _download(source: BucketStorage, path: str, digest: str, to: Path) -> Path:
     """Download an object as `to`, and return the file, which has the digest as its name; raises DamagedError."""
     to.unlink(missing_ok=True)
     source.bucket.download(path, to)
-    if _digest(to) != digest:
+    if digest_of_file(to) != digest:
         to.unlink()
         raise DamagedError(f"{path} does not have its digest")
     return to.replace(to.with_name(digest))
@@ -212,11 +212,6 @@ def _files_by_digest(local: ManifestDirectory[_M]) -> dict[str, Path]:
         with contextlib.suppress(*_DAMAGED):
             files |= {sha256: local.directory(number) / name for name, sha256 in local.manifest(number).files.items()}
     return files
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _in_parallel(

@@ -4,7 +4,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from types import TracebackType
 from typing import Self
 
 import msgspec
@@ -58,9 +57,7 @@ class FleetWatch:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stopping = True
         self._wake.set()
         self._thread.join(REPORT_EVERY.total_seconds())

@@ -4,13 +4,9 @@ import contextlib
 import logging
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from anabranch.core.failures import out_of_memory
@@ -18,9 +14,8 @@ from anabranch.core.tracing.spans import span
 from ingest.events.schema import Schema
 from learner.config import VersionsSettings
 from learner.errors import CopyMemoryError, VersionError
-from learner.evaluation.forgetting_metric import ForgettingState, retention_of
 from learner.evaluation.holdout import HoldoutRows, HoldoutSet
-from learner.evaluation.scoring import Evaluation, Scorer, Scores, evaluation_of, newcomers
+from learner.evaluation.scoring import Scorer
 from learner.metrics import LearnerMetrics
 from learner.model.growing.parts import parts_in
 from learner.object_storage.fleet import FleetWatch
@@ -28,6 +23,7 @@ from learner.publishing.canary import CanaryJudge
 from learner.publishing.gatekeeper import QualityGate
 from learner.publishing.pruning import VersionPruning, numbers_in_state
 from learner.publishing.snapshot import Progress, Snapshot
+from learner.publishing.version_scoring import VersionScoring
 from learner.runtime.background_worker import BackgroundWorker
 from learner.runtime.shutdown import Deadline
 from learner.state_dir.origin import ResumedFrom, VersionOrigin
@@ -38,8 +34,6 @@ from learner.stream.record_times import RecordTimes
 _MANIFEST_TIMES = 32
 """Quantiles of record times that a manifest has for its newly trained events."""
 
-_SCORING_SHARE = 4
-"""Scoring uses at most 1 / `_SCORING_SHARE` of a core or CUDA device; versions due meanwhile are skipped."""
 _WATCH_SECONDS = 1.0
 _NO_VERSION = "no version could be made"
 _NOT_MONITORED = "the served version is not monitored now"
@@ -66,15 +60,20 @@ class Publisher:
         check: Callable[[], object] = bool,
         fleet: FleetWatch | None = None,
         canary: CanaryJudge | None = None,
+        origin: VersionOrigin | None = None,
+        undone: int = 0,
+        while_appearing: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
     ) -> None:
         """Take the learner's generation, and `check`, which is called before each version is scored and written.
 
-        `fleet` and `canary` are of the servers on other hosts; None without them.
+        `fleet` and `canary` are of the servers on other hosts; None without them. `origin` is what the versions are
+        made with; `undone` the last record of `undo.json` whose events none of them has seen. A version appears within
+        `while_appearing`; where it raises, there is none.
         """
         self._versions = versions
         self._reference = reference
         self._schema = schema
-        self._scorer = scorer
+        self.scoring = VersionScoring(scorer, schema)
         self.gate = gate
         self._fleet = fleet
         self._pruning = VersionPruning(versions, settings, gate, fleet)
@@ -86,36 +85,20 @@ class Publisher:
         """When the next version may be published, by `time.monotonic`."""
         self.watch_due = 0.0
         """When the served version is monitored next, by `time.monotonic`."""
-        self._rested_at = 0.0
         self._watching = False
         self._progress: Progress | None = None
         self._newly_trained = RecordTimes()
         self._check = check
         self._background = BackgroundWorker("publisher", check)
-        self.undone = 0
-        """The last record of `undo.json` whose events no version from now on has seen."""
-        self.while_appearing: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
-        """A version appears within this; where it raises, there is none."""
+        self._origin, self._undone, self._while_appearing = origin, undone, while_appearing
         self.number: int | None = max(versions.numbers(), default=None)
         """The newest version."""
         self.verdict: str | None = None
         """Verdict of the newest version of this process."""
         self._highest = max([versions.highest(), *(n or 0 for n in numbers_in_state(versions))])
-        self._scored: tuple[HoldoutRows, Mapping[str, Tensor]] | None = None
-        self.evaluation = Evaluation()
-        """Evaluation of the newest version, whatever its verdict."""
-        self.retention = ForgettingState()
-        """Best scores of earlier versions, and scores of versions on events that came after them."""
         self._problem: str | None = None
         self.published = 0
         self.skipped = 0
-        self.origin: VersionOrigin | None = None
-        """What the versions are made with."""
-
-    @property
-    def raised(self) -> deque[tuple[NDArray[np.uint64], str]]:
-        """Hashes of held-out events on which the model raised, and the error; the loop's thread removes them."""
-        return self._scorer.raised
 
     @property
     def problem(self) -> str | None:
@@ -129,16 +112,8 @@ class Publisher:
 
     def set_resumed_from(self, checkpoint: ResumedFrom | None) -> None:
         """Record the checkpoint that the learner resumes from in the versions to come."""
-        if self.origin is not None:
-            self.origin = msgspec.structs.replace(self.origin, resumed_from=checkpoint)
-
-    def retention_state(self) -> dict[str, Any]:
-        """Return the state of `retention` as plain values, for a checkpoint."""
-        return self.retention.state()
-
-    def restore_retention(self, state: Mapping[str, Any]) -> None:
-        """Restore `retention` from a checkpoint."""
-        self.retention = retention_of(state)
+        if self._origin is not None:
+            self._origin = msgspec.structs.replace(self._origin, resumed_from=checkpoint)
 
     def publish_if_due(self, progress: Progress, take: Callable[[], Snapshot]) -> None:
         """Publish the snapshot of `take` when a version is due and there is progress; called at a step boundary.
@@ -152,7 +127,7 @@ class Publisher:
         if not self._is_new(progress) or (busy and self._watching):
             return
         self.due = now + self._every
-        if busy or now < self._rested_at:
+        if busy or now < self.scoring.rested_at:
             self.skipped += 1
             self._metrics.publish_skipped.inc()
             return
@@ -256,7 +231,7 @@ class Publisher:
             # Page-locked memory goes back for the next copies: the gate keeps weights for long.
             weights = {n: each.clone() if each.is_pinned() else each.cpu() for n, each in snapshot.weights.items()}
             with span("gate") as traced:
-                scores_G, holdout = self._score(weights, snapshot.holdout)
+                scores_G, holdout = self.scoring.score(weights, snapshot.holdout)
                 verdict = self.gate.judge(scores_G, holdout)
                 traced.set("anabranch.verdict", verdict.verdict)
         except (RuntimeError, MemoryError) as exc:
@@ -267,7 +242,7 @@ class Publisher:
         manifest = self._manifest(number, snapshot, weights)
         self._check()  # scoring takes seconds, in which an undo may be ordered
         try:
-            self._versions.write(weights, manifest, verdict, self.while_appearing)
+            self._versions.write(weights, manifest, verdict, self._while_appearing)
         except OSError as exc:
             self._problem = f"version {number} could not be written to {self._versions.location}: {exc.strerror or exc}"
             log.error("%s", self._problem)  # noqa: TRY400 the sentence is complete
@@ -291,7 +266,7 @@ class Publisher:
 
     def _manifest(self, number: int, snapshot: Snapshot, weights: Mapping[str, Tensor]) -> Manifest:
         metrics = ({} if snapshot.accuracy_now is None else {"now": snapshot.accuracy_now}) | dict(
-            self.evaluation.windows
+            self.scoring.evaluation.windows
         )
         return Manifest(
             number=number,
@@ -308,41 +283,10 @@ class Publisher:
             parts=parts_in(weights),
             files={},
             base=self._versions.base,
-            undone=self.undone,
+            undone=self._undone,
             learned=NewlyTrained(self._newly_trained.rows, self._newly_trained.quantiles(_MANIFEST_TIMES).tolist()),
             format=VERSION_FORMAT,
-            origin=self.origin and msgspec.structs.replace(self.origin, found=dict(snapshot.found)),
+            origin=self._origin and msgspec.structs.replace(self._origin, found=dict(snapshot.found)),
             learned_from=None if snapshot.learned_from is None else dict(snapshot.learned_from),
             erasures=snapshot.erasures,
         )
-
-    def _score(self, weights: Mapping[str, Tensor], holdout: HoldoutRows) -> tuple[Scores, HoldoutRows]:
-        """Score a version on the holdout set, and the version before it on events that came since.
-
-        Return the scores and their events, without those on which the model raises.
-        """
-        begin = self._scorer.seconds()
-        self._score_near_future(holdout)
-        scores_G, raised = self._scorer.score_and_find(weights, holdout.columns)
-        if len(raised):
-            scores_G = scores_G[~np.isin(holdout.columns["hash"].astype(np.uint64), raised)]
-            holdout = holdout.without(raised)
-        self._scored = holdout, weights
-        self.evaluation = evaluation_of(scores_G, self._schema, holdout)
-        if self.evaluation.windows:
-            self.retention = self.retention.followed_by(self.evaluation)
-        self._rested_at = time.monotonic() + (_SCORING_SHARE - 1) * (self._scorer.seconds() - begin)
-        return scores_G, holdout
-
-    def _score_near_future(self, holdout: HoldoutRows) -> None:
-        """Score the previous version on held-out events that came after it."""
-        if self._scored is None:
-            return
-        rows, weights = self._scored
-        fresh = newcomers(holdout, rows)
-        if fresh and len(fresh["label"]):
-            scores, raised = self._scorer.score_and_find(weights, fresh)
-            stays = ~np.isin(fresh["hash"].astype(np.uint64), raised)
-            total = float(np.sum(scores[stays]))
-            if math.isfinite(total) and stays.any():
-                self.retention = self.retention.with_near(int(np.count_nonzero(stays)), total)

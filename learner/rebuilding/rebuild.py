@@ -251,7 +251,7 @@ class Rebuilder(Learner):
     @override
     def _build_store(self) -> tuple[ResumePoint, BackgroundStore | None, Checkpoints, ErasureLog]:
         built = super()._build_store()
-        self._removed = sum(built[0].less)
+        self._removed = sum(built[0].erased_counts)
         return built
 
     @override

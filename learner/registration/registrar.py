@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Collection
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import Protocol, Self
 
 import msgspec
@@ -110,9 +109,7 @@ class Registrar:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stopping = True
         self._wake.set()
         self._thread.join(_LONGEST_END.total_seconds())  # a request that hangs does not delay the end

@@ -19,7 +19,7 @@ import contextlib
 import functools
 import hashlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,8 +48,6 @@ SEGMENT = "segment-"
 ROWS = "rows-"
 """Prefix of parts with the rows of a segment's events, for hosts that lack the tier with these rows: no others read
 them."""
-_PARTS_WITH_ROWS = ("replay", "labels")
-"""Keys of the state of parts whose rows may be in a tier, named by `file`."""
 RANK = "rank-0"
 SUFFIX = ".safetensors"
 
@@ -108,11 +106,11 @@ class Checkpoints(ManifestDirectory[CheckpointManifest]):
         super().__init__(path, storage)
         self.schema = schema
         self._generation = generation
-        self._refused: set[int] = set()
-        self._hours: dict[int, int | None] = {}
-        """The hour of each checkpoint beyond the newest, as `_hour_of` returns it: each is read once."""
+        self.refused: set[int] = set()
+        """Damaged checkpoints that `newest` passed over."""
         self.fetch_again: Callable[[CheckpointManifest, str], bool] | None = None
-        """Replaces a file of a checkpoint that is damaged or missing; returns whether it could."""
+        """Replaces a file of a checkpoint that is damaged or missing; returns whether it could. Set by `resume_point`:
+        it writes into these checkpoints, and stops with the learner."""
 
     def newest(self) -> tuple[int, Checkpoint] | None:
         """Return the number and contents of the newest intact checkpoint; None without checkpoints.
@@ -157,10 +155,10 @@ class Checkpoints(ManifestDirectory[CheckpointManifest]):
             except CheckpointError as exc:
                 if number not in damage:
                     log.warning("%s; it is not used", exc)
-                self._refused.add(number)
+                self.refused.add(number)
                 damage[number] = exc
                 continue
-            self._refused.discard(number)
+            self.refused.discard(number)
             return number, checkpoint
         return None
 
@@ -221,12 +219,8 @@ class Checkpoints(ManifestDirectory[CheckpointManifest]):
 
     def rows(self, number: int, part: str) -> "RowsFile":
         """Open the rows of one part of a checkpoint, after checking its digest."""
-        from learner.state_dir.rows_file import RowsFile
-
         manifest, name = self.manifest(number), self.name(number, part)
-        path = self.checked(manifest, name)
-        with _damage_of(manifest):
-            return RowsFile(path)
+        return _rows(manifest, self.checked(manifest, name))
 
     def clean_of(self, through: int) -> int:
         """Return the last record of `erasures.log`, at most `through`, that is applied to all checkpoints.
@@ -289,61 +283,6 @@ class Checkpoints(ManifestDirectory[CheckpointManifest]):
                 return name
         raise CheckpointError(f"checkpoint {number}: it has no part {part}")
 
-    def prune(self, keep: int, hours: int = 0) -> int | None:
-        """Delete all but the newest `keep` checkpoints, and the last one of each of the newest `hours` hours before.
-
-        Of those, one whose rows are in a tier alone is deleted too: the tier reuses their slots. Returns the oldest of
-        the newest `keep`.
-        """
-        by_age = self.by_age()
-        recent = self._recent(by_age, keep)
-        older = [number for number in by_age if number not in recent]
-        hourly = self._hourly(older, hours)
-        for number in older:
-            if number not in hourly:
-                self.delete(number)
-                self._refused.discard(number)
-        return min(recent, default=None)
-
-    def recent(self, keep: int) -> set[int]:
-        """Return the newest `keep` checkpoints, whose slots a tier may not reuse.
-
-        Those that `newest` refused do not count: there are `keep` others.
-        """
-        return self._recent(self.by_age(), keep)
-
-    def _recent(self, by_age: Sequence[int], keep: int) -> set[int]:
-        recent, kept = set[int](), 0
-        for number in reversed(by_age):
-            if kept < keep:
-                recent.add(number)
-            kept += number not in self._refused
-        return recent
-
-    def names_slots(self, number: int, keep: int) -> bool:
-        """Return whether a checkpoint needs slots of a tier: not one beyond the newest `keep` that has the rows."""
-        return number in self.recent(keep) or self._hour_of(number) is None
-
-    def _hourly(self, numbers: Sequence[int], hours: int) -> set[int]:
-        """Return the last complete checkpoint of each of the newest hours; `numbers` are by age."""
-        last, before = dict[int, int](), self._hours
-        self._hours = {}
-        for number in numbers if hours else ():
-            with contextlib.suppress(CheckpointError):  # nothing can return to it
-                hour = before[number] if number in before else self._hour_of(number)
-                self._hours[number] = hour
-                if hour is not None:
-                    last[hour] = number
-        return {last[hour] for hour in sorted(last)[-hours:]} if hours else set()
-
-    def _hour_of(self, number: int) -> int | None:
-        """Return the hour since 1970 in which a checkpoint was written; None where a tier alone has its rows."""
-        manifest = self.manifest(number)
-        state = self.state(manifest)
-        parts = [state[name] for name in _PARTS_WITH_ROWS if name in state]
-        named = any(part.get("file") is not None and part.get("row_bytes") is None for part in parts)
-        return None if named else int(manifest.time // 3600)
-
     def by_age(self) -> list[int]:
         """Return the numbers of all checkpoints, by generation, then by number."""
 
@@ -378,20 +317,13 @@ class Checkpoints(ManifestDirectory[CheckpointManifest]):
 
     def _rows_again(self, number: int, part: str) -> "RowsFile":
         """Open the rows of a part, as `rows`, perhaps after `fetch_again`."""
-        from learner.state_dir.rows_file import RowsFile
-
         manifest = self.manifest(number)
-        path = self._checked_again(manifest, self.name(number, part))
-        with _damage_of(manifest):
-            return RowsFile(path)
+        return _rows(manifest, self._checked_again(manifest, self.name(number, part)))
 
     def _checkpoint(
         self, manifest: CheckpointManifest, paths: Mapping[str, Path], rows: "Mapping[str, RowSource]"
     ) -> Checkpoint:
-        if (state_name := f"{RANK}/{STATE}") not in paths:
-            raise CheckpointError(f"checkpoint {manifest.number}: it has no {state_name}")
-        with _damage_of(manifest):
-            state = decoded(self.read(manifest, state_name), dict[str, Any])
+        state = self.state(manifest)
         tensors = {part_of(name): _tensors(manifest, path) for name, path in paths.items() if name.endswith(SUFFIX)}
         return Checkpoint(manifest.step, tensors, state, rows=rows)
 
@@ -441,3 +373,10 @@ def _tensors(manifest: CheckpointManifest, path: Path) -> "dict[str, Tensor]":
 
     with _damage_of(manifest):
         return dict(TensorFile(path))
+
+
+def _rows(manifest: CheckpointManifest, path: Path) -> "RowsFile":
+    from learner.state_dir.rows_file import RowsFile
+
+    with _damage_of(manifest):
+        return RowsFile(path)

@@ -114,13 +114,6 @@ class Manifest(FolderManifest, frozen=True, kw_only=True):
     erasures: int | None = None
     """The number of the last record of `erasures.log` that was applied to stored events; None where it is unknown."""
 
-    @property
-    def labelled_through(self) -> dict[str, int] | None:
-        """Up to where each event has its label, or goes without, by `topic:partition`; None as `seen_through`."""
-        if self.seen_through is None:
-            return None
-        return {name: trained.offset for name, trained in self.trained_through.items()}
-
 
 class Verdict(msgspec.Struct, frozen=True):
     """Whether serving may load a version; a version without a verdict is not loaded."""

@@ -44,7 +44,8 @@ class Ledger:
         """The indices of the partitions whose position has moved since the lag was measured."""
         self._files = FileTotals()
         self.first_open: Callable[[], Mapping[int, int]] = dict
-        """Returns, by index of the partition, the first offset of an event or label that waits; see `LateLabels`."""
+        """Returns, by index of the partition, the first offset of an event or label that waits. Set by `LateLabels`,
+        which counts in this ledger: each needs the other."""
         self.ended = 0
         """Number of events that have ended after they waited, since the start of the process."""
 

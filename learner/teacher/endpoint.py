@@ -173,7 +173,7 @@ class EndpointTeacher(Teacher):
         body, header = write_request(metadata, arrays, self._output)
         numbers = (end - begin) * int(np.prod(self._shape))
         most = _MOST_OTHER_BYTES + _BYTES_OF_NUMBER * numbers
-        content, length = self._request("POST", f"{self._model}/infer", body, header, until=until, most=most)
+        content, length = self._request("POST", f"{self._model}/infer", body, header, until=until, limit=most)
         return read_output(content, length, self._output, (end - begin, *self._shape))
 
     def _request(
@@ -184,9 +184,9 @@ class EndpointTeacher(Teacher):
         header: int | None = None,
         *,
         until: float,
-        most: int = _MOST_OTHER_BYTES,
+        limit: int = _MOST_OTHER_BYTES,
     ) -> tuple[bytes, str | None]:
-        """Return the body of an answer of at most `most` bytes, and its header HEADER_LENGTH."""
+        """Return the body of an answer of at most `limit` bytes, and its header HEADER_LENGTH."""
         headers = dict(self._headers)
         if body is not None:
             headers["Content-Type"] = "application/json" if header is None else "application/octet-stream"
@@ -197,7 +197,7 @@ class EndpointTeacher(Teacher):
         try:
             connection.request(method, self._address.path + path, body, headers)
             reply = connection.getresponse()
-            content = self._read(connection, reply, most, until)
+            content = self._read(connection, reply, limit, until)
         except (OSError, http.client.HTTPException, _RetriableError, MessageError) as exc:
             connection.close()
             raise self._failure(exc) from exc
@@ -234,13 +234,13 @@ class EndpointTeacher(Teacher):
         return connection
 
     def _read(
-        self, connection: http.client.HTTPConnection, reply: http.client.HTTPResponse, most: int, until: float
+        self, connection: http.client.HTTPConnection, reply: http.client.HTTPResponse, limit: int, until: float
     ) -> bytes:
         content = bytearray()
         while piece := reply.read1(_PIECE_BYTES):
             content += piece
-            if len(content) > most:
-                raise MessageError(f"answers with more than {most} bytes, which are not read")
+            if len(content) > limit:
+                raise MessageError(f"answers with more than {limit} bytes, which are not read")
             if connection.sock is not None:
                 connection.sock.settimeout(self._left(until))
         reply.close()  # `read1` leaves it open, and then the connection takes no further request

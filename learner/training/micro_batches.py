@@ -26,10 +26,12 @@ class StepHooks:
         before_micro_batch: called before each pass of the model over a micro-batch, with its index in the step, from 0;
             may wait. None: nothing is called.
         launch_context: returns the context manager under which a step launches device work.
+        before_chunk: called by other threads before they copy a chunk of a version or checkpoint from the device.
     """
 
     before_micro_batch: Callable[[int], object] | None = None
     launch_context: LaunchContext = contextlib.nullcontext
+    before_chunk: Callable[[], object] = bool
 
 
 Part = tuple[Examples, list[Examples]]

@@ -112,8 +112,8 @@ def oom_warning(device: torch.device, rows: int) -> str:
     )
 
 
-def release(device: torch.device) -> None:
-    """Free memory that torch's allocator caches."""
+def free_cached_memory(device: torch.device) -> None:
+    """Return the blocks that torch's allocator caches to the device, for other processes and larger blocks."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
@@ -150,7 +150,7 @@ class MemoryRetry:
         """
         for retries in range(message is not None, _RETRIES + 1):
             if message is not None:
-                release(self._device)
+                free_cached_memory(self._device)
                 self._wait(_BACKOFF.seconds_after(retries), message)
             try:
                 return work()

@@ -145,8 +145,6 @@ class PipelineRanks(Protocol):
 
     ranks: int
     """The ranks of a pipeline."""
-    is_last: bool
-    """Whether this rank has the model's output."""
     output_shape: tuple[int, ...]
     """Shape of the model's output for one event."""
     output_dtype: torch.dtype

@@ -26,7 +26,7 @@ from learner.strategies.examples import Examples
 from learner.strategies.teacher_loss import TeacherLoss
 from learner.training.micro_batches import StepHooks, idle, micro_batches, run_graphed
 from learner.training.optimizer_step import OptimizerStep
-from learner.training.out_of_memory import halve_micro_batch, oom_warning, release
+from learner.training.out_of_memory import free_cached_memory, halve_micro_batch, oom_warning
 from learner.training.parallelism import Ranks
 from learner.training.raising.rank_fallback import RankFallback
 from learner.training.step_result import StepOutputs, cat, decide
@@ -165,7 +165,7 @@ class Passes:
                 message = " ".join(str(exc).split())
             # After the handler, since the error references tensors of the pass.
             self.update.give_up()
-            release(self.device)
+            free_cached_memory(self.device)
             before.restore()
             rows = max(sum(map(len, group)) for group in at_once)
             try:

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from ingest.events.block import Array
 from ingest.events.schema import Schema
 from learner.config import LearnerSettings
+from learner.device_health.sniff_test import time_product
+from learner.device_memory.host_staging import HostStaging
 from learner.errors import RankTooLargeError
 from learner.model.device import Precision
 from learner.model.embedding import Embeddings
@@ -88,7 +90,7 @@ class Trainer(TrainerState):
         self._row_tables = {} if self._learned is None else row_tables(model, self._learned, sample(schema, 2, device))
         ranks.weights.split(model, partial(evaluated, model, probe, device))
         update = OptimizerStep(settings, model, precision, device, ranks)
-        super().__init__(model, strategy, update, ranks.weights, device)
+        super().__init__(model, strategy, update, ranks.weights, HostStaging(device, hooks.before_chunk))
         self.task = task
         self._after_step = overrides(strategy, "after_step")
         self._launch_context = hooks.launch_context
@@ -149,7 +151,10 @@ class Trainer(TrainerState):
         self._passes.micro_batch_size = rows
 
     def set_before_wait(self, call: Callable[[], object]) -> bool:
-        """Set what is called in each step while the device computes it, and return whether it is: not on a CPU."""
+        """Set what is called in each step while the device computes it, and return whether it is: not on a CPU.
+
+        Later than in the constructor, since it makes the examples of the next step with this trainer.
+        """
         if not overlaps(self.device):
             return False
         self._passes.before_wait = call
@@ -159,7 +164,12 @@ class Trainer(TrainerState):
         """Set whether the losses of old events are used; other ranks need not send them otherwise."""
 
     def set_is_behind(self, is_behind: Callable[[], bool]) -> None:
-        """Set what returns whether the learner is behind the stream; a search begins no leases then."""
+        """Set what returns whether the learner is behind the stream, whose reader is built after the trainer; a search
+        begins no leases then."""
+
+    def sniff(self) -> Mapping[str, float]:
+        """Run the sniff test; return the seconds by device, and with several ranks by rank."""
+        return {str(self.device): time_product(self.device)}
 
     def send_keepalive(self) -> None:
         """Show other ranks that this one is alive, where there are any; called between steps."""

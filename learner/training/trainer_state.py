@@ -4,7 +4,6 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from anabranch.core.failures import out_of_memory
@@ -27,14 +26,14 @@ class TrainerState:
     """The model, the state of its optimizer, and the strategy. Used by one thread, between steps."""
 
     def __init__(
-        self, model: nn.Module, strategy: Strategy, update: OptimizerStep, weights: Weights, device: torch.device
+        self, model: nn.Module, strategy: Strategy, update: OptimizerStep, weights: Weights, staging: HostStaging
     ) -> None:
         """Start at step 0; `weights`: how the weights are split over the ranks."""
         self.model = model
         self.strategy = strategy
         self.update = update
-        self.device = device
-        self.staging = HostStaging(device)
+        self.device = staging.device
+        self.staging = staging
         """Makes the copies that versions and checkpoints are written from."""
         self._weights = weights
         self._steps = 0

@@ -79,7 +79,7 @@ def most_events(row_bytes: int, entry: np.dtype[np.void] = ENTRY) -> int:
 
 
 def advance(
-    before: Sequence[Segment], change: StoreDelta, number: int, load: Callable[[Segment], Tensors], most: int
+    before: Sequence[Segment], change: StoreDelta, number: int, load: Callable[[Segment], Tensors], limit: int
 ) -> Written:
     """Return the segments of checkpoint `number`.
 
@@ -88,25 +88,25 @@ def advance(
         change: the events that were added and removed since.
         number: of the new checkpoint.
         load: reads a segment's tensors.
-        most: events of a segment.
+        limit: events of a segment.
     """
     segments = _still_live(before, change.alive) if change.base is not None else []
     count, tail = len(change.index), list[Segment]()
     length = count
-    while segments and length + segments[-1].held <= most:
+    while segments and length + segments[-1].held <= limit:
         if _GROWTH * length < segments[-1].held and 2 * segments[-1].held >= len(segments[-1].live):
             break
         length += segments[-1].held
         tail.insert(0, segments.pop())
     writer, kept, at = _Writer(number, change, load), list[Segment](), 0
-    for begin, end in _half_empty_runs(segments, most, max(most, count) - (length - count)):
+    for begin, end in _half_empty_runs(segments, limit, max(limit, count) - (length - count)):
         kept += [*segments[at:begin], writer.write(segments[begin:end], slice(0, 0))]
         at = end
     kept += segments[at:]
     kept = [segment for segment in kept if segment.held]
     if length or not kept:
         kept += [
-            writer.write([] if begin else tail, slice(begin, begin + most)) for begin in range(0, count or 1, most)
+            writer.write([] if begin else tail, slice(begin, begin + limit)) for begin in range(0, count or 1, limit)
         ]
     return Written(kept, writer.new)
 
@@ -174,8 +174,8 @@ def _still_live(before: Sequence[Segment], alive: NDArray[np.bool_]) -> list[Seg
     return segments
 
 
-def _half_empty_runs(segments: Sequence[Segment], most: int, budget: int) -> list[tuple[int, int]]:
-    """Return the first and last index of adjacent segments that are half empty together, at most `most` events.
+def _half_empty_runs(segments: Sequence[Segment], limit: int, budget: int) -> list[tuple[int, int]]:
+    """Return the first and last index of adjacent segments that are half empty together, at most `limit` events.
 
     They are those that waste most, and have `budget` events in all.
     """
@@ -184,7 +184,7 @@ def _half_empty_runs(segments: Sequence[Segment], most: int, budget: int) -> lis
     for begin in range(len(segments)):
         for end in range(begin + 1, len(segments) + 1):
             stay, waste = sum(held[begin:end]), sum(lengths[begin:end]) - sum(held[begin:end])
-            if stay > most:
+            if stay > limit:
                 break
             if waste > stay > 0:
                 runs.append((waste, -stay, begin, end))

@@ -52,7 +52,7 @@ _MAX_NUMBER = 1e15
 class IVFIndex:
     """At most `capacity` events. Used by one thread, which calls `work` between requests."""
 
-    def __init__(self, settings: IndexSettings, seed: int = 0) -> None:
+    def __init__(self, settings: IndexSettings) -> None:
         self._settings = settings
         self._clusters = max(1, min(settings.clusters, settings.capacity // _ROWS_A_CLUSTER))
         # With room for replaced rows until tombstones are removed, also while lists are built.
@@ -61,7 +61,7 @@ class IVFIndex:
         self._next: InvertedLists | None = None
         self._renewal: Iterator[bool] | None = None
         self._thread = ThreadPoolExecutor(1, "index-training")
-        self._rng = np.random.default_rng(seed)
+        self._rng = np.random.default_rng(0)
         self._newest = 0
         self._added = 0
         self._trained = 0

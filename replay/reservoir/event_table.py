@@ -183,11 +183,6 @@ class EventTable:
         one = len(self.counts) == 1
         self.counts += sign * (len(group) if one else np.bincount(group, minlength=len(self.counts)))
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the table."""
-        return self._records.nbytes + sum(column.nbytes for column in (self._slot, self._priority, self._group))
-
 
 def records_of(columns: Mapping[str, Array] | NDArray[np.void]) -> NDArray[np.void]:
     """Return the records of n events, RECORD `[n]`, from columns or fields of these names, all `[n]`."""

@@ -55,11 +55,6 @@ class SumTree:
             nodes = nodes * _FAN + child
         return nodes
 
-    @property
-    def nbytes(self) -> int:
-        """Memory that the tree takes."""
-        return sum(level.nbytes for level in self._levels)
-
 
 def _last_of(children: NDArray[np.float64]) -> NDArray[np.int64]:
     """Return the last child with a weight in each of n rows; the first where there is none."""

@@ -8,10 +8,8 @@ Legend: S slots, R bytes of a row, n rows of a call.
 """
 
 import contextlib
-import errno
 import logging
 import os
-import threading
 import time
 import uuid
 from collections.abc import Iterator
@@ -19,25 +17,23 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
 from anabranch.core.errors import AnabranchError, DependencyError, SettingsError
 from anabranch.core.failures import DamagedError, Failure, decoded, failure_of
-from anabranch.core.files import open_file, sync_directory, write_at
+from anabranch.core.files import open_file, sync_directory
 from replay.snapshot import TierRef
 from replay.tiers.checksum import CHECKSUM, row_sums
 from replay.tiers.disk_files import ASIDE, FORMAT, PAGE, REPLAY, SUFFIX, FileUse, Header, remove_empty
+from replay.tiers.record_file import RecordFile
 from replay.tiers.tier import SlowTier
 
 _MAX_WASTE = 1 / 3
 """The part of a record by which it may be padded to whole pages."""
 _MAX_BATCH = 256
 """Records of one call."""
-_REGION = 64
-"""Slots that share one mark for having been written."""
 _COLD_SECONDS = 20e-6
 """A read that takes longer was not in the page cache."""
 
@@ -62,15 +58,10 @@ class DiskTier(SlowTier):
         self.slot_bytes = self.bytes_of(header.row_bytes)
         self._faults: dict[str, str] = {}
         """By the operation that fails, one sentence on why."""
-        self._file = descriptor
-        self._pinned = pinned
+        self._records = RecordFile(descriptor, self.slots, self.slot_bytes)
+        self.pinned = pinned
         self._cold: bool | None = None
         """Whether the last read waited for the disk; None before the first."""
-        self._syncing, self._writing = threading.Lock(), threading.Lock()
-        self._regions = self._no_regions()
-        """The regions that were written since the last `sync` began."""
-        self._doubtful = self._no_regions()
-        """The regions that a failed `sync` may not have brought to the disk."""
 
     @property
     @override
@@ -166,7 +157,7 @@ class DiskTier(SlowTier):
         order = np.argsort(slots, kind="stable")
         sorted_n = slots[order]
         if self._cold and self.slot_bytes % PAGE:
-            self._read_ahead(sorted_n)  # the system first reads pages that change in part
+            self._records.read_ahead(sorted_n)  # the system first reads pages that change in part
         ends = np.flatnonzero(np.diff(sorted_n) != 1) + 1
         for run in np.split(order, ends) if len(slots) else ():
             for begin in range(0, len(run), _MAX_BATCH):
@@ -174,12 +165,7 @@ class DiskTier(SlowTier):
                 records = np.zeros((len(at), self.slot_bytes), np.uint8)
                 records[:, : self.row_bytes] = rows_nR[at]
                 records[:, self._sum] = (self._sums(records) ^ identity[at])[:, None].view(np.uint8)
-                self._put(records.reshape(-1).data, int(slots[at[0]]))
-
-    @override
-    def read(self, slots: NDArray[np.int64], identity: NDArray[np.uint64]) -> tuple[Tensor, NDArray[np.bool_]]:
-        rows_nR = torch.empty((len(slots), self.row_bytes), dtype=torch.uint8, pin_memory=self._pinned)
-        return rows_nR, self.read_into(rows_nR, np.arange(len(slots)), slots, identity)
+                self._records.write(records.reshape(-1).data, int(slots[at[0]]))
 
     @override
     def read_into(
@@ -190,10 +176,10 @@ class DiskTier(SlowTier):
         order = np.argsort(slots, kind="stable")
         sorted_n = slots[order]
         if self._cold is not False:
-            self._read_ahead(sorted_n)
+            self._records.read_ahead(sorted_n)
         started = time.perf_counter()
         with self._reporting("cannot be read", self._use.unread):
-            records = self._read_records(sorted_n)
+            records = self._records.read(sorted_n)
         self._cold = time.perf_counter() - started > _COLD_SECONDS * len(slots)
         rows_NR.numpy()[positions[order]] = records[:, : self.row_bytes]
         stored = np.ascontiguousarray(records[:, self._sum]).view(CHECKSUM).reshape(-1)
@@ -203,25 +189,13 @@ class DiskTier(SlowTier):
 
     @override
     def erase(self, slots: NDArray[np.int64]) -> None:
-        # A row of zeros with the checksum 0 is valid for no event.
-        zeros = bytes(self.slot_bytes)
         with self._reporting("cannot be erased", "; erased events stay on the disk"):
-            for slot in slots.tolist():
-                if os.pread(self._file, self.slot_bytes, PAGE + slot * self.slot_bytes) != zeros:
-                    self._put(memoryview(zeros), slot)
+            self._records.erase(slots)
 
     @override
     def sync(self) -> None:
-        # The system reports a failed fsync once and then treats its pages as clean, so those regions are written again
-        # first (Rebello et al. 2020, "Can applications recover from fsync failures?").
-        with self._reporting("cannot be flushed", "; no checkpoint is made now"), self._syncing:
-            with self._writing:
-                written, self._regions = self._regions, self._no_regions()
-            again, self._doubtful = self._doubtful, self._doubtful | written
-            for region in np.flatnonzero(again).tolist():
-                self._write_again(region)
-            os.fsync(self._file)
-            self._doubtful = self._no_regions()
+        with self._reporting("cannot be flushed", "; no checkpoint is made now"):
+            self._records.sync()
 
     @override
     def mark_named(self) -> None:
@@ -239,22 +213,14 @@ class DiskTier(SlowTier):
 
     def _mark(self, header: Header, *, sync: bool = True) -> None:
         with self._reporting("cannot be marked", "; the next checkpoint tries again"):
-            os.pwrite(self._file, header.page(), 0)
+            self._records.write_first_page(header.page())
             if sync:
                 self.sync()
         self.header = header
 
     @override
     def close(self) -> None:
-        # A checkpoint that is still being written must not read another file of the same descriptor.
-        descriptor, self._file = self._file, -1
-        os.close(descriptor)
-
-    def _reads(self) -> bool:
-        """Return whether the first page can be read."""
-        with contextlib.suppress(OSError):
-            return len(os.pread(self._file, PAGE, 0)) == PAGE
-        return False
+        self._records.close()
 
     @contextlib.contextmanager
     def _reporting(self, what: str, cost: str) -> Iterator[None]:
@@ -269,12 +235,6 @@ class DiskTier(SlowTier):
             raise
         self._faults.pop(what, None)
 
-    def _read_ahead(self, slots: NDArray[np.int64]) -> None:
-        """Have the system read n records in the background, in ascending slots."""
-        if hasattr(os, "posix_fadvise"):
-            for offset in (PAGE + slots * self.slot_bytes).tolist():
-                os.posix_fadvise(self._file, offset, self.slot_bytes, os.POSIX_FADV_WILLNEED)
-
     @property
     def _sum(self) -> slice:
         """The bytes of a record with the checksum."""
@@ -282,53 +242,6 @@ class DiskTier(SlowTier):
 
     def _sums(self, records: NDArray[np.uint8]) -> NDArray[np.uint64]:
         return row_sums(records.reshape(-1).data, self.row_bytes, range(len(records)), self.slot_bytes)
-
-    def _read_records(self, slots: NDArray[np.int64]) -> NDArray[np.uint8]:
-        """Return n records, in ascending slots; one that cannot be read is zeros, which is valid for no event."""
-        size, failed = self.slot_bytes, 0
-        records = np.zeros((len(slots), size), np.uint8)
-        content = records.reshape(-1).data
-        ends = np.flatnonzero(np.diff(slots, append=-1) != 1) + 1
-        begins = np.append(0, ends)[:-1]
-        runs = list(zip(begins.tolist(), ends.tolist(), slots[begins].tolist(), strict=True))
-        while runs:
-            begin, end, slot = runs.pop()
-            try:
-                os.preadv(self._file, (content[begin * size : end * size],), PAGE + slot * size)
-            except OSError as exc:
-                if exc.errno == errno.EIO and end > begin + 1:  # each of them may be readable
-                    runs += [(at, at + 1, slot + at - begin) for at in range(begin, end)]
-                    continue
-                failed += 1
-                if exc.errno != errno.EIO or (failed == len(slots) and not self._reads()):
-                    raise
-        return records
-
-    def _put(self, content: memoryview, slot: int) -> None:
-        """Write consecutive records from a slot on."""
-        offset, size = PAGE + slot * self.slot_bytes, len(content)
-        with self._writing:
-            written = os.pwritev(self._file, [content], offset)
-            if written < size:
-                write_at(self._file, bytes(content[written:]), offset + written)
-            self._regions[slot // _REGION : (slot + size // self.slot_bytes - 1) // _REGION + 1] = True
-
-    def _write_again(self, region: int) -> None:
-        """Read and write the records of a region again; unreadable ones are lost, and invalid when read."""
-        begin = region * _REGION
-        for slot in range(begin, min(begin + _REGION, self.slots)):
-            offset = PAGE + slot * self.slot_bytes
-            with self._writing:
-                try:
-                    record = os.pread(self._file, self.slot_bytes, offset)
-                except OSError as exc:
-                    if exc.errno != errno.EIO:
-                        raise
-                else:
-                    write_at(self._file, record, offset)
-
-    def _no_regions(self) -> NDArray[np.bool_]:
-        return np.zeros(-(-self.slots // _REGION), np.bool_)
 
 
 def _kind_of(error: OSError | DamagedError) -> type[AnabranchError]:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
@@ -65,7 +64,7 @@ class RedisTier(SlowTier):
         self.slots = slots
         self.row_bytes = row_bytes
         self.slot_bytes = self.bytes_of(row_bytes)
-        self._pinned = pinned
+        self.pinned = pinned
         self._shared = shared
 
     @property
@@ -94,11 +93,6 @@ class RedisTier(SlowTier):
         records[:, self.row_bytes :] = sums.astype(CHECKSUM).view(np.uint8).reshape(n, CHECKSUM.itemsize)
         flat = records.reshape(-1).data
         self.server.put(self._keys(slots), [flat[at * size : (at + 1) * size] for at in range(n)])
-
-    @override
-    def read(self, slots: NDArray[np.int64], identity: NDArray[np.uint64]) -> tuple[Tensor, NDArray[np.bool_]]:
-        rows_nR = torch.empty((len(slots), self.row_bytes), dtype=torch.uint8, pin_memory=self._pinned)
-        return rows_nR, self.read_into(rows_nR, np.arange(len(slots)), slots, identity)
 
     @override
     def read_into(

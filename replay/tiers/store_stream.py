@@ -59,8 +59,8 @@ def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
     return found
 
 
-def in_pieces(work: Callable[[slice], None], n: int, most: int) -> None:
-    """Run `work` on all of n rows, at most `most` at once, and on fewer where memory runs out.
+def in_pieces(work: Callable[[slice], None], n: int, limit: int) -> None:
+    """Run `work` on all of n rows, at most `limit` at once, and on fewer where memory runs out.
 
     Work that ran out of memory is run again, so it must have the same result then.
 
@@ -69,7 +69,7 @@ def in_pieces(work: Callable[[slice], None], n: int, most: int) -> None:
     """
     begin = 0
     while begin < n:
-        end = min(n, begin + most)
+        end = min(n, begin + limit)
         try:
             work(slice(begin, end))
         except RuntimeError as exc:
@@ -80,7 +80,7 @@ def in_pieces(work: Callable[[slice], None], n: int, most: int) -> None:
             continue
         # After the handler, since the error references tensors.
         torch.cuda.empty_cache()
-        most = (end - begin) // 2
+        limit = (end - begin) // 2
 
 
 class StoreStream:

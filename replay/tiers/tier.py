@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from typing_extensions import override
 
 from anabranch.core.errors import SettingsError
 from replay.snapshot import StoreSnapshot, TierRef
@@ -52,6 +54,15 @@ class Tier(Protocol):
 
 class SlowTier(Tier, Protocol):
     """A tier that is written and read in the background, into rows on the host."""
+
+    row_bytes: int
+    pinned: bool
+    """Whether rows are read into pinned memory, for a GPU."""
+
+    @override
+    def read(self, slots: NDArray[np.int64], identity: NDArray[np.uint64]) -> tuple[Tensor, NDArray[np.bool_]]:
+        rows_nR = torch.empty((len(slots), self.row_bytes), dtype=torch.uint8, pin_memory=self.pinned)
+        return rows_nR, self.read_into(rows_nR, np.arange(len(slots)), slots, identity)
 
     @property
     def file(self) -> TierRef | None:

@@ -1,6 +1,7 @@
 """The content of `/api/status` and `/api/history`: learner, baseline and serving together, now and over time."""
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -38,9 +39,15 @@ class Overview:
     """The state of a whole pipeline. Its methods read files, so the event loop's thread may not call them."""
 
     def __init__(
-        self, deployment: Deployment, swap: VersionSwapper, baseline: str, worker: PoolWorker | None = None
+        self,
+        deployment: Deployment,
+        swap: VersionSwapper,
+        baseline: str,
+        worker: PoolWorker | None = None,
+        links: Mapping[str, str] | None = None,
     ) -> None:
         self._name = deployment.name
+        self._links = dict(links or {})
         self._state_dir = deployment.state_dir
         self._baseline = deployment.folder / baseline if baseline else None
         self._task = deployment.model.task
@@ -83,6 +90,7 @@ class Overview:
             "name": self._name,
             "time": now,
             "task": self._task,
+            "links": self._links,
             "health": judge(learner, serving, silent=silent),
             "learner": learner,
             "baseline": _read(self._baseline),

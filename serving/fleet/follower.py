@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from types import TracebackType
 from typing import Self
 
 from anabranch.core.backoff import Backoff
@@ -87,9 +86,7 @@ class VersionFollower:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join(POLL_EVERY.total_seconds())  # a download may take long, and leaves nothing behind
 

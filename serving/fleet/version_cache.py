@@ -6,19 +6,17 @@ synced to the disk, which would take longer than the rest: what a power cut leav
 
 import contextlib
 import fcntl
-import hashlib
 import os
 import shutil
 import time
 from collections.abc import Collection, Iterator, Mapping
 from datetime import timedelta
-from pathlib import Path
 
 import msgspec
 
 from anabranch.core.atomic_files import replace_file
 from anabranch.core.failures import DamagedError, decoded
-from anabranch.core.files import MOST_BYTES, check_names
+from anabranch.core.files import MOST_BYTES, check_names, digest_of_file
 from anabranch.core.object_store.bucket import Bucket
 from learner.object_storage.bases.fetching import fetch_base
 from learner.object_storage.head import folder_path
@@ -93,7 +91,7 @@ class VersionCache:
         if manifest.base is not None and self._bases.file(manifest.base).exists() and not self._has(manifest.base):
             return False
         return self._versions.folder(number).read(MANIFEST, MOST_BYTES) == content and all(
-            _digest(folder / name) == digest for name, digest in files.items() if (folder / name).exists()
+            digest_of_file(folder / name) == digest for name, digest in files.items() if (folder / name).exists()
         )
 
     def add(self, number: int, generation: int) -> None:
@@ -137,7 +135,7 @@ class VersionCache:
             arriving.unlink(missing_ok=True)
             try:
                 self._bucket.download(f"{folder_path('versions', number, generation)}/{name}", arriving)
-                if _digest(arriving) != digest:
+                if digest_of_file(arriving) != digest:
                     raise DamagedError(f"{self._url(number, generation)}/{name} does not have its digest")
                 arriving.rename(self._versions.directory(number) / name)
             finally:
@@ -203,11 +201,6 @@ class VersionCache:
 
     def _url(self, number: int, generation: int) -> str:
         return f"{self._bucket.url}/{folder_path('versions', number, generation)}"
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _lock_within(descriptor: int, patience: timedelta) -> None:

@@ -55,7 +55,7 @@ class Acceptor:
         self,
         listener: socket.socket,
         make: Callable[[], Connection],
-        most: int,
+        limit: int,
         at_once: int,
         context: ssl.SSLContext | None,
     ) -> None:
@@ -64,13 +64,13 @@ class Acceptor:
         Args:
             listener: is listening; closed by `stop`.
             make: returns the protocol of a new connection.
-            most: the limit of open connections.
+            limit: the limit of open connections.
             at_once: connections accepted in one turn of the loop: 1 where other processes share the listener.
             context: of TLS; None without TLS.
         """
         self._listener = listener
         self._make = make
-        self._most = most
+        self._limit = limit
         self._at_once = at_once
         self._tls: dict[str, Any] = {}
         if context is not None:
@@ -135,7 +135,7 @@ class Acceptor:
 
     def _accept(self, at_once: int) -> None:
         for _ in range(at_once):
-            if len(self._open) >= self._most and not self._may_close_one():
+            if len(self._open) >= self._limit and not self._may_close_one():
                 return
             try:
                 accepted, _address = self._listener.accept()
@@ -146,7 +146,7 @@ class Acceptor:
                 self._pause()
                 self._loop.call_later(_RETRY.total_seconds(), self._resume)
                 return
-            if len(self._open) >= self._most:
+            if len(self._open) >= self._limit:
                 self._close_longest_waiting()
             self._connect(accepted)
 

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from anabranch.core.failures import Failure, failure_of
+from learner.training.out_of_memory import free_cached_memory
 from serving.errors import BadRequestError, FailedError, RequestError, UnavailableError
-from serving.model.device import free_cached_memory
 from serving.model.loaded_version import ServedVersion, is_finite
 from serving.protocol.codec import EMBEDDING
 from serving.protocol.tensors import Array

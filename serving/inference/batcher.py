@@ -12,7 +12,6 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -132,9 +131,7 @@ class Batcher:
         self._worker.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._timer is not None:
             self._timer.cancel()
         self._batches.put(None)

@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from types import TracebackType
 from typing import Self
 
 import msgspec
@@ -26,9 +25,9 @@ import numpy as np
 from anabranch.core.failures import Failure, failure_of
 from learner.errors import VersionError
 from learner.state_dir.version import WEIGHTS
+from learner.training.out_of_memory import free_cached_memory
 from serving.metrics import ServingMetrics
 from serving.model.deployment import Deployment
-from serving.model.device import free_cached_memory
 from serving.model.loaded_version import ServedVersion, load_version
 from serving.protocol.tensors import Array
 from serving.reporting.report import ShadowReport
@@ -104,9 +103,7 @@ class Shadow:
             self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stopping = True
         if self._thread.is_alive():
             with contextlib.suppress(queue.Full):

@@ -39,12 +39,6 @@ def use_precision(name: PrecisionName, device: torch.device) -> None:
     Precision(name, None).configure()
 
 
-def free_cached_memory(device: torch.device) -> None:
-    """Return the blocks that torch's allocator caches to the device, for other processes and larger blocks."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
 @contextlib.contextmanager
 def device_errors(device: torch.device | None = None) -> Iterator[None]:
     """Turn errors of a lost device, and of too little memory, into DeviceError: a restart may fix them.

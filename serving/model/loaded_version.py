@@ -23,10 +23,11 @@ from learner.model.growing.parts import grown, parts_in
 from learner.model.trained_set import bound_tensors
 from learner.state_dir.trained_through import format_offsets, format_trained_through
 from learner.state_dir.version import Manifest
+from learner.training.out_of_memory import free_cached_memory
 from serving.freed_memory import trim_freed_memory
 from serving.model.batch_copies import to_device, to_host
 from serving.model.deployment import Deployment, ModelTemplate, _sentence
-from serving.model.device import HALF, free_cached_memory, use_device
+from serving.model.device import HALF, use_device
 from serving.model.graphs import Capture, Graphs
 from serving.model.pieces import BeforePiece, collecting_at_end, layers_as_pieces
 from serving.protocol.codec import EMBEDDING

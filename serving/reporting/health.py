@@ -60,7 +60,9 @@ def judge(learner: LearnerReport | None, serving: ServingReport, *, silent: bool
         return Health("starting", "The first version is on its way.")
     problems += [f"Serving: {sentence}" for sentence in serving.problems]
     if not problems:
-        return Health("well", "All is well.")
+        warnings = len(learner.warnings) if learner is not None else 0
+        counted = f", with {warnings} warning{'s' * (warnings > 1)}" if warnings else ""
+        return Health("well", f"All is well{counted}.")
     return Health(
         "unhealthy", problems[0] if len(problems) == 1 else f"{len(problems)} things are wrong.", problems, silent
     )

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from learner.errors import VersionError
 from learner.state_dir.bases import bases_in
 from learner.state_dir.version import Manifest, RegistryState
+from learner.training.out_of_memory import free_cached_memory
 from serving.metrics import ServingMetrics
 from serving.model.deployment import Deployment
-from serving.model.device import free_cached_memory
 from serving.model.loaded_version import ServedVersion, load_version
 from serving.rollout.eligibility import ServingPolicy, lowered, misfit, requirements_of
 from serving.rollout.idle_wait import IdleWait

@@ -1,7 +1,9 @@
 """Watches the versions directory, by inotify where that works, else by polling.
 
 inotify reports the renames by which versions, verdicts and `state.json` appear. It does not report what other hosts do
-on a network file system, and some systems do not have it: there the directory is polled.
+on a network file system, and some systems do not have it: there the directory is polled. The package watchfiles would
+replace `_Inotify` alone, and polls its own queue: a rename was seen after 100 ms with its default steps of 50 ms, and
+after 1.7 ms with steps of 1 ms, which wake an idle thread 900 times a second; here after 0.1 ms, without such steps.
 """
 
 import contextlib
@@ -13,7 +15,6 @@ import struct
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from anabranch.core.files import number_of
@@ -48,9 +49,7 @@ class DirectoryWatcher:
         os.set_blocking(self._write_end, False)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._drop()
         os.close(self._read_end)
         os.close(self._write_end)

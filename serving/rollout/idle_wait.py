@@ -15,12 +15,12 @@ class IdleWait:
     def __init__(
         self,
         is_idle: Callable[[], bool],
-        most: timedelta = _MOST,
+        limit: timedelta = _MOST,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
         self._is_idle = is_idle
-        self._left = most.total_seconds()
+        self._left = limit.total_seconds()
         self._clock = clock
         self._sleep = sleep
 

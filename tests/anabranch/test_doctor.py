@@ -117,9 +117,9 @@ def diagnose(example, request, checks):
 
     def run(name, timeout=60.0, *, alone=False):
         chosen = [check for check in (CHECKS if alone else checks) if check.name == name]
-        diagnoses = list(examine(example / "pipeline.toml", timeout, checks=chosen))
-        seen.update(finding.kind for _, finding in diagnoses)
-        return [finding for check, finding in diagnoses if check == name]
+        results = list(examine(example / "pipeline.toml", timeout, checks=chosen))
+        seen.update(finding.kind for _, finding in results)
+        return [finding for check, finding in results if check == name]
 
     run.seen = seen
     yield run
@@ -228,18 +228,18 @@ class TestConfig:
         edit("port = 8000", "port = 99999")
         edit('topics = ["events"]', 'topics = ["events"]\nproperties = {"sasl.password" = {env = "DOCTOR_NOT_SET"}}')
         setting("learner.nope", 3)
-        diagnoses = list(
+        results = list(
             examine(
                 example / "pipeline.toml", 20, checks=[c for c in CHECKS if c.name in ("state", "ports", "checkpoints")]
             )
         )
-        diagnose.seen.update(finding.kind for _, finding in diagnoses)
-        messages = [finding.message for check, finding in diagnoses if check == "config"]
+        diagnose.seen.update(finding.kind for _, finding in results)
+        messages = [finding.message for check, finding in results if check == "config"]
         for part in ("batchsize", "precision = 'fp99'", "serving.port = 99999", "DOCTOR_NOT_SET", "LEARNER__NOPE"):
             assert sum(part in message for message in messages) == 1, part
         assert len(messages) == 5
         # The ports' and the state's settings are at fault; the checkpoints' are not.
-        assert {check for check, _ in diagnoses} == {"config", "checkpoints"}
+        assert {check for check, _ in results} == {"config", "checkpoints"}
 
     @pytest.mark.finds("schema.invalid")
     @pytest.mark.parametrize(
@@ -1199,9 +1199,9 @@ class TestTopics:
                 return sorted(admin.list_topics()), groups, files
 
         before = world()
-        diagnoses = list(examine(example / "pipeline.toml", 60))
-        assert exit_code(diagnoses) is Exit.DONE, diagnoses
-        assert summary(diagnoses) == "nothing is wrong"
+        results = list(examine(example / "pipeline.toml", 60))
+        assert exit_code(results) is Exit.DONE, results
+        assert summary(results) == "nothing is wrong"
         assert world() == before
         assert consume_all(kafka.bootstrap, f"{topic}.dead") == []
 
@@ -1751,7 +1751,7 @@ class TestCommand:
         assert "hunter" not in out
 
     def test_a_bug_in_one_check_hides_no_other(self, example: Path) -> None:
-        def broken(patient):
+        def broken(context):
             raise RuntimeError("bug")
 
         checks = [examination.Check("broken", broken), examination.Check("fine", lambda _: [ok("Fine.")])]

@@ -324,7 +324,6 @@ def play(trainer: Trainer, scenario: dict[str, Any]) -> dict[str, torch.Tensor]:
         if step == scenario.get("checkpoint_at"):
             trainer.restore(trainer.tensors(), trainer.state())
         if scenario.get("sniff"):
-            assert isinstance(trainer, Leader)
             found |= {f"sniff.{name}": torch.tensor(seconds) for name, seconds in trainer.sniff().items()}
         if step + 1 == scenario.get("write_at"):
             write(trainer, step + 1, scenario["write_to"])

@@ -42,6 +42,7 @@ def test_a_learner_goes_on_bit_for_bit_and_stores_the_adapters_alone(
     through = make_bench(12, lambda: adapted(precision))
     through.run()
     expected = {name: value.clone() for name, value in through.trainer.model.state_dict().items()}
+    through.finish()
     through.close()
     for folder in tmp_path.iterdir():
         shutil.rmtree(folder)

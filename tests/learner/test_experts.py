@@ -154,7 +154,7 @@ class TestStream:
         test = events((4, 5), 7, 100)
         assert (predicted(trainer.model, test.features["x"]).argmax(dim=1) == test.label_B).float().mean() > 0.8
 
-    def test_the_optimizer_starts_afresh_with_each_expert(self, schema: Schema) -> None:
+    def test_the_optimizer_starts_again_with_each_expert(self, schema: Schema) -> None:
         trainer = make_trainer(schema)
         learn(trainer, TASKS[:1])
         trainer.on_drift()

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from learner.checkpointing.checkpoint_pruning import CheckpointPruning
 from learner.checkpointing.erase_checkpoints import Eraser
 from learner.errors import CheckpointError, VersionError
 from learner.resume import ResumePoint
@@ -74,7 +75,7 @@ def test_no_older_checkpoint_is_used_instead_of_an_unreachable_one_and_none_is_d
         ResumePoint.newest(checkpoints, ErasureLog(tmp_path / "erasures.log"))
     assert caught.value.errno == number
     checkpoints.write(4, checkpoint_of(4), 0.0)
-    checkpoints.prune(4)
+    CheckpointPruning(checkpoints, 4).prune()
     assert checkpoints.numbers() == [1, 2, 3, 4]
 
 
@@ -158,7 +159,7 @@ def test_a_damaged_checkpoint_is_refused_and_kept_until_enough_newer_ones_are_in
     assert (found[0], found[1].state["number"]) == (2, 2)
     for number, left in ((4, [2, 3, 4]), (5, [4, 5])):
         checkpoints.write(number, checkpoint_of(number), 0.0)
-        checkpoints.prune(2)
+        CheckpointPruning(checkpoints, 2).prune()
         assert checkpoints.numbers() == left
 
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from anabranch.core.object_store.bucket import Bucket
 from ingest.events.hold_out import held_out
 from ingest.events.identity import partition_base
 from ingest.events.partition import TopicPartition
@@ -20,6 +19,8 @@ from replay.tiers.disk_files import read_header
 from tests.learner.learner_bench import TIERS, LearnerBench
 from tests.pipelines import LINEAR, Learner, adds_up, events, write_pipeline
 from tests.support.ports import first_free_port
+from tests.support.s3 import S3Prefix
+from tests.support.waiting import TAKES_MINUTES
 
 DISK = TIERS["disk with a small cache"]
 
@@ -89,11 +90,14 @@ def trained_in_full_batches(topic: str, count: int) -> int:
 @pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("server", ["folder", pytest.param("s3", marks=TAKES_MINUTES)])
 def test_a_learner_whose_host_is_lost_equals_one_that_was_never_killed(
+    server: str,
     kafka: Any,
     make_topic: Callable[..., str],
     produce: Callable[..., list[int]],
     start: Callable[..., Learner],
+    request: pytest.FixtureRequest,
     tmp_path: Path,
 ) -> None:
     """SIGKILL, and nothing is left but the pipeline file and the object store: weights bit for bit, each event once."""
@@ -105,8 +109,8 @@ def test_a_learner_whose_host_is_lost_equals_one_that_was_never_killed(
         status = f"127.0.0.1:{first_free_port()}"
         return write_pipeline(folder, kafka.bootstrap, topic, REST + more, model=LINEAR, status=status)
 
-    bucket = Bucket(f"file://{tmp_path}/bucket", {})
-    storage = f'[storage]\nurl = "{bucket.url}"\nlease = "4s"\n'
+    prefix = request.getfixturevalue("s3") if server == "s3" else S3Prefix(f"file://{tmp_path}/bucket", {})
+    bucket, storage = prefix.bucket, f'[storage]\nlease = "4s"\n{prefix.toml}'
     learner = start(lost := pipeline_in("lost", storage))
     number = learner.wait_for(lambda each: each.steps > 150).checkpoint or 0
     learner.until(lambda: max(decode_head(bucket, bucket.read(HEAD)).checkpoints) > number)

@@ -117,7 +117,8 @@ def test_events_are_trained_on_with_their_late_labels(
     versions = Versions(learner.state_dir / "versions")
     newest = versions.manifest(versions.numbers()[-1])
     newest_offsets = {f"{events}:0": 299, f"{events}:1": 299, f"{labels}:0": 549, f"{labels}:1": 49}
-    assert newest.seen_through == newest.labelled_through == newest_offsets
+    labelled_through = {name: trained.offset for name, trained in newest.trained_through.items()}
+    assert newest.seen_through == labelled_through == newest_offsets
 
 
 @pytest.mark.parametrize("client", ["kafka-python", "confluent"])

@@ -614,8 +614,4 @@ class TestSettings:
     @pytest.mark.parametrize("name", STRATEGIES)
     def test_what_the_settings_say_of_a_strategy_is_so(self, name: str) -> None:
         settings, kind = StrategySettings(name=name), STRATEGIES[name]
-        assert (settings.replays, settings.keeps_output, settings.embeds) == (
-            kind.replays,
-            kind.keeps_output,
-            kind.embeds,
-        )
+        assert (settings.replays, settings.keeps_output) == (kind.replays, kind.keeps_output)

@@ -41,8 +41,8 @@ from replay.sample_plan import Sample
 from replay.sample_planner import AHEAD
 from replay.store import Store
 from replay.tiers import redis_server as redis
+from tests.support.waiting import TAKES_MINUTES
 
-KILLS = "ANABRANCH_TEST_KILLS"
 KEYS = "crash:rank-0"
 CPU = torch.device("cpu")
 PARTITIONS = [TopicPartition("events", 0), TopicPartition("events", 1)]
@@ -227,7 +227,7 @@ def one_thread() -> Iterator[None]:
                 marks=[
                     pytest.mark.slow,
                     pytest.mark.timeout(1800),
-                    pytest.mark.skipif(KILLS not in os.environ, reason=f"takes minutes; set {KILLS}=1"),
+                    TAKES_MINUTES,
                 ],
             )
             for name in SETTINGS

@@ -16,6 +16,7 @@ import httpx
 import msgspec
 import pytest
 import torch
+from pydantic import ValidationError
 
 from anabranch.core.object_store.bucket import Bucket
 from learner.object_storage.config import StorageSettings
@@ -31,6 +32,7 @@ from learner.state_dir.report import (
     write_report,
 )
 from learner.state_dir.undo_file import UndoReport
+from serving.config import ServingSettings
 from serving.dashboard.status import SERIES
 from serving.fleet import overview
 from serving.rollout.commands import COMMANDS
@@ -217,6 +219,24 @@ def test_in_a_browser_the_token_is_asked_for_and_kept_for_the_tab_alone(
         await_sentence(page, "All is well.")
         assert "token" not in page.url
         page.close()
+
+
+def test_in_a_browser_the_head_has_the_links_of_the_settings(browser: Any, numbers: Any, served: Served) -> None:
+    links = {"Docs": "https://docs.example.com/", "<b>Grafana": "http://localhost:3000/d/a?b=1&c='"}
+    with served(numbers, ready=False, links=links) as server:
+        assert httpx.get(server.url + "/api/status").json()["links"] == links
+        page = browser.new_page()
+        page.goto(server.url)
+        await_sentence(page, "No learner has reported yet")
+        shown = "links => Object.fromEntries(links.map(link => [link.textContent, link.getAttribute('href')]))"
+        assert page.eval_on_selector_all("#links a", shown) == links
+        page.close()
+
+
+@pytest.mark.parametrize("address", ["javascript:alert(1)", "data:text/html,x", "//example.com", "https://a b", ""])
+def test_a_link_is_an_address_of_the_web(address: str) -> None:
+    with pytest.raises(ValidationError, match="must begin with http"):
+        ServingSettings.model_validate({"links": {"Docs": address}})
 
 
 def test_in_a_browser_regression_shows_the_error(browser: Any, numbers: Any, served: Served) -> None:

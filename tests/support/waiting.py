@@ -6,8 +6,13 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+import pytest
+
 T = TypeVar("T")
 
+TAKES_MINUTES = pytest.mark.skipif(
+    "ANABRANCH_TEST_LONG" not in os.environ, reason="takes minutes; set ANABRANCH_TEST_LONG=1"
+)
 PATIENCE_SECONDS = 100.0
 """Longer than anything that is awaited takes."""
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from anabranch.core.errors import SettingsError
 from ingest.events.schema import Schema
+from ingest.formats.base import nested
 
 _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 _PART = re.compile(r"(\w+?)((?:\.\d+)+|(?:\[\d+\])+)")
@@ -67,7 +68,7 @@ class Columns:
             if empty:
                 raise ValueError(f"{self.header[empty[0]]} is empty")
             flat = [value(field, cells[column], whole=False) for column in columns]
-            event[field] = _nested(flat, self._shapes[field])
+            event[field] = nested(flat, self._shapes[field])
         return event
 
     def _check_parts(self, field: str, found: set[tuple[int, ...]], name: str) -> None:
@@ -77,12 +78,6 @@ class Columns:
             column = f"{field}.{'.'.join(map(str, min(wrong)))}" if wrong else field
             what = "is missing" if wrong and min(wrong) not in found else "is too much"
             raise SettingsError(f"{name}: the column {column} {what}: {field} has the shape {list(shape)}")
-
-
-def _nested(flat: list[Any], shape: tuple[int, ...]) -> list[Any]:
-    for size in reversed(shape[1:]):
-        flat = [flat[begin : begin + size] for begin in range(0, len(flat), size)]
-    return flat
 
 
 def cell_reader(schema: Schema, field: str) -> Callable[[str, bool], Any]:

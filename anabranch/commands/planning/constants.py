@@ -55,8 +55,6 @@ class Constants(msgspec.Struct, kw_only=True):
     """Time that writing a checkpoint takes."""
     step_seconds: float | None = None
     """Time of a step at the planned rate."""
-    step_rows: float | None = None
-    """New events of a step at the planned rate."""
     delivery_seconds: float | None = None
     """From the end of the step after which a version is published to its first answer: scoring, writing, loading; the
     mean."""
@@ -75,8 +73,6 @@ class Constants(msgspec.Struct, kw_only=True):
     """Events a second of the ingest process alone."""
     disk_bytes_per_second: float | None = None
     """Rate at which the disk of `state_dir` takes a file, with its fsync."""
-    written_bytes_per_second: float | None = None
-    """What the processes wrote to the disk during the calibration at the planned rate, as the system counts it."""
     request_seconds: float | None = None
     """Time of a request of one row, one after the other."""
     differences: list[str] = []

@@ -65,10 +65,7 @@ def constants_of_run(config: Config) -> Constants:
     token = pipeline.serving.tokens.read.get_secret_value()
     counters = read_counters(pipeline.learner.status, token)
     if counters is not None and counters.steps:
-        constants.step_seconds, constants.step_rows = (
-            counters.step_seconds / counters.steps,
-            counters.rows / counters.steps,
-        )
+        constants.step_seconds = counters.step_seconds / counters.steps
         if counters.checkpoints:
             constants.checkpoint_seconds = counters.checkpoint_seconds / counters.checkpoints
         peak = PeakMemory(report.pid, None if serving is None else serving.pid)

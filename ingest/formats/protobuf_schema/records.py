@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
 
 from ingest.events.schema import Schema
-from ingest.formats.base import WHOLE_MESSAGE, Decoded, Reject
+from ingest.formats.base import WHOLE_MESSAGE, Decoded, Reject, nested
 from ingest.formats.event_structs import dict_decoder
 from ingest.formats.protobuf_schema.fields import ReadField, ReadType
 
@@ -95,16 +95,9 @@ def _value(field: ReadField, message: Any) -> Any:
         value = value.value
     elif field.form == "list":
         values = list(value) if field.words is None else [field.word(number) for number in value]
-        return values if field.declared.is_label else _nested(values, field.declared.shape) or None
+        return values if field.declared.is_label else nested(values, field.declared.shape) or None
     if field.words is not None:
         value = field.word(value)
     if value == field.missing:
         return None
     return int(value) if field.scalar == "bool" and field.declared.is_label else value
-
-
-def _nested(values: list[Any], shape: tuple[int, ...]) -> list[Any]:
-    """Return the values in lists of this shape; lists of another length do not become what the schema accepts."""
-    for size in reversed(shape[1:]):
-        values = [values[begin : begin + size] for begin in range(0, len(values), size)]
-    return values

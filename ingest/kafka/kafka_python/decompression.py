@@ -16,44 +16,44 @@ class InflatedTooLargeError(Exception):
     """The decompressed size exceeds the limit."""
 
 
-def inflate(compression_type: int, data: bytes, most: int) -> bytearray:
+def inflate(compression_type: int, data: bytes, limit: int) -> bytearray:
     """Return what was compressed, by the number that Kafka has for the codec.
 
     Raises:
-        InflatedTooLargeError: it is more than `most` bytes.
+        InflatedTooLargeError: it is more than `limit` bytes.
         Exception: the data are damaged; each codec raises its own errors.
     """
-    return _CODECS[compression_type](data, most)
+    return _CODECS[compression_type](data, limit)
 
 
-def _read(stream: Any, most: int) -> bytearray:
+def _read(stream: Any, limit: int) -> bytearray:
     inflated = bytearray()
     while chunk := stream.read(_CHUNK_BYTES):
         inflated += chunk
-        if len(inflated) > most:
+        if len(inflated) > limit:
             raise InflatedTooLargeError
     return inflated
 
 
-def _gzip(data: bytes, most: int) -> bytearray:
+def _gzip(data: bytes, limit: int) -> bytearray:
     with gzip.GzipFile(fileobj=io.BytesIO(data), mode="r") as stream:
-        return _read(stream, most)
+        return _read(stream, limit)
 
 
-def _lz4(data: bytes, most: int) -> bytearray:
+def _lz4(data: bytes, limit: int) -> bytearray:
     with codecs.lz4.LZ4FrameFile(io.BytesIO(data)) as stream:
-        return _read(stream, most)
+        return _read(stream, limit)
 
 
-def _zstd(data: bytes, most: int) -> bytearray:
+def _zstd(data: bytes, limit: int) -> bytearray:
     with codecs.zstd.ZstdDecompressor().stream_reader(data, read_across_frames=True) as stream:
-        return _read(stream, most)
+        return _read(stream, limit)
 
 
-def _snappy(data: bytes, most: int) -> bytearray:
+def _snappy(data: bytes, limit: int) -> bytearray:
     inflated = bytearray()
     for block in _snappy_blocks(data):
-        if len(inflated) + _snappy_length(block) > most:
+        if len(inflated) + _snappy_length(block) > limit:
             raise InflatedTooLargeError
         inflated += codecs.snappy.decompress(block)
     return inflated

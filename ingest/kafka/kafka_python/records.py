@@ -37,25 +37,25 @@ class ReplacedNames(list[tuple[str, bytes]]):
     """Headers of which some had a name that is not UTF-8."""
 
 
-def bound(consumer: Any, most: int) -> None:
-    """Limit each batch of a kafka-python consumer to `most` decompressed bytes; a larger one raises UnreadableError."""
-    consumer._fetcher.PartitionRecords = functools.partial(_Records, most)
+def bound(consumer: Any, limit: int) -> None:
+    """Bound batches of a kafka-python consumer by `limit` decompressed bytes; a larger one raises UnreadableError."""
+    consumer._fetcher.PartitionRecords = functools.partial(_Records, limit)
 
 
-def records_of(partition: Any, records: Any, most: int) -> Any:
+def records_of(partition: Any, records: Any, limit: int) -> Any:
     """Return the records of an answer that was made here, from offset 0 on, parsed as `bound` has those of a broker."""
-    return _Records(most, 0, partition, records)
+    return _Records(limit, 0, partition, records)
 
 
 class _Records(Fetcher.PartitionRecords):  # type: ignore[misc]
     """The records of one answer for one partition."""
 
-    def __init__(self, most: int, *arguments: Any, **options: Any) -> None:
-        self._most = most
+    def __init__(self, limit: int, *arguments: Any, **options: Any) -> None:
+        self._limit = limit
         super().__init__(*arguments, **options)
 
     def _unpack_records(self, tp: Any, records: Any, *deserializers: Any) -> Iterator[Any]:
-        batches = _Batches(records, self._most)
+        batches = _Batches(records, self._limit)
         try:
             yield from super()._unpack_records(tp, batches, *deserializers)
         except (UnsupportedCodecError, MemoryError):
@@ -66,7 +66,7 @@ class _Records(Fetcher.PartitionRecords):  # type: ignore[misc]
     def _unreadable(self, batch: "_Batch | None", exc: Exception) -> UnreadableError:
         sentence = f"{type(exc).__name__}: {exc}"
         begin, end, time_ms = max(self.fetch_offset, self.next_fetch_offset), None, int(time.time() * 1000)
-        reason = too_large(self._most) if isinstance(exc, InflatedTooLargeError) else damaged(sentence)
+        reason = too_large(self._limit) if isinstance(exc, InflatedTooLargeError) else damaged(sentence)
         if batch is not None and (batch.sound or not self.check_crcs) and batch.end >= begin:
             end = batch.end
             # Compaction may have left fewer records than the batch has offsets.
@@ -77,25 +77,25 @@ class _Records(Fetcher.PartitionRecords):  # type: ignore[misc]
 class _Batches:
     """kafka-python's MemoryRecords, whose batches are bounded."""
 
-    def __init__(self, theirs: Any, most: int) -> None:
+    def __init__(self, theirs: Any, limit: int) -> None:
         self._theirs = theirs
-        self._most = most
+        self._limit = limit
         self.last: _Batch | None = None
         """The batch that is being read."""
 
     def next_batch(self) -> "_Batch | None":
         self.last = None
         batch = self._theirs.next_batch()
-        self.last = None if batch is None else _Batch(batch, self._most)
+        self.last = None if batch is None else _Batch(batch, self._limit)
         return self.last
 
 
 class _Batch:
     """Replaces a batch of kafka-python."""
 
-    def __init__(self, theirs: Any, most: int) -> None:
+    def __init__(self, theirs: Any, limit: int) -> None:
         self._theirs = theirs
-        self._most = most
+        self._limit = limit
         self.sound = False
         """Whether its checksum was compared and fits."""
 
@@ -146,14 +146,14 @@ class _Batch:
         if theirs.magic == 2:
             if not theirs._decompressed:
                 data = bytes(memoryview(theirs._buffer)[theirs._pos :])
-                theirs._buffer, theirs._pos = inflate(theirs.compression_type, data, self._most), 0
+                theirs._buffer, theirs._pos = inflate(theirs.compression_type, data, self._limit), 0
                 theirs._decompressed = True
         else:
             # Of the old formats, which current brokers do not write, only the size is checked beforehand.
             key, value = theirs._read_key_value(theirs.KEY_OFFSET_V1 if theirs.magic else theirs.KEY_OFFSET_V0)
             del key
             if theirs.magic or theirs.compression_type != theirs.CODEC_LZ4:
-                inflate(theirs.compression_type, value or b"", self._most)
+                inflate(theirs.compression_type, value or b"", self._limit)
 
 
 def _with_replaced_names(batch: Any) -> Any:

@@ -30,7 +30,6 @@ class StagePipeline:
     def __init__(self, stages: Stages, group: dist.ProcessGroup, schedule: str, device: torch.device) -> None:
         """Take the ranks of this pipeline, and `learner.pipeline_schedule`; stage `i` is on rank `i % N`."""
         self.ranks, self.rank = group.size(), group.rank()
-        self.is_last = (len(stages.units) - 1) % self.ranks == self.rank
         self.output_shape, self.output_dtype = stages.outputs[-1]
         self.group = group
         self._schedule = schedule

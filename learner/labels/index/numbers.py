@@ -12,8 +12,8 @@ Ids = NDArray[np.int32]
 class Numbers:
     """Numbers below `most`; `used` is above the highest that was ever taken."""
 
-    def __init__(self, most: int) -> None:
-        self.most = most
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
         self.used = 0
         self._free: list[Ids] = []
 
@@ -25,7 +25,7 @@ class Numbers:
     @property
     def free(self) -> int:
         """How many may be taken."""
-        return self.most - self.used + sum(map(len, self._free))
+        return self.limit - self.used + sum(map(len, self._free))
 
     def take(self, count: int) -> Ids:
         """Return `count` numbers, which must be free."""
@@ -36,7 +36,7 @@ class Numbers:
             if missing < len(last):
                 self._free.append(last[missing:])
             missing -= len(parts[-1])
-        assert self.used + missing <= self.most
+        assert self.used + missing <= self.limit
         parts.append(np.arange(self.used, self.used + missing, dtype=np.int32))
         self.used += missing
         return joined_ids(parts)

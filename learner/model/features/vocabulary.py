@@ -172,8 +172,8 @@ class VocabularyTable(nn.Module):
             self._see(np.array([row]), seen[index : index + 1])
         return fresh
 
-    def _oldest(self, cache: _Cache, gone: set[int], most: int) -> list[int]:
-        """Return up to `most` rows that were not seen for the longest, in order, the lowest first of several; none of
+    def _oldest(self, cache: _Cache, gone: set[int], limit: int) -> list[int]:
+        """Return up to `limit` rows that were not seen for the longest, in order, the lowest first of several; none of
         `gone`, or seen in this step.
 
         A row that was seen since its order was computed is younger than all in that order, so what remains of it are
@@ -188,8 +188,8 @@ class VocabularyTable(nn.Module):
                 order = np.sort(np.partition(order, _OLDEST - 1)[:_OLDEST] if len(order) > _OLDEST else order)
                 cache.oldest = deque((int(each) // self.size, int(each) % self.size) for each in order)
             valid = ((row, step) for step, row in cache.oldest if seen[row] == step < cache.step and row not in gone)
-            found = [row for row, _ in islice(valid, most)]
-            if len(found) == most:
+            found = [row for row, _ in islice(valid, limit)]
+            if len(found) == limit:
                 break
         while cache.oldest and cache.oldest[0][1] not in found[:1]:
             cache.oldest.popleft()

@@ -14,7 +14,7 @@ from anabranch.core.failures import out_of_memory
 from learner.model.faulty_events import RaisingEventsError, may_be_of_events
 from learner.strategies.examples import Examples
 from learner.training.micro_batches import idle
-from learner.training.out_of_memory import release
+from learner.training.out_of_memory import free_cached_memory
 from learner.training.parallelism import Ranks
 
 _T = TypeVar("_T")
@@ -104,7 +104,7 @@ class RankFallback:
         self._ranks.raise_together(error)
         traceback.clear_frames(error.__traceback__)  # they reference tensors of the pass
         if out_of_memory(error):
-            release(new.label_B.device)
+            free_cached_memory(new.label_B.device)
             new, old = idle(new, old)
         for label in (0, 1):
             self._skipped = self._averaged

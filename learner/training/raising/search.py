@@ -11,7 +11,7 @@ from ingest.events.schema import Schema
 from learner.model.faulty_events import RaisingEventsError, error_of, raising, works_on_zeros
 from learner.strategies.base import StepWeights
 from learner.strategies.examples import Examples, Tensors, concat, pad_single
-from learner.training.out_of_memory import release
+from learner.training.out_of_memory import free_cached_memory
 from learner.training.passes import Passes
 from learner.training.raising.rank_fallback import RankFallback
 from learner.training.step_snapshot import StepSnapshot
@@ -34,7 +34,7 @@ class RaisingSearch:
         """
         if error is not None:
             traceback.clear_frames(error.__traceback__)  # they reference tensors of the pass
-        release(self._passes.device)
+        free_cached_memory(self._passes.device)
         everything = concat(events)
         self.undo(before)
         try:

@@ -175,6 +175,7 @@ function render() {
   const { learner, serving, health } = status;
   headline(health.state, health.sentence.replace(/^./, (first) => first.toUpperCase()), health.problems);
   $("pipeline").textContent = status.name;
+  $("links").replaceChildren(...Object.entries(status.links).map(([name, href]) => element("a", { href }, name)));
   const facts = [
     known(serving.version) ? `Version ${serving.version}, swapped in ${age(status.time - serving.version_since)} ago` : "Nothing is served yet",
     !learner ? "no learner" : health.silent ? `last report of the learner ${age(status.time - learner.time)} ago` : `learning for ${age(learner.time - learner.started)}`,

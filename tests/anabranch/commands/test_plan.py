@@ -74,7 +74,6 @@ def constants(**changes: object) -> Constants:
         report_bytes_per_second=10_000.0,
         publish_seconds=1.0,
         step_seconds=0.01,
-        step_rows=64.0,
         delivery_seconds=0.1,
         delivery_p99_seconds=0.3,
         full_step_seconds=0.01,

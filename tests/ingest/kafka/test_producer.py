@@ -98,7 +98,7 @@ def test_a_broker_that_is_away_is_one_sentence(free_port):
         partition_counts(settings, ["events"], timedelta(seconds=0.5))
 
 
-def test_it_is_closed_also_when_the_broker_hangs_and_waits_no_longer_than_it_is_told(kafka, make_topic):
+def test_it_is_closed_also_when_the_broker_hangs_and_waits_no_longer_than_its_time(kafka, make_topic):
     topic = make_topic()
     with Proxy(kafka.bootstrap) as proxy:
         settings = StreamSettings(bootstrap_servers=proxy.address, topics=(topic,))

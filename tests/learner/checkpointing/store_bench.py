@@ -8,6 +8,7 @@ import torch
 from ingest.events.partition import TopicPartition
 from ingest.events.schema import Schema
 from ingest.kafka.fake import fake_columns
+from learner.checkpointing.checkpoint_pruning import CheckpointPruning
 from learner.checkpointing.replay_state import pack, unpack
 from learner.state_dir.checkpoint import ROWS, SEGMENT, Checkpoint, Checkpoints
 from replay.build import build_store
@@ -62,7 +63,7 @@ class Bench:
             self.checkpoints.write(self.number, Checkpoint(0, part.tensors, state, part.carried, part.rows), 0.0)
             self.store.tiers.mark_named()
             self.segments = tuple(part.segments)
-            self.checkpoints.prune(keep)
+            CheckpointPruning(self.checkpoints, keep).prune()
         self.store.end_snapshot(min(self.checkpoints.numbers(), default=None), written=not fails)
 
     @property

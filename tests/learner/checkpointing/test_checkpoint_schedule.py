@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from learner.checkpointing.checkpoint_pruning import CheckpointPruning
 from learner.errors import SecondLearnerError
 from learner.runtime.shutdown import Deadline
 from learner.state_dir.checkpoint import Checkpoints
@@ -146,7 +147,7 @@ def test_new_checkpoints_are_written_if_old_ones_cannot_be_deleted(
 ) -> None:
     bench = make_bench(4)
     bench.run()
-    monkeypatch.setattr(Checkpoints, "prune", lambda *_: no_space(0))
+    monkeypatch.setattr(CheckpointPruning, "prune", lambda *_: no_space(0))
     for _ in range(2):
         bench.checkpointer.checkpoint_last(bench.loop.state.capture, Deadline(timedelta(seconds=20)))
     assert bench.checkpoints.numbers() == [1, 2]

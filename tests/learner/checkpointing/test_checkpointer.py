@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry
 
 from anabranch.core.errors import DependencyError
 from learner.checkpointing.captured_state import CapturedState
+from learner.checkpointing.checkpoint_pruning import CheckpointPruning
 from learner.checkpointing.checkpointer import Checkpointer
 from learner.config import CheckpointSettings
 from learner.device_memory.host_staging import HostCopies, HostStaging
@@ -122,7 +123,7 @@ def test_the_first_checkpoint_is_the_oldest_if_the_folder_cannot_be_listed_after
     store = FakeStore()
     checkpointer, _ = make(tmp_path, store)
     monkeypatch.setattr(
-        Checkpoints, "prune", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "Input/output error"))
+        CheckpointPruning, "prune", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "Input/output error"))
     )
     checkpoint(checkpointer)
     assert store.calls == [(1, True)]

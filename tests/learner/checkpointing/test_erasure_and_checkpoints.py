@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from learner.checkpointing.checkpoint_pruning import CheckpointPruning
 from learner.checkpointing.erasure import Erasure
 from learner.errors import MisfitError
 from learner.resume import ResumePoint
@@ -76,7 +77,7 @@ def test_records_that_a_checkpoint_needs_are_kept_and_a_checkpoint_without_them_
     assert [later.checkpoints.clean_of(through) for through in (5, 3, 2)] == [0, 0, 0], (
         "the first checkpoint needs all records"
     )
-    later.checkpoints.prune(1)
+    CheckpointPruning(later.checkpoints, 1).prune()
     assert [later.checkpoints.clean_of(through) for through in (5, 3, 2)] == [3, 3, 2]
     written = ErasureLog(tmp_path / "erasures.log")
     written.refresh()

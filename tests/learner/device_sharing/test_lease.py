@@ -104,9 +104,9 @@ def test_a_dead_holder_waits_for_nothing_and_its_slot_is_taken_again(holder: Hol
 
 
 def test_a_stopped_holder_is_waited_for_only_as_long_as_patience_lasts(holder: Holder, tmp_path: Path) -> None:
-    with servers(tmp_path) as patient, servers(tmp_path, timedelta(0)) as hasty:
+    with servers(tmp_path) as waits, servers(tmp_path, timedelta(0)) as hasty:
         os.kill(holder.process.pid, signal.SIGSTOP)
-        assert patient.since(Field.WAITING)
+        assert waits.since(Field.WAITING)
         assert hasty.since(Field.WAITING) == 0
         os.kill(holder.process.pid, signal.SIGCONT)
 

@@ -17,9 +17,9 @@ from ingest.events.partition import TopicPartition
 from ingest.events.schema import Schema
 from ingest.kafka.fake import fake_columns
 from learner.evaluation.forgetting_metric import ForgettingState, Peak, retention_of
-from learner.evaluation.holdout import HoldoutSet
-from learner.evaluation.scoring import Evaluation, evaluate, newcomers
-from learner.model.task import Classification, MultiLabel, Regression, TokenClassification
+from learner.evaluation.holdout import HoldoutRows, HoldoutSet
+from learner.evaluation.scoring import Evaluation, evaluation_of, newcomers, score_each
+from learner.model.task import Classification, MultiLabel, Regression, Task, TokenClassification
 
 NAMES = [TopicPartition("events", 0)]
 CPU = torch.device("cpu")
@@ -41,6 +41,11 @@ def guarded(schema: Schema, *batches: dict[str, Array]) -> HoldoutSet:
     for batch in batches:
         holdout.add(batch, NAMES)
     return holdout
+
+
+def evaluate(model: nn.Module, task: Task, schema: Schema, rows: HoldoutRows, device: torch.device) -> Evaluation:
+    scores_G = score_each(model, task, schema, rows.columns, device) if len(rows) else np.empty(0)
+    return evaluation_of(scores_G, schema, rows)
 
 
 class TestEvaluation:

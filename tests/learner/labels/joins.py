@@ -14,6 +14,7 @@ from ingest.config import SchemaSettings
 from ingest.events.block import IDENTITY_COLUMNS, Array
 from ingest.events.schema import Schema
 from ingest.label_stream_settings import LabelStreamSettings
+from learner.checkpointing.checkpoint_pruning import CheckpointPruning
 from learner.labels.join_checkpoint import CapturedJoin, JoinPart
 from learner.labels.label_join import JoinOptions, LabelJoin
 from learner.labels.opening import label_folder, open_join
@@ -124,14 +125,14 @@ class JoinBench:
 
     def capture(self) -> CapturedJoin:
         self.number += 1
-        return self.join.begin_snapshot(self.number)
+        return self.join.snapshots.begin(self.number)
 
     def write(self, captured: CapturedJoin) -> None:
         part = captured.pack(self.checkpoints.part)
         self.checkpoints.write(self.number, self._checkpoint(part), 0.0)
         captured.file.mark_named()
-        self.checkpoints.prune(self.keep)
-        self.join.end_snapshot(min(self.checkpoints.numbers()), written=True)
+        CheckpointPruning(self.checkpoints, self.keep).prune()
+        self.join.snapshots.end(min(self.checkpoints.numbers()), written=True)
 
     def _checkpoint(self, part: JoinPart) -> Checkpoint:
         return Checkpoint(1, part.tensors, {"labels": part.state, "ledger": self.ledger}, part.carried, part.rows)
@@ -142,4 +143,4 @@ class JoinBench:
     def fail_checkpoint(self) -> None:
         """Capture a checkpoint that cannot be written."""
         self.capture()
-        self.join.end_snapshot(min(self.checkpoints.numbers(), default=None), written=False)
+        self.join.snapshots.end(min(self.checkpoints.numbers(), default=None), written=False)

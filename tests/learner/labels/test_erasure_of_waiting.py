@@ -91,7 +91,7 @@ def test_the_payload_of_events_that_are_gone_is_overwritten_in_pieces(bench: Joi
     drain(bench.join, check=False)
     assert files_with_secret(tmp_path)
     bench.join.begin_overwrite()
-    while bench.join.overwrite(64):
+    while bench.join.payload.overwrite(64):
         pass
     assert files_with_secret(tmp_path) == []
     bench.join.advance(2000)
@@ -109,7 +109,7 @@ def test_an_extent_that_is_written_during_an_erasure_is_overwritten_first(tmp_pa
     for offset in range(10, 50):
         bench.join.add_events(events([offset], [offset + 100], [1000]), predictions([offset]))
     assert files_with_secret(tmp_path) == []
-    while bench.join.overwrite(8):
+    while bench.join.payload.overwrite(8):
         pass
     bench.join.advance(2000)
     assert [row[0] for row in drain(bench.join)] == list(range(10, 50))
@@ -120,8 +120,8 @@ def test_slots_that_checkpoints_name_are_not_overwritten(bench: JoinBench) -> No
     bench.join.add_labels(labels([30], [1], [1000]))
     drain(bench.join, check=False)
     bench.join.begin_overwrite()
-    bench.join.spare(np.arange(4))
-    while bench.join.overwrite(64):
+    bench.join.payload.spare(np.arange(4))
+    while bench.join.payload.overwrite(64):
         pass
     bench.restart()
     bench.join.add_labels(labels([40], [1], [1000]))
@@ -187,9 +187,9 @@ def test_events_that_come_during_an_erasure_are_not_overwritten(tmp_path: Path) 
     before, during = list(range(50)), list(range(50, 150))
     bench.join.add_events(events(before, [offset + 1000 for offset in before], [1000] * 50), predictions(before))
     bench.join.begin_overwrite()
-    assert bench.join.overwrite(40)
+    assert bench.join.payload.overwrite(40)
     bench.join.add_events(events(during, [offset + 1000 for offset in during], [1000] * 100), predictions(during))
-    while bench.join.overwrite(40):
+    while bench.join.payload.overwrite(40):
         pass
     bench.join.advance(2000)
     assert [row[0] for row in drain(bench.join)] == before + during

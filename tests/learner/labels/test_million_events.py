@@ -97,6 +97,6 @@ def test_a_waiting_event_takes_at_most_64_bytes_of_memory(tmp_path: Path, *, own
             bench.join.settle()
         bench.join.advance(0, events_ms=NEVER)
         bench.capture()
-        bench.join.end_snapshot(bench.number, written=True)
+        bench.join.snapshots.end(bench.number, written=True)
     assert bench.join.waiting == count
     assert 45 < bench.join.nbytes / count <= MOST_BYTES

@@ -196,7 +196,7 @@ def test_a_checkpoint_fails_while_the_payload_cannot_be_made_durable(
     with pytest.raises(OSError, match="Input/output error"):
         captured.pack(bench.checkpoints.part)
     failing()
-    bench.join.end_snapshot(None, written=False)
+    bench.join.snapshots.end(None, written=False)
     bench.checkpoint()
     bench.restart()
     assert bench.join.waiting == 5

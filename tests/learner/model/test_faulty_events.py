@@ -333,7 +333,7 @@ def test_a_held_out_event_that_raises_leaves_the_set_and_spoils_no_verdict(
     assert len(bench.holdout) == 98
     assert bench.metrics.learner.raised.labels("held_out")._value.get() == 2
     assert bench.publisher.verdict == "inconclusive"
-    assert set(bench.publisher.evaluation.windows) >= {"new", "old"}
+    assert set(bench.publisher.scoring.evaluation.windows) >= {"new", "old"}
     assert bench.publisher.gate.hold.since is None
 
 

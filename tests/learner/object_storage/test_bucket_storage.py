@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from anabranch.core.object_store.bucket import Bucket, BucketAwayError, Content
+from learner.checkpointing.checkpoint_pruning import CheckpointPruning
 from learner.checkpointing.erase_checkpoints import Eraser
 from learner.errors import SecondLearnerError
 from learner.object_storage.bucket_storage import BucketStorage
@@ -159,7 +160,7 @@ def work_with(checkpoints: Checkpoints, versions: Versions) -> None:
     number = versions.highest() + 1
     versions.write({"w": torch.ones(9)}, version(number, 1), Verdict("inconclusive"))
     versions.write_verdict(number, Verdict("pass"))
-    checkpoints.prune(1)
+    CheckpointPruning(checkpoints, 1).prune()
     CheckpointRewriter(checkpoints).replace(
         checkpoints.manifest(first + 1), {f"segment-{first}": {"index": torch.zeros(3, dtype=torch.int64)}}
     )
@@ -354,10 +355,10 @@ def test_a_deletion_that_is_executed_late_does_not_hit_equal_contents_of_a_later
         checkpoints.write(number, checkpoint(number, {}, *segments), 1.0)
     bucket.is_late = True
     with pytest.raises(BucketAwayError):
-        checkpoints.prune(2)
+        CheckpointPruning(checkpoints, 2).prune()
     checkpoints.write(4, checkpoint(4, {}, 9), 1.0)
     bucket.deliver()
-    checkpoints.prune(2)
+    CheckpointPruning(checkpoints, 2).prune()
     assert checkpoints.numbers() == [3, 4]
     assert_intact(bucket, tmp_path)
     assert paths(bucket) == named_paths(bucket, tmp_path)
@@ -426,13 +427,13 @@ def test_files_that_checkpoints_share_are_stored_once_and_outlive_the_first(
     checkpoints.write(2, checkpoint(2, {"segment-1": 1}, 2), 2.0)  # one by reference, the other one as it is the same
     shared = {file.path for file in BucketStorage(bucket, "checkpoints", tmp_path, lease).files_of(1).values()}
     assert len(bucket.sizes("files")) == 2 + 2 * 2  # segments, and model and state of each
-    checkpoints.prune(1)
+    CheckpointPruning(checkpoints, 1).prune()
     assert len(bucket.sizes("files")) == 2 + 2
     assert len(shared & bucket.sizes("files").keys()) == 2
     successor = taken(bucket)
     after = checkpoints_in(bucket, tmp_path, successor)
     after.write(3, checkpoint(3, {"segment-1": 2, "segment-2": 2}), 3.0)
-    after.prune(1)
+    CheckpointPruning(after, 1).prune()
     assert_intact(bucket, tmp_path)
     assert {generation_of(path) for path in bucket.sizes("files")} == {lease.generation, successor.generation}
 
@@ -490,7 +491,7 @@ def test_what_exists_is_known_without_a_request(
         monkeypatch.setattr(bucket, name, refused)
     assert (checkpoints.numbers(), checkpoints.highest(), checkpoints.generation()) == ([1], 1, 1)
     checkpoints.write(2, checkpoint(2, {"segment-1": 1}), 1.0)
-    checkpoints.prune(1)
+    CheckpointPruning(checkpoints, 1).prune()
     assert checkpoints.latest() is not None
 
 

@@ -3,13 +3,13 @@
 import os
 import shutil
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from anabranch.core.object_store.bucket import Bucket
 from learner.object_storage.head import HEAD
 from learner.state_dir.lock import GENERATION
 from learner.state_dir.version import Versions
@@ -17,6 +17,7 @@ from tests import forkserver
 from tests.pipelines import LINEAR, PATIENCE_SECONDS, Learner, adds_up, events, total, write_pipeline
 from tests.support.ports import first_free_port
 from tests.support.s3 import S3Prefix
+from tests.support.waiting import TAKES_MINUTES
 
 REST = """
 batch_size = 8
@@ -73,15 +74,20 @@ def test_with_an_empty_disk_a_learner_goes_on_from_the_object_store_and_everythi
         shutil.rmtree(learner.state_dir)
 
 
+@pytest.mark.parametrize("pause", [0, pytest.param(60, marks=TAKES_MINUTES)])
 def test_of_two_learners_on_one_prefix_one_goes_on_also_after_a_pause_of_the_other(
+    pause: float,
     kafka: Any,
     make_topic: Callable[..., str],
     produce: Callable[..., list[int]],
     start: Callable[..., Learner],
+    request: pytest.FixtureRequest,
     tmp_path: Path,
 ) -> None:
-    topic, url = make_topic(), f"file://{tmp_path}/bucket"
-    configs = [pipeline_in(tmp_path / name, kafka.bootstrap, topic, f'url = "{url}"\n') for name in "ab"]
+    """The short pause with a folder for an object store, the long one with an S3 server."""
+    prefix = request.getfixturevalue("s3") if pause else S3Prefix(f"file://{tmp_path}/bucket", {})
+    topic, url = make_topic(), prefix.url
+    configs = [pipeline_in(tmp_path / name, kafka.bootstrap, topic, prefix.toml) for name in "ab"]
     first = start(configs[0])
     produce(kafka.bootstrap, topic, events(100))
     first.wait_for(lambda each: total(each) == 100 and (each.checkpoint or 0) > 1)
@@ -89,9 +95,11 @@ def test_of_two_learners_on_one_prefix_one_goes_on_also_after_a_pause_of_the_oth
     assert refused.process.wait(PATIENCE_SECONDS) == 2
     assert f"another learner is at work in {url}; stop it first" in refused.log.read_text().splitlines()[-1]
     os.kill(first.process.pid, signal.SIGSTOP)
+    paused = time.monotonic()
     second = start(configs[1])
     produce(kafka.bootstrap, topic, events(100))
     second.wait_for(lambda each: total(each) == 200)
+    time.sleep(max(0.0, paused + pause - time.monotonic()))
     os.kill(first.process.pid, signal.SIGCONT)
     assert first.process.wait(PATIENCE_SECONDS) == 2
     assert f"another learner has taken {url} since this one" in first.log.read_text().splitlines()[-1]
@@ -99,7 +107,7 @@ def test_of_two_learners_on_one_prefix_one_goes_on_also_after_a_pause_of_the_oth
     report = second.wait_for(lambda each: total(each) == 300)
     assert adds_up(report)
     assert second.stop() == 0
-    assert b'"released":true' in Bucket(url, {}).read(HEAD)
+    assert b'"released":true' in prefix.bucket.read(HEAD)
     assert int((second.state_dir / GENERATION).read_text()) == 2
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from anabranch.core.backoff import Backoff
 from anabranch.core.object_store.bucket import Bucket, BucketAwayError
+from learner.checkpointing.checkpoint_pruning import CheckpointPruning
 from learner.errors import SecondLearnerError
 from learner.object_storage import mirror
 from learner.object_storage.erasure_upload import ERASURES
@@ -135,7 +136,7 @@ def test_an_upload_that_has_begun_is_finished_although_its_checkpoint_is_deleted
         if path.startswith("files/") and 1 in bench.checkpoints.numbers():
             bench.checkpoint(2)
             bench.checkpoint(3)
-            bench.checkpoints.prune(1)
+            CheckpointPruning(bench.checkpoints, 1).prune()
 
     bench.bucket.before_write = newer
     assert not bench.checkpoint_uploads.advance()

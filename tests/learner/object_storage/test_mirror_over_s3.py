@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from learner.checkpointing.checkpoint_pruning import CheckpointPruning
 from learner.object_storage import mirror
 from learner.object_storage.head import HEAD, HeadReader
 from learner.runtime.shutdown import Deadline
@@ -49,7 +50,7 @@ def test_requests_that_fail_leave_the_newest_state_intact(
             bench.version(number)
             for thread in bench.mirror.threads:
                 thread.finish(Deadline(timedelta(seconds=0.3)))
-            bench.checkpoints.prune(3)
+            CheckpointPruning(bench.checkpoints, 3).prune()
             bench.versions.delete(number - 3)
             assert torn(s3.bucket) == []
         assert proxy.answered
@@ -91,7 +92,7 @@ def test_a_slow_upload_is_finished_and_then_the_newest_one_follows(
             time.sleep(0.01)
         bench.checkpoint(2)
         bench.checkpoint(3)
-        bench.checkpoints.prune(1)
+        CheckpointPruning(bench.checkpoints, 1).prune()
         bench.version(1)
         assert bench.mirror.threads[0].finish(Deadline(PATIENCE))
         assert bench.lease.head.checkpoints == {}, "the version waited for the checkpoint"

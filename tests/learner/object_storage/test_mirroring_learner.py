@@ -19,7 +19,8 @@ from replay.erasure.erasure_log import NAME, ErasureLog
 from tests.learner.object_storage.uploading import damaged
 from tests.pipelines import LINEAR, Learner, adds_up, events, total, write_pipeline
 from tests.support.s3 import S3Prefix
-from tests.support.s3_proxy import SLOW_DOWN, S3Proxy, no_fault
+from tests.support.s3_proxy import CLOSED, SLOW_DOWN, Answer, S3Proxy, no_fault
+from tests.support.waiting import TAKES_MINUTES
 
 REST = """
 batch_size = 8
@@ -43,7 +44,22 @@ def lags(report: LearnerReport) -> list[float]:
     return list(report.storage.lag_seconds.values())
 
 
+def said(report: LearnerReport) -> list[str]:
+    """What is wrong with the uploads: for a short time, or for longer."""
+    return [each for each in (*report.warnings, *report.problems) if "has lacked" in each]
+
+
+@pytest.mark.parametrize(
+    ("answer", "seconds", "why"),
+    [
+        pytest.param(SLOW_DOWN, 0, "SlowDown", id="SlowDown"),
+        pytest.param(CLOSED, 60, "error sending request", id="away for 60 s", marks=TAKES_MINUTES),
+    ],
+)
 def test_training_goes_on_while_every_request_fails_and_another_host_goes_on_from_what_was_uploaded(
+    answer: Answer,
+    seconds: float,
+    why: str,
     kafka: Any,
     make_topic: Callable[..., str],
     produce: Callable[..., list[int]],
@@ -60,14 +76,16 @@ def test_training_goes_on_while_every_request_fails_and_another_host_goes_on_fro
         produce(kafka.bootstrap, topic, events(200))
         learner.wait_for(lambda each: total(each) == 200 and not any(lags(each)))
 
-        proxy.fault = lambda method, path: SLOW_DOWN
+        proxy.fault = lambda method, path: answer
         produce(kafka.bootstrap, topic, events(200))
-        report = learner.wait_for(lambda each: total(each) == 400 and len(each.warnings) == 2)
-        assert "has lacked the newest versions for" in report.warnings[0]
-        assert "SlowDown" in report.warnings[0]
-        assert report.problems == []
+        report = learner.wait_for(
+            lambda each: total(each) == 400 and len(said(each)) == 2 and max(lags(each)) >= seconds
+        )
+        assert "has lacked the newest versions for" in said(report)[0]
+        assert why in said(report)[0]
+        assert bool(report.problems) == (seconds > 0)
         proxy.fault = no_fault
-        report = learner.wait_for(lambda each: not any(lags(each)) and not each.warnings)
+        report = learner.wait_for(lambda each: not any(lags(each)) and not each.warnings and not each.problems)
         assert report.storage is not None
         assert report.storage.failures >= 2
         before = report.checkpoint

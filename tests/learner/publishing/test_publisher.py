@@ -84,23 +84,23 @@ def make_bench(tmp_path: Path, schema: Schema, make_model: Callable[[], nn.Modul
 def test_a_version_is_scored_on_later_events(make_bench: Callable[..., Bench], schema: Schema) -> None:
     bench = make_bench()
     bench.publish()
-    assert bench.publisher.retention.near == (), "there is no later event yet"
+    assert bench.publisher.scoring.retention.near == (), "there is no later event yet"
     with torch.no_grad():
         for name, value in bench.model.named_parameters():
             value.zero_()
             if name == "3.bias":
                 value[1] = 1.0
     bench.publish()  # trained on class 1 only
-    assert bench.publisher.retention.near == ()
+    assert bench.publisher.scoring.retention.near == ()
     bench.holdout.add(fake_columns(schema, range(100, 110), label=[1]), [TopicPartition("events", 0)])
     with torch.no_grad():
         dict(bench.model.named_parameters())["3.bias"][2] = 2.0
     bench.publish()  # the newest version, which would score 0, is not the one that is scored
-    assert bench.publisher.retention.near == ((10, 10.0),)
-    assert bench.publisher.retention.windows["near_future"] == 1
+    assert bench.publisher.scoring.retention.near == ((10, 10.0),)
+    assert bench.publisher.scoring.retention.windows["near_future"] == 1
     bench.holdout.add(fake_columns(schema, range(110, 115), label=[1]), [TopicPartition("events", 0)])
     bench.publish()
-    assert bench.publisher.retention.near == ((10, 10.0), (5, 0.0))
+    assert bench.publisher.scoring.retention.near == ((10, 10.0), (5, 0.0))
 
 
 def test_a_manifest_describes_its_version(make_bench: Callable[..., Bench], schema: Schema) -> None:
@@ -389,7 +389,7 @@ def test_a_learner_that_lost_its_lock_publishes_no_more_versions(
 
 def test_a_bug_in_the_thread_stops_the_loop(make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
     bench = make_bench()
-    monkeypatch.setattr("learner.publishing.publisher.evaluation_of", lambda *_: 1 / 0)
+    monkeypatch.setattr("learner.publishing.version_scoring.evaluation_of", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         bench.publish()
 

@@ -142,7 +142,7 @@ class Audited:
 
         with monkeypatch.context() as patch:
             patch.setattr(Learner, "_while_waiting", tasks)
-            patch.setattr("learner.publishing.publisher._SCORING_SHARE", 1)
+            patch.setattr("learner.publishing.version_scoring._SHARE", 1)
             learn(self.spec, stop)
         if killed:
             shutil.rmtree(state_dir)

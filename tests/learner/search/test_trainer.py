@@ -162,7 +162,7 @@ def test_a_checkpoint_of_a_learner_has_the_search(make_bench: Callable[..., Lear
 
 def test_a_version_says_what_was_found_by_then(make_bench: Callable[..., LearnerBench]) -> None:
     bench = make_bench(4, search={}, learner={"optimizer": {"name": "adam", "lr": 1e-5}})
-    bench.publisher.origin = VersionOrigin(seed=0, settings={}, code={}, packages={}, device="cpu", resumed_from=None)
+    bench.publisher._origin = VersionOrigin(seed=0, settings={}, code={}, packages={}, device="cpu", resumed_from=None)
     bench.run()
     pool_of(bench.trainer).take({LR: 0.01})
     bench.finish()

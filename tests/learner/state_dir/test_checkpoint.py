@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import torch
 
+from learner.checkpointing.checkpoint_pruning import CheckpointPruning
 from learner.errors import CheckpointError
 from learner.state_dir.checkpoint import Checkpoint, Checkpoints
 from learner.state_dir.folders import MANIFEST
@@ -49,26 +50,6 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_is_used(
     assert bench.checkpoints.generation() == 1
 
 
-def test_a_refused_checkpoint_does_not_count_as_one_that_is_kept(make_bench: Callable[..., LearnerBench]) -> None:
-    bench = make_bench(4)
-    bench.run()
-    bench.finish()
-    found = bench.checkpoints.newest()
-    assert found is not None
-    payload = bench.checkpoints.write(2, found[1], 0.0) / "rank-0" / "rng.safetensors"
-    payload.write_bytes(payload.read_bytes()[:-1])
-    checkpoints = Checkpoints(bench.checkpoints.path, bench.checkpoints.schema, 2)
-    newest = checkpoints.newest()
-    assert newest is not None
-    assert newest[0] == 1
-    checkpoints.write(3, found[1], 0.0)
-    checkpoints.prune(2)
-    assert checkpoints.numbers() == [1, 2, 3], "it is kept until there are two newer ones"
-    checkpoints.write(4, found[1], 0.0)
-    checkpoints.prune(2)
-    assert checkpoints.numbers() == [3, 4]
-
-
 def test_a_checkpoint_of_an_older_generation_is_older_whatever_its_number(
     make_bench: Callable[..., LearnerBench],
 ) -> None:
@@ -85,7 +66,7 @@ def test_a_checkpoint_of_an_older_generation_is_older_whatever_its_number(
     newest = later.newest()
     assert newest is not None
     assert newest[0] == 2
-    later.prune(2)
+    CheckpointPruning(later, 2).prune()
     assert later.numbers() == [2, 8]
 
 

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from anabranch.core.object_store.bucket import Bucket
+from learner.checkpointing.checkpoint_pruning import CheckpointPruning
 from learner.errors import CheckpointError, VersionError
 from learner.object_storage.bucket_storage import BucketStorage
 from learner.object_storage.head import Kind
@@ -168,7 +169,7 @@ def test_a_checkpoint_and_its_links_are_read_back(storage: Storage, tmp_path: Pa
     checkpoints.write(1, Checkpoint(10, first, {"steps": 10}, rows={"rows-1": rows}), 1.0)
     carried = {"segment-1": 1, "rows-1": 1}
     checkpoints.write(2, Checkpoint(20, {"model": {"w": torch.zeros(9)}}, {"steps": 20}, carried), 2.0)
-    checkpoints.prune(1)
+    CheckpointPruning(checkpoints, 1).prune()
     found = checkpoints.newest()
     assert found is not None
     assert (found[0], found[1].step, found[1].state) == (2, 20, {"steps": 20})

@@ -376,7 +376,7 @@ def test_no_version_appears_once_an_undo_is_ordered_though_it_was_being_written(
     make: Callable[..., UndoBench], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench, write = make("undone", 400), LocalFolder.write
-    bench.publisher.while_appearing = UndoWatch(tmp_path / "undone", 0).excluded
+    monkeypatch.setattr(bench.publisher, "_while_appearing", UndoWatch(tmp_path / "undone", 0).excluded)
 
     def ordered(folder: LocalFolder, name: str, pieces: Any) -> None:
         write(folder, name, pieces)

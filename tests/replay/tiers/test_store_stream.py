@@ -62,7 +62,7 @@ def test_work_that_runs_out_of_memory_is_repeated_in_smaller_pieces_and_each_row
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB")
         done.extend(range(part.start, part.stop))
 
-    in_pieces(work, 23, most=10)
+    in_pieces(work, 23, limit=10)
     assert done == list(range(23))
     assert max(attempts) <= 10
     assert len([size for size in attempts if size > fits]) <= 4, "the smaller size is kept"
@@ -75,8 +75,8 @@ def test_a_single_row_that_does_not_fit_and_other_errors_are_raised() -> None:
             raise error
 
         with pytest.raises(type(error), match=str(error)):
-            in_pieces(fail, 8, most=8)
-    in_pieces(fail, 0, most=8)
+            in_pieces(fail, 8, limit=8)
+    in_pieces(fail, 0, limit=8)
 
 
 def test_tensors_cross_between_streams_with_an_edge_each_way() -> None:

@@ -15,6 +15,9 @@ SERVING = ServingReport(pid=2, started=0, time=1000, address="http://127.0.0.1:8
     ("learner", "serving", "state", "sentence"),
     [
         ({}, {}, "well", "All is well."),
+        ({"warnings": ["a"]}, {}, "well", "All is well, with 1 warning."),
+        ({"warnings": ["a", "b"]}, {}, "well", "All is well, with 2 warnings."),
+        ({"warnings": ["a"], "problems": ["b"]}, {}, "unhealthy", "Learner: b"),
         (None, {}, "starting", "No learner has reported yet"),
         (
             {},

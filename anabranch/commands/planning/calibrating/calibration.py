@@ -225,11 +225,10 @@ def _steady(processes: _Processes, config: Config, constants: Constants, load: L
     wrote = [written_bytes(pid) - first for pid, first in zip(pids, wrote, strict=True)]
     done = after.since(before)
     if done.steps:
-        constants.step_seconds, constants.step_rows = done.step_seconds / done.steps, done.rows / done.steps
+        constants.step_seconds = done.step_seconds / done.steps
     if (published := last.versions_published - report.versions_published) >= _LEAST_VERSIONS:
         constants.publish_seconds = (last.time - report.time) / published  # each report may be a second old
     if is_counted():
-        constants.written_bytes_per_second = sum(wrote) / took
         constants.report_bytes_per_second = _reports(processes.state_dir, wrote[1] / took)
     served, fresh = processes.serving_report, processes.freshness().mean_since(first)
     if served is not None and constants.step_seconds is not None:

@@ -1,4 +1,4 @@
-"""The demo's figures: when it is over, what it reports, what it shows."""
+"""A snapshot of the demo: whether the demo is complete, and what its report and its display make of it."""
 
 import io
 import json
@@ -59,8 +59,8 @@ def serving(**changes):
 
 
 @pytest.fixture
-def figures():
-    """Makes the figures of a demo of 100 events that is over, but for what is changed."""
+def snapshot():
+    """Makes the snapshot of a demo of 100 events that is over, but for what is changed."""
 
     def make(**changes):
         values = {
@@ -87,8 +87,8 @@ def figures():
     return make
 
 
-def test_the_demo_is_over_when_every_event_has_its_outcome_and_is_in_replies(figures):
-    assert Completion(baseline=True).missing(figures()) is None
+def test_the_demo_is_over_when_every_event_has_its_outcome_and_is_in_replies(snapshot):
+    assert Completion(baseline=True).missing(snapshot()) is None
 
 
 @pytest.mark.parametrize(
@@ -101,24 +101,24 @@ def test_the_demo_is_over_when_every_event_has_its_outcome_and_is_in_replies(fig
         ({"baseline": learner({"trained": 40})}, "100 events were sent, but only 40 have an outcome in the baseline"),
     ],
 )
-def test_what_is_missing_is_named(figures, changes, missing):
-    assert Completion(baseline=True).missing(figures(**changes)) == missing
+def test_what_is_missing_is_named(snapshot, changes, missing):
+    assert Completion(baseline=True).missing(snapshot(**changes)) == missing
 
 
-def test_without_a_baseline_none_is_waited_for(figures):
-    assert Completion(baseline=False).missing(figures(baseline=None)) is None
+def test_without_a_baseline_none_is_waited_for(snapshot):
+    assert Completion(baseline=False).missing(snapshot(baseline=None)) is None
 
 
-def test_a_minute_without_progress_is_overdue_and_progress_starts_it_again(figures):
+def test_a_minute_without_progress_is_overdue_and_progress_starts_it_again(snapshot):
     now = [0.0]
     completion = Completion(baseline=False, clock=lambda: now[0])
-    assert not completion.is_overdue(figures(sent=1))
+    assert not completion.is_overdue(snapshot(sent=1))
     for now[0], sent, overdue in ((59.0, 1, False), (60.0, 2, False), (119.0, 2, False), (121.0, 2, True)):
-        assert completion.is_overdue(figures(sent=sent)) is overdue
+        assert completion.is_overdue(snapshot(sent=sent)) is overdue
 
 
-def test_the_report_has_exactly_its_keys(figures):
-    report = json.loads(to_json(make_report(figures())))
+def test_the_report_has_exactly_its_keys(snapshot):
+    report = json.loads(to_json(make_report(snapshot())))
     assert list(report) == KEYS
     assert report["events_produced"] == sum(report[key] for key in KEYS[1:6])
     assert (report["accuracy_now"], report["accuracy_old"], report["accuracy_old_without_replay"]) == (0.9, 0.8, 0.1)
@@ -126,12 +126,12 @@ def test_the_report_has_exactly_its_keys(figures):
     assert (report["replay_rows"], report["seconds"]) == ({"device": 90}, 12.346)
 
 
-def test_without_a_baseline_its_accuracy_is_null(figures):
-    assert make_report(figures(baseline=None)).accuracy_old_without_replay is None
+def test_without_a_baseline_its_accuracy_is_null(snapshot):
+    assert make_report(snapshot(baseline=None)).accuracy_old_without_replay is None
 
 
-def test_a_demo_that_has_only_begun_can_be_reported_and_shown(figures):
-    empty = figures(
+def test_a_demo_that_has_only_begun_can_be_reported_and_shown(snapshot):
+    empty = snapshot(
         sent=0,
         last_offsets=None,
         learner=None,
@@ -148,35 +148,35 @@ def test_a_demo_that_has_only_begun_can_be_reported_and_shown(figures):
     assert "version -" in plain_line(empty)
 
 
-def test_the_closing_words_compare_with_the_baseline(figures):
-    text = summary(figures())
+def test_the_closing_words_compare_with_the_baseline(snapshot):
+    text = summary(snapshot())
     assert "100 events in 12 s: 90 trained, 9 held out, 1 dead lettered" in text
     assert "on old classes 80% (without replay: 10%)" in text
-    assert "without replay" not in summary(figures(baseline=None))
+    assert "without replay" not in summary(snapshot(baseline=None))
 
 
-def test_the_plain_line_has_what_matters_and_what_is_unhealthy(figures):
-    line = plain_line(figures(restarts={"learner": 2}, last_failure="503 busy", failures=1))
+def test_the_plain_line_has_what_matters_and_what_is_unhealthy(snapshot):
+    line = plain_line(snapshot(restarts={"learner": 2}, last_failure="503 busy", failures=1))
     for part in ("100 events", "now 90%, old 80% (no replay 10%)", "version 11", "500 requests, 1 failed"):
         assert part in line
     assert line.endswith("learner was started again 2 times; the last request failed: 503 busy")
     assert "\n" not in line
 
 
-def test_a_poisoned_phase_and_the_version_that_the_gate_refuses_are_named(figures):
-    assert "gate" not in plain_line(figures())
-    line = plain_line(figures(poisoned=True))
+def test_a_poisoned_phase_and_the_version_that_the_gate_refuses_are_named(snapshot):
+    assert "gate" not in plain_line(snapshot())
+    line = plain_line(snapshot(poisoned=True))
     assert line.endswith("; gate: the producer sends wrong labels on purpose; nothing judged yet")
     refused = learner({"trained": 99}, version=7, verdict="fail", held_reasons=["worse than the served version"])
-    assert plain_line(figures(learner=refused)).endswith("; gate: version 7 FAIL: worse than the served version")
+    assert plain_line(snapshot(learner=refused)).endswith("; gate: version 7 FAIL: worse than the served version")
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_the_panel_shows_every_figure(figures, tmp_path, width):
+def test_the_panel_shows_every_figure(snapshot, tmp_path, width):
     console = Console(width=width, height=60, file=io.StringIO(), force_terminal=True, color_system=None)
     with LivePanel(console, "http://127.0.0.1:8000", "digits", tmp_path / "request.json") as panel:
-        panel.show(figures())
-        panel.show(figures(sent=101))
+        panel.show(snapshot())
+        panel.show(snapshot(sent=101))
     text = console.file.getvalue()
     for part in ("100 events", "trained 90", "90%", "80%", "10%", "90 old events in device", "version 11"):
         assert part in text

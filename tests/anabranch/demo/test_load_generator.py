@@ -1,4 +1,4 @@
-"""The prober counts every reply but a good one as a failure, and learns from replies how fresh the model is."""
+"""The load generator counts every reply but a good one as a failure, and measures how fresh the model is."""
 
 import http.server
 import json
@@ -75,42 +75,42 @@ def digits():
 
 
 @pytest.fixture
-def prober(server, digits):
-    prober = LoadGenerator("127.0.0.1", server.server_address[1], "digits", digits, Freshness(), rate=2000, seed=0)
-    yield prober
-    prober.stop()
+def load(server, digits):
+    load = LoadGenerator("127.0.0.1", server.server_address[1], "digits", digits, Freshness(), rate=2000, seed=0)
+    yield load
+    load.stop()
 
 
-def test_good_replies_are_counted_and_their_version_recorded(server, prober, until):
-    prober.start()
-    until(lambda: prober.requests >= 20, "requests")
-    assert (prober.failures, prober.last_failure, prober.version) == (0, None, "3")
-    assert prober.trained_through == {"events:0": 7, "events:1": -1}
-    assert prober.accuracy == 1.0
-    assert 0 < prober.latency_seconds(0.5) < 5
+def test_good_replies_are_counted_and_their_progress_recorded(server, load, until):
+    load.start()
+    until(lambda: load.requests >= 20, "requests")
+    assert (load.failures, load.last_failure) == (0, None)
+    assert load.trained_through == {"events:0": 7, "events:1": -1}
+    assert load.accuracy == 1.0
+    assert 0 < load.latency_seconds(0.5) < 5
     path, body = server.bodies[0]
     assert path == "/v2/models/digits/infer"
     assert body["inputs"][0] | {"data": None} == {"name": "x", "shape": [1, 64], "datatype": "FP32", "data": None}
 
 
-def test_only_digits_of_classes_that_were_seen_are_asked_for(server, prober, until):
-    prober.classes_seen = 3
-    prober.start()
-    until(lambda: prober.requests >= 40, "requests")
+def test_only_digits_of_classes_that_were_seen_are_asked_for(server, load, until):
+    load.classes_seen = 3
+    load.start()
+    until(lambda: load.requests >= 40, "requests")
     assert {round(body["inputs"][0]["data"][0] * 10) for _, body in server.bodies} == {0, 1, 2}
 
 
-def test_requests_begin_when_serving_is_ready(server, prober, until):
+def test_requests_begin_when_serving_is_ready(server, load, until):
     server.ready = False
     checks = []
     server.RequestHandlerClass.do_GET = lambda self: (checks.append(1), Handler.reply(self, 503, b""))
     try:
-        prober.start()
+        load.start()
         until(lambda: len(checks) >= 3, "health checks")
-        assert (prober.requests, server.bodies) == (0, [])
+        assert (load.requests, server.bodies) == (0, [])
     finally:
         server.RequestHandlerClass.do_GET = lambda self: Handler.reply(self, 200, b"")
-    until(lambda: prober.requests, "a request")
+    until(lambda: load.requests, "a request")
 
 
 @pytest.mark.parametrize(
@@ -123,22 +123,22 @@ def test_requests_begin_when_serving_is_ready(server, prober, until):
         (lambda handler: good(handler, learned="nonsense"), "ValueError"),
     ],
 )
-def test_everything_else_is_a_failure_and_the_prober_goes_on(server, prober, until, answer, said):
+def test_everything_else_is_a_failure_and_requests_go_on(server, load, until, answer, said):
     server.answer = answer
-    prober.start()
-    until(lambda: prober.failures >= 3, "failures")
-    assert prober.last_failure.startswith(said)
+    load.start()
+    until(lambda: load.failures >= 3, "failures")
+    assert load.last_failure.startswith(said)
     server.answer = good
-    before = until(lambda: prober.version and prober.requests, "a good reply")
-    until(lambda: prober.requests > before + 5, "more requests")
-    assert prober.last_failure is None
+    before = until(lambda: load.trained_through and load.requests, "a good reply")
+    until(lambda: load.requests > before + 5, "more requests")
+    assert load.last_failure is None
 
 
-def test_a_model_that_has_learned_nothing_yet_is_no_failure(server, prober, until):
+def test_a_model_that_has_learned_nothing_yet_is_no_failure(server, load, until):
     server.answer = lambda handler: good(handler, learned="")
-    prober.start()
-    until(lambda: prober.requests >= 5, "requests")
-    assert (prober.failures, prober.trained_through) == (0, {})
+    load.start()
+    until(lambda: load.requests >= 5, "requests")
+    assert (load.failures, load.trained_through) == (0, {})
 
 
 def test_an_address_where_nobody_listens_does_not_answer(free_port: Callable[[], int]) -> None:
