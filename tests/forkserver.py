@@ -22,6 +22,7 @@ import random
 import runpy
 import select
 import selectors
+import shlex
 import shutil
 import signal
 import socket
@@ -128,11 +129,15 @@ def start(
 
 
 def run(
-    arguments: Sequence[str], *, env: Mapping[str, str] | None = None, timeout: float = 100
+    arguments: Sequence[str],
+    *,
+    env: Mapping[str, str] | None = None,
+    cwd: str | Path | None = None,
+    timeout: float = 100,
 ) -> "subprocess.CompletedProcess[str]":
     """Run a process to its end, and return its exit code and its output."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        process = start(arguments, env=env, stdout=out, stderr=err)
+        process = start(arguments, env=env, cwd=cwd, stdout=out, stderr=err)
         try:
             code = process.wait(timeout)
         finally:
@@ -140,6 +145,25 @@ def run(
         for file in (out, err):
             file.seek(0)
         return subprocess.CompletedProcess(list(arguments), code, out.read(), err.read())
+
+
+def script(*before: str) -> str:
+    """Return a shell script that runs `start` with these arguments and its own, and passes signals on."""
+    python, arguments = shlex.quote(sys.executable), shlex.join(before)
+    if _forks():
+        code = f"from tests import forkserver; forkserver._run_for_script({_address or _server()!r})"
+        python = f"{python} -c {shlex.quote(code)}"
+    return f'#!/bin/sh\nexec {python} {arguments} "$@"\n'
+
+
+def _run_for_script(server: str) -> NoReturn:
+    global _address
+    _address = server
+    process = start(sys.argv[1:])
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: process.send_signal(number))
+    code = process.wait()
+    sys.exit(code if code >= 0 else 128 - code)
 
 
 class Child(NamedTuple):

@@ -46,6 +46,7 @@ from learner.state_dir.version import Versions
 from learner.strategies.er import NoReplay
 from learner.training.trainer import Trainer
 from serving.reporting.report import read_report
+from tests import forkserver
 from tools import reference
 
 ROOT = Path(__file__).parent.parent
@@ -117,9 +118,7 @@ def changed(text: str, *changes: tuple[str, str]) -> str:
 
 
 def run(script: str, folder: Path) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=folder, capture_output=True, text=True, timeout=60, check=False
-    )
+    done = forkserver.run(["-c", script], cwd=folder)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -337,12 +336,16 @@ def test_the_worked_example_learns(tmp_path, monkeypatch):
     assert np.mean([step.score / 64 for step in right[-50:]]) > 0.85
 
 
-def environment_of(folder: Path, bootstrap: str, topic: str) -> dict[str, str]:
-    """Return an environment with the commands `anabranch` and `python`, for a pipeline that reads a topic."""
+def environment_of(folder: Path, bootstrap: str, topic: str, *, forked: bool = True) -> dict[str, str]:
+    """Return an environment with the commands `anabranch` and `python`, for a pipeline that reads a topic.
+
+    Those that are `forked` outlive a SIGKILL of the process that the shell has started.
+    """
     commands = folder / "bin"
     commands.mkdir()
-    for name, module in (("anabranch", "-m anabranch "), ("python", "")):
-        (commands / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {module}"$@"\n')
+    for name, before in (("anabranch", ["-m", "anabranch"]), ("python", [])):
+        real = f'#!/bin/sh\nexec "{sys.executable}" {" ".join(before)} "$@"\n'
+        (commands / name).write_text(forkserver.script(*before) if forked else real)
         (commands / name).chmod(0o755)
     return os.environ | {
         "PATH": f"{commands}:{os.environ['PATH']}",
@@ -468,7 +471,7 @@ def test_the_history_is_learned_and_then_the_topic(kafka, make_topic, produce, t
 @pytest.mark.timeout(300)
 def test_the_drill_goes_on_without_a_lost_or_repeated_event(kafka, tmp_path):
     name, hosts = "docs/operate/disaster-recovery.md", [tmp_path / "first", tmp_path / "second"]
-    environment = environment_of(tmp_path, kafka.bootstrap, f"drill-{uuid.uuid4().hex}")
+    environment = environment_of(tmp_path, kafka.bootstrap, f"drill-{uuid.uuid4().hex}", forked=False)
     page = {block.mark("run"): block.text for block in BLOCKS if block.page == name}
     learn = page["drill learn"]
 

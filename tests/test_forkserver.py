@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -40,3 +41,17 @@ def test_a_process_ends_with_its_code_after_its_threads_and_what_it_has_register
     assert (done.returncode, done.stdout) == (code, "work\nend\n")
     assert done.stderr.endswith(error)
     assert bool(done.stderr) == bool(error)
+
+
+@pytest.mark.process
+def test_a_script_passes_signals_and_the_exit_code_on(tmp_path: Path) -> None:
+    code = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(3)); print(sys.argv, flush=True)"
+    program = tmp_path / "program"
+    program.write_text(forkserver.script("-c", f"{code}; signal.pause()"))
+    program.chmod(0o755)
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)}
+    with subprocess.Popen([program, "one", "two"], stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "['-c', 'one', 'two']\n"
+        process.terminate()
+        assert process.wait(60) == 3

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import forkserver
+
 PREPARED = """
 import sys
 from learner.__main__ import prepare
@@ -30,9 +32,9 @@ def standby(tmp_path: Path) -> Iterator[Callable[[], "subprocess.Popen[str]"]]:
     with contextlib.ExitStack() as stack:
 
         def begin() -> "subprocess.Popen[str]":
-            command = [sys.executable, "-P", "-m", "learner", "-c", str(tmp_path / "pipeline.toml")]
+            command = ["-P", "-m", "learner", "-c", str(tmp_path / "pipeline.toml")]
             process = stack.enter_context(
-                subprocess.Popen(
+                forkserver.start(
                     [*command, "--supervised", "--standby"],
                     stdin=subprocess.PIPE,
                     stderr=subprocess.PIPE,

@@ -103,7 +103,7 @@ def written(folder: str) -> dict[str, Tensor]:
 @pytest.mark.timeout(600)
 def test_meshes_learn_for_many_steps_what_one_process_learns(play: Play) -> None:
     """In float32, with features and a learning rate at which rounding does not grow."""
-    steps, settings = int(os.environ.get(LONG, "42")), {"optimizer": {"name": "adamw", "lr": 0.001}}
+    steps, settings = int(os.environ.get(LONG, "28")), {"optimizer": {"name": "adamw", "lr": 0.001}}
     given = scenario(times=-(-steps // len(UNEVEN)), settings=settings, double=False, separable=True)
     (alone,) = play(1, [given])
     names = [mesh for mesh in MESHES if mesh != "data"]

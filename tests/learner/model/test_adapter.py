@@ -1,6 +1,5 @@
 """`[model.adapter]`: which weights train, on modules of any kind, and what a name that does not fit says."""
 
-import subprocess
 import sys
 
 import pytest
@@ -15,6 +14,7 @@ from learner.model.factory import build_model
 from learner.model.trained_set import base_state, trained_state
 from learner.sections.adapter import AdapterSettings
 from learner.state_dir.version import ModelReference, other_model, reference_to
+from tests import forkserver
 from tests.support.trained_set import split_state
 
 
@@ -198,8 +198,10 @@ class TestRefused:
 
 @pytest.mark.process
 def test_nothing_is_fetched_from_the_hub():
-    # In a separate process: what is imported already asks no more.
+    # In a process that has not imported it: what is imported already asks no more.
     script = (
+        "import sys\n"
+        "assert 'huggingface_hub' not in sys.modules\n"
         "from torch import nn\n"
         "from learner.model.adapter import apply_adapter\n"
         "from learner.sections.adapter import AdapterSettings\n"
@@ -207,7 +209,7 @@ def test_nothing_is_fetched_from_the_hub():
         "from huggingface_hub import constants\n"
         "assert constants.HF_HUB_OFFLINE\n"
     )
-    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    ran = forkserver.run(["-c", script], timeout=120)
     assert ran.returncode == 0, ran.stderr
 
 
