@@ -10,6 +10,7 @@ import pytest
 from kafka import KafkaAdminClient
 
 from tests import forkserver
+from tests.support.ports import first_free_port
 from tests.support.waiting import slowness
 
 SERVING_WINDOW_SECONDS = 60
@@ -20,11 +21,13 @@ pytestmark = [pytest.mark.services, pytest.mark.slow, pytest.mark.timeout(300)]
 
 @pytest.fixture
 def demo(spawn, tmp_path):
-    """Starts `anabranch demo` without a terminal, its temporary files in `tmp_path/tmp`."""
+    """Starts `anabranch demo` without a terminal, its temporary files in `tmp_path/tmp`, on a port of its own."""
     (tmp_path / "tmp").mkdir()
 
     def start(*arguments):
-        return spawn("-m", "anabranch", "demo", *arguments, environment={"TMPDIR": str(tmp_path / "tmp")}, cwd=tmp_path)
+        own = () if "--port" in arguments else ("--port", str(first_free_port()))
+        environment = {"TMPDIR": str(tmp_path / "tmp")}
+        return spawn("-m", "anabranch", "demo", *arguments, *own, environment=environment, cwd=tmp_path)
 
     return start
 
