@@ -1,6 +1,6 @@
 """Steps a second of a learner that uploads its state, over those of one that does not.
 
-    python -m benchmarks.mirror [--quick] [--json FILE] [--save] [--only PART ...]
+    python -m benchmarks.mirror [--quick] [--json FILE] [--save] [--only PART ...] [--bootstrap HOST:PORT]
 
     s3      `[storage]` in an S3 server (SeaweedFS) on the cores of all other processes
     folder  `[storage]` in a folder, which costs no server and no signatures
@@ -9,6 +9,8 @@ Both learners train the MLP of `benchmarks.learner`, publish a version of 4 MB e
 30 seconds. They run in turns: each is suspended while the other trains. The training loop has one core. Uploads are on
 the other cores, with the broker, ingest, the producer and the S3 server: what these take from each other counts. The
 CPU time of the learner's process, with its uploads, is a separate figure.
+
+The embedded broker stalls for seconds once it holds a gigabyte, as it does in the long form: give that one a broker.
 """
 
 import argparse
@@ -88,6 +90,9 @@ PARTS: dict[str, Callable[[Results, Sizes, str], None]] = {"s3": s3, "folder": f
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options(parser, PARTS)
+    parser.add_argument(
+        "--bootstrap", metavar="HOST:PORT", help="a broker, where topics are left, instead of an embedded one"
+    )
     chosen = parser.parse_args()
     results = Results("mirror", TARGETS)
     results.fact("quick", chosen.quick)
@@ -95,7 +100,7 @@ def main() -> None:
         results.remark("cores cannot be chosen here: all processes of the benchmark compete for them")
     else:
         os.sched_setaffinity(0, OTHERS or CORE)
-    with broker(None) as bootstrap:
+    with broker(chosen.bootstrap) as bootstrap:
         for part in chosen.only or PARTS:
             results.fact(f"load_before_{part}", os.getloadavg()[0])
             PARTS[part](results, QUICK if chosen.quick else FULL, bootstrap)
