@@ -10,7 +10,7 @@ Both learners train the MLP of `benchmarks.learner`, publish a version of 4 MB e
 the other cores, with the broker, ingest, the producer and the S3 server: what these take from each other counts. The
 CPU time of the learner's process, with its uploads, is a separate figure.
 
-The embedded broker stalls for seconds once it holds a gigabyte, as it does in the long form: give that one a broker.
+The embedded broker has stalled for half a minute in the long form, with gigabytes in its topic: give it another one.
 """
 
 import argparse
