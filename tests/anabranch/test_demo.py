@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.services, pytest.mark.slow, pytest.mark.timeout(300)]
 
 @pytest.fixture
 def demo(spawn, tmp_path):
-    """Starts `anabranch demo` without a terminal, its temporary files in `tmp_path/tmp`, on a port of its own."""
+    """Starts `anabranch demo` without a terminal, its temporary files in `tmp_path/tmp`, on a free port."""
     (tmp_path / "tmp").mkdir()
 
     def start(*arguments):
