@@ -86,6 +86,13 @@ def write_at(descriptor: int, content: bytes, offset: int) -> None:
         content, offset = content[written:], offset + written
 
 
+def existing_folder(folder: Path) -> Path:
+    """Return a folder, or the nearest one above it that exists."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return folder
+
+
 def number_of(name: str) -> int | None:
     """Return a folder's name as a number; None if it is none."""
     return int(name) if _NUMBER.fullmatch(name) else None

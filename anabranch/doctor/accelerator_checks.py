@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from anabranch.commands.planning.calibrating.state_files import existing_folder
+from anabranch.core.files import existing_folder
 from anabranch.doctor.model_process import ProbeFinding
 from learner.config import DeviceSharingSettings, LearnerSettings
 from learner.device_memory.ledger import ledger, serving_ledger

@@ -10,7 +10,6 @@ from rich.table import Table
 from rich.text import Text
 
 from anabranch.commands.planning.calibrating.calibration import calibrate
-from anabranch.commands.planning.calibrating.state_files import existing_folder
 from anabranch.commands.planning.constants import Constants, Load
 from anabranch.commands.planning.disk import DAY, DiskWrites, uploads, wear
 from anabranch.commands.planning.lines import PlanSection
@@ -20,6 +19,7 @@ from anabranch.commands.planning.run_constants import constants_of_model, consta
 from anabranch.commands.planning.speed import freshness, saturation
 from anabranch.commands.planning.store_size import PlannedStore, schema_row_bytes
 from anabranch.config.loader import Config
+from anabranch.core.files import existing_folder
 from anabranch.doctor.probe import free_memory
 from anabranch.doctor.state_dir_checks import used_bytes
 from anabranch.doctor.storage.space import disk_space

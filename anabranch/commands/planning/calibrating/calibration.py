@@ -22,11 +22,7 @@ import msgspec
 from anabranch.commands.planning.calibrating.metrics import FreshnessSum, LearnerCounters, read_counters, read_freshness
 from anabranch.commands.planning.calibrating.process_usage import PeakMemory, is_counted, written_bytes
 from anabranch.commands.planning.calibrating.requests import time_requests
-from anabranch.commands.planning.calibrating.state_files import (
-    existing_folder,
-    pages,
-    write_rate,
-)
+from anabranch.commands.planning.calibrating.state_files import pages, write_rate
 from anabranch.commands.planning.calibrating.synthetic_events import Synthetic, synthetic_messages
 from anabranch.commands.planning.calibrating.synthetic_pipeline import (
     PROGRAM,
@@ -38,6 +34,7 @@ from anabranch.commands.planning.constants import Constants, Load
 from anabranch.commands.planning.run_constants import process_sizes, set_delivery, sizes_of
 from anabranch.config.loader import Config
 from anabranch.core.errors import SettingsError
+from anabranch.core.files import existing_folder
 from anabranch.runtime.embedded_broker import free_port
 from anabranch.runtime.lifecycle import stop_on_signals
 from ingest.events.schema import Schema

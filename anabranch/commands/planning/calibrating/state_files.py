@@ -27,13 +27,6 @@ def checkpoint_bytes(state_dir: Path) -> int | None:
     return _size(newest, (SEGMENT, ROWS))
 
 
-def existing_folder(folder: Path) -> Path:
-    """Return a folder, or the nearest one above it that exists."""
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    return folder
-
-
 def pages(size: float) -> int:
     """Return the bytes of whole pages."""
     return int(-(-size // PAGE)) * PAGE
