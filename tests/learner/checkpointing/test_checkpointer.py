@@ -253,7 +253,7 @@ def test_the_wait_for_free_slots_calls_what_must_not_stop_meanwhile(
     monkeypatch.setattr(FakeStore, "has_room", lambda _: bool(checkpoints.numbers()))
     checkpointer.request()
     checkpointer.checkpoint(lambda _: captured({}), while_waiting=[call])
-    assert len(calls) == 3
+    assert len(calls) >= 3
     assert checkpoints.numbers() == [1]
 
 
