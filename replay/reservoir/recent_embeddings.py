@@ -14,7 +14,7 @@ _NEAR = 0.05
 """Two events are near-duplicates below this fraction of the median squared distance of recent events of one label."""
 _GROWTH = 3
 """So many times as many events of the label may be within twice that squared distance: a repetition is close to what it
-repeats, and to nothing else. Where more are, events lie densely on few dimensions, and are different for all that."""
+repeats, and to nothing else. Where more are, events are dense in few dimensions, and are different for all that."""
 _DECAY = 0.98
 """Of the running mean of that median."""
 _LEAST = 50

@@ -188,7 +188,7 @@ def test_events_that_are_added_together_are_compared_as_if_each_block_was_added_
     assert held[0] == held[1]
 
 
-def test_most_events_that_lie_densely_on_few_dimensions_are_kept_and_most_repetitions_among_them_are_not() -> None:
+def test_most_events_that_are_dense_in_few_dimensions_are_kept_and_most_repetitions_among_them_are_not() -> None:
     recent, label, random = RecentEmbeddings(DIM, 512), np.zeros(10, np.int64), np.random.default_rng(0)
     left_out, repeated = 0, 0
     for step in range(300):
