@@ -1,4 +1,4 @@
-"""Whether a network is fast enough to be served within `serving.slo`, measured in turns with the model on the same device."""
+"""Whether a network is fast enough to be served within `serving.slo`: it is timed in turns with the model."""
 
 import statistics
 import time

@@ -93,15 +93,17 @@ class Networks:
 
         Returns why it cannot be a challenger; None if it is one. `before_pass`: called before each timed pass.
         """
-        problem = self._build(challenger, lambda trainer: _take_over(self._model, trainer.model))
-        if problem is not None or self._spec.latency is None:
-            return problem
-        trainer = self[challenger]
-        slower = self._spec.latency.exceeded(self._model, trainer.model, trainer.device, before_pass)
-        if slower is None:
-            return None
-        log.info("challenger %d: %s", challenger.number, slower)
-        return "too_slow"
+
+        def prepare(trainer: Trainer) -> Judged | None:
+            _take_over(self._model, trainer.model)
+            latency, modules = self._spec.latency, (self._model, trainer.model)
+            slower = None if latency is None else latency.exceeded(*modules, trainer.device, before_pass)
+            if slower is None:
+                return None
+            log.info("challenger %d: %s", challenger.number, slower)
+            return "too_slow"
+
+        return self._build(challenger, prepare)
 
     def restore(
         self, challenger: Challenger, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]
@@ -109,8 +111,8 @@ class Networks:
         """Build a network again, with the state that a checkpoint has of its trainer; return as `begin` does."""
         return self._build(challenger, lambda trainer: trainer.restore(tensors, state))
 
-    def _build(self, challenger: Challenger, prepare: Callable[[Trainer], object]) -> Judged | None:
-        """Build a network, prepare its trainer, and keep it; return as `begin` does."""
+    def _build(self, challenger: Challenger, prepare: Callable[[Trainer], Judged | None]) -> Judged | None:
+        """Build a network, prepare its trainer, and keep it unless that has a problem; return as `begin` does."""
         states = GeneratorStates(next(self._model.parameters()).device)
         try:
             words = np.random.SeedSequence([self._seed, challenger.number]).generate_state(1)
@@ -119,7 +121,7 @@ class Networks:
             trainer = self._make_trainer(self._spec.build({**self._spec.args, **arguments}))
             if base_names(trainer.model):
                 raise ModelError(f"the network of {arguments} has frozen weights")
-            prepare(trainer)
+            problem = prepare(trainer)
         except (SettingsError, RuntimeError, MemoryError) as exc:
             failure = failure_of(exc)
             if failure is Failure.DEVICE or (failure is not Failure.MEMORY and not isinstance(exc, SettingsError)):
@@ -128,8 +130,9 @@ class Networks:
             return "no_memory" if failure is Failure.MEMORY else "raised"
         finally:
             states.restore()
-        self._trainers[challenger.number] = trainer
-        return None
+        if problem is None:
+            self._trainers[challenger.number] = trainer
+        return problem
 
 
 def _take_over(source: nn.Module, target: nn.Module) -> None:

@@ -377,6 +377,26 @@ def test_a_network_that_is_slow_with_the_largest_batch_alone_is_too_slow(schema:
     assert sentence.startswith("a pass of 64 rows takes 64 ms")
 
 
+def test_a_network_that_has_no_memory_for_the_largest_batch_ends(made: Made, schema: Schema) -> None:
+    class Large(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = mlp(8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if len(x) > 64:
+                raise RuntimeError("CUDA out of memory")
+            output: Tensor = self.body(x)
+            return output
+
+    made.build = lambda **_args: Large()
+    bound = LatencyBound(ServedBatch(65, timedelta(hours=1)), schema, float)
+    trainer = made.trainer(WIDER, latency=bound)
+    train(trainer, range(1))
+    assert pool_of(trainer).outcomes == {"no_memory": 1}
+    assert not list(networks_of(trainer))
+
+
 def test_too_slow_networks_end_before_they_are_taught(made: Made, schema: Schema) -> None:
     ticks: Iterator[int] = iter(range(10**9))
     bound = LatencyBound(ServedBatch(8, timedelta(0)), schema, lambda: 2.0 ** next(ticks))  # each pass takes longer
