@@ -2,11 +2,14 @@
 
 import json
 import os
+from datetime import timedelta
 
 import pytest
 
 from anabranch.cli import app as cli
 from anabranch.config.loader import load_config
+from learner.__main__ import deployment_of
+from learner.search.latency import ServedBatch
 from learner.state_dir.report import LearnerReport, write_report
 from learner.state_dir.search.control import ChallengerReport, SearchReport, read_control
 
@@ -101,6 +104,9 @@ class TestNetworks:
         report["search"]["challengers"] = [begun]
         (reported / "learner.json").write_text(json.dumps(report))
         return reported
+
+    def test_the_learner_has_the_time_that_serving_has_for_a_pass(self, config, network):
+        assert deployment_of(load_config(config, {})).served == ServedBatch(64, timedelta(milliseconds=20 - 2))
 
     def test_promote_says_which_arguments_to_set(self, config, network, capsys):
         assert run(config, "promote", "7") == 2
