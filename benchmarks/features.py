@@ -15,6 +15,12 @@ The accuracy is prequential: of each event before it is trained on, in percent, 
               before the stream begins: what no method without hindsight can beat by much. The long form has a million
               possible ids and a table of 10,000, the quick form a tenth of both: ten million in 100,000 are the same
               in proportion, and need ten times the events
+    groups    groups that come and go, of which each differs from the others: `shared` is the network without the
+              group's id, `embedding` has the id as a learned vocabulary whose rows of 8 numbers are inputs, `intercept`
+              has it as a feature with `intercept`. `first_10` and `first_50` are of the first events of those groups
+              that come after a quarter of the stream. The streams: `made` has 100 groups at a time, each of 100 events
+              in the mean, whose classes and whose dependence on the numbers differ; `alike` is the same, but groups do
+              not differ; `flights` has the number of the flight, which is of one line and plan
 
 Figures of the moments are in the tests: tests/learner/model/features/test_moments.py.
 """
@@ -30,6 +36,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.harness.data import load
+from benchmarks.harness.flights import MIDDLE, SCALE
 from benchmarks.harness.interleave import Spread
 from benchmarks.harness.results import Results, Target, options
 from ingest.config import SchemaSettings
@@ -42,9 +49,14 @@ from learner.model.task import Classification
 from learner.strategies.registry import STRATEGIES
 from learner.training.trainer import Trainer
 
+FIRST = ("", "_first_10", "_first_50")
+OTHERS = ("shared", "embedding")
 TARGETS = {
     "flights_standard_gap": Target(1.0),
     "elec2_standard_gap": Target(1.0),
+    **{f"groups_made_over_{other}{part}_points": Target(1.0, least=True) for other in OTHERS for part in FIRST},
+    **{f"groups_flights_over_{other}{part}_points": Target(0.0, least=True) for other in OTHERS for part in FIRST},
+    "groups_alike_over_shared_points": Target(-0.3, least=True),
     **{f"{name}_learn_gap": Target(0.3) for name in ("ids", "ids_flat")},
     **{f"{name}_learn_below_best": Target(0.3) for name in ("ids", "ids_flat")},
     **{f"{name}_learn_over_hash_points": Target(0.0, least=True) for name in ("ids", "ids_flat")},
@@ -53,6 +65,11 @@ EXPONENTS = {"ids": 1.2, "ids_flat": 1.05}
 CPU = torch.device("cpu")
 SCALES = ("standard", "robust", "quantile")
 LEARNER = {"flights": {"name": "adam", "lr": 1e-3}, "elec2": {"name": "adam", "lr": 3e-3}}
+GROUPS = ("made", "alike", "flights")
+_ROW = 8
+_LIVE, _LIFE = 100, 100
+_TABLE = 16_384
+"""Rows for groups."""
 _UNITS = 10.0 ** np.arange(6)
 
 
@@ -66,6 +83,26 @@ class Mlp(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return logits `[B, 2]`."""
         logits: Tensor = self.body(x)
+        return logits
+
+
+class Grouped(nn.Module):
+    """Two hidden layers on numbers, and on a row for the group where it is an input."""
+
+    def __init__(self, numbers: int, classes: int, rows: int) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(rows, _ROW) if rows else None
+        inputs = numbers + _ROW * (rows > 0)
+        self.body = nn.Sequential(nn.Linear(inputs, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU())
+        self.head = nn.Linear(64, classes)
+        if self.rows is not None:
+            nn.init.normal_(self.rows.weight, std=0.1)
+
+    def forward(self, x: Tensor, group: Tensor | None = None) -> Tensor:
+        """Return logits `[B, C]`."""
+        if self.rows is not None:
+            x = torch.cat([x, self.rows(group)], dim=1)
+        logits: Tensor = self.head(self.body(x))
         return logits
 
 
@@ -84,10 +121,28 @@ class Table(nn.Module):
 
 
 def prequential(
-    feature: Mapping[str, Any], model: nn.Module, columns: Mapping[str, Array], optimizer: Mapping[str, Any], batch: int
+    feature: Mapping[str, Any],
+    model: nn.Module,
+    columns: Mapping[str, Array],
+    optimizer: Mapping[str, Any],
+    batch: int,
+    more: Mapping[str, Any] | None = None,
+    right: Array | None = None,
 ) -> tuple[float, float]:
-    """Train a model on a stream of events once; return the accuracy in percent, and the seconds of a step."""
-    schema = Schema(SchemaSettings.model_validate({"features": {"x": feature}, "label": {"name": "y", "classes": 2}}))
+    """Train a model on a stream of events once; return the accuracy in percent, and the seconds of a step.
+
+    Args:
+        feature: settings of the feature `x`.
+        model: of the events.
+        columns: of all events.
+        optimizer: settings.
+        batch: events of a step.
+        more: settings of further features, by name.
+        right: gets whether each prediction was right.
+    """
+    classes = max(2, int(columns["label"].max()) + 1)
+    label = {"name": "y", "classes": classes}
+    schema = Schema(SchemaSettings.model_validate({"features": {"x": feature, **(more or {})}, "label": label}))
     attach_features(model, schema, CPU)
     settings = LearnerSettings.model_validate({"optimizer": optimizer, "precision": "fp32"})
     precision = choose_precision("fp32", CPU)
@@ -100,7 +155,10 @@ def prequential(
         some["weight"] = ones[: len(some["label"])]
         result = trainer.step(trainer.examples(some))
         if result.finite:
-            trainer.learn_features(some)
+            trainer.learn_features(some, result.output_B)
+        if right is not None:
+            assert result.output_B is not None
+            right[start : start + batch] = (result.output_B.argmax(dim=1).numpy() == some["label"]).tolist()
         total += result.score
         steps += 1
     return 100 * total / rows, (time.process_time() - begin) / steps
@@ -191,12 +249,91 @@ def many_ids(name: str, ids: int, events: int, seeds: int, results: Results) -> 
     results.add(f"{name}_learn_step_over_hash", seconds["learn"] / seconds["hash"], "CPU time of a step of 512")
 
 
+def made_groups(events: int, deviation: float, seed: int) -> tuple[Array, Array, Array]:
+    """Return numbers, labels of three classes and groups of a stream in which groups come and go.
+
+    `deviation`: of the groups' intercepts; half of it in all for the groups' dependence on the numbers.
+    """
+    generator, numbers, classes = np.random.default_rng(seed), 10, 3
+    first, second = generator.normal(0, 1, (numbers, 16)), generator.normal(0, 0.7, (16, classes))
+    slot, ends = generator.integers(_LIVE, size=events), generator.random(events) < 1 / _LIFE
+    live, group = np.arange(_LIVE), np.empty(events, np.int64)
+    for index in range(events):
+        if ends[index]:
+            live[slot[index]] = live.max() + 1
+        group[index] = live[slot[index]]
+    count = group.max() + 1
+    intercept = deviation * generator.normal(0, 1, (count, classes))
+    slope = deviation * generator.normal(0, 0.5 / np.sqrt(numbers), (count, numbers, classes))
+    x = generator.normal(0, 1, (events, numbers)).astype(np.float32)
+    logit = np.tanh(x @ first) @ second + intercept[group] + np.einsum("nd,ndc->nc", x, slope[group])
+    label = (logit + generator.gumbel(size=logit.shape)).argmax(axis=1)
+    return x, label, generator.permutation(10 * count)[group]
+
+
+def flight_groups(data: Path | None) -> tuple[Array, Array, Array]:
+    """Return the numbers of flights, whether they were late, and which flight of the line's plan it was."""
+    arrays = load("flight_plan", data)
+    x = ((arrays["num"] - np.array(MIDDLE)) / np.array(SCALE)).astype(np.float32)
+    return x, (arrays["delay"] > 15).astype(np.int64), arrays["flight"]
+
+
+def ages(group: Array) -> tuple[Array, Array]:
+    """Return how many events of its group came before each event, and when the first one of the group came."""
+    _, begin, compact = np.unique(group, return_index=True, return_inverse=True)
+    order = np.argsort(compact, kind="stable")
+    counts = np.bincount(compact)
+    age = np.empty(len(group), np.int64)
+    age[order] = np.arange(len(group)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return age, begin[compact]
+
+
+def groups(name: str, data: Path | None, rows: int, seeds: int, results: Results) -> None:
+    """Add the figures of one stream whose groups come and go."""
+    found: dict[str, dict[str, list[float]]] = {"embedding": {}, "shared": {}, "intercept": {}}
+    seconds = dict[str, float]()
+    for seed in range(seeds):
+        deviation = 0.0 if name == "alike" else 1.0
+        x, label, group = flight_groups(data) if name == "flights" else made_groups(rows, deviation, seed)
+        x, label, group = x[:rows], label[:rows], group[:rows]
+        columns = {"feature.x": x, "feature.group": group, "label": label, "time_ms": np.zeros(len(label), np.int64)}
+        age, begin = ages(group)
+        new = begin > len(label) // 4
+        for arm, figures in found.items():
+            torch.manual_seed(seed)
+            model = Grouped(x.shape[1], int(label.max()) + 1, _TABLE if arm == "embedding" else 0)
+            id_feature = {
+                "dtype": "int64",
+                "encode": {"learn": _TABLE, "min_count": 1},
+                "intercept": arm == "intercept",
+            }
+            right, more = np.zeros(len(label)), {} if arm == "shared" else {"group": id_feature}
+            optimizer, feature = {"name": "adam", "lr": 1e-3}, {"dtype": "float32", "shape": [x.shape[1]]}
+            overall, seconds[arm] = prequential(feature, model, columns, optimizer, 64, more, right)
+            figures.setdefault("", []).append(overall)
+            for first in (10, 50):
+                figures.setdefault(f"_first_{first}", []).append(100 * right[new & (age < first)].mean())
+    remark = f"{len(label)} events of {len(np.unique(group))} groups, {seeds} seeds"
+    for arm, figures in found.items():
+        for part, values in figures.items():
+            results.add(f"groups_{name}_{arm}{part}", spread(values), remark, "%")
+    for other in OTHERS:
+        for part, values in found["intercept"].items():
+            gains = np.subtract(values, found[other][part]).tolist()
+            results.add(
+                f"groups_{name}_over_{other}{part}_points", spread(gains), "points of intercept above", "points"
+            )
+    for other in OTHERS:
+        ratio = seconds["intercept"] / seconds[other]
+        results.add(f"groups_{name}_step_over_{other}", ratio, "CPU time of a step of 64")
+
+
 def spread(values: Sequence[float]) -> Spread:
     """Return the mean of the seeds, with the least and the most."""
     return Spread(float(np.mean(values)), float(np.min(values)), float(np.max(values)))
 
 
-PARTS = ("tabular", "ids")
+PARTS = ("tabular", "ids", "groups")
 
 
 def main() -> None:
@@ -219,6 +356,10 @@ def main() -> None:
         for name, exponent in EXPONENTS.items():
             results.title(f"{name}: more than there are rows, Zipf {exponent:g}")
             many_ids(name, ids if chosen.rows is None else 10_000, chosen.rows or events, seeds, results)
+    for name in GROUPS if "groups" in parts else ():
+        results.title(f"{name}: groups that come and go")
+        whole = name == "flights" and not chosen.quick
+        groups(name, chosen.data, chosen.rows or (400_000 if whole else 60_000), seeds, results)
     results.write(chosen)
 
 

@@ -286,6 +286,17 @@ class SchemaSettings(Section):
                 raise ValueError(f"cross.{cross}.of names features of several shapes: {shapes}")
         return self
 
+    @model_validator(mode="after")
+    def _the_model_gets_a_feature(self) -> Self:
+        if len(self.intercepts) == len(self.features) and not self.cross:
+            raise ValueError(f"features has only {', '.join(self.intercepts)}, with intercept: the model gets no input")
+        return self
+
+    @property
+    def intercepts(self) -> tuple[str, ...]:
+        """The features that name the group of an event, which the model does not get."""
+        return tuple(name for name, feature in self.features.items() if feature.intercept)
+
     @property
     def transformed(self) -> tuple[str, ...]:
         """The inputs of the model that are computed from features, in part by what the stream has had."""

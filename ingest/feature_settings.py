@@ -112,6 +112,9 @@ class FeatureSettings(Section):
     cycles: tuple[Cycle, ...] = ()
     """Of a time in seconds since 1970: the model gets its phase in each of these cycles, in UTC, as sine and cosine,
     float32 `[*shape, 2 * cycles]`."""
+    intercept: bool = False
+    """Whether the feature, one with `{learn = N}`, names the event's group: the model does not get it, and its output
+    gets a number added for each class, which is learned of each group from its first event on."""
     default: bool | int | float | str | list[object] | None = None
     """Value of events that lack the feature; without one the feature is required."""
     min: int | None = None
@@ -144,6 +147,11 @@ class FeatureSettings(Section):
             raise ValueError("cycles names a cycle twice")
         if self.missing is not None and (not self.dtype.startswith("float") or self.cycles):
             raise ValueError("missing is for floats, which may be NaN; other features have default")
+        if self.intercept and (not isinstance(self.encode, LearnedVocabulary) or self.shape):
+            raise ValueError(
+                "intercept is for a feature that is the id of a group, one for each event: a string or whole number "
+                "with encode = {learn = N} and without shape"
+            )
         if self.missing is not None and self.default is not None:
             raise ValueError("missing and default exclude each other: both say what an absent value becomes")
         return self

@@ -137,7 +137,12 @@ _ROW_ANCHORS = f"{_ROWS}, and this strategy pulls weights towards those they had
 _ROW_FROZEN = f"{_ROWS}, and this strategy does not train them"
 _RAW = "a teacher gets the features as they are in events, and has not learned what the model has"
 
+_NO_RESIDUAL = "intercepts are for outputs whose distance from the label is known"
+_OUTPUTS_OF_ALL = "intercepts learn from the outputs of all events, and each replica has a part of them"
+_TAKEN_BACK = "a label that comes later takes back what an early one taught, and intercepts have learned from it"
+
 _LEARNED, _VOCABULARY = "a learned input of [schema]", "an input of [schema] with encode.learn"
+_INTERCEPT = "a feature of [schema] with intercept"
 _OF_FEATURES = (
     *(
         Conflict(key, values, _LEARNED, Except(), _STATISTICS, way_out)
@@ -151,6 +156,16 @@ _OF_FEATURES = (
     ),
     Conflict("model.teacher", Except(), _LEARNED, Except(), _RAW, "take the section out"),
     Conflict("learner.sharding", ("zero1",), _VOCABULARY, Except(), _ROW_STATE, 'write "none"'),
+    Conflict("learner.replicas", _MANY, _INTERCEPT, Except(), _OUTPUTS_OF_ALL, "set it to 1"),
+    Conflict("stream.labels.early", Except("none"), _INTERCEPT, Except(), _TAKEN_BACK, 'write "none"'),
+    Conflict(
+        "model.task",
+        Except("classification", "multilabel", "regression"),
+        _INTERCEPT,
+        Except(),
+        _NO_RESIDUAL,
+        'take one of "classification", "multilabel" and "regression"',
+    ),
     Conflict("learner.strategy", ("ewc",), _VOCABULARY, Except(), _ROW_ANCHORS, 'take "er"'),
     Conflict("learner.strategy", ("slda", "ncm", *_GROWS), _VOCABULARY, Except(), _ROW_FROZEN, 'take "er"'),
 )
@@ -280,6 +295,8 @@ def facts(
         _SEARCH: searches,
         _LEARNED: next(iter(() if schema is None else schema.transformed), None),
         _VOCABULARY: next(iter(() if schema is None else schema.vocabularies), None),
+        _INTERCEPT: next(iter(() if schema is None else schema.intercepts), None),
+        "model.task": None if model is None else model.task,
     }
     if stream is None:
         return values_by_key

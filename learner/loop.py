@@ -226,7 +226,7 @@ class TrainingLoop:
                 error = exc
             else:
                 if result.finite and trainer.learns_features:
-                    trainer.learn_features(trained_first(batch.new))
+                    trainer.learn_features(trained_first(batch.new), result.output_B)
                 return replay, result
             replay = self.raising_events.remove(batch, replay, error)
         return replay, None

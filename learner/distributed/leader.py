@@ -92,11 +92,11 @@ class Leader(Trainer):
         self._gathered = False
         return self._merged(own_result, batches, flags, max_rows)
 
-    def learn_features(self, columns: Columns) -> None:
+    def learn_features(self, columns: Columns, output_B: Tensor | None = None) -> None:
         """Learn features from the new events of all ranks, on all ranks: their buffers stay the same bit for bit."""
         if self._learned is not None:
             self._channel.send_all(Action.FEATURES, (), arrays_to_bytes(self._learned.needed(columns)))
-            super().learn_features(columns)
+            super().learn_features(columns, output_B)
 
     def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:
         """Restore the weights and the optimizer of a checkpoint, on all ranks."""

@@ -21,6 +21,7 @@ from learner.model.device import Precision
 from learner.model.embedding import Embeddings
 from learner.model.factory import forward, sample
 from learner.model.faulty_events import may_be_of_events
+from learner.model.features.intercept import residual_of
 from learner.model.features.learned import Columns, features_of
 from learner.model.features.row_tables import row_tables
 from learner.model.task import Task
@@ -210,14 +211,19 @@ class Trainer(TrainerState):
         with self._launch_context():
             return self._step(new, old, rows, self._passes.begin())
 
-    def learn_features(self, columns: Columns) -> None:
+    def learn_features(self, columns: Columns, output_B: Tensor | None = None) -> None:
         """Learn features from the new events of a finite step, after it: it was scored without them, as serving would.
 
-        Rows of embeddings begin again whose value is another one now. `columns` are those of all ranks.
+        Rows of embeddings begin again whose value is another one now. `columns` are those of all ranks; `output_B`, the
+        step's output for the same events, is what intercepts learn from.
         """
         if self._learned is None or not len(columns["label"]):
             return
-        for name, restarted in self._learned.observe(columns).items():
+        residual = None
+        if self._learned.intercepts:
+            assert output_B is not None
+            residual = residual_of(self.task, output_B, torch.from_numpy(columns["label"]).to(self.device))
+        for name, restarted in self._learned.observe(columns, residual).items():
             rows, like = (torch.from_numpy(each).to(self.device) for each in restarted)
             for table in self._row_tables[name]:
                 self.update.restart_rows(table.weight, rows, like)

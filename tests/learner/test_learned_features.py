@@ -15,7 +15,10 @@ from ingest.kafka.fake import Columns
 from learner.compatibility import conflicts, facts
 from learner.config import LearnerSettings
 from learner.model.factory import forward
+from learner.model.features.intercept import residual_of
 from learner.model.features.learned import LearnedFeatures, attach_features, features_of
+from learner.model.task import Classification
+from learner.model.trained_set import load_trained
 from learner.strategies.registry import STRATEGIES
 from replay.config import ReplaySettings
 from tests.learner.learner_bench import CPU, ROWS, LearnerBench
@@ -34,6 +37,7 @@ def schema() -> Schema:
     }
     cross = {"both": {"of": ["who", "id2"], "encode": {"hash": 16}}}
     features["id2"] = {"dtype": "int64"}
+    features["group"] = {"dtype": "int64", "encode": {"learn": 8, "min_count": 1, "expire": "2s"}, "intercept": True}
     return Schema(
         SchemaSettings.model_validate({"features": features, "cross": cross, "label": {"name": "y", "classes": 3}})
     )
@@ -61,6 +65,7 @@ def change(columns: Columns) -> None:
     x[generator.random(x.shape) < 0.1] = np.nan
     columns["feature.r"][:] = generator.lognormal(0, 2, rows)
     columns["feature.who"][:] = begin // 200 + generator.integers(0, 5, rows)
+    columns["feature.group"][:] = begin // 100 + generator.integers(0, 3, rows)
     columns["feature.id2"][:] = generator.integers(0, 3, rows)
     columns["time_ms"][:] = columns["offset"] * 10
 
@@ -190,6 +195,38 @@ def test_versions_and_checkpoints_have_what_was_features_in(make: Callable[..., 
     )
 
 
+def test_a_version_that_is_loaded_answers_as_the_learner_does_for_each_group(
+    make: Callable[..., LearnerBench], schema: Schema
+) -> None:
+    bench = make(30)
+    bench.run()
+    bench.finish()
+    weights = bench.versions.weights(bench.versions.manifest(bench.versions.numbers()[-1]))
+    served = Model()
+    attach_features(served, schema, CPU)
+    load_trained(served, weights)
+    features = {each.name: torch.from_numpy(each.example(12)) for each in schema.features}
+    features["group"] = torch.arange(12)
+    with torch.no_grad():
+        found, expected = (forward(model.eval(), features) for model in (served, bench.trainer.model))
+    assert torch.equal(found, expected)
+    assert len(features_in(bench).intercepts["group"](features["group"]).unique(dim=0)) > 2
+
+
+def test_an_intercept_is_learned_once_from_each_new_event_by_the_output_before_training_on_it(
+    make: Callable[..., LearnerBench],
+) -> None:
+    bench = make(20)
+    bench.stream.change = lambda columns: (change(columns), columns["feature.group"].fill(0))[0]
+    bench.run()
+    assert bench.loop.state.rows_replay > 0
+    found = features_in(bench).intercepts["group"]
+    row = int(found.table(torch.tensor([0])))
+    information = found.get_buffer("information")
+    assert 0 < float(information[row].sum()) < bench.loop.state.rows_new * 2 / 3 + 1  # at most 2/3 for each event
+    assert not information[: found.table.shared].any()
+
+
 def test_compiled_code_follows_what_is_features_in(schema: Schema, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model = Model()
@@ -200,10 +237,12 @@ def test_compiled_code_follows_what_is_features_in(schema: Schema, monkeypatch: 
     columns = {f"feature.{each.name}": each.example(6) for each in schema.features}
     for step in range(3):
         columns["feature.x"] = np.full((6, 3), step * 7.0, np.float32)
-        columns["feature.who"] = np.arange(6) + step
+        columns["feature.who"] = columns["feature.group"] = np.arange(6) + step
         features = {name[8:]: torch.from_numpy(value) for name, value in columns.items()}
         assert torch.equal(forward(fast, features), forward(model, features))  # type: ignore[arg-type]
-        found.observe({**columns, "time_ms": np.zeros(6, np.int64)})
+        output_B = forward(model, features)  # type: ignore[arg-type]
+        residual = residual_of(Classification(), output_B, torch.zeros(6, dtype=torch.int64))
+        found.observe({**columns, "time_ms": np.zeros(6, np.int64), "weight": np.ones(6, np.float32)}, residual)
     torch._dynamo.reset()
 
 
@@ -215,7 +254,7 @@ def test_compiled_code_follows_what_is_features_in(schema: Schema, monkeypatch: 
         ({"replicas": 2, "sharding": "zero1"}, "each replica has a part of the optimizer's state"),
         ({"strategy": "ewc"}, "pulls weights towards those they had before"),
         ({"strategy": "slda"}, "this strategy does not train them"),
-        ({"replicas": 2}, ""),
+        ({"replicas": 2}, "intercepts learn from the outputs of all events"),
         ({"deterministic": True}, ""),
         ({"compile": True}, ""),
         *(

@@ -16,6 +16,7 @@ from ingest.events.schema import Schema
 from ingest.feature_settings import CrossSettings, HashBuckets, LearnedVocabulary
 from learner.errors import ModelError
 from learner.model.features.cycles import Cycles
+from learner.model.features.intercept import GroupIntercept, Residual
 from learner.model.features.mixing import crossed
 from learner.model.features.numbers import LearnedNumber
 from learner.model.features.vocabulary import Restarted, VocabularyTable
@@ -29,7 +30,8 @@ Columns = Mapping[str, NDArray[Any]]
 class LearnedFeatures(nn.Module):
     """Turns the raw features of events into the inputs of a model.
 
-    Its submodules are `feature_<name>` for each feature that is transformed, and `cross_<name>` for each cross.
+    Its submodules are `feature_<name>` for each feature that is transformed, `cross_<name>` for each cross, and
+    `intercept_<name>` for each feature that the model does not get.
     """
 
     def __init__(self, schema: Schema) -> None:
@@ -38,9 +40,14 @@ class LearnedFeatures(nn.Module):
         settings = schema.settings
         self.names = tuple(feature.name for feature in schema.features)
         self._crosses = dict(settings.cross)
+        self._added: Tensor | None = None
+        """The intercepts of the pass that runs, from its begin to its end."""
         for feature in schema.features:
             of = settings.features[feature.name]
-            if isinstance(of.encode, LearnedVocabulary):
+            if of.intercept:
+                assert isinstance(of.encode, LearnedVocabulary)
+                self.add_module(f"intercept_{feature.name}", GroupIntercept(of.encode, schema.label.classes or 1))
+            elif isinstance(of.encode, LearnedVocabulary):
                 self.add_module(f"feature_{feature.name}", VocabularyTable(of.encode))
             elif of.cycles:
                 self.add_module(f"feature_{feature.name}", Cycles(feature.name, of.cycles))
@@ -56,8 +63,10 @@ class LearnedFeatures(nn.Module):
 
     def transform(self, features: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the inputs of the model by name, `[B, ...]` each, for the raw features `[B, *shape]` of B events."""
-        inputs = dict[str, Tensor]()
+        inputs: dict[str, Tensor] = {}  # a form that the compiler traces
         for name in self.names:
+            if f"intercept_{name}" in self._modules:
+                continue
             module = self._modules.get(f"feature_{name}")
             if isinstance(module, VocabularyTable):
                 inputs[name] = module(features[name].long())
@@ -79,13 +88,35 @@ class LearnedFeatures(nn.Module):
         found = {name.partition("_")[2]: module for name, module in self.named_children()}
         return {name: module for name, module in found.items() if isinstance(module, VocabularyTable)}
 
+    @property
+    def intercepts(self) -> dict[str, GroupIntercept]:
+        """The intercepts by the name of the feature that names the group."""
+        found = {name.partition("_")[2]: module for name, module in self.named_children()}
+        return {name: module for name, module in found.items() if isinstance(module, GroupIntercept)}
+
+    def begin(self, features: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return what `transform` does, and keep the intercepts of the events until `end`."""
+        added = [module(features[name].long()) for name, module in self.intercepts.items()]
+        if added:
+            self._added = sum(added[1:], added[0])
+        return self.transform(features)
+
+    def end(self, output_B: Any) -> Any:
+        """Return the output of the model with the intercepts of its events added."""
+        added, self._added = self._added, None
+        if added is None or not isinstance(output_B, Tensor) or output_B.numel() != added.numel():
+            return output_B  # the task says what the output should be
+        return output_B + added.view(output_B.shape)
+
     def needed(self, columns: Columns) -> dict[str, NDArray[Any]]:
         """Return the columns of events that `observe` reads."""
         names = [f"feature.{name}" for name in self.names]
         return {name: columns[name] for name in (*names, "label", "time_ms")}
 
-    def observe(self, columns: Columns) -> dict[str, Restarted]:
+    def observe(self, columns: Columns, residual: Residual | None = None) -> dict[str, Restarted]:
         """Learn from new events: their columns `feature.<name>` and `time_ms`, `[B, ...]` each on the host.
+
+        Intercepts learn from the `residual` of the pass before and from the column `weight`.
 
         Returns:
             By the name of the input, the rows that have another value now, where there are any.
@@ -94,11 +125,15 @@ class LearnedFeatures(nn.Module):
             module = self._modules.get(f"feature_{name}")
             if isinstance(module, LearnedNumber):
                 module.observe(columns[f"feature.{name}"])
-        tables = self.vocabularies
-        if not tables:
+        tables, intercepts = self.vocabularies, self.intercepts
+        if not tables and not intercepts:
             return {}
         # The middle of the batch, so that a single record with a wrong time does not count.
         time_ms = int(np.sort(columns["time_ms"])[len(columns["time_ms"]) // 2])
+        for name, intercept in intercepts.items():
+            assert residual is not None
+            weight_B = torch.from_numpy(columns["weight"]).to(residual.value_BK.device)
+            intercept.observe(self._keys(name, columns), time_ms, residual, weight_B)
         restarted = {name: table.observe(self._keys(name, columns), time_ms) for name, table in tables.items()}
         return {name: found for name, found in restarted.items() if len(found.rows)}
 
@@ -133,6 +168,8 @@ def attach_features(model: nn.Module, schema: Schema, device: torch.device) -> N
             )
     model.add_module(NAME, LearnedFeatures(schema))
     model.register_forward_pre_hook(_transform, with_kwargs=True)
+    if schema.settings.intercepts:
+        model.register_forward_hook(_add_intercepts)
 
 
 def features_of(model: nn.Module) -> LearnedFeatures | None:
@@ -158,5 +195,12 @@ def _transform(
 ) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
     learned = features_of(model)
     assert learned is not None
-    inputs = learned.transform(dict(zip(learned.names, positional, strict=True)) if positional else named)
+    inputs = learned.begin(dict(zip(learned.names, positional, strict=True)) if positional else named)
     return (tuple(inputs.values()), {}) if len(inputs) == 1 else ((), inputs)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _add_intercepts(model: nn.Module, _inputs: tuple[Tensor, ...], output_B: Any) -> Any:
+    learned = features_of(model)
+    assert learned is not None
+    return learned.end(output_B)

@@ -17,6 +17,7 @@ from anabranch.core.errors import SettingsError
 from ingest.events.schema import Schema
 from learner.model.base_file import write_base
 from learner.model.factory import build_on_device, make_task
+from learner.model.features.intercept import Residual
 from learner.model.features.learned import features_of
 from learner.model.growing.parts import parts_in
 from learner.model.trained_set import trained_state
@@ -71,6 +72,10 @@ max = 9
 [schema.features.when]
 dtype = "int64"
 cycles = ["day"]
+[schema.features.group]
+dtype = "int64"
+encode = {learn = 6, min_count = 1}
+intercept = true
 [schema.cross.both]
 of = ["who", "when"]
 encode = {hash = 8}
@@ -114,7 +119,9 @@ def published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
             columns = {f"feature.{each.name}": each.example(40) for each in schema.features}
             columns["feature.amount"] = random.lognormal(0, 1, 40).astype(np.float32)
             columns["feature.who"] = random.integers(0, 8, 40)
-            learned.observe({**columns, "time_ms": np.zeros(40, np.int64)})
+            columns["feature.group"] = random.integers(0, 8, 40)
+            columns |= {"time_ms": np.zeros(40, np.int64), "weight": np.ones(40, np.float32)}
+            learned.observe(columns, Residual(torch.randn(40, 3), torch.ones(40, 3)))
         build_strategy(config.pipeline.learner.strategy, model, make_task(model.task)).extend(
             module, model, schema, CPU
         )
