@@ -32,6 +32,8 @@ from learner.distributed.channel import Channel
 from learner.distributed.data_parallel import DataParallelGroup, leaves_some_out
 from learner.distributed.leader import Leader
 from learner.distributed.process_group import devices_of_host
+from learner.evaluation.background_prediction import BackgroundPrediction, has_spare_core
+from learner.evaluation.chunks import Chunks
 from learner.evaluation.event_time import EventTimePredictor
 from learner.evaluation.scoring import Scorer
 from learner.labels.label_join import JoinOptions
@@ -339,6 +341,7 @@ def build_late_labels(
     trainer: Trainer,
     lag: LagPolicy,
     found: tuple[int, Checkpoint] | None,
+    background: BackgroundPrediction | None = None,
     *,
     first: bool,
     ranks: int,
@@ -351,6 +354,7 @@ def build_late_labels(
         trainer: its model predicts the events that come.
         lag: what happens to events while the learner is behind.
         found: the checkpoint that the learner resumes from, with its number.
+        background: of `background_prediction`.
         first: whether no checkpoint names an event of the join.
         ranks: how many train together.
     """
@@ -367,6 +371,7 @@ def build_late_labels(
     predictor = EventTimePredictor(
         *(setup.model, setup.task, setup.schema, setup.device, setup.precision, setup.output_shape),
         before_chunk=trainer.staging.before_chunk,
+        background=background,
     )
     return LateLabels(
         *(join, settings, deployment.gate.hold_out(deployment.seed), predictor, lag),
@@ -374,6 +379,21 @@ def build_late_labels(
         step_size=deployment.learner.batch_size * ranks,
         max_delay=deployment.learner.max_delay,
     )
+
+
+def background_prediction(
+    deployment: LearnerSpec, setup: TrainingSetup, before_chunk: Callable[[], object], ranks: int
+) -> BackgroundPrediction | None:
+    """Return what predicts events that wait for labels while the loop trains; None where no core is left for it.
+
+    Called before the model has hooks of training. `before_chunk` is that of `build_publisher`.
+    """
+    labels = deployment.stream.labels
+    if labels is None or labels.early != "none" or not has_spare_core(setup.device, ranks):
+        return None
+    names = [feature.name for feature in setup.schema.features]
+    chunks = Chunks(setup.device, setup.precision, before_chunk)
+    return BackgroundPrediction(setup.model, names, setup.output_shape, chunks)
 
 
 def check_nothing_waits(found: tuple[int, Checkpoint] | None) -> None:

@@ -40,8 +40,8 @@ _AT_ONCE_SECONDS = 0.001
 """... where it takes longer than this."""
 _OUTPUT, _WAITING_INDEX = "event_time_output", "waiting_index"
 """Columns of a step that trains on early negatives: the output for the other events, and the index among `waiting`."""
-_NEGATIVE = [Outcome.TIMED_OUT, Outcome.HELD_OUT]
-"""Outcomes of events that timed out, and were used as negatives then."""
+_TIMED_OUT, _HELD_OUT = np.uint8(Outcome.TIMED_OUT), np.uint8(Outcome.HELD_OUT)
+"""Outcomes of events that timed out, and were used as negatives then. Comparisons with the enumerations are slow."""
 _PARTS = 32
 """A batch has at most 1 / `_PARTS` of the events that the join has space for."""
 
@@ -84,7 +84,7 @@ class LateLabels:
         self._settings = settings
         self._early = settings.early != "none"
         self._hold_out = hold_out
-        self._predictor = predictor
+        self.predictor = predictor
         self._lag = lag
         self._join_column = join_column
         self._step_size = step_size
@@ -158,7 +158,7 @@ class LateLabels:
         With `early`, those are returned as events to train on too, as negatives, save those that will be held out and
         those whose label is there already.
         """
-        self._predictions = self._predictor.predict(batch.waiting) if batch.waiting else None
+        self._predictions = self.predictor.predict(batch.waiting) if batch.waiting else None
         if not batch.waiting or not self._early:
             return batch
         chosen = self.join.waits(self._keyed(batch.waiting)) & ~self._held_out(batch.waiting, partitions)
@@ -170,7 +170,7 @@ class LateLabels:
         early |= {EARLY: np.full(len(indices), Early.NEGATIVE, np.uint8), _WAITING_INDEX: indices}
         if batch.new:
             plain = {EARLY: np.zeros(len(batch), np.uint8), _WAITING_INDEX: np.full(len(batch), -1)}
-            outputs = {_OUTPUT: self._predictor.predict(batch.new)}
+            outputs = {_OUTPUT: self.predictor.predict(batch.new)}
             early |= {_OUTPUT: np.zeros((len(indices), *outputs[_OUTPUT].shape[1:]), np.float32)}
             early = {name: np.concatenate([{**batch.new, **plain, **outputs}[name], early[name]]) for name in early}
         return replace(batch, new=early)
@@ -182,7 +182,7 @@ class LateLabels:
             self._times.add(span.columns["partition"].astype(np.int32), span.columns["time_ms"].astype(np.int64))
         if batch.decided is not None:
             ends = batch.decided.ends(Outcome.TRAINED if finite else Outcome.SKIPPED)
-            self.join.settle(np.isin(ends, _NEGATIVE))
+            self.join.settle((ends == _TIMED_OUT) | (ends == _HELD_OUT))
             self._through.settle(len(batch.decided.span.trained))
             if not batch.new:  # no step has observed their scores
                 self._unobserved += self._scores_of(batch.decided)
@@ -224,7 +224,7 @@ class LateLabels:
         plain = batch.new[EARLY] == Early.PLAIN
         if not plain.any():
             return NOT_SCORED
-        return self._predictor.score(batch.new[_OUTPUT][plain].astype(np.float32), batch.new["label"][plain])
+        return self.predictor.score(batch.new[_OUTPUT][plain].astype(np.float32), batch.new["label"][plain])
 
     def first_open(self) -> dict[int, int]:
         """Return, by index of the partition, the first offset of an event that has not ended, or of a label whose event
@@ -308,7 +308,7 @@ class LateLabels:
 
     def _scores_of(self, decided: Decided) -> Scored:
         rows = decided.scored & (decided.span.columns["reason"] == SkipReason.NONE)
-        return self._predictor.score(decided.predictions[rows], decided.label[rows])
+        return self.predictor.score(decided.predictions[rows], decided.label[rows])
 
     def _end_erased(self) -> int:
         """Let the events end as erased that the join has no longer, and return how many there were."""

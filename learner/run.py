@@ -18,6 +18,7 @@ from ingest.reader.reader import BlockReader
 from learner.adaptation.stream_monitor import StreamMonitor
 from learner.build import (
     LearnerSpec,
+    background_prediction,
     build_late_labels,
     build_publisher,
     build_registrar,
@@ -261,6 +262,9 @@ class Learner:
             )
         )
         self._registrar = build_registrar(deployment, versions, self._metrics.learner, self._fleet)
+        self._background = retry(lambda: background_prediction(deployment, self._setup, before_chunk, self._row_groups))
+        if self._background is not None:
+            stack.callback(self._background.close)
         rows = assignment.rows if assignment is not None else None
         self._trainer = build_trainer(self._setup, channel, hooks, rows, deployment)
         if self._sharing is not None:
@@ -353,7 +357,9 @@ class Learner:
         if not deployment.learner.deterministic:  # a search would then depend on clocks
             self._trainer.set_is_behind(lambda: lag.behind)
         late = build_late_labels(
-            *(deployment, self._setup, self._trainer, lag, resumed.found), first=resumed.first, ranks=self._row_groups
+            *(deployment, self._setup, self._trainer, lag, resumed.found, self._background),
+            first=resumed.first,
+            ranks=self._row_groups,
         )
         if late is not None:
             self._stack.callback(late.join.close)

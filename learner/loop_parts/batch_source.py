@@ -3,6 +3,7 @@
 import threading
 
 from learner.config import LearnerSettings
+from learner.late_labels import LateLabels
 from learner.loop_parts.loop_state import LoopComponents
 from learner.stream.batch import Batch
 from learner.stream.batch_prefetch import BatchPrefetch
@@ -44,6 +45,10 @@ class BatchSource:
         if parts.trainer.set_before_wait(self.prefetch.take_next) or ask is not None:
             self._of_stream, self.copied = self.prefetch.next, self.prefetch.copied
         self.next = self._of_stream if parts.late is None else self._decided_or_next
+        self._step_size = step_size
+        self._ahead: Batch | None = None
+        """The next batch of the stream, whose events are predicted while steps on decided ones are computed."""
+        self._never = threading.Event()
 
     def _decided_or_next(self, stop: threading.Event) -> Batch | None:
         """Return events that have waited for their labels, if enough have them, or else the next ones of the stream."""
@@ -51,11 +56,30 @@ class BatchSource:
         assert late is not None
         late.advance(source.partitions, source.ends_time)
         decided = late.take(source.partitions)
+        if decided is not None and late.predictor.runs_ahead:
+            self._read_ahead(late)
         if decided is None and late.full:
             late.make_room()
             stop.wait(PATIENCE.total_seconds())  # for checkpoints, which let its space be used again
             return None
-        return self._of_stream(stop) if decided is None else decided
+        if decided is not None:
+            return decided
+        ahead, self._ahead = self._ahead, None
+        return self._of_stream(stop) if ahead is None else ahead
+
+    def _read_ahead(self, late: LateLabels) -> None:
+        """Read the next batch of the stream, if it is there and another step comes before it, and begin to predict it.
+
+        It is settled at its step, like one that is read then: a learner that stops drops it.
+        """
+        if self._ahead is not None or late.join.ready < self._step_size or late.full:
+            return
+        if not isinstance(self.batches, Batches) or self._of_stream != self.batches.next:
+            return
+        self._ahead = self.batches.next(self._never, at_once=True)
+        # Of fewer events the copy of the weights may cost more than their prediction.
+        if self._ahead is not None and len(self._ahead.waiting.get("offset", ())) >= self._step_size:
+            late.predictor.begin(self._ahead.waiting)
 
     def _settled(self, index: int) -> int:
         """Return the first offset of a partition without outcome."""

@@ -177,8 +177,8 @@ class Batches:
         self._ended: list[Block] = []
         self._cursor = 0
 
-    def next(self, stop: threading.Event) -> Batch | None:
-        """Return the next batch, or None when no row arrived for 100 ms.
+    def next(self, stop: threading.Event, *, at_once: bool = False) -> Batch | None:
+        """Return the next batch, or None when no row arrived for 100 ms; with `at_once`, when none is there now.
 
         A batch that is not full is returned when `max_delay` has passed since its first row, or when it has
         `most_stored` events that are stored only, or `most_late` waiting events and labels. A batch without new events
@@ -192,14 +192,14 @@ class Batches:
                 break
             if self._block is None:
                 left = PATIENCE.total_seconds() if deadline is None else max(0.0, deadline - time.monotonic())
-                self._block = self._next_block(parts, left)
+                self._block = self._next_block(parts, 0.0 if at_once else left)
                 self._cursor = 0
             if self._block is not None:
                 self._cursor = parts.take(self._block, self._cursor, self._batch_size - parts.count)
                 if parts.ended:
                     self._ended.append(self._block)
                     self._block = None
-            elif deadline is None:
+            elif at_once or deadline is None:
                 break
             # From the first row on, even if it is not trained on: a backlog of such rows moves positions too.
             if deadline is None:

@@ -13,13 +13,15 @@ import torch
 from torch import nn
 
 from ingest.config import HoldOut, LagPolicySettings, SchemaSettings
-from ingest.events.block import IDENTITY_COLUMNS, Outcome
+from ingest.events.block import IDENTITY_COLUMNS, Block, Coverage, Outcome
 from ingest.events.partition import TopicPartition
 from ingest.events.position import Position
 from ingest.events.schema import Schema
 from ingest.kafka.fake import fake_columns
 from ingest.label_stream_settings import LabelStreamSettings
 from ingest.reader.cursors import Partition
+from learner.evaluation.background_prediction import BackgroundPrediction
+from learner.evaluation.chunks import Chunks
 from learner.evaluation.event_time import EventTimePredictor
 from learner.labels.label_join import JoinOptions
 from learner.labels.opening import open_join
@@ -28,6 +30,7 @@ from learner.loop_parts.batch_source import BatchSource
 from learner.model.device import Precision
 from learner.model.task import Classification
 from learner.stream.batch import Batch, Span
+from learner.stream.batches import Batches
 from learner.stream.label_times import LabelClock
 from learner.stream.lag import LagPolicy
 from learner.stream.ledger import Ledger
@@ -60,11 +63,22 @@ class Clock:
 class Bench:
     """A link with its ledger, without a loop."""
 
-    def __init__(self, folder: Path, *, hold_out: float = 0, join_column: str = "key_hash", **settings: object) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        hold_out: float = 0,
+        join_column: str = "key_hash",
+        background: bool = False,
+        **settings: object,
+    ) -> None:
         torch.manual_seed(0)
         self.clock, self.ledger, self.model = Clock(), Ledger(), nn.Linear(3, 3)
         device, precision = torch.device("cpu"), Precision("fp32", None)
-        predictor = EventTimePredictor(self.model, Classification(), KEYED, device, precision, (3,))
+        self.background = BackgroundPrediction(self.model, ["x"], (3,), Chunks(device)) if background else None
+        predictor = EventTimePredictor(
+            *(self.model, Classification(), KEYED, device, precision, (3,)), background=self.background
+        )
         labels = LabelStreamSettings.model_validate({**SETTINGS.model_dump(), **settings})
         options = JoinOptions(labels.wait, int(labels.bytes), take_back=labels.take_back)
         join = open_join(options, KEYED, (3,), folder, None, first=True)
@@ -255,6 +269,45 @@ def test_a_loop_that_does_not_read_since_the_join_is_full_makes_room(
     assert batch is not None
     assert batch.decided is not None
     assert join.counts.early_timeouts == join.slots // 4
+
+
+def test_the_stream_is_read_while_more_than_a_step_is_decided_and_predicted_with_the_weights_of_then(
+    tmp_path: Path,
+) -> None:
+    bench = Bench(tmp_path / "labels", background=True)
+    columns = fake_columns(KEYED, range(100, 105), label=[0, 1, 2])
+    columns["outcome"][:], columns["labelled"][:] = Outcome.WAITING, False
+    blocks: list[Block] = [Block(columns, (Coverage(0, 100, 105),))]
+    stream = SimpleNamespace(poll=lambda _: blocks.pop() if blocks else None, release=lambda _: None)
+    source: Any = BatchSource.__new__(BatchSource)
+    source._parts = SimpleNamespace(late=bench.late, source=SimpleNamespace(partitions=PARTITIONS, ends_time=None))
+    source.batches = Batches(stream, 4, timedelta(0), most_late=bench.late.most_rows)
+    source._of_stream, source._step_size, source._ahead = source.batches.next, 4, None
+    source._never = stop = threading.Event()
+    bench.arrive(*range(9))
+    bench.arrive(*range(9), partition=1)
+
+    def decided() -> Batch:
+        batch = source._decided_or_next(stop)
+        assert batch.decided is not None
+        bench.late.settle(batch, finite=True)
+        return batch
+
+    decided()
+    assert not blocks
+    position = bench.ledger.partitions[0].position
+    with torch.no_grad():
+        before = bench.model(torch.from_numpy(columns["feature.x"])).numpy()
+        bench.model.bias.add_(1.0)
+    decided()
+    batch = source._decided_or_next(stop)  # one event is decided, and waits for a full step
+    assert batch.waiting["offset"].tolist() == list(range(100, 105))
+    assert bench.ledger.partitions[0].position == position  # it is not settled before its step
+    assert np.allclose(bench.late.predictor.predict(batch.waiting), before)
+    assert source._decided_or_next(stop) is None
+    assert bench.background is not None
+    bench.background.close()
+    bench.late.join.close()
 
 
 def test_a_damaged_event_that_is_taken_back_does_not_end_a_second_time(taking_back: Bench, tmp_path: Path) -> None:

@@ -132,8 +132,10 @@ class OneBlock:
 
     def __init__(self, block: Block) -> None:
         self._blocks = [block]
+        self.timeouts: list[timedelta] = []
 
     def poll(self, timeout: timedelta) -> Block | None:
+        self.timeouts.append(timeout)
         return self._blocks.pop() if self._blocks else None
 
     def release(self, block: Block) -> None:
@@ -150,6 +152,16 @@ def test_waiting_events_and_labels_are_columns_of_their_own_and_end_a_batch(sche
     assert "feature.x" in first.waiting
     assert "feature.x" not in first.labels
     assert second.spans[0].columns["offset"][0] == 40
+
+
+def test_a_batch_is_read_at_once_only_from_blocks_that_are_there(schema: Schema) -> None:
+    source = OneBlock(Block(fake_columns(schema, range(5), label=[0, 1, 2]), (Coverage(0, 0, 5),)))
+    batches, stop = Batches(source, 100, LONG), threading.Event()
+    batch = batches.next(stop, at_once=True)
+    assert batch is not None
+    assert batch.new["offset"].tolist() == list(range(5))
+    assert batches.next(stop, at_once=True) is None
+    assert set(source.timeouts) == {timedelta(0)}
 
 
 def test_without_late_labels_a_batch_has_neither(schema: Schema) -> None:
