@@ -251,6 +251,7 @@ def is_finite(array: Array) -> bool:
 
 def _warm_up_batches(version: ServedVersion, max_batch: int, warmed: set[int]) -> None:
     """Warm up on larger batches, as far as memory suffices: a batch that does not fit is run in pieces."""
+    is_first = max_batch not in warmed
     try:
         _warm_up(version, max_batch)
         warmed.add(max_batch)
@@ -259,7 +260,8 @@ def _warm_up_batches(version: ServedVersion, max_batch: int, warmed: set[int]) -
         if failure_of(exc) is not Failure.MEMORY:
             raise
         log.warning("version %d has too little memory for batches of %d rows: %s", version.number, max_batch, exc)
-    trim_freed_memory()  # that of a large batch is hundreds of megabytes, which small ones would not need
+    if is_first:  # not for each version: meanwhile no thread can allocate
+        trim_freed_memory()  # that of a large batch is hundreds of megabytes, which small ones would not need
 
 
 def _warm_up_sizes(version: ServedVersion, max_batch: int, warmed: set[int]) -> None:
