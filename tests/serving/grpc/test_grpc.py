@@ -1,10 +1,12 @@
 """gRPC: the stock client's calls, what is refused and with which status, and that HTTP does not load any of it."""
 
+import socket
 import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +173,27 @@ def test_a_message_that_is_too_long_is_refused_compressed_or_not(
     assert server.deployment.name == "tiny"
 
 
+def test_a_long_request_gets_a_long_reply(deploy: Any, served: Any) -> None:
+    publisher = deploy("number")
+    publisher.publish(7)
+    rows = 300_000
+    with served(publisher, grpc_port=0, max_queue=rows) as server:
+        client = triton.InferenceServerClient(address_of(server))
+        x = triton.InferInput("x", [rows, 4], "FP32")
+        x.set_data_from_numpy(np.ones((rows, 4), np.float32))
+        for compression in (None, "gzip", "deflate"):
+            answer = client.infer("tiny", [x], compression_algorithm=compression).as_numpy("prediction")
+            np.testing.assert_array_equal(answer, np.full(rows, 7, np.float32))
+        client.close()
+
+
+def test_calls_of_one_client_are_answered_at_the_same_time(called: tuple[Any, Calls]) -> None:
+    _, call = called
+    with ThreadPoolExecutor(16) as pool:
+        answers = list(pool.map(lambda rows: call("ModelInfer", infer(np.ones((rows, 4), np.float32))), range(1, 200)))
+    assert [answer.outputs[0].shape[0] for answer in answers] == list(range(1, 200))
+
+
 def test_requests_hold_no_more_bytes_than_those_of_http(called: tuple[Any, Calls]) -> None:
     server, call = called
     module = sys.modules[server.deployment.model.factory.partition(":")[0]]
@@ -234,6 +257,51 @@ def test_a_call_without_a_token_is_refused_before_its_message_is_read(deploy: An
             call((sent.wait(20) for _ in range(1)), timeout=20)  # type: ignore[misc]
         sent.set()
         assert refusal.value.code() == grpc.StatusCode.UNAUTHENTICATED
+
+
+def test_tls_has_the_configured_certificate(deploy: Any, served: Any, certificate: Any) -> None:
+    publisher = deploy("number")
+    publisher.publish(7)
+    cert, key = certificate(2)
+    with served(publisher, grpc_port=0, tls={"cert": str(cert), "key": str(key)}) as server:
+        address = address_of(server)
+        with socket.create_connection(address.rsplit(":", 1)) as plain:
+            plain.sendall(b"this is no TLS" * 9)
+            with suppress(ConnectionError):
+                while plain.recv(99):
+                    pass
+        with grpc.secure_channel(address, grpc.ssl_channel_credentials(cert.read_bytes())) as channel:
+            answer = channel.unary_unary(
+                f"/{SERVICE}/ModelInfer", response_deserializer=MESSAGES["ModelInferResponse"].FromString
+            )(infer().SerializeToString(), timeout=20)
+    assert answer.model_version == "7"
+
+
+def test_a_call_in_flight_is_answered_when_the_server_stops(deploy: Any, served: Any) -> None:
+    publisher = deploy("number")
+    publisher.publish(7)
+    module = sys.modules[publisher.deployment.model.factory.partition(":")[0]]
+    with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
+        server = stack.enter_context(served(publisher, grpc_port=0))
+        address = address_of(server)
+        host, port = address.rsplit(":", 1)
+        with grpc.insecure_channel(address) as channel:
+            call = channel.unary_unary(f"/{SERVICE}/ModelInfer")
+            module.running.clear()
+            module.go_on.clear()
+            try:
+                answer = pool.submit(call, infer().SerializeToString(), timeout=20)
+                assert module.running.wait(20)
+                stopped = pool.submit(stack.close)
+                while True:
+                    try:
+                        socket.create_connection((host, int(port))).close()
+                    except ConnectionError:
+                        break
+            finally:
+                module.go_on.set()
+            assert MESSAGES["ModelInferResponse"].FromString(answer.result(20)).model_version == "7"
+            stopped.result(20)  # although the client keeps its channel
 
 
 def test_without_a_version_the_server_lives_and_is_not_ready(deploy: Any, served: Any) -> None:
