@@ -11,12 +11,15 @@ The accuracy is prequential: of each event before it is trained on, in percent, 
               defaults. `fixed_low` and `fixed_high` are the same without a search
     same      challengers that are as good as the model, made of random numbers, so that there are many: the test alone.
               Each has to end without a promotion
+    networks  challengers with their own networks, on made-up events whose classes another network decides: `equal`
+              ones have the size of the model, and `wider` ones more than its two units. How many are reported as better
     cost      steps a second with a search over those without, in turns
 """
 
 import argparse
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -37,12 +40,14 @@ from learner.config import LearnerSettings
 from learner.model.device import choose_precision
 from learner.model.task import Classification
 from learner.search.evidence import Evidence, log_threshold
+from learner.search.networks import NETWORK_TEACHING, NetworkSpec
 from learner.search.trainer import SearchingTrainer
 from learner.sections.search import SearchSettings
 from learner.strategies.registry import STRATEGIES
+from learner.strategies.teacher_loss import TeacherLoss
 from learner.training.trainer import Trainer
 
-PARTS = ("streams", "same", "cost")
+PARTS = ("streams", "same", "networks", "cost")
 STREAMS = ("elec2", "flights", "airlines", "mnist")
 TARGETS = {
     "low_gap_to_best_points": Target(0.5),
@@ -67,10 +72,10 @@ _MOST_ROWS = 100_000
 class Network(nn.Module):
     """Two hidden layers."""
 
-    def __init__(self, numbers: int, classes: int) -> None:
+    def __init__(self, numbers: int, classes: int, units: int = 64) -> None:
         super().__init__()
         self.body = nn.Sequential(
-            *(nn.Linear(numbers, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, classes))
+            *(nn.Linear(numbers, units), nn.ReLU(), nn.Linear(units, units), nn.ReLU(), nn.Linear(units, classes))
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -112,11 +117,19 @@ def stream(name: str, data: Path | None, rows: int) -> LabelledStream:
     return LabelledStream((x - centre) / np.where(deviation > 0, deviation, 1).astype(np.float32), y)
 
 
-def trainer_of(events: LabelledStream, lr: float, search: Mapping[str, Any] | None, seed: int, folder: Path) -> Trainer:
-    """Return a trainer with Adam, which searches where `search` is given."""
+def trainer_of(
+    events: LabelledStream,
+    lr: float,
+    search: Mapping[str, Any] | None,
+    seed: int,
+    folder: Path,
+    networks: NetworkSpec | None = None,
+) -> Trainer:
+    """Return a trainer with Adam, which searches where `search` is given; `networks` has the model's size, if given."""
     torch.manual_seed(seed)
     schema = events.schema
-    model = Network(events.x.shape[1], schema.label.classes or 1)
+    units = {} if networks is None else networks.args
+    model = Network(events.x.shape[1], schema.label.classes or 1, **units)
     settings = LearnerSettings.model_validate({"optimizer": {"name": "adam", "lr": lr}, "precision": "fp32"})
     arguments: dict[str, Any] = {
         "model": model,
@@ -129,7 +142,8 @@ def trainer_of(events: LabelledStream, lr: float, search: Mapping[str, Any] | No
     }
     if search is None:
         return Trainer(**arguments)
-    return SearchingTrainer(SearchSettings.model_validate(search), seed, folder, STRATEGIES["none"], **arguments)
+    chosen = SearchSettings.model_validate(search)
+    return SearchingTrainer(chosen, seed, folder, STRATEGIES["none"], networks, **arguments)
 
 
 def run(
@@ -203,6 +217,41 @@ def same(judgements: int, steps: int, results: Results) -> None:
         results.add(key, promoted / judgements, f"{promoted} of {judgements}, each read {steps} times")
 
 
+def networks(seeds: int, steps: int, folder: Path, results: Results) -> None:
+    """Add how many networks are reported that have the size of the model, and that are wider than a too narrow one."""
+    search = {"challengers": 2, "share": 0.5, "space": {"model.args.units": (2, 34)}}
+    for arm, units in (("equal", 16), ("wider", 2)):
+        outcomes, first = Counter[str](), list[float]()
+        for seed in range(seeds):
+            events = of_a_network(steps * BATCH, seed)
+
+            def build(args: Mapping[str, Any], arm: str = arm, units: int = units) -> nn.Module:
+                return Network(10, 4, units if arm == "equal" else args["units"])
+
+            spec = NetworkSpec({"units": units}, build, TeacherLoss(Classification(), *NETWORK_TEACHING))
+            trainer = trainer_of(events, 1e-2, search, seed, folder, spec)
+            advance(trainer, events, range(0, len(events.y), BATCH))
+            report = trainer.search_report
+            assert report is not None
+            outcomes.update(report.outcomes)
+            better = [each.step for each in report.history if each.outcome == "better"]
+            first += better[:1]
+        judged = sum(outcomes.values())
+        remark = f"{outcomes['better']} of {judged} that ended, in {seeds} streams of {steps} steps"
+        results.add(f"networks_{arm}_reported", outcomes["better"] / max(1, judged), remark)
+        if first:
+            remark = f"in the {len(first)} of {seeds} streams with any"
+            results.add(f"networks_{arm}_first_step", spread(first), remark, "steps")
+
+
+def of_a_network(rows: int, seed: int) -> LabelledStream:
+    """Return events of ten numbers whose class of four is the largest output of a network with random weights."""
+    generator = np.random.default_rng(seed)
+    x = generator.normal(size=(rows, 10)).astype(np.float32)
+    hidden = np.tanh(x @ generator.normal(size=(10, 24)))
+    return LabelledStream(x, (hidden @ generator.normal(size=(24, 4))).argmax(axis=1))
+
+
 def cost(steps: int, rounds: int, folder: Path, results: Results) -> None:
     """Add steps a second with a search over those without."""
     generator, rows = np.random.default_rng(0), (_FIRST_STEPS + steps) * BATCH
@@ -244,6 +293,9 @@ def main() -> None:
         if "same" in parts:
             results.title("challengers that are as good as the model")
             same(200 if chosen.quick else 2000, 512, results)
+        if "networks" in parts:
+            results.title("challengers with their own networks")
+            networks(4 if chosen.quick else 20, 3000, folder, results)
         if "cost" in parts:
             results.title("the cost of a search with the default share")
             cost(2000 if chosen.quick else 10_000, 3, folder, results)

@@ -237,6 +237,7 @@ def deployment_of(config: "Config", settings: "LearnerSettings | None" = None) -
     """Return the sections that a learner needs, with these `settings` as `[learner]` if they are given."""
     from learner.build import LearnerSpec
     from learner.device_sharing.sharing import DeviceSharingSpec
+    from learner.search.latency import ServedBatch
 
     pipeline = config.pipeline
     return LearnerSpec(
@@ -266,6 +267,7 @@ def deployment_of(config: "Config", settings: "LearnerSettings | None" = None) -
         tracing=pipeline.tracing,
         mlflow=pipeline.mlflow,
         search=pipeline.search,
+        served=ServedBatch(pipeline.serving.max_batch, pipeline.serving.slo - pipeline.serving.max_delay),
     )
 
 

@@ -32,6 +32,7 @@ from learner.distributed.channel import Channel
 from learner.distributed.data_parallel import DataParallelGroup, leaves_some_out
 from learner.distributed.leader import Leader
 from learner.distributed.process_group import devices_of_host
+from learner.errors import ModelError
 from learner.evaluation.background_prediction import BackgroundPrediction, has_spare_core
 from learner.evaluation.chunks import Chunks
 from learner.evaluation.event_time import EventTimePredictor
@@ -56,9 +57,11 @@ from learner.publishing.origin import origin_of, settings_of_weights
 from learner.publishing.publisher import Publisher
 from learner.registration.registrar import Registrar
 from learner.registration.registry import MlflowRegistry
+from learner.search.latency import LatencyBound, ServedBatch
+from learner.search.networks import NETWORK_TEACHING, NetworkSpec
 from learner.search.trainer import SearchingTrainer
 from learner.sections.mlflow_settings import MlflowSettings
-from learner.sections.search import SearchSettings
+from learner.sections.search import SearchSettings, arguments_of
 from learner.state_dir.checkpoint import Checkpoint
 from learner.state_dir.version import Versions, reference_to
 from learner.strategies.base import Strategy
@@ -110,6 +113,8 @@ class LearnerSpec:
     """`[mlflow]`; None: versions are not registered."""
     search: SearchSettings | None = None
     """`[search]`; None: there are no challengers."""
+    served: ServedBatch | None = None
+    """What serving allows for one run of the model; None: any time."""
 
     @property
     def settings_of_weights(self) -> dict[str, Any]:
@@ -250,7 +255,8 @@ def build_trainer(
     """
     if channel is None and deployment is not None and deployment.search is not None:
         make_strategy = functools.partial(build_strategy, setup.settings.strategy, deployment.model, setup.task)
-        search = deployment.search, deployment.seed, deployment.state_dir, make_strategy
+        networks = network_spec(deployment, setup) if arguments_of(deployment.search.space) else None
+        search = deployment.search, deployment.seed, deployment.state_dir, make_strategy, networks
         return SearchingTrainer(*search, **setup.arguments, hooks=hooks)
     if channel is None:
         return Trainer(**setup.arguments, hooks=hooks)
@@ -258,6 +264,32 @@ def build_trainer(
     replicas = setup.group()
     warning = oom_warning(setup.device, rows) if rows is not None else None
     return Leader(channel, replicas, **setup.arguments, hooks=hooks, warning=warning)
+
+
+def network_spec(deployment: LearnerSpec, setup: TrainingSetup) -> NetworkSpec:
+    """Return how challengers with other arguments of the factory are built, taught and timed.
+
+    Raises:
+        ModelError: the task has no loss by which a model learns from another one.
+    """
+    schema, device, model = setup.schema, setup.device, deployment.model
+
+    def build(args: Mapping[str, Any]) -> nn.Module:
+        network = build_on_device(model.model_copy(update={"args": dict(args)}), deployment.folder, device, schema)
+        if setup.precision.name == "fp8":
+            network = use_float8(network, device)
+        if (shape := check_model(network, setup.task, schema, device)) != setup.output_shape:
+            raise ModelError(f"the output for an event is {list(shape)}, and the model's {list(setup.output_shape)}")
+        return network
+
+    if not callable(getattr(setup.task, "distil", None)):
+        raise ModelError(
+            f'search.space has arguments of model.factory, and model.task = "{model.task}" has no method distil, with '
+            "which their networks learn from the model; write it, or take those keys out of search.space"
+        )
+    distils = check_distil(setup.task, model.task, setup.output_shape, device)
+    latency = None if deployment.served is None else LatencyBound(deployment.served, schema)
+    return NetworkSpec(model.args, build, TeacherLoss(distils, *NETWORK_TEACHING), latency)
 
 
 def build_publisher(

@@ -141,8 +141,9 @@ def _conflicts(pipeline: Pipeline) -> Iterator[tuple[tuple[str, ...], str]]:
     for key, sentence in teacher_conflicts(teacher, unlabelled, pipeline.events.features):
         yield tuple(key.split(".")), sentence
     if pipeline.search is not None:
-        momentum = (pipeline.learner.optimizer.model_extra or {}).get("momentum")
-        for key, sentence in search_conflicts(pipeline.search, momentum, pipeline.learner.max_grad_norm):
+        learner = pipeline.learner
+        numbers = (learner.optimizer.model_extra or {}).get("momentum"), learner.max_grad_norm, pipeline.model.args
+        for key, sentence in search_conflicts(pipeline.search, *numbers, deterministic=learner.deterministic):
             yield ("search", key), sentence
     if pipeline.stream.labels is not None:
         for key, sentence in label_conflicts(pipeline.events, pipeline.stream.labels):

@@ -16,13 +16,24 @@ from typing import Any
 
 from learner.search.evidence import Evidence, log_threshold
 from learner.search.space import SearchSpace
-from learner.sections.search import SearchSettings
+from learner.sections.search import ARGS, SearchSettings
 from learner.state_dir.search.control import ChallengerReport, Judged, shown
 
 FIRST_LEASE, LONGEST_LEASE = 32, 256
 """Steps of the first lease of a challenger, and of its last."""
 _SAVED = 1024
 """Steps of challengers that may be saved up: a search begins with them, while a model has most to gain."""
+NETWORK_LEASE = 128
+"""Steps of the first lease of a challenger with its own network: it has been taught for long by then."""
+TEACHING, MOST_TAUGHT = 256, 4096
+"""Steps that the model teaches such a challenger before each lease, and as often as they do not suffice; and in all.
+After so many, neither its first weights nor an optimizer that has just begun make it better or worse."""
+MARGIN = 0.03
+"""By how much it has to be better. An equal network that was taught while the model itself still learned fast was ahead
+of it by up to 0.019, in a first try; and another network costs a person a new pipeline."""
+CAUGHT_UP, CLOSE = 32, 0.05
+"""In the last steps of these it learns from labels alone: who learns from the model stays a little behind it. It has
+caught up when its mean difference in them is above `-CLOSE`."""
 _WORSE = math.log(20.0)
 """Evidence that a challenger is worse with which its lease ends at once; such an error costs a challenger, no more."""
 _KEPT = 50
@@ -50,6 +61,29 @@ class Challenger:
     """Sum of the differences."""
     better: Evidence = field(default_factory=Evidence)
     worse: Evidence = field(default_factory=Evidence)
+    network: bool = False
+    """Whether it has its own network, which it keeps between leases."""
+    teaching: int = 0
+    """Steps that are left in which the model teaches it; 0: it is compared."""
+    taught: int = 0
+    """Steps in which it was taught so far."""
+    recent: list[float] = field(default_factory=list)
+    """Its newest differences while it is taught."""
+
+    @property
+    def has_teacher(self) -> bool:
+        """Whether it learns from the model's outputs in this step."""
+        return self.teaching > CAUGHT_UP
+
+    @property
+    def margin(self) -> float:
+        """What its mean difference has to be above to be better."""
+        return MARGIN if self.network else 0.0
+
+    @property
+    def cost(self) -> int:
+        """The steps that have to be saved up for its next lease."""
+        return self.lease + (TEACHING if self.network else 0)
 
     def report(self, outcome: Judged | None = None, step: int = 0) -> ChallengerReport:
         """Return it for the learner's report."""
@@ -60,6 +94,7 @@ class Challenger:
             difference=self.total / max(1, self.steps),
             log_wealth=self.better.log_wealth,
             log_threshold=log_threshold(self.rank),
+            taught=self.taught,
             outcome=outcome,
             step=step,
         )
@@ -111,33 +146,36 @@ class ChallengerPool:
         self._saved = min(_SAVED, self._saved + share / (1 - share))
         begun = list[Challenger]()
         while not (self.pinned or self.paused) and len(self.live) < self._settings.challengers:
-            if self._saved < (min(self._waiting[0].lease, _SAVED) if self._waiting else FIRST_LEASE):
+            if not self._waiting and self._saved < FIRST_LEASE:
                 break
             challenger = self._waiting.pop(0) if self._waiting else self._proposal()
             if challenger is None:
                 break
-            self._saved -= challenger.lease
-            challenger.left = challenger.lease
+            if self._saved < min(challenger.cost, _SAVED):
+                self._waiting.insert(0, challenger)
+                break
+            self._saved -= challenger.cost
+            challenger.left, challenger.teaching = challenger.lease, challenger.cost - challenger.lease
             challenger.slot = next(slot for slot in count() if all(slot != each.slot for each in self.live))
             self.live.append(challenger)
             begun.append(challenger)
         return begun
 
     def observe(self, challenger: Challenger, difference: float) -> bool:
-        """Add the difference of one step, in -1..1; return whether the challenger is shown to be better.
+        """Add the difference of one step, in -1..1; return whether the challenger is shown to be better, by its margin.
 
         A lease that is over, or that the challenger has lost, ends.
         """
         challenger.steps += 1
         challenger.left -= 1
         challenger.total += difference
-        challenger.better.add(difference)
-        challenger.worse.add(-difference)
+        challenger.better.add(difference - challenger.margin)
+        challenger.worse.add(challenger.margin - difference)
         self.trained += 1
         if challenger.better.log_wealth >= log_threshold(challenger.rank):
             return True
         over = challenger.left <= 0  # less than 0 after a promotion that failed
-        if challenger.worse.log_wealth >= _WORSE or (over and challenger.total <= 0):
+        if challenger.worse.log_wealth >= _WORSE or (over and challenger.total <= challenger.margin * challenger.steps):
             self.end(challenger, "no_better")
         elif over:
             if challenger.lease >= LONGEST_LEASE:
@@ -147,16 +185,37 @@ class ChallengerPool:
                 challenger.left = challenger.lease
                 challenger.lease *= 2
             else:
-                self._release(challenger)
+                self._wait(challenger)
                 challenger.lease *= 2
-                self._waiting.append(challenger)
-                self._waiting.sort(key=lambda each: -each.better.log_wealth)
         return False
+
+    def observe_taught(self, challenger: Challenger, difference: float) -> None:
+        """Add the difference of a step in which a challenger was taught.
+
+        After `TEACHING` steps it is compared from the next one on, if it has caught up. Else it is taught again, for
+        which it may have to wait, or ends.
+        """
+        challenger.teaching -= 1
+        challenger.taught += 1
+        challenger.recent = [*challenger.recent[1 - CAUGHT_UP :], difference]
+        self.trained += 1
+        if challenger.teaching:
+            return
+        if sum(challenger.recent) > -CLOSE * len(challenger.recent):
+            challenger.recent = []
+        elif challenger.taught >= MOST_TAUGHT:
+            self.end(challenger, "not_caught_up")
+        elif self._saved >= TEACHING and not self.paused:
+            self._saved -= TEACHING
+            challenger.teaching = TEACHING
+        else:
+            self._wait(challenger)
 
     def end(self, challenger: Challenger, outcome: Judged) -> None:
         """End a challenger, which trains or waits."""
-        if outcome == "no_memory":
-            challenger.left = 0  # its steps are lost, or the next would be tried at once, and fail as well
+        if outcome in ("no_memory", "too_slow") or (challenger.network and outcome == "raised"):
+            # Its steps are lost, or the next would be tried at once, and fail as well.
+            challenger.left = challenger.teaching = 0
         self._release(challenger)
         if challenger in self._waiting:
             self._waiting.remove(challenger)
@@ -191,17 +250,31 @@ class ChallengerPool:
         """End a lease; steps that are left are saved."""
         if challenger in self.live:
             self.live.remove(challenger)
-            self._saved = min(_SAVED, self._saved + challenger.left)
-        challenger.slot, challenger.left = None, 0
+            self._saved = min(_SAVED, self._saved + challenger.left + challenger.teaching)
+        challenger.slot, challenger.left, challenger.teaching, challenger.recent = None, 0, 0, []
+
+    def _wait(self, challenger: Challenger) -> None:
+        """End a lease of a challenger that is to have another one."""
+        self._release(challenger)
+        self._waiting.append(challenger)
+        self._waiting.sort(key=lambda each: -each.better.log_wealth)
 
     def _proposal(self) -> Challenger | None:
         """Return a challenger with settings that no other one tries now; None where all near ones are tried."""
         tried = [each.values for each in self.challengers]
+        if self.alert is not None and self._is_network(self.alert.values):
+            tried.append(self.alert.values)
         for number, values in self._space.around(self.values, self._proposals):
             if values not in tried:
                 self._proposals, self._numbers, self._ranks = number + 1, self._numbers + 1, self._ranks + 1
-                return Challenger(self._numbers, values, self._ranks)
+                network = self._is_network(values)
+                lease = NETWORK_LEASE if network else FIRST_LEASE
+                return Challenger(self._numbers, values, self._ranks, lease, network=network)
         return None
+
+    def _is_network(self, values: Mapping[str, float]) -> bool:
+        """Whether settings are of another network than the model's."""
+        return any(key.startswith(ARGS) and value != self.values.get(key) for key, value in values.items())
 
     def state(self) -> dict[str, Any]:
         """Return JSON values, for a checkpoint."""

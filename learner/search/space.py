@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from learner.sections.search import Range
+from learner.sections.search import ARGS, Range
 
 _RADII = (1 / 4, 1 / 8, 1 / 16)
 """Distances from the model's settings, as fractions of a range."""
@@ -48,7 +48,9 @@ class SearchSpace:
         if not by:
             return value
         low, high = self._ranges[key]
-        value = max(low, min(high, value))
-        if low > 0 and high / low >= _WIDE:
-            return float(max(low, min(high, value * math.exp(by * math.log(high / low)))))
-        return float(max(low, min(high, value + by * (high - low))))
+        before, value = value, max(low, min(high, value))
+        ratios = low > 0 and high / low >= _WIDE
+        moved = value * math.exp(by * math.log(high / low)) if ratios else value + by * (high - low)
+        if key.startswith(ARGS) and (moved := round(moved)) == before:
+            moved += 1 if by > 0 else -1
+        return float(max(low, min(high, moved)))

@@ -1,4 +1,7 @@
-"""A trainer with challengers: each trains on the events of a step after the model, from the same random numbers."""
+"""A trainer with challengers: each trains on the events of a step after the model, from the same random numbers.
+
+A challenger is a copy of the model, or has its own network where an argument of the factory is another one.
+"""
 
 import logging
 import math
@@ -6,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
 from anabranch.core.errors import SettingsError
@@ -17,16 +20,16 @@ from learner.model.factory import in_one_line
 from learner.model.faulty_events import RaisingEventsError, may_be_of_events
 from learner.model.rng import GeneratorStates
 from learner.model.trained_set import copy_sharing_base, trained_state
+from learner.search.challenger_trainers import configure, copy_trainer, key_of, part_of, value_of
 from learner.search.evidence import relative_difference
+from learner.search.networks import Networks, NetworkSpec, taught
 from learner.search.pool import Challenger, ChallengerPool
-from learner.sections.search import MAX_GRAD_NORM, SearchSettings
+from learner.sections.search import ARGS, TUNABLE, SearchSettings, arguments_of
 from learner.state_dir.search.control import ControlReader, Judged, SearchControl, SearchReport, shown
 from learner.strategies.base import Strategy
 from learner.strategies.examples import Examples
 from learner.training.step_result import StepResult
 from learner.training.trainer import Trainer
-
-_OF_OPTIMIZER = "learner.optimizer."
 
 log = logging.getLogger(__name__)
 
@@ -43,20 +46,32 @@ class SearchingTrainer(Trainer):
         seed: int,
         state_dir: Path,
         make_strategy: Callable[[], Strategy],
+        networks: NetworkSpec | None = None,
         **arguments: Any,
     ) -> None:
-        """Build the copies of the model for challengers; `arguments`: of `Trainer`; they use no embeddings."""
+        """Build the copies of the model for challengers, which use no embeddings.
+
+        `networks`: of challengers with other arguments of the factory; None where `search.space` has no such key.
+        `arguments`: of `Trainer`.
+        """
+        assert networks is None or search.promote == "alert"
         # First: later the model may hold tensors that cannot be copied.
-        models = [copy_sharing_base(arguments["model"]) for _ in range(search.challengers)]
+        copied = search.challengers if any(key in TUNABLE for key in search.space) else 0
+        models = [copy_sharing_base(arguments["model"]) for _ in range(copied)]
         super().__init__(**arguments)
         self._settings: LearnerSettings = arguments["settings"]
         self._options = search
         self._bounded = arguments["schema"].label.classes is not None and search.measure == "score"
-        self._trainers = [
-            Trainer(**{**arguments, "model": model, "strategy": make_strategy(), "embedding": None}) for model in models
-        ]
+        own = {"embedding": None, "teaching": None if networks is None else networks.teaching}
+
+        def make_trainer(model: nn.Module) -> Trainer:
+            return Trainer(**{**arguments, **own, "model": model, "strategy": make_strategy()})
+
+        self._trainers = [make_trainer(model) for model in models]
+        self._networks = None if networks is None else Networks(networks, seed, self.model, make_trainer)
         group = self.update.optimizer.param_groups[0]
-        given = {key: _value(key, self._settings, group) for key in search.space}
+        args = {} if networks is None else networks.args
+        given = {key: value_of(key, self._settings, group, args) for key in search.space}
         self._pool = ChallengerPool(search, given, seed)
         self._control = ControlReader(state_dir)
         self._applied = ""
@@ -66,7 +81,9 @@ class SearchingTrainer(Trainer):
     @property
     @override
     def found(self) -> Mapping[str, float]:
-        return self._pool.values if self._pool.values != self._pool.given else {}
+        pool = self._pool
+        tuned = {key: value for key, value in pool.values.items() if not key.startswith(ARGS)}
+        return tuned if pool.values != pool.given else {}
 
     @property
     @override
@@ -78,6 +95,13 @@ class SearchingTrainer(Trainer):
         """One sentence on a challenger that is better, and is not promoted."""
         if (alert := self._pool.alert) is None:
             return None
+        own = {key: value for key, value in alert.values.items() if value != self._pool.values.get(key)}
+        if arguments_of(own):
+            args = ", ".join(f"{name} = {value:.0f}" for name, value in arguments_of(own).items())
+            return (
+                f"challenger {alert.number} is better than the model, with {shown(alert.values)}; a learner keeps its "
+                f"network: set {args} in [model].args of a new pipeline, which the versions of this one can teach"
+            )
         return (
             f"challenger {alert.number} is better than the model, with {shown(alert.values)}; "
             f'"anabranch search promote {alert.number}" takes its settings'
@@ -102,6 +126,8 @@ class SearchingTrainer(Trainer):
     def step(self, new: Examples, old: Sequence[Examples] = (), rows: int | None = None) -> StepResult:
         if (control := self._control.changed()) is not None:
             self._apply(control)
+        if self._networks is not None:
+            self._networks.keep(self._pool.challengers)
         self._pool.paused = self._is_behind()
         for challenger in self._pool.begin():
             self._begin_lease(challenger)
@@ -116,7 +142,11 @@ class SearchingTrainer(Trainer):
         for challenger in list(self._pool.live):
             before.restore()
             difference = self._challenge(challenger, new, old, rows, result)
-            if difference is not None and self._pool.observe(challenger, difference):
+            if difference is None:
+                continue
+            if challenger.teaching:
+                self._pool.observe_taught(challenger, difference)
+            elif self._pool.observe(challenger, difference):
                 better.append(challenger)
         after.restore()
         if better:
@@ -130,6 +160,8 @@ class SearchingTrainer(Trainer):
         trainer = self._trainer(challenger)
         outcome: Judged
         try:
+            if challenger.has_teacher:
+                new, old = self._taught(new, old)
             its = trainer.step(new, old, rows)
         except Exception as exc:  # the user's own code may raise anything, and at weights of a challenger alone
             if out_of_memory(exc) or isinstance(exc, MemoryShortageError | SettingsError):
@@ -148,6 +180,13 @@ class SearchingTrainer(Trainer):
         self._pool.end(challenger, outcome)
         return None
 
+    def _taught(self, new: Examples, old: Sequence[Examples]) -> tuple[Examples, Sequence[Examples]]:
+        """Return the events of a step with the model's outputs, for those that a teacher's part of the loss is for."""
+        with self._launch_context():
+            if self.strategy.teaches_old:
+                old = [taught(each, self.model, self._passes) for each in old]
+            return taught(new, self.model, self._passes), old
+
     def _difference(self, own: StepResult, its: StepResult, rows: int) -> float:
         if self._bounded:
             return (its.score - own.score) / rows
@@ -156,15 +195,32 @@ class SearchingTrainer(Trainer):
         return relative_difference(own.loss_new, its.loss_new)
 
     def _trainer(self, challenger: Challenger) -> Trainer:
+        if challenger.network:
+            assert self._networks is not None
+            return self._networks[challenger]
         assert challenger.slot is not None
         return self._trainers[challenger.slot]
 
     def _begin_lease(self, challenger: Challenger) -> None:
-        """Copy the model, and give the copy the challenger's settings."""
-        trainer = self._trainer(challenger)
-        if self._copies(self, trainer, challenger):
-            _configure(trainer, self._settings, challenger.values)
+        """Copy the model, and give the copy the challenger's settings; build a network unless the challenger has it."""
+        if not challenger.network:
+            begins = self._copies(self, self._trainer(challenger), challenger)
+        else:
+            begins = self._is_built(challenger) or self._begins(challenger)
+        if begins:
+            trainer = self._trainer(challenger)
+            trainer.scale_learning_rate(self.update.schedule.scale)
+            configure(trainer, self._settings, challenger.values)
             trainer.set_micro_batch_size(self.micro_batch_size)
+
+    def _begins(self, challenger: Challenger) -> bool:
+        """Build a challenger's network; end the challenger instead where that is not possible, and return False."""
+        assert self._networks is not None
+        with self._launch_context():
+            problem = self._networks.begin(challenger, self._passes.before_pass)
+        if problem is not None:
+            self._pool.end(challenger, problem)
+        return problem is None
 
     def _decide(self, better: Sequence[Challenger]) -> None:
         """Report or promote the last of the challengers that are shown to be better, the best."""
@@ -180,7 +236,7 @@ class SearchingTrainer(Trainer):
     def _copies(self, source: Trainer, target: Trainer, challenger: Challenger) -> bool:
         """Copy weights and optimizer; without memory end the challenger instead, and return False."""
         try:
-            _copy(source, target)
+            copy_trainer(source, target)
         except RuntimeError as exc:
             if not out_of_memory(exc):
                 raise
@@ -189,9 +245,9 @@ class SearchingTrainer(Trainer):
         return True
 
     def _take(self, values: Mapping[str, float]) -> None:
-        """Give the model other settings."""
-        self._pool.take(values)
-        _configure(self, self._settings, self._pool.values)
+        """Give the model other settings; it keeps its network."""
+        self._pool.take({key: value for key, value in values.items() if not key.startswith(ARGS)})
+        configure(self, self._settings, self._pool.values)
 
     def _apply(self, control: SearchControl) -> None:
         """Do what a person has written."""
@@ -216,7 +272,7 @@ class SearchingTrainer(Trainer):
     @override
     def set_micro_batch_size(self, rows: int | None) -> None:
         super().set_micro_batch_size(rows)
-        for trainer in self._trainers:
+        for trainer in (*self._trainers, *(self._networks or ())):
             trainer.set_micro_batch_size(rows)
 
     @override
@@ -228,15 +284,25 @@ class SearchingTrainer(Trainer):
     @override
     def tensors(self) -> dict[str, Mapping[str, Tensor]]:
         tensors = super().tensors()
-        for challenger in self._pool.live:
+        for challenger in self._kept:
             its = self._trainer(challenger)
             parts = {"model": trained_state(its.model), "optimizer": its.update.tensors()[0]}
-            tensors |= {_part(challenger, name): self.staging.copy(each.items()) for name, each in parts.items()}
+            tensors |= {part_of(challenger, name): self.staging.copy(each.items()) for name, each in parts.items()}
         return tensors
+
+    @property
+    def _kept(self) -> list[Challenger]:
+        """The challengers whose weights are in a checkpoint: those that train, and those with a network."""
+        return [
+            each for each in self._pool.challengers if (self._is_built(each) if each.network else each.slot is not None)
+        ]
+
+    def _is_built(self, challenger: Challenger) -> bool:
+        return self._networks is not None and self._networks.has(challenger)
 
     @override
     def state(self) -> dict[str, Any]:
-        trainers = {str(each.slot): self._trainer(each).state() for each in self._pool.live}
+        trainers = {key_of(each): self._trainer(each).state() for each in self._kept}
         search = {**self._pool.state(), "trainers": trainers, "applied": self._applied}
         return {**super().state(), "search": search}
 
@@ -247,34 +313,16 @@ class SearchingTrainer(Trainer):
             return
         self._applied = search["applied"]
         self._pool.restore(search)
-        _configure(self, self._settings, self._pool.values)
-        for challenger in self._pool.live:
-            parts = {name: tensors[_part(challenger, name)] for name in ("model", "optimizer")}
-            trainer = self._trainer(challenger)
-            trainer.restore(parts, search["trainers"][str(challenger.slot)])
-            _configure(trainer, self._settings, challenger.values)
-
-
-def _copy(source: Trainer, target: Trainer) -> None:
-    """Copy weights and optimizer from one trainer to another."""
-    optimizer = {name: value.clone() for name, value in source.update.tensors()[0].items()}
-    Trainer.restore(target, {"model": trained_state(source.model), "optimizer": optimizer}, Trainer.state(source))
-    target.scale_learning_rate(source.update.schedule.scale)
-
-
-def _configure(trainer: Trainer, settings: LearnerSettings, values: Mapping[str, float]) -> None:
-    """Give a trainer values by the keys of the config."""
-    arguments = {
-        key.removeprefix(_OF_OPTIMIZER): value for key, value in values.items() if key.startswith(_OF_OPTIMIZER)
-    }
-    trainer.update.configure(arguments, values.get(MAX_GRAD_NORM, settings.max_grad_norm))
-
-
-def _value(key: str, settings: LearnerSettings, group: Mapping[str, Any]) -> float:
-    """Return the value of a key of the config, from a group of the optimizer where it has its defaults."""
-    return settings.max_grad_norm if key == MAX_GRAD_NORM else float(group[key.removeprefix(_OF_OPTIMIZER)])
-
-
-def _part(challenger: Challenger, name: str) -> str:
-    """Return the part of a checkpoint with some tensors of a challenger."""
-    return f"challenger-{challenger.slot}-{name}"
+        configure(self, self._settings, self._pool.values)
+        for challenger in self._pool.challengers:
+            if (its := search["trainers"].get(key_of(challenger))) is None:
+                continue
+            parts = {name: tensors[part_of(challenger, name)] for name in ("model", "optimizer")}
+            if challenger.network:
+                assert self._networks is not None
+                if (problem := self._networks.restore(challenger, parts, its)) is not None:
+                    self._pool.end(challenger, problem)
+                    continue
+            else:
+                self._trainer(challenger).restore(parts, its)
+            configure(self._trainer(challenger), self._settings, challenger.values)

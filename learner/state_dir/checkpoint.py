@@ -1,7 +1,8 @@
 """The checkpoint format: all state that a restart restores, in a directory that is published atomically.
 
     var/checkpoints/<number>/rank-0/<part>.safetensors   tensors of one part: model, optimizer, replay, holdout, rng,
-                                                         challenger-..., segment-..., rows-...
+                                                         challenger-..., network-..., segment-...,
+                                                         rows-...
     var/checkpoints/<number>/rank-0/state.json           all other values
     var/checkpoints/<number>/manifest.json               number, generation, step, schema, and the SHA-256 of every file
     var/checkpoints/<number>.set-aside/                  a checkpoint newer than one restored by command

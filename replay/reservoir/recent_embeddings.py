@@ -12,6 +12,9 @@ from numpy.typing import NDArray
 
 _NEAR = 0.05
 """Two events are near-duplicates below this fraction of the median squared distance of recent events of one label."""
+_GROWTH = 3
+"""So many times as many events of the label may be within twice that squared distance: a repetition is close to what it
+repeats, and to nothing else. Where more are, events are dense in few dimensions, and are different for all that."""
 _DECAY = 0.98
 """Of the running mean of that median."""
 _LEAST = 50
@@ -78,8 +81,8 @@ class RecentEmbeddings:
             median = float(np.median(distance_NM[:, :known][alike_NM[:, :known]]))
             self._median = _DECAY * self._median + (1 - _DECAY) * median if self._median else median
         alike_NM[:, known:] &= np.tri(len(label), k=-1, dtype=np.bool_)
-        near_NM = alike_NM & (distance_NM < _NEAR * self._median)
-        repeats: NDArray[np.bool_] = near_NM.any(axis=1)
+        near, around = ((alike_NM & (distance_NM < limit * self._median)).sum(axis=1) for limit in (_NEAR, 2 * _NEAR))
+        repeats: NDArray[np.bool_] = (near > 0) & (around <= _GROWTH * near)
         self.add(unit_ND[~repeats], label[~repeats], None)
         return repeats
 

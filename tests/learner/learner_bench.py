@@ -46,6 +46,7 @@ from learner.replay_feed import make_feed
 from learner.resume import most_added
 from learner.run import between_steps
 from learner.runtime.shutdown import Deadline
+from learner.search.networks import NetworkSpec
 from learner.search.trainer import SearchingTrainer
 from learner.sections.search import SearchSettings
 from learner.state_dir.checkpoint import RANK, Checkpoints
@@ -155,6 +156,7 @@ class LearnerBench:
         checkpoints: Mapping[str, Any] | None = None,
         undone: UndoneEvents | None = None,
         search: Mapping[str, Any] | None = None,
+        networks: NetworkSpec | None = None,
         keyed: bool = True,
     ) -> None:
         self.stop, self.closed = threading.Event(), False
@@ -172,7 +174,7 @@ class LearnerBench:
         kind: Callable[..., Trainer] = Trainer
         if search is not None:
             chosen = SearchSettings.model_validate(search)
-            kind = functools.partial(SearchingTrainer, chosen, 0, path, type(strategy))
+            kind = functools.partial(SearchingTrainer, chosen, 0, path, type(strategy), networks)
         trainer = kind(
             **dict(zip(_ARGUMENTS, (model.to(device), task, strategy, schema, settings, device), strict=True)),
             precision=precision,

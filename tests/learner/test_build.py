@@ -4,6 +4,7 @@ import itertools
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from learner.config import (
     ModelSettings,
 )
 from learner.errors import ModelError
+from learner.search.latency import ServedBatch
 from learner.search.trainer import SearchingTrainer
 from learner.sections.search import SearchSettings
 from learner.strategies.examples import Examples
@@ -31,8 +33,14 @@ from torch import nn
 from learner.model.task import Classification
 
 
-def build():
-    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 16, 3))
+def build(size=8):
+    return nn.Sequential(
+        nn.Conv2d(3, size, 3), nn.BatchNorm2d(size), nn.ReLU(), nn.Flatten(), nn.Linear(size * 16, 3 + (size == 13))
+    )
+
+
+class Undistilled(Classification):
+    distil = None
 
 
 class Own(Classification):
@@ -54,7 +62,7 @@ def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Learn
 
     def make(model: dict[str, Any] | None = None, **learner: Any) -> LearnerSpec:
         task = (model or {}).get("task", "classification")
-        task = f"{name}:{task}" if task == "Own" else task
+        task = f"{name}:{task}" if task in ("Own", "Undistilled") else task
         settings = ModelSettings.model_validate({"factory": f"{name}:build", **(model or {}), "task": task})
         options = LearnerSettings.model_validate({"device": "cpu", **learner})
         return learner_spec(tmp_path, SchemaSettings.model_validate(EVENTS), settings, learner=options)
@@ -119,3 +127,32 @@ def test_a_section_search_builds_a_trainer_with_challengers(spec: Callable[..., 
     assert trainer.search_report.steps == 6
     assert searching.settings_of_weights["search"]["challengers"] == 2
     assert "search" not in plain.settings_of_weights
+
+
+@pytest.mark.parametrize("size", [12, 13], ids=["fits", "has another output"])
+def test_a_space_with_arguments_of_the_factory_builds_their_networks(
+    spec: Callable[..., LearnerSpec], size: int
+) -> None:
+    """13 channels have one output more."""
+    served = ServedBatch(4, timedelta(hours=1))
+    search = SearchSettings(challengers=1, space={"model.args.size": (size, size + 1)})
+    searching = replace(spec({"args": {"size": 8}}, precision="fp32"), search=search, served=served)
+    setup = build_training_setup(searching, CPU)
+    trainer = build_trainer(setup, None, deployment=searching)
+    events = fake_columns(setup.schema, range(8), label=[0, 1, 2])
+    assert trainer.step(trainer.examples(events)).finite
+    report = trainer.search_report
+    assert report is not None
+    assert report.given == {"model.args.size": 8.0}
+    if size == 13:
+        assert report.outcomes == {"raised": 1}
+    else:
+        assert [(each.values["model.args.size"], each.taught) for each in report.challengers] == [(12.0, 1)]
+
+
+def test_networks_need_a_task_by_which_they_learn_from_the_model(spec: Callable[..., LearnerSpec]) -> None:
+    space = {"model.args.size": (4, 32)}
+    searching = replace(spec({"args": {"size": 8}, "task": "Undistilled"}), search=SearchSettings(space=space))
+    setup = build_training_setup(searching, CPU)
+    with pytest.raises(ModelError, match=r"has no method distil, .* take those keys out of search\.space"):
+        build_trainer(setup, None, deployment=searching)

@@ -9,6 +9,7 @@ from rich.table import Table
 from anabranch.config.loader import Config
 from anabranch.core.errors import SettingsError
 from anabranch.runtime.private_state import private_state
+from learner.sections.search import ARGS, arguments_of
 from learner.state_dir.report import read_report
 from learner.state_dir.search.control import ChallengerReport, SearchReport, shown, write_control
 
@@ -49,15 +50,18 @@ def _row(each: ChallengerReport) -> Iterator[str]:
     yield f"{each.steps:,}"
     yield f"{each.difference:+.4f}"
     yield f"{max(0.0, each.log_wealth):.1f} of {each.log_threshold:.1f}"
-    yield f"{each.outcome} at step {each.step:,}" if each.outcome else "trains, or waits for a lease"
+    if each.outcome:
+        yield f"{each.outcome} at step {each.step:,}"
+    else:
+        yield "trains, or waits for a lease" if each.steps or not each.taught else f"taught for {each.taught:,} steps"
 
 
 def promote(config: Config, number: int) -> str:
     """Let the model take the settings of a challenger; return what was done as a sentence.
 
     Raises:
-        SettingsError: the learner has reported no challenger of this number, the model has other keys by now, or the
-            file cannot be written.
+        SettingsError: the learner has reported no challenger of this number, it has another network, the model has
+            other keys by now, or the file cannot be written.
     """
     report = read_search(config)
     known = {each.number: each for each in chain(report.history, report.challengers)}
@@ -68,6 +72,12 @@ def promote(config: Config, number: int) -> str:
         raise SettingsError(
             f"challenger {number} had {shown(challenger.values)}, and search.space has {', '.join(report.values)} now; "
             "write the values into the config, or change search.space back"
+        )
+    if (network := arguments_of(challenger.values)) != arguments_of(report.values):
+        raise SettingsError(
+            f"challenger {number} has another network, and a learner keeps its own: set "
+            f"{', '.join(f'{name} = {value:.0f}' for name, value in network.items())} in [model].args of a new "
+            "pipeline, which the versions of this one can teach"
         )
     with private_state(config):
         write_control(config.state_dir, values=challenger.values)
@@ -101,6 +111,8 @@ def _assigned(config: Config, assignments: Sequence[str]) -> Iterator[tuple[str,
         key, _, text = each.partition("=")
         if key not in space:
             raise SettingsError(f"search.space does not have {key}; it has {', '.join(space)}")
+        if key.startswith(ARGS):
+            raise SettingsError(f"{key} is of the network, which a learner keeps; pin without it")
         low, high = space[key]
         try:
             value = float(text)

@@ -13,13 +13,26 @@ from anabranch.core.atomic_files import replace_file
 from anabranch.core.errors import DependencyError, SettingsError
 from anabranch.core.failures import DamagedError, away_is_dependency, decoded
 from anabranch.core.files import MOST_BYTES, read_file
+from learner.sections.search import ARGS
 
 CONTROL = "search.json"
 _EVERY_SECONDS = 0.5
 """Time after which the file is read again, if it has changed."""
-Judged = Literal["promoted", "better", "no_better", "undecided", "not_finite", "raised", "no_memory", "stopped"]
+Judged = Literal[
+    "promoted",
+    "better",
+    "no_better",
+    "undecided",
+    "not_finite",
+    "raised",
+    "no_memory",
+    "stopped",
+    "too_slow",
+    "not_caught_up",
+]
 """How a challenger ended: `better` is reported, not promoted; `undecided` after its longest lease; `stopped` since the
-model's settings have changed, or are pinned."""
+model's settings have changed, or are pinned. Of one with its own network: `too_slow` for `serving.slo`;
+`not_caught_up` although it was taught for long."""
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +51,8 @@ class ChallengerReport(msgspec.Struct, frozen=True, kw_only=True):
     log_wealth: float
     """Evidence that it is better, and what that has to reach."""
     log_threshold: float
+    taught: int = 0
+    """Steps in which the model taught it, before it was compared; 0 unless it has its own network."""
     outcome: Judged | None = None
     """None: it has not ended."""
     step: int = 0
@@ -76,7 +91,7 @@ class SearchControl(msgspec.Struct, frozen=True, kw_only=True):
 
 def shown(values: Mapping[str, float]) -> str:
     """Return settings as a person writes them."""
-    return ", ".join(f"{key} = {value:.4g}" for key, value in values.items())
+    return ", ".join(f"{key} = {value:{'.0f' if key.startswith(ARGS) else '.4g'}}" for key, value in values.items())
 
 
 def read_control(state_dir: Path) -> SearchControl:

@@ -2,11 +2,14 @@
 
 import json
 import os
+from datetime import timedelta
 
 import pytest
 
 from anabranch.cli import app as cli
 from anabranch.config.loader import load_config
+from learner.__main__ import deployment_of
+from learner.search.latency import ServedBatch
 from learner.state_dir.report import LearnerReport, write_report
 from learner.state_dir.search.control import ChallengerReport, SearchReport, read_control
 
@@ -87,6 +90,40 @@ def test_a_challenger_with_other_keys_than_the_model_is_refused(config, reported
     assert read_control(reported).values == {}
 
 
+class TestNetworks:
+    """Challengers with other arguments of the factory, which only another pipeline can take."""
+
+    @pytest.fixture
+    def network(self, config, reported):
+        text = config.read_text().replace('promote = "auto"', 'promote = "alert"')
+        config.write_text(text.replace("[1e-6, 1.0]}", '[1e-6, 1.0], "model.args.hidden" = [16, 256]}'))
+        report = json.loads((reported / "learner.json").read_bytes())
+        for values, hidden in ((report["search"]["values"], 128), (report["search"]["history"][0]["values"], 203)):
+            values["model.args.hidden"] = hidden
+        begun = report["search"]["history"][0] | {"number": 8, "steps": 0, "taught": 1200, "outcome": None}
+        report["search"]["challengers"] = [begun]
+        (reported / "learner.json").write_text(json.dumps(report))
+        return reported
+
+    def test_the_learner_has_the_time_that_serving_has_for_a_pass(self, config, network):
+        assert deployment_of(load_config(config, {})).served == ServedBatch(64, timedelta(milliseconds=20 - 2))
+
+    def test_promote_says_which_arguments_to_set(self, config, network, capsys):
+        assert run(config, "promote", "7") == 2
+        assert "set hidden = 203 in [model].args of a new pipeline" in capsys.readouterr().err
+        assert read_control(network).values == {}
+
+    def test_they_are_not_pinned(self, config, network, capsys):
+        assert run(config, "pin", "model.args.hidden=200") == 2
+        assert "model.args.hidden is of the network, which a learner keeps" in capsys.readouterr().err
+
+    def test_status_says_how_long_they_were_taught(self, config, network, capsys):
+        assert run(config, "status") == 0
+        shown = capsys.readouterr().out
+        assert "taught for 1,200 steps" in shown
+        assert "model.args.hidden = 203" in shown
+
+
 def test_settings_are_pinned_and_unpinned(config, reported, capsys):
     assert run(config, "pin", f"{LR}=0.003") == 0
     before = read_control(reported)
@@ -123,6 +160,8 @@ def test_without_a_report_the_way_out_is_named(config, capsys):
     [
         ('space = {"learner.batch_size" = [1, 2]}', "cannot be changed between two steps of one model"),
         ('space = {"learner.optimizer.momentum" = [0.5, 0.9]}', "the optimizer has none"),
+        ('space = {"model.args.width" = [8, 64]}', "[model].args has no integer width"),
+        ('promote = "auto"\nspace = {"model.args.hidden" = [8, 256]}', 'promote = "auto" does not go with model.args'),
     ],
 )
 def test_a_space_that_cannot_be_searched_is_refused_at_start(example, section, said, capsys):

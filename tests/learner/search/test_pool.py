@@ -2,16 +2,27 @@
 
 import json
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
-from learner.search.pool import FIRST_LEASE, LONGEST_LEASE, ChallengerPool
+from learner.search.pool import (
+    CLOSE,
+    FIRST_LEASE,
+    LONGEST_LEASE,
+    MARGIN,
+    MOST_TAUGHT,
+    NETWORK_LEASE,
+    TEACHING,
+    ChallengerPool,
+)
 from learner.search.space import SearchSpace
 from learner.sections.search import LR, MAX_GRAD_NORM, MOMENTUM, WEIGHT_DECAY, SearchSettings, search_conflicts
 
 GIVEN = {LR: 1e-4}
+WIDTH, DEPTH = "model.args.width", "model.args.depth"
 
 
 def pool_of(seed: int = 0, **settings: Any) -> ChallengerPool:
@@ -130,6 +141,100 @@ def test_no_challenger_begins_while_settings_are_pinned() -> None:
     assert not pool.challengers
 
 
+class TestNetworks:
+    """Challengers with other arguments of the factory: taught first, and then compared by a margin."""
+
+    @pytest.fixture
+    def make(self) -> Callable[..., ChallengerPool]:
+        def pool(seed: int = 0, **settings: Any) -> ChallengerPool:
+            chosen = {"challengers": 1, "space": {WIDTH: (4, 64)}, **settings}
+            return ChallengerPool(SearchSettings.model_validate(chosen), {WIDTH: 16.0, LR: 1e-4, DEPTH: 1.0}, seed)
+
+        return pool
+
+    @staticmethod
+    def advance(pool: ChallengerPool, steps: int, taught: float, compared: float) -> None:
+        for step in range(steps):
+            pool.begin()
+            for challenger in list(pool.live):
+                if challenger.teaching:
+                    pool.observe_taught(challenger, taught)
+                elif pool.observe(challenger, compared * (1 - step % 2 / 10)):
+                    pool.end(challenger, "better")
+
+    @pytest.mark.parametrize("share", [0.05, 0.2, 0.5])
+    @pytest.mark.parametrize("taught", [0.0, -2 * CLOSE])
+    def test_the_share_is_kept_in_the_long_run(
+        self, make: Callable[..., ChallengerPool], share: float, taught: float
+    ) -> None:
+        pool, steps, saved_up = make(share=share), 12_000, 1024
+        self.advance(pool, steps, taught, 0.0)
+        earned = steps * share / (1 - share)
+        assert min(steps, earned - 512) <= pool.trained <= earned + saved_up
+
+    def test_one_that_has_caught_up_is_compared_after_its_teaching(self, make: Callable[..., ChallengerPool]) -> None:
+        pool = make()
+        (challenger,) = pool.begin()
+        assert (challenger.network, challenger.left) == (True, NETWORK_LEASE)
+        for _ in range(TEACHING):
+            assert challenger.teaching
+            pool.observe_taught(challenger, -CLOSE / 2)
+        assert (challenger.teaching, challenger.steps, challenger.left) == (0, 0, NETWORK_LEASE)
+
+    def test_one_that_does_not_catch_up_ends(self, make: Callable[..., ChallengerPool]) -> None:
+        pool = make(share=0.5)
+        while not pool.history:
+            self.advance(pool, 1, -2 * CLOSE, 1.0)
+        (ended,) = pool.history
+        assert (ended.outcome, ended.taught, ended.steps) == ("not_caught_up", MOST_TAUGHT, 0)
+
+    def test_it_has_to_be_better_by_the_margin(self, make: Callable[..., ChallengerPool]) -> None:
+        for difference, outcome in ((MARGIN / 2, "no_better"), (2 * MARGIN, "better")):
+            pool = make()
+            self.advance(pool, TEACHING + NETWORK_LEASE, 0.0, difference)
+            assert [each.outcome for each in pool.history] == [outcome] * len(pool.history)
+            assert pool.history
+
+    def test_the_network_of_an_alert_is_not_tried_again(self, make: Callable[..., ChallengerPool]) -> None:
+        pool = make(share=0.5)
+        (challenger,) = pool.begin()
+        challenger.teaching = 0
+        pool.end(challenger, "better")
+        self.advance(pool, 10_000, 0.0, 0.0)
+        assert pool.alert is not None
+        assert len(pool.history) > 10
+        assert all(each.values != pool.alert.values for each in list(pool.history)[1:])
+
+    def test_those_that_are_too_slow_are_tried_as_seldom_as_they_may_train(
+        self, make: Callable[..., ChallengerPool]
+    ) -> None:
+        pool = make(challengers=4)
+        for _ in range(200):
+            for challenger in pool.begin():
+                pool.end(challenger, "too_slow")
+        assert pool.outcomes["too_slow"] <= (1024 + 200 / 4) / (NETWORK_LEASE + TEACHING)
+
+    def test_a_state_goes_on_the_same_way(self, make: Callable[..., ChallengerPool]) -> None:
+        first = make(challengers=3, space={WIDTH: (4, 64), LR: (1e-6, 1.0)})
+        self.advance(first, 700, -2 * CLOSE, 0.01)
+        second = make(challengers=3, space={WIDTH: (4, 64), LR: (1e-6, 1.0)})
+        assert second.restore(json.loads(json.dumps(first.state())))
+        for pool in (first, second):
+            self.advance(pool, 500, 0.0, 0.01)
+        assert first.state() == second.state()
+
+    @pytest.mark.parametrize("value", [1.0, 4.0, 16.0, 64.0, 100.0])
+    def test_proposals_are_integers_in_their_ranges_and_others_than_the_models(self, value: float) -> None:
+        ranges, values = {WIDTH: (4.0, 64.0), DEPTH: (1.0, 4.0)}, {WIDTH: value, DEPTH: 2.0}
+        proposals = [proposal for _, proposal in SearchSpace(ranges, 3).around(values, 0)]
+        assert {proposal[DEPTH] for proposal in proposals} == {1.0, 2.0, 3.0}
+        for proposal in proposals:
+            assert proposal != values
+            for key, (low, high) in ranges.items():
+                assert proposal[key].is_integer()
+                assert low <= proposal[key] <= high or proposal[key] == values[key]
+
+
 def test_a_space_with_few_values_runs_out_of_proposals_and_goes_on() -> None:
     pool = ChallengerPool(SearchSettings(challengers=64, space={LR: (1e-4, 1.0)}), GIVEN, 0)
     assert 0 < len(pool.begin()) < 64
@@ -154,7 +259,11 @@ def test_proposals_are_in_their_ranges_and_other_settings(value: float) -> None:
     ("space", "said"),
     [
         ({"learner.batch_size": [1, 9]}, "learner.batch_size cannot be changed between two steps of one model"),
-        ({"model.args.width": [8, 64]}, f"keys that can are {LR}"),
+        ({"model.embedding": [8, 64]}, f"keys that can are {LR}"),
+        ({WIDTH: [8, 64.5]}, f"{WIDTH} = [8, 64.5] is no range of integers"),
+        ({WIDTH: [-1, 64]}, "is no range of integers"),
+        ({WIDTH: [64, 8]}, "is no range of integers"),
+        ({WIDTH: [1, math.inf]}, "is no range of integers"),
         ({LR: [0, 1]}, "is no range"),
         ({LR: [1, 0.1]}, "is no range"),
         ({MAX_GRAD_NORM: [1, math.inf]}, "is no range"),
@@ -181,3 +290,23 @@ def test_a_key_is_searched_only_where_the_learner_has_a_number_for_it(
     ((key, said),) = search_conflicts(search, *before)
     assert (key, expected in said) == ("space", True)
     assert not list(search_conflicts(search, *after))
+
+
+@pytest.mark.parametrize(
+    ("promote", "args", "deterministic", "expected"),
+    [
+        ("alert", {}, False, ("space", "[model].args has no integer width")),
+        ("alert", {"width": "16"}, False, ("space", "[model].args has no integer width")),
+        ("alert", {"width": True}, False, ("space", "[model].args has no integer width")),
+        ("auto", {"width": 16}, False, ("promote", 'search.promote = "auto" does not go with model.args.width')),
+        ("alert", {"width": 16}, True, ("space", "does not go with learner.deterministic = true")),
+        ("alert", {"width": 16}, False, None),
+    ],
+)
+def test_networks_are_searched_only_where_they_are_reported(
+    promote: Any, args: dict[str, Any], deterministic: bool, expected: tuple[str, str] | None
+) -> None:
+    search = SearchSettings(space={WIDTH: (4, 64)}, promote=promote)
+    said = list(search_conflicts(search, None, 1.0, args, deterministic=deterministic))
+    assert [key for key, _ in said] == ([] if expected is None else [expected[0]])
+    assert expected is None or expected[1] in said[0][1]

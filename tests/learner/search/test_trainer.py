@@ -229,7 +229,7 @@ def test_a_promotion_for_which_there_is_no_memory_ends_the_challenger(
         raise RuntimeError("CUDA out of memory")
 
     monkeypatch.setattr(pool_of(trainer), "observe", lambda *_: True)
-    monkeypatch.setattr("learner.search.trainer._copy", fail)
+    monkeypatch.setattr("learner.search.trainer.copy_trainer", fail)
     train(trainer, range(1, 2))
     assert pool_of(trainer).outcomes["no_memory"]
     for step in range(2):

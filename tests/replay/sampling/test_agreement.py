@@ -188,6 +188,19 @@ def test_events_that_are_added_together_are_compared_as_if_each_block_was_added_
     assert held[0] == held[1]
 
 
+def test_most_events_that_are_dense_in_few_dimensions_are_kept_and_most_repetitions_among_them_are_not() -> None:
+    recent, label, random = RecentEmbeddings(DIM, 512), np.zeros(10, np.int64), np.random.default_rng(0)
+    left_out, repeated = 0, 0
+    for step in range(300):
+        dense = np.tile(CENTRES[0], (10, 1))
+        dense[:, 1:5] += random.uniform(-4, 4, (10, 4))
+        left_out += np.count_nonzero(recent.near_duplicates(dense, label))
+        if step >= 100:
+            repeated += np.count_nonzero(recent.near_duplicates(dense + random.normal(0, 0.01, (10, DIM)), label))
+    assert left_out < 1500, "of 3,000 different events"
+    assert repeated > 1000, "of 2,000 repetitions"
+
+
 @pytest.mark.parametrize("label", [{"name": "y", "dtype": "float32"}, {"name": "y", "classes": 4, "length": 3}])
 @pytest.mark.parametrize("policy", [{"sampling": "agreement"}, {"admission": "distinct"}])
 def test_labels_that_are_not_one_class_are_refused(policy: dict[str, str], label: dict[str, Any]) -> None:
