@@ -52,7 +52,7 @@ class Setup:
 
 def rate(setup: Setup) -> None:
     """Measure the rate with late labels."""
-    late_stream.rate(setup.results, setup.bootstrap, quick=setup.quick)
+    late_stream.rate(setup.results, quick=setup.quick)
 
 
 def memory(setup: Setup) -> None:

@@ -40,8 +40,8 @@ _AT_ONCE_SECONDS = 0.001
 """... where it takes longer than this."""
 _OUTPUT, _WAITING_INDEX = "event_time_output", "waiting_index"
 """Columns of a step that trains on early negatives: the output for the other events, and the index among `waiting`."""
-_NEGATIVE = [Outcome.TIMED_OUT, Outcome.HELD_OUT]
-"""Outcomes of events that timed out, and were used as negatives then."""
+_TIMED_OUT, _HELD_OUT = np.uint8(Outcome.TIMED_OUT), np.uint8(Outcome.HELD_OUT)
+"""Outcomes of events that timed out, and were used as negatives then. Comparisons with the enumerations are slow."""
 _PARTS = 32
 """A batch has at most 1 / `_PARTS` of the events that the join has space for."""
 
@@ -182,7 +182,7 @@ class LateLabels:
             self._times.add(span.columns["partition"].astype(np.int32), span.columns["time_ms"].astype(np.int64))
         if batch.decided is not None:
             ends = batch.decided.ends(Outcome.TRAINED if finite else Outcome.SKIPPED)
-            self.join.settle(np.isin(ends, _NEGATIVE))
+            self.join.settle((ends == _TIMED_OUT) | (ends == _HELD_OUT))
             self._through.settle(len(batch.decided.span.trained))
             if not batch.new:  # no step has observed their scores
                 self._unobserved += self._scores_of(batch.decided)

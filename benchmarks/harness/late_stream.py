@@ -4,14 +4,23 @@ import contextlib
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.harness.interleave import interleave, ratio
-from benchmarks.harness.pipeline import LearnerProcess, Stream, make_topic, messages, packed, pipeline, schema_of
+from benchmarks.harness.interleave import Spread, interleave, ratio
+from benchmarks.harness.pipeline import (
+    LearnerProcess,
+    Stream,
+    broker,
+    make_topic,
+    messages,
+    packed,
+    pipeline,
+    schema_of,
+)
 from benchmarks.harness.results import Results
 from benchmarks.harness.server import ServingProcess
 from benchmarks.harness.serving_freshness import AskedStream
@@ -26,25 +35,24 @@ _POOL = 2_000
 _AHEAD = 250
 """A label follows this many events after its own: half a second."""
 _WARM_UP = 2.0
+_LAG, _AHEAD_ROWS, _WARM_UP_ROWS = 4_000, 16_000, 16_000
+"""Of `rate`, in events: how far labels are behind, how far the stream is ahead of the learner, and the warm-up. The
+learner reports twice a second."""
 
 
-def rate(results: Results, bootstrap: str, *, quick: bool) -> None:
+def rate(results: Results, *, quick: bool) -> None:
     """Measure the events a second that a learner trains on, with labels in another topic and in the events."""
     rows, rounds = (20_000, 1) if quick else (60_000, 5)
     results.title(
-        f"rate: {rows} events with labels in another topic, and in the events; an MLP of a million parameters"
+        f"rate: {rows} events, each with its label in another topic {_LAG} events later, and with its label; an MLP of "
+        "a million parameters"
     )
-    events = _events(rows)
-    plain, late = _Topics(bootstrap), _Topics(bootstrap)
-    plain.send(events)
-    unlabelled = events.copy()
-    unlabelled["y"] = -1
-    late.send(unlabelled, _labels(events))
-    arms = {"plain": lambda: _rate(plain, rows), "late": lambda: _rate(late, rows)}
+    events = _events(_WARM_UP_ROWS + rows + _AHEAD_ROWS)
+    arms = {"plain": lambda: _rate(events, rows, late=False), "late": lambda: _rate(events, rows, late=True)}
     rates = interleave(arms, rounds, warm_up=0 if quick else 1)
     results.add("late_over_plain", ratio(rates["late"], rates["plain"]), "events a second, in turns")
-    results.add("late_events_per_second", float(np.median(rates["late"])))
-    results.add("plain_events_per_second", float(np.median(rates["plain"])))
+    results.add("late_events_per_second", Spread.of(rates["late"]))
+    results.add("plain_events_per_second", Spread.of(rates["plain"]))
 
 
 def freshness(results: Results, bootstrap: str, *, quick: bool) -> None:
@@ -88,7 +96,6 @@ class _Topics:
         self.labels = f"{name}-labels"
         self._to_events = make_topic(self.stream)
         self._to_labels = make_topic(Stream(bootstrap, self.labels, described, 0))
-        self.is_late = False
 
     @contextlib.contextmanager
     def senders(self) -> Iterator[tuple[EventProducer, EventProducer]]:
@@ -102,15 +109,6 @@ class _Topics:
             for each in (events, labels):
                 each.flush()
                 each.close()
-
-    def send(self, events: np.ndarray[Any, Any], labels: np.ndarray[Any, Any] | None = None) -> None:
-        """Write all events, and all labels if they are not in the events."""
-        self.is_late = labels is not None
-        with self.senders() as (to_events, to_labels):
-            for message in messages(events):
-                to_events.send(message)
-            for message in messages(labels) if labels is not None else ():
-                to_labels.send(message)
 
 
 class _LabelsAfterEvents:
@@ -152,8 +150,57 @@ def _labels(events: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return labels
 
 
-def _rate(topics: _Topics, rows: int) -> float:
-    """Return the events a second that a new learner trains on, from the first that it has read to the last one."""
+def _rate(events: np.ndarray[Any, Any], rows: int, *, late: bool) -> float:
+    """Return the events a second that a new learner trains on, over `rows` events after a warm-up.
+
+    It is never more than `_AHEAD_ROWS` behind, and does not wait for events. With `late` each label comes `_LAG` events
+    after its own: neither are all labels there when the learner begins, nor do all events come before the first label.
+    """
+    with broker(None) as bootstrap, tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        topics = _Topics(bootstrap)
+        document = pipeline(topics.stream, MLP, 0, _sections(topics.labels if late else None))
+        to_events, to_labels = stack.enter_context(topics.senders())
+        learner = stack.enter_context(LearnerProcess(Path(folder), document))
+        send = _sends(events, to_events, to_labels if late else None)
+
+        def reaches(count: int) -> Callable[[LearnerReport], bool]:
+            def keep_ahead(report: LearnerReport) -> bool:
+                send(_ended(report) + _AHEAD_ROWS)
+                return _ended(report) >= count
+
+            return keep_ahead
+
+        send(_AHEAD_ROWS)
+        first = learner.wait_for(reaches(_WARM_UP_ROWS))
+        last = learner.wait_for(reaches(_ended(first) + rows))
+    return (_ended(last) - _ended(first)) / (last.time - first.time)
+
+
+def _sends(
+    events: np.ndarray[Any, Any], to_events: EventProducer, to_labels: EventProducer | None
+) -> Callable[[int], None]:
+    """Return a function that sends events up to a number of them; to `to_labels` their labels, `_LAG` events later."""
+    rows = events.copy()
+    if to_labels is not None:
+        rows["y"] = -1
+    of_events = messages(rows)
+    sent = labelled = 0
+
+    def send(count: int) -> None:
+        nonlocal sent, labelled
+        while sent < min(count, len(rows)):
+            message = next(of_events)
+            to_events.send(message)
+            sent += len(message) // rows.dtype.itemsize
+            if to_labels is not None and sent - _LAG > labelled:
+                to_labels.send(_labels(events[labelled : sent - _LAG]).tobytes())
+                labelled = sent - _LAG
+
+    return send
+
+
+def _sections(labels: str | None) -> dict[str, Any]:
+    """Return the settings of a learner; `labels`: the topic of labels, None if events have theirs."""
     sections: dict[str, Any] = {
         # The embedded broker ignores the limit of a fetch and returns all messages.
         "stream": {"properties": {"receive.message.max.bytes": 2**30}},
@@ -162,14 +209,9 @@ def _rate(topics: _Topics, rows: int) -> float:
         "versions": {"publish_every": "1s", "keep": 20},
         "gate": {"holdout_fraction": 0.01},
     }
-    if topics.is_late:
-        sections["stream"]["labels"] = {"topics": [topics.labels], "wait": "1h"}
-    with tempfile.TemporaryDirectory() as folder:
-        document = pipeline(topics.stream, MLP, 0, sections)
-        with LearnerProcess(Path(folder), document) as learner:
-            first = learner.wait_for(lambda report: sum(report.outcomes.values()) > 0)
-            last = learner.wait_for(lambda report: _ended(report) >= rows)
-    return (_ended(last) - _ended(first)) / (last.time - first.time)
+    if labels is not None:
+        sections["stream"]["labels"] = {"topics": [labels], "wait": "1h"}
+    return sections
 
 
 def _keeps_up(report: LearnerReport) -> bool:

@@ -121,9 +121,9 @@ def decided_batch(ready: Ready, fate: Fate) -> Batch:
 
 
 def _of(columns: Mapping[str, Array], rows: NDArray[np.bool_]) -> dict[str, Array]:
-    """Return the selected rows, bool `[N]`; no columns if there are none."""
+    """Return contiguous copies of the selected rows, bool `[N]`; no columns if there are none."""
     if rows.all():
-        return dict(columns)
+        return {name: np.ascontiguousarray(column) for name, column in columns.items()}
     return {name: column[rows] for name, column in columns.items()} if rows.any() else {}
 
 

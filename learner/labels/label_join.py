@@ -334,8 +334,10 @@ class LabelJoin:
         self._valid = valid
         resolution = decided["resolution"].astype(np.uint8)
         columns["label"], columns["labelled"] = decided["value"], resolution != Resolution.TIMED_OUT
+        if not valid.all():
+            columns = {name: column[valid] for name, column in columns.items()}
         return Ready(
-            columns={name: np.ascontiguousarray(column[valid]) for name, column in columns.items()},
+            columns=columns,
             resolution=resolution[valid],
             predictions=predictions[valid],
             waited_ms=decided["waited_ms"].astype(np.int64)[valid],

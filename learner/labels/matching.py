@@ -86,6 +86,8 @@ class Matching:
         self._counts.early_timeouts += len(oldest)
 
     def _time_out(self, ids: Ids) -> None:
+        if not len(ids):  # as at most calls of `advance`
+            return
         waited = np.clip(self.watermark_ms - self._table.time_ms[ids], 0, self._wait)
         self._timed_out.add(self._table.key[ids])
         self._table.change(ids, Wait.TIMED_OUT)

@@ -31,7 +31,7 @@ class Ready:
     Attributes:
         columns: the schema's payload and `IDENTITY_COLUMNS`, each `[N, ...]`, with the label filled in and `labelled`
             true, save for TIMED_OUT: there the label is the schema's value for a missing one, and `labelled` false.
-            `outcome` is PENDING and `reason` NONE.
+            `outcome` is PENDING and `reason` NONE. Columns may be views that are not contiguous.
         resolution: uint8 `[N]`.
         predictions: the model's output when each event came, float32 `[N, *output]`; NaN where there was none.
         waited_ms: int64 `[N]`: the record time of the label minus that of the event, which is negative if the label's

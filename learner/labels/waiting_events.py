@@ -117,6 +117,8 @@ class WaitingEvents:
 
     def remove(self, ids: Ids) -> None:
         """Remove n events."""
+        if not len(ids):  # as at most calls of `remove_kept`
+            return
         self.file.release(self.table.slot[ids])
         self.table.remove(ids)
 
