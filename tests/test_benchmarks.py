@@ -197,11 +197,11 @@ def test_a_missing_data_set_is_named(load: Load, tmp_path: Path) -> None:
 
 def test_flights_are_in_scheduled_order_with_the_weather_of_their_hour(load: Load) -> None:
     flights = (
-        "year,month,day,sched_dep_time,sched_arr_time,dep_delay,arr_delay,air_time,carrier,origin,dest,distance,hour,"
-        "minute,time_hour\n"
-        "2013,1,1,1800,2030,4,20,227,UA,EWR,IAH,1400,18,0,2013-01-01T23:00:00Z\n"
-        "2013,1,1,610,100,-2,-3,160,AA,JFK,MIA,1000,6,10,2013-01-01T11:00:00Z\n"
-        "2013,1,1,700,900,5,NA,NA,AA,JFK,MIA,1000,7,0,2013-01-01T12:00:00Z\n"
+        "year,month,day,sched_dep_time,sched_arr_time,dep_delay,arr_delay,air_time,carrier,flight,origin,dest,distance,"
+        "hour,minute,time_hour\n"
+        "2013,1,1,1800,2030,4,20,227,UA,15,EWR,IAH,1400,18,0,2013-01-01T23:00:00Z\n"
+        "2013,1,1,610,100,-2,-3,160,AA,15,JFK,MIA,1000,6,10,2013-01-01T11:00:00Z\n"
+        "2013,1,1,700,900,5,NA,NA,AA,7,JFK,MIA,1000,7,0,2013-01-01T12:00:00Z\n"
     )
     weather = (
         "origin,year,month,day,hour,temp,dewp,humid,wind_speed,precip,pressure,visib\n"
@@ -210,6 +210,7 @@ def test_flights_are_in_scheduled_order_with_the_weather_of_their_hour(load: Loa
     arrays = load("flights").flights_arrays(flights, weather)
     assert arrays["delay"].tolist() == [-3.0, 20.0]
     assert arrays["cat"].tolist() == [[0, 1, 1], [1, 0, 0]]
+    assert arrays["flight"].tolist() == [0, 1], "of two lines that both have a flight 15"
     assert arrays["t"].tolist() == [1357038600.0, 1357081200.0]
     assert ((arrays["t_label"] - arrays["t"]) / 60).tolist() == [-2 + 160 + 20, 4 + 227 + 20]
     early, late = arrays["num"]
