@@ -100,6 +100,11 @@ class Host:
         return self._path.read_text()
 
     @property
+    def raised_in(self) -> list[str]:
+        """The lines of tracebacks in its log that name our code."""
+        return re.findall(r'^ *File ".*/(?:anabranch|ingest|learner|replay|serving)/.*$', self.log, re.MULTILINE)
+
+    @property
     def ranks(self) -> list[forkserver.Child]:
         """Its ranks."""
         assert self.process is not None
@@ -199,9 +204,7 @@ def test_a_host_may_be_cut_off_or_killed_and_come_back_and_every_event_is_learne
         assert psutil.wait_procs([rank.process for rank in ranks], PATIENCE_SECONDS)[1] == []
         assert "another rank is gone: " in hosts[0].log
         assert "another rank is gone: " in hosts[1].log
-        assert [host.log.count("Traceback") for host in hosts] == [1, 1], (
-            "torchrun's own: a host that is lost is no bug"
-        )
+        assert [host.raised_in for host in hosts] == [[], []], "a host that is lost is no bug, whatever torchrun prints"
 
         start(0)
         learn()
