@@ -40,6 +40,8 @@ FOLDER = Path(__file__).parent.parent / "examples"
 NAMES = sorted(path.parent.name for path in FOLDER.glob("*/pipeline.toml"))
 CPU = torch.device("cpu")
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 class Example(NamedTuple):
     """An example in a temporary folder, and its events as the pipeline decodes them."""
@@ -76,15 +78,6 @@ class Example(NamedTuple):
 
     def _take(self, trainer: Trainer, rows: np.ndarray) -> Any:
         return trainer.examples({name: column[rows] for name, column in self.columns.items()})
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """More threads only wait for each other with models of this size."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

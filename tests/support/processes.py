@@ -4,7 +4,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -29,6 +29,17 @@ def start_bound(command: Sequence[str], log: Path, *, new_session: bool = False)
             stderr=subprocess.STDOUT,
             start_new_session=new_session,
         )
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Let torch compute with one thread: with models as small as those of tests, more only wait for each other."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def skip_or_fail(reason: str) -> NoReturn:
