@@ -3,8 +3,10 @@
 import asyncio
 import gc
 import math
+import selectors
 import tempfile
 import threading
+import time
 import weakref
 from collections.abc import Awaitable, Callable, Collection, Hashable, Mapping
 from datetime import timedelta
@@ -55,12 +57,32 @@ class FakeVersion:
         return not self.broken
 
 
+class SteppingLoop(asyncio.SelectorEventLoop):
+    """A loop whose time stands still while callbacks run, and goes on while it waits."""
+
+    def __init__(self) -> None:
+        self._now = time.monotonic()
+        loop = self
+
+        class Selector(selectors.DefaultSelector):
+            def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+                ready = super().select(timeout)
+                loop._now = time.monotonic()
+                return ready
+
+        super().__init__(Selector())
+
+    def time(self) -> float:
+        return self._now
+
+
 def batching(
     test: Callable[[Batcher], Awaitable[None]],
     expected: type[BaseException] | None = None,
     waited: Callable[[float], None] = lambda row_seconds: None,
     **settings: Any,
 ) -> None:
+    """Run a test with a batcher. However busy the machine is, requests of one turn of the loop come at one time."""
     bugs: list[BaseException] = []
 
     async def main(mark: ServerMark) -> None:
@@ -69,7 +91,8 @@ def batching(
             await asyncio.wait_for(test(batcher), 30)
 
     with tempfile.TemporaryDirectory() as folder, hold_server(Path(folder), timedelta(milliseconds=20)) as mark:
-        asyncio.run(main(mark))
+        with asyncio.Runner(loop_factory=SteppingLoop) as runner:
+            runner.run(main(mark))
     assert [type(bug) for bug in bugs] == ([] if expected is None else [expected])
 
 
