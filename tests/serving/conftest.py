@@ -31,6 +31,7 @@ from tests.support.waiting import PATIENCE_SECONDS
 MODULE = "anabranch_serving_test_models"
 
 MODELS = '''
+import pathlib
 import threading
 import time
 import torch
@@ -62,6 +63,15 @@ class Sluggish(Number):
         if self.number >= 100:
             go_on.wait(30)
         return self.number + 0 * x.sum(dim=1)
+
+
+class Held(Number):
+    """Waits in each run while there is a file `hold` beside this module, in whichever process."""
+
+    def forward(self, x):
+        while pathlib.Path(__file__).with_name("hold").exists():
+            threading.Event().wait(0.005)
+        return super().forward(x)
 
 
 class Mixed(nn.Module):
@@ -174,6 +184,10 @@ def sluggish():
     return Sluggish()
 
 
+def held():
+    return Held()
+
+
 def mixed():
     return Mixed()
 
@@ -242,6 +256,7 @@ SCHEMAS = {
     "half_frozen": NUMBER,
     "hooked": NUMBER,
     "sluggish": NUMBER,
+    "held": NUMBER,
     "touchy": NUMBER,
     "doomed": NUMBER,
     "hungry": NUMBER,

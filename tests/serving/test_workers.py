@@ -5,7 +5,7 @@ import signal
 import ssl
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +23,15 @@ from tests import forkserver
 
 ROOT = Path(__file__).parents[2]
 TLS = 'tls = {cert = "server.crt", key = "server.key"}\n'
+PATIENT = """
+from datetime import timedelta
+from anabranch.runtime import serving_workers
+from anabranch.runtime.daemon import exit_at_once
+from serving.__main__ import main
+serving_workers._UNTIL_A_KILLED_ONE_IS_GONE = timedelta(minutes=5)
+exit_at_once(main())
+"""
+"""Serves, and waits for a port that another one has for longer than a worker takes to end on a busy machine."""
 pytestmark = [
     pytest.mark.process,
     pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks for the workers in /proc"),
@@ -32,13 +41,15 @@ pytestmark = [
 class Server:
     """A server of two workers, and clients that open a connection for each request."""
 
-    def __init__(self, path: Path, trust: ssl.SSLContext | bool, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, path: Path, trust: ssl.SSLContext | bool, environment: Mapping[str, str], program: Sequence[str]
+    ) -> None:
         self.trust = trust
         self.state_dir = path.parent / "var"
         self.log = path.parent / "log"
         with self.log.open("a") as log:
             self.process = forkserver.start(
-                ["-m", "serving", "-c", str(path)],
+                [*program, "-c", str(path)],
                 cwd=ROOT,
                 env={**os.environ, **environment},
                 stderr=log,
@@ -79,14 +90,19 @@ class Server:
 def start_workers(pipeline: Callable[..., Path]) -> Callable[..., Any]:
     """Start a server of two workers: `with start_workers(factory="number", port=0, **environment) as server`.
 
-    `more` are lines of `[serving]`, `trust` is what its clients verify its certificate by.
+    `more` are lines of `[serving]`, `trust` is what its clients verify its certificate by, `program` what Python runs.
     """
 
     @contextmanager
     def start(
-        factory: str = "number", port: int = 0, more: str = "", trust: ssl.SSLContext | bool = True, **environment: str
+        factory: str = "number",
+        port: int = 0,
+        more: str = "",
+        trust: ssl.SSLContext | bool = True,
+        program: Sequence[str] = ("-m", "serving"),
+        **environment: str,
     ) -> Iterator[Server]:
-        server = Server(pipeline(port, f"workers = 2\n{more}", factory), trust, environment)
+        server = Server(pipeline(port, f"workers = 2\n{more}", factory), trust, environment, program)
         try:
             yield server
         except BaseException as exc:
@@ -154,7 +170,8 @@ def test_all_workers_follow_versions_and_rollout_commands_and_count_as_one(
         assert server.count("anabranch_serving_requests_total") == 40 * 4 + 8
         assert server.count("anabranch_serving_request_duration_seconds_count") == 40 * 4 + 8
         assert server.count("anabranch_serving_version") == 2
-        assert server.count('anabranch_serving_swaps_total{outcome="swapped"}') == 4
+        # A swap is counted after the requests that wait for it go on.
+        eventually(lambda: server.count('anabranch_serving_swaps_total{outcome="swapped"}') == 4)
         eventually(lambda: server.report.requests == {"200": 40 * 4 + 8})
         status = httpx.get(f"{server.report.address}/api/status").json()
         assert (status["serving"]["workers"], status["serving"]["pid"]) == (2, server.process.pid)
@@ -187,8 +204,8 @@ def test_a_killed_worker_loses_only_its_current_requests_and_is_restarted(
             first, second = sorted(server.workers)
             eventually(lambda: answered.total() > 100)
             os.kill(first, signal.SIGKILL)
+            eventually(lambda: server.report.problems)  # until the next one serves
             eventually(lambda: server.workers > {second})
-            eventually(lambda: server.report.problems)
             eventually(lambda: server.serves(1), 60)
             so_far = answered.total()
             eventually(lambda: answered.total() > so_far + 100)
@@ -200,22 +217,27 @@ def test_a_killed_worker_loses_only_its_current_requests_and_is_restarted(
         # What the dead one had answered still counts.
         assert server.count("anabranch_serving_requests_total") >= answered.total()
         assert second in server.workers
-        assert not server.report.problems
+        eventually(lambda: not server.report.problems)  # such as that a worker hangs, for a moment
 
 
 def test_requests_in_flight_are_answered_when_it_stops(
-    start_workers: Any, numbers: Any, body_of: Any, eventually: Any
+    start_workers: Any, deploy: Any, body_of: Any, eventually: Any, tmp_path: Path
 ) -> None:
-    numbers.publish(1)
-    with start_workers(ANABRANCH__SERVING__MAX_DELAY="1s") as server, ThreadPoolExecutor(9) as clients:
+    deploy("held").publish(1)
+    with (
+        ThreadPoolExecutor(9) as clients,
+        start_workers(factory="held", ANABRANCH__SERVING__TIMEOUT="60s") as server,
+    ):
         eventually(lambda: server.serves(1), 60)
         address = server.report.address
+        (tmp_path / "hold").touch()
         asked = [clients.submit(server.ask, body_of(1)) for _ in range(8)]
         late = clients.submit(server.ask, body_of(1, parameters={"min_trained_through": "events:0=99"}))
         eventually(lambda: connections(address) == 9)
         server.process.terminate()
-        assert [reply.result(30).status_code for reply in asked] == [200] * 8
         assert late.result(30).status_code == 503
+        (tmp_path / "hold").unlink()
+        assert [reply.result(30).status_code for reply in asked] == [200] * 8
         assert server.process.wait(30) == Exit.DONE
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{address}/v2/health/live")
@@ -232,7 +254,7 @@ def test_after_a_kill_of_the_listening_process_another_one_gets_the_port(
         slow = min(first.workers)
         os.kill(slow, signal.SIGSTOP)
         first.process.kill()
-        with start_workers(port=port) as second:
+        with start_workers(port=port, program=("-c", PATIENT)) as second:
             eventually(lambda: f"serving.port = {port} is taken" in second.log.read_text(), 60)
             os.kill(slow, signal.SIGCONT)
             eventually(lambda: second.serves(1), 60)
@@ -305,7 +327,8 @@ def test_the_shadows_of_all_workers_are_reported_as_one(
                 os.kill(stopped, signal.SIGCONT)
         compared = server.count('anabranch_serving_shadow_rows_total{outcome="compared"}')
         assert compared > 0
-        assert server.count("anabranch_serving_shadow_disagreement_total") == 4 * compared
+        # It is counted after the rows.
+        eventually(lambda: server.count("anabranch_serving_shadow_disagreement_total") == 4 * compared)
         eventually(lambda: server.report.shadow == ShadowReport(version=5, rows=compared, disagreement=4.0))
 
         # The rows that a dead worker compared stay counted, and its replacement has a shadow too.
