@@ -14,7 +14,7 @@ import pytest
 
 from tests import forkserver
 from tests.support.ports import first_free_port
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_SECONDS, wait_until
 
 pytestmark = [pytest.mark.services, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -67,7 +67,7 @@ def shown_with_its_status(page: Any) -> tuple[Any, dict[str, str]]:
 
     The page is given this one reply until it asks again, so that its figures are of no later one.
     """
-    taken = httpx.get(urljoin(page.url, "/api/status")).json()
+    taken = httpx.get(urljoin(page.url, "/api/status"), timeout=PATIENCE_SECONDS).json()
     page.route("**/api/status", lambda route: route.fulfill(json=taken))
     for _ in range(3):  # one may have been on its way, and one is sampled when the next is asked for
         with page.expect_response("**/api/status"):
@@ -113,14 +113,15 @@ def test_its_figures_are_those_of_the_status_and_change_by_themselves(live: str,
     assert set(outcomes) == set(learner["outcomes"])
     assert watched.text_content("#sentence") == status["health"]["sentence"]
     assert status["health"]["state"] == "well"
-    wait_until(lambda: httpx.get(urljoin(live, "/api/status")).json()["learner"]["steps"] > learner["steps"])
+    url = urljoin(live, "/api/status")
+    wait_until(lambda: httpx.get(url, timeout=PATIENCE_SECONDS).json()["learner"]["steps"] > learner["steps"])
     later, changed = shown_with_its_status(watched)
     assert later["learner"]["steps"] > learner["steps"]
     assert number(changed["steps"]) > number(figures["steps"])
 
 
 def test_everything_on_it_comes_from_the_status_and_the_history(live: str, watched: Any) -> None:
-    status = httpx.get(live + "api/status").json()
+    status = httpx.get(live + "api/status", timeout=PATIENCE_SECONDS).json()
     status["learner"]["outcomes"] = {
         "trained": 11,
         "stored_only": 22,

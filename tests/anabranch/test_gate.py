@@ -15,6 +15,7 @@ from learner.state_dir.report import read_report
 from learner.state_dir.trained_through import parse_trained_through
 from learner.state_dir.version import Versions
 from tests.pipelines import LINEAR
+from tests.support.waiting import PATIENCE_SECONDS
 
 pytestmark = [pytest.mark.any_broker, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -82,7 +83,7 @@ class Pipeline:
         self._produced += count
 
     def get(self, path, port=None, method="GET", body=None):
-        connection = http.client.HTTPConnection("127.0.0.1", port or self._port, timeout=10)
+        connection = http.client.HTTPConnection("127.0.0.1", port or self._port, timeout=PATIENCE_SECONDS)
         try:
             connection.request(method, path, body)
             response = connection.getresponse()

@@ -14,7 +14,7 @@ import pytest
 
 from anabranch.demo.load_generator import request_body
 from learner.state_dir.trained_through import parse_trained_through
-from tests.support.waiting import slowness
+from tests.support.waiting import PATIENCE_SECONDS, slowness
 
 pytestmark = [pytest.mark.services, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -43,7 +43,7 @@ def trained_through(anabranch):
     """Asks for a prediction, and returns how far its model has learned; None when there is no good reply."""
 
     def ask():
-        connection = http.client.HTTPConnection("127.0.0.1", anabranch.port, timeout=10)
+        connection = http.client.HTTPConnection("127.0.0.1", anabranch.port, timeout=PATIENCE_SECONDS)
         try:
             connection.request("POST", "/v2/models/digits/infer", request_body([0.5] * 64))
             response = connection.getresponse()

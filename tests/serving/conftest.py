@@ -326,6 +326,15 @@ def _certificates_are_read_once() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _clients_are_patient() -> Iterator[None]:
+    """Let requests without a `timeout` of their own wait for more than httpx's five seconds: a machine may be busy."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("connect", "read", "write", "pool"):
+            patch.setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, name, PATIENCE_SECONDS)
+        yield
+
+
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the module `MODULE`."""
@@ -419,14 +428,17 @@ def body_of() -> Callable[..., dict[str, Any]]:
 
 @contextmanager
 def serve_it(publisher: Publisher, ready: bool = True, **settings: Any) -> Iterator[Running]:
-    """Serve a deployment on a free port, until it is ready if asked; whatever ends it is raised."""
+    """Serve a deployment on a free port, until it is ready if asked; whatever ends it is raised.
+
+    A request may take a minute, not ten seconds, unless the settings say otherwise: a machine may be busy.
+    """
     stop = threading.Event()
     errors: list[BaseException] = []
     deployment = publisher.deployment
 
     def target() -> None:
         try:
-            serve(deployment, ServingSettings.model_validate({"port": 0, **settings}), stop)
+            serve(deployment, ServingSettings.model_validate({"port": 0, "timeout": "60s", **settings}), stop)
         except BaseException as exc:  # noqa: BLE001 - raised again by the test's thread
             errors.append(exc)
 
@@ -440,7 +452,7 @@ def serve_it(publisher: Publisher, ready: bool = True, **settings: Any) -> Itera
             yield Running(report.address, deployment)
     finally:
         stop.set()
-        thread.join(30)
+        thread.join(PATIENCE_SECONDS)
         assert not thread.is_alive()
     if errors:
         raise errors[0]

@@ -11,6 +11,7 @@ import pytest
 from anabranch.demo.dataset import Digits
 from anabranch.demo.freshness import Freshness
 from anabranch.demo.load_generator import LoadGenerator, answers
+from tests.support.waiting import PATIENCE_SECONDS
 
 
 class Server(http.server.ThreadingHTTPServer):
@@ -75,7 +76,8 @@ def digits():
 
 
 @pytest.fixture
-def load(server, digits):
+def load(server, digits, monkeypatch):
+    monkeypatch.setattr("anabranch.demo.load_generator._TIMEOUT_SECONDS", PATIENCE_SECONDS)
     load = LoadGenerator("127.0.0.1", server.server_address[1], "digits", digits, Freshness(), rate=2000, seed=0)
     yield load
     load.stop()
