@@ -644,7 +644,7 @@ def test_in_a_browser_terms_and_verdicts_are_explained_on_hover_and_on_focus(
 
 
 def test_in_a_browser_events_are_marks_on_the_time_axis_and_the_axis_can_be_zoomed(
-    browser: Any, numbers: Any, served: Served
+    browser: Any, numbers: Any, served: Served, eventually: Callable[..., Any]
 ) -> None:
     numbers.publish(1)
     state_dir = numbers.deployment.state_dir
@@ -654,7 +654,9 @@ def test_in_a_browser_events_are_marks_on_the_time_axis_and_the_axis_can_be_zoom
         page.goto(server.url)
         await_sentence(page, "All is well.")
         page.wait_for_selector("#marks [data-key=swap]")
-        page.wait_for_timeout(1500)  # so that serving has sampled a report with which the next one is compared
+        for _ in range(2):  # between two reports serving samples one with which the next one is compared
+            last = server.report().time
+            eventually(lambda last=last: server.report().time > last)
         changed = {"drifts": 1, "drift_step": 40, "checkpoint": 2, "checkpoint_time": time.time(), "behind": True}
         changed["undo"] = UndoReport(number=3, checkpoint=1, offsets=1200, left=50, fraction=0.5)
         write_report(state_dir, learner_report(error={"now": 96.0, "old": 97.0}, started=1.0, **changed))
