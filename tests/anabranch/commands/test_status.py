@@ -4,6 +4,7 @@ import io
 import json
 import os
 import time
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -38,6 +39,14 @@ def config(example):
     config = load_config(example / "pipeline.toml", {})
     config.state_dir.mkdir()
     return config
+
+
+@pytest.fixture
+def now(monkeypatch):
+    """The time by the clock of the command, which stands still."""
+    now = time.time()
+    monkeypatch.setattr("anabranch.commands.status.time", SimpleNamespace(time=lambda: now))
+    return now
 
 
 @pytest.fixture
@@ -237,14 +246,14 @@ def test_nothing_that_runs_is_said_so(config: Config) -> None:
         (0.1, None, "lag not known yet"),
     ],
 )
-def test_lag_is_shown_with_its_age_and_old_lag_is_not_shown_as_current(config, written, asked, shown):
-    report = learner_report(time=time.time() - written, lag_seconds=1.5, lag_age_seconds=asked)
+def test_lag_is_shown_with_its_age_and_old_lag_is_not_shown_as_current(config, now, written, asked, shown):
+    report = learner_report(time=now - written, lag_seconds=1.5, lag_age_seconds=asked)
     learner.state_dir.report.write_report(config.state_dir, report)
     assert shown in screen(config)
 
 
-def test_the_screen_has_every_figure(config: Config) -> None:
-    learner.state_dir.report.write_report(config.state_dir, learner_report())
+def test_the_screen_has_every_figure(config: Config, now: float) -> None:
+    learner.state_dir.report.write_report(config.state_dir, learner_report(time=now, checkpoint_time=now - 90))
     serving.reporting.report.write_report(config.state_dir, serving_report())
     text = screen(config)
     for figure in (
@@ -283,8 +292,7 @@ def test_old_events_caches_and_lost_events_have_their_names(config: Config) -> N
     assert "freshness p50 0.31 s, p99 7 days, 0:00:00 from append" in text
 
 
-def test_a_hold_and_a_pin_are_shown(config: Config) -> None:
-    now = time.time()
+def test_a_hold_and_a_pin_are_shown(config: Config, now: float) -> None:
     report = learner_report(
         time=now, held_since=now - 75, held_reasons=["worse on old", "worse on new"], verdict="fail"
     )
@@ -297,8 +305,8 @@ def test_a_hold_and_a_pin_are_shown(config: Config) -> None:
     assert "gate pass" in screen(config)
 
 
-def test_the_last_words_of_a_dead_part_are_shown_as_such(config, dead_pid):
-    learner.state_dir.report.write_report(config.state_dir, learner_report(pid=dead_pid, time=time.time() - 3600))
+def test_the_last_words_of_a_dead_part_are_shown_as_such(config, dead_pid, now):
+    learner.state_dir.report.write_report(config.state_dir, learner_report(pid=dead_pid, time=now - 3600))
     assert f"learner not running pid {dead_pid}, last report 1:00:00 ago" in screen(config)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from anabranch.core.job_thread import JobThread, at_start_of_job_threads
+from tests.support.waiting import PATIENCE_SECONDS
 
 
 @pytest.fixture
@@ -49,16 +50,21 @@ def test_a_bug_is_kept_and_later_jobs_run(thread: JobThread) -> None:
         thread.raise_bug()
 
 
-def test_wait_ends_with_its_deadline_and_with_the_jobs_submitted_before_it(thread: JobThread) -> None:
-    first, second = threading.Event(), threading.Event()
+def test_wait_ends_with_its_deadline_and_with_the_jobs_submitted_before_it(
+    thread: JobThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, waits = threading.Event(), threading.Event(), threading.Event()
     thread.submit(first.wait)
     assert thread.wait(0.01) >= 0.01
     assert thread.busy
+    wait_for = thread._wait_for
+    monkeypatch.setattr(thread, "_wait_for", lambda *arguments: (waits.set(), wait_for(*arguments))[1])
     waiter = threading.Thread(target=thread.wait)
     waiter.start()
+    waits.wait()  # else the second job may come before it
     thread.submit(second.wait)
     first.set()
-    waiter.join(10)
+    waiter.join(PATIENCE_SECONDS)
     assert not waiter.is_alive(), "it waits for a job that was submitted later"
     assert thread.busy
     second.set()

@@ -887,6 +887,7 @@ def test_the_first_version_is_warmed_up_on_batches_of_all_sizes_and_the_next_on_
         return run(version, features, *more)
 
     monkeypatch.setattr(ServedVersion, "run", noting)
+    monkeypatch.setattr(served, "_WARM_UP", timedelta(hours=1))
     numbers.publish(1)
     watched.poll()
     assert sorted(rows) == [1, 2, 3, 4, 5, 6, 7, 8]
