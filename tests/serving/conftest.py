@@ -66,7 +66,7 @@ class Sluggish(Number):
 
 
 class Held(Number):
-    """Waits in each run while there is a file `hold` beside this module, in whichever process."""
+    """Waits in each run while there is a file `hold` in the folder of this module, in whichever process."""
 
     def forward(self, x):
         while pathlib.Path(__file__).with_name("hold").exists():
@@ -328,7 +328,7 @@ def _certificates_are_read_once() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _clients_are_patient() -> Iterator[None]:
-    """Let requests without a `timeout` of their own wait for more than httpx's five seconds: a machine may be busy."""
+    """Let requests without a `timeout` wait for more than httpx's five seconds: a machine may be busy."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("connect", "read", "write", "pool"):
             patch.setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, name, PATIENCE_SECONDS)

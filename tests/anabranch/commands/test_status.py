@@ -43,7 +43,7 @@ def config(example):
 
 @pytest.fixture
 def now(monkeypatch):
-    """The time by the clock of the command, which stands still."""
+    """The time by the clock of the command, always the same."""
     now = time.time()
     monkeypatch.setattr("anabranch.commands.status.time", SimpleNamespace(time=lambda: now))
     return now

@@ -58,7 +58,7 @@ class FakeVersion:
 
 
 class SteppingLoop(asyncio.SelectorEventLoop):
-    """A loop whose time stands still while callbacks run, and goes on while it waits."""
+    """A loop whose time is the same for all callbacks of a turn, and goes on while it waits."""
 
     def __init__(self) -> None:
         self._now = time.monotonic()
