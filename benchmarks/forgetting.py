@@ -90,7 +90,7 @@ PUBLISHED = {
     "split_mnist_best_500": 92.1,
     "split_mnist_best_5120": 95.7,
 }
-"""Of Buzzega et al. 2020, "Dark experience for general continual learning"; beside `best` CLS-ER, Arani et al. 2022."""
+"""Of Buzzega et al. 2020, "Dark experience for general continual learning"; for `best` of CLS-ER, Arani et al. 2022."""
 _QUICK_ROWS = 60_000
 """Of a stream with natural drift, in the quick form: all flights take two hours."""
 TASKS = [(0, 1), (2, 3), (4, 5), (6, 7), (8, 9)]
