@@ -159,9 +159,12 @@ def script(*before: str) -> str:
 def _run_for_script(server: str) -> NoReturn:
     global _address
     _address = server
+    numbers = {signal.SIGINT, signal.SIGTERM}
+    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # the process may say that it runs before there are handlers
     process = start(sys.argv[1:])
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in numbers:
         signal.signal(number, lambda number, _: process.send_signal(number))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
     code = process.wait()
     sys.exit(code if code >= 0 else 128 - code)
 

@@ -138,7 +138,7 @@ class Learner(Part):
 
     def get(self, path: str) -> str:
         """Return the answer of its status address."""
-        with urllib.request.urlopen(f"http://{self.status}{path}", timeout=10) as reply:
+        with urllib.request.urlopen(f"http://{self.status}{path}", timeout=PATIENCE_SECONDS) as reply:
             return str(reply.read().decode())
 
     def metric(self, name: str) -> float:

@@ -445,7 +445,7 @@ def test_the_history_is_learned_and_then_the_topic(kafka, make_topic, produce, t
             report = read_learner(tmp_path / "var")
             if report is not None and (now := sum(report.outcomes.values())) > learned:
                 deadline, learned = time.monotonic() + 120, now
-            if report is not None and learned >= events:
+            if report is not None and learned >= events and report.backfill is not None and report.backfill.done:
                 return report
             time.sleep(0.2)
         raise AssertionError(f"no {events} events: {report}")

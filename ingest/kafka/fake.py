@@ -124,8 +124,9 @@ class FakeClient:
 
     def _messages(self, partition: TopicPartition, limit: int) -> Messages:
         topic, position = self._of(partition), self._positions[partition]
-        offsets = [offset for offset in sorted(topic.messages) if offset >= position]
-        end = topic.end if len(offsets) <= limit else offsets[limit]
+        end = topic.end  # read once: another thread may append meanwhile, to the messages before it changes the end
+        offsets = [offset for offset in sorted(topic.messages) if position <= offset < end]
+        end = end if len(offsets) <= limit else offsets[limit]
         offsets = offsets[:limit]
         self._positions[partition] = end
         return Messages(

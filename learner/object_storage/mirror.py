@@ -66,7 +66,7 @@ class UploadThread:
         self._patience = max(_PATIENCE_SECONDS, 2 * every.total_seconds())
         self._backoff = Backoff(_FIRST, _LONGEST)
         self._wake = threading.Event()
-        self._end = self._hurries = False
+        self._runs = self._end = self._hurries = False
         self._changed = threading.Condition()
         self._current_at = float("-inf")
         """When the last round began that found everything uploaded."""
@@ -90,6 +90,7 @@ class UploadThread:
 
     def start(self) -> None:
         """Start the thread."""
+        self._runs = True
         self._thread.start()
 
     def raise_bug(self) -> None:
@@ -105,7 +106,7 @@ class UploadThread:
         asked = time.monotonic() if asked is None else asked
         self.hurry()
         with self._changed:
-            self._changed.wait_for(lambda: self._current_at >= asked or not self._thread.is_alive(), deadline.left)
+            self._changed.wait_for(lambda: self._current_at >= asked or not self._runs, deadline.left)
             return self._current_at >= asked
 
     def hurry(self) -> None:
@@ -145,6 +146,7 @@ class UploadThread:
         except BaseException as exc:  # noqa: BLE001 the top of a thread: `raise_bug` raises it
             self._bug = exc
         with self._changed:
+            self._runs = False  # the thread is alive for a moment yet
             self._changed.notify_all()
 
     def _record(self, error: Exception | None) -> None:

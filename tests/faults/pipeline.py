@@ -19,13 +19,15 @@ import psutil
 from confluent_kafka import Producer
 
 from anabranch.config.loader import load_config
-from anabranch.runtime.embedded_broker import EmbeddedBroker, free_port
+from anabranch.runtime.embedded_broker import EmbeddedBroker
 from anabranch.runtime.supervisor import RestartPolicy, Supervisor, pipeline_parts
 from ingest.config import StreamSettings
 from ingest.kafka.producer import EventProducer, create_topics
 from learner.state_dir.report import LearnerReport, read_report
 from tests import forkserver
 from tests.support.kafka import START, RestartableBroker
+from tests.support.ports import first_free_port
+from tests.support.waiting import slowness
 
 T = TypeVar("T")
 
@@ -119,7 +121,7 @@ class Pipeline:
         self.folder, self.bootstrap, self.topic = folder, bootstrap, topic
         self.path = folder / "pipeline.toml"
         self.state_dir = folder / "var"
-        self.status = f"127.0.0.1:{free_port()}"
+        self.status = f"127.0.0.1:{first_free_port()}"
         text = text.replace("{stream}", f'[stream]\nbootstrap_servers = "{bootstrap}"\ntopics = ["{topic}"]')
         text = text.replace("{learner}", f'[learner]\nstatus = "{self.status}"')
         self.path.write_text(f'name = "faults"\n{text}')
@@ -211,8 +213,8 @@ class Supervised:
         return self.until(poll, what, patience)
 
     def until(self, poll: Callable[[], T | None], what: str, patience: float = PATIENCE_SECONDS) -> T:
-        """Return the first true value of `poll`; raises StuckError after `patience` seconds."""
-        deadline = time.monotonic() + patience
+        """Return the first true value of `poll`; raises StuckError after `patience` seconds of an idle machine."""
+        deadline = time.monotonic() + patience * slowness()
         while not (value := poll()):
             if self._thread.ident is not None and not self._thread.is_alive():
                 raise StuckError(

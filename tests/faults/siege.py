@@ -19,11 +19,11 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from anabranch.runtime.embedded_broker import free_port
 from tests.faults.figures import Figures
 from tests.faults.pipeline import Pipeline, Supervised, make_topic, send
 from tests.faults.serving_kills import BODY, TEXT
 from tests.pipelines import LINEAR
+from tests.support.ports import first_free_port
 
 PARTS = ("learner", "serving")
 _EVERY_SECONDS = 0.05
@@ -102,7 +102,7 @@ def asking(port: int) -> Iterator[Polite]:
 
 def besiege(folder: Path, bootstrap: str, quiet_seconds: float, seconds: float) -> Besieged:
     """Attack serving and the learner for `seconds`, after `quiet_seconds` without an attack."""
-    port = free_port()
+    port = first_free_port()
     pipeline = Pipeline(folder, bootstrap, make_topic(bootstrap, "siege"), LINEAR, TEXT.format(port=port))
     send(bootstrap, pipeline.topic, (json.dumps({"x": [1.0, 0.0, 0.0], "y": 0}).encode() for _ in range(64)))
     with Supervised(pipeline, PARTS, _DESCRIPTORS) as parts:

@@ -66,12 +66,14 @@ def test_training_continues_while_checkpoints_cannot_be_written_and_a_crash_repe
         _, hard = psutil.Process(pid).rlimit(resource.RLIMIT_FSIZE)
         psutil.Process(pid).rlimit(resource.RLIMIT_FSIZE, (SMALL, hard))
         learn()
-        report = learner.wait_for(
-            lambda report: total(report) == sent and len(report.problems) > 1, "a problem of the disk"
-        )
-        assert any(
-            f"could not be written to {pipeline.state_dir}/checkpoints: File too large" in problem
-            for problem in report.problems
+        too_large = f"could not be written to {pipeline.state_dir}/checkpoints: File too large"
+        learner.wait_for(
+            lambda report: (
+                total(report) == sent
+                and len(report.problems) > 1
+                and any(too_large in problem for problem in report.problems)
+            ),
+            "a problem of the disk",
         )
         good = Checkpoints(pipeline.state_dir / "checkpoints", "", 0).numbers()
         assert max(good) >= covered
@@ -87,7 +89,7 @@ def test_training_continues_while_checkpoints_cannot_be_written_and_a_crash_repe
 def health(pipeline: Pipeline) -> str:
     """Return the learner's answer on /healthz."""
     try:
-        with urllib.request.urlopen(f"http://{pipeline.status}/healthz", timeout=5) as reply:
+        with urllib.request.urlopen(f"http://{pipeline.status}/healthz", timeout=60) as reply:
             return str(reply.read().decode())
     except urllib.error.HTTPError as exc:
         return exc.read().decode()
@@ -135,7 +137,7 @@ def test_training_continues_while_the_disk_is_completely_full(kafka: Any, tmp_pa
                 return not left
 
             learner.until(full, "a full disk")
-            steps = pipeline.steps()
+            steps = learner.until(pipeline.steps, "its steps")
             send(kafka.bootstrap, topic, messages)
             learner.until(lambda: full() and (pipeline.steps() or 0) > steps, "a step on a full disk")
             learner.until(

@@ -12,12 +12,13 @@ from typing import Any
 import psutil
 import pytest
 
-from anabranch.runtime.embedded_broker import free_port
 from learner.state_dir.version import Versions
 from tests import forkserver
 from tests.faults.pipeline import POLL_SECONDS, Pipeline, make_topic, send
 from tests.faults.serving_kills import TEXT, Clients, ready
 from tests.pipelines import LINEAR, adds_up, encoded, events, total
+from tests.support.ports import first_free_port
+from tests.support.waiting import slowness
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -42,7 +43,7 @@ class Started:
 
     def until(self, poll: Callable[[], Any], what: str, patience: float = 100.0) -> Any:
         """Return the first true value of `poll`; fail if the command ends first."""
-        deadline = time.monotonic() + patience
+        deadline = time.monotonic() + patience * slowness()
         while not (value := poll()):
             assert self.process.poll() is None, f"it ended with {self.process.returncode}: {self.log_tail()}"
             assert time.monotonic() < deadline, f"no {what}: {self.log_tail()}"
@@ -56,7 +57,7 @@ class Started:
     def stop(self) -> int:
         """SIGTERM, and the exit code."""
         self.process.terminate()
-        return self.process.wait(60)
+        return self.process.wait(60 * slowness())
 
 
 @pytest.fixture
@@ -86,7 +87,7 @@ def pid_of(pipeline: Pipeline, part: str) -> int | None:
 def test_a_killed_supervisor_leaves_no_process_and_the_next_one_continues(
     kafka: Any, tmp_path: Path, start: Callable[..., Started]
 ) -> None:
-    port, topic = free_port(), make_topic(kafka.bootstrap, "parts")
+    port, topic = first_free_port(), make_topic(kafka.bootstrap, "parts")
     pipeline = Pipeline(tmp_path, kafka.bootstrap, topic, LINEAR, TEXT.format(port=port))
     first = start(pipeline, "up")
     send(kafka.bootstrap, topic, encoded(events(300)))
@@ -116,7 +117,7 @@ def test_a_killed_supervisor_leaves_no_process_and_the_next_one_continues(
     assert pid_of(pipeline, "learner") == learner
     family = second.family()
     assert second.stop() == 0, second.log_tail()
-    assert psutil.wait_procs(family, 10)[1] == []
+    assert psutil.wait_procs(family, 100)[1] == []
 
     alone = start(pipeline, "serve")
     alone.until(lambda: ready(port), "a prediction without a learner")
@@ -130,7 +131,7 @@ def test_a_standby_continues_when_the_learner_is_killed(
     kafka: Any, tmp_path: Path, start: Callable[..., Started]
 ) -> None:
     topic = make_topic(kafka.bootstrap, "standby")
-    text = TEXT.format(port=free_port()).replace("{learner}", "{learner}\nstandby = true")
+    text = TEXT.format(port=first_free_port()).replace("{learner}", "{learner}\nstandby = true")
     pipeline = Pipeline(tmp_path, kafka.bootstrap, topic, LINEAR, text)
     parts = start(pipeline, "up")
 
@@ -153,4 +154,4 @@ def test_a_standby_continues_when_the_learner_is_killed(
     parts.until(lambda: len(standby()) == 2, "another standby")
     family = parts.family()
     assert parts.stop() == 0, parts.log_tail()
-    assert psutil.wait_procs(family, 10)[1] == []
+    assert psutil.wait_procs(family, 100)[1] == []

@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from anabranch.runtime.embedded_broker import free_port
 from learner.state_dir.undo_file import read_undo
 from learner.state_dir.version import WEIGHTS, Versions
 from tests.faults import serving_kills
@@ -39,6 +38,7 @@ from tests.faults.pipeline import (
     send_in_order,
 )
 from tests.faults.serving_kills import Clients, predict, ready
+from tests.support.ports import first_free_port
 
 CODE = """
 import torch
@@ -152,7 +152,7 @@ def undone_while_killed(folder: Path, bootstrap: str, events: int, batch: int, k
     """
     stream, began, half = Poisoned(events), time.monotonic(), events // 2
     patience, relearned = PATIENCE_SECONDS + events / _LEAST_A_SECOND, stream.clean // batch
-    topic, port = make_topic(bootstrap, "undo", PARTITIONS), free_port()
+    topic, port = make_topic(bootstrap, "undo", PARTITIONS), first_free_port()
     text = TEXT.format(port=port, batch=batch, bursts=_BURSTS)
     with broker(folder / "other") as other:
         # The store samples by the topic's name and the offset, so both topics have the same.

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -167,7 +168,10 @@ class TestAWrongChecksum:
         assert [offset for offset, *_ in found] == list(range(3, 9))
 
     @pytest.mark.parametrize("client", EACH)
-    def test_that_goes_away_loses_nothing(self, kafka: Any, topic: str, client: str) -> None:
+    def test_that_goes_away_loses_nothing(
+        self, kafka: Any, topic: str, client: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("ingest.kafka.unreadable.CORRUPT_SECONDS", math.inf)
         with Damaging(kafka.bootstrap) as proxy, reading(proxy.address, topic, client) as reader:
             found = read(reader, 3)
             for _ in range(2):

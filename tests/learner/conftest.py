@@ -16,6 +16,7 @@ from ingest.events.schema import Schema
 from tests import forkserver
 from tests.learner.learner_bench import LearnerBench, small_model
 from tests.pipelines import Learner
+from tests.support.waiting import slowness
 
 PROGRAM = Path(__file__).parent / "ranks_program.py"
 
@@ -80,7 +81,7 @@ def play(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[dict[st
             forkserver.start([str(PROGRAM), str(rank), str(size), str(folder), *texts]) for rank in range(size)
         ]
         try:
-            assert [process.wait(timeout) for process in processes] == [0] * size
+            assert [process.wait(timeout * slowness()) for process in processes] == [0] * size
         finally:
             for process in processes:
                 process.kill()

@@ -242,6 +242,9 @@ class LearnerBench:
 
     def close(self) -> None:
         if not self.closed:
+            # The next learner of this state directory begins when nothing of this one is at work any more.
+            for part in (self.publisher, self.checkpointer):
+                part._background.wait(Deadline(timedelta(seconds=60)))
             self.background_store.close()
             if self.feed is not None:
                 self.feed.close()

@@ -125,7 +125,7 @@ def test_a_marked_request_stops_training_within_the_micro_batches_that_are_queue
     schema: Schema, tmp_path: Path, cuda: torch.device
 ) -> None:
     """When training yields, the device is idle, and no more than `MOST_AHEAD` micro-batches came after the mark."""
-    spec = DeviceSharingSpec(DeviceSharingSettings(), timedelta(milliseconds=20), timedelta(seconds=10))
+    spec = DeviceSharingSpec(DeviceSharingSettings(), timedelta(milliseconds=20), timedelta(hours=1))
     settings = LearnerSettings.model_validate({**EXACT, "micro_batch_size": 2})
     passes: list[str] = []
     with (

@@ -162,11 +162,11 @@ def test_an_event_whose_label_does_not_come_ends_as_the_settings_say(
 ) -> None:
     events, labels = topics
     config = pipeline(kafka.bootstrap, events, labels, "1s", settings)
-    learner = start(config)
     now = int(time.time() * 1000)
     produce(kafka.bootstrap, events, list(map(event, range(60))), partition=0, timestamp_ms=now)
     late = {"id": "late", "y": 1}
     produce(kafka.bootstrap, labels, [*map(label, range(20)), late], partition=0, timestamp_ms=now)
+    learner = start(config)  # no event times out before the labels that are there by then are read
     report = learner.wait_for(lambda each: ended(each) == 60)
     counts = waited(report)
     held_out = counts.pop("held_out", 0)
@@ -312,14 +312,14 @@ def test_a_label_that_comes_after_the_time_out_takes_the_negative_back(
     start: Callable[..., Learner],
 ) -> None:
     events, labels = topics
-    learner = start(binary(kafka.bootstrap, events, labels, "30s", "take_back = true"))
-    before = int(time.time() * 1000) - 50_000  # a label may come until 60 s after the event
+    learner = start(binary(kafka.bootstrap, events, labels, "1h", "take_back = true"))
+    before = int(time.time() * 1000) - 6_000_000  # a label may come until two hours after the event
     produce(kafka.bootstrap, events, list(map(event, range(100))), partition=0, timestamp_ms=before)
     report = learner.wait_for(lambda each: ended(each) == 100)
     assert set(waited(report)) == {"timed_out", "held_out"}
     stored = report.replay_rows
     late = [{"id": str(each), "y": 1} for each in range(40)]
-    produce(kafka.bootstrap, labels, late, partition=0, timestamp_ms=before + 40_000)
+    produce(kafka.bootstrap, labels, late, partition=0, timestamp_ms=before + 4_800_000)
     report = learner.wait_for(lambda each: each.labels is not None and each.labels.labels["taken_back"] == 40)
     trained = 100 - waited(report)["held_out"]
     report = learner.wait_for(lambda _: learner.metric('learner_rows_trained_total{source="new"}') > trained + 20)

@@ -31,10 +31,16 @@ publish_every = "100ms"
 holdout_fraction = 0.1
 """
 SLOW = """
+import time
+from pathlib import Path
 from torch import nn
+class Brake(nn.Identity):
+    def forward(self, x):
+        time.sleep(0.1 * (Path(__file__).parent / "brake").exists())
+        return x
 def build():
     return nn.Sequential(
-        nn.Linear(3, 700), nn.ReLU(), nn.Dropout(0.2), nn.Linear(700, 700), nn.BatchNorm1d(700), nn.ReLU(),
+        Brake(), nn.Linear(3, 700), nn.ReLU(), nn.Dropout(0.2), nn.Linear(700, 700), nn.BatchNorm1d(700), nn.ReLU(),
         nn.Linear(700, 700), nn.ReLU(), nn.Linear(700, 3)
     )
 """
@@ -70,6 +76,19 @@ def read_log(learner: Learner, times: int) -> str:
     said = learner.log.read_text()
     assert said.count("going on from checkpoint") == times, said
     return said
+
+
+def at_rest(learner: Learner, events: int) -> LearnerReport:
+    """Wait until that many events have an outcome, and a checkpoint has the last step, after which twenty were due."""
+    checkpoints = Checkpoints(learner.state_dir / "checkpoints", "", 0)
+
+    def has_all(report: LearnerReport) -> bool:
+        return report.checkpoint is not None and checkpoints.manifest(report.checkpoint).step == report.steps
+
+    since = learner.wait_for(lambda each: total(each) == events and has_all(each))
+    while (now := learner.wait_for(lambda _: True)).checkpoint != since.checkpoint or now.time < since.time + 1:
+        since = since if now.checkpoint == since.checkpoint else now
+    return now
 
 
 def test_a_stream_is_learned_accounted_for_and_published(
@@ -190,11 +209,12 @@ def test_a_deterministic_run_that_was_killed_and_stopped_ends_with_the_same_weig
         "ANABRANCH__REPLAY__CAPACITY": "500",
         "ANABRANCH__GATE__HOLDOUT_FRACTION": "0",
     }
-    steps = 4000 // 16
+    steps, brake = 4000 // 16, config.parent / "brake"
     learner = start(config, **environment)
     learner.wait_for(lambda each: each.steps == steps, patience=200)
     assert learner.stop() == 0
     whole = learner.state_dir.rename(learner.state_dir.parent / "whole")
+    brake.touch()
     for kill in (True, False):
         learner = start(config, **environment)
         report = learner.wait_for(lambda each: each.steps_since_start > 20 and (each.checkpoint or 0) > 1)
@@ -203,6 +223,7 @@ def test_a_deterministic_run_that_was_killed_and_stopped_ends_with_the_same_weig
             learner.kill()
         else:
             assert learner.stop() == 0
+    brake.unlink()
     learner = start(config, **environment)
     read_log(learner, 2)
     report = learner.wait_for(lambda each: each.steps == steps, patience=200)
@@ -291,21 +312,12 @@ def test_a_learner_that_rests_makes_no_checkpoints_and_is_well(
     topic = make_topic()
     learner = start(pipeline(kafka.bootstrap, topic, '[checkpoints]\nevery = "50ms"\n'))
 
-    def rests() -> LearnerReport:
-        """Wait until twenty checkpoints were due and none was made."""
-        since = learner.wait_for(lambda _: True)
-        while (now := learner.wait_for(lambda _: True)).time < since.time + 1:
-            since = since if now.checkpoint == since.checkpoint else now
-        return now
-
     produce(kafka.bootstrap, topic, events(100))
-    learner.wait_for(lambda each: total(each) == 100 and (each.checkpoint or 0) > 1)
-    before = rests()
+    before = at_rest(learner, 100)
     assert before.problems == []
     produce(kafka.bootstrap, topic, events(100))
     learner.wait_for(lambda each: (each.checkpoint or 0) > (before.checkpoint or 0))
-    report = rests()
-    assert total(report) == 200
+    report = at_rest(learner, 200)
     assert learner.stop() == 0
     after = read_report(learner.state_dir)
     assert after is not None
@@ -403,7 +415,7 @@ def test_a_learner_that_lost_its_lock_ends_with_2_when_another_has_come_and_writ
     topic = make_topic()
     learner = start(pipeline(kafka.bootstrap, topic, '[checkpoints]\nevery = "50ms"\n'))
     produce(kafka.bootstrap, topic, events(100))
-    learner.wait_for(lambda each: total(each) == 100 and (each.checkpoint or 0) > 1)
+    at_rest(learner, 100)  # a checkpoint that has begun is finished
     (learner.state_dir / LOCK).unlink()  # as a network file system may lose it
     with hold_state_directory(learner.state_dir) as generation:
         assert generation == 2

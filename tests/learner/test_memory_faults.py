@@ -128,7 +128,7 @@ def sweep(
         def make() -> LearnerBench:
             torch.manual_seed(0)
             options: dict[str, Any] = {"strategy": STRATEGIES[strategy](), "replay": {"sampling": sampling}}
-            learner = {"batch_size": batch_size, "max_delay": "10s"}
+            learner = {"batch_size": batch_size, "max_delay": "1h"}
             return LearnerBench(folder, schema, small_model(), BLOCKS, learner=learner, **options)
 
         return make

@@ -41,8 +41,9 @@ def with_contexts(poll: Callable[..., Block | None]) -> Callable[..., Block | No
 
 
 def test_a_learner_traces_its_steps_versions_and_checkpoints(
-    make_bench: Callable[..., LearnerBench], collector: Collector, tmp_path: Path
+    make_bench: Callable[..., LearnerBench], collector: Collector, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("anabranch.core.tracing.provider._LONGEST_END", timedelta(minutes=1))
     bench = make_bench(3)
     bench.stream.poll = with_contexts(bench.stream.poll)  # type: ignore[method-assign]
     settings = TracingSettings(sample=0, steps_per_second=1e6)

@@ -188,8 +188,11 @@ def test_a_step_goes_on_while_the_store_takes_in_and_the_next_one_waits(
     assert begun.wait(30), "a step that has its sample lets it begin"
     background_store.add(fake_columns(schema, range(240, 280)), PARTITIONS)
     sampled: list[Sample] = []
+    waiting, wait = threading.Event(), background_store._thread.wait
+    monkeypatch.setattr(background_store._thread, "wait", lambda *some: (waiting.set(), wait(*some))[1])
     thread = threading.Thread(target=lambda: sampled.append(background_store.sample(6, SAMPLED)))
     thread.start()
+    assert waiting.wait(30)
     assert not sampled
     opened.set()
     thread.join(30)
@@ -320,9 +323,9 @@ def test_steps_have_waited_for_what_they_waited_for_and_no_more(
 
 
 def test_without_a_thread_what_is_due_is_done_by_who_has_sampled(schema: Schema) -> None:
-    before = threading.active_count()
+    before = set(threading.enumerate())  # those of earlier tests may end meanwhile
     background_store = BackgroundStore(open_store(schema), in_background=False)
-    assert threading.active_count() == before
+    assert set(threading.enumerate()) <= before
     life = Life(background_store, schema)
     for n in range(1, 40):
         life.step(n)

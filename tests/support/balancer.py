@@ -11,6 +11,8 @@ from typing import Self
 
 import httpx
 
+from tests.support.waiting import PATIENCE_SECONDS
+
 _PIECE = 65_536
 
 
@@ -49,7 +51,7 @@ class Balancer:
         return next((ready for when, ready in reversed(self._history.copy()) if when <= due), [])
 
     def _poll(self) -> None:
-        with httpx.Client(timeout=2) as client:
+        with httpx.Client(timeout=PATIENCE_SECONDS) as client:  # of a server that is gone the connection is refused
             while not self._stop.wait(self._every):
                 ready = [each for each in self._addresses if _is_ready(client, each)]
                 self._history.append((time.monotonic(), ready))

@@ -88,12 +88,12 @@ def collector_server() -> Iterator[Collector]:
             body = self.rfile.read(int(self.headers["Content-Length"]))
             collector.asked.set()
             collector.go_on.wait()
+            if collector.status == 200:
+                collector.receive(body)  # before the answer, after which they may be asked for
             with contextlib.suppress(OSError):
                 self.send_response(collector.status)
                 self.send_header("Content-Length", "0")
                 self.end_headers()
-                if collector.status == 200:
-                    collector.receive(body)
 
         def log_message(self, format: str, *args: object) -> None:  # noqa: A002
             pass

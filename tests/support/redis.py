@@ -77,7 +77,7 @@ class RestartableRedis:
         With `check` an error reply fails the test; without it a failed connection returns an empty reply.
         """
         try:
-            with socket.create_connection(("127.0.0.1", self.port), timeout=5) as connection:
+            with socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE_SECONDS) as connection:
                 connection.sendall(line.encode() + b"\r\n")
                 reply = connection.recv(65536)
         except OSError:
@@ -94,8 +94,14 @@ class RestartableRedis:
 
 
 @pytest.fixture
-def mortal_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RestartableRedis]:
-    """A Valkey server for one test, empty and without a memory limit."""
+def mortal_redis(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[RestartableRedis]:
+    """A Valkey server for one test, empty and without a memory limit.
+
+    Clients of this process wait for a late reply, as on a busy machine, and not too long for one that is paused.
+    """
+    monkeypatch.setattr("replay.tiers.redis_server._TIMEOUT_SECONDS", 5.0)
     with _started_redis(tmp_path_factory) as server:
         yield server
 

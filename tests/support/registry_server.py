@@ -19,6 +19,8 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
+from tests.support.waiting import PATIENCE_SECONDS
+
 
 @dataclass
 class Faults:
@@ -188,7 +190,11 @@ def registry_server(certificate: tuple[Path, Path] | None = None, port: int = 0)
 
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[Registry]:
-    """A Schema Registry on this host. It has one server, so it is asked at once again for an id that it lacks."""
+    """A Schema Registry on this host. It has one server, so it is asked at once again for an id that it lacks.
+
+    Lookups wait long for it, as on a busy machine.
+    """
     monkeypatch.setattr("ingest.schema_registry.cache._AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr("ingest.schema_registry.cache._LONGEST_WAIT_SECONDS", PATIENCE_SECONDS)
     with registry_server() as running:
         yield running

@@ -14,6 +14,7 @@ from kafka.admin import NewTopic
 from kafka.errors import KafkaError
 
 from tests.support.kafka import SessionBroker
+from tests.support.waiting import slowness
 
 
 class TopicCreator(Protocol):
@@ -70,10 +71,10 @@ class TopicReader:
         """Return kafka-python's records of a topic in the order of (partition, offset).
 
         Returns as soon as there are `at_least` records and the end of every partition is reached; fails after
-        `patience` seconds.
+        `patience` seconds of an idle machine.
         """
         records: list[Any] = []
-        deadline = time.monotonic() + patience
+        deadline = time.monotonic() + patience * slowness()
         with contextlib.closing(KafkaConsumer(bootstrap_servers=bootstrap, auto_offset_reset="earliest")) as consumer:
             partitions = [TopicPartition(topic, n) for n in sorted(consumer.partitions_for_topic(topic) or ())]
             assert partitions, f"there is no topic {topic} on {bootstrap}"

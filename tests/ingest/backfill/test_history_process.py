@@ -22,6 +22,7 @@ from ingest.events.block import Outcome, SkipReason
 from ingest.events.partition import TopicPartition
 from ingest.events.position import PartitionFingerprint, Position
 from ingest.reader.reader import BlockReader
+from tests.support.waiting import slowness
 
 pytestmark = pytest.mark.process
 
@@ -76,7 +77,7 @@ def opened(
 def read(source: BlockReader, count: int, after: Callable[[int], None] = lambda rows: None) -> list[tuple[str, int]]:
     """Read `count` events: the name of the partition of each, and the first value of its feature."""
     found: list[tuple[str, int]] = []
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 60 * slowness()
     while len(found) < count:
         assert time.monotonic() < deadline, f"{len(found)} of {count} events came: {source.problem}"
         block = source.poll(timedelta(seconds=0.5))

@@ -1,5 +1,6 @@
 """Writer schemas by id, while the registry answers and while it does not."""
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -13,6 +14,7 @@ from ingest.schema_registry.cache import WriterSchemas
 from ingest.schema_registry.client import RegistryClient
 from ingest.schema_registry.writer_schema import WriterSchema
 from tests.support.registry_server import Registry
+from tests.support.waiting import PATIENCE_SECONDS
 
 
 class Clock:
@@ -27,7 +29,7 @@ class Clock:
 
 @contextmanager
 def schemas_of(registry: Registry, clock: Callable[[], float]) -> Iterator[WriterSchemas]:
-    settings = RegistrySettings(url=registry.url, subject="payments-value", timeout="5s")
+    settings = RegistrySettings(url=registry.url, subject="payments-value", timeout=timedelta(seconds=PATIENCE_SECONDS))
     backoff = Backoff(timedelta(seconds=10), timedelta(seconds=10))
     schemas = WriterSchemas(settings, RegistryClient(settings), backoff=backoff, clock=clock)
     yield schemas
@@ -186,6 +188,7 @@ def test_an_id_stays_unsure_when_its_round_ends(registry):
     settings = RegistrySettings(url="http://registry", subject="payments-value", timeout="1s")
     client = SlowClient(settings, clock, 1)
     schemas = WriterSchemas(settings, client, clock=clock)
+    schemas._wait_seconds = PATIENCE_SECONDS
     schemas.find([101, 102])
     assert schemas.answers == 0
     fetched(schemas)
@@ -256,6 +259,7 @@ def test_many_ids_that_do_not_exist_are_asked_for_in_rounds_and_messages_go_on_a
     settings = RegistrySettings(url="http://registry", subject="payments-value", timeout=timeout, fallback=True)
     client = SlowClient(settings, clock, seconds)
     schemas = WriterSchemas(settings, client, clock=clock)
+    schemas._wait_seconds = PATIENCE_SECONDS
     ids = list(range(100, 130))
     for round_ in range(1, 4):
         found = schemas.find(ids)
@@ -267,13 +271,15 @@ def test_many_ids_that_do_not_exist_are_asked_for_in_rounds_and_messages_go_on_a
     schemas.close()
 
 
-def test_a_lookup_waits_two_seconds_at_most(registry):
+def test_a_lookup_waits_two_seconds_at_most(registry, monkeypatch):
+    may, answer = threading.Event(), registry.answer
+    monkeypatch.setattr(registry, "answer", lambda path: (may.wait(PATIENCE_SECONDS), answer(path))[1])
     with schemas_of(registry, Clock()) as schemas:
         schemas._wait_seconds = 0.05
-        registry.faults.seconds = 0.5
         number = registry.register("payments-value", "one")
         assert schemas.find([number])[number] is None
         assert schemas.problem is None
+        may.set()
         fetched(schemas)
         assert text_of(schemas.find([number])[number]) == "one"
 

@@ -25,7 +25,12 @@ def test_checkpoints_are_written_during_training(
     make_bench: Callable[..., LearnerBench], replay: dict[str, Any]
 ) -> None:
     bench = make_bench(100, every="1ms", replay=replay)
-    bench.run()
+
+    def wait_at_times() -> None:
+        if bench.loop.state.steps % 20 == 0:  # else a slow disk writes one or two in all these steps
+            bench.checkpointer.wait(Deadline(timedelta(seconds=30)))
+
+    bench.run(wait_at_times)
     bench.finish()
     numbers = bench.checkpoints.numbers()
     assert len(numbers) == 3, "there are more or fewer than checkpoints.keep"

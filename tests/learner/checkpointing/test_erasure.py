@@ -24,6 +24,7 @@ from learner.state_dir.report import LearnerReport
 from replay.erasure.erasure_log import ErasureLog
 from tests import forkserver
 from tests.pipelines import Learner, total
+from tests.support.waiting import slowness
 
 CONFIG = """
 batch_size = 16
@@ -75,7 +76,7 @@ def stored(report: LearnerReport) -> int:
 
 
 def erase_now(config: Path, *keys: str, ranges: tuple[str, ...] = ()) -> ErasureResult:
-    return erase_events(load_config(config, {}), keys, ranges, timedelta(seconds=30))
+    return erase_events(load_config(config, {}), keys, ranges, timedelta(seconds=30 * slowness()))
 
 
 def settings(config: Path) -> Config:

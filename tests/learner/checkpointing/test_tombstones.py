@@ -107,7 +107,7 @@ def test_a_stream_without_tombstones_reads_no_positions() -> None:
     def positions() -> dict[TopicPartition, Position]:
         raise AssertionError("positions are read without a tombstone")
 
-    begin = time.perf_counter()
+    begin = time.thread_time()
     for _ in range(100):
         assert list(made.records([span], positions)) == []
-    assert time.perf_counter() - begin < 5
+    assert time.thread_time() - begin < 5

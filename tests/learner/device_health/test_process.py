@@ -45,8 +45,11 @@ def test_a_learner_checkpoints_at_a_warning_ends_at_a_fault_and_goes_on_from_the
     config = write_pipeline(kafka.bootstrap, topic, CONFIG, MODEL.format(library=fake_library, uuid=UUID))
     produce(kafka.bootstrap, topic, encoded(events(300)))
     learner = start(config, FAKE_NVML_SCRIPT=str(script))
-    trained = learner.wait_for(lambda report: report.steps and report.device and report.device.devices)
-    assert (trained.problems, trained.warnings) == ([], [])
+    # A query that takes two seconds, as on a busy machine, is a warning too, for a while.
+    trained = learner.wait_for(
+        lambda report: report.steps and report.device and report.device.devices and not report.warnings
+    )
+    assert trained.problems == []
     assert f'anabranch_device_temperature_celsius{{sensor="gpu",uuid="{UUID}"}} 62.0' in learner.get("/metrics")
 
     with script.open("a") as file:

@@ -19,7 +19,7 @@ from anabranch.core.errors import DependencyError, SettingsError
 from learner.device_sharing.lease import FOLDER, Field, Servers, hold_learner, hold_server, learners
 
 SLO = timedelta(milliseconds=20)
-PATIENCE = timedelta(seconds=10)
+PATIENCE = timedelta(hours=1)
 
 HOLDER = """
 import sys

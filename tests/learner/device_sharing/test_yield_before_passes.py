@@ -142,7 +142,7 @@ def test_no_time_is_counted_twice(
 ) -> None:
     """Of training and of yielding together, all passes of a step have no more than there was."""
     monkeypatch.setattr("learner.device_sharing.sharing.step_back", lambda nice: f"nice {nice}")
-    spec = DeviceSharingSpec(DeviceSharingSettings(), timedelta(milliseconds=20), timedelta(seconds=10))
+    spec = DeviceSharingSpec(DeviceSharingSettings(), timedelta(milliseconds=20), timedelta(hours=1))
     with hold_server(tmp_path, spec.slo) as mark, device_sharing(spec, tmp_path, CPU, threading.Event()) as sharing:
         assert isinstance(sharing, DeviceSharing)
         said = Said(schema, strategy)

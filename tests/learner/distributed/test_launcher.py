@@ -25,6 +25,7 @@ from learner.state_dir.lock import hold_state_directory
 from learner.state_dir.version import Versions
 from tests import forkserver
 from tests.pipelines import NARROW, Learner, adds_up, events, total
+from tests.support.waiting import PATIENCE_SECONDS, slowness
 
 pytestmark = pytest.mark.any_broker
 
@@ -92,10 +93,10 @@ def test_when_a_rank_is_killed_all_come_back_from_the_checkpoint_and_nothing_is_
     assert report.replay_rows == {"device": report.outcomes["trained"]}, "an event is in the store twice, or not at all"
     assert report.accuracy["now"] > 0.8
     processes = ranks(learner)
-    begin = time.monotonic()
+    begin, longest = time.monotonic(), 20 * slowness()
     assert learner.stop(40) == 0
-    assert time.monotonic() - begin < 20
-    assert psutil.wait_procs(processes, 10)[1] == []
+    assert time.monotonic() - begin < longest
+    assert psutil.wait_procs(processes, PATIENCE_SECONDS)[1] == []
 
 
 @pytest.mark.slow
@@ -145,7 +146,7 @@ def test_when_the_launcher_is_killed_no_rank_outlives_it(
     learner.wait_for(lambda _: True)
     processes = ranks(learner)
     learner.kill()
-    assert psutil.wait_procs(processes, 20)[1] == []
+    assert psutil.wait_procs(processes, PATIENCE_SECONDS)[1] == []
     with hold_state_directory(learner.state_dir):
         pass
 
@@ -155,7 +156,7 @@ def test_what_starting_again_cannot_fix_ends_with_its_own_exit_code(
     kafka: Any, make_topic: Callable[..., str], pipeline: Callable[..., Path], start: Callable[..., Learner]
 ) -> None:
     learner = start(pipeline(kafka.bootstrap, make_topic(), model="def build():\n    return 3\n"))
-    assert learner.process.wait(60) == 2
+    assert learner.process.wait(PATIENCE_SECONDS * slowness()) == 2
     said = learner.log.read_text()
     assert said.count("returned int, not a torch.nn.Module") == 1, said
 
@@ -174,7 +175,7 @@ def test_ranks_that_run_out_of_memory_go_on_with_smaller_micro_batches(
     report = learner.wait_for(lambda each: total(each) == 300)
     assert adds_up(report)
     assert report.accuracy["now"] > 0.8
-    assert ["learner.micro_batch_size = 4" in warning for warning in report.warnings] == [True]
+    assert sum("learner.micro_batch_size = 4" in warning for warning in report.warnings) == 1, report.warnings
     said = learner.log.read_text()
     assert "learner.micro_batch_size = 4 does so" in said
     assert "ended with" not in said, "no rank died for it"

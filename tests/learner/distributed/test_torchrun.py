@@ -29,7 +29,7 @@ from torch.distributed import HashStore
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous, static_tcp_rendezvous
 
 from anabranch.core.errors import DependencyError, SettingsError
-from anabranch.runtime.embedded_broker import EmbeddedBroker, free_port
+from anabranch.runtime.embedded_broker import EmbeddedBroker
 from anabranch.runtime.lifecycle import stop_on_signals
 from learner.compatibility import facts
 from learner.config import LearnerSettings
@@ -43,6 +43,8 @@ from tests.learner.distributed.test_launcher import LAYERS, TENSOR
 from tests.pipelines import PATIENCE_SECONDS, Learner, adds_up, events, total
 from tests.support import namespaces
 from tests.support.namespaces import NetworkOfHosts, network_of_hosts
+from tests.support.ports import first_free_port
+from tests.support.waiting import slowness
 
 CONFIG = """
 batch_size = 8
@@ -113,7 +115,7 @@ class Host:
     def wait_for(self, condition: Callable[[LearnerReport], Any]) -> LearnerReport:
         """Return the first report of its rank 0 that satisfies a condition."""
         assert self.process is not None
-        deadline = time.monotonic() + PATIENCE_SECONDS
+        deadline = time.monotonic() + PATIENCE_SECONDS * slowness()
         while True:
             report = read_report(self.state_dir)
             if report is not None and report.launcher == self.process.pid and condition(report):
@@ -130,7 +132,7 @@ class Host:
     def ended(self, seconds: float) -> int:
         """Wait until it has ended, and return its exit code."""
         assert self.process is not None
-        return self.process.wait(seconds)
+        return self.process.wait(seconds * slowness())
 
     def close(self) -> None:
         """SIGKILL it and its ranks."""
@@ -248,7 +250,7 @@ def test_a_tensor_group_of_torchrun_stops_in_order_and_one_process_goes_on_from_
     topic = make_topic()
     host = Host(tmp_path / "host", write_pipeline(kafka.bootstrap, topic, rest=CONFIG, model=LAYERS))
     produce(kafka.bootstrap, topic, events(200))
-    options = {"--nnodes": 1, "--node-rank": 0, "--master-addr": "127.0.0.1", "--master-port": free_port()}
+    options = {"--nnodes": 1, "--node-rank": 0, "--master-addr": "127.0.0.1", "--master-port": first_free_port()}
     with contextlib.closing(host):
         host.start(options, GLOO_SOCKET_IFNAME="lo", **TENSOR)
         report = host.wait_for(lambda each: total(each) == 200)
@@ -294,7 +296,7 @@ def test_hosts_with_other_settings_are_refused_on_all_hosts(
 ) -> None:
     """Torchrun ends with 1, and shows the exit code of the rank."""
     config = write_pipeline("127.0.0.1:1", "never", rest=CONFIG)
-    port = free_port()
+    port = first_free_port()
     hosts = [Host(tmp_path / f"host{number}", config) for number in range(2)]
     with contextlib.ExitStack() as stack:
         for number, host in enumerate(hosts):
@@ -314,7 +316,7 @@ def test_a_host_that_refuses_to_start_ends_the_other_at_once(
     write_pipeline: Callable[..., Path], tmp_path: Path
 ) -> None:
     config = write_pipeline("127.0.0.1:1", "never", rest=CONFIG)
-    port = free_port()
+    port = first_free_port()
     hosts = [Host(tmp_path / f"host{number}", config) for number in range(2)]
     with contextlib.ExitStack() as stack:
         for number, host in enumerate(hosts):
@@ -334,7 +336,7 @@ def test_a_host_that_refuses_to_start_ends_the_other_at_once(
 def test_a_rank_whose_store_is_gone_ends_with_one_sentence(write_pipeline: Callable[..., Path]) -> None:
     """As when torchrun of the first host was killed while this rank imported torch."""
     config = write_pipeline("127.0.0.1:1", "never", rest=CONFIG)
-    variables = {**ENVIRONMENT, "MASTER_PORT": str(free_port()), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    variables = {**ENVIRONMENT, "MASTER_PORT": str(first_free_port()), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     variables |= {"TORCHELASTIC_RUN_ID": "none"}
     done = forkserver.run(["-c", IMPATIENT, str(config)], env={**os.environ, **variables})
     assert done.returncode == 1
@@ -346,7 +348,7 @@ def test_a_rank_whose_store_is_gone_ends_with_one_sentence(write_pipeline: Calla
 @pytest.mark.process
 def test_torchrun_may_start_ranks_again_and_no_rank_outlives_it(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
-    command += ["--master-port", str(free_port()), str(PROGRAM), str(tmp_path)]
+    command += ["--master-port", str(first_free_port()), str(PROGRAM), str(tmp_path)]
     with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(Path.cwd())}) as torchrun:
         try:
             first = joined(tmp_path, 2)
@@ -422,7 +424,7 @@ def test_nothing_that_comes_from_the_store_is_unpickled(module: ModuleType) -> N
     assert "import pickle" in inspect.getsource(dynamic_rendezvous)
 
 
-def agreed(values: Sequence[Any], timeout: float = 10.0, store: HashStore | None = None) -> list[str]:
+def agreed(values: Sequence[Any], timeout: float = PATIENCE_SECONDS, store: HashStore | None = None) -> list[str]:
     """Let ranks agree on their values, and return the errors of all."""
     store = store or HashStore()
     store.set_timeout(timedelta(seconds=timeout))

@@ -111,12 +111,19 @@ def test_of_two_processes_with_one_id_the_first_is_fenced_off(bucket: Bucket):
     assert second.head.versions == {1: 8}
 
 
-def test_of_two_learners_that_wait_one_takes_the_lease(bucket: Bucket):
-    Lease(bucket, LEASE, "a").take(0)
-    outcomes = list[str]()
+def test_of_two_learners_that_wait_one_takes_the_lease(bucket: Bucket, monkeypatch: pytest.MonkeyPatch):
+    first = Lease(bucket, LEASE, "a")
+    first.take(0)
+    outcomes, polls, read = list[str](), list[str](), bucket.read_changed
+
+    def poll(path: str, tag: str | None, max_bytes: int | None = None) -> tuple[bytes, str] | None:
+        polls.append(threading.current_thread().name)
+        return read(path, tag, max_bytes)
+
+    monkeypatch.setattr(bucket, "read_changed", poll)
 
     def take(holder: str) -> None:
-        lease = renewed_often(Lease(bucket, timedelta(seconds=2), holder))
+        lease = renewed_often(Lease(bucket, timedelta(hours=1), holder))
         try:
             lease.take(0)
         except SecondLearnerError:
@@ -127,10 +134,12 @@ def test_of_two_learners_that_wait_one_takes_the_lease(bucket: Bucket):
             done.wait(PATIENCE_SECONDS)
 
     done = threading.Event()
-    threads = [threading.Thread(target=take, args=(holder,)) for holder in "bc"]
+    threads = [threading.Thread(target=take, args=(holder,), name=holder, daemon=True) for holder in "bc"]
     for thread in threads:
         thread.start()
     try:
+        wait_until(lambda: all(polls.count(each) >= 2 for each in "bc"), "both waits")
+        first.update(lambda head: msgspec.structs.replace(head, released=True))
         wait_until(lambda: len(outcomes) == 2, "both outcomes")
     finally:
         done.set()

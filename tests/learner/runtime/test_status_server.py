@@ -5,7 +5,6 @@ import http.client
 import socket
 import struct
 import threading
-import time
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -14,6 +13,7 @@ from prometheus_client import CollectorRegistry
 
 import learner.runtime.status_server
 from learner.runtime.status_server import serve_status
+from tests.support.waiting import PATIENCE_SECONDS, wait_until
 
 
 @pytest.fixture
@@ -23,14 +23,14 @@ def port() -> Iterator[int]:
 
 
 def metrics_status(port: int, authorization: str) -> int:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_SECONDS)
     with contextlib.closing(connection):
         connection.request("GET", "/metrics", headers={"Authorization": authorization} if authorization else {})
         return connection.getresponse().status
 
 
 def health(port: int) -> int:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_SECONDS)
     with contextlib.closing(connection):
         connection.request("GET", "/healthz")
         return connection.getresponse().status
@@ -48,7 +48,7 @@ def health(port: int) -> int:
 def test_without_a_token_requests_for_another_host_are_refused(token: str, host: str, status: int) -> None:
     with serve_status("127.0.0.1:0", token, CollectorRegistry(), list) as port:
         for path in ("/healthz", "/metrics"):
-            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_SECONDS)
             connection.request("GET", path, headers={"Host": host, "Authorization": "Bearer secret"})
             assert connection.getresponse().status == status
             connection.close()
@@ -80,13 +80,16 @@ def test_a_slow_client_does_not_extend_the_time_limit_of_its_connection(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(learner.runtime.status_server, "_PATIENCE", timedelta(milliseconds=300))
-    with socket.create_connection(("127.0.0.1", port), timeout=5) as slow:  # less than a read may take by itself
+    monkeypatch.setattr(learner.runtime.status_server._QuietHandler, "timeout", None)  # of one read
+    with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_SECONDS) as slow:
         slow.sendall(b"GET /metrics HTTP/1.1\r\n")
         assert slow.recv(1) == b""
 
 
-def test_an_endless_request_head_is_refused(port: int) -> None:
-    with socket.create_connection(("127.0.0.1", port), timeout=5) as client:
+def test_an_endless_request_head_is_refused(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learner.runtime.status_server, "_PATIENCE", timedelta(hours=1))
+    monkeypatch.setattr(learner.runtime.status_server._QuietHandler, "timeout", None)
+    with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_SECONDS) as client:
         client.sendall(b"GET /metrics HTTP/1.1\r\n" + b"x: " + b"y" * 30_000 + b"\r\n")
         with contextlib.suppress(ConnectionResetError):
             assert client.recv(1) == b""
@@ -95,12 +98,9 @@ def test_an_endless_request_head_is_refused(port: int) -> None:
 def test_a_client_that_disconnects_without_a_request_is_not_logged(
     port: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    before = threading.active_count()
-    with socket.create_connection(("127.0.0.1", port), timeout=5) as client:
+    before = {*threading.enumerate()}  # of which those of another test may end
+    with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_SECONDS) as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closing it is a reset
     assert health(port) == 200
-    deadline = time.monotonic() + 10
-    while threading.active_count() > before and time.monotonic() < deadline:
-        threading.Event().wait(0.01)
-    assert threading.active_count() == before
+    wait_until(lambda: {*threading.enumerate()} <= before, "the end of both connections")
     assert capfd.readouterr().err == ""

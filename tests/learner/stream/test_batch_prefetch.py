@@ -29,7 +29,7 @@ MakeBench = Callable[..., LearnerBench]
 def run(schema: Schema, path: Path, *tasks: Callable[[], object]) -> tuple[LearnerBench, list[str]]:
     """Run a learner; return it and the order in which batches are copied and steps are taken."""
     torch.manual_seed(0)
-    bench = LearnerBench(path, schema, small_model(), BLOCKS, learner={"batch_size": BATCH, "max_delay": "10s"})
+    bench = LearnerBench(path, schema, small_model(), BLOCKS, learner={"batch_size": BATCH, "max_delay": "1h"})
     order, step, copy = list[str](), bench.trainer.step, bench.trainer.examples
 
     def stepped(*given: Any) -> Any:

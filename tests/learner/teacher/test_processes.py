@@ -14,6 +14,7 @@ from learner.config import ModelSettings
 from learner.state_dir.version import Manifest, Verdict, Versions, reference_to
 from serving.reporting.report import read_report
 from tests.pipelines import Learner, Part, adds_up, events, total
+from tests.support.ports import first_free_port
 
 MODEL = """
 import torch
@@ -105,17 +106,16 @@ def test_a_server_as_the_teacher_goes_away_and_comes_back_and_labelled_events_ar
     config = write_pipeline(kafka.bootstrap, topic, CONFIG.replace("[model.teacher]\n", ""), MODEL)
     text = config.read_text().replace('"tiny_model:build"', '"tiny_model:teach"')
     (folder / "tiny_model.py").write_text(MODEL)
-    (folder / "pipeline.toml").write_text(f"{text}[serving]\nport = 0\n")
+    port = first_free_port()
+    (folder / "pipeline.toml").write_text(f"{text}[serving]\nport = {port}\n")
     publish(folder)
 
     def served() -> Part:
         return Part("serving", folder / "pipeline.toml")
 
     with contextlib.closing(served()) as server:
-        report = server.until(lambda: (found := read_report(folder / "var")) and found.ready and found)
-        port = report.address.rpartition(":")[2]
-        (folder / "pipeline.toml").write_text(f"{text}[serving]\nport = {port}\n")
-        teacher = f'url = "http://127.0.0.1:{port}"\nmodel = "test"\ntimeout = "5s"\n'
+        server.until(lambda: (found := read_report(folder / "var")) and found.ready)
+        teacher = f'url = "http://127.0.0.1:{port}"\nmodel = "test"\ntimeout = "60s"\n'
         learner = start(write_pipeline(kafka.bootstrap, topic, CONFIG + teacher, MODEL, stream=DISTIL))
         produce(kafka.bootstrap, topic, unlabelled(320))
         learned = learner.wait_for(lambda each: total(each) == 320)

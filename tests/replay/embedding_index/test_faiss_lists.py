@@ -1,6 +1,7 @@
 """The index process, real, as the learner's side sees it."""
 
 import errno
+import gc
 import itertools
 import os
 import signal
@@ -323,6 +324,7 @@ def test_an_index_that_answers_other_things_first_does_not_hang(index, monkeypat
 
 def test_an_index_that_cannot_be_started_is_tried_again_and_leaves_nothing_open(index, monkeypatch):
     settled(index)
+    gc.collect()  # the sockets that tests before this one have left
     me, tries = psutil.Process(), []
     monkeypatch.setattr(index, "_backoff", Backoff(timedelta(0), timedelta(0)))
 
@@ -341,6 +343,7 @@ def test_an_index_that_cannot_be_started_is_tried_again_and_leaves_nothing_open(
 
 
 def test_nothing_is_left_behind_by_close_nor_by_deaths(make_index):
+    gc.collect()  # the sockets that tests before this one have left
     me = psutil.Process()
     descriptors, children = me.num_fds(), me.children()
     index = make_index()
