@@ -121,12 +121,13 @@ class Averaged(nn.Module):
     """A model that keeps an average of its weights and predicts with it.
 
     Each forward pass in training adds the weights to the average, with a factor that falls from 1 to `1 - decay`: an
-    average over about the last ninth of the steps, until that reaches `1 / (1 - decay)` steps. The idea
+    average over about the last `1 / parts` of the steps, until that reaches `1 / (1 - decay)` steps. The idea
     is the slow model of CLS-ER (Arani et al. 2022) without its part in the loss, older as Polyak's averaging.
     """
 
-    def __init__(self, body: nn.Module, decay: float) -> None:
+    def __init__(self, body: nn.Module, decay: float, parts: int) -> None:
         super().__init__()
+        self.parts = parts
         self.body = body
         self.average = _with_buffers(copy.deepcopy(body))
         self.least = 1 - decay
@@ -138,7 +139,7 @@ class Averaged(nn.Module):
             averaged: Tensor = self.average(x)
             return averaged
         with torch.no_grad():
-            factor = (9 / (9 + self.steps)).clamp_min(self.least)
+            factor = (self.parts / (self.parts + self.steps)).clamp_min(self.least)
             for mean, weight in zip(self.average.buffers(), self.body.parameters(), strict=True):
                 mean.lerp_(weight, factor.to(mean.dtype))
             self.steps += 1
@@ -155,9 +156,9 @@ def _with_buffers(module: nn.Module) -> nn.Module:
     return module
 
 
-def averaged_pixels_mlp(widths: Sequence[int], decay: float = 0.999) -> nn.Module:
+def averaged_pixels_mlp(widths: Sequence[int], decay: float = 0.999, parts: int = 9) -> nn.Module:
     """Make a `pixels_mlp` that predicts with the average of its weights."""
-    return Averaged(pixels_mlp(widths), decay)
+    return Averaged(pixels_mlp(widths), decay, parts)
 
 
 def text_student(path: str, classes: int, layers: int, *, config_folder: Path) -> nn.Module:
