@@ -95,8 +95,11 @@ _QUICK_ROWS = 60_000
 """Of a stream with natural drift, in the quick form: all flights take two hours."""
 TASKS = [(0, 1), (2, 3), (4, 5), (6, 7), (8, 9)]
 MLP: dict[str, Any] = {"factory": "pixels_mlp", "args": {"widths": [784, 100, 100, 10]}}
-AVERAGED_MLP: dict[str, Any] = {"factory": "averaged_pixels_mlp", "args": MLP["args"]}
-"""The same, which predicts with the average of its weights."""
+
+
+def averaged_mlp(parts: int = 9) -> dict[str, Any]:
+    """Return the same model, which predicts with the average of its weights over the last `1 / parts` of the steps."""
+    return {"factory": "averaged_pixels_mlp", "args": {**MLP["args"], "parts": parts}}
 
 
 def settings(strategy: object, lr: float, capacity: int, replay: float, **replay_settings: object) -> Sections:
@@ -123,12 +126,12 @@ SPLIT_MNIST: dict[str, Sections] = {
     "split_mnist_derpp_500": settings(derpp(1.0, 0.5), 0.03, 500, 1.0),
     "split_mnist_none": settings("none", 0.1, 500, 0.0),
 }
-BEST: dict[str, tuple[Sections, int]] = {
-    "split_mnist_best_200": (settings(derpp(0.5, 0.5), 0.03, 200, 1.0), 7),
-    "split_mnist_best_500": (settings(derpp(0.5, 0.5), 0.1, 500, 1.0), 7),
-    "split_mnist_best_5120": (settings(derpp(0.5, 0.5), 0.15, 5120, 6.4), 9),
+BEST: dict[str, tuple[Sections, Mapping[str, Any]]] = {
+    "split_mnist_best_200": (settings(derpp(0.5, 0.5), 0.03, 200, 1.0), averaged_mlp(7)),
+    "split_mnist_best_500": (settings(derpp(0.5, 0.5), 0.1, 500, 1.0), averaged_mlp(7)),
+    "split_mnist_best_5120": (settings(derpp(0.5, 0.5), 0.15, 5120, 6.4), averaged_mlp()),
 }
-"""Sections, and the `parts` of `averaged_pixels_mlp`; chosen on training images that were not trained on."""
+"""Sections and model; chosen on training images that were not trained on."""
 LARGE_BUFFER: dict[str, Sections] = {
     "split_mnist_er_5120": settings("er", 0.1, 5120, 1.0),
     "split_mnist_derpp_5120": settings(derpp(0.2, 0.5), 0.1, 5120, 6.4),
@@ -297,8 +300,7 @@ def split_mnist(setup: Setup) -> None:
 def best(setup: Setup) -> None:
     """Measure our best settings."""
     setup.results.title("best: the same with the best settings for each size of the store, and averaged weights")
-    averaged = {parts: {**AVERAGED_MLP, "args": {**MLP["args"], "parts": parts}} for _, parts in BEST.values()}
-    _each(setup, {key: (sections, averaged[parts]) for key, (sections, parts) in BEST.items()})
+    _each(setup, BEST)
 
 
 def _each(setup: Setup, runs: Mapping[str, tuple[Sections, Mapping[str, Any]]]) -> None:
@@ -379,7 +381,7 @@ def compression(setup: Setup) -> None:
         learner = {**AUTO["learner"], "batch_size": AUTO["learner"]["batch_size"] // 2, "replicas": 2}
         sections = {**AUTO, "learner": {**learner, **COMPRESSION[name]}}
         try:
-            accuracies, outcomes = mnist.outcomes(f"compression-{name}", sections, AVERAGED_MLP)
+            accuracies, outcomes = mnist.outcomes(f"compression-{name}", sections, averaged_mlp())
         except BrokenRunError as exc:
             setup.results.remark(f"compression_{name}: left out: {exc}")
             continue
