@@ -156,8 +156,7 @@ class TestAWrongChecksum:
         self, kafka: Any, topic: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """It parses on behind such a batch, and may ask for the offset that it takes the bytes there for."""
-        reason = KafkaError(KafkaError._AUTO_OFFSET_RESET, "requested offset not available")
-        astray = Message(topic=topic, partition=0, offset=33_554_434, error=reason)
+        astray = self._astray(topic)
         with reading(kafka.bootstrap, topic, "confluent") as reader:
             assert isinstance(reader, ConfluentClient)
             read(reader, 3, limit=3)
@@ -166,6 +165,28 @@ class TestAWrongChecksum:
                 assert reader.poll(timedelta(milliseconds=100), 3) == []
             found = read(reader, 9)
         assert [offset for offset, *_ in found] == list(range(3, 9))
+
+    def test_that_sends_librdkafka_to_such_an_offset_while_its_end_is_searched_is_passed_over(
+        self, kafka: Any, topic: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("ingest.kafka.unreadable.CORRUPT_SECONDS", 0.0)
+        astray = [self._astray(topic)] * 2
+        with Damaging(kafka.bootstrap) as proxy, reading(proxy.address, topic, "confluent") as reader:
+            assert isinstance(reader, ConfluentClient)
+            consumer = reader._consumer
+
+            def consume(limit: int, seconds: float) -> list[Message]:
+                return [astray.pop()] if limit == 1 and astray else consumer.consume(limit, seconds)
+
+            monkeypatch.setattr(reader, "_consumer", Mock(wraps=consumer, consume=consume))
+            found = read(reader, 9)
+        assert not astray
+        assert [offset for offset, _, fault in found if fault and fault.startswith("corrupt")] == [3, 4, 5]
+        assert [offset for offset, _, fault in found if fault is None] == [0, 1, 2, 6, 7, 8]
+
+    def _astray(self, topic: str) -> Message:
+        reason = KafkaError(KafkaError._AUTO_OFFSET_RESET, "requested offset not available")
+        return Message(topic=topic, partition=0, offset=33_554_434, error=reason)
 
     @pytest.mark.parametrize("client", EACH)
     def test_that_goes_away_loses_nothing(

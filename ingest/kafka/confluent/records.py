@@ -58,7 +58,8 @@ def batch_end(consumer: Any, partition: TopicPartition, begin: int, base: int, l
 
 def _is_of(consumer: Any, partition: TopicPartition, offset: int, base: int) -> bool:
     """Whether an offset is in the unreadable batch at `base`; raises BrokerError when no broker answers in time."""
-    consumer.assign([KafkaPartition(partition.topic, partition.partition, offset)])
+    asked = KafkaPartition(partition.topic, partition.partition, offset)
+    consumer.assign([asked])
     deadline, answer = time.monotonic() + _SEARCH_SECONDS, "no answer"
     while (left := deadline - time.monotonic()) > 0:
         for message in consumer.consume(1, left):
@@ -68,7 +69,9 @@ def _is_of(consumer: Any, partition: TopicPartition, offset: int, base: int) -> 
             if error.code() in UNREADABLE:
                 return bool(message.offset() == base)
             answer = error.str()
-            if error.code() in REMOVED:
+            if error.code() in REMOVED and message.offset() != offset:
+                consumer.assign([asked])  # parsing on behind a damaged batch, librdkafka asked for an offset at random
+            elif error.code() in REMOVED:
                 deadline = 0.0
             else:
                 raise_if_fatal(error)
