@@ -17,7 +17,7 @@ from torch.nn import functional
 from typing_extensions import override
 
 from learner.errors import ModelError
-from learner.model.growing.parts import Pool, Run
+from learner.model.growing.parts import Chosen, Pool, Run, one_or_each
 from learner.model.growing.router import fixed
 
 CONVOLUTIONS: dict[type[nn.Module], Callable[..., Tensor]] = {
@@ -25,9 +25,6 @@ CONVOLUTIONS: dict[type[nn.Module], Callable[..., Tensor]] = {
     nn.Conv2d: functional.conv2d,
     nn.Conv3d: functional.conv3d,
 }
-
-Expert = int | Tensor
-"""One expert for all events, or that of each, int64 `[B]`."""
 
 
 class _EmbeddingReached(Exception):  # noqa: N818 no error
@@ -46,7 +43,7 @@ class _Pass:
     """
 
     rows: int
-    chosen: Expert | None
+    chosen: Chosen | None
     choose: Callable[[Tensor], Tensor] | None = None
     embedding_BD: Tensor | None = None
 
@@ -90,10 +87,8 @@ class ExpertLayer(nn.Module):
         for each in (self.first, self.second):
             each.data = each.new_zeros(frozen, *each.shape[1:])
 
-    def apply_to(self, layer: nn.Module, x_N: Tensor, output_N: Tensor, chosen: Expert, rows: int) -> Tensor:
+    def apply_to(self, layer: nn.Module, x_N: Tensor, output_N: Tensor, chosen: Chosen, rows: int) -> Tensor:
         """Return the output of a layer with the chosen experts, given its input and the base's output."""
-        if isinstance(chosen, Tensor) and rows == 1 and chosen.is_cpu:
-            chosen = int(chosen)
         if isinstance(chosen, Tensor):
             if len(x_N) % rows:
                 raise ModelError(
@@ -109,7 +104,7 @@ class ExpertLayer(nn.Module):
             return self.open_first.to(like.dtype), self.open_second.to(like.dtype)
         return self.first[expert].to(like.dtype), self.second[expert].to(like.dtype)
 
-    def _linear(self, x_N: Tensor, output_N: Tensor, chosen: Expert) -> Tensor:
+    def _linear(self, x_N: Tensor, output_N: Tensor, chosen: Chosen) -> Tensor:
         if isinstance(chosen, int):
             first, second = self._of(chosen, x_N)
             if self._rank is None:
@@ -125,7 +120,7 @@ class ExpertLayer(nn.Module):
             return (product_NTR + second_N[:, None]).reshape(output_N.shape)
         return output_N + torch.bmm(product_NTR, second_N.transpose(1, 2)).reshape(output_N.shape)
 
-    def _convolution(self, layer: Any, x_N: Tensor, output_N: Tensor, chosen: Expert) -> Tensor:
+    def _convolution(self, layer: Any, x_N: Tensor, output_N: Tensor, chosen: Chosen) -> Tensor:
         run = next(function for kind, function in CONVOLUTIONS.items() if isinstance(layer, kind))
 
         def added(rows_N: Tensor, expert: int) -> Tensor:
@@ -189,7 +184,7 @@ class ExpertPool(Pool):
     @override
     def _routed_pass(self, run: Run, rows: int, choose: Callable[[Tensor], Tensor]) -> Tensor:
         if self._early:
-            return self._run(run, _Pass(rows, choose(self._embed(run, rows))))
+            return self._run(run, _Pass(rows, one_or_each(choose(self._embed(run, rows)))))
         now = _Pass(rows, None, choose)
         output = self._run(run, now)
         _reached(now.embedding_BD)
@@ -228,7 +223,7 @@ class ExpertPool(Pool):
         if now.chosen is None:
             if now.choose is None:
                 raise _EmbeddingReached
-            now.chosen = now.choose(now.embedding_BD)
+            now.chosen = one_or_each(now.choose(now.embedding_BD))
 
 
 @dataclass

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from learner.errors import ModelError
-from learner.model.growing.router import Router, fixed
+from learner.model.growing.router import Route, Router, fixed
 from learner.model.trained_set import freeze
 
 POOL = "expert_pool"
@@ -28,6 +28,8 @@ NEVER = -1e4
 
 Run = Callable[[], Tensor]
 """Runs the module's own forward pass; returns its output."""
+Chosen = int | Tensor
+"""One part for all events, or that of each, int64 `[B]`."""
 
 
 class PoolLayer(Protocol):
@@ -94,17 +96,19 @@ class Pool(nn.Module, abc.ABC):
         if self.size == 1:
             output, _ = self._train_pass(run, rows)
             return output + self.open_shift.to(output.dtype)
-        probability_BP = chosen_B = torch.empty(0)
+        routes: list[Route] = []
 
         def choose(embedding_BD: Tensor) -> Tensor:
-            nonlocal probability_BP, chosen_B
-            probability_BP = self.router(embedding_BD)
-            chosen_B = self.router.choose(probability_BP, self.size)
-            return chosen_B
+            routes.append(self.router.route(embedding_BD, self.size))
+            return routes[-1].chosen_B
 
-        output = self._routed_pass(run, rows, choose)
-        shift_EC = torch.cat([self.shift, self.open_shift[None]])
-        return self.router.combine(output.float() + shift_EC[chosen_B], chosen_B, probability_BP)
+        output = self._routed_pass(run, rows, choose).float()
+        return routes[-1].combine(output + self._shift_of(one_or_each(routes[-1].chosen_B)))
+
+    def _shift_of(self, chosen: Chosen) -> Tensor:
+        if isinstance(chosen, int):
+            return self.shift[chosen] if chosen < len(self.shift) else self.open_shift
+        return torch.cat([self.shift, self.open_shift[None]])[chosen]
 
     @abc.abstractmethod
     def _train_pass(self, run: Run, rows: int) -> tuple[Tensor, Tensor]:
@@ -139,6 +143,12 @@ class Growing(nn.Module):
         super().train(False)
         self.training = mode
         return self
+
+
+def one_or_each(chosen_B: Tensor) -> Chosen:
+    """Return the part of a single event as a number where that needs no wait for a device: a row costs less than a
+    gather."""
+    return int(chosen_B) if len(chosen_B) == 1 and chosen_B.is_cpu else chosen_B
 
 
 def make_growing(model: nn.Module, pool: Pool) -> None:

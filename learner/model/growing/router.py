@@ -3,6 +3,9 @@
 Legend: B events, C classes, D dimensions of an embedding, E experts, P prototypes: one for each class of each expert.
 """
 
+import contextlib
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -29,7 +32,7 @@ class Router(nn.Module):
 
     def forward(self, embedding_BD: Tensor) -> Tensor:
         """Return the probability of each prototype, float32 `[B, P]`."""
-        with torch.autocast(embedding_BD.device.type, enabled=False):
+        with _float32(embedding_BD.device.type):
             return functional.linear(embedding_BD.to(self.weight.dtype), self.weight, self.bias).softmax(dim=1)
 
     def set(self, weight_PD: Tensor, bias_P: Tensor, owner_P: Tensor, label_P: Tensor) -> None:
@@ -44,19 +47,39 @@ class Router(nn.Module):
         for parameter in self.parameters():
             parameter.data = parameter.new_zeros(prototypes, *parameter.shape[1:])
 
-    def choose(self, probability_BP: Tensor, experts: int) -> Tensor:
-        """Return the expert with the most probability of each event, int64 `[B]`."""
-        total_BE = probability_BP.new_zeros(len(probability_BP), experts)
-        return total_BE.index_add_(1, self.owner, probability_BP).argmax(dim=1)
+    def route(self, embedding_BD: Tensor, experts: int) -> "Route":
+        """Choose the expert with the most probability for each event."""
+        probability_BP = self(embedding_BD)
+        total_BE = probability_BP.new_zeros(len(probability_BP), experts).index_add_(1, self.owner, probability_BP)
+        own_B1, chosen_B1 = total_BE.max(dim=1, keepdim=True)
+        others_BP = probability_BP.masked_fill(self.owner == chosen_B1, 0.0)
+        others_BC = others_BP.new_zeros(len(others_BP), self.classes).index_add_(1, self.label, others_BP)
+        return Route(chosen_B1[:, 0], own_B1, others_BC)
 
-    def combine(self, logits_BC: Tensor, chosen_B: Tensor, probability_BP: Tensor) -> Tensor:
+
+@dataclass(frozen=True)
+class Route:
+    """Which experts answer B events.
+
+    Attributes:
+        chosen_B: the expert of each event, int64 `[B]`.
+        own_B1: the probability that the router gives it, float32 `[B, 1]`.
+        others_BC: the probability of each class by the prototypes of the other experts, float32 `[B, C]`.
+    """
+
+    chosen_B: Tensor
+    own_B1: Tensor
+    others_BC: Tensor
+
+    def combine(self, logits_BC: Tensor) -> Tensor:
         """Return logarithms of the probability of each class, float32 `[B, C]`, from logits of the chosen experts.
 
         The chosen expert divides its own probability among its classes; that of the others is as the router has it.
         """
-        own_BP = self.owner == chosen_B[:, None]
-        own_B1 = (probability_BP * own_BP).sum(dim=1, keepdim=True)
-        class_BC = torch.zeros_like(logits_BC, dtype=torch.float32)
-        class_BC.index_add_(1, self.label, probability_BP.masked_fill(own_BP, 0.0))
-        least = torch.finfo(torch.float32).tiny
-        return (class_BC + own_B1 * logits_BC.float().softmax(dim=1)).clamp_min(least).log()
+        class_BC = torch.addcmul(self.others_BC, self.own_B1, logits_BC.float().softmax(dim=1))
+        return class_BC.clamp_min(torch.finfo(torch.float32).tiny).log()
+
+
+def _float32(device: str) -> contextlib.AbstractContextManager[object]:
+    # Entering a context of autocast takes as long as several layers of one row.
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else contextlib.nullcontext()
