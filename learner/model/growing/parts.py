@@ -146,9 +146,11 @@ class Growing(nn.Module):
 
 
 def one_or_each(chosen_B: Tensor) -> Chosen:
-    """Return the part of a single event as a number where that needs no wait for a device: a row costs less than a
-    gather."""
-    return int(chosen_B) if len(chosen_B) == 1 and chosen_B.is_cpu else chosen_B
+    """Return the part of all events as a number where they have one in common, as most requests at a time do, and no
+    device is waited for: to take one part costs less than to gather that of each event, which gradients need."""
+    if chosen_B.is_cpu and not torch.is_grad_enabled() and len(distinct := set(chosen_B.tolist())) == 1:
+        return int(distinct.pop())
+    return chosen_B
 
 
 def make_growing(model: nn.Module, pool: Pool) -> None:
