@@ -3,9 +3,8 @@
 import os
 
 _SETTINGS = "ANABRANCH__"
-_ONE_HEAP = {"MALLOC_ARENA_MAX": "1", "ARROW_DEFAULT_MEMORY_POOL": "system"}
-"""Makes memory that one thread freed available to the others, which glibc otherwise keeps for each thread, and Arrow's
-own allocator for itself and for a while.
+_ONE_HEAP = {"MALLOC_ARENA_MAX": "1"}
+"""Makes memory that one thread freed available to the others, which glibc otherwise keeps for each thread.
 
 With it, the memory of a process that reads files does not grow with their rows. Not where only topics are read, since
 librdkafka's threads would wait for each other.
