@@ -265,8 +265,15 @@ class Checkpoints(ManifestDirectory[CheckpointManifest]):
             return parts, decoded(folder.read(f"{RANK}/{STATE}", MOST_BYTES), dict[str, Any])
 
     def newer_than(self, number: int) -> list[int]:
-        """Return the checkpoints that a restart prefers to this one, the newest first."""
+        """Return the checkpoints that a restart prefers to this one, the newest first.
+
+        Raises CheckpointError where this one is not there any more.
+        """
         by_age = self.by_age()
+        if number not in by_age:
+            raise CheckpointError(
+                f"checkpoint {number} is not there any more: a learner that runs deletes old ones; stop it first"
+            )
         return by_age[: by_age.index(number) : -1]
 
     def set_aside(self, number: int) -> None:

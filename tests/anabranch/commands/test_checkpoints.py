@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from anabranch.cli import app as cli
+from anabranch.commands import checkpoints as commands
 from anabranch.config.loader import Config, load_config
 from ingest.events.schema import Schema
 from learner.state_dir.checkpoint import Checkpoint, Checkpoints
@@ -145,6 +147,23 @@ def test_a_checkpoint_is_not_restored_while_a_learner_runs(
         f"anabranch: another learner is at work in {config.state_dir}; stop it first, or give this pipeline another "
         "state_dir\n"
     )
+
+
+@pytest.mark.parametrize("after", ["show_checkpoint", "check_age"])
+def test_a_checkpoint_that_a_learner_deletes_meanwhile_is_one_sentence(
+    run: Callable[..., Any], checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, after: str
+) -> None:
+    actually = getattr(commands, after)
+
+    def deletes(*arguments: Any) -> Any:
+        found = actually(*arguments)
+        shutil.rmtree(checkpoints.path / "3")
+        return found
+
+    monkeypatch.setattr(commands, after, deletes)
+    code, out, err = run("restore", "3", "--yes")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "checkpoint 3" in err
 
 
 def test_a_damaged_checkpoint_or_one_older_than_the_erasures_is_not_restored(

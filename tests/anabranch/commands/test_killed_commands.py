@@ -69,18 +69,18 @@ def test_state_is_complete_when_the_learner_or_a_restore_is_killed(
                 return
 
     learner = Learner(path)
-    with contextlib.closing(learner):
+    with contextlib.closing(learner), contextlib.ExitStack() as at_end:
         stop = threading.Event()
         changing = threading.Thread(target=change_versions, args=(stop,))
         while len(list_checkpoints(config)) < 4 or not versions.numbers():
             send()
             learner.wait_for(lambda report: total(report) == sent)
         changing.start()
+        at_end.callback(changing.join)
+        at_end.callback(stop.set)
         send()
         assert command("checkpoints", "restore", list_checkpoints(config)[-1].number, "--yes") == 2
         learner.kill()
-        stop.set()
-        changing.join()
     state = versions.state()
     assert set(state.rolled_back) <= set(versions.numbers())
     assert {show_version(config, number).manifest is not None for number in versions.numbers()} == {True}
