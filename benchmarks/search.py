@@ -38,6 +38,8 @@ from ingest.events.block import Array
 from ingest.events.schema import Schema
 from learner.config import LearnerSettings
 from learner.model.device import choose_precision
+from learner.model.features.moments import Moments
+from learner.model.features.numbers import LIMIT
 from learner.model.task import Classification
 from learner.search.evidence import Evidence, log_threshold
 from learner.search.networks import NETWORK_TEACHING, NetworkSpec
@@ -100,7 +102,7 @@ class LabelledStream:
 
 
 def stream(name: str, data: Path | None, rows: int) -> LabelledStream:
-    """Return the first events of a stream; numbers are scaled by the first tenth."""
+    """Return the first events of a stream; tabular numbers are scaled as `scale = "standard"` scales them."""
     if name == "elec2":
         arrays = load("elec", data)
         x, y = arrays["x"], arrays["y"]
@@ -111,10 +113,22 @@ def stream(name: str, data: Path | None, rows: int) -> LabelledStream:
         arrays = load("nycflights", data)
         x, y = arrays["num"], arrays["delay"] > 15 if name == "flights" else arrays["cat"][:, 0]
     x, y = x[:rows].astype(np.float32), np.unique(y[:rows], return_inverse=True)[1].astype(np.int64)
-    first = x[: max(1, len(x) // 10)]
-    deviation = first.std(axis=0) if name != "mnist" else np.float32(255.0)
-    centre = first.mean(axis=0) if name != "mnist" else np.float32(0.0)
-    return LabelledStream((x - centre) / np.where(deviation > 0, deviation, 1).astype(np.float32), y)
+    return LabelledStream(x / np.float32(255.0) if name == "mnist" else scaled(x), y)
+
+
+def scaled(x: Array) -> Array:
+    """Return numbers `[N, D]` scaled by the moments of all events before their batch, as the learner does.
+
+    A number that has been constant so far is 0. By the deviation of its first events, which is that of rounding, the
+    first other value would be a million.
+    """
+    parts, moments = list[Array](), Moments.of(np.zeros((0, x.shape[1])))
+    for start in range(0, len(x), BATCH):
+        batch, deviation = x[start : start + BATCH].astype(np.float64), moments.deviation
+        factor = np.where(deviation > 0, 1 / np.where(deviation > 0, deviation, 1), 0)
+        parts.append(((batch - moments.mean) * factor).clip(-LIMIT, LIMIT).astype(np.float32))
+        moments = moments.merged(Moments.of(batch))
+    return np.concatenate(parts)
 
 
 def trainer_of(
