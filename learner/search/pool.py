@@ -24,7 +24,7 @@ from learner.state_dir.search.control import ChallengerReport, Judged, shown
 
 LONGEST_LEASE = 512
 """Steps of its last lease."""
-_SAVED = 1024
+SAVED = 1024
 """Steps of challengers that may be saved up: a search begins with them, while a model has most to gain."""
 _CREDIT = 1024
 """Steps that promising challengers may take before they are saved up: to wait would lose their weights, which matter
@@ -56,7 +56,7 @@ class ChallengerPool:
         self.live: list[Challenger] = []
         """Those that train now."""
         self._waiting: list[Challenger] = []
-        self._saved = float(_SAVED)
+        self._saved = float(SAVED)
         """Steps that challengers may take."""
         self._numbers = 0
         self._ranks = 0
@@ -79,7 +79,7 @@ class ChallengerPool:
         """Begin a step: return the challengers whose lease begins now, which copy the model first."""
         self.step += 1
         share = self._settings.share
-        self._saved = min(_SAVED, self._saved + share / (1 - share))
+        self._saved = min(SAVED, self._saved + share / (1 - share))
         begun = list[Challenger]()
         while not (self.pinned or self.paused) and len(self.live) < self._settings.challengers:
             if not self._waiting and self._saved < FIRST_LEASE:
@@ -87,7 +87,7 @@ class ChallengerPool:
             challenger = self._waiting.pop(0) if self._waiting else self._proposal()
             if challenger is None:
                 break
-            if self._saved < min(challenger.cost, _SAVED):
+            if self._saved < min(challenger.cost, SAVED):
                 self._waiting.insert(0, challenger)
                 break
             self._saved -= challenger.cost
@@ -213,7 +213,7 @@ class ChallengerPool:
         """End a lease; steps that are left are saved."""
         if challenger in self.live:
             self.live.remove(challenger)
-            self._saved = min(_SAVED, self._saved + challenger.left + challenger.teaching)
+            self._saved = min(SAVED, self._saved + challenger.left + challenger.teaching)
         challenger.slot, challenger.left, challenger.teaching, challenger.recent = None, 0, 0, []
 
     def _wait(self, challenger: Challenger) -> None:
