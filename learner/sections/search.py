@@ -57,7 +57,7 @@ class SearchSettings(Section):
     its settings; with `auto` its weights, optimizer and settings become the model's."""
     measure: Literal["loss", "score"] = "loss"
     """What is compared, on new events before training on them: the task's loss, or its score, such as accuracy. Losses,
-    and scores without bounds, as of regression, are compared as fractions of both models' together."""
+    and scores without bounds, as of regression, are compared in the usual size of the model's own."""
 
 
 def arguments_of(values: Mapping[str, Any]) -> dict[str, Any]:
