@@ -55,6 +55,9 @@ from serving.reporting.report import read_report as read_serving
 
 _BACKLOG = 4.0
 """Events that wait for the learner, by those that the plan says it learns while it is measured: it may learn faster."""
+_BACKLOG_BYTES = 8e8
+"""Most bytes that wait: the embedded broker answers a fetch with all of them. Of large events the learner is measured for
+less long."""
 _QUARTER = 1.25
 _POLL_SECONDS = 0.1
 _PATIENCE = 300.0
@@ -92,7 +95,7 @@ PARTS = {
     ),
     "memory": Setting(
         4096,
-        (4096, 32, 10),
+        (4096, 256, 10),
         100.0,
         {"stream": {"format": "rows"}, "replay": {"capacity": 4_000, "device_bytes": "100MB"}},
         before=5_000,
@@ -190,8 +193,7 @@ def measure(part: str, sizes: Sizes, bootstrap: str, folder: Path) -> tuple[dict
     config = _config(folder / "plan", written)
     load = Load(rate=setting.rate, event_bytes=setting.event_bytes, events_per_message=setting.events_per_message)
     constants = calibrate(config, load, sizes.calibration, lambda _: None)
-    backlog = _BACKLOG * (constants.saturation_rate or load.rate) * sizes.flood
-    run = run_pipeline(setting, stream, config, written, sizes, folder / "run", backlog)
+    run = run_pipeline(setting, stream, config, written, sizes, folder / "run", constants.saturation_rate or load.rate)
     return planned(config, load, constants, run), {
         "memory": run.memory,
         "disk": run.disk,
@@ -233,11 +235,13 @@ def run_pipeline(
     written: Mapping[str, Any],
     sizes: Sizes,
     folder: Path,
-    backlog: float,
+    saturation: float,
 ) -> Run:
-    """Run learner and serving at the planned rate, and then on a backlog of so many events."""
+    """Run learner and serving at the planned rate, and then on a backlog, which they learn at about `saturation`."""
     schema = Schema(config.pipeline.events)
     messages = synthetic_messages(schema, config.pipeline.stream, setting.event_bytes, setting.events_per_message, 1)
+    event_bytes = len(messages.values[0]) / setting.events_per_message
+    flood = min(sizes.flood, _BACKLOG_BYTES / (_BACKLOG * saturation * event_bytes))
     with contextlib.ExitStack() as stack:
         paced = PacedStream(stream, messages.values, setting.rate / setting.events_per_message)
         paced.send(setting.before)
@@ -257,9 +261,9 @@ def run_pipeline(
             wrote = sum(map(written_bytes, pids)) - wrote
             freshness = _freshness(learner.state_dir).mean_since(fresh)
         learner.pause()
-        paced.send(int(backlog / setting.events_per_message))
+        paced.send(int(_BACKLOG * saturation * flood / setting.events_per_message))
         learner.go_on()
-        rate = _saturate(learner, sizes.flood)
+        rate = _saturate(learner, flood)
     return Run(
         peak.total, wrote / (last.time - first.time), freshness or 0.0, rate,
         first.outcomes["trained"], last.outcomes["trained"],
@@ -281,13 +285,19 @@ def _next_checkpoint(learner: LearnerProcess, peak: PeakMemory) -> LearnerReport
 
 
 def _saturate(learner: LearnerProcess, seconds: float) -> float:
-    """Return the events a second while some wait; 0 where all were learned before the end."""
-    warm = time.time() + seconds / 3
-    first = learner.wait_for(lambda report: report.time > warm)
-    last = learner.wait_for(lambda report: report.time > first.time + seconds)
-    if not sum(partition.pending for partition in last.partitions.values()):
-        return 0.0
-    return (last.outcomes["trained"] - first.outcomes["trained"]) / (last.time - first.time)
+    """Return the events a second while some wait, from some time after it learned the first on; 0 without two reports."""
+    idle = learner.wait_for(lambda report: _waiting(report) > 0)  # the first fetch takes seconds
+    begun = learner.wait_for(lambda report: report.outcomes["trained"] > idle.outcomes["trained"])
+    reports = [learner.wait_for(lambda report: report.time > begun.time + seconds / 3)]
+    while reports[-1].time <= reports[0].time + seconds and _waiting(reports[-1]):
+        reports.append(learner.wait_for(lambda report: report.time > reports[-1].time))
+    first, last = reports[0], next((each for each in reversed(reports) if _waiting(each)), reports[0])
+    passed = last.time - first.time
+    return (last.outcomes["trained"] - first.outcomes["trained"]) / passed if passed else 0.0
+
+
+def _waiting(report: LearnerReport) -> int:
+    return sum(partition.pending for partition in report.partitions.values())
 
 
 def _wait(learner: LearnerProcess, peak: PeakMemory, condition: Any) -> LearnerReport:

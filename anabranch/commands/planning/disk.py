@@ -70,7 +70,10 @@ class DiskWrites:
         each = ENTRY_BYTES + (0 if self.pipeline.replay.slower and self.pipeline.storage is None else store.row_bytes)
         of_filling = writes_per_event(store, each, 0, rate * self.checkpoint_seconds) if filling else 0.0
         replaced = (events - filling) / (end - begin) * self.checkpoint_seconds
-        of_replaced = writes_per_event(store, each, store.events, replaced) if events > filling else 0.0
+        before = admitted(store, self.pipeline, rate, 0.0, max(begin, store.events / rate)) - store.events
+        of_replaced = 0.0
+        if events > filling:
+            of_replaced = writes_per_event(store, each, store.events, replaced, before, events - filling)
         written = each * (filling * of_filling + (events - filling) * of_replaced)
         formula = (
             f"{events:,.0f} events x {each:,} B, each written {written / max(1.0, events * each):.2f} times: "
