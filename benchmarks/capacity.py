@@ -56,8 +56,8 @@ from serving.reporting.report import read_report as read_serving
 _BACKLOG = 4.0
 """Events that wait for the learner, by those that the plan says it learns while it is measured: it may learn faster."""
 _BACKLOG_BYTES = 8e8
-"""Most bytes that wait: the embedded broker answers a fetch with all of them. Of large events the learner is measured for
-less long."""
+"""Most bytes that wait: the embedded broker answers a fetch with all of them. Where events are large, the learner is
+measured for less long."""
 _QUARTER = 1.25
 _POLL_SECONDS = 0.1
 _PATIENCE = 300.0
@@ -285,7 +285,7 @@ def _next_checkpoint(learner: LearnerProcess, peak: PeakMemory) -> LearnerReport
 
 
 def _saturate(learner: LearnerProcess, seconds: float) -> float:
-    """Return the events a second while some wait, from some time after it learned the first on; 0 without two reports."""
+    """Return the events a second while some wait, after it has begun with them; 0 without two such reports."""
     idle = learner.wait_for(lambda report: _waiting(report) > 0)  # the first fetch takes seconds
     begun = learner.wait_for(lambda report: report.outcomes["trained"] > idle.outcomes["trained"])
     reports = [learner.wait_for(lambda report: report.time > begun.time + seconds / 3)]
