@@ -1,6 +1,6 @@
 """A plan against a run, on five pipelines.
 
-    python -m benchmarks.capacity [--quick] [--json FILE] [--save] [--only PART ...]
+    python -m benchmarks.capacity [--quick] [--json FILE] [--save] [--only PART ...] [--bootstrap HOST:PORT]
 
     disk     a small MLP, replay from a disk tier
     memory   events of 16 kB as packed rows, replay from 4,000 of them in memory
@@ -31,7 +31,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +55,10 @@ from serving.reporting.report import read_report as read_serving
 
 _BACKLOG = 4.0
 """Events that wait for the learner, by those that the plan says it learns while it is measured: it may learn faster."""
-_BACKLOG_BYTES = 8e8
-"""Most bytes that wait: the embedded broker answers a fetch with all of them. Where events are large, the learner is
-measured for less long."""
+_BACKLOG_BYTES = 3e9
+_EMBEDDED_BYTES = 8e8
+"""Most bytes that wait, in a broker of one's own and in the embedded one, which answers each fetch with all of them and
+takes a core meanwhile. Where events are large, the learner is measured for less long."""
 _QUARTER = 1.25
 _POLL_SECONDS = 0.1
 _PATIENCE = 300.0
@@ -181,8 +182,10 @@ def document(setting: Setting, stream: Stream) -> dict[str, Any]:
     return pipeline(stream, model, 0, sections) | {"serving": serving, "device_sharing": {"policy": "exclusive"}}
 
 
-def measure(part: str, sizes: Sizes, bootstrap: str, folder: Path) -> tuple[dict[str, float], dict[str, float]]:
-    """Plan a pipeline and run it; return the plan's and the run's values by kind."""
+def measure(
+    part: str, sizes: Sizes, bootstrap: str, most_bytes: float, folder: Path
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Plan a pipeline and run it, at last on up to `most_bytes` that wait; return both values by kind."""
     setting = PARTS[part]
     described = {
         "features": {"x": {"dtype": "float32", "shape": [setting.features]}},
@@ -193,7 +196,10 @@ def measure(part: str, sizes: Sizes, bootstrap: str, folder: Path) -> tuple[dict
     config = _config(folder / "plan", written)
     load = Load(rate=setting.rate, event_bytes=setting.event_bytes, events_per_message=setting.events_per_message)
     constants = calibrate(config, load, sizes.calibration, lambda _: None)
-    run = run_pipeline(setting, stream, config, written, sizes, folder / "run", constants.saturation_rate or load.rate)
+    saturation = constants.saturation_rate or load.rate
+    most_seconds = most_bytes / (_BACKLOG * saturation * (constants.event_bytes or 1.0))
+    sizes = replace(sizes, flood=min(sizes.flood, most_seconds))
+    run = run_pipeline(setting, stream, config, written, sizes, folder / "run", _BACKLOG * saturation * sizes.flood)
     return planned(config, load, constants, run), {
         "memory": run.memory,
         "disk": run.disk,
@@ -235,13 +241,11 @@ def run_pipeline(
     written: Mapping[str, Any],
     sizes: Sizes,
     folder: Path,
-    saturation: float,
+    backlog: float,
 ) -> Run:
-    """Run learner and serving at the planned rate, and then on a backlog, which they learn at about `saturation`."""
+    """Run learner and serving at the planned rate, and then on a backlog of so many events."""
     schema = Schema(config.pipeline.events)
     messages = synthetic_messages(schema, config.pipeline.stream, setting.event_bytes, setting.events_per_message, 1)
-    event_bytes = len(messages.values[0]) / setting.events_per_message
-    flood = min(sizes.flood, _BACKLOG_BYTES / (_BACKLOG * saturation * event_bytes))
     with contextlib.ExitStack() as stack:
         paced = PacedStream(stream, messages.values, setting.rate / setting.events_per_message)
         paced.send(setting.before)
@@ -261,9 +265,9 @@ def run_pipeline(
             wrote = sum(map(written_bytes, pids)) - wrote
             freshness = _freshness(learner.state_dir).mean_since(fresh)
         learner.pause()
-        paced.send(int(_BACKLOG * saturation * flood / setting.events_per_message))
+        paced.send(int(backlog / setting.events_per_message))
         learner.go_on()
-        rate = _saturate(learner, flood)
+        rate = _saturate(learner, sizes.flood)
     return Run(
         peak.total, wrote / (last.time - first.time), freshness or 0.0, rate,
         first.outcomes["trained"], last.outcomes["trained"],
@@ -308,11 +312,11 @@ def _wait(learner: LearnerProcess, peak: PeakMemory, condition: Any) -> LearnerR
     return learner.wait_for(sampled)
 
 
-def compare(results: Results, part: str, sizes: Sizes, bootstrap: str, root: Path) -> None:
+def compare(results: Results, part: str, sizes: Sizes, bootstrap: str, most_bytes: float, root: Path) -> None:
     """Add the ratios of a part."""
     folder = root / part
     folder.mkdir()
-    plan, run = measure(part, sizes, bootstrap, folder)
+    plan, run = measure(part, sizes, bootstrap, most_bytes, folder)
     for kind in KINDS:
         if kind not in plan or not run[kind]:
             results.remark(f"{kind}: the plan has {plan.get(kind)}, and the run {run[kind]}")
@@ -326,6 +330,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options(parser, PARTS)
     parser.add_argument("--smoke", action="store_true", help="as short as it works, to see that it does")
+    parser.add_argument("--bootstrap", metavar="HOST:PORT", help="a broker instead of an embedded one")
     chosen = parser.parse_args()
     sizes = SMOKE if chosen.smoke else QUICK if chosen.quick else FULL
     results = Results("capacity", TARGETS)
@@ -333,11 +338,12 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     with contextlib.ExitStack() as stack:
         root = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=".", prefix="capacity-"))).resolve()
-        bootstrap = stack.enter_context(broker(None))
+        bootstrap = stack.enter_context(broker(chosen.bootstrap))
+        most_bytes = _BACKLOG_BYTES if chosen.bootstrap else _EMBEDDED_BYTES
         for part in chosen.only or PARTS:
             results.title(f"{part}: {PARTS[part].rate:,.0f} events a second")
             results.fact(f"load_before_{part}", os.getloadavg()[0])
-            compare(results, part, sizes, bootstrap, root)
+            compare(results, part, sizes, bootstrap, most_bytes, root)
     results.write(chosen)
 
 
