@@ -57,7 +57,7 @@ _BACKLOG = 4.0
 """Events that wait for the learner, by those that the plan says it learns while it is measured: it may learn faster."""
 _BACKLOG_BYTES = 3e9
 _EMBEDDED_BYTES = 8e8
-"""Most bytes that wait, in a broker of one's own and in the embedded one, which answers each fetch with all of them and
+"""Most bytes that wait, in another broker and in the embedded one, which answers each fetch with all of them and
 takes a core meanwhile. Where events are large, the learner is measured for less long."""
 _QUARTER = 1.25
 _POLL_SECONDS = 0.1
