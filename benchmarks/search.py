@@ -13,6 +13,9 @@ The accuracy is prequential: of each event before it is trained on, in percent, 
               Each has to end without a promotion
     networks  challengers with their own networks, on made-up events whose classes another network decides: `equal`
               ones have the size of the model, and `wider` ones more than its two units. How many are reported as better
+    river     River's selection among networks, with one learning rate for each power of ten of the same range, on the
+              same streams: successive halving with as many updates as a search takes, and a bandit. Networks take the
+              steps of the learner's trainer. A lead is by how much the search is above it, started 100 times off
     cost      steps a second with a search over those without, in turns
 """
 
@@ -21,7 +24,6 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,31 +32,30 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from benchmarks.harness.data import load
 from benchmarks.harness.interleave import Spread, interleave, ratio
+from benchmarks.harness.natural_streams import STREAMS, LabelledStream, stream
 from benchmarks.harness.results import Results, Target, options
-from ingest.config import SchemaSettings
-from ingest.events.block import Array
-from ingest.events.schema import Schema
+from benchmarks.harness.river_selection import RATES, Member, epsilon_greedy, right, successive_halving
 from learner.config import LearnerSettings
 from learner.model.device import choose_precision
 from learner.model.task import Classification
 from learner.search.evidence import Evidence, log_threshold
 from learner.search.networks import NETWORK_TEACHING, NetworkSpec
+from learner.search.pool import SAVED
 from learner.search.trainer import SearchingTrainer
 from learner.sections.search import SearchSettings
 from learner.strategies.registry import STRATEGIES
 from learner.strategies.teacher_loss import TeacherLoss
 from learner.training.trainer import Trainer
 
-PARTS = ("streams", "same", "networks", "cost")
-STREAMS = ("elec2", "flights", "airlines", "mnist")
+PARTS = ("streams", "same", "networks", "river", "cost")
 TARGETS = {
     "low_gap_to_best_points": Target(0.5),
     "high_gap_to_best_points": Target(0.5),
     "low_gap_to_given_points": Target(0.3),
     "high_gap_to_given_points": Target(0.3),
     "same_promotions_over_judgements": Target(1e-3),
+    **{f"river_lead_{arm}_points": Target(0.0, least=True) for arm in ("low", "high")},
     "cost_steps_over_off": Target(0.8, least=True),
 }
 CPU = torch.device("cpu")
@@ -82,39 +83,6 @@ class Network(nn.Module):
         """Return logits `[B, C]`."""
         logits: Tensor = self.body(x)
         return logits
-
-
-@dataclass(frozen=True)
-class LabelledStream:
-    """Numbers `[N, D]`, float32, and classes `[N]`, int64."""
-
-    x: Array
-    y: Array
-
-    @property
-    def schema(self) -> Schema:
-        """One feature, one label."""
-        feature = {"dtype": "float32", "shape": [self.x.shape[1]]}
-        label = {"name": "y", "classes": int(self.y.max()) + 1}
-        return Schema(SchemaSettings.model_validate({"features": {"x": feature}, "label": label}))
-
-
-def stream(name: str, data: Path | None, rows: int) -> LabelledStream:
-    """Return the first events of a stream; numbers are scaled by the first tenth."""
-    if name == "elec2":
-        arrays = load("elec", data)
-        x, y = arrays["x"], arrays["y"]
-    elif name == "mnist":
-        arrays = load("mnist", data)
-        x, y = arrays["x_train"], arrays["y_train"]
-    else:
-        arrays = load("nycflights", data)
-        x, y = arrays["num"], arrays["delay"] > 15 if name == "flights" else arrays["cat"][:, 0]
-    x, y = x[:rows].astype(np.float32), np.unique(y[:rows], return_inverse=True)[1].astype(np.int64)
-    first = x[: max(1, len(x) // 10)]
-    deviation = first.std(axis=0) if name != "mnist" else np.float32(255.0)
-    centre = first.mean(axis=0) if name != "mnist" else np.float32(0.0)
-    return LabelledStream((x - centre) / np.where(deviation > 0, deviation, 1).astype(np.float32), y)
 
 
 def trainer_of(
@@ -171,7 +139,7 @@ def streams(data: Path | None, rows: int, seeds: int, folder: Path, results: Res
     within: dict[str, list[float]] = {}
     for name in STREAMS:
         results.title(f"{name}: the learning rate starts {OFF:g} times off")
-        events = stream(name, data, rows)
+        events = stream(name, data, rows, BATCH)
         found: dict[str, list[float]] = {}
         for seed in range(seeds):
             fixed = {lr: run(events, lr, seed, folder)[0] for lr in GRID}
@@ -193,6 +161,34 @@ def streams(data: Path | None, rows: int, seeds: int, folder: Path, results: Res
         close = sum(gap <= TARGETS[key].bound for gap in gaps)
         worst = Spread(float(np.max(gaps)), float(np.min(gaps)), float(np.max(gaps)))
         results.add(key, worst, f"the largest; {close} of {len(gaps)} are within {TARGETS[key].bound:g}", "points")
+
+
+def river(data: Path | None, rows: int, seeds: int, folder: Path, results: Results) -> None:
+    """Add the accuracy of River's selectors of models, and how far the search is above successive halving."""
+    leads: dict[str, list[float]] = {}
+    for name in STREAMS:
+        results.title(f"{name}: River's selection")
+        events = stream(name, data, rows, BATCH)
+        found: dict[str, list[float]] = {}
+        for seed in range(seeds):
+            halving, bandit = (
+                [Member(trainer_of(events, lr, None, seed, folder), BATCH) for lr in RATES] for _ in range(2)
+            )
+            arms = {
+                "river_halving": successive_halving(halving, len(events.y), SAVED * BATCH),
+                "river_bandit": epsilon_greedy(bandit, seed, BATCH),
+            }
+            for arm, selector in arms.items():
+                found.setdefault(arm, []).append(100 * right(selector, events.x, events.y) / len(events.y))
+            for arm, lr in (("low", GIVEN / OFF), ("high", GIVEN * OFF)):
+                accuracy, _ = run(events, lr, seed, folder, {"promote": "auto"})
+                leads.setdefault(f"river_lead_{arm}_points", []).append(accuracy - found["river_halving"][-1])
+        for arm, values in found.items():
+            results.add(f"{name}_{arm}", spread(values), f"{seeds} seeds, {len(events.y)} events", "%")
+    results.title("all streams and seeds: above River's successive halving")
+    for key, values in leads.items():
+        ahead = sum(value >= 0 for value in values)
+        results.add(key, spread(values), f"the mean; {ahead} of {len(values)} are ahead", "points")
 
 
 def same(judgements: int, steps: int, results: Results) -> None:
@@ -287,15 +283,18 @@ def main() -> None:
     results, parts = Results("search", TARGETS), chosen.only or PARTS
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        rows = chosen.rows or (_QUICK_ROWS if chosen.quick else _MOST_ROWS)
+        seeds = chosen.seeds or (1 if chosen.quick else 5)
         if "streams" in parts:
-            rows = chosen.rows or (_QUICK_ROWS if chosen.quick else _MOST_ROWS)
-            streams(chosen.data, rows, chosen.seeds or (1 if chosen.quick else 5), folder, results)
+            streams(chosen.data, rows, seeds, folder, results)
         if "same" in parts:
             results.title("challengers that are as good as the model")
             same(200 if chosen.quick else 2000, 512, results)
         if "networks" in parts:
             results.title("challengers with their own networks")
             networks(4 if chosen.quick else 20, 3000, folder, results)
+        if "river" in parts:
+            river(chosen.data, rows, seeds, folder, results)
         if "cost" in parts:
             results.title("the cost of a search with the default share")
             cost(2000 if chosen.quick else 10_000, 3, folder, results)

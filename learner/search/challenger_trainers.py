@@ -5,7 +5,7 @@ from typing import Any
 
 from learner.config import LearnerSettings
 from learner.model.trained_set import trained_state
-from learner.search.pool import Challenger
+from learner.search.challenger import Challenger
 from learner.sections.search import ARGS, MAX_GRAD_NORM
 from learner.training.trainer import Trainer
 

@@ -26,6 +26,8 @@ _WIDTH = 2.0
 """Differences are clipped to so many times their usual size, by earlier ones alone: a lucky step proves little."""
 _MEMORY = 32
 """Differences over which the usual size is averaged."""
+_LEVEL_MEMORY = 64
+"""Steps over which the level of the model's error is averaged."""
 
 
 class Evidence:
@@ -59,7 +61,28 @@ def log_threshold(number: int) -> float:
     return math.log(number * (number + 1) / ALPHA)
 
 
-def relative_difference(error: float, challenger: float) -> float:
-    """Return how much lower a challenger's error is than the model's, -1..1; 0 where both are 0."""
-    total = abs(error) + abs(challenger)
-    return (error - challenger) / total if total else 0.0
+class ErrorLevel:
+    """The usual size of the model's error. Differences without bounds are measured in twice this unit.
+
+    Not in the size of the errors of one step: who is nearly always certain has next to no loss in most steps, and a
+    huge one in few. As fractions of each step's errors, the many small ones would count as much as the few huge ones.
+    """
+
+    def __init__(self, size: float = 0.0, seen: int = 0) -> None:
+        self.size, self.seen = size, seen
+
+    def add(self, error: float) -> None:
+        """Add the model's error of a step, after its differences were taken: the unit depends on earlier ones alone."""
+        self.seen += 1
+        self.size += (abs(error) - self.size) / min(self.seen, _LEVEL_MEMORY)
+
+    def difference(self, error: float, challenger: float) -> float:
+        """Return how much lower a challenger's error is than the model's, -1..1; not finite where one of them is not.
+
+        The first step has its own unit.
+        """
+        difference = error - challenger
+        if not difference or not math.isfinite(difference):
+            return difference
+        unit = 2 * (self.size or abs(error))
+        return max(-1.0, min(1.0, difference / unit)) if unit else math.copysign(1.0, difference)

@@ -18,8 +18,8 @@ from learner.errors import ModelError
 from learner.model.factory import in_one_line
 from learner.model.rng import GeneratorStates, seed_rng
 from learner.model.trained_set import base_names, trained_state
+from learner.search.challenger import Challenger
 from learner.search.latency import LatencyBound
-from learner.search.pool import Challenger
 from learner.sections.search import arguments_of
 from learner.state_dir.search.control import Judged
 from learner.strategies.base import eval_mode

@@ -4,109 +4,43 @@ Leases double, as in ChaCha (Wu et al. 2021, "ChaCha for online AutoML", ICML): 
 and after it a longer one if it was better on it. It starts each lease from the model's weights, so that both train on
 the same events from the same point on. Its evidence goes on: what is bet on a step depends on earlier ones alone,
 whatever weights the challenger begins from. All evidence ends where the model gets other settings.
+
+At a promotion, the other challengers that train keep their weights: they were trained with their own settings from the
+point on where the winner was, and what is still better than the winner is shown sooner.
 """
 
 import logging
 import math
 from collections import Counter, deque
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
 from itertools import count
 from typing import Any
 
-from learner.search.evidence import Evidence, log_threshold
+from learner.search.challenger import CAUGHT_UP, CLOSE, FIRST_LEASE, MOST_TAUGHT, TEACHING, Challenger
+from learner.search.evidence import ErrorLevel, Evidence, log_threshold
 from learner.search.space import SearchSpace
 from learner.sections.search import ARGS, SearchSettings
 from learner.state_dir.search.control import ChallengerReport, Judged, shown
 
-FIRST_LEASE, LONGEST_LEASE = 32, 256
-"""Steps of the first lease of a challenger, and of its last."""
-_SAVED = 1024
+LONGEST_LEASE = 512
+"""Steps of its last lease."""
+SAVED = 1024
 """Steps of challengers that may be saved up: a search begins with them, while a model has most to gain."""
+_CREDIT = 1024
+"""Steps that promising challengers may take before they are saved up: to wait would lose their weights, which matter
+most where the model's are ruined, or are those of the beginning."""
+_PROMISING = 2.0
+"""Evidence from which on a challenger is promising."""
 NETWORK_LEASE = 128
 """Steps of the first lease of a challenger with its own network: it has been taught for long by then."""
-TEACHING, MOST_TAUGHT = 256, 4096
-"""Steps that the model teaches such a challenger before each lease, and as often as they do not suffice; and in all.
-After so many, neither its first weights nor an optimizer that has just begun make it better or worse."""
-MARGIN = 0.03
-"""By how much it has to be better. An equal network that was taught while the model itself still learned fast was ahead
-of it by up to 0.019, in a first try; and another network costs a person a new pipeline."""
-CAUGHT_UP, CLOSE = 32, 0.05
-"""In the last steps of these it learns from labels alone: who learns from the model stays a little behind it. It has
-caught up when its mean difference in them is above `-CLOSE`."""
-_WORSE = math.log(20.0)
-"""Evidence that a challenger is worse with which its lease ends at once; such an error costs a challenger, no more."""
+_WORSE = math.log(1000.0)
+"""Evidence that a challenger is worse with which its lease ends at once. With 20, also those would end that a good
+setting needs time for."""
 _KEPT = 50
 """Ended challengers that are reported."""
 
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(eq=False)
-class Challenger:
-    """Settings that are compared with the model's."""
-
-    number: int
-    values: dict[str, float]
-    rank: int
-    """Its number since the model's settings changed, from 1: how much of the error rate it gets."""
-    lease: int = FIRST_LEASE
-    slot: int | None = None
-    """Which copy of the model it trains; None: it waits for a lease."""
-    left: int = 0
-    """Steps that are left of the lease."""
-    steps: int = 0
-    total: float = 0.0
-    """Sum of the differences."""
-    better: Evidence = field(default_factory=Evidence)
-    worse: Evidence = field(default_factory=Evidence)
-    network: bool = False
-    """Whether it has its own network, which it keeps between leases."""
-    teaching: int = 0
-    """Steps that are left in which the model teaches it; 0: it is compared."""
-    taught: int = 0
-    """Steps in which it was taught so far."""
-    recent: list[float] = field(default_factory=list)
-    """Its newest differences while it is taught."""
-
-    @property
-    def has_teacher(self) -> bool:
-        """Whether it learns from the model's outputs in this step."""
-        return self.teaching > CAUGHT_UP
-
-    @property
-    def margin(self) -> float:
-        """What its mean difference has to be above to be better."""
-        return MARGIN if self.network else 0.0
-
-    @property
-    def cost(self) -> int:
-        """The steps that have to be saved up for its next lease."""
-        return self.lease + (TEACHING if self.network else 0)
-
-    def report(self, outcome: Judged | None = None, step: int = 0) -> ChallengerReport:
-        """Return it for the learner's report."""
-        return ChallengerReport(
-            number=self.number,
-            values=self.values,
-            steps=self.steps,
-            difference=self.total / max(1, self.steps),
-            log_wealth=self.better.log_wealth,
-            log_threshold=log_threshold(self.rank),
-            taught=self.taught,
-            outcome=outcome,
-            step=step,
-        )
-
-    def state(self) -> dict[str, Any]:
-        """Return JSON values."""
-        return {**asdict(self), **{name: vars(getattr(self, name)) for name in ("better", "worse")}}
-
-    @classmethod
-    def of_state(cls, state: Mapping[str, Any]) -> "Challenger":
-        """Return the challenger of a state."""
-        return cls(**{**state, **{name: Evidence(**state[name]) for name in ("better", "worse")}})
 
 
 class ChallengerPool:
@@ -122,11 +56,13 @@ class ChallengerPool:
         self.live: list[Challenger] = []
         """Those that train now."""
         self._waiting: list[Challenger] = []
-        self._saved = float(_SAVED)
+        self._saved = float(SAVED)
         """Steps that challengers may take."""
         self._numbers = 0
         self._ranks = 0
-        self._proposals = 0
+        self._proposals = self._spread = 0
+        self.level = ErrorLevel()
+        """Of the model's error: the unit of differences."""
         self.step = 0
         """Steps of the model."""
         self.trained = 0
@@ -143,7 +79,7 @@ class ChallengerPool:
         """Begin a step: return the challengers whose lease begins now, which copy the model first."""
         self.step += 1
         share = self._settings.share
-        self._saved = min(_SAVED, self._saved + share / (1 - share))
+        self._saved = min(SAVED, self._saved + share / (1 - share))
         begun = list[Challenger]()
         while not (self.pinned or self.paused) and len(self.live) < self._settings.challengers:
             if not self._waiting and self._saved < FIRST_LEASE:
@@ -151,7 +87,7 @@ class ChallengerPool:
             challenger = self._waiting.pop(0) if self._waiting else self._proposal()
             if challenger is None:
                 break
-            if self._saved < min(challenger.cost, _SAVED):
+            if self._saved < min(challenger.cost, SAVED):
                 self._waiting.insert(0, challenger)
                 break
             self._saved -= challenger.cost
@@ -180,7 +116,7 @@ class ChallengerPool:
         elif over:
             if challenger.lease >= LONGEST_LEASE:
                 self.end(challenger, "undecided")
-            elif self._saved >= challenger.lease and not self.paused:
+            elif self._goes_on(challenger) and not self.paused:
                 self._saved -= challenger.lease
                 challenger.left = challenger.lease
                 challenger.lease *= 2
@@ -188,6 +124,11 @@ class ChallengerPool:
                 self._wait(challenger)
                 challenger.lease *= 2
         return False
+
+    def _goes_on(self, challenger: Challenger) -> bool:
+        """Whether there are steps for another lease; on credit where the challenger is promising."""
+        promising = challenger.better.log_wealth >= _PROMISING and not challenger.network
+        return self._saved - challenger.lease >= (-_CREDIT if promising else 0)
 
     def observe_taught(self, challenger: Challenger, difference: float) -> None:
         """Add the difference of a step in which a challenger was taught.
@@ -229,9 +170,31 @@ class ChallengerPool:
             *(report.number, shown(report.values), self.step, outcome, report.steps, report.difference),
         )
 
+    def promote(self, challenger: Challenger) -> None:
+        """Let the model have the settings of a challenger that trains, which ends; the others are compared with it from
+        now on, for a first lease at least where enough steps are saved up."""
+        self.end(challenger, "promoted")
+        for each in self._waiting[:]:
+            self.end(each, "stopped")
+        self._take(challenger.values)
+        for each in self.live[:]:
+            if each.values == self.values:
+                self.end(each, "stopped")
+        for each in self.live:
+            self._ranks += 1
+            each.rank, each.steps, each.total = self._ranks, 0, 0.0
+            each.better, each.worse = Evidence(), Evidence()
+            more = max(0, min(FIRST_LEASE - each.left, int(self._saved)))
+            self._saved -= more
+            each.left += more
+            each.lease = max(FIRST_LEASE, each.left)
+
     def take(self, values: Mapping[str, float]) -> None:
         """Give the model other settings: all comparisons with those before end."""
         self.stop()
+        self._take(values)
+
+    def _take(self, values: Mapping[str, float]) -> None:
         self.values = {key: float(values.get(key, own)) for key, own in self.values.items()}
         self._ranks = self._proposals = 0
         self.alert = None
@@ -250,7 +213,7 @@ class ChallengerPool:
         """End a lease; steps that are left are saved."""
         if challenger in self.live:
             self.live.remove(challenger)
-            self._saved = min(_SAVED, self._saved + challenger.left + challenger.teaching)
+            self._saved = min(SAVED, self._saved + challenger.left + challenger.teaching)
         challenger.slot, challenger.left, challenger.teaching, challenger.recent = None, 0, 0, []
 
     def _wait(self, challenger: Challenger) -> None:
@@ -264,13 +227,21 @@ class ChallengerPool:
         tried = [each.values for each in self.challengers]
         if self.alert is not None and self._is_network(self.alert.values):
             tried.append(self.alert.values)
+        for number, values in self._space.spread(self.values, self._spread):
+            self._spread = number + 1
+            if values not in tried:
+                return self._challenger(values)
         for number, values in self._space.around(self.values, self._proposals):
             if values not in tried:
-                self._proposals, self._numbers, self._ranks = number + 1, self._numbers + 1, self._ranks + 1
-                network = self._is_network(values)
-                lease = NETWORK_LEASE if network else FIRST_LEASE
-                return Challenger(self._numbers, values, self._ranks, lease, network=network)
+                self._proposals = number + 1
+                return self._challenger(values)
         return None
+
+    def _challenger(self, values: dict[str, float]) -> Challenger:
+        self._numbers, self._ranks = self._numbers + 1, self._ranks + 1
+        network = self._is_network(values)
+        lease = NETWORK_LEASE if network else FIRST_LEASE
+        return Challenger(self._numbers, values, self._ranks, lease, network=network)
 
     def _is_network(self, values: Mapping[str, float]) -> bool:
         """Whether settings are of another network than the model's."""
@@ -282,6 +253,7 @@ class ChallengerPool:
         return {
             **plain,
             "measure": self._settings.measure,
+            "level": vars(self.level),
             "live": [each.state() for each in self.live],
             "waiting": [each.state() for each in self._waiting],
             "outcomes": dict(self.outcomes),
@@ -297,6 +269,7 @@ class ChallengerPool:
         """
         for name in _PLAIN:
             setattr(self, name, state[name])
+        self.level = ErrorLevel(**state["level"])
         self.outcomes = Counter(state["outcomes"])
         self.history = deque((ChallengerReport(**each) for each in state["history"]), maxlen=_KEPT)
         self.alert = state["alert"] and ChallengerReport(**state["alert"])
@@ -322,7 +295,7 @@ class ChallengerPool:
         )
 
 
-_PLAIN = ("_saved", "_numbers", "_ranks", "_proposals", "step", "trained", "pinned")
+_PLAIN = ("_saved", "_numbers", "_ranks", "_proposals", "_spread", "step", "trained", "pinned")
 
 
 def _fields(report: ChallengerReport) -> dict[str, Any]:

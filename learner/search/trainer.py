@@ -20,10 +20,10 @@ from learner.model.factory import in_one_line
 from learner.model.faulty_events import RaisingEventsError, may_be_of_events
 from learner.model.rng import GeneratorStates
 from learner.model.trained_set import copy_sharing_base, trained_state
+from learner.search.challenger import Challenger
 from learner.search.challenger_trainers import configure, copy_trainer, key_of, part_of, value_of
-from learner.search.evidence import relative_difference
 from learner.search.networks import Networks, NetworkSpec, taught
-from learner.search.pool import Challenger, ChallengerPool
+from learner.search.pool import ChallengerPool
 from learner.sections.search import ARGS, TUNABLE, SearchSettings, arguments_of
 from learner.state_dir.search.control import ControlReader, Judged, SearchControl, SearchReport, shown
 from learner.strategies.base import Strategy
@@ -149,6 +149,7 @@ class SearchingTrainer(Trainer):
             elif self._pool.observe(challenger, difference):
                 better.append(challenger)
         after.restore()
+        self._pool.level.add(self._error(result))
         if better:
             self._decide(sorted(better, key=lambda each: each.better.log_wealth))
         return result
@@ -190,9 +191,10 @@ class SearchingTrainer(Trainer):
     def _difference(self, own: StepResult, its: StepResult, rows: int) -> float:
         if self._bounded:
             return (its.score - own.score) / rows
-        if self._options.measure == "score":
-            return relative_difference(-own.score, -its.score)
-        return relative_difference(own.loss_new, its.loss_new)
+        return self._pool.level.difference(self._error(own), self._error(its))
+
+    def _error(self, result: StepResult) -> float:
+        return -result.score if self._options.measure == "score" else result.loss_new
 
     def _trainer(self, challenger: Challenger) -> Trainer:
         if challenger.network:
@@ -230,8 +232,8 @@ class SearchingTrainer(Trainer):
             return
         best = better[-1]
         if self._copies(self._trainer(best), self, best):
-            self._pool.end(best, "promoted")
-            self._take(best.values)
+            self._pool.promote(best)
+            configure(self, self._settings, self._pool.values)
 
     def _copies(self, source: Trainer, target: Trainer, challenger: Challenger) -> bool:
         """Copy weights and optimizer; without memory end the challenger instead, and return False."""

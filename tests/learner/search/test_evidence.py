@@ -6,7 +6,7 @@ from itertools import count
 import numpy as np
 import pytest
 
-from learner.search.evidence import ALPHA, Evidence, log_threshold, relative_difference
+from learner.search.evidence import ALPHA, ErrorLevel, Evidence, log_threshold
 
 _RUNS, _STEPS = 300, 200
 
@@ -64,6 +64,27 @@ def test_equal_steps_change_nothing() -> None:
 
 
 def test_errors_of_any_size_are_compared() -> None:
-    assert relative_difference(3e30, 1e30) == pytest.approx(0.5)
-    assert relative_difference(1.0, math.inf) != relative_difference(1.0, math.inf)  # NaN, which ends a challenger
-    assert relative_difference(0.0, 0.0) == 0.0
+    assert ErrorLevel().difference(3e30, 1e30) == pytest.approx(1 / 3)
+    assert not math.isfinite(ErrorLevel().difference(1.0, math.inf))  # which ends a challenger
+    assert ErrorLevel().difference(0.0, 0.0) == 0.0
+    assert ErrorLevel().difference(0.0, 1e-3) == -1.0
+
+
+def test_a_huge_error_in_few_steps_weighs_more_than_tiny_ones_in_many() -> None:
+    """As of a learning rate that is too high, where many labels in turn are equal."""
+    level, evidence, fractions = ErrorLevel(), Evidence(), Evidence()
+    for step in range(400):
+        error, its = 0.5, (5.0 if step % 3 == 0 else 0.01)
+        evidence.add(level.difference(error, its))
+        fractions.add((error - its) / (error + its))
+        level.add(error)
+    assert fractions.log_wealth > log_threshold(1)
+    assert evidence.log_wealth < 2
+
+
+def test_the_unit_of_a_difference_is_of_earlier_steps() -> None:
+    level = ErrorLevel()
+    level.add(1.0)
+    assert level.difference(0.4, 0.2) == pytest.approx(0.1)
+    level.add(-3.0)
+    assert level.difference(0.4, 0.2) == pytest.approx(0.05)

@@ -16,9 +16,9 @@ from learner.config import LearnerSettings
 from learner.errors import ModelError
 from learner.model.device import choose_precision
 from learner.model.task import Classification
+from learner.search.challenger import CAUGHT_UP, TEACHING
 from learner.search.latency import LatencyBound, ServedBatch
 from learner.search.networks import NETWORK_TEACHING, NetworkSpec, taught
-from learner.search.pool import CAUGHT_UP, TEACHING
 from learner.search.trainer import SearchingTrainer
 from learner.sections.search import LR, SearchSettings
 from learner.state_dir.search.control import write_control

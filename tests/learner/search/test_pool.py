@@ -8,16 +8,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from learner.search.pool import (
-    CLOSE,
-    FIRST_LEASE,
-    LONGEST_LEASE,
-    MARGIN,
-    MOST_TAUGHT,
-    NETWORK_LEASE,
-    TEACHING,
-    ChallengerPool,
-)
+from learner.search.challenger import CLOSE, FIRST_LEASE, MARGIN, MOST_TAUGHT, TEACHING
+from learner.search.pool import LONGEST_LEASE, NETWORK_LEASE, ChallengerPool
 from learner.search.space import SearchSpace
 from learner.sections.search import LR, MAX_GRAD_NORM, MOMENTUM, WEIGHT_DECAY, SearchSettings, search_conflicts
 
@@ -74,6 +66,19 @@ def test_a_worse_challenger_gives_its_lease_back() -> None:
     assert pool.state()["_saved"] == 1024 - challenger.steps
 
 
+def test_promising_challengers_go_on_with_their_weights_on_credit_that_is_paid_back() -> None:
+    pool, begun = pool_of(), 0
+    for step in range(1_600):
+        begun += len(pool.begin())
+        for challenger in list(pool.live):
+            pool.observe(challenger, 0.002 + 0.05 * (-1) ** (step // 7) if challenger.steps else 0.01)
+            challenger.better.logs = [3.0] * len(challenger.better.logs)
+        if step == 4 * FIRST_LEASE - 1:
+            assert (begun, pool.trained) == (4, 4 * 4 * FIRST_LEASE)  # twice what is saved up at the beginning
+    assert pool.trained <= 1_600 / 4 + 1024 + 1024
+    assert begun == 4  # none begins before it is paid back
+
+
 def test_a_state_goes_on_the_same_way() -> None:
     first = pool_of(challengers=3)
     advance(first, 500, 0.01)
@@ -114,7 +119,7 @@ def test_the_last_copy_is_not_restored_where_there_are_fewer() -> None:
 
 def test_no_lease_begins_or_goes_on_while_paused() -> None:
     pool = pool_of(challengers=1)
-    for step in range(100):
+    for step in range(2 * FIRST_LEASE):
         pool.begin()
         for challenger in list(pool.live):
             pool.observe(challenger, (-1) ** step * 0.1 + 1e-4)  # a little better, and never shown to be
@@ -253,6 +258,35 @@ def test_proposals_are_in_their_ranges_and_other_settings(value: float) -> None:
         assert proposal != values
         for key, (low, high) in ranges.items():
             assert low <= proposal[key] <= high or proposal[key] == values[key]
+
+
+def test_a_search_begins_with_settings_over_the_range_and_goes_on_around_the_models() -> None:
+    ranges, values = {LR: (1e-6, 1.0), WEIGHT_DECAY: (0.0, 0.5)}, {LR: 1e-3, WEIGHT_DECAY: 0.1}
+    spread = [proposal for _, proposal in SearchSpace(ranges, 3).spread(values, 0)]
+    assert [each[LR] for each in spread if each[LR] != 1e-3] == pytest.approx([10**-2.25, 10**-1.5, 10**-3.75])
+    assert {each[WEIGHT_DECAY] for each in spread} == {0.1, 0.25, 0.3125, 0.375, 0.1875}
+    pool = pool_of(challengers=8)
+    tried = [each.values[LR] for each in pool.begin()]
+    assert tried[:4] == pytest.approx([10**-3, 10**-2.25, 10**-1.5, 10**-3.75])
+    assert all(1e-5 <= each <= 1e-3 for each in tried[4:])
+    pool.take({LR: 0.01})
+    assert all(1e-3 <= each.values[LR] <= 0.1 for each in pool.begin())  # never spread again
+    networks = {LR: (1e-6, 1.0), WIDTH: (4.0, 64.0)}
+    assert not list(SearchSpace(networks, 3).spread({LR: 1e-3, WIDTH: 8.0}, 0))
+
+
+def test_others_go_on_at_a_promotion_with_evidence_that_begins_again() -> None:
+    pool = pool_of(challengers=3)
+    first, second, third = pool.begin()
+    for each in (first, second, third):
+        pool.observe(each, 0.01)
+    pool.promote(second)
+    assert (pool.values, pool.live) == (second.values, [first, third])
+    assert [(each.rank, each.steps, each.slot) for each in pool.live] == [(1, 0, 0), (2, 0, 2)]
+    assert all(each.better.seen == each.worse.seen == 0 for each in pool.live)
+    assert [each.outcome for each in pool.history] == ["promoted"]
+    (begun,) = pool.begin()
+    assert (begun.rank, begun.slot) == (3, 1)
 
 
 @pytest.mark.parametrize(
