@@ -169,6 +169,11 @@ def test_the_simulated_merges_are_those_of_the_segments(tmp_path: Path) -> None:
     # A store that is replaced whole between two checkpoints is written once.
     assert writes_per_event(store, 46, 4096, 4096) == pytest.approx(1.0)
     assert writes_per_event(store, 46, 4096, 0) == 0
+    # Events that are replaced first, of one segment that has all, cause no merge; later ones do.
+    first = writes_per_event(store, 46, 4096, 64, since=0, events=64)
+    assert first == pytest.approx(1.0)
+    assert writes_per_event(store, 46, 4096, 64, since=0, events=1024) < writes_per_event(store, 46, 4096, 64)
+    assert writes_per_event(store, 46, 4096, 64, since=1e6, events=64) == writes_per_event(store, 46, 4096, 64)
 
 
 def test_a_rate_above_saturation_has_no_freshness_and_names_what_limits(tmp_path: Path) -> None:
