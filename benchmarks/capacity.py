@@ -1,6 +1,6 @@
 """A plan against a run, on five pipelines.
 
-    python -m benchmarks.capacity [--quick] [--json FILE] [--save] [--only PART ...]
+    python -m benchmarks.capacity [--quick] [--json FILE] [--save] [--only PART ...] [--bootstrap HOST:PORT]
 
     disk     a small MLP, replay from a disk tier
     memory   events of 16 kB as packed rows, replay from 4,000 of them in memory
@@ -31,7 +31,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,10 @@ from serving.reporting.report import read_report as read_serving
 
 _BACKLOG = 4.0
 """Events that wait for the learner, by those that the plan says it learns while it is measured: it may learn faster."""
+_BACKLOG_BYTES = 3e9
+_EMBEDDED_BYTES = 8e8
+"""Most bytes that wait, in another broker and in the embedded one, which answers each fetch with all of them and
+takes a core meanwhile. Where events are large, the learner is measured for less long."""
 _QUARTER = 1.25
 _POLL_SECONDS = 0.1
 _PATIENCE = 300.0
@@ -92,7 +96,7 @@ PARTS = {
     ),
     "memory": Setting(
         4096,
-        (4096, 32, 10),
+        (4096, 256, 10),
         100.0,
         {"stream": {"format": "rows"}, "replay": {"capacity": 4_000, "device_bytes": "100MB"}},
         before=5_000,
@@ -178,8 +182,10 @@ def document(setting: Setting, stream: Stream) -> dict[str, Any]:
     return pipeline(stream, model, 0, sections) | {"serving": serving, "device_sharing": {"policy": "exclusive"}}
 
 
-def measure(part: str, sizes: Sizes, bootstrap: str, folder: Path) -> tuple[dict[str, float], dict[str, float]]:
-    """Plan a pipeline and run it; return the plan's and the run's values by kind."""
+def measure(
+    part: str, sizes: Sizes, bootstrap: str, most_bytes: float, folder: Path
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Plan a pipeline and run it, at last on up to `most_bytes` that wait; return both values by kind."""
     setting = PARTS[part]
     described = {
         "features": {"x": {"dtype": "float32", "shape": [setting.features]}},
@@ -190,8 +196,10 @@ def measure(part: str, sizes: Sizes, bootstrap: str, folder: Path) -> tuple[dict
     config = _config(folder / "plan", written)
     load = Load(rate=setting.rate, event_bytes=setting.event_bytes, events_per_message=setting.events_per_message)
     constants = calibrate(config, load, sizes.calibration, lambda _: None)
-    backlog = _BACKLOG * (constants.saturation_rate or load.rate) * sizes.flood
-    run = run_pipeline(setting, stream, config, written, sizes, folder / "run", backlog)
+    saturation = constants.saturation_rate or load.rate
+    most_seconds = most_bytes / (_BACKLOG * saturation * (constants.event_bytes or 1.0))
+    sizes = replace(sizes, flood=min(sizes.flood, most_seconds))
+    run = run_pipeline(setting, stream, config, written, sizes, folder / "run", _BACKLOG * saturation * sizes.flood)
     return planned(config, load, constants, run), {
         "memory": run.memory,
         "disk": run.disk,
@@ -281,13 +289,19 @@ def _next_checkpoint(learner: LearnerProcess, peak: PeakMemory) -> LearnerReport
 
 
 def _saturate(learner: LearnerProcess, seconds: float) -> float:
-    """Return the events a second while some wait; 0 where all were learned before the end."""
-    warm = time.time() + seconds / 3
-    first = learner.wait_for(lambda report: report.time > warm)
-    last = learner.wait_for(lambda report: report.time > first.time + seconds)
-    if not sum(partition.pending for partition in last.partitions.values()):
-        return 0.0
-    return (last.outcomes["trained"] - first.outcomes["trained"]) / (last.time - first.time)
+    """Return the events a second while some wait, after it has begun with them; 0 without two such reports."""
+    idle = learner.wait_for(lambda report: _waiting(report) > 0)  # the first fetch takes seconds
+    begun = learner.wait_for(lambda report: report.outcomes["trained"] > idle.outcomes["trained"])
+    reports = [learner.wait_for(lambda report: report.time > begun.time + seconds / 3)]
+    while reports[-1].time <= reports[0].time + seconds and _waiting(reports[-1]):
+        reports.append(learner.wait_for(lambda report: report.time > reports[-1].time))
+    first, last = reports[0], next((each for each in reversed(reports) if _waiting(each)), reports[0])
+    passed = last.time - first.time
+    return (last.outcomes["trained"] - first.outcomes["trained"]) / passed if passed else 0.0
+
+
+def _waiting(report: LearnerReport) -> int:
+    return sum(partition.pending for partition in report.partitions.values())
 
 
 def _wait(learner: LearnerProcess, peak: PeakMemory, condition: Any) -> LearnerReport:
@@ -298,11 +312,11 @@ def _wait(learner: LearnerProcess, peak: PeakMemory, condition: Any) -> LearnerR
     return learner.wait_for(sampled)
 
 
-def compare(results: Results, part: str, sizes: Sizes, bootstrap: str, root: Path) -> None:
+def compare(results: Results, part: str, sizes: Sizes, bootstrap: str, most_bytes: float, root: Path) -> None:
     """Add the ratios of a part."""
     folder = root / part
     folder.mkdir()
-    plan, run = measure(part, sizes, bootstrap, folder)
+    plan, run = measure(part, sizes, bootstrap, most_bytes, folder)
     for kind in KINDS:
         if kind not in plan or not run[kind]:
             results.remark(f"{kind}: the plan has {plan.get(kind)}, and the run {run[kind]}")
@@ -316,6 +330,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options(parser, PARTS)
     parser.add_argument("--smoke", action="store_true", help="as short as it works, to see that it does")
+    parser.add_argument("--bootstrap", metavar="HOST:PORT", help="a broker instead of an embedded one")
     chosen = parser.parse_args()
     sizes = SMOKE if chosen.smoke else QUICK if chosen.quick else FULL
     results = Results("capacity", TARGETS)
@@ -323,11 +338,12 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     with contextlib.ExitStack() as stack:
         root = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=".", prefix="capacity-"))).resolve()
-        bootstrap = stack.enter_context(broker(None))
+        bootstrap = stack.enter_context(broker(chosen.bootstrap))
+        most_bytes = _BACKLOG_BYTES if chosen.bootstrap else _EMBEDDED_BYTES
         for part in chosen.only or PARTS:
             results.title(f"{part}: {PARTS[part].rate:,.0f} events a second")
             results.fact(f"load_before_{part}", os.getloadavg()[0])
-            compare(results, part, sizes, bootstrap, root)
+            compare(results, part, sizes, bootstrap, most_bytes, root)
     results.write(chosen)
 
 

@@ -6,7 +6,7 @@
     accuracy   MiniLM learns the source of texts in one pass: in full, by LoRA, by LoRA on a base of 4 bits (NF4), and
                by a linear layer on the frozen encoder; the accuracy on later texts, and the bytes of versions,
                checkpoints and bases
-    student    one layer of MiniLM learns from the labels and from the fully tuned model; accuracy and p50 of one text
+    student    two layers of MiniLM learn from the labels and from the fully tuned model; accuracy and p50 of one text
     swaps      a thousand swaps of LoRA's versions under load: how much later requests are answered, and memory
 
 The weights are those of all-MiniLM-L6-v2, the texts those that Hutto and Gilbert 2014 had rated; both are in packages,
@@ -181,9 +181,9 @@ def add_accuracy(setup: Setup, name: str, runs: Sequence[Run]) -> float:
 
 
 def measure_student(setup: Setup) -> None:
-    """Measure a student of one layer, and the fully tuned model that is its teacher."""
+    """Measure a student of two layers, and the fully tuned model that is its teacher."""
     results = setup.results
-    results.title("student: one layer of six, which learns from the fully tuned model and the labels")
+    results.title("student: two layers of six, which learn from the fully tuned model and the labels")
     teachers = setup.start("full", arms(setup.minilm)["full"])()
     state_dir = teachers[0].folder / "var"
     number = max(Versions(state_dir / "versions").numbers())
@@ -198,14 +198,14 @@ def measure_student(setup: Setup) -> None:
 def student(minilm: Path, state_dir: Path, number: int) -> Sections:
     """Return the sections of the student of a fully tuned model, which is a version in `state_dir`.
 
-    It learns from each event eight times: the store keeps the teacher's output of an event, so that the teacher runs
-    once, and the steps of one layer are short.
+    It learns from each event five times: the store keeps the teacher's output of an event, so that the teacher runs
+    once, and the steps of two layers are short. The second layer has half of the neurons of its feed-forward part.
     """
     args = {"path": str(minilm), "classes": len(CLASSES)}
     version = {"state_dir": str(state_dir), "number": number, "factory": CLASSIFIER, "args": args}
-    model = {"factory": "benchmark_models:text_student", "args": {**args, "layers": 1}}
-    sections = arm(8e-4, {**model, "teacher": {"version": version, "weight": 0.9, "temperature": 2.0}})
-    replay = {"strategy": "er", "replay_ratio": 7.0, "old_weight": 7 / 8}
+    model = {"factory": "benchmark_models:text_student", "args": {**args, "layers": 2, "last_width": 768, "parts": 2}}
+    sections = arm(6e-4, {**model, "teacher": {"version": version, "weight": 0.9, "temperature": 2.0}})
+    replay = {"strategy": "er", "replay_ratio": 4.0}
     return {**sections, "learner": {**sections["learner"], **replay}}
 
 

@@ -336,6 +336,25 @@ def test_a_model_predicts_with_the_average_of_its_weights(load: Load) -> None:
     assert not [each for each in model.average.parameters() if each.requires_grad]
 
 
+def test_an_average_of_weights_leaves_the_buffers_of_the_model_as_they_are(load: Load) -> None:
+    model = load("models").Averaged(torch.nn.BatchNorm1d(2), decay=0.5, parts=1)
+    with torch.no_grad():
+        model.body.weight.fill_(3)
+    model.train()(torch.tensor([[0.0, 1.0], [2.0, 5.0]]))
+    assert model.average.weight.tolist() == [3, 3]
+    assert model.average.running_mean.tolist() == [0, 0]
+
+
+def test_narrowed_layers_compute_what_the_whole_ones_do_without_the_smallest_neurons(load: Load) -> None:
+    torch.manual_seed(0)
+    first, second, x = torch.nn.Linear(3, 6), torch.nn.Linear(6, 2), torch.randn(5, 3)
+    with torch.no_grad():
+        second.weight[:, [0, 4]] = 0
+    narrow_first, narrow_second = load("models").narrowed(first, second, 4)
+    assert narrow_first.out_features == 4
+    torch.testing.assert_close(narrow_second(narrow_first(x).relu()), second(first(x).relu()))
+
+
 STALLING = """
 import socket, time
 listener = socket.create_server(("127.0.0.1", 0))

@@ -1,5 +1,6 @@
 """The command line. What a command needs is imported when it runs, so that `--help` loads neither torch nor Kafka."""
 
+import functools
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version as installed_version
@@ -37,6 +38,7 @@ UsageError: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__nam
 """Click's, from wherever typer has it: some versions have their own copy."""
 
 
+@functools.cache
 def command_tree() -> Any:
     """Return the root command. Typer would print `<bool>` as the value of each flag, which takes none."""
     root: Any = typer.main.get_command(app)
@@ -53,9 +55,8 @@ def command_tree() -> Any:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code: 0 done, 1 a bug, 2 bad settings or input, 3 something is unreachable."""
-    command = command_tree()
     try:
-        code = command.main(arguments, "anabranch", standalone_mode=False)
+        code = command_tree().main(arguments, "anabranch", standalone_mode=False)
     except UsageError as exc:
         where = exc.ctx.command_path if exc.ctx else "anabranch"
         sentence = exc.format_message().rstrip(".")

@@ -78,10 +78,10 @@ class Load:
         self._ours.send((clients, seconds))
         return self.end()
 
-    def begin(self, rate: float, seconds: float) -> None:
-        """Start sending `rate` requests a second for `seconds`, at random times: each turn has others, each run the
-        same."""
-        self._turns += 1
+    def begin(self, rate: float, seconds: float, *, again: bool = False) -> None:
+        """Start sending `rate` requests a second for `seconds`, at random times: each turn has others, unless it has
+        those of the turn before `again`; each run has the same."""
+        self._turns += not again
         generator = np.random.default_rng(self._turns)
         self._ours.send(np.sort(generator.random(round(rate * seconds)) * seconds))
 
@@ -90,9 +90,9 @@ class Load:
         answers: Answers = self._ours.recv()
         return answers
 
-    def turn(self, rate: float, seconds: float) -> Answers:
+    def turn(self, rate: float, seconds: float, *, again: bool = False) -> Answers:
         """Send, and wait for the answers."""
-        self.begin(rate, seconds)
+        self.begin(rate, seconds, again=again)
         return self.end()
 
 

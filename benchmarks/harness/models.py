@@ -140,8 +140,8 @@ class Averaged(nn.Module):
             return averaged
         with torch.no_grad():
             factor = (self.parts / (self.parts + self.steps)).clamp_min(self.least)
-            for mean, weight in zip(self.average.buffers(), self.body.parameters(), strict=True):
-                mean.lerp_(weight, factor.to(mean.dtype))
+            for name, weight in self.body.named_parameters():
+                self.average.get_buffer(name).lerp_(weight, factor.to(weight.dtype))
             self.steps += 1
         logits: Tensor = self.body(x)
         return logits
@@ -161,11 +161,32 @@ def averaged_pixels_mlp(widths: Sequence[int], decay: float = 0.999, parts: int 
     return Averaged(pixels_mlp(widths), decay, parts)
 
 
-def text_student(path: str, classes: int, layers: int, *, config_folder: Path) -> nn.Module:
-    """The first layers of a pretrained encoder of texts, and a new linear layer on their pooled output."""
+def text_student(
+    path: str, classes: int, layers: int, last_width: int, parts: int, *, config_folder: Path
+) -> nn.Module:
+    """The first layers of a pretrained encoder of texts, and a new linear layer on their pooled output.
+
+    The last of the layers keeps `last_width` neurons of its feed-forward part. The model predicts with the average of
+    its weights over about the last `1 / parts` of the steps.
+    """
     from anabranch.pretrained import sequence_classifier
 
     model = sequence_classifier(path, classes, config_folder=config_folder)
     stack = model.get_submodule("encoder.model.encoder")
     stack.layer = stack.get_submodule("layer")[:layers]  # type: ignore[index]
-    return model
+    last = stack.layer[-1]
+    last.intermediate.dense, last.output.dense = narrowed(last.intermediate.dense, last.output.dense, last_width)
+    return Averaged(model, 0.999, parts)
+
+
+def narrowed(first: nn.Linear, second: nn.Linear, width: int) -> tuple[nn.Linear, nn.Linear]:
+    """Return two layers with only those neurons between them whose weights before and after are the largest."""
+    sizes = first.weight.norm(dim=1) * second.weight.norm(dim=0)
+    kept = sizes.topk(width).indices.sort().values
+    narrow_first, narrow_second = nn.Linear(first.in_features, width), nn.Linear(width, second.out_features)
+    with torch.no_grad():
+        narrow_first.weight.copy_(first.weight[kept])
+        narrow_first.bias.copy_(first.bias[kept])
+        narrow_second.weight.copy_(second.weight[:, kept])
+        narrow_second.bias.copy_(second.bias)
+    return narrow_first, narrow_second

@@ -1,6 +1,8 @@
 """Swaps of a pretrained model: versions hold its adapter, and all of them share one base in the server's memory.
 
-Turns without and with swaps alternate; the server is on one core, what publishes and what sends requests on the others.
+Turns without and with swaps alternate, the same requests in both of a pair: a few that arrive together wait for each
+other, which makes the 99th percentile of other requests another one. The server is on one core, what publishes and what
+sends requests on the others.
 `adapter_swap_added_p99_seconds` is the 99th percentile of a turn with swaps less that of the turn without before it;
 `adapter_swap_memory_bytes` the server's resident memory after the last tenth of the swaps less that after the first.
 """
@@ -59,7 +61,7 @@ def measure(results: Results, quick: bool, minilm: Path, adapter: Mapping[str, A
                 for _ in range(rounds):
                     quiet = load.turn(_RATE, _EVERY * swaps)
                     publisher.begin(swaps)
-                    pairs.append((quiet, load.turn(_RATE, _EVERY * swaps)))
+                    pairs.append((quiet, load.turn(_RATE, _EVERY * swaps, again=True)))
                     resident.extend(publisher.end().resident)
     tenth = max(2, len(resident) // 10)
     first, last = (statistics.median(part) for part in (resident[tenth : 2 * tenth], resident[-tenth:]))

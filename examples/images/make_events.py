@@ -20,17 +20,18 @@ NOISE = 0.05
 def digits() -> Iterator[dict[str, Any]]:
     random = np.random.default_rng(0)
     data = load_digits()
+    padded = np.pad(data.images / 16, ((0, 0), (1, 1), (1, 1)))
     for first in range(0, 10, CLASSES_AT_A_TIME):
         images = np.flatnonzero((data.target >= first) & (data.target < first + CLASSES_AT_A_TIME))
         for image in random.permutation(np.repeat(images, COPIES)):
-            pixels = varied(data.images[image] / 16, random)
+            pixels = varied(padded[image], random)
             yield {"image": int(image), "pixels": pixels.round(3).tolist(), "digit": int(data.target[image])}
 
 
-def varied(pixels: np.ndarray, random: np.random.Generator) -> np.ndarray:
-    """Return an image [8, 8] shifted by up to a pixel each way, with noise, in 0..1."""
+def varied(padded: np.ndarray, random: np.random.Generator) -> np.ndarray:
+    """Return an image [8, 8] shifted by up to a pixel each way, with noise, in 0..1; it is given with a margin."""
     down, right = random.integers(0, 3, size=2)
-    shifted = np.pad(pixels, 1)[down : down + 8, right : right + 8]
+    shifted = padded[down : down + 8, right : right + 8]
     return np.clip(shifted + random.normal(0.0, NOISE, (8, 8)), 0.0, 1.0)
 
 

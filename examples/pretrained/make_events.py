@@ -25,16 +25,20 @@ def tickets() -> Iterator[dict[str, str]]:
     names, common = list(TOPICS), COMMON.split()
     words = {name: [part.split() for part in text.split("|")] for name, text in TOPICS.items()}
     for number in range(EVENTS):
-        topic = str(random.choice(names))
+        topic = pick(random, names)
         text = []
         for _ in range(random.integers(5, 15)):
             kind = random.random()
             if kind < 0.5:
-                text.append(random.choice(common))
+                text.append(pick(random, common))
                 continue
-            before, later = words[topic if kind < 0.85 else random.choice(names)]
-            text.append(random.choice(later if number >= EVENTS / 2 and random.random() < 0.5 else before))
+            before, later = words[topic if kind < 0.85 else pick(random, names)]
+            text.append(pick(random, later if number >= EVENTS / 2 and random.random() < 0.5 else before))
         yield {"text": " ".join(text), "topic": topic}
+
+
+def pick(random: np.random.Generator, words: list[str]) -> str:
+    return words[random.integers(len(words))]
 
 
 def main() -> None:

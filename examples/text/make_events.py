@@ -35,12 +35,16 @@ def tickets() -> Iterator[dict[str, Any]]:
         for _ in range(random.integers(5, 15)):
             kind = random.random()
             if kind < 0.5:
-                text.append(random.choice(common))
+                text.append(pick(random, common))
                 continue
-            topic = random.choice(topics) if topics and kind < 0.9 else random.choice(names)
+            topic = pick(random, topics if topics and kind < 0.9 else names)
             before, later = words[topic]
-            text.append(random.choice(later if number >= EVENTS / 2 and random.random() < 0.5 else before))
+            text.append(pick(random, later if number >= EVENTS / 2 and random.random() < 0.5 else before))
         yield {**features(" ".join(text)), "topics": topics}
+
+
+def pick(random: np.random.Generator, words: list[str]) -> str:
+    return words[random.integers(len(words))]
 
 
 def features(text: str) -> dict[str, Any]:

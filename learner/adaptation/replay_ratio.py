@@ -207,13 +207,14 @@ class AdaptiveReplayRatio(Ratio):
             self._stop(self._without + self._cost)
 
     def _keep(self) -> None:
-        error = math.hypot(*(mean.error(bounded=self._bounded) for mean in (self._new, self._old))) / self._unit
-        self._with = max(0.0, min(self._with, self.forgetting + error))
-        self._without = max(self._without, self.forgetting)
+        bounded, forgetting = self._bounded, self.forgetting
+        error = math.hypot(self._new.error(bounded=bounded), self._old.error(bounded=bounded)) / self._unit
+        self._with = max(0.0, min(self._with, forgetting + error))
+        self._without = max(self._without, forgetting)
         self._full_for = self._full_for + 1 if self.now > _NEARLY_FULL * self._highest else 0
         if self._full_for == _FALL:
-            self._with, self._full_for = self.forgetting, 0
-        if self.forgetting - self._with > max(self._cost / 2, 2 * error):
+            self._with, self._full_for = forgetting, 0
+        if forgetting - self._with > max(self._cost / 2, 2 * error):
             self.now = min(self._highest, self.now + _FULL / _RISE)
             return
         self.now *= 0.5 ** (1 / _FALL)
@@ -274,7 +275,8 @@ class _DecayedMean:
         The variance of values between 0 and 1 is at most `mean * (1 - mean)`; the standard deviation of other errors is
         assumed to equal their mean.
         """
-        spread = math.sqrt(max(0.0, self.mean * (1 - self.mean))) if bounded else abs(self.mean)
+        mean = self.mean
+        spread = math.sqrt(max(0.0, mean * (1 - mean))) if bounded else abs(mean)
         return 2 * spread / math.sqrt(self._weight) if self._weight else math.inf
 
     def state(self) -> tuple[float, float, int]:

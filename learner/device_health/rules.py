@@ -6,6 +6,8 @@ Trends are early warnings: the device works, and may not for long. What cannot b
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
+from operator import attrgetter, is_not
 
 import msgspec
 
@@ -114,11 +116,11 @@ def is_usable(reading: Reading) -> bool:
 
 def rise(readings: Sequence[Reading], field: str) -> int:
     """Return how much a counter rose over the readings; 0 where it is not reported, or was reset."""
-    last = next((value for reading in reversed(readings) if (value := getattr(reading, field)) is not None), None)
+    values, given = attrgetter(field), partial(is_not, None)  # in C: a field that no reading has is asked of all
+    last = next(filter(given, map(values, reversed(readings))), None)
     if last is None:
         return 0
-    first = next(value for reading in readings if (value := getattr(reading, field)) is not None)
-    return max(0, int(last) - int(first))
+    return max(0, int(last) - int(next(filter(given, map(values, readings)))))
 
 
 def extrapolated(means: Sequence[float]) -> float:
@@ -141,7 +143,7 @@ def _silence(seconds: float, settings: DeviceSettings) -> Iterator[Symptom]:
 
 
 def _xids(readings: Sequence[Reading], ranks: int) -> Iterator[Symptom]:
-    with_events = [reading.xids for reading in readings if reading.xids]
+    with_events = list(filter(None, map(attrgetter("xids"), readings)))
     for number in dict.fromkeys(number for xids in with_events for number in xids if number in XIDS):
         xid = XIDS[number]
         fatal = xid.level == "fatal" and (ranks > 1 or not xid.of_links)

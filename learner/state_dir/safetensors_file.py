@@ -8,7 +8,7 @@ disk error ends the process, and it reports any error on opening as a missing fi
 import hashlib
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -138,8 +138,10 @@ class TensorFile(Mapping[str, Tensor]):
         return len(self._entries)
 
 
-def tensors_of(content: bytes, source: Path | str) -> dict[str, Tensor]:
+def tensors_of(content: bytes, source: Path | str, before_piece: Callable[[], object] = bool) -> dict[str, Tensor]:
     """Return the tensors of a file that was read, each a copy in its own memory, made without the GIL.
+
+    `before_piece` is called before each tensor.
 
     Raises:
         DamagedError: it is not safetensors; the error names `source`.
@@ -148,6 +150,7 @@ def tensors_of(content: bytes, source: Path | str) -> dict[str, Tensor]:
     entries = _entries_of(content[8 : 8 + length], len(content) - 8 - length, source)
     data, tensors = np.frombuffer(content, np.uint8, offset=8 + length), dict[str, Tensor]()
     for name, entry in entries.items():
+        before_piece()
         tensors[name] = torch.empty(entry.shape, dtype=_DTYPES[entry.dtype])
         tensors[name].reshape(-1).view(torch.uint8).numpy()[...] = data[slice(*entry.data_offsets)]
     return tensors

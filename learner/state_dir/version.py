@@ -217,12 +217,16 @@ class Versions(ManifestDirectory[Manifest]):
             raise VersionError(f"version {manifest.number}: its manifest lists no {WEIGHTS}")
         return contents
 
-    def weights(self, manifest: Manifest) -> dict[str, "Tensor"]:
-        """Read a version's weights onto the CPU, after checking the digests of all its files."""
+    def weights(self, manifest: Manifest, before_piece: Callable[[], object] = bool) -> dict[str, "Tensor"]:
+        """Read a version's weights onto the CPU, after checking the digests of all its files.
+
+        `before_piece` is called before each tensor is copied out of the file's contents.
+        """
         from learner.state_dir.safetensors_file import tensors_of
 
+        source = f"{self.location}/{manifest.number}/{WEIGHTS}"
         try:
-            return tensors_of(self.contents(manifest)[WEIGHTS], f"{self.location}/{manifest.number}/{WEIGHTS}")
+            return tensors_of(self.contents(manifest)[WEIGHTS], source, before_piece)
         except DamagedError as exc:
             raise VersionError(f"version {manifest.number}: {exc}") from exc
 

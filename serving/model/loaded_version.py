@@ -30,6 +30,7 @@ from serving.model.deployment import Deployment, ModelTemplate, _sentence
 from serving.model.device import HALF, use_device
 from serving.model.graphs import Capture, Graphs
 from serving.model.pieces import BeforePiece, collecting_at_end, layers_as_pieces
+from serving.model.tensor_slots import TensorSlot
 from serving.protocol.codec import EMBEDDING
 from serving.protocol.tensors import Array
 
@@ -39,7 +40,7 @@ _MOST_SIZES = 256
 _WARM_UP = timedelta(seconds=1)
 _WORKS_FOR = timedelta(seconds=1)
 _PRETRAINED = "anabranch.pretrained:"
-"""Prefix of factories whose modules take a text of one id; others may need more."""
+"""Prefix of factories whose modules take a text of one id, where others may need more."""
 
 
 def progress_of(manifest: Manifest) -> dict[str, str]:
@@ -57,7 +58,10 @@ def progress_of(manifest: Manifest) -> dict[str, str]:
 class ServedVersion:
     """A loaded version. Immutable: it answers the requests that hold it, also after a swap."""
 
-    def __init__(self, manifest: Manifest, module: nn.Module, deployment: Deployment) -> None:
+    def __init__(
+        self, manifest: Manifest, module: nn.Module, deployment: Deployment, embedding: Embeddings | None
+    ) -> None:
+        """Take what captures the module's embedding, if it has one."""
         self.manifest = manifest
         self.number = manifest.number
         self.name = str(manifest.number)
@@ -65,7 +69,7 @@ class ServedVersion:
         self.progress = progress_of(manifest)
         """The parameters of a reply."""
         self._module = module
-        self._embedding = deployment.embedding_of(module)
+        self._embedding = embedding
         self._deployment = deployment
         self._works, self._works_until = True, float("-inf")
         self._stream: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
@@ -178,7 +182,8 @@ def load_version(
         VersionError: a file does not have its digest, weights do not fit, or the module fails on zeros.
     """
     number = manifest.number
-    weights = deployment.versions.weights(manifest)
+    before_piece()
+    weights = deployment.versions.weights(manifest, before_piece)
     try:
         use_device(deployment.device)  # any thread may load: the swap's, the shadow's, that of a rollout command
         with collecting_at_end(before_piece):
@@ -201,16 +206,14 @@ def _loaded(
         raise ModelError(f"its manifest names {manifest.parts} parts, and its weights have {parts_in(weights)}")
     slot = template.slots.take()
     try:
-        plain, like = template.loads_plainly, grown(template.module, weights)
-        module = slot.load(like, weights, deployment.device, plainly=plain, before_piece=before_piece)
-        version = ServedVersion(manifest, module, deployment)
+        module = _module(deployment, template, slot, weights, before_piece)
+        version = ServedVersion(manifest, module, deployment, slot.embedding(module, deployment.embedding_of))
         if template.slots.taken == 1:  # no request runs yet; the allocator takes memory for their stream
             version.use_request_stream()
         warmed = template.warmed.setdefault(manifest.parts, set())
         if deployment.device.type == "cpu" and deployment.capture is None and max_batch in warmed:
             with layers_as_pieces(module, before_piece):
-                is_ours = deployment.model.factory.startswith(_PRETRAINED)
-                _warm_up(version, 1, short=is_ours and manifest.base is not None)
+                _warm_up(version, 1, short=_is_pretrained(deployment) and manifest.base is not None)
         else:
             _warm_up(version, 1)
             _try_graphs(version, slot.graphs, deployment, template, max_batch)
@@ -222,6 +225,26 @@ def _loaded(
     # Not in a cycle of references, which would keep the slot until the next garbage collection.
     weakref.finalize(version, template.put, slot).atexit = False
     return version
+
+
+def _module(
+    deployment: Deployment,
+    template: ModelTemplate,
+    slot: TensorSlot,
+    weights: Mapping[str, Tensor],
+    before_piece: BeforePiece,
+) -> nn.Module:
+    """Return the module of a version, in the tensors of a slot."""
+    like = grown(template.module, weights)
+    keep = _is_pretrained(deployment) and deployment.device.type == "cpu" and like is template.module
+    return slot.load(
+        like, weights, deployment.device, plainly=template.loads_plainly, keep=keep, before_piece=before_piece
+    )
+
+
+def _is_pretrained(deployment: Deployment) -> bool:
+    """Whether the module is one of transformers, whose forward pass leaves nothing behind."""
+    return deployment.model.factory.startswith(_PRETRAINED)
 
 
 def _try_graphs(

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 BeforePiece = Callable[[], object]
 """Called before each piece; returns once it may run."""
@@ -51,14 +52,14 @@ def layers_as_pieces(module: nn.Module, before_piece: BeforePiece) -> Iterator[N
     def before_layer(_layer: nn.Module, _inputs: object) -> None:
         before_piece()
 
-    layers = [
-        each
-        for each in module.modules()
-        if not isinstance(each, torch.jit.ScriptModule) and next(each.children(), None) is None
-    ]
-    handles = [layer.register_forward_pre_hook(before_layer) for layer in layers]
+    handles = list[RemovableHandle]()
     try:
+        for each in module.modules():
+            before_piece()
+            if not each._modules and not isinstance(each, torch.jit.ScriptModule):
+                handles.append(each.register_forward_pre_hook(before_layer))
         yield
     finally:
         for handle in handles:
             handle.remove()
+            before_piece()

@@ -5,13 +5,14 @@ version before, and dropped afterwards. The tensors of a slot keep their address
 """
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from learner.model.trained_set import base_names, bound_tensors, copy_sharing_base, load_trained
+from learner.model.embedding import Embeddings
+from learner.model.trained_set import base_names, bound_tensors, copy_sharing_base, load_trained, trained_state
 from serving.model.graphs import Graphs
 from serving.model.pieces import BeforePiece, deep_copy
 
@@ -27,6 +28,7 @@ class TensorSlot:
         self.graphs = Graphs()
         """Captured with these tensors."""
         self._tensors: dict[str, Tensor] = {}
+        self._kept: _KeptModule | None = None
 
     def load(
         self,
@@ -35,6 +37,7 @@ class TensorSlot:
         device: torch.device,
         *,
         plainly: bool,
+        keep: bool = False,
         before_piece: BeforePiece = bool,
     ) -> nn.Module:
         """Return a copy of `template` on the device with `weights`, in the tensors of the version before.
@@ -43,7 +46,13 @@ class TensorSlot:
         weights load `plainly`, nothing is taken over, and they are loaded on the CPU. A template with a base is on the
         device, and all copies share its base. `before_piece` is called before each submodule is copied. Raises
         RuntimeError when weights do not fit.
+
+        With `keep` the module itself is used for the next version too, and only weights are copied: for modules on the
+        CPU whose forward pass leaves nothing behind. The template is always the same.
         """
+        if keep and self._kept is not None and self._kept.fill(weights, before_piece):
+            return self._kept.module
+        self._kept = None
         if not plainly:
             module = copy_sharing_base(template)
             load_trained(module, weights)
@@ -61,7 +70,17 @@ class TensorSlot:
         if [each.data_ptr() for each in tensors.values()] != [each.data_ptr() for each in self._tensors.values()]:
             self.graphs = Graphs()
         self._tensors = tensors
+        if keep:
+            self._kept = _KeptModule(module, template)
         return module
+
+    def embedding(self, module: nn.Module, capture: Callable[[nn.Module], Embeddings | None]) -> Embeddings | None:
+        """Return what captures the embedding of the loaded module; the hooks of a kept module are added once."""
+        if self._kept is None:
+            return capture(module)
+        if not self._kept.embedding:
+            self._kept.embedding.append(capture(module))
+        return self._kept.embedding[0]
 
     def _taken_over(
         self, template: nn.Module, weights: Mapping[str, Tensor], device: torch.device
@@ -86,6 +105,41 @@ class TensorSlot:
                 with torch.no_grad():
                     kept.copy_(own)
         return taken
+
+
+class _KeptModule:
+    """The module of one version after the other, on the CPU."""
+
+    def __init__(self, module: nn.Module, template: nn.Module) -> None:
+        self.module = module
+        self.embedding: list[Embeddings | None] = []
+        self._trained = trained_state(module)
+        originals, others = dict(_tensors(template)), base_names(template) | self._trained.keys()
+        self._others = [(own, originals[name]) for name, own in _tensors(module) if name not in others]
+        """Buffers that no version has, and those of the template."""
+        registries = [each for part in module.modules() for each in (part._parameters, part._buffers)]
+        self._registered = [(each, name, tensor) for each in registries for name, tensor in each.items()]
+
+    def fill(self, weights: Mapping[str, Tensor], before_piece: BeforePiece) -> bool:
+        """Copy the weights of a version into the module; return False, and change nothing, unless they are exactly
+        those that it trains, and its tensors are those that were loaded."""
+        own = self._trained
+        if weights.keys() != own.keys() or any(_kind(own[name]) != _kind(value) for name, value in weights.items()):
+            return False
+        if any(registry.get(name) is not tensor for registry, name, tensor in self._registered):
+            return False
+        with torch.no_grad():
+            for name, value in weights.items():
+                before_piece()
+                own[name].copy_(value)
+            for buffer, original in self._others:
+                before_piece()
+                buffer.copy_(original)
+        return True
+
+
+def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
+    return tensor.shape, tensor.dtype
 
 
 def _uploaded(module: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

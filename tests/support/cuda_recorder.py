@@ -20,6 +20,8 @@ covered when they start inside the block.
 """
 
 import contextlib
+import functools
+import os
 import sys
 import threading
 from collections import Counter
@@ -34,7 +36,6 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from replay import sample_plan
 
@@ -397,8 +398,9 @@ class CudaRecorder:
 
     def _free_unused(self) -> None:
         """Check storages that were freed since the last call: their memory goes to the stream that allocated it."""
-        for key, memory in [(key, memory) for key, memory in self._memories.items() if memory.reference.expired()]:
-            del self._memories[key]
+        expired = torch.UntypedStorage._expired  # as `StorageWeakRef.expired`, which takes longer, for each storage
+        for key in [key for key, memory in self._memories.items() if expired(memory.reference.cdata)]:
+            memory = self._memories.pop(key)
             if memory.owner is None:
                 continue
             self.live_bytes -= memory.size
@@ -460,17 +462,13 @@ class CudaRecorder:
         """Run an operation of aten and record what it reads and writes, on the current stream of its device."""
         name = func.overloadpacket.__name__
         reads, writes, views = _accesses(func, args, kwargs)
-        inputs = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor) and _plain(tensor)]
+        inputs = _tensors((args, kwargs))
         pinned = bool(kwargs.pop("pin_memory", False))
         known = {tensor.untyped_storage()._cdata for tensor in inputs}
         with self.lock:
             device = self._device_of_operation(name, inputs)
         result = func(*args, **kwargs)
-        fresh = [
-            tensor
-            for tensor in tree_leaves(result)
-            if isinstance(tensor, Tensor) and _plain(tensor) and tensor.untyped_storage()._cdata not in known
-        ]
+        fresh = [tensor for tensor in _tensors(result) if tensor.untyped_storage()._cdata not in known]
         reads += views if fresh else []
         with self.lock:
             moves = self._moves(name, args, result)
@@ -516,10 +514,11 @@ class CudaRecorder:
     def _run_on_host(
         self, name: str, reads: list[Tensor], writes: list[Tensor], fresh: list[Tensor], *, pinned: bool
     ) -> None:
+        site = _call_site()[0] if reads or writes else ""
         for tensor in reads:
-            self._touch_on_host(self.memory_of(tensor), writes=False, name=name, site=_call_site()[0])
+            self._touch_on_host(self.memory_of(tensor), writes=False, name=name, site=site)
         for tensor in writes:
-            self._touch_on_host(self.memory_of(tensor), writes=True, name=name, site=_call_site()[0])
+            self._touch_on_host(self.memory_of(tensor), writes=True, name=name, site=site)
         for tensor in fresh:
             self.memory_of(tensor).pinned |= pinned
 
@@ -546,8 +545,7 @@ class CudaRecorder:
             self._touch(self.memory_of(tensor, device, stream, site), stream, count, writes=True, name=name, site=site)
         # A mask is counted, and an index of the host is uploaded, before the kernel runs.
         uploads = name in _INDEXING and any(
-            isinstance(one, Tensor) and (one.dtype is torch.bool or self.device_of(one).type == "cpu")
-            for one in tree_leaves(args[1])
+            one.dtype is torch.bool or self.device_of(one).type == "cpu" for one in _tensors(args[1])
         )
         if name in _WAITING or uploads:
             self.host_waits(name, stream.clock)
@@ -612,8 +610,7 @@ class _Functions(TorchFunctionMode):
             answer = method(func, args, kwargs)
             if answer is not NotImplemented:
                 return answer
-        tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor) and _plain(one)]
-        on_device = [device for device in map(recorder.device_of, tensors) if device.type == "cuda"]
+        on_device = [device for device in map(recorder.device_of, _tensors((args, kwargs))) if device.type == "cuda"]
         target = None
         if kwargs.get("device") is not None:
             target = recorder.indexed(kwargs["device"])
@@ -711,21 +708,42 @@ def _accesses(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
     reads: list[Tensor] = []
     writes: list[Tensor] = []
     views: list[Tensor] = []
-    for number, argument in enumerate(func._schema.arguments):
-        value = args[number] if number < len(args) else kwargs.get(argument.name)
-        tensors = [one for one in tree_leaves(value) if isinstance(one, Tensor) and _plain(one)]
-        if argument.alias_info is None:
-            reads += tensors
-        elif argument.alias_info.is_write:
-            writes += tensors
-        else:
-            views += tensors
+    kinds = {"read": reads, "write": writes, "view": views}
+    for number, (name, kind) in enumerate(_parameters(func)):
+        kinds[kind] += _tensors(args[number] if number < len(args) else kwargs.get(name))
     return reads, writes, views
+
+
+@functools.cache
+def _parameters(func: Any) -> list[tuple[str, str]]:
+    """Return the name of each argument of an operation, and what the operation does with it."""
+    return [
+        (each.name, "read" if each.alias_info is None else "write" if each.alias_info.is_write else "view")
+        for each in func._schema.arguments
+    ]
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """Return the tensors with one storage in arguments or a result, in order.
+
+    They are in lists, tuples and mappings, which torch's own walk takes four times as long for.
+    """
+    found: list[Tensor] = []
+    if isinstance(value, Tensor):
+        if _plain(value):
+            found.append(value)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            found += _tensors(each)
+    elif isinstance(value, dict):
+        for each in value.values():
+            found += _tensors(each)
+    return found
 
 
 def _argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
     """Return an operation's argument, which may be given by position; None without one."""
-    position = [argument.name for argument in func._schema.arguments].index(name)
+    position = [each for each, _ in _parameters(func)].index(name)
     return args[position] if position < len(args) else kwargs.get(name)
 
 
@@ -744,6 +762,11 @@ def _call_site() -> tuple[str, int]:
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
         frame = frame.f_back
-    path = Path(frame.f_code.co_filename)
-    name = str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else path.name
+    name = _shown(frame.f_code.co_filename, os.getcwd())  # noqa: PTH109 a path would be parsed for each operation
     return f"{name} {frame.f_code.co_qualname}", frame.f_lineno
+
+
+@functools.cache
+def _shown(file: str, folder: str) -> str:
+    path = Path(file)
+    return str(path.relative_to(folder)) if path.is_relative_to(folder) else path.name

@@ -15,6 +15,8 @@ from replay.tiers.disk_files import PAGE
 
 DAY = 86_400.0
 TOTAL = "total"
+GROWING = TIER, SAVED, WAITING = "disk tier", "events in checkpoints", "events that wait for labels"
+"""What may grow with the rate of events."""
 _WRITEBACK_SECONDS = 30.0
 """After this time Linux writes a changed page, by default."""
 _DAYS_A_YEAR = 365.0
@@ -35,7 +37,7 @@ class DiskWrites:
         if (labels := self.pipeline.stream.labels) is not None and self.constants.row_bytes is not None:
             each = self.constants.row_bytes
             formula = f"{self.load.rate:,.0f} events a second x {each:,} B, until their labels come ({labels.wait})"
-            lines.append(Line("events that wait for labels", self.load.rate * each * DAY, "bytes/day", formula))
+            lines.append(Line(WAITING, self.load.rate * each * DAY, "bytes/day", formula))
         return PlanSection(name, [*lines, summed(TOTAL, lines, "bytes/day")])
 
     @property
@@ -66,17 +68,20 @@ class DiskWrites:
             written = in_order * store.disk_record_bytes
             written += self._replaced_pages(store, fresh, events - in_order, end - begin)
             formula = f"{events:,.0f} events x {store.disk_record_bytes:,} B, in pages of {PAGE:,} B that change"
-            lines.append(Line("disk tier", scale * written, "bytes/day", formula))
+            lines.append(Line(TIER, scale * written, "bytes/day", formula))
         each = ENTRY_BYTES + (0 if self.pipeline.replay.slower and self.pipeline.storage is None else store.row_bytes)
         of_filling = writes_per_event(store, each, 0, rate * self.checkpoint_seconds) if filling else 0.0
         replaced = (events - filling) / (end - begin) * self.checkpoint_seconds
-        of_replaced = writes_per_event(store, each, store.events, replaced) if events > filling else 0.0
+        before = admitted(store, self.pipeline, rate, 0.0, max(begin, store.events / rate)) - store.events
+        of_replaced = 0.0
+        if events > filling:
+            of_replaced = writes_per_event(store, each, store.events, replaced, before, events - filling)
         written = each * (filling * of_filling + (events - filling) * of_replaced)
         formula = (
             f"{events:,.0f} events x {each:,} B, each written {written / max(1.0, events * each):.2f} times: "
             "segments are merged"
         )
-        return [*lines, Line("events in checkpoints", scale * written, "bytes/day", formula)]
+        return [*lines, Line(SAVED, scale * written, "bytes/day", formula)]
 
     def _replaced_pages(self, store: PlannedStore, slots: float, events: float, seconds: float) -> float:
         """Return the bytes of pages that change when events are replaced at random ones of `slots` slots.
@@ -133,6 +138,6 @@ def uploads(storage: StorageSettings | None, day: PlanSection) -> PlanSection | 
     """Return the traffic to the object store: at most each checkpoint and version once; None without one."""
     if storage is None:
         return None
-    names = ("events in checkpoints", "checkpoints", "versions")
+    names = (SAVED, "checkpoints", "versions")
     lines = [line for line in day.lines if line.name in names]
     return PlanSection(f"traffic to {storage.url}, at most", [*lines, summed(TOTAL, lines, "bytes/day")])

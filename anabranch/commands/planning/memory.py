@@ -3,7 +3,7 @@
 from anabranch.commands.planning.constants import Constants
 from anabranch.commands.planning.ledger_of import learner_tensors, serving_tensors
 from anabranch.commands.planning.lines import Line, PlanSection, size, summed
-from anabranch.commands.planning.store_size import ENTRY_BYTES, EVENT_BYTES, SLOT_BYTES, PlannedStore
+from anabranch.commands.planning.store_size import COPIES_SAVED, ENTRY_BYTES, EVENT_BYTES, SLOT_BYTES, PlannedStore
 from anabranch.config.model import Pipeline
 from ingest.events.block import BlockLayout
 from ingest.events.schema import Schema
@@ -86,13 +86,13 @@ def _memory_tier(store: PlannedStore) -> Line:
 
 
 def _checkpoint_buffers(store: PlannedStore, added: float) -> Line:
-    """Return the copies of rows while a checkpoint that has them is written: two of new ones, three of merged ones."""
+    """Return the copies of rows while a checkpoint that has them is written, with three of merged ones."""
     most = most_events(store.row_bytes)
     new = min(store.events, round(added))
     merged = min(store.events - new, max(0, most - new))
     each = ENTRY_BYTES + store.row_bytes
-    formula = f"(2 x {new:,} new events + 3 x {merged:,} of merged segments) x {each:,} B"
-    return Line("buffers of checkpoints", (2 * new + 3 * merged) * each, "bytes", formula)
+    formula = f"({COPIES_SAVED} x {new:,} new events + 3 x {merged:,} of merged segments) x {each:,} B"
+    return Line("buffers of checkpoints", (COPIES_SAVED * new + 3 * merged) * each, "bytes", formula)
 
 
 def _ring(pipeline: Pipeline) -> Line:

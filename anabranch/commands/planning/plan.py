@@ -89,7 +89,7 @@ def make_plan(config: Config, load: Load, constants: Constants) -> Plan:
         "later day": later,
         "uploads": uploads(pipeline.storage, later),
         "freshness": freshness(pipeline, constants, load, disk.publish_seconds),
-        "saturation": saturation(pipeline, constants, load, later["total"]),
+        "saturation": saturation(pipeline, constants, load, later),
     }
     there = {name: section for name, section in sections.items() if section is not None}
     space = disk_space(pipeline, constants.version_bytes or 0, constants.base_bytes)

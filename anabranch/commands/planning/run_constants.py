@@ -9,6 +9,7 @@ from anabranch.commands.planning.constants import Constants
 from anabranch.commands.planning.held_out import held_out_bytes
 from anabranch.commands.planning.ledger_of import learner_tensors
 from anabranch.commands.planning.speed import waits
+from anabranch.commands.planning.store_size import COPIES_SAVED, ENTRY_BYTES
 from anabranch.config.loader import Config
 from anabranch.config.model import Pipeline
 from anabranch.core.errors import SettingsError
@@ -40,13 +41,19 @@ def sizes_of(report: LearnerReport, state_dir: Path, constants: Constants) -> No
         constants.checkpoint_bytes = max(0, checkpoint - report.holdout_rows * held_out_bytes(constants))
 
 
-def process_sizes(config: Config, report: LearnerReport, constants: Constants, peak: PeakMemory) -> None:
-    """Fill what the processes take of the host besides what the ledger and the store count."""
+def process_sizes(
+    config: Config, report: LearnerReport, constants: Constants, peak: PeakMemory, saved: float = 0.0
+) -> None:
+    """Fill what the processes take of the host besides what the ledger and the store count.
+
+    `saved`: new events that checkpoints had the rows of. The process had copies of them, and a plan adds its own.
+    """
     on_cpu = constants.device == "cpu"
     tensors = sum(learner_tensors(config.pipeline, constants.parameters, constants.base_bytes).values())
     in_memory = on_cpu or config.pipeline.replay.device_memory == "host"
     known = tensors * on_cpu + report.replay_bytes.get("device", 0) * in_memory
-    constants.learner_bytes = max(0, peak.learner - known)
+    copied = min(report.replay_rows.get("device", 0), saved) * (ENTRY_BYTES + (constants.row_bytes or 0))
+    constants.learner_bytes = max(0, peak.learner - known - round(COPIES_SAVED * copied))
     constants.ingest_bytes, constants.serving_bytes = peak.ingest, peak.serving
 
 

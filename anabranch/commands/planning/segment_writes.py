@@ -1,5 +1,6 @@
 """How often checkpoints write an event: segments of events are merged as they grow and empty."""
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,7 +16,9 @@ _HELD = 100_000
 _CHECKPOINTS = 1_000
 
 
-def writes_per_event(store: PlannedStore, event_bytes: int, held: int, added: float) -> float:
+def writes_per_event(
+    store: PlannedStore, event_bytes: int, held: int, added: float, since: float = math.inf, events: float = math.inf
+) -> float:
     """Return how many events checkpoints write for each event that is added.
 
     Checkpoints of a smaller store with the same proportions are made, without payload.
@@ -25,6 +28,9 @@ def writes_per_event(store: PlannedStore, event_bytes: int, held: int, added: fl
         event_bytes: of an event in a segment.
         held: events that are held at first, in one segment; 0 while the store fills.
         added: events that are added between two checkpoints, in place of others once the store is full.
+        since: events that were added before, since `held` events were in one segment. Segments need fewer merges until
+            so many are replaced as are held.
+        events: events that are added in the time that counts.
     """
     if added <= 0:
         return 0.0
@@ -36,6 +42,13 @@ def writes_per_event(store: PlannedStore, event_bytes: int, held: int, added: fl
     segments: Sequence[Segment] = [Segment("0", np.ones(first, np.bool_))] if first else []
     written = total = 0
     rounds = min(_CHECKPOINTS, max(1, (2 if held else 1) * capacity // new))
+    before = 0
+    if held:
+        before = int(min(rounds // 2, since / added))
+        if since + events < 2 * capacity / scale:
+            rounds = before + max(1, round(events / added))
+        else:  # the same from then on
+            before = rounds // 2
     for number in range(1, rounds + 1):
         count = sum(segment.held for segment in segments)
         alive = np.ones(count, np.bool_)
@@ -43,7 +56,7 @@ def writes_per_event(store: PlannedStore, event_bytes: int, held: int, added: fl
         change = StoreDelta(number - 1 if segments else None, alive, np.zeros(new, ENTRY), None)
         result = advance(segments, change, number, _load, most)
         segments = result.segments
-        if number > rounds // 2 or not held:  # at first one segment has all
+        if number > before:
             written += sum(len(each.tensors["index"]) for each in result.new.values())
             total += new
     return written / total

@@ -1,7 +1,7 @@
 """Freshness, and the rate at which a pipeline saturates."""
 
 from anabranch.commands.planning.constants import Constants, Load
-from anabranch.commands.planning.disk import DAY
+from anabranch.commands.planning.disk import DAY, GROWING, TOTAL
 from anabranch.commands.planning.lines import Line, PlanSection, summed, written
 from anabranch.config.model import Pipeline
 
@@ -53,7 +53,7 @@ def freshness(pipeline: Pipeline, constants: Constants, load: Load, publish_seco
     )
 
 
-def saturation(pipeline: Pipeline, constants: Constants, load: Load, day: Line) -> PlanSection:
+def saturation(pipeline: Pipeline, constants: Constants, load: Load, day: PlanSection) -> PlanSection:
     """Return the rates that each part can do, and that of all together; `day` is what is written to the disk."""
     step, rows = constants.full_step_seconds, constants.full_step_rows
     stall, paused = constants.stall_seconds_per_event, constants.checkpoint_stall_seconds_per_event
@@ -65,10 +65,11 @@ def saturation(pipeline: Pipeline, constants: Constants, load: Load, day: Line) 
     for name, each in (("replay", stall), ("checkpoints", paused)):
         if each:
             lines.append(Line(name, 1 / each, "1/s", f"1 / {written(each, 's')} that steps wait for it, of an event"))
-    if constants.disk_bytes_per_second and day.value:
-        disk = load.rate * constants.disk_bytes_per_second / (day.value / DAY)
-        formula = f"{written(constants.disk_bytes_per_second, 'bytes')} a second, if all of {day.text} grew with it"
-        lines.append(Line("disk", disk, "1/s", formula))
+    total, growing = day.value(TOTAL), sum(day.value(name) or 0.0 for name in GROWING)
+    if constants.disk_bytes_per_second and total and growing:
+        left = max(0.0, constants.disk_bytes_per_second - (total - growing) / DAY)
+        formula = f"{written(left, 'bytes')} a second besides the rest, if {written(growing, 'bytes/day')} grew with it"
+        lines.append(Line("disk", load.rate * left / (growing / DAY), "1/s", formula))
     measured = constants.saturation_rate
     disks = [line.value for line in lines if line.name == "disk" and line.value is not None]
     rate = None if measured is None else min(measured, *disks, measured)

@@ -20,6 +20,8 @@ SLOT_BYTES = RECORD.itemsize
 """Bytes of the table of events, for each slot."""
 EVENT_BYTES = ENTRY_BYTES - RECORD.itemsize
 """Bytes of the table of events, for each event in addition."""
+COPIES_SAVED = 2
+"""Copies of the rows that a checkpoint has and the one before had not, while it is written."""
 
 
 @dataclass(frozen=True)

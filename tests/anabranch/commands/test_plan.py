@@ -5,6 +5,7 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,11 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anabranch.commands.planning import disk, segment_writes
+from anabranch.commands.planning.calibrating.process_usage import PeakMemory
 from anabranch.commands.planning.calibrating.synthetic_events import synthetic_messages
 from anabranch.commands.planning.calibrating.synthetic_pipeline import CalibrationSpec, calibrated
 from anabranch.commands.planning.constants import Constants, Load
 from anabranch.commands.planning.disk import DAY
 from anabranch.commands.planning.plan import Plan, make_plan
+from anabranch.commands.planning.run_constants import process_sizes
 from anabranch.commands.planning.segment_writes import writes_per_event
 from anabranch.commands.planning.speed import RATE, limited_by
 from anabranch.commands.planning.store_size import ENTRY_BYTES, PlannedStore, admitted
@@ -169,6 +172,11 @@ def test_the_simulated_merges_are_those_of_the_segments(tmp_path: Path) -> None:
     # A store that is replaced whole between two checkpoints is written once.
     assert writes_per_event(store, 46, 4096, 4096) == pytest.approx(1.0)
     assert writes_per_event(store, 46, 4096, 0) == 0
+    # Events that are replaced first, of one segment that has all, cause no merge; later ones do.
+    first = writes_per_event(store, 46, 4096, 64, since=0, events=64)
+    assert first == pytest.approx(1.0)
+    assert writes_per_event(store, 46, 4096, 64, since=0, events=1024) < writes_per_event(store, 46, 4096, 64)
+    assert writes_per_event(store, 46, 4096, 64, since=1e6, events=64) == writes_per_event(store, 46, 4096, 64)
 
 
 def test_a_rate_above_saturation_has_no_freshness_and_names_what_limits(tmp_path: Path) -> None:
@@ -184,6 +192,31 @@ def test_a_disk_that_is_slower_than_steps_is_what_limits(tmp_path: Path) -> None
     plan = plan_of(tmp_path, load=Load(rate=100.0), disk_bytes_per_second=100_000.0)
     assert (plan.sections["saturation"].value(RATE) or 0.0) < 5_000
     assert limited_by(plan.sections["saturation"]) == "disk"
+
+
+def test_versions_and_checkpoints_do_not_grow_with_the_rate(tmp_path: Path) -> None:
+    """A model of 40 MB and small events: the disk has room for few more versions, and for many more events."""
+    changes = {"version_bytes": 40_000_000, "disk_bytes_per_second": 60e6}
+    plan = plan_of(tmp_path, "[replay]\ncapacity = 5000\n", Load(rate=100.0), **changes)
+    assert plan.sections["saturation"].value(RATE) == 5_000.0
+    assert limited_by(plan.sections["saturation"]) == "steps"
+    plan = plan_of(
+        tmp_path, "[replay]\ncapacity = 5000\n", Load(rate=100.0), **changes | {"disk_bytes_per_second": 30e6}
+    )
+    assert plan.sections["saturation"].value(RATE) == 0.0, "versions alone take more"
+
+
+@pytest.mark.parametrize(("saved", "copied"), [(0.0, 0), (1_000.0, 1_000), (9e9, 4_000)])
+def test_copies_of_rows_in_checkpoints_of_a_calibration_are_not_of_the_plan(
+    tmp_path: Path, saved: float, copied: int
+) -> None:
+    config, peak, found = config_of(tmp_path), PeakMemory(0, None), constants()
+    report = SimpleNamespace(replay_rows={"device": 4_000}, replay_bytes={"device": 0})
+    peak.learner = 10**9
+    process_sizes(config, report, found, peak)  # type: ignore[arg-type]
+    without = found.learner_bytes or 0
+    process_sizes(config, report, found, peak, saved)  # type: ignore[arg-type]
+    assert without - (found.learner_bytes or 0) == 2 * copied * (1_024 + ENTRY_BYTES)
 
 
 def test_a_healthy_plan_breaks_no_promise(tmp_path: Path) -> None:

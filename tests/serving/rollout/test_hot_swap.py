@@ -917,9 +917,10 @@ def test_a_version_is_loaded_in_pieces_before_each_of_which_requests_may_run(num
     first = load_version(deployment, versions.manifest(1), 8, lambda: pieces.append("first"))
     numbers.publish(2)
     second = load_version(deployment, versions.manifest(2), 8, lambda: pieces.append("second"))
-    # Before it begins, before the module is copied, before it gets its weights, and once requests may run, before its
-    # only layer; at last before garbage is collected.
-    expected = ["first"] * 4 + ["second"] * 5
+    # Before it is read, before its only tensor, before it begins, before the module is copied, before it gets its
+    # weights, and once requests may run, before its only layer is prepared, before and after it runs; at last before
+    # garbage is collected.
+    expected = ["first"] * 6 + ["second"] * 9
     assert pieces == expected
     assert gc.isenabled()
     second.run({"x": np.zeros((1, 4), np.float32)})

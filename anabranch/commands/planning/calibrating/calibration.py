@@ -202,8 +202,8 @@ def _measure(processes: _Processes, config: Config, constants: Constants, load: 
         serving.address, config.pipeline.name, schema, seconds * _SHARES["requests"]
     )
     say("measuring the rate at which it saturates")
-    _flood(processes, constants, seconds * _SHARES["flood"])
-    _sizes(processes, config, constants)
+    saved = _flood(processes, constants, seconds * _SHARES["flood"])
+    _sizes(processes, config, constants, 0.0 if config.pipeline.replay.slower else saved)
 
 
 def _steady(processes: _Processes, config: Config, constants: Constants, load: Load, seconds: float) -> None:
@@ -241,8 +241,8 @@ def _reports(state_dir: Path, serving: float) -> float:
     return serving + min(1.0, serving / sizes["serving"]) * sizes["learner"] * _REPORTS_PER_SECOND
 
 
-def _flood(processes: _Processes, constants: Constants, seconds: float) -> None:
-    """Measure as many events as are read."""
+def _flood(processes: _Processes, constants: Constants, seconds: float) -> float:
+    """Measure as many events as are read; return how many came between two checkpoints, 0 where none was written."""
     Path(processes.spec.flood).touch()
     processes.wait(seconds * _WARM_UP)
     before, begin = processes.counters(), time.monotonic()
@@ -256,15 +256,16 @@ def _flood(processes: _Processes, constants: Constants, seconds: float) -> None:
         constants.checkpoint_stall_seconds_per_event = done.checkpoint_stall_seconds / done.rows
     if after.checkpoints:
         constants.checkpoint_seconds = after.checkpoint_seconds / after.checkpoints
+    return done.rows / written if (written := after.checkpoints - before.checkpoints) else 0.0
 
 
-def _sizes(processes: _Processes, config: Config, constants: Constants) -> None:
+def _sizes(processes: _Processes, config: Config, constants: Constants, saved: float) -> None:
     """Read sizes of files and processes, and of the model."""
     report = processes.report
     assert report is not None
     sizes_of(report, processes.state_dir, constants)
     if is_counted():
-        process_sizes(config, report, constants, processes.peak)
+        process_sizes(config, report, constants, processes.peak, saved)
 
 
 def _ingest_rate(config: Config, spec: CalibrationSpec, seconds: float, stop: threading.Event) -> float | None:

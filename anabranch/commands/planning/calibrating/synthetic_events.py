@@ -1,5 +1,6 @@
 """Messages with random events of a schema, at a given size."""
 
+import math
 import string
 from typing import Any
 
@@ -101,7 +102,7 @@ def _event(schema: Schema, random: np.random.Generator, digits: int) -> dict[str
 
 
 def _value(schema: Schema, feature: Feature, random: np.random.Generator, digits: int) -> Any:
-    count, settings = int(np.prod(feature.shape)), schema.settings.features[feature.name]
+    count, settings = math.prod(feature.shape), schema.settings.features[feature.name]
     flat: np.ndarray[Any, Any]
     if settings.cycles:
         flat = _TIME + random.integers(_YEAR_SECONDS, size=count)
