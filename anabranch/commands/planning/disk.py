@@ -101,7 +101,7 @@ class DiskWrites:
             return Line("checkpoints", None, "bytes/day", "their size was not measured")
         gate = self.pipeline.gate
         rows = min(gate.holdout_rows, int(gate.holdout_fraction * self.load.rate * moment))
-        held_out = rows * held_out_bytes(constants)
+        held_out = rows * held_out_bytes(self.pipeline, constants)
         bits = 0 if self.store is None else self.store.events // 8
         each = constants.checkpoint_bytes + held_out + bits
         formula = (

@@ -25,7 +25,7 @@ _PROBE_SECONDS = 120.0
 _OPTIMIZER = "checkpoints were taken to have the weights and two moments"
 
 
-def sizes_of(report: LearnerReport, state_dir: Path, constants: Constants) -> None:
+def sizes_of(pipeline: Pipeline, report: LearnerReport, state_dir: Path, constants: Constants) -> None:
     """Fill the sizes of the model, the rows and the files of a state directory."""
     memory = report.device_memory
     constants.parameters = memory.get("weights", 0) // _FLOAT32
@@ -38,7 +38,7 @@ def sizes_of(report: LearnerReport, state_dir: Path, constants: Constants) -> No
     if rows.get("device"):
         constants.row_bytes = held["device"] // rows["device"]
     if (checkpoint := checkpoint_bytes(state_dir)) is not None:
-        constants.checkpoint_bytes = max(0, checkpoint - report.holdout_rows * held_out_bytes(constants))
+        constants.checkpoint_bytes = max(0, checkpoint - report.holdout_rows * held_out_bytes(pipeline, constants))
 
 
 def process_sizes(
@@ -67,8 +67,8 @@ def constants_of_run(config: Config) -> Constants:
     if report is None:
         raise SettingsError(f"no learner has run in {config.state_dir}; plan without --from-run to calibrate")
     constants = Constants(source="run", parameters=0, differences=["the rate at which it saturates was not measured"])
-    sizes_of(report, config.state_dir, constants)
     pipeline = config.pipeline
+    sizes_of(pipeline, report, config.state_dir, constants)
     token = pipeline.serving.tokens.read.get_secret_value()
     counters = read_counters(pipeline.learner.status, token)
     if counters is not None and counters.steps:

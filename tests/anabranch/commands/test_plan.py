@@ -206,6 +206,15 @@ def test_versions_and_checkpoints_do_not_grow_with_the_rate(tmp_path: Path) -> N
     assert plan.sections["saturation"].value(RATE) == 0.0, "versions alone take more"
 
 
+def test_a_plan_without_a_store_counts_the_rows_of_held_out_events(tmp_path: Path) -> None:
+    """The model of the config has four numbers and a label; a calibration holds out more than a run does at first."""
+    more = 'strategy = "none"\n'
+    checkpoints = plan_of(tmp_path, more, row_bytes=None, checkpoint_bytes=0).sections["later day"].value("checkpoints")
+    pipeline = config_of(tmp_path, more).pipeline
+    rows, a_day = pipeline.gate.holdout_rows, DAY / pipeline.checkpoints.every.total_seconds()
+    assert (checkpoints or 0.0) / a_day / rows > 36 + 4 * 4
+
+
 @pytest.mark.parametrize(("saved", "copied"), [(0.0, 0), (1_000.0, 1_000), (9e9, 4_000)])
 def test_copies_of_rows_in_checkpoints_of_a_calibration_are_not_of_the_plan(
     tmp_path: Path, saved: float, copied: int

@@ -263,7 +263,7 @@ def _sizes(processes: _Processes, config: Config, constants: Constants, saved: f
     """Read sizes of files and processes, and of the model."""
     report = processes.report
     assert report is not None
-    sizes_of(report, processes.state_dir, constants)
+    sizes_of(config.pipeline, report, processes.state_dir, constants)
     if is_counted():
         process_sizes(config, report, constants, processes.peak, saved)
 
