@@ -25,6 +25,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,6 @@ from torch import Tensor, nn
 from benchmarks.harness.interleave import Spread, interleave, ratio
 from benchmarks.harness.natural_streams import STREAMS, LabelledStream, stream
 from benchmarks.harness.results import Results, Target, options
-from benchmarks.harness.river_selection import RATES, Member, epsilon_greedy, right, successive_halving
 from learner.config import LearnerSettings
 from learner.model.device import choose_precision
 from learner.model.task import Classification
@@ -164,7 +164,15 @@ def streams(data: Path | None, rows: int, seeds: int, folder: Path, results: Res
 
 
 def river(data: Path | None, rows: int, seeds: int, folder: Path, results: Results) -> None:
-    """Add the accuracy of River's selectors of models, and how far the search is above successive halving."""
+    """Add the accuracy of River's selectors of models, and how far the search is above successive halving.
+
+    Left out where River is not installed, as with the extra `bench` alone.
+    """
+    if find_spec("river") is None:
+        results.remark("river: left out, since river is missing")
+        return
+    from benchmarks.harness.river_selection import RATES, Member, epsilon_greedy, right, successive_halving
+
     leads: dict[str, list[float]] = {}
     for name in STREAMS:
         results.title(f"{name}: River's selection")

@@ -72,7 +72,12 @@ class ErrorLevel:
         self.size, self.seen = size, seen
 
     def add(self, error: float) -> None:
-        """Add the model's error of a step, after its differences were taken: the unit depends on earlier ones alone."""
+        """Add the model's error of a step, after its differences were taken: the unit depends on earlier ones alone.
+
+        One that is not finite, as a user's score may be, is left out: the unit would never be a number again.
+        """
+        if not math.isfinite(error):
+            return
         self.seen += 1
         self.size += (abs(error) - self.size) / min(self.seen, _LEVEL_MEMORY)
 

@@ -42,13 +42,10 @@ def writes_per_event(
     segments: Sequence[Segment] = [Segment("0", np.ones(first, np.bool_))] if first else []
     written = total = 0
     rounds = min(_CHECKPOINTS, max(1, (2 if held else 1) * capacity // new))
-    before = 0
-    if held:
-        before = int(min(rounds // 2, since / added))
-        if since + events < 2 * capacity / scale:
-            rounds = before + max(1, round(events / added))
-        else:  # the same from then on
-            before = rounds // 2
+    before = rounds // 2 if held else 0  # it is the same from then on
+    if since + events < 2 * capacity / scale:
+        before = min(before, int(since / added))
+        rounds = min(rounds, before + max(1, round(events / added)))
     for number in range(1, rounds + 1):
         count = sum(segment.held for segment in segments)
         alive = np.ones(count, np.bool_)

@@ -88,3 +88,6 @@ def test_the_unit_of_a_difference_is_of_earlier_steps() -> None:
     assert level.difference(0.4, 0.2) == pytest.approx(0.1)
     level.add(-3.0)
     assert level.difference(0.4, 0.2) == pytest.approx(0.05)
+    for error in (math.nan, math.inf):
+        level.add(error)
+    assert level.difference(0.4, 0.2) == pytest.approx(0.05)
