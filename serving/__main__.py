@@ -7,6 +7,7 @@ import argparse
 import gc
 import sys
 import threading
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,9 +38,11 @@ def main(arguments: list[str] | None = None) -> int:
             codes.append(serve_by_workers(config, stop))
         else:
             gc.disable()  # until the imports are done: they leave no garbage
+            from serving.http.listening_socket import UNTIL_GONE
             from serving.server import serve
 
-            serve(deployment_of(config), config.pipeline.serving, stop)
+            patience = UNTIL_GONE if "--supervised" in others else timedelta(0)
+            serve(deployment_of(config), config.pipeline.serving, stop, patience=patience)
 
     code = enter("serving", "Answer requests over HTTP from the newest version.", serve_config, others)
     return code or (codes[0] if codes else 0)

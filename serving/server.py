@@ -26,7 +26,7 @@ from serving.dashboard.status import Overview
 from serving.fleet.commands import FleetCommands
 from serving.fleet.host import FleetHost, refuse_learners_directory
 from serving.http.app import build_app
-from serving.http.listening_socket import address_of, listen
+from serving.http.listening_socket import address_of, listen_patiently
 from serving.http.log_limit import limited_lines
 from serving.http.request_body import BodyReader
 from serving.http.server import HttpServer
@@ -56,6 +56,7 @@ def serve(
     stop: threading.Event,
     worker: PoolWorker | None = None,
     listener: socket.socket | None = None,
+    patience: timedelta = timedelta(0),
 ) -> None:
     """Answer requests until `stop` is set. Called in the main thread; signal handlers are not changed.
 
@@ -65,6 +66,7 @@ def serve(
         stop: ends it.
         worker: this process, if it is one of several; None otherwise.
         listener: the socket that the workers share.
+        patience: how long to wait for a port that is taken.
 
     Raises:
         SettingsError: the model cannot be built, the address or the port cannot be taken, or TLS files cannot be read.
@@ -81,7 +83,7 @@ def serve(
     prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
     threads = torch.get_num_threads() // (2 * settings.workers)  # the rest is for event loops and the learner
     torch.set_num_threads(max(1, threads))
-    with listener or listen(settings.host, settings.port) as socket_, limited_lines():
+    with listener or listen_patiently(settings.host, settings.port, patience) as socket_, limited_lines():
         asyncio.run(_Process(deployment, settings, socket_, worker).run(stop))
 
 

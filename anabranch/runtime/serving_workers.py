@@ -17,13 +17,12 @@ from anabranch.core.logs import log_arguments
 from anabranch.runtime.child_process import Part
 from anabranch.runtime.lifecycle import Exit
 from anabranch.runtime.supervisor import Supervisor
-from serving.http.listening_socket import address_of, check_tls, listen_patiently
+from serving.http.listening_socket import UNTIL_GONE, address_of, check_tls, listen_patiently
 from serving.reporting.report import STOPPED, ServingReport, write_report
 from serving.reporting.worker_pool import COUNTS_VARIABLE, WorkerPool
 
 _POLL_SECONDS = 0.05
 _REPORT_EVERY = timedelta(seconds=1)
-_UNTIL_A_KILLED_ONE_IS_GONE = timedelta(seconds=5)
 _BEYOND_TIMEOUT = timedelta(seconds=5)
 
 log = logging.getLogger("anabranch.serving")
@@ -42,7 +41,7 @@ def serve_by_workers(config: Config, stop: threading.Event) -> Exit:
     with state_errors(f"state_dir: cannot write to {config.state_dir}"):
         config.state_dir.mkdir(parents=True, exist_ok=True)
     with (
-        listen_patiently(settings.host, settings.port, _UNTIL_A_KILLED_ONE_IS_GONE) as listener,
+        listen_patiently(settings.host, settings.port, UNTIL_GONE) as listener,
         tempfile.TemporaryDirectory(prefix="anabranch-") as folder,
     ):
         pool = WorkerPool(Path(folder), settings.workers)

@@ -17,6 +17,8 @@ from serving.config import ServingSettings, TlsSettings
 log = logging.getLogger("anabranch.serving")
 
 BACKLOG = 2048
+UNTIL_GONE = timedelta(seconds=5)
+"""How long the server of a new supervisor waits for the port: that of one that was killed has just begun to end."""
 _POLL_SECONDS = 0.05
 
 
@@ -70,17 +72,17 @@ def check_tls(tls: TlsSettings, folder: Path) -> None:
 
 
 def listen_patiently(host: str, port: int, patience: timedelta) -> socket.socket:
-    """Return a listening socket; wait up to `patience` for a port that workers of a killed server still hold."""
+    """Return a listening socket; wait up to `patience` for a port that processes of a killed one still hold."""
     deadline = time.monotonic() + patience.total_seconds()
     waits = False
     while True:
         try:
             return listen(host, port)
         except TakenError:
-            if time.monotonic() > deadline:
+            if time.monotonic() >= deadline:
                 raise
             if not waits:
-                log.info("serving.port = %d is taken on %s, perhaps by workers that are about to end", port, host)
+                log.info("serving.port = %d is taken on %s, perhaps by a process that is about to end", port, host)
             waits = True
             time.sleep(_POLL_SECONDS)
 

@@ -92,6 +92,20 @@ def test_a_taken_port_is_one_sentence_that_names_the_key_and_exit_2(pipeline: Ca
     assert len(errors.strip().splitlines()) == 1
 
 
+def test_the_next_server_of_a_supervisor_waits_for_the_port_of_a_killed_one(
+    pipeline: Callable[..., Path], eventually: Callable[..., Any]
+) -> None:
+    """After a supervisor was killed, the next one starts before the server of the first has ended."""
+    with listen("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        process = start("-c", str(pipeline(port)), "--supervised")
+        waits = process.stderr.readline()
+    assert f"serving.port = {port} is taken on 127.0.0.1, perhaps by a process that is about to end" in waits
+    assert f"serving tiny on http://127.0.0.1:{port}" in process.stderr.readline()
+    process.communicate(timeout=60)  # the end of stdin stops it
+    assert process.returncode == Exit.DONE
+
+
 def test_sigterm_finishes_and_exits_0(
     pipeline: Callable[..., Path], eventually: Callable[..., Any], numbers: Any, body_of: Callable[..., Any]
 ) -> None:
