@@ -7,7 +7,7 @@
              left out of the quick form
     convnet  two convolutions over images of 28 x 28
     formats  the MLP with events as JSON, for information; left out of the quick form
-    tracing  the MLP with 1 % of the steps traced, over the MLP without tracing: two learners in turns
+    tracing  the MLP with 1 % of the steps traced, over the MLP without tracing: one learner, switched between turns
     ranks    new events a second of two ranks on a topic of eight partitions, of which half have nine times as many
              events: over equal partitions, and those over one rank; left out of the quick form
 
@@ -33,7 +33,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,7 @@ from benchmarks.harness.ranks import rates
 from benchmarks.harness.results import Results, Target, options
 from benchmarks.harness.serving_tracing import MISSING, collector, has_exporter
 from benchmarks.harness.stream_reader import StreamReader
+from benchmarks.harness.tracing_switch import Ratios, Turn, alternate, switchable
 from learner.state_dir.report import LearnerReport
 
 TARGETS = {
@@ -75,6 +76,8 @@ BATCH, LARGE = 128, 512
 _POOL_ROWS = 20_000
 _STORED = 10_000
 _RANKS_ROWS, _RANKS_ROUNDS = 60_000, 7
+_TRACED_SECONDS, _TRACED_TURNS = 0.5, 8
+"""Of a turn at least, and turns of each kind in a round."""
 
 
 @dataclass(frozen=True)
@@ -101,20 +104,40 @@ class Live:
         """CPU seconds per step of the last turn."""
         self._rate = 0.0
 
-    def turn(self) -> float:
-        """Let it train, and return the steps a second from its reports, without the warm-up."""
+    @contextlib.contextmanager
+    def training(self) -> Iterator[None]:
+        """Let it train in the block, which begins after the warm-up."""
         self._learner.spare(OTHERS, threads=True)  # also threads started since, such as that of the first checkpoint
         self._learner.go_on()
         self._feed.go_on()
         warm = time.time() + self._sizes.warm_up
-        first, busy = self._learner.wait_for(lambda report: report.time > warm), self._learner.busy_seconds()
-        end = first.time + self._sizes.turn
-        last = self._learner.wait_for(lambda report: report.time > end)
-        self.busy = (self._learner.busy_seconds() - busy) / max(1, last.steps - first.steps)
+        self._learner.wait_for(lambda report: report.time > warm)
+        yield
         self._feed.pause()
         self._learner.pause()
-        self._rate = (last.steps - first.steps) / (last.time - first.time)
+
+    def steps(self, seconds: float) -> Turn:
+        """Return what it does while it trains, from its next report on."""
+        now = time.time()
+        first, busy = self._learner.wait_for(lambda report: report.time > now), self._learner.busy_seconds()
+        end = first.time + seconds
+        last = self._learner.wait_for(lambda report: report.time > end)
+        return Turn(last.steps - first.steps, last.time - first.time, self._learner.busy_seconds() - busy)
+
+    def turn(self) -> float:
+        """Let it train, and return the steps a second from its reports, without the warm-up."""
+        with self.training():
+            turn = self.steps(self._sizes.turn)
+        self.busy = turn.busy / max(1, turn.done)
+        self._rate = turn.done / turn.seconds
         return self._rate
+
+    def alternate_tracing(self, rounds: int, turns: int, *, switch: bool = True) -> Ratios:
+        """Compare steps with tracing and without, where it was started with `switchable`."""
+        with self.training():
+            return alternate(
+                self._learner.process.pid, lambda: self.steps(_TRACED_SECONDS), rounds, turns=turns, switch=switch
+            )
 
     def report(self) -> LearnerReport:
         """Return its newest report."""
@@ -153,8 +176,9 @@ def live(
     folder: Path,
     batch: int,
     more: Mapping[str, Any] | None = None,
+    program: Sequence[str] = ("-m", "learner"),
 ) -> Iterator[Live]:
-    """A learner with a full store, stopped; `more`: sections of its config."""
+    """A learner with a full store, stopped; `more`: sections of its config; `program`: how Python starts it."""
     generator = np.random.default_rng(0)
     columns = {"x": generator.random((_POOL_ROWS, 784), np.float32)}
     label = generator.integers(0, 10, _POOL_ROWS)
@@ -166,7 +190,7 @@ def live(
     rows_a_message = _POOL_ROWS / len(payload) if form == "rows" else 1.0
     with (
         EventFeed(stream, payload, rows_a_message, OTHERS) as feed,
-        LearnerProcess(folder, document(stream, model, form, batch, more), CORE) as learner,
+        LearnerProcess(folder, document(stream, model, form, batch, more), CORE, program) as learner,
     ):
         feed.watch(learner.state_dir)
         learner.wait_for(lambda report: sum(report.outcomes.values()) > _STORED)
@@ -259,23 +283,19 @@ def tracing(results: Results, sizes: Sizes, bootstrap: str) -> None:
         results.remark(MISSING)
         return
     results.title("tracing: the MLP, 1 % of the steps traced")
-    busy: dict[str, list[float]] = {"off": [], "on": []}
     with contextlib.ExitStack() as stack:
         os.environ |= stack.enter_context(collector())
-        arms: dict[str, Callable[[], float]] = {}
-        for arm, sections in {"off": {}, "on": {"tracing": {"sample": 0.01}}}.items():
-            folder = stack.enter_context(tempfile.TemporaryDirectory(dir=".", prefix=f"tracing-{arm}-"))
-            learner = stack.enter_context(live(bootstrap, MLP, "rows", sizes, Path(folder).resolve(), BATCH, sections))
-
-            def turn(arm: str = arm, learner: Live = learner) -> float:
-                rate = learner.turn()
-                busy[arm].append(learner.busy)
-                return rate
-
-            arms[arm] = turn
-        found = interleave(arms, 2 * sizes.rounds, warm_up=0)
-    results.add("tracing_over_off", ratio(found["on"], found["off"]))
-    results.add("tracing_busy_over_off", ratio(busy["on"], busy["off"]), "CPU time of a step")
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=".", prefix="tracing-"))).resolve()
+        sections = {"tracing": {"sample": 0.01}}
+        learner = stack.enter_context(
+            live(bootstrap, MLP, "rows", sizes, folder, BATCH, sections, switchable("learner"))
+        )
+        found = learner.alternate_tracing(sizes.rounds, _TRACED_TURNS)
+        alike = learner.alternate_tracing(sizes.rounds, _TRACED_TURNS, switch=False)
+    results.add("tracing_over_off", found.rate)
+    results.add("tracing_busy_over_off", found.busy, "CPU time of a step")
+    results.add("tracing_alike_over_alike", alike.rate, "tracing on in both")
+    results.add("tracing_busy_alike_over_alike", alike.busy, "tracing on in both")
 
 
 def ranks(results: Results, _sizes: Sizes, bootstrap: str) -> None:

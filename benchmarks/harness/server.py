@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -20,14 +20,23 @@ _POLL_SECONDS = 0.05
 
 
 class ServingProcess:
-    """Serves the versions below `folder/var`, with one thread of torch; killed when the context ends."""
+    """Serves the versions below `folder/var`, with one thread of torch; killed when the context ends.
 
-    def __init__(self, folder: Path, cores: set[int] | None = None, variables: Mapping[str, str] | None = None) -> None:
+    `program`: arguments of the Python, before those of serving.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        cores: set[int] | None = None,
+        variables: Mapping[str, str] | None = None,
+        program: Sequence[str] = ("-m", "serving"),
+    ) -> None:
         self._state_dir = folder / "var"
         self._log = folder / "serving.log"
         with self._log.open("wb") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "serving", "-c", str(folder / "pipeline.toml"), "--supervised"],
+                [sys.executable, *program, "-c", str(folder / "pipeline.toml"), "--supervised"],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,

@@ -1,28 +1,31 @@
-"""Tracing: requests a second of a server that traces 1 % of them, over those of one that traces none.
+"""Tracing: requests a second of a server that traces 1 % of them, over those of the same server without tracing.
 
-Two servers share a core, and are flooded in turns. Spans go by OTLP to a collector on the other cores, which discards
-them. The CPU time of a request is less affected by other processes than the rate.
+The server has a core, and tracing is switched off and on between turns of a flood. Spans go by OTLP to a collector on
+the other cores, which discards them. `alike` is the same measurement with tracing on in all turns.
 """
 
 import contextlib
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from pathlib import Path
 
 from benchmarks.harness.cores import split
-from benchmarks.harness.interleave import interleave, ratio
 from benchmarks.harness.load import Load
+from benchmarks.harness.pipeline import BrokenRunError
 from benchmarks.harness.results import Results, Target
 from benchmarks.harness.server import ServingProcess, binary_request
+from benchmarks.harness.tracing_switch import Turn, alternate, switchable
 from benchmarks.harness.version_publisher import NAME, VersionPublisher
 
 TARGETS = {"tracing_throughput_over_off": Target(0.99, least=True), "tracing_busy_over_off": Target(1.01)}
 MISSING = "tracing: left out, since opentelemetry-exporter-otlp-proto-http is missing"
 _MLP = {"factory": "mlp", "args": {"widths": [784, 100, 100, 10]}}
 _CLIENTS = 16
+_SECONDS = 0.25
+"""Of a turn."""
 
 
 def measure(results: Results, quick: bool, bootstrap: str) -> None:  # noqa: ARG001 - every section takes the same
@@ -30,32 +33,34 @@ def measure(results: Results, quick: bool, bootstrap: str) -> None:  # noqa: ARG
     if not has_exporter():
         results.remark(MISSING)
         return
-    seconds, rounds = (0.5, 10) if quick else (4.0, 15)
+    rounds, turns = (4, 8) if quick else (15, 20)
     core, others = split()
     results.title("tracing: single rows, 1 % of the requests traced")
-    rates: dict[str, Callable[[], float]] = {}
-    busy: dict[str, list[float]] = {"off": [], "on": []}
     with contextlib.ExitStack() as stack:
         variables = stack.enter_context(collector())
-        for arm, sections in {"off": "", "on": "[tracing]\nsample = 0.01\n"}.items():
-            root = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=".", prefix=f"tracing-{arm}-"))).resolve()
-            VersionPublisher(root, _MLP, 784, {"max_delay": "0ms"}).publish()
-            with (root / "pipeline.toml").open("a") as config:
-                config.write(f"\n{sections}")
-            server = stack.enter_context(ServingProcess(root, core, variables))
-            url = f"{server.wait().address}/v2/models/{NAME}/infer"
-            load = stack.enter_context(Load(url, *binary_request(1, 784), others))
+        root = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=".", prefix="tracing-"))).resolve()
+        VersionPublisher(root, _MLP, 784, {"max_delay": "0ms"}).publish()
+        with (root / "pipeline.toml").open("a") as config:
+            config.write("\n[tracing]\nsample = 0.01\n")
+        server = stack.enter_context(ServingProcess(root, core, variables, switchable("serving")))
+        url = f"{server.wait().address}/v2/models/{NAME}/infer"
+        load = stack.enter_context(Load(url, *binary_request(1, 784), others))
 
-            def turn(arm: str = arm, server: ServingProcess = server, load: Load = load) -> float:
-                before = server.busy_seconds()
-                answered = len(load.flood(_CLIENTS, seconds).seconds)
-                busy[arm].append((server.busy_seconds() - before) / answered)
-                return answered / seconds
+        def turn() -> Turn:
+            before = server.busy_seconds()
+            answers = load.flood(_CLIENTS, _SECONDS)
+            if answers.failed:
+                raise BrokenRunError(f"requests failed: {dict(answers.refused)}")
+            return Turn(len(answers.seconds), _SECONDS, server.busy_seconds() - before)
 
-            rates[arm] = turn
-        found = interleave(rates, rounds)
-    results.add("tracing_throughput_over_off", ratio(found["on"], found["off"]))
-    results.add("tracing_busy_over_off", ratio(busy["on"][1:], busy["off"][1:]), "CPU time of a request")
+        for _ in range(2 * turns):  # warm-up
+            turn()
+        found = alternate(server.process.pid, turn, rounds, turns=turns)
+        alike = alternate(server.process.pid, turn, rounds, turns=turns, switch=False)
+    results.add("tracing_throughput_over_off", found.rate)
+    results.add("tracing_busy_over_off", found.busy, "CPU time of a request")
+    results.add("tracing_throughput_alike_over_alike", alike.rate, "tracing on in both")
+    results.add("tracing_busy_alike_over_alike", alike.busy, "tracing on in both")
 
 
 def has_exporter() -> bool:
