@@ -59,7 +59,7 @@ def alternate(pid: int, turn: Callable[[], Turn], rounds: int, *, turns: int, sw
         turn: lets the process work.
         rounds: how many ratios are measured.
         turns: of each kind in a round; even.
-        switch: False: tracing stays on, which shows what this measurement can tell apart.
+        switch: False: tracing stays on, which shows what this measurement can resolve.
     """
     rates, busy = [], []
     traced = True
