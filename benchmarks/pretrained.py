@@ -199,11 +199,11 @@ def student(minilm: Path, state_dir: Path, number: int) -> Sections:
     """Return the sections of the student of a fully tuned model, which is a version in `state_dir`.
 
     It learns from each event five times: the store keeps the teacher's output of an event, so that the teacher runs
-    once, and the steps of two layers are short. The second layer has half of the neurons of its feed-forward part.
+    once, and the steps of two layers are short. The second layer has a third of the neurons of its feed-forward part.
     """
     args = {"path": str(minilm), "classes": len(CLASSES)}
     version = {"state_dir": str(state_dir), "number": number, "factory": CLASSIFIER, "args": args}
-    model = {"factory": "benchmark_models:text_student", "args": {**args, "layers": 2, "last_width": 768, "parts": 2}}
+    model = {"factory": "benchmark_models:text_student", "args": {**args, "layers": 2, "last_width": 512, "parts": 2}}
     sections = arm(6e-4, {**model, "teacher": {"version": version, "weight": 0.9, "temperature": 2.0}})
     replay = {"strategy": "er", "replay_ratio": 4.0}
     return {**sections, "learner": {**sections["learner"], **replay}}
