@@ -1,14 +1,15 @@
 # make demo | test | test-fast | test-PACKAGE | check | docs | bench | faults | fmt: each makes .venv first, when it is missing or stale.
 #
 #   ARGS='...'          goes to the demo, to pytest, to the benchmarks or to the faults
-#   JOBS=1              runs so many tests at once; 4 by default, since many wait for processes of theirs
+#   JOBS=1              runs so many tests at once; as many as there are cores by default, and for `make test` one more,
+#                       since many wait for processes of theirs. Each worker imports what the tests do, which takes 20 s
 #   PYTHON=python3.12   the Python to take, instead of the first one that fits
 #   TORCH_INDEX=URL     where torch comes from, instead of the choice below
 #
 # Kept to what GNU make 3.81 understands, the one that macOS has.
 
 ARGS ?=
-JOBS ?= 4
+JOBS ?=
 PYTHON ?=
 TORCH_INDEX ?=
 TORCH_CPU_INDEX = https://download.pytorch.org/whl/cpu
@@ -24,10 +25,11 @@ PARTS = test-ingest test-replay test-learner test-serving test-anabranch
 FAST = not process and not services and not slow and not browser and not gpu
 # A thread for each worker: torch's pools of all workers would wait for each other's cores.
 # Bytecode is written, whatever the environment says: each worker, and each process that a test starts, reads it.
-PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} .venv/bin/python -m pytest -n $(JOBS) --dist worksteal
+PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} .venv/bin/python -m pytest --dist worksteal
 # Fast tests write thousands of small files and wait for each to be on the disk: in memory, where there is room for them.
 IN_MEMORY = TMPDIR=$${TMPDIR:-$$(df -Pk /dev/shm 2>/dev/null | awk 'NR == 2 && $$4 > 2000000 {print "/dev/shm"}')}
-PYTEST_FAST = $(IN_MEMORY) $(PYTEST) -o tmp_path_retention_policy=failed -m '$(FAST)'
+# A test that takes more than a second is printed: it may lack the marker `slow`.
+PYTEST_FAST = $(IN_MEMORY) $(PYTEST) -n $(or $(JOBS),logical) -o tmp_path_retention_policy=failed -m '$(FAST)' --durations=10 --durations-min=1
 
 .NOTPARALLEL:
 .PHONY: help demo test test-fast $(PARTS) check docs bench faults fmt screenshot clean again
@@ -35,7 +37,7 @@ PYTEST_FAST = $(IN_MEMORY) $(PYTEST) -o tmp_path_retention_policy=failed -m '$(F
 help:
 	@echo "make demo    the whole pipeline on this machine, with embedded parts and real data"
 	@echo "make test    every test"
-	@echo "make test-fast    those that start no process and need no service, in a minute"
+	@echo "make test-fast    those that start no process, need no service and are not slow, in a minute"
 	@echo "make test-ingest  those of one package: also test-replay, test-learner, test-serving, test-anabranch"
 	@echo "make check   lint, format, types, import layers and words"
 	@echo "make docs    the docs site, into site/"
@@ -49,7 +51,7 @@ demo: .venv/.demo
 	@.venv/bin/anabranch demo $(ARGS)
 
 test: .venv/.dev
-	@$(PYTEST) $(ARGS)
+	@$(PYTEST) -n $(or $(JOBS),$$(($$(getconf _NPROCESSORS_ONLN) + 1))) $(ARGS)
 
 test-fast: .venv/.dev
 	@$(PYTEST_FAST) $(ARGS)

@@ -277,12 +277,14 @@ def imports(path: Path) -> Iterator[str]:
             yield node.module
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_imports_run_against_the_data_flow():
     linted = subprocess.run([Path(sys.executable).with_name("lint-imports")], cwd=ROOT, capture_output=True, text=True)
     assert linted.returncode == 0, linted.stdout + linted.stderr
 
 
+@pytest.mark.slow
 def test_each_third_party_is_known_to_one_part_of_the_house():
     strangers = []
     for path in FILES:
@@ -322,6 +324,7 @@ def test_the_packages_hold_a_docstring_and_nothing_else():
         assert isinstance(body[0].value.value, str)
 
 
+@pytest.mark.slow
 def test_no_class_name_has_two_meanings():
     modules = {}
     for path in FILES:
@@ -347,6 +350,7 @@ LONG_FILES = {
 """Still to be split."""
 
 
+@pytest.mark.slow
 def test_functions_and_files_are_short():
     functions, files = {}, set()
     for path in FILES:

@@ -142,6 +142,7 @@ def trivial_score(task: Task, label: np.ndarray) -> float:
     return max(float(task.score(output, torch.from_numpy(label)).mean()) for output in outputs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("copied", NAMES, indirect=True)
 def test_the_model_fits_the_schema(example: Example) -> None:
     model = example.config.pipeline.model
@@ -150,6 +151,7 @@ def test_the_model_fits_the_schema(example: Example) -> None:
     assert not model.embedding or built.get_submodule(model.embedding) is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("copied", NAMES, indirect=True)
 def test_make_events_is_deterministic(copied: Path) -> None:
     before = Path("events.jsonl").read_bytes()
@@ -165,6 +167,7 @@ def gain(example: Example, trainer: Trainer, scores: np.ndarray) -> float:
     return float(scores[-tenth:].mean()) - trivial_score(trainer.task, last)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("copied", "margin", "part"), [("text", 0.4, 1.0), ("pretrained", 0.3, 0.5)], indirect=["copied"]
 )
@@ -172,6 +175,7 @@ def test_it_is_better_than_the_constant_answer(example: Example, margin: float, 
     assert gain(example, *example.train(np.arange(int(part * len(example.events))))) > margin
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("copied", ["pretrained"], indirect=True)
 def test_a_pretrained_encoder_learns_the_class_of_each_word_and_serves_it(copied: Path) -> None:
     """The class of a word is the topic to whose list it belongs."""
@@ -208,6 +212,7 @@ def test_a_pretrained_encoder_learns_the_class_of_each_word_and_serves_it(copied
     assert np.mean([name == of_word.get(word, "other") for name, word in zip(names, words, strict=True)]) > 0.7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("copied", ["tabular"], indirect=True)
 def test_the_orders_drift_in_the_middle_and_the_model_recovers(example: Example) -> None:
     trainer, scores = example.train(np.arange(len(example.events)))
@@ -218,6 +223,7 @@ def test_the_orders_drift_in_the_middle_and_the_model_recovers(example: Example)
     assert scores[-tenth:].mean() > before - 0.05
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("copied", ["images"], indirect=True)
 def test_replay_keeps_the_accuracy_on_earlier_digits(example: Example) -> None:
     image = np.array([event["image"] for event in example.events])

@@ -397,6 +397,7 @@ class Loaded:
         self.manifest, self.number, self.trained_through = manifest, manifest.number, ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", PARTS.values(), ids=PARTS)
 def test_a_part_is_not_larger_after_a_year_than_after_half_of_it(make: Callable[[Year], Driven], year: Year) -> None:
     driven = make(year)

@@ -390,6 +390,7 @@ class TestModel:
         assert kinds(findings) == []
         assert "26,122 parameters" in findings[-1].message
 
+    @pytest.mark.slow
     def test_an_adapter_says_what_is_trained_and_what_it_takes(
         self, diagnose: Callable[..., list[Finding]], setting: Callable[..., None]
     ) -> None:
@@ -871,6 +872,7 @@ class TestReachingTheBroker:
         (finding,) = diagnose("broker")
         assert "does not answer as a Kafka broker" in finding.message
 
+    @pytest.mark.slow
     @pytest.mark.finds("check.slow")
     def test_something_that_never_answers(self, diagnose, setting, server):
         done = threading.Event()
@@ -972,6 +974,7 @@ class TestHistory:
         (lake / "part-1.parquet").write_bytes(b"PAR1, but no more of it")
         assert "part-1.parquet is damaged: " in only(diagnose("history"), "backfill.damaged").message
 
+    @pytest.mark.slow
     @pytest.mark.finds("backfill.unreadable")
     def test_a_bucket_that_refuses_the_credentials(
         self, diagnose: Callable[..., list[Finding]], edit: Callable[..., None], forbidding: str

@@ -12,6 +12,7 @@ from tests.faults.cost_program import RECORD
 STEP, SLOW, WAITED = 0.010, 0.004, 0.003
 
 
+@pytest.mark.slow
 def test_the_cost_of_a_write_is_distinguished_from_the_noise_of_the_machine() -> None:
     """Each write blocks the loop for 3 ms and slows three steps by 4 ms; one step in ten takes ten times as long."""
     dice = np.random.default_rng(0)

@@ -8,6 +8,7 @@ import pytest
 from tests.faults.registered_fuzz import FORMATS, dead_lettered, decoded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMATS)
 def test_damaged_messages_never_become_events_with_other_values(form: str) -> None:
     fuzzed = decoded(form, 1000, seed=0)

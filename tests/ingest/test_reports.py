@@ -69,6 +69,7 @@ def test_an_end_is_known_while_earlier_blocks_are_not_handled_yet(source, proces
     assert source.poll(NOW).coverage[0].end == 200
 
 
+@pytest.mark.slow
 def test_messages_of_a_process_that_died_are_handled_before_the_next_one_is_started(source, process):
     fill(process, 0, 0, 100)
     send(process.there, SkippedToEnd())

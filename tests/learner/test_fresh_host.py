@@ -25,6 +25,7 @@ from tests.support.waiting import TAKES_MINUTES
 DISK = TIERS["disk with a small cache"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policies", [{}, {"sampling": "loss", "admission": "class-balanced"}], ids=["even", "by loss"])
 def test_a_learner_on_a_fresh_host_equals_the_uninterrupted_one_bit_for_bit(
     make_bench: Callable[..., LearnerBench], tmp_path: Path, policies: dict[str, Any]

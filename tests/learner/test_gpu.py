@@ -54,6 +54,7 @@ def bench_on(path: Path, schema: Schema, blocks: int, device: torch.device, **op
     return LearnerBench(path, schema, plain_model(), blocks, device=device, learner=EXACT, **options)
 
 
+@pytest.mark.slow
 @each_store
 def test_a_whole_learner_learns_on_a_device_what_it_learns_on_the_cpu(
     schema: Schema, tmp_path: Path, cuda: torch.device, replay: dict[str, Any]
@@ -85,6 +86,7 @@ def test_streams_and_copies_of_a_whole_learner_are_in_order(
     recorder.check()
 
 
+@pytest.mark.slow
 @each_store
 def test_a_learner_goes_on_from_its_checkpoint_and_version_on_a_device(
     schema: Schema, tmp_path: Path, cuda: torch.device, replay: dict[str, Any]

@@ -22,6 +22,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replay", KINDS.values(), ids=KINDS)
 def test_a_step_waits_once_for_the_device_and_all_streams_are_in_order(
     schema: Schema, tmp_path: Path, replay: dict[str, Any]
@@ -48,6 +49,7 @@ def test_a_step_waits_once_for_the_device_and_all_streams_are_in_order(
     cuda.check()
 
 
+@pytest.mark.slow
 def test_a_learner_that_keeps_outputs_and_losses_has_all_streams_in_order(schema: Schema, tmp_path: Path) -> None:
     sample_plan._ones.cache_clear()
     with CudaRecorder() as cuda:

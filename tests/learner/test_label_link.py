@@ -216,6 +216,7 @@ def test_erased_events_end_as_skipped(bench: Bench) -> None:
     assert bench.step() == [0, 1, 3]
 
 
+@pytest.mark.slow
 def test_a_full_join_lets_its_oldest_events_time_out_where_nothing_else_makes_room(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:

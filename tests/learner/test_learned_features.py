@@ -110,6 +110,7 @@ def test_each_new_event_is_learned_from_once_and_replayed_and_held_out_ones_neve
     assert np.abs(np.searchsorted(np.sort(trained), knots[[8, 16, 24]]) / new - [0.25, 0.5, 0.75]).max() < 0.05
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["er", "der++", "lwf", "mir", "agem"])
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(make: Callable[..., LearnerBench], name: str) -> None:
     def strategy() -> Any:
@@ -227,6 +228,7 @@ def test_an_intercept_is_learned_once_from_each_new_event_by_the_output_before_t
     assert not information[: found.table.shared].any()
 
 
+@pytest.mark.slow
 def test_compiled_code_follows_what_is_features_in(schema: Schema, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model = Model()

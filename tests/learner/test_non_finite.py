@@ -24,6 +24,7 @@ class NonFiniteScores(Classification):
         return super().score(output_B, label_B) * (torch.nan if step % 3 else 1.0)
 
 
+@pytest.mark.slow
 def test_non_finite_scores_are_ignored_also_after_a_restart(
     make_bench: Callable[..., LearnerBench], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -82,6 +82,7 @@ def test_an_embedding_of_four_bits_returns_the_same_rows(cuda: torch.device) -> 
     torch.testing.assert_close(found, words(tokens), rtol=1e-6, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_learner_trains_adapters_on_a_device_as_on_the_cpu(
     schema: Schema, tmp_path: Path, cuda: torch.device, precision: str
@@ -203,6 +204,7 @@ def test_parts_of_a_growing_model_learn_and_predict_on_a_device_as_on_the_cpu(
     torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_a_learner_has_the_same_outputs_of_a_teacher_on_a_device_and_on_the_cpu(
     schema: Schema, tmp_path: Path, cuda: torch.device
 ) -> None:

@@ -124,6 +124,7 @@ def test_a_resumed_run_of_any_strategy_equals_the_uninterrupted_one_bit_for_bit(
     assert resumed.loop.monitor.prequential.state() == uninterrupted.loop.monitor.prequential.state()
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_replay_ratio_and_drift_of_the_uninterrupted_one(
     make_bench: Callable[..., LearnerBench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,6 +178,7 @@ def test_the_progress_of_a_checkpoint_without_a_version_is_published_after_a_cra
     assert again.versions.numbers() == [1, 2]
 
 
+@pytest.mark.slow
 def test_a_restart_with_few_free_slots_writes_checkpoints_before_its_first_step(
     make_bench: Callable[..., LearnerBench], schema: Schema
 ) -> None:

@@ -120,6 +120,7 @@ acts = st.lists(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=40)
 @given(acts)

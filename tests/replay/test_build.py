@@ -73,6 +73,7 @@ def payload(store: Store) -> dict[int, list[float]]:
     return dict(zip(offsets, rows.tolist(), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"),
     [

@@ -113,6 +113,7 @@ def build(schema: Schema, tmp_path: Path) -> Iterator[Build]:
         store.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS, ids=["device", "disk", "small disk"])
 @pytest.mark.parametrize("before", ADMISSIONS)
 @pytest.mark.parametrize("after", ADMISSIONS)

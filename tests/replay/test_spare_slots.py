@@ -31,6 +31,7 @@ def rows_of(store: Store) -> dict[int, list[float]]:
     return dict(zip(sample.records["offset"].tolist(), sample.columns["feature.x"].tolist(), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [1500, 4096, 12_000])
 @pytest.mark.parametrize("tiers", [{"device_bytes": "400kB"}, {"disk": {"bytes": "500kB"}}], ids=["device", "disk"])
 def test_a_step_finds_slots_for_all_its_events(

@@ -280,6 +280,7 @@ def test_no_more_events_wait_than_are_taken_in_soon(schema: Schema) -> None:
     assert len(store) == MAX_PENDING
 
 
+@pytest.mark.slow
 def test_no_more_bytes_wait_than_are_taken_in_soon() -> None:
     features = {"x": {"dtype": "uint8", "shape": [MAX_PENDING_BYTES // 10]}}
     large = Schema(SchemaSettings.model_validate({"features": features, "label": {"name": "y", "classes": 4}}))
@@ -491,6 +492,7 @@ class TestSamples:
         assert one.plan(9, 20).records["offset"].tolist() == two.plan(9, 20).records["offset"].tolist()
         assert one.plan(9, 20).records["offset"].tolist() != one.plan(10, 20).records["offset"].tolist()
 
+    @pytest.mark.slow
     def test_uniform_means_uniform(self, schema: Schema) -> None:
         """Chi-square over 64 events: the statistic of 63 degrees of freedom exceeds 110 once in 5,000 fair trials."""
         store = build_store(ReplaySettings(capacity=64), schema, torch.device("cpu"), 0)

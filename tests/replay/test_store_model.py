@@ -406,6 +406,7 @@ def run(schema: Schema, folder: Path, url: str, arrangements: list[str], admissi
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("admission", ADMISSIONS)
 @each_arrangement
 def test_the_store_is_its_model(
@@ -415,6 +416,7 @@ def test_the_store_is_its_model(
     run(schema, tmp_path, url, [arrangement], admission, examples=6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("admission", ADMISSIONS)
 def test_the_store_is_its_model_when_every_life_has_other_tiers(schema: Schema, tmp_path: Path, admission: str) -> None:
     run(schema, tmp_path, "", ["device", "disk", "disk with a small cache"], admission, examples=10)

@@ -75,6 +75,7 @@ def test_the_page_needs_no_token_and_its_figures_do(numbers: Any, served: Served
             assert httpx.get(server.url + path, headers={"Authorization": "Bearer lesen"}).status_code == 200
 
 
+@pytest.mark.slow
 def test_status_lists_the_versions_with_what_became_of_them(
     numbers: Any, served: Served, eventually: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -111,6 +112,7 @@ def test_status_lists_the_versions_with_what_became_of_them(
         assert {version["fate"] for version in versions if version["number"] > 5} <= {"served", "swapped", "superseded"}
 
 
+@pytest.mark.slow
 def test_status_names_what_was_pinned_and_what_was_rolled_back(
     numbers: Any, served: Served, eventually: Callable[..., Any]
 ) -> None:
@@ -130,6 +132,7 @@ def test_status_names_what_was_pinned_and_what_was_rolled_back(
         assert fates()[1][0] == "pinned"
 
 
+@pytest.mark.slow
 def test_history_begins_with_the_server_and_returns_only_new_points(
     numbers: Any, served: Served, eventually: Callable[..., Any], tmp_path: Any
 ) -> None:

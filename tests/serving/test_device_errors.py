@@ -66,6 +66,7 @@ def raises(error: BaseException) -> Callable[..., Any]:
     return fail
 
 
+@pytest.mark.slow
 def test_a_lost_device_ends_serving_and_answers_no_request(doomed: Any, served: Served, body_of: Body) -> None:
     statuses: list[int] = []
 
@@ -127,6 +128,7 @@ def test_liveness_readiness_and_requests_are_503_once_the_process_is_about_to_en
     assert asyncio.run(infer()) == 503
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["load_version", "warm-up", "shadow", "command"])
 def test_a_device_that_is_lost_while_a_version_is_loaded_ends_serving(
     numbers: Any, served: Served, eventually: Any, monkeypatch: pytest.MonkeyPatch, where: str
@@ -240,6 +242,7 @@ def test_other_errors_pass_unchanged() -> None:
         assert raised.value is error
 
 
+@pytest.mark.slow
 def test_each_thread_that_touches_the_device_makes_it_the_current_one_first(
     numbers: Any, served: Served, body_of: Body, eventually: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -287,6 +290,7 @@ def test_a_cuda_device_is_made_current_by_its_index(monkeypatch: pytest.MonkeyPa
     assert chosen == [1, 0]
 
 
+@pytest.mark.slow
 def test_an_id_out_of_range_is_400_for_that_request_alone_and_never_reaches_the_model(
     deploy: Any, served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -71,6 +71,7 @@ def test_a_gpu_that_auto_cannot_take_is_a_problem(tmp_path: Path, monkeypatch: p
     assert problem == 'serving.device = "auto" takes the CPU: torch sees no device'
 
 
+@pytest.mark.slow
 def test_that_problem_is_in_the_report(numbers: Any, served: Callable[..., Any]) -> None:
     numbers.deployment = dataclasses.replace(numbers.deployment, device_problem="auto takes the CPU")
     numbers.publish(1)

@@ -7,12 +7,14 @@ from datetime import timedelta
 from typing import Any
 
 import httpx
+import pytest
 
 from learner.device_sharing.lease import Field, Servers
 
 MODULE = "anabranch_serving_test_models"
 
 
+@pytest.mark.slow
 def test_a_server_marks_a_request_for_as_long_as_it_waits(
     numbers: Any, served: Callable[..., Any], body_of: Callable[..., Any], eventually: Callable[..., Any]
 ) -> None:
@@ -40,6 +42,7 @@ def test_a_server_marks_a_request_for_as_long_as_it_waits(
         seen.close()
 
 
+@pytest.mark.slow
 def test_a_request_that_is_refused_leaves_no_mark(
     numbers: Any, served: Callable[..., Any], body_of: Callable[..., Any]
 ) -> None:

@@ -28,6 +28,7 @@ def address(deploy: Any, served: Callable[..., Any]) -> Iterator[str]:
         yield server.address
 
 
+@pytest.mark.slow
 def test_the_documented_requests_get_the_documented_answers(address: str, tmp_path: Path) -> None:
     replies = []
     for error, script in SCRIPTS:

@@ -65,6 +65,7 @@ def drained(numbers, eventually, end_drain):
     assert not thread.is_alive()
 
 
+@pytest.mark.slow
 def test_a_server_that_drains_is_not_ready_and_answers_old_and_new_connections(draining, body_of):
     for client in (draining, httpx.Client(base_url=draining.base_url)):
         reply = client.post("/v2/models/tiny/infer", json=body_of(1))
@@ -75,6 +76,7 @@ def test_a_server_that_drains_is_not_ready_and_answers_old_and_new_connections(d
     assert httpx.get(f"{draining.base_url}/v2/health/live").status_code == 200
 
 
+@pytest.mark.slow
 def test_its_report_says_that_it_is_not_ready(reports, draining, end_drain, eventually):
     draining.get("/v2/health/live")
     end_drain()
@@ -83,6 +85,7 @@ def test_its_report_says_that_it_is_not_ready(reports, draining, end_drain, even
     assert STOPPED not in reports[-2].problems
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parser", [H11Connection, connection_class()])
 def test_all_requests_that_a_client_has_sent_at_once_are_answered(
     monkeypatch, numbers, eventually, end_drain, body_of, parser
@@ -101,6 +104,7 @@ def test_all_requests_that_a_client_has_sent_at_once_are_answered(
     assert received.count(b"connection: close") == 1
 
 
+@pytest.mark.slow
 def test_after_that_it_accepts_nothing(draining, end_drain, eventually):
     def refused():
         try:

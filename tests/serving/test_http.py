@@ -54,6 +54,7 @@ def held(numbers: Any) -> Iterator[Any]:
     module.go_on.set()
 
 
+@pytest.mark.slow
 def test_the_protocols_routes_answer(running: Any, body_of: Body) -> None:
     expected = {
         "/v2": {"name": "anabranch", "extensions": ["binary_tensor_data"]},
@@ -86,6 +87,7 @@ def test_the_protocols_routes_answer(running: Any, body_of: Body) -> None:
         }
 
 
+@pytest.mark.slow
 def test_a_prediction_of_several_classes_is_a_bool_for_each(
     deploy: Callable[..., Any], served: Callable[..., Any], body_of: Body
 ) -> None:
@@ -101,6 +103,7 @@ def test_a_prediction_of_several_classes_is_a_bool_for_each(
     assert probabilities["data"] == pytest.approx(torch.sigmoid(weights["bias"]).tolist() * 2)
 
 
+@pytest.mark.slow
 def test_what_does_not_exist_is_a_404_that_names_what_does(running: Any, body_of: Body) -> None:
     for path, sentence in {
         "/v2/models/other": "no model 'other'; this server has 'tiny'",
@@ -120,6 +123,7 @@ def test_what_does_not_exist_is_a_404_that_names_what_does(running: Any, body_of
     assert "error" in response.json()
 
 
+@pytest.mark.slow
 def test_before_the_first_version_the_server_lives_but_is_not_ready(
     numbers: Any, served: Served, body_of: Body, eventually: Callable[..., Any]
 ) -> None:
@@ -140,6 +144,7 @@ def test_before_the_first_version_the_server_lives_but_is_not_ready(
         assert httpx.post(server.infer, json=body).json()["model_version"] == "1"
 
 
+@pytest.mark.slow
 def test_a_swap_under_load_fails_no_request_and_each_reply_is_by_one_version(
     numbers: Any, served: Served, body_of: Body
 ) -> None:
@@ -213,6 +218,7 @@ def test_thirty_swaps_under_load_fail_nothing_and_leave_nothing_behind(
         eventually(lambda: sum(each not in before for each in alive()) == 1)
 
 
+@pytest.mark.slow
 def test_min_trained_through_waits_for_a_version_that_has_learned_so_far(
     numbers: Any, running: Any, body_of: Body
 ) -> None:
@@ -226,12 +232,14 @@ def test_min_trained_through_waits_for_a_version_that_has_learned_so_far(
     assert httpx.post(running.infer, json=learned).json()["parameters"] == {"trained_through": "events:0=20"}
 
 
+@pytest.mark.slow
 def test_a_topic_that_is_not_learned_is_a_400_at_once(running: Any, body_of: Body) -> None:
     response = httpx.post(running.infer, json=body_of(1, parameters={"min_trained_through": "other:0=1"}))
     assert response.status_code == 400
     assert "other:0 is of no topic that is learned (events)" in response.json()["error"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("through", ["events:0=11", "events:1=0", "events:0=10,events:1=0"])
 def test_min_trained_through_is_a_504_when_the_time_is_over(running: Any, body_of: Body, through: str) -> None:
     for timeout_ms in (0, 30):
@@ -243,6 +251,7 @@ def test_min_trained_through_is_a_504_when_the_time_is_over(running: Any, body_o
     assert httpx.post(pinned, json=body_of(1, parameters={"min_trained_through": through})).status_code == 504
 
 
+@pytest.mark.slow
 def test_a_timeout_of_any_size_is_bounded_by_the_servers(numbers: Any, served: Served, body_of: Body) -> None:
     numbers.publish(1)
     with served(numbers, timeout="100ms") as server:
@@ -253,6 +262,7 @@ def test_a_timeout_of_any_size_is_bounded_by_the_servers(numbers: Any, served: S
             assert "serving.timeout" in response.json()["error"]
 
 
+@pytest.mark.slow
 def test_a_request_that_takes_too_long_is_a_504(numbers: Any, served: Served, body_of: Body, held: Any) -> None:
     numbers.publish(1)
     with served(numbers, timeout="200ms") as server:
@@ -264,6 +274,7 @@ def test_a_request_that_takes_too_long_is_a_504(numbers: Any, served: Served, bo
         assert httpx.post(server.infer, json=body_of(1)).status_code == 200
 
 
+@pytest.mark.slow
 def test_overload_is_a_429_with_retry_after(
     numbers: Any, served: Served, body_of: Body, held: Any, eventually: Callable[..., Any]
 ) -> None:
@@ -285,6 +296,7 @@ def test_overload_is_a_429_with_retry_after(
         assert httpx.post(server.infer, json=body_of(5)).status_code == 413
 
 
+@pytest.mark.slow
 def test_a_client_that_disconnects_is_removed_from_the_queue(
     numbers: Any, served: Served, body_of: Body, held: Any, eventually: Callable[..., Any]
 ) -> None:
@@ -303,6 +315,7 @@ def test_a_client_that_disconnects_is_removed_from_the_queue(
         assert last.result(30).status_code == 200
 
 
+@pytest.mark.slow
 def test_a_body_that_is_too_long_is_a_413_with_and_without_a_content_length(numbers: Any, served: Served) -> None:
     numbers.publish(1)
 
@@ -331,6 +344,7 @@ async def exchange(address: str, request: bytes) -> bytes:
     return answer
 
 
+@pytest.mark.slow
 def test_an_input_that_breaks_the_model_is_a_400_and_affects_no_other(
     deploy: Any, served: Served, body_of: Body
 ) -> None:
@@ -347,6 +361,7 @@ def test_an_input_that_breaks_the_model_is_a_400_and_affects_no_other(
         assert httpx.post(server.infer, json=body_of(1)).json()["outputs"][0]["data"] == [4.0]
 
 
+@pytest.mark.slow
 def test_the_batcher_can_distinguish_connections(running: Any, body_of: Body, monkeypatch: pytest.MonkeyPatch) -> None:
     peers: list[Any] = []
     predict = Batcher.predict
@@ -368,6 +383,7 @@ def fuzzed(running: Any) -> Iterator[Any]:
         yield lambda content, headers: client.post(running.infer, content=content, headers=headers)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.binary(max_size=300), st.none() | st.text("0123456789-+x", max_size=5) | st.integers(0, 400).map(str))
 def test_arbitrary_bodies_are_never_a_5xx(fuzzed: Any, content: bytes, header_length: str | None) -> None:
@@ -378,10 +394,12 @@ def test_arbitrary_bodies_are_never_a_5xx(fuzzed: Any, content: bytes, header_le
         assert response.json()["error"]
 
 
+@pytest.mark.slow
 def test_a_compressed_body_is_refused(running: Any) -> None:
     assert httpx.post(running.infer, content=b"x", headers={"Content-Encoding": "gzip"}).status_code == 415
 
 
+@pytest.mark.slow
 def test_binary_tensors_over_http(running: Any) -> None:
     x = np.ones((2, 4), "<f4").tobytes()
     header = json.dumps(
@@ -402,6 +420,7 @@ def test_binary_tensors_over_http(running: Any) -> None:
     assert np.frombuffer(response.content[length:], "<f4").tolist() == [1, 1]
 
 
+@pytest.mark.slow
 def test_status_contains_learner_and_serving(running: Any, body_of: Body, eventually: Callable[..., Any]) -> None:
     httpx.post(running.infer, json=body_of(1))
     httpx.post(running.infer, content=b"?")
@@ -421,6 +440,7 @@ def test_status_contains_learner_and_serving(running: Any, body_of: Body, eventu
     assert running.report().address == running.url
 
 
+@pytest.mark.slow
 def test_the_last_report_is_not_ready(numbers: Any, served: Served) -> None:
     numbers.publish(1)
     with served(numbers) as server:
@@ -428,6 +448,7 @@ def test_the_last_report_is_not_ready(numbers: Any, served: Served) -> None:
     assert not server.report().ready
 
 
+@pytest.mark.slow
 def test_metrics_have_the_promised_names(running: Any, body_of: Body) -> None:
     httpx.post(running.infer, json=body_of(1))
     text = httpx.get(running.url + "/metrics").text
@@ -450,6 +471,7 @@ def test_metrics_have_the_promised_names(running: Any, body_of: Body) -> None:
     assert float(waited.split()[1]) > 0
 
 
+@pytest.mark.slow
 def test_with_a_token_every_route_but_health_requires_one(numbers: Any, served: Served, body_of: Body) -> None:
     numbers.publish(1)
     with served(numbers, tokens={"read": "lesen", "admin": "admin"}) as server:
@@ -469,6 +491,7 @@ def test_with_a_token_every_route_but_health_requires_one(numbers: Any, served: 
         assert server.report().address in server.url
 
 
+@pytest.mark.slow
 def test_a_rollout_command_requires_the_admin_token(numbers: Any, served: Served) -> None:
     numbers.publish(1)
     with served(numbers, tokens={"read": "lesen", "admin": "admin"}) as server:
@@ -485,6 +508,7 @@ def test_a_rollout_command_requires_the_admin_token(numbers: Any, served: Served
         assert httpx.get(path, headers=admin).status_code == 405
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [{}, {"admin": "admin"}])
 def test_on_loopback_a_rollout_command_requires_only_the_token_that_is_set(
     numbers: Any, served: Served, tokens: dict[str, str]
@@ -495,6 +519,7 @@ def test_on_loopback_a_rollout_command_requires_only_the_token_that_is_set(
         assert httpx.post(server.url + "/api/versions/1:pin").status_code == (401 if tokens else 200)
 
 
+@pytest.mark.slow
 def test_without_a_token_requests_for_another_host_are_refused(running: Any, numbers: Any, body_of: Body) -> None:
     port = running.address.rpartition(":")[2]
     for host in (f"elsewhere.example:{port}", "127.0.0.1.elsewhere.example", "192.168.0.7", "[::1", "0.0.0.0"):
@@ -511,6 +536,7 @@ def test_without_a_token_requests_for_another_host_are_refused(running: Any, num
     assert httpx.get(running.url + "/v2/health/live", headers={"Host": "elsewhere.example"}).status_code == 200
 
 
+@pytest.mark.slow
 def test_with_a_token_a_request_may_be_for_any_name(numbers: Any, served: Served, body_of: Body) -> None:
     numbers.publish(1)
     with served(numbers, tokens={"read": "lesen"}) as server:
@@ -518,6 +544,7 @@ def test_with_a_token_a_request_may_be_for_any_name(numbers: Any, served: Served
         assert httpx.post(server.infer, json=body_of(1), headers=headers).status_code == 200
 
 
+@pytest.mark.slow
 def test_rollout_commands_are_applied_before_they_are_answered(
     running: Any, numbers: Any, body_of: Body, eventually: Callable[..., Any]
 ) -> None:
@@ -560,6 +587,7 @@ def test_rollout_commands_are_applied_before_they_are_answered(
         assert order(nonsense).status_code == 404
 
 
+@pytest.mark.slow
 def test_tls_with_the_configured_certificate(numbers: Any, served: Served, certificate: Any) -> None:
     cert, key = certificate(2)
     numbers.publish(1)
@@ -588,6 +616,7 @@ def test_small_replies_are_not_held_back_by_nagle() -> None:
         assert listener.proto == 6  # IPPROTO_TCP: asyncio sets TCP_NODELAY only then
 
 
+@pytest.mark.slow
 def test_an_answer_before_the_body_was_read_closes_the_connection(numbers: Any, served: Served, body_of: Body) -> None:
     numbers.publish(1)
     body = body_of(1)
@@ -606,6 +635,7 @@ def test_an_answer_before_the_body_was_read_closes_the_connection(numbers: Any, 
             assert (response.headers.get("connection") == "close") is closes, status
 
 
+@pytest.mark.slow
 def test_ambiguous_heads_are_refused_before_a_token_is_compared(numbers: Any, served: Served) -> None:
     numbers.publish(1)
     with served(numbers, tokens={"read": "secret"}) as running:
@@ -623,6 +653,7 @@ def test_ambiguous_heads_are_refused_before_a_token_is_compared(numbers: Any, se
         assert answers.count(b"HTTP/1.1") == 1
 
 
+@pytest.mark.slow
 def test_a_rollout_command_from_an_origin_that_is_no_url_is_forbidden(numbers: Any, served: Served) -> None:
     numbers.publish(1)
     with served(numbers) as running:
@@ -630,6 +661,7 @@ def test_a_rollout_command_from_an_origin_that_is_no_url_is_forbidden(numbers: A
         assert response.status_code == 403
 
 
+@pytest.mark.slow
 def test_a_report_that_cannot_be_read_does_not_end_serving(
     numbers: Any, served: Served, eventually: Callable[..., Any]
 ) -> None:

@@ -73,6 +73,7 @@ def swapping(deploy_in: Callable[..., Any], tmp_path: Any) -> Callable[[int], Sw
     return lambda number: Swapping(deploy_in("number", tmp_path / str(number)))
 
 
+@pytest.mark.slow
 def test_a_swap_that_runs_out_of_memory_at_any_operation_is_tried_again_and_loses_no_version(
     swapping: Callable[[int], Swapping],
 ) -> None:
@@ -94,6 +95,7 @@ def test_a_swap_that_runs_out_of_memory_at_any_operation_is_tried_again_and_lose
     assert one.answer() == 2
 
 
+@pytest.mark.slow
 def test_a_device_that_is_lost_at_any_operation_of_a_swap_refuses_no_version(
     swapping: Callable[[int], Swapping],
 ) -> None:

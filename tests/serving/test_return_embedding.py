@@ -47,6 +47,7 @@ def body(**members: Any) -> dict[str, Any]:
     return {"inputs": inputs, **members}
 
 
+@pytest.mark.slow
 def test_the_embedding_is_returned_with_the_outputs_when_it_is_requested(embedding: Any, served: Served) -> None:
     with served(embedding) as server:
         plain = httpx.post(server.infer, json=body()).json()
@@ -66,6 +67,7 @@ def test_the_embedding_is_returned_with_the_outputs_when_it_is_requested(embeddi
     assert refused.status_code == 400
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("value", "sentence"),
     [(True, "this model has no embedding; name one of its modules in model.embedding"), (1, "true")],

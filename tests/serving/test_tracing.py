@@ -33,6 +33,7 @@ def traced(numbers: Any, served: Callable[..., Any]) -> Callable[..., Any]:
     return serve
 
 
+@pytest.mark.slow
 def test_requests_continue_the_traces_of_their_callers_and_name_their_batch(
     traced: Callable[..., Any], body_of: Callable[..., Any], collector: Collector
 ) -> None:
@@ -61,6 +62,7 @@ def test_requests_continue_the_traces_of_their_callers_and_name_their_batch(
     assert [each.attributes for each in collector.named("swap")] == [{"anabranch.version": 7}]
 
 
+@pytest.mark.slow
 def test_requests_that_fail_end_their_spans(
     traced: Callable[..., Any], body_of: Callable[..., Any], collector: Collector
 ) -> None:
@@ -77,6 +79,7 @@ def test_requests_that_fail_end_their_spans(
     assert not first.failed  # it is the caller's fault
 
 
+@pytest.mark.slow
 def test_calls_of_grpc_continue_the_trace_of_their_metadata(
     traced: Callable[..., Any], collector: Collector, eventually: Callable[..., Any]
 ) -> None:
@@ -109,6 +112,7 @@ def test_calls_of_grpc_continue_the_trace_of_their_metadata(
     assert len(collector.named("predict")) == 1
 
 
+@pytest.mark.slow
 def test_no_request_waits_for_a_collector_that_hangs(
     traced: Callable[..., Any], body_of: Callable[..., Any], collector: Collector, eventually: Callable[..., Any]
 ) -> None:

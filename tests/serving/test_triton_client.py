@@ -47,6 +47,7 @@ WORDS = [["red", "blue"], ["green", "ünknown"], ["", "blue"]]
 SIZES = [[1.0, 2.0], [-3.0, 0.5], [0.0, 0.0]]
 
 
+@pytest.mark.slow
 def test_it_finds_the_server_ready_and_reads_its_metadata(client: Any) -> None:
     triton, _ = client
     assert triton.is_server_live()
@@ -60,6 +61,7 @@ def test_it_finds_the_server_ready_and_reads_its_metadata(client: Any) -> None:
     assert metadata["inputs"][0] == {"name": "word", "datatype": "BYTES", "shape": [-1, 2]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("binary_in", [True, False])
 @pytest.mark.parametrize("binary_out", [True, False])
 def test_it_gets_the_same_predictions_in_json_and_in_binary(client: Any, binary_in: bool, binary_out: bool) -> None:
@@ -78,6 +80,7 @@ def test_it_gets_the_same_predictions_in_json_and_in_binary(client: Any, binary_
     assert response["parameters"]["trained_through"] == "events:0=40"
 
 
+@pytest.mark.slow
 def test_without_outputs_it_gets_all_of_them_and_defaults_fill_what_it_leaves_out(client: Any) -> None:
     triton, weights = client
     result = triton.infer("tiny", inputs(WORDS, SIZES, True)[:1])
@@ -85,6 +88,7 @@ def test_without_outputs_it_gets_all_of_them_and_defaults_fill_what_it_leaves_ou
     assert result.as_numpy("prediction").dtype == np.int64
 
 
+@pytest.mark.slow
 def test_it_requests_its_own_writes_and_reads_error_sentences(client: Any) -> None:
     triton, _ = client
     asked = inputs(WORDS, SIZES, True)

@@ -77,6 +77,7 @@ def test_each_event_is_scored_before_it_is_trained_on(example, file):
     assert point.overall in (0.0, 1.0), "one prediction for one event that was never seen"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["none", "er", "der++", "mir"])
 def test_every_kind_of_strategy_runs(example, file, strategy):
     config = load_config(example / "pipeline.toml", {"ANABRANCH__LEARNER__STRATEGY": strategy})
@@ -151,6 +152,7 @@ def test_a_label_after_the_wait_does_not_count(run: Callable[..., Any], late: Ca
     assert 0.7 < only["overall"] < 0.8, "all are taken for negatives"
 
 
+@pytest.mark.slow
 def test_policies_and_replay_are_compared_side_by_side(run: Callable[..., Any], late: Callable[..., Path]) -> None:
     file = late(1800.0, early="negative-then-correct")
     document = json.loads(run(file, "--label-time", "known", "--compare", "--json")[1])

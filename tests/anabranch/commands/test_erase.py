@@ -33,6 +33,7 @@ def config(write_pipeline: Callable[..., Path]) -> Config:
     return found
 
 
+@pytest.mark.slow
 def test_a_learner_that_is_started_meanwhile_waits_until_the_files_are_clean(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:

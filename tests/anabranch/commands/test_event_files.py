@@ -260,6 +260,7 @@ def assert_decoded(schema, values, rows):
 class TestEveryValue:
     """Whatever the types of the schema hold goes through a file unchanged."""
 
+    @pytest.mark.slow
     @given(rows=st.lists(EVENTS, min_size=1, max_size=5))
     def test_by_csv(self, tmp_path_factory, schema, rows):
         path = table(tmp_path_factory.mktemp("csv") / "a.csv", list(ROW), *map(cells, rows))

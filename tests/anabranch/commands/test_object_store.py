@@ -113,6 +113,7 @@ def test_in_mode_mirror_a_restored_checkpoint_is_newer_than_those_of_the_object_
     assert local.numbers() == [3]
 
 
+@pytest.mark.slow
 def test_a_store_that_is_away_is_one_sentence_and_code_3(
     pipeline: Callable[[str], Config], run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

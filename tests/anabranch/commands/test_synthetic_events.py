@@ -30,6 +30,7 @@ STRINGS: dict[str, dict[str, Any]] = {
 CROSS = {"word_country": {"of": ["word", "country"], "encode": ENCODE}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["json", "rows", "arrow"])
 def test_synthetic_events_have_values_to_learn_features_from(name: str) -> None:
     features = NUMBERS if name == "rows" else NUMBERS | STRINGS

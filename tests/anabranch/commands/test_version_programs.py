@@ -156,6 +156,7 @@ def refused(config: Config, folder: Path, form: Any = "torch") -> str:
     return str(refusal.value)
 
 
+@pytest.mark.slow
 def test_a_program_takes_any_number_of_rows(published: Callable[..., Config], tmp_path: Path) -> None:
     exported = export_program(published(), "latest", tmp_path / "a" / "program", "torch")
     assert exported.rows == 74
@@ -167,6 +168,7 @@ def test_a_program_takes_any_number_of_rows(published: Callable[..., Config], tm
     assert not isinstance(module, nn.Linear)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["torch", "onnx"])
 def test_a_program_has_what_was_learned_of_features(
     published: Callable[..., Config], tmp_path: Path, form: Any

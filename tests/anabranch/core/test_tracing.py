@@ -104,6 +104,7 @@ def test_without_settings_nothing_is_traced(tmp_path: Path, left_out: Counter[st
     assert not left_out
 
 
+@pytest.mark.slow
 def test_a_callers_decision_is_continued(tracer: Tracer, collector: Collector) -> None:
     assert tracer.request("r", UNSAMPLED, None, {}) is None
     assert tracer.request("r", None, None, {}) is None
@@ -116,6 +117,7 @@ def test_a_callers_decision_is_continued(tracer: Tracer, collector: Collector) -
     assert (seen.attributes, seen.service) == ({"a": 1, "b": 2}, "anabranch-learner")
 
 
+@pytest.mark.slow
 def test_fields_of_callers_are_bounded_and_come_into_no_log(
     tracer: Tracer, collector: Collector, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -158,6 +160,7 @@ def test_requests_without_context_are_sampled(collector: Collector, tmp_path: Pa
     assert (seen.parent, seen.failed) == ("", False)
 
 
+@pytest.mark.slow
 def test_a_batch_and_its_requests_are_linked(tracer: Tracer, collector: Collector, left_out: Counter[str]) -> None:
     requests = [tracer.request("r", SAMPLED, None, {}) for _ in range(MOST_LINKS + 2)]
     traced = [each for each in requests if each is not None]
@@ -172,6 +175,7 @@ def test_a_batch_and_its_requests_are_linked(tracer: Tracer, collector: Collecto
     assert left_out == {"links": 2}
 
 
+@pytest.mark.slow
 def test_a_step_is_linked_with_its_events_at_a_bounded_rate(
     tracer: Tracer, collector: Collector, left_out: Counter[str]
 ) -> None:
@@ -193,6 +197,7 @@ def test_a_step_is_linked_with_its_events_at_a_bounded_rate(
     assert left_out == {"rate": 2 + 2, "links": 3}
 
 
+@pytest.mark.slow
 def test_spans_within_spans_are_children(tracer: Tracer, collector: Collector) -> None:
     def publish_and_fail() -> None:
         with spans.span("publish", {"anabranch.step": 1}):
@@ -280,6 +285,7 @@ def test_the_end_does_not_wait_for_a_collector_that_hangs(
     assert left_out == {"export": 2}
 
 
+@pytest.mark.slow
 def test_a_collector_that_is_away_is_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left_out: Counter[str], free_port: Callable[[], int]
 ) -> None:
@@ -348,6 +354,7 @@ def test_a_variable_that_cannot_be_used_is_named(
         pass
 
 
+@pytest.mark.slow
 def test_a_span_that_is_over_has_its_own_time(tracer: Tracer, collector: Collector) -> None:
     spans.record("checkpoint", 30.0, {"anabranch.checkpoint": 3})
     (seen,) = collector.named("checkpoint")

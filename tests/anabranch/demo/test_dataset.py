@@ -35,6 +35,7 @@ def test_the_same_seed_gives_the_same_stream_and_another_another(digits):
     assert first != list(messages(digits, 4, 500))
 
 
+@pytest.mark.slow
 def test_the_classes_come_in_ten_phases_of_equal_length(stream):
     phases = [message.phase for message in stream]
     assert phases == sorted(phases)

@@ -83,6 +83,7 @@ def load(server, digits, monkeypatch):
     load.stop()
 
 
+@pytest.mark.slow
 def test_good_replies_are_counted_and_their_progress_recorded(server, load, until):
     load.start()
     until(lambda: load.requests >= 20, "requests")
@@ -95,6 +96,7 @@ def test_good_replies_are_counted_and_their_progress_recorded(server, load, unti
     assert body["inputs"][0] | {"data": None} == {"name": "x", "shape": [1, 64], "datatype": "FP32", "data": None}
 
 
+@pytest.mark.slow
 def test_only_digits_of_classes_that_were_seen_are_asked_for(server, load, until):
     load.classes_seen = 3
     load.start()
@@ -115,6 +117,7 @@ def test_requests_begin_when_serving_is_ready(server, load, until):
     until(lambda: load.requests, "a request")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("answer", "said"),
     [

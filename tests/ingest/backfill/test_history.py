@@ -147,6 +147,7 @@ def test_times_in_another_unit_than_seconds_are_refused(tmp_path: Path, suffix: 
     assert numbers(read(begun(path, schema=timed))) == [float(n) for n in range(11)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [0, 1, 6, 100])
 def test_a_restart_at_any_row_returns_the_rows_that_are_left(tmp_path: Path, suffix: str, window: int) -> None:
     make(tmp_path / f"a.{suffix}", range(11))

@@ -171,6 +171,7 @@ _FEW_GROUPS = 8
 """Rows of a group, at least, where a file is shuffled: its groups overlap with all of the others, and 64 may."""
 
 
+@pytest.mark.slow
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(st.integers(0, 2**32), st.integers(1, 4), st.integers(1, 9))
 def test_any_files_and_any_restarts_give_each_offset_once(

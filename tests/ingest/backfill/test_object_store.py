@@ -89,6 +89,7 @@ def test_files_of_a_store_share_its_client() -> None:
     assert store is not files.store_of("s3://bucket/b.parquet", region)
 
 
+@pytest.mark.slow
 def test_a_file_that_changes_on_the_server_is_refused_while_it_is_read(tmp_path: Path, web: str) -> None:
     jsonl(tmp_path / "a.jsonl", range(30_000))
     store = files.store_of(f"{web}/a.jsonl", begun(f"{web}/a.jsonl")._settings)
@@ -113,6 +114,7 @@ def test_a_missing_file_is_no_match_and_a_server_that_is_away_is_no_missing_file
         store.find(f"{web}/a.parquet")
 
 
+@pytest.mark.slow
 def test_errors_of_a_server_pass_through_the_reader_of_parquet(
     tmp_path: Path, web: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -212,6 +212,7 @@ def test_a_schema_that_cannot_be_read_is_an_error_that_says_why(text: str, reaso
     assert reason in str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text",
     [

@@ -92,6 +92,7 @@ def test_topics_are_made_once_and_removed(settings, make_topic):
     assert made not in partition_counts(settings, [made])
 
 
+@pytest.mark.slow
 def test_a_broker_that_is_away_is_one_sentence(free_port):
     settings = StreamSettings(bootstrap_servers=f"127.0.0.1:{free_port()}", topics=("events",))
     with pytest.raises(BrokerError, match="no Kafka broker can be reached"):

@@ -180,6 +180,7 @@ def test_log_starts_are_asked_for_once_in_ten_minutes(monkeypatch: pytest.Monkey
     assert asked[:5] == [True, False, False, False, False]
 
 
+@pytest.mark.slow
 def test_a_full_ring_stops_the_reading_until_a_slot_is_released() -> None:
     partition = FakePartition()
     with learner(FakeClient({P0: partition}), buffer_bytes=8_000) as end:
@@ -416,6 +417,7 @@ def test_a_block_reports_the_dead_letters_that_were_not_written(caplog: pytest.L
     assert "dead letters were not written" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_broker_that_is_away_is_reported_and_waited_for() -> None:
     partition = FakePartition()
     client = FakeClient({P0: partition})

@@ -24,6 +24,7 @@ def test_probing_old_events_does_not_change_the_weights(make_bench: Callable[...
         assert torch.equal(measured.trainer.snapshot()[name], value), name
 
 
+@pytest.mark.slow
 def test_a_drift_starts_a_checkpoint(make_bench: Callable[..., LearnerBench]) -> None:
     bench = make_bench(400, learner={"drift": {"actions": ["checkpoint"]}})
     bench.stream.drifts_at = 300 * ROWS
@@ -36,6 +37,7 @@ def test_a_drift_starts_a_checkpoint(make_bench: Callable[..., LearnerBench]) ->
     assert found[1].step == bench.loop.monitor.drift.step
 
 
+@pytest.mark.slow
 def test_a_drift_raises_the_configured_factors_and_notifies_the_strategy(
     make_bench: Callable[..., LearnerBench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -53,6 +55,7 @@ def test_a_drift_raises_the_configured_factors_and_notifies_the_strategy(
     assert after[49:] == [(pytest.approx(1e-3), pytest.approx(1.3))] * len(after[49:])
 
 
+@pytest.mark.slow
 def test_the_checkpoint_of_a_drift_is_written_before_the_response(
     make_bench: Callable[..., LearnerBench], monkeypatch: pytest.MonkeyPatch
 ) -> None:

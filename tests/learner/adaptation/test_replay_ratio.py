@@ -81,6 +81,7 @@ def test_a_weight_of_one_for_old_events_replays_at_the_full_ratio() -> None:
     assert run(AdaptiveReplayRatio(1.0, bounded=True), Model(0.9, 0.7, 0.9), 600)[-1] == pytest.approx(1.0, abs=0.1)
 
 
+@pytest.mark.slow
 def test_forgetting_that_decreases_after_the_trial_stays_low() -> None:
     """The model recovers slowly: the gain of replay is known only long after the trial."""
     ratio, model, old = AdaptiveReplayRatio(0.5, bounded=True), Model(0.97, 0.1, 0.95), []
@@ -112,6 +113,7 @@ def test_the_ratio_decays_while_forgetting_is_low_and_rises_when_it_grows() -> N
     assert max(ratios[36_000:]) > 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("harder", [0.0, 0.08, 0.12, 0.2])
 @pytest.mark.parametrize(("old_weight", "rows"), [(0.5, 10), (0.5, 64), (0.8, 64)])
 def test_replay_stops_where_it_no_longer_helps(old_weight: float, rows: int, harder: float) -> None:
@@ -140,6 +142,7 @@ def test_replay_stays_on_where_it_helps_less_than_before() -> None:
     assert model.old > 0.5
 
 
+@pytest.mark.slow
 def test_forgetting_within_half_the_cost_does_not_raise_the_ratio() -> None:
     """Forgetting settles at about half of `cost`, and sometimes slightly above."""
     ratio, model, old = AdaptiveReplayRatio(0.5, bounded=True), Model(0.97, 0.1, 0.95), []

@@ -232,6 +232,7 @@ def test_copies_that_run_out_of_memory_lose_no_event_and_a_checkpoint_is_written
     assert bench.loop.ledger.positions[NAME].offset == 30 * ROWS
 
 
+@pytest.mark.slow
 def test_the_wait_for_free_slots_calls_what_must_not_stop_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -69,6 +69,7 @@ def test_a_fresh_host_has_the_events_and_the_rows_in_the_same_slots(make: Callab
     assert bench.store.lost == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("most", "first", "more"), [(7, 140, 26), (100, 700, 130)])
 def test_a_fresh_host_has_the_rows_of_a_store_in_many_pieces(
     make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, most: int, first: int, more: int

@@ -99,6 +99,7 @@ def test_a_product_is_timed_on_a_device():
     assert 0 < time_product(torch.device("cuda")) < 1
 
 
+@pytest.mark.slow
 def test_the_watch_runs_it_every_ten_minutes_and_sooner_after_a_slow_one():
     class Well:
         info = DeviceInfo(uuid="GPU-1", name="a device")

@@ -140,6 +140,7 @@ def test_a_symptom_that_comes_back_asks_for_another_one(fake_nvml):
     assert run.checkpoints == [0.0, 93.0]
 
 
+@pytest.mark.slow
 def test_real_threads_report_a_fault_and_a_hang_too(fake_nvml):
     settings = DeviceSettings(every=timedelta(milliseconds=100))
     watch = HealthWatch(
@@ -268,6 +269,7 @@ WRITE_SECONDS = 5
 """How long before the loss a checkpoint has to be requested, so that it is written."""
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_requested_before_the_loss_in_95_of_100_degradations():
     saved = {}
     for kind, seed in itertools.product(DEGRADATIONS, SEEDS):

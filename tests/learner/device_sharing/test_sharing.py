@@ -351,6 +351,7 @@ def test_training_yields_to_a_request_at_the_next_border(
     assert (index < steps) == (yield_at == "layer")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_other_ranks_are_kept_waiting_for_so_long_in_a_step_at_most_however_many_micro_batches_it_has(
     tmp_path: Path, schema: Schema, monkeypatch: pytest.MonkeyPatch, ranks: int

@@ -21,6 +21,7 @@ def stream(levels: list[float], seed: int, *, bits: bool) -> list[float]:
     return values.astype(float).tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)  # a first import of scipy may take minutes while others keep the disk busy
 @settings(max_examples=25)
 @given(LEVELS, st.integers(0, 1000), st.booleans())

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -168,7 +169,7 @@ class JoinMachine(RuleBasedStateMachine):
             shutil.rmtree(self.folder)
 
 
-TestJoin = JoinMachine.TestCase
+TestJoin = pytest.mark.slow(JoinMachine.TestCase)
 TestJoin.settings = settings(
     max_examples=30, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )

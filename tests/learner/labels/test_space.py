@@ -321,6 +321,7 @@ def test_a_learner_without_its_checkpoints_keeps_the_file_aside(bench: JoinBench
     assert [path.name for path in sorted(bench.folder.iterdir())] == ["1.rows.before", "2.rows"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("labelled", [0.25, 0.4])
 def test_a_file_of_extents_that_are_half_in_use_makes_room_early(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, labelled: float

@@ -337,6 +337,7 @@ def test_a_held_out_event_that_raises_leaves_the_set_and_spoils_no_verdict(
     assert bench.publisher.gate.hold.since is None
 
 
+@pytest.mark.slow
 def test_a_probe_takes_a_held_out_event_that_raises_out_of_the_set(make_bench: Callable[..., LearnerBench]) -> None:
     bench = make_bench(200, lambda columns: columns["offset"] % (20 * ROWS) == 5, learner={"replay_ratio": "auto"})
     bench.run()
@@ -344,6 +345,7 @@ def test_a_probe_takes_a_held_out_event_that_raises_out_of_the_set(make_bench: C
     assert bench.loop.state.steps == 200
 
 
+@pytest.mark.slow
 def test_a_stream_of_which_half_raises_is_learned_and_is_unhealthy(make_bench: Callable[..., LearnerBench]) -> None:
     bench = make_bench(20, lambda columns: columns["offset"] % 2 == 0)
     bench.run()
@@ -354,6 +356,7 @@ def test_a_stream_of_which_half_raises_is_learned_and_is_unhealthy(make_bench: C
     assert "the model raised on 320 of the last 620 new events" in problem
 
 
+@pytest.mark.slow
 def test_while_the_model_takes_nothing_no_checkpoint_passes_by_the_events(
     make_bench: Callable[..., LearnerBench],
 ) -> None:

@@ -293,6 +293,7 @@ def test_copies_for_an_erasure_are_removed_after_it(make_bucket: Callable[[], Fa
     assert not fetched.exists() or not list(fetched.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("failures", [1, 4])
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 def test_requests_that_fail_or_whose_replies_are_lost_hurt_nothing(

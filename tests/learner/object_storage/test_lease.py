@@ -47,6 +47,7 @@ def test_a_released_lease_is_taken_at_once(bucket: Bucket):
     assert Lease(bucket, timedelta(hours=1), "b").take(0) == 2
 
 
+@pytest.mark.slow
 def test_a_lease_that_is_renewed_is_not_taken(bucket: Bucket):
     held = renewed_often(Lease(bucket, timedelta(hours=1), "a"))
     held.take(0)
@@ -55,6 +56,7 @@ def test_a_lease_that_is_renewed_is_not_taken(bucket: Bucket):
     held.check()
 
 
+@pytest.mark.slow
 def test_a_silent_learner_is_fenced_off_and_publishes_nothing(bucket: Bucket):
     silent = Lease(bucket, LEASE, "a")
     silent.take(0)
@@ -111,6 +113,7 @@ def test_of_two_processes_with_one_id_the_first_is_fenced_off(bucket: Bucket):
     assert second.head.versions == {1: 8}
 
 
+@pytest.mark.slow
 def test_of_two_learners_that_wait_one_takes_the_lease(bucket: Bucket, monkeypatch: pytest.MonkeyPatch):
     first = Lease(bucket, LEASE, "a")
     first.take(0)
@@ -269,6 +272,7 @@ def test_without_storage_the_state_of_mode_only_is_missed(tmp_path: Path):
     assert holder_of(tmp_path) == before
 
 
+@pytest.mark.slow
 def test_a_late_write_of_a_learner_that_was_killed_is_no_sign_of_life(bucket: Bucket, monkeypatch: pytest.MonkeyPatch):
     killed = Lease(bucket, LEASE, "a")
     killed.take(0)

@@ -335,6 +335,7 @@ def test_monitoring_passes_an_equally_good_version(make_bench: Callable[..., Ben
     assert [bench.verdict(number) for number in (1, 2, 3, 4)] == ["inconclusive"] * 4
 
 
+@pytest.mark.slow
 def test_monitoring_withdraws_no_version_by_chance(make_bench: Callable[..., Bench]) -> None:
     """Two equally good models that differ on one event in five, in a thousand runs of all comparisons."""
     noise, rivals = np.random.default_rng(0), np.array([[0.0, 1.0], [1.0, 0.0], [1.0, 1.0]])

@@ -76,6 +76,7 @@ def test_silent_connections_are_closed_for_new_ones_and_use_few_threads(port: in
         assert threading.active_count() - before <= 2 * learner.runtime.status_server._MOST_CONNECTIONS
 
 
+@pytest.mark.slow
 def test_a_slow_client_does_not_extend_the_time_limit_of_its_connection(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

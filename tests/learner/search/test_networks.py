@@ -115,6 +115,7 @@ def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.slow
 def test_a_wider_network_catches_up_and_is_reported_and_the_model_is_as_without_it(made: Made) -> None:
     plain, searching = made.trainer(None), made.trainer(WIDER)
     steps = train_until(searching, lambda: searching.warning)
@@ -183,6 +184,7 @@ def test_the_models_outputs_teach_and_leave_it_as_it_was(made: Made) -> None:
     assert same(state, trainer.snapshot())
 
 
+@pytest.mark.slow
 def test_it_has_a_teacher_until_the_last_steps_before_it_is_compared(
     made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -222,6 +224,7 @@ def test_a_restored_search_goes_on_bit_for_bit(made: Made) -> None:
     assert all(same(parts[name], others[name]) for name in parts)
 
 
+@pytest.mark.slow
 def test_a_learner_resumes_its_networks_from_a_checkpoint(make_bench: Callable[..., LearnerBench]) -> None:
     """What came after the checkpoint is lost, as after a kill, and comes again."""
 

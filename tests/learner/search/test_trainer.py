@@ -90,6 +90,7 @@ def test_without_a_promotion_weights_and_random_numbers_are_those_without_a_sear
     assert not searching.found
 
 
+@pytest.mark.slow
 def test_a_better_challenger_becomes_the_model(make: Make) -> None:
     plain, searching = make(1e-6), make(1e-6, {"promote": "auto"})
     pool, steps = pool_of(searching), 0
@@ -124,6 +125,7 @@ def test_alert_leaves_the_model_and_says_what_to_do(make: Make) -> None:
     assert [each.outcome for each in report.history] == ["better"]
 
 
+@pytest.mark.slow
 def test_a_restored_search_goes_on_bit_for_bit(make: Make) -> None:
     search = {"promote": "auto", "challengers": 3, "space": {LR: [1e-6, 1.0], "learner.max_grad_norm": [0.1, 10.0]}}
     first = make(1e-5, search)
@@ -143,6 +145,7 @@ def test_a_restored_search_goes_on_bit_for_bit(make: Make) -> None:
     assert all(same(parts[name], others[name]) for name in parts)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_a_learner_has_the_search(make_bench: Callable[..., LearnerBench]) -> None:
     learner = {"optimizer": {"name": "adam", "lr": 1e-5}, "deterministic": True}
     options = {"search": {"promote": "auto"}, "learner": learner}

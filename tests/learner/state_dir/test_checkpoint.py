@@ -92,6 +92,7 @@ def test_a_checkpoint_of_another_schema_is_refused(make_bench: Callable[..., Lea
         bench.checkpoints.newest()
 
 
+@pytest.mark.slow
 def test_no_part_is_read_into_memory_of_python(tmp_path: Path) -> None:
     """What copies it would hold the GIL: with 10 GB, other ranks would take this one for gone."""
     checkpoints = Checkpoints(tmp_path, "", 1)

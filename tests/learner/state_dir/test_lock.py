@@ -82,6 +82,7 @@ def test_the_error_names_a_directory_that_cannot_be_created(tmp_path: Path) -> N
         pass
 
 
+@pytest.mark.slow
 def test_a_learner_waits_for_one_that_is_stopping(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "learner.state_dir.lock")
 
@@ -103,6 +104,7 @@ def test_a_learner_waits_for_one_that_is_stopping(tmp_path: Path, caplog: pytest
         assert second.result(30) == 2
 
 
+@pytest.mark.slow
 def test_the_mark_of_a_stopped_holder_does_not_apply_to_the_next(tmp_path: Path) -> None:
     stop = threading.Event()
     stop.set()

@@ -77,6 +77,7 @@ def test_a_file_is_read_back_tensor_by_tensor(tensors: dict[str, Tensor], tmp_pa
         found["none"]
 
 
+@pytest.mark.slow
 def test_a_tensor_is_read_into_memory_of_torch_alone(tmp_path: Path) -> None:
     """Python zeroes and copies its own objects while it holds the GIL, for a second per GB."""
     path = tmp_path / "part.safetensors"

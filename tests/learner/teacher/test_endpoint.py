@@ -76,6 +76,7 @@ def test_of_several_classes_each_has_its_own_logit(stub: InferenceStub) -> None:
     assert np.allclose(1 / (1 + np.exp(-logits)), np.stack([X[:, 0], X[:, 0] / 2], axis=1), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_logits_and_numbers_are_taken_as_they_are(stub: InferenceStub) -> None:
     stub.infer = lambda x: stub.reply(100 * x)
     assert np.array_equal(teacher_of(stub.url, logits=True).answer(COLUMNS), 100 * X)

@@ -70,6 +70,7 @@ def test_the_host_waits_once_a_step(schema: Schema, strategy: str, precision: st
     assert waits["decide"] == STEPS or precision == "fp16", "fp16 repeats steps until its scale fits"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["er", "mir"])
 def test_with_device_sharing_the_host_waits_for_queued_micro_batches_too(schema: Schema, strategy: str) -> None:
     with CudaRecorder() as cuda:

@@ -88,6 +88,7 @@ def assert_same(one: UndoBench, other: UndoBench) -> None:
     assert one.store.lost == other.store.lost == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replay", TIERS.values(), ids=TIERS)
 def test_undone_events_leave_the_state_as_if_the_topic_never_had_them(
     make: Callable[..., UndoBench], tmp_path: Path, replay: Mapping[str, Any]
@@ -126,6 +127,7 @@ class Ids(nn.Module):
         return output
 
 
+@pytest.mark.slow
 def test_features_learned_of_undone_events_are_learned_as_if_the_topic_never_had_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,6 +171,7 @@ def test_features_learned_of_undone_events_are_learned_as_if_the_topic_never_had
     assert not torch.equal(tainted.trainer.tensors()["model"][keys], again.trainer.tensors()["model"][keys])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replay", [{}, {"disk": {"bytes": "28kB"}, "device_bytes": "1kB"}], ids=["device", "disk"])
 def test_a_checkpoint_that_is_kept_by_the_hour_is_returned_to_though_its_slots_are_used_again(
     make: Callable[..., UndoBench],
@@ -278,6 +281,7 @@ def test_rows_of_files_of_the_topics_are_skipped_as_their_events_are(tmp_path: P
     assert block.columns["reason"].tolist() == [SkipReason.UNDONE if each else SkipReason.NONE for each in gone]
 
 
+@pytest.mark.slow
 def test_where_all_checkpoints_are_tainted_the_stream_is_begun_again(
     make: Callable[..., UndoBench], trained: Path
 ) -> None:
@@ -292,6 +296,7 @@ def test_where_all_checkpoints_are_tainted_the_stream_is_begun_again(
     assert_same(again, clean)
 
 
+@pytest.mark.slow
 def test_a_second_undo_skips_the_events_of_the_first_too(make: Callable[..., UndoBench], trained: Path) -> None:
     record(trained, {NAMES[0]: FLIPPED[NAMES[0]]})
     again = make("undone")
@@ -324,6 +329,7 @@ def test_what_was_erased_after_the_checkpoint_stays_erased(make: Callable[..., U
     assert len(index)
 
 
+@pytest.mark.slow
 def test_without_its_file_a_checkpoint_that_was_made_after_an_undo_is_refused(
     make: Callable[..., UndoBench], trained: Path
 ) -> None:

@@ -138,10 +138,11 @@ class SegmentsMachine(RuleBasedStateMachine):
         assert not names or (payload is not None and torch.equal(payload, rows_of(names)))
 
 
-TestSegments = SegmentsMachine.TestCase
+TestSegments = pytest.mark.slow(SegmentsMachine.TestCase)
 TestSegments.settings = settings(max_examples=60, stateful_step_count=40)
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(st.integers(0, 2**32), st.integers(200, 1000))
 def test_a_store_that_is_full_writes_what_changed_a_few_times_and_not_itself(seed: int, k: int) -> None:

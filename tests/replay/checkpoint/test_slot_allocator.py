@@ -101,7 +101,7 @@ class SlotsMachine(RuleBasedStateMachine):
             assert self.slots.free == COUNT - len(self.model.used)
 
 
-TestSlots = SlotsMachine.TestCase
+TestSlots = pytest.mark.slow(SlotsMachine.TestCase)
 TestSlots.settings = settings(max_examples=150, stateful_step_count=40)
 
 

@@ -86,6 +86,7 @@ def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
     return float((((counts - expected) ** 2 / expected).sum() - freedom) / math.sqrt(2 * freedom))
 
 
+@pytest.mark.slow
 @each_sampler
 @settings(max_examples=40)
 @given(seed=st.integers(0, 2**32), turns=st.integers(1, 15), restarts=st.booleans())
@@ -129,6 +130,7 @@ def test_no_event_comes_twice_or_after_it_has_left_and_a_restart_changes_no_samp
 class TestOrder:
     """A prefix of a sample is a fair sample: a step may use fewer events than were planned."""
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("name", PLAIN)
     def test_equal_events_are_equally_frequent_at_every_position(self, name: str) -> None:
         """Four standard deviations are exceeded once in some ten thousand fair trials."""
@@ -169,6 +171,7 @@ class TestEven:
 
 
 class TestRecent:
+    @pytest.mark.slow
     def test_one_half_as_likely_for_each_half_life_that_it_is_older(self) -> None:
         """Enough samples to distinguish a factor of 1.8 or 2.2 from 2 in all of 4,000 trials."""
         bench = Bench("recent")
@@ -188,6 +191,7 @@ class TestRecent:
         counts = bench.positions(1, 3000)[0]
         assert chi_square(np.array([counts[30:40].sum(), counts[50:60].sum()]), np.array([2.0, 1.0])) < 4.5
 
+    @pytest.mark.slow
     def test_a_time_of_the_far_future_is_erased_with_its_event(self) -> None:
         """Not at once, but with the next start: until then all others are as old as it makes them."""
         bench = Bench("recent")

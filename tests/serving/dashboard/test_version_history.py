@@ -1,5 +1,7 @@
 """The list of versions: the newest, those that count, and one a minute, also of those whose files are gone."""
 
+import pytest
+
 from serving.dashboard.version_history import FAILED, MINUTES, NEWEST, VersionHistory
 from serving.rollout.version_list import VersionLine
 
@@ -25,6 +27,7 @@ def test_one_a_minute_is_listed_of_those_that_are_neither_new_nor_special():
     assert [row.removed for row in rows] == [False] * NEWEST + [True] * 5
 
 
+@pytest.mark.slow
 def test_memory_is_fixed():
     history = VersionHistory()
     for newest in range(1, 5000):

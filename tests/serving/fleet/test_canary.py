@@ -61,6 +61,7 @@ def _servers_are_quick(monkeypatch):
     monkeypatch.setattr("serving.fleet.member.REPORT_EVERY", timedelta(seconds=0.05))
 
 
+@pytest.mark.slow
 def test_a_bad_version_reaches_the_canaries_alone_and_a_good_one_all_servers(
     learning, followed, served, body_of, eventually
 ):

@@ -42,12 +42,14 @@ def order(server, action, number):
     return httpx.post(f"{server.url}/api/versions/{number}:{action}", timeout=30)
 
 
+@pytest.mark.slow
 def test_both_servers_serve_what_the_learner_publishes(pair, learning, body_of, eventually):
     assert [ask(server, body_of(1)) for server in pair] == ["1", "1"]
     learning.publish(2)
     eventually(lambda: [ask(server, body_of(1)) for server in pair] == ["2", "2"])
 
 
+@pytest.mark.slow
 def test_a_request_for_what_is_not_learned_yet_waits_at_the_server_that_lags(
     pair, learning, body_of, monkeypatch, eventually
 ):
@@ -70,6 +72,7 @@ def test_a_request_for_what_is_not_learned_yet_waits_at_the_server_that_lags(
         assert waiting.result(30) == "2"
 
 
+@pytest.mark.slow
 def test_a_command_at_one_server_reaches_the_other(pair, learning, body_of, eventually):
     a, b = pair
     learning.publish(2)
@@ -85,6 +88,7 @@ def test_a_command_at_one_server_reaches_the_other(pair, learning, body_of, even
     assert b.deployment.versions.state().rolled_back == a.deployment.versions.state().rolled_back == [2, 3]
 
 
+@pytest.mark.slow
 def test_a_command_copies_the_version_that_it_names(pair, learning, body_of, eventually):
     a, b = pair
     learning.publish(2, 3, 4)
@@ -94,11 +98,13 @@ def test_a_command_copies_the_version_that_it_names(pair, learning, body_of, eve
     eventually(lambda: ask(b, body_of(1)) == "2")
 
 
+@pytest.mark.slow
 def test_a_command_for_a_version_that_is_not_there_names_those_of_the_fleet(pair):
     reply = order(pair[0], "promote", 9)
     assert (reply.status_code, reply.json()["error"]) == (404, "there is no version 9; there are 1 to 1")
 
 
+@pytest.mark.slow
 def test_a_command_is_refused_while_the_object_store_is_away_and_changes_nothing(pair, body_of, monkeypatch):
     a, _ = pair
 
@@ -116,6 +122,7 @@ def test_a_command_is_refused_while_the_object_store_is_away_and_changes_nothing
     assert httpx.get(f"{a.url}/v2/health/ready").status_code == 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("error", "status"), [(ReplacedError("another"), 409), (BucketAwayError("away"), 503)])
 def test_a_command_that_the_fleet_does_not_take_is_undone_here(
     pair, learning, body_of, monkeypatch, eventually, error, status
@@ -133,6 +140,7 @@ def test_a_command_that_the_fleet_does_not_take_is_undone_here(
     assert a.deployment.versions.state().promoted is None
 
 
+@pytest.mark.slow
 def test_a_command_that_is_refused_leaves_a_version_that_is_judged_on_canaries_unserved(
     learning, followed, served, body_of, monkeypatch, storage
 ):
@@ -154,6 +162,7 @@ def test_a_command_that_is_refused_leaves_a_version_that_is_judged_on_canaries_u
         assert ask(a, body_of(1)) == "2"
 
 
+@pytest.mark.slow
 def test_a_server_that_is_no_canary_any_more_returns_to_the_stable_version(
     pair, learning, storage, body_of, eventually
 ):
@@ -166,6 +175,7 @@ def test_a_server_that_is_no_canary_any_more_returns_to_the_stable_version(
     eventually(lambda: ask(a, body_of(1)) == "1")
 
 
+@pytest.mark.slow
 def test_decisions_that_cannot_be_read_are_a_problem(learning, followed, served, storage, body_of, monkeypatch):
     learning.publish(1)
     with served(followed("a")) as running:
@@ -178,6 +188,7 @@ def test_decisions_that_cannot_be_read_are_a_problem(learning, followed, served,
         assert ask(running, body_of(1)) == "1"
 
 
+@pytest.mark.slow
 def test_servers_report_themselves_and_leave_when_they_stop(learning, followed, served, storage, eventually):
     learning.publish(1)
     with served(followed("a")) as running:
@@ -192,12 +203,14 @@ def test_servers_report_themselves_and_leave_when_they_stop(learning, followed, 
     assert read_servers(storage.bucket) == []
 
 
+@pytest.mark.slow
 def test_a_server_on_a_host_without_a_learner_is_well(pair):
     assert judge(None, pair[0].report(), silent=False).state == "well"
     alone = msgspec.structs.replace(pair[0].report(), server=None)
     assert judge(None, alone, silent=False).state == "starting"
 
 
+@pytest.mark.slow
 def test_a_version_that_the_gate_withdraws_is_withdrawn_on_every_server(pair, learning, body_of, eventually):
     learning.publish(2)
     eventually(lambda: [ask(server, body_of(1)) for server in pair] == ["2", "2"])
@@ -205,6 +218,7 @@ def test_a_version_that_the_gate_withdraws_is_withdrawn_on_every_server(pair, le
     eventually(lambda: [ask(server, body_of(1)) for server in pair] == ["1", "1"])
 
 
+@pytest.mark.slow
 def test_the_canary_answers_at_the_canaries_alone(learning, followed, served, storage, body_of, eventually):
     learning.publish(1)
     rollout = RolloutFile(storage.bucket)
@@ -226,6 +240,7 @@ def test_a_state_directory_that_a_learner_writes_is_refused(followed, served):
         pass
 
 
+@pytest.mark.slow
 def test_a_server_that_starts_without_the_object_store_serves_what_it_has(
     learning, followed, served, body_of, monkeypatch
 ):

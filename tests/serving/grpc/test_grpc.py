@@ -90,6 +90,7 @@ def test_messages_have_the_fields_of_the_protocol(name: str) -> None:
     assert ours.full_name == theirs.full_name
 
 
+@pytest.mark.slow
 def test_the_stock_client_gets_predictions(deploy: Any, served: Any) -> None:
     publisher = deploy("mixed")
     weights = {
@@ -121,6 +122,7 @@ def test_the_stock_client_gets_predictions(deploy: Any, served: Any) -> None:
         client.close()
 
 
+@pytest.mark.slow
 def test_typed_contents_are_read_as_raw_ones_are(called: tuple[Any, Calls]) -> None:
     _, call = called
     message = MESSAGES["ModelInferRequest"](model_name="tiny")
@@ -129,6 +131,7 @@ def test_typed_contents_are_read_as_raw_ones_are(called: tuple[Any, Calls]) -> N
     assert answers[0] == answers[1] == np.full(3, 7, np.float32).tobytes()
 
 
+@pytest.mark.slow
 def test_each_refusal_has_its_status_and_sentence(called: tuple[Any, Calls]) -> None:
     _, call = called
     invalid, missing = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND
@@ -162,6 +165,7 @@ def test_each_refusal_has_its_status_and_sentence(called: tuple[Any, Calls]) -> 
     assert refused(call, metadata, "ModelMetadata")[0] == missing
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compression", [grpc.Compression.NoCompression, grpc.Compression.Gzip])
 def test_a_message_that_is_too_long_is_refused_compressed_or_not(
     called: tuple[Any, Calls], compression: grpc.Compression
@@ -173,6 +177,7 @@ def test_a_message_that_is_too_long_is_refused_compressed_or_not(
     assert server.deployment.name == "tiny"
 
 
+@pytest.mark.slow
 def test_a_long_request_gets_a_long_reply(deploy: Any, served: Any) -> None:
     publisher = deploy("number")
     publisher.publish(7)
@@ -187,6 +192,7 @@ def test_a_long_request_gets_a_long_reply(deploy: Any, served: Any) -> None:
         client.close()
 
 
+@pytest.mark.slow
 def test_calls_of_one_client_are_answered_at_the_same_time(called: tuple[Any, Calls]) -> None:
     _, call = called
     with ThreadPoolExecutor(16) as pool:
@@ -194,6 +200,7 @@ def test_calls_of_one_client_are_answered_at_the_same_time(called: tuple[Any, Ca
     assert [answer.outputs[0].shape[0] for answer in answers] == list(range(1, 200))
 
 
+@pytest.mark.slow
 def test_requests_hold_no_more_bytes_than_those_of_http(called: tuple[Any, Calls]) -> None:
     server, call = called
     module = sys.modules[server.deployment.model.factory.partition(":")[0]]
@@ -214,6 +221,7 @@ def test_requests_hold_no_more_bytes_than_those_of_http(called: tuple[Any, Calls
         module.go_on.set()
 
 
+@pytest.mark.slow
 def test_a_token_is_asked_for_as_over_http(deploy: Any, served: Any) -> None:
     publisher = deploy("number")
     publisher.publish(7)
@@ -243,6 +251,7 @@ def test_a_token_is_asked_for_as_over_http(deploy: Any, served: Any) -> None:
             assert code(method, MESSAGES[f"{method}Request"](), None) == grpc.StatusCode.OK
 
 
+@pytest.mark.slow
 def test_a_call_without_a_token_is_refused_before_its_message_is_read(deploy: Any, served: Any) -> None:
     publisher = deploy("number")
     publisher.publish(7)
@@ -259,6 +268,7 @@ def test_a_call_without_a_token_is_refused_before_its_message_is_read(deploy: An
         assert refusal.value.code() == grpc.StatusCode.UNAUTHENTICATED
 
 
+@pytest.mark.slow
 def test_tls_has_the_configured_certificate(deploy: Any, served: Any, certificate: Any) -> None:
     publisher = deploy("number")
     publisher.publish(7)
@@ -277,6 +287,7 @@ def test_tls_has_the_configured_certificate(deploy: Any, served: Any, certificat
     assert answer.model_version == "7"
 
 
+@pytest.mark.slow
 def test_a_call_in_flight_is_answered_when_the_server_stops(deploy: Any, served: Any) -> None:
     publisher = deploy("number")
     publisher.publish(7)
@@ -304,6 +315,7 @@ def test_a_call_in_flight_is_answered_when_the_server_stops(deploy: Any, served:
             stopped.result(20)  # although the client keeps its channel
 
 
+@pytest.mark.slow
 def test_without_a_version_the_server_lives_and_is_not_ready(deploy: Any, served: Any) -> None:
     with (
         served(deploy("number"), ready=False, grpc_port=0) as server,
@@ -320,6 +332,7 @@ def test_without_a_version_the_server_lives_and_is_not_ready(deploy: Any, served
         assert refusal.value.code() == grpc.StatusCode.UNAVAILABLE
 
 
+@pytest.mark.slow
 def test_a_port_that_is_taken_is_named(deploy_in: Any, served: Any, tmp_path: Path) -> None:
     publisher = deploy_in("number", tmp_path / "first")
     publisher.publish(7)

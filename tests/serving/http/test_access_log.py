@@ -38,6 +38,7 @@ def test_an_id_that_could_forge_a_line_or_a_header_is_replaced(given: bytes) -> 
     assert len(name_of(given)) == 16
 
 
+@pytest.mark.slow
 def test_failures_are_logged_with_their_ids_and_successes_if_configured(
     numbers: Any, served: Served, body_of: Body, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -57,6 +58,7 @@ def test_failures_are_logged_with_their_ids_and_successes_if_configured(
             assert lines[-1]["path"] == "/v2/models/tiny/infer"
 
 
+@pytest.mark.slow
 def test_a_bug_is_logged_with_the_request_id_and_the_client_gets_only_the_id(
     numbers: Any, served: Served, body_of: Body, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -108,6 +108,7 @@ def status(port: int) -> int:
         return client.getresponse().status
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("begin", [b"", GET[:20]], ids=["silent", "half a head"])
 def test_a_connection_without_a_complete_head_is_closed(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, begin: bytes
@@ -124,6 +125,7 @@ def test_a_connection_without_a_complete_head_is_closed(
             assert is_closed(client)
 
 
+@pytest.mark.slow
 def test_a_connection_may_be_idle_between_requests(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     async def hurry(scope: Any, receive: Any, send: Any) -> None:
         monkeypatch.setattr(serving.http.connection, "HEAD_PATIENCE", SOON)  # the first head is here
@@ -232,6 +234,7 @@ def test_a_client_that_does_not_read_is_disconnected_and_a_slow_reader_is_not(
             assert 2 * size < found < 2.1 * size
 
 
+@pytest.mark.slow
 def test_for_a_new_connection_the_one_that_waits_longest_is_closed(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -249,6 +252,7 @@ def test_for_a_new_connection_the_one_that_waits_longest_is_closed(
         assert all(map(is_closed, [*silent, *more[:6]]))
 
 
+@pytest.mark.slow
 def test_connections_with_a_request_are_not_closed_for_new_ones_which_wait(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -271,6 +275,7 @@ def test_connections_with_a_request_are_not_closed_for_new_ones_which_wait(
         assert all(received(client).endswith(b"late") for client in clients)
 
 
+@pytest.mark.slow
 def test_pipelined_requests_of_one_connection_are_bounded(serve: Serve, request: pytest.FixtureRequest) -> None:
     go_on = threading.Event()
 
@@ -295,6 +300,7 @@ def test_pipelined_requests_of_one_connection_are_bounded(serve: Serve, request:
             go_on.set()
 
 
+@pytest.mark.slow
 def test_connections_wait_while_there_are_no_descriptors(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving.http.acceptor, "_RETRY", SOON)
     accept, failures = socket.socket.accept, [OSError(24, "Too many open files")]
@@ -310,6 +316,7 @@ def test_connections_wait_while_there_are_no_descriptors(serve: Serve, monkeypat
     assert not failures
 
 
+@pytest.mark.slow
 def test_a_tls_handshake_that_takes_too_long_is_closed(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, certificate: Any
 ) -> None:

@@ -23,6 +23,7 @@ def mixed(deploy: Any) -> Any:
     return publisher
 
 
+@pytest.mark.slow
 def test_every_route_is_described_with_its_errors_and_what_it_answers(mixed: Any, served: Any) -> None:
     with served(mixed, tokens=TOKENS) as server:
         assert httpx.get(f"{server.url}/openapi.json").status_code == 401
@@ -53,6 +54,7 @@ def test_every_route_is_described_with_its_errors_and_what_it_answers(mixed: Any
     assert tensor["datatype"]["enum"] == ["BYTES", "FP32"]
 
 
+@pytest.mark.slow
 def test_the_example_in_the_description_is_answered(mixed: Any, served: Any) -> None:
     with served(mixed) as server:
         document = httpx.get(f"{server.url}/openapi.json").json()

@@ -41,6 +41,7 @@ def count(server: Any, name: str) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"anabranch_serving_shadow_{name}"))
 
 
+@pytest.mark.slow
 def test_a_failed_version_is_compared_with_the_served_one(deploy: Any, served: Any, eventually: Any) -> None:
     publisher = deploy("linear")
     publisher.publish(1, weights={"weight": UNITS, "bias": torch.zeros(3)})
@@ -62,6 +63,7 @@ def test_a_failed_version_is_compared_with_the_served_one(deploy: Any, served: A
         eventually(lambda: server.report().version == 3 and server.report().shadow is None)
 
 
+@pytest.mark.slow
 def test_a_stale_learners_version_is_no_candidate(numbers: Any, served: Any, eventually: Any) -> None:
     numbers.publish(1, generation=2)
     numbers.publish(2, generation=2, verdict="fail")
@@ -71,6 +73,7 @@ def test_a_stale_learners_version_is_no_candidate(numbers: Any, served: Any, eve
         assert server.report().shadow.version == 2
 
 
+@pytest.mark.slow
 def test_for_regression_the_disagreement_is_the_mean_absolute_difference(
     numbers: Any, served: Any, body_of: Any, eventually: Any
 ) -> None:
@@ -84,6 +87,7 @@ def test_for_regression_the_disagreement_is_the_mean_absolute_difference(
         assert count(server, "disagreement_total") == 12.0
 
 
+@pytest.mark.slow
 def test_only_the_fraction_is_compared(numbers: Any, served: Any, body_of: Any, eventually: Any) -> None:
     numbers.publish(1)
     numbers.publish(2, verdict="fail")
@@ -98,6 +102,7 @@ def test_only_the_fraction_is_compared(numbers: Any, served: Any, body_of: Any, 
         assert count(server, "rows_total") == 0
 
 
+@pytest.mark.slow
 def test_a_candidate_that_cannot_be_loaded_affects_no_request(
     deploy: Any, served: Any, body_of: Any, eventually: Any
 ) -> None:
@@ -186,6 +191,7 @@ def test_a_versions_directory_that_is_unreadable_for_a_while_does_not_end_the_sh
     assert shadowed.poll() == 2
 
 
+@pytest.mark.slow
 def test_a_candidate_that_hangs_delays_no_request_and_its_requests_are_dropped(
     deploy: Any, served: Any, body_of: Any, eventually: Any
 ) -> None:

@@ -40,6 +40,7 @@ def pointers(version: ServedVersion) -> list[int]:
     return [value.data_ptr() for value in base_parameters(version._module).values()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_versions_share_the_base_on_the_device_and_answer_as_on_the_cpu(
     adapted: Callable[[str], Adapted], cuda: torch.device, precision: str

@@ -94,6 +94,7 @@ def answers(version: ServedVersion) -> np.ndarray[Any, Any]:
     return version.run(TEXTS)["probabilities"]
 
 
+@pytest.mark.slow
 def test_two_modules_take_turns_and_each_version_answers_with_its_own_weights(pretrained: Pretrained) -> None:
     served, modules = None, []
     for number in range(1, 7):
@@ -108,6 +109,7 @@ def test_two_modules_take_turns_and_each_version_answers_with_its_own_weights(pr
     assert not any(each._forward_pre_hooks for each in modules[0].modules())
 
 
+@pytest.mark.slow
 def test_a_version_that_requests_hold_keeps_its_weights(pretrained: Pretrained) -> None:
     versions = [pretrained.load(number) for number in range(1, 5)]
     for number, version in enumerate(versions, 1):
@@ -133,6 +135,7 @@ def test_a_version_that_is_refused_leaves_nothing_in_the_module_that_it_was_load
     np.testing.assert_array_equal(answers(version), pretrained.expected(7))
 
 
+@pytest.mark.slow
 def test_hooks_for_the_embedding_are_added_once(tmp_path: Path) -> None:
     pretrained = Pretrained(tmp_path, embedding="pooling")
     served = None

@@ -69,6 +69,7 @@ def test_embeddings_are_float32_in_any_precision(deploy: Callable[..., Any]) -> 
     np.testing.assert_allclose(embedding, size @ weights["numbers.weight"].numpy().T, rtol=0.02)
 
 
+@pytest.mark.slow
 def test_requests_are_answered_in_bf16(deploy: Callable[..., Any], served: Any, body_of: Any) -> None:
     publisher = deploy("linear")
     publisher.deployment = dataclasses.replace(publisher.deployment, precision="bf16")

@@ -931,6 +931,7 @@ def test_a_version_is_loaded_in_pieces_before_each_of_which_requests_may_run(num
     ]
 
 
+@pytest.mark.slow
 def test_a_version_is_served_though_requests_always_wait(numbers: Any) -> None:
     asked: list[None] = []
     parts = (numbers.deployment, 8, ServingMetrics(CollectorRegistry()), lambda: None, pytest.fail)

@@ -271,6 +271,7 @@ def peak_bytes(schema: Schema, replicas: DataParallelGroup | None) -> int:
     return max(accumulate(change for _, change in changes))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("trainer_of")
 def test_a_rank_of_two_needs_half_the_memory_of_one_process(schema: Schema) -> None:
     settings = LearnerSettings.model_validate({"device": "cpu", "replicas": 4, "mesh": {"data": 2, "tensor": 2}})

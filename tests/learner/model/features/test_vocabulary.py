@@ -164,6 +164,7 @@ def test_a_restored_vocabulary_goes_on_as_the_original_bit_for_bit(
                 assert torch.equal(value, restored.state_dict()[name]), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("learn", [100, 3000])
 def test_memory_is_flat_and_common_values_are_known_among_a_million(learn: int) -> None:
     table, random = vocabulary(learn, 2), np.random.default_rng(0)
