@@ -1,6 +1,7 @@
 """Live search: settings that start 100 times off, promotions of challengers that are no better, and its cost.
 
     python -m benchmarks.search [--quick] [--json FILE] [--save] [--only PART ...] [--data DIR] [--seeds N]
+                                [--rows N] [--jobs N]
 
 One network is trained on each event once, in the order of the stream, by the learner's own trainer and without replay.
 The accuracy is prequential: of each event before it is trained on, in percent, over the whole stream. The parts:
@@ -24,7 +25,8 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from functools import partial
+from concurrent.futures import ProcessPoolExecutor
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -134,33 +136,52 @@ def advance(trainer: Trainer, events: LabelledStream, starts: range) -> float:
     return right
 
 
-def streams(data: Path | None, rows: int, seeds: int, folder: Path, results: Results) -> None:
+def streams(data: Path | None, rows: int, seeds: int, jobs: int, results: Results) -> None:
     """Add the figures of all streams."""
     within: dict[str, list[float]] = {}
-    for name in STREAMS:
-        results.title(f"{name}: the learning rate starts {OFF:g} times off")
-        events = stream(name, data, rows, BATCH)
-        found: dict[str, list[float]] = {}
-        for seed in range(seeds):
-            fixed = {lr: run(events, lr, seed, folder)[0] for lr in GRID}
-            given, best = fixed[min(GRID, key=lambda lr: abs(lr - GIVEN))], max(fixed.values())
-            arms = {"given": given, "best": best}
-            for arm, lr in (("low", GIVEN / OFF), ("high", GIVEN * OFF)):
-                arms[f"fixed_{arm}"] = fixed[min(GRID, key=lambda each: abs(each - lr))]
-                arms[arm], end = run(events, lr, seed, folder, {"promote": "auto"})
-                arms[f"{arm}_rate"] = end
-                within.setdefault(f"{arm}_gap_to_best_points", []).append(best - arms[arm])
-                within.setdefault(f"{arm}_gap_to_given_points", []).append(given - arms[arm])
-            for arm, value in arms.items():
-                found.setdefault(arm, []).append(value)
-        for arm, values in found.items():
-            unit = "learning rate at the end" if arm.endswith("rate") else f"{seeds} seeds, {len(events.y)} events"
-            results.add(f"{name}_{arm}", spread(values), unit, "" if arm.endswith("rate") else "%")
+    with ProcessPoolExecutor(jobs, initializer=torch.set_num_threads, initargs=(1,)) as executor:
+        runs = {name: [executor.submit(of_a_seed, name, data, rows, seed) for seed in range(seeds)] for name in STREAMS}
+        for name, futures in runs.items():
+            results.title(f"{name}: the learning rate starts {OFF:g} times off")
+            figures = [future.result() for future in futures]
+            for arm in figures[0]:
+                values = [each[arm] for each in figures]
+                rate = arm.endswith("rate")
+                unit = "learning rate at the end" if rate else f"{len(stream_of(name, data, rows).y)} events"
+                shown = ", ".join(f"{value:.2g}" if rate else f"{value:.2f}" for value in values)
+                results.add(f"{name}_{arm}", spread(values), f"{unit}; by seed {shown}", "" if rate else "%")
+            for arm in ("low", "high"):
+                for other in ("best", "given"):
+                    gaps = within.setdefault(f"{arm}_gap_to_{other}_points", [])
+                    gaps += [each[other] - each[arm] for each in figures]
     results.title("all streams and seeds")
     for key, gaps in within.items():
         close = sum(gap <= TARGETS[key].bound for gap in gaps)
         worst = Spread(float(np.max(gaps)), float(np.min(gaps)), float(np.max(gaps)))
         results.add(key, worst, f"the largest; {close} of {len(gaps)} are within {TARGETS[key].bound:g}", "points")
+
+
+def of_a_seed(name: str, data: Path | None, rows: int, seed: int) -> dict[str, float]:
+    """Return the accuracy of each arm on a stream, and the learning rates at the end of those that search."""
+    events = stream_of(name, data, rows)
+    with tempfile.TemporaryDirectory() as folder:
+        fixed = {lr: run(events, lr, seed, Path(folder))[0] for lr in GRID}
+        arms = {"given": fixed[nearest(GIVEN)], "best": max(fixed.values())}
+        for arm, lr in (("low", GIVEN / OFF), ("high", GIVEN * OFF)):
+            arms[f"fixed_{arm}"] = fixed[nearest(lr)]
+            arms[arm], arms[f"{arm}_rate"] = run(events, lr, seed, Path(folder), {"promote": "auto"})
+    return arms
+
+
+def nearest(lr: float) -> float:
+    """Return the learning rate of the grid that is nearest to another one."""
+    return min(GRID, key=lambda each: abs(each - lr))
+
+
+@cache
+def stream_of(name: str, data: Path | None, rows: int) -> LabelledStream:
+    """Return a stream in batches of this benchmark."""
+    return stream(name, data, rows, BATCH)
 
 
 def river(data: Path | None, rows: int, seeds: int, folder: Path, results: Results) -> None:
@@ -286,6 +307,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="folder of the streams' files; fetched by pip without it")
     parser.add_argument("--seeds", type=int, help="by default 5, and 1 in the quick form")
     parser.add_argument("--rows", type=int, help="use so many events of each stream")
+    parser.add_argument("--jobs", type=int, default=1, help="processes for the part of the streams")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     results, parts = Results("search", TARGETS), chosen.only or PARTS
@@ -294,7 +316,7 @@ def main() -> None:
         rows = chosen.rows or (_QUICK_ROWS if chosen.quick else _MOST_ROWS)
         seeds = chosen.seeds or (1 if chosen.quick else 5)
         if "streams" in parts:
-            streams(chosen.data, rows, seeds, folder, results)
+            streams(chosen.data, rows, seeds, chosen.jobs, results)
         if "same" in parts:
             results.title("challengers that are as good as the model")
             same(200 if chosen.quick else 2000, 512, results)

@@ -13,6 +13,7 @@ from torch import nn
 from typing_extensions import override
 
 from ingest.events.block import Array
+from learner.search.pool import STEP_COST
 from learner.training.trainer import Trainer
 
 RATES = tuple(10.0**power for power in range(-6, 1))
@@ -62,15 +63,16 @@ class Member(base.Classifier):  # type: ignore[misc]  # River has no types
 def successive_halving(members: Sequence[Member], events: int, saved: int) -> Any:
     """Return River's successive halving, with so many updates in all as a search with `share = 0.2` has.
 
-    A search gives challengers a quarter of the model's events, and `saved` more. A rung ends when the stream has
-    advanced by `budget / (models * rungs)`, and after the last one model is left, which takes one update an event.
+    A search gives challengers a quarter of the model's events by the cost of their steps, and `saved` more. A rung ends
+    when the stream has advanced by `budget / (models * rungs)`, and after the last one model is left, which takes one
+    update an event.
     """
     rungs, left, advanced, updates = (len(members) - 1).bit_length(), len(members), 0.0, 0.0
     for _ in range(rungs):
         end = 1 / (left * rungs)
         updates += left * (end - advanced)
         left, advanced = -(-left // 2), end
-    budget = int((events / 4 + saved) / (updates - advanced))
+    budget = int((events / 4 / STEP_COST + saved) / (updates - advanced))
     return model_selection.SuccessiveHalvingClassifier([*members], metrics.Accuracy(), budget=budget, eta=2)
 
 

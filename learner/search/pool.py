@@ -23,13 +23,16 @@ from learner.sections.search import ARGS, SearchSettings
 from learner.state_dir.search.control import ChallengerReport, Judged, shown
 
 LONGEST_LEASE = 512
-"""Steps of its last lease."""
+"""Steps of its last lease, unless it is promising."""
 SAVED = 1024
 """Steps of challengers that may be saved up: a search begins with them, while a model has most to gain."""
-_CREDIT = 1024
+_CREDIT = 2048
 """Steps that promising challengers may take before they are saved up: to wait would lose their weights, which matter
-most where the model's are ruined, or are those of the beginning."""
-_PROMISING = 2.0
+most where the model's are ruined, or are those of the beginning. A fresh network may need 1000 to be shown better."""
+STEP_COST = 1.3
+"""The time of a challenger's step in steps of the model, with copies, random numbers and comparisons: 1.2 to 1.35 with
+a small network. It is a constant, since no clock may decide what is learned."""
+_PROMISING = 1.0
 """Evidence from which on a challenger is promising."""
 NETWORK_LEASE = 128
 """Steps of the first lease of a challenger with its own network: it has been taught for long by then."""
@@ -58,6 +61,8 @@ class ChallengerPool:
         self._waiting: list[Challenger] = []
         self._saved = float(SAVED)
         """Steps that challengers may take."""
+        self._earned = settings.share / (1 - settings.share) / STEP_COST
+        """Steps that they may take more for each step of the model."""
         self._numbers = 0
         self._ranks = 0
         self._proposals = self._spread = 0
@@ -78,11 +83,10 @@ class ChallengerPool:
     def begin(self) -> list[Challenger]:
         """Begin a step: return the challengers whose lease begins now, which copy the model first."""
         self.step += 1
-        share = self._settings.share
-        self._saved = min(SAVED, self._saved + share / (1 - share))
+        self._saved = min(SAVED, self._saved + self._earned)
         begun = list[Challenger]()
         while not (self.pinned or self.paused) and len(self.live) < self._settings.challengers:
-            if not self._waiting and self._saved < FIRST_LEASE:
+            if self._saved < (min(self._waiting[0].cost, SAVED) if self._waiting else FIRST_LEASE):
                 break
             challenger = self._waiting.pop(0) if self._waiting else self._proposal()
             if challenger is None:
@@ -114,21 +118,23 @@ class ChallengerPool:
         if challenger.worse.log_wealth >= _WORSE or (over and challenger.total <= challenger.margin * challenger.steps):
             self.end(challenger, "no_better")
         elif over:
-            if challenger.lease >= LONGEST_LEASE:
-                self.end(challenger, "undecided")
-            elif self._goes_on(challenger) and not self.paused:
-                self._saved -= challenger.lease
-                challenger.left = challenger.lease
-                challenger.lease *= 2
-            else:
-                self._wait(challenger)
-                challenger.lease *= 2
+            self._after_lease(challenger)
         return False
 
-    def _goes_on(self, challenger: Challenger) -> bool:
-        """Whether there are steps for another lease; on credit where the challenger is promising."""
+    def _after_lease(self, challenger: Challenger) -> None:
+        """Let a challenger that was better on its lease go on, or wait for another lease, unless it was the last."""
         promising = challenger.better.log_wealth >= _PROMISING and not challenger.network
-        return self._saved - challenger.lease >= (-_CREDIT if promising else 0)
+        last = challenger.lease >= LONGEST_LEASE
+        least = -_CREDIT if promising else 0
+        if (promising or not last) and not self.paused and self._saved - challenger.lease >= least:
+            self._saved -= challenger.lease
+            challenger.left = challenger.lease
+        elif last:
+            self.end(challenger, "undecided")
+            return
+        else:
+            self._wait(challenger)
+        challenger.lease = min(2 * challenger.lease, LONGEST_LEASE)
 
     def observe_taught(self, challenger: Challenger, difference: float) -> None:
         """Add the difference of a step in which a challenger was taught.

@@ -41,17 +41,18 @@ class SearchSpace:
     def around(self, values: Mapping[str, float], start: int) -> Iterator[tuple[int, dict[str, float]]]:
         """Yield a round of proposals from number `start` on, with their numbers, without those that equal `values`.
 
-        One key after the other moves up and down, by each distance; with several keys, then all at once in a random
-        direction. It depends on the arguments and the seed alone.
+        One key after the other moves down and up, by each distance; with several keys, then all at once in a random
+        direction. Down is first, since a model that has learned for longer needs a lower rate; networks first grow. It
+        depends on the arguments and the seed alone.
         """
         keys = list(self._ranges)
         directions = len(keys) + (len(keys) > 1)
         for number in range(start, start + 2 * len(_RADII) * directions):
-            pair, sign = number // 2, 1 - 2 * (number % 2)
+            pair, sign = number // 2, 2 * (number % 2) - 1
             radius = _RADII[pair % len(_RADII)]
             which = pair // len(_RADII) % directions
             if which < len(keys):
-                signs = {keys[which]: sign}
+                signs = {keys[which]: -sign if keys[which].startswith(ARGS) else sign}
             else:
                 random = np.random.default_rng([self._seed, pair])
                 signs = {key: sign * int(random.choice((-1, 1))) for key in keys}

@@ -77,6 +77,8 @@ class SearchingTrainer(Trainer):
         self._applied = ""
         """The last command of `search.json` whose values the model has taken."""
         self._is_behind: Callable[[], bool] = bool
+        self._generators: GeneratorStates | None = None
+        """After the newest step with challengers: if numpy's generator is as it was then, it need not be read again."""
 
     @property
     @override
@@ -133,11 +135,11 @@ class SearchingTrainer(Trainer):
             self._begin_lease(challenger)
         if not self._pool.live:
             return super().step(new, old, rows)
-        before = GeneratorStates(self.device)
+        before = GeneratorStates(self.device, self._generators)
         result = super().step(new, old, rows)
         if not result.finite:
             return result  # no model learns its events
-        after = GeneratorStates(self.device, before)
+        self._generators = after = GeneratorStates(self.device, before)
         better = []
         for challenger in list(self._pool.live):
             before.restore()
@@ -307,6 +309,11 @@ class SearchingTrainer(Trainer):
         trainers = {key_of(each): self._trainer(each).state() for each in self._kept}
         search = {**self._pool.state(), "trainers": trainers, "applied": self._applied}
         return {**super().state(), "search": search}
+
+    @override
+    def restore_generators(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+        super().restore_generators(tensors, values)
+        self._generators = None
 
     @override
     def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:

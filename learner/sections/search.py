@@ -46,8 +46,8 @@ class SearchSettings(Section):
     challengers: Annotated[int, Field(ge=1, le=64)] = 4
     """Most challengers at once; each has a copy of the weights and of the optimizer's state."""
     share: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """Fraction of the steps' time that challengers get in the long run: with 0.2, a quarter as many steps as the
-    model."""
+    """Fraction of the steps' time that challengers get in the long run, with all that is around their steps: with 0.2,
+    about a fifth as many steps as the model."""
     space: Annotated[dict[str, Range], Field(min_length=1), AfterValidator(_ranges)] = {LR: (1e-6, 1.0)}
     """The range of each key that challengers change, such as `{"learner.optimizer.lr" = [1e-6, 1.0]}`. A key
     `model.args.NAME` is of an integer argument of the factory, such as a width or a depth; it needs

@@ -36,3 +36,22 @@ def test_states_before_and_after_a_step_are_restored_by_turns(first: int) -> Non
             assert numbers[: len(step)] == step[: len(numbers)]
         after.restore()
         assert random_numbers(3) == expected
+
+
+@pytest.mark.parametrize("between", range(3))
+def test_states_of_a_step_may_be_those_after_the_step_before(between: int) -> None:
+    """Numbers may be taken between the steps, too."""
+    np.random.seed(0)
+    random.seed(0)
+    after: GeneratorStates | None = None
+    for in_step, in_other in product(range(3), repeat=2):
+        random_numbers(between)
+        before = GeneratorStates(CPU, after)
+        step = random_numbers(in_step)
+        after = GeneratorStates(CPU, before)
+        expected = random_numbers(3)
+        before.restore()
+        assert random_numbers(in_other)[: len(step)] == step[: 3 * in_other]
+        after.restore()
+        assert random_numbers(3) == expected
+        after.restore()

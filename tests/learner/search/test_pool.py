@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from learner.search.challenger import CLOSE, FIRST_LEASE, MARGIN, MOST_TAUGHT, TEACHING
-from learner.search.pool import LONGEST_LEASE, NETWORK_LEASE, ChallengerPool
+from learner.search.pool import LONGEST_LEASE, NETWORK_LEASE, STEP_COST, ChallengerPool
 from learner.search.space import SearchSpace
 from learner.sections.search import LR, MAX_GRAD_NORM, MOMENTUM, WEIGHT_DECAY, SearchSettings, search_conflicts
 
@@ -35,9 +35,8 @@ def advance(pool: ChallengerPool, steps: int, difference: float = 0.0) -> None:
 def test_the_share_is_kept_in_the_long_run(share: float, difference: float) -> None:
     pool, steps = pool_of(share=share), 8_000
     advance(pool, steps, difference)
-    saved_up = 1024
-    assert pool.trained <= steps * min(4, share / (1 - share)) + saved_up
-    assert pool.trained >= 0.9 * steps * share / (1 - share)
+    saved_up, earned = 1024, steps * share / (1 - share) / STEP_COST
+    assert 0.9 * earned <= pool.trained <= min(4 * steps, earned) + saved_up
 
 
 def test_leases_double_until_the_longest() -> None:
@@ -75,8 +74,24 @@ def test_promising_challengers_go_on_with_their_weights_on_credit_that_is_paid_b
             challenger.better.logs = [3.0] * len(challenger.better.logs)
         if step == 4 * FIRST_LEASE - 1:
             assert (begun, pool.trained) == (4, 4 * 4 * FIRST_LEASE)  # twice what is saved up at the beginning
-    assert pool.trained <= 1_600 / 4 + 1024 + 1024
+    assert pool.trained <= 1_600 / 4 + 1024 + 2048
     assert begun == 4  # none begins before it is paid back
+
+
+@pytest.mark.parametrize(("log_wealth", "outcomes"), [(0.9, {"undecided": 1}), (1.1, {})])
+def test_after_its_longest_lease_only_a_promising_challenger_goes_on(
+    log_wealth: float, outcomes: dict[str, int]
+) -> None:
+    pool = pool_of(challengers=1)
+    (challenger,) = pool.begin()
+    for step in range(LONGEST_LEASE):
+        challenger.better.logs = [log_wealth + 0.1] * len(challenger.better.logs)  # the last bet loses less than 0.1
+        assert pool.live == [challenger]
+        pool.observe(challenger, 0.001 * (-1) ** step + 1e-5)
+        challenger.better.logs = [log_wealth] * len(challenger.better.logs)
+    assert pool.outcomes == outcomes
+    assert pool.live == ([] if outcomes else [challenger])
+    assert challenger.left == (0 if outcomes else LONGEST_LEASE)
 
 
 def test_a_state_goes_on_the_same_way() -> None:
@@ -174,7 +189,7 @@ class TestNetworks:
     ) -> None:
         pool, steps, saved_up = make(share=share), 12_000, 1024
         self.advance(pool, steps, taught, 0.0)
-        earned = steps * share / (1 - share)
+        earned = steps * share / (1 - share) / STEP_COST
         assert min(steps, earned - 512) <= pool.trained <= earned + saved_up
 
     def test_one_that_has_caught_up_is_compared_after_its_teaching(self, make: Callable[..., ChallengerPool]) -> None:
@@ -233,6 +248,7 @@ class TestNetworks:
         ranges, values = {WIDTH: (4.0, 64.0), DEPTH: (1.0, 4.0)}, {WIDTH: value, DEPTH: 2.0}
         proposals = [proposal for _, proposal in SearchSpace(ranges, 3).around(values, 0)]
         assert {proposal[DEPTH] for proposal in proposals} == {1.0, 2.0, 3.0}
+        assert proposals[0][WIDTH] > value or value >= 64.0  # the first is larger
         for proposal in proposals:
             assert proposal != values
             for key, (low, high) in ranges.items():
@@ -254,6 +270,8 @@ def test_proposals_are_in_their_ranges_and_other_settings(value: float) -> None:
     proposals = [proposal for _, proposal in SearchSpace(ranges, 3).around(values, 5)]
     assert proposals == [proposal for _, proposal in SearchSpace(ranges, 3).around(values, 5)]
     assert any(each[LR] != value and each[WEIGHT_DECAY] != 0.1 for each in proposals)
+    lower, higher, *_ = SearchSpace(ranges, 3).around({LR: 1e-3, WEIGHT_DECAY: 0.1}, 0)
+    assert lower[1][LR] < 1e-3 < higher[1][LR]
     for proposal in proposals:
         assert proposal != values
         for key, (low, high) in ranges.items():
