@@ -76,7 +76,7 @@ class Setting:
     event_bytes: int | None = None
     events_per_message: int = 1
     before: int = 0
-    """Events that are sent first, so that the store is full."""
+    """Events that come at the rate before the disk is measured, so that the store is full."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ class Run:
     saturation: float
     begin: int
     end: int
-    """New events at both ends of the time in which the disk was measured."""
+    """Events that had come at both ends of the time in which the disk was measured."""
 
 
 def document(setting: Setting, stream: Stream) -> dict[str, Any]:
@@ -248,7 +248,6 @@ def run_pipeline(
     messages = synthetic_messages(schema, config.pipeline.stream, setting.event_bytes, setting.events_per_message, 1)
     with contextlib.ExitStack() as stack:
         paced = PacedStream(stream, messages.values, setting.rate / setting.events_per_message)
-        paced.send(setting.before)
         learner = stack.enter_context(LearnerProcess(folder, written))
         server = stack.enter_context(ServingProcess(folder))
         learner.wait_for(lambda _: True)  # events that come before it does would wait for it
@@ -270,7 +269,7 @@ def run_pipeline(
         rate = _saturate(learner, sizes.flood)
     return Run(
         peak.total, wrote / (last.time - first.time), freshness or 0.0, rate,
-        first.outcomes["trained"], last.outcomes["trained"],
+        sum(first.outcomes.values()), sum(last.outcomes.values()),
     )  # fmt: skip
 
 

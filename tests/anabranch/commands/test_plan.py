@@ -1,6 +1,5 @@
 """`anabranch plan`: the arithmetic of its lines, its warnings, and a calibration of a small pipeline."""
 
-import functools
 import json
 import math
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anabranch.commands.planning import disk, segment_writes
+from anabranch.commands.planning import segment_writes
 from anabranch.commands.planning.calibrating.process_usage import PeakMemory
 from anabranch.commands.planning.calibrating.synthetic_events import synthetic_messages
 from anabranch.commands.planning.calibrating.synthetic_pipeline import CalibrationSpec, calibrated
@@ -20,10 +19,10 @@ from anabranch.commands.planning.constants import Constants, Load
 from anabranch.commands.planning.disk import DAY
 from anabranch.commands.planning.plan import Plan, make_plan
 from anabranch.commands.planning.run_constants import process_sizes
-from anabranch.commands.planning.segment_writes import writes_per_event
 from anabranch.commands.planning.speed import RATE, limited_by
 from anabranch.commands.planning.store_size import ENTRY_BYTES, PlannedStore, admitted
 from anabranch.config.loader import Config, load_config
+from anabranch.config.model import Pipeline
 from anabranch.core.errors import SettingsError
 from anabranch.doctor.accelerator_checks import learner_ledger
 from anabranch.runtime.lifecycle import Exit
@@ -48,12 +47,10 @@ device = "cpu"
 
 
 @pytest.fixture(autouse=True, scope="module")
-def simulated_once() -> Iterator[None]:
-    """Simulate the segments of each load once, and fewer checkpoints of them: a thousand take a second."""
+def simulated_shortly() -> Iterator[None]:
+    """Simulate few checkpoints, with more time between them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(segment_writes, "_CHECKPOINTS", 100)
-        patch.setattr(segment_writes, "_HELD", 5_000)
-        patch.setattr(disk, "writes_per_event", functools.cache(writes_per_event))
         yield
 
 
@@ -136,10 +133,18 @@ def test_a_later_day_replaces_fewer_events_of_a_reservoir(tmp_path: Path) -> Non
     assert first > 5 * later > 0
 
 
-@given(st.integers(1, 10**6), st.floats(0.1, 1e5), st.floats(0, 1e6), st.floats(1, 1e6))
-def test_admitted_events_are_no_more_than_came_and_add_up(k: int, rate: float, begin: float, length: float) -> None:
+@given(
+    st.sampled_from(["reservoir", "recent"]),
+    st.integers(1, 10**6),
+    st.floats(0.1, 1e5),
+    st.floats(0, 1e6),
+    st.floats(1, 1e6),
+)
+def test_admitted_events_are_no_more_than_came_and_add_up(
+    admission: str, k: int, rate: float, begin: float, length: float
+) -> None:
     store = PlannedStore(8, k, k, k, 0, 0)
-    pipeline = _RESERVOIR
+    pipeline = _PIPELINES[admission]
     end = begin + length
     middle = (begin + end) / 2
     whole = admitted(store, pipeline, rate, begin, end)
@@ -148,35 +153,20 @@ def test_admitted_events_are_no_more_than_came_and_add_up(k: int, rate: float, b
     assert math.isclose(whole, parts, rel_tol=1e-6, abs_tol=1e-6)
 
 
-def _reservoir() -> "object":
-    from anabranch.config.model import Pipeline
-
+def _pipeline(admission: str) -> Pipeline:
     section = {"x": {"dtype": "float32"}}
     return Pipeline.model_validate(
         {
-            "name": "reservoir",
+            "name": "planned",
             "stream": {"topics": ["events"]},
             "schema": {"features": section, "label": {"name": "y", "classes": 2}},
             "model": {"factory": "m:f"},
+            "replay": {"admission": admission},
         }
     )
 
 
-_RESERVOIR = _reservoir()
-
-
-def test_the_simulated_merges_are_those_of_the_segments(tmp_path: Path) -> None:
-    store = PlannedStore.of(config_of(tmp_path, "[replay]\ncapacity = 4096\n").pipeline, 64)
-    # Each of 64 checkpoints adds 64 events: an event is written once at least, and merged about log2(64) times at most.
-    assert 1 <= writes_per_event(store, 46, 0, 64) <= 7
-    # A store that is replaced whole between two checkpoints is written once.
-    assert writes_per_event(store, 46, 4096, 4096) == pytest.approx(1.0)
-    assert writes_per_event(store, 46, 4096, 0) == 0
-    # Events that are replaced first, of one segment that has all, cause no merge; later ones do.
-    first = writes_per_event(store, 46, 4096, 64, since=0, events=64)
-    assert first == pytest.approx(1.0)
-    assert writes_per_event(store, 46, 4096, 64, since=0, events=1024) < writes_per_event(store, 46, 4096, 64)
-    assert writes_per_event(store, 46, 4096, 64, since=1e6, events=64) == writes_per_event(store, 46, 4096, 64)
+_PIPELINES = {name: _pipeline(name) for name in ("reservoir", "recent")}
 
 
 def test_a_rate_above_saturation_has_no_freshness_and_names_what_limits(tmp_path: Path) -> None:
