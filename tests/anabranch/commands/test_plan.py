@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anabranch.commands.planning import segment_writes
-from anabranch.commands.planning.calibrating.process_usage import PeakMemory
-from anabranch.commands.planning.calibrating.synthetic_events import synthetic_messages
+from anabranch.commands.planning.calibrating.differences import differences_of
+from anabranch.commands.planning.calibrating.process_usage import PeakMemory, cpu_seconds
+from anabranch.commands.planning.calibrating.synthetic_events import Synthetic, synthetic_messages
 from anabranch.commands.planning.calibrating.synthetic_pipeline import CalibrationSpec, calibrated
 from anabranch.commands.planning.constants import Constants, Load
 from anabranch.commands.planning.disk import DAY
@@ -184,6 +187,36 @@ def test_a_disk_that_is_slower_than_steps_is_what_limits(tmp_path: Path) -> None
     assert limited_by(plan.sections["saturation"]) == "disk"
 
 
+def test_fewer_cores_limit_the_rate_by_the_cpu_time_of_an_event(tmp_path: Path) -> None:
+    changes = {"cpu_seconds_per_event": {"learner": 1e-4, "ingest": 0.9e-4, "serving": 1e-5}, "cores": 2}
+    plan = plan_of(tmp_path, load=Load(rate=100.0), **changes)
+    assert plan.sections["saturation"].value("cores") == pytest.approx(10_000)
+    assert plan.sections["saturation"].value(RATE) == 5_000
+    plan = plan_of(tmp_path, load=Load(rate=100.0, cores=0.5), **changes)
+    assert plan.sections["saturation"].value(RATE) == pytest.approx(2_500)
+    assert limited_by(plan.sections["saturation"]) == "cores"
+    assert "ingest" in plan.sections["saturation"]["cores"].formula
+    plan = plan_of(tmp_path, load=Load(rate=100.0, cores=0.5))
+    assert plan.sections["saturation"].value("cores") is None, "a run shows no CPU time of an event"
+
+
+@pytest.mark.parametrize(
+    ("stream", "words"),
+    [
+        ('bootstrap_servers = "127.0.0.1:1"\n', "--cores"),
+        ('bootstrap_servers = "kafka:9092"\n', ""),
+        ('bootstrap_servers = "kafka:9092"\nclient = "confluent"\n', '"confluent" did not read'),
+    ],
+)
+def test_a_calibration_says_what_of_the_broker_and_the_client_differs(tmp_path: Path, stream: str, words: str) -> None:
+    path = tmp_path / "pipeline.toml"
+    path.write_text(BASE.replace("[schema]", stream + "[schema]"))
+    (tmp_path / "planned_model.py").write_text(MODEL)
+    found = differences_of(load_config(path, {}).pipeline, Load(rate=1.0), Synthetic([b""], 1.0))
+    assert len(found) == bool(words)
+    assert all(words in sentence for sentence in found)
+
+
 def test_versions_and_checkpoints_do_not_grow_with_the_rate(tmp_path: Path) -> None:
     """A model of 40 MB and small events: the disk has room for few more versions, and for many more events."""
     changes = {"version_bytes": 40_000_000, "disk_bytes_per_second": 60e6}
@@ -216,6 +249,12 @@ def test_copies_of_rows_in_checkpoints_of_a_calibration_are_not_of_the_plan(
     without = found.learner_bytes or 0
     process_sizes(config, report, found, peak, saved)  # type: ignore[arg-type]
     assert without - (found.learner_bytes or 0) == 2 * copied * (1_024 + ENTRY_BYTES)
+
+
+def test_the_cpu_time_of_a_process_is_that_of_all_its_threads() -> None:
+    counted = cpu_seconds(os.getpid())
+    assert counted == pytest.approx(time.process_time(), abs=0.5)
+    assert cpu_seconds(2**30) == 0
 
 
 def test_a_healthy_plan_breaks_no_promise(tmp_path: Path) -> None:
