@@ -16,8 +16,8 @@ broker; then the learner is given a backlog. Figures are the plan's over the run
     freshness   the mean of the same time, as serving counts it
     saturation  new events a second while the learner is behind
 
-`_off_ratio` is that ratio or its inverse, whichever is larger. The broker and the producer have the same cores as the
-pipeline, and the calibration has neither.
+`_off_ratio` is that ratio or its inverse, whichever is larger. The broker has the same cores as the pipeline: the plan
+of the saturation has those that it left. Nothing is sent meanwhile.
 
 The shortest form (`--smoke`) takes 40 s of CPU time for a part, since it starts the pipeline twice: no test runs it,
 but one runs the calibration.
@@ -25,19 +25,23 @@ but one runs the calibration.
 
 import argparse
 import contextlib
-import itertools
 import os
 import tempfile
-import threading
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from anabranch.commands.planning.calibrating.calibration import calibrate
 from anabranch.commands.planning.calibrating.metrics import FreshnessSum, read_freshness
-from anabranch.commands.planning.calibrating.process_usage import PeakMemory, children_of, written_bytes
+from anabranch.commands.planning.calibrating.process_usage import (
+    PeakMemory,
+    children_of,
+    usable_cores,
+    written_bytes,
+)
 from anabranch.commands.planning.calibrating.synthetic_events import synthetic_messages
 from anabranch.commands.planning.constants import Constants, Load
 from anabranch.commands.planning.disk import DiskWrites
@@ -45,11 +49,12 @@ from anabranch.commands.planning.plan import make_plan
 from anabranch.commands.planning.speed import RATE
 from anabranch.commands.planning.store_size import PlannedStore
 from anabranch.config.loader import Config, load_config
-from benchmarks.harness.pipeline import BrokenRunError, LearnerProcess, Stream, broker, make_topic, pipeline, toml
+from benchmarks.harness.cores import cores_of, listener
+from benchmarks.harness.paced_stream import PacedStream
+from benchmarks.harness.pipeline import BrokenRunError, LearnerProcess, Stream, broker, pipeline, toml
 from benchmarks.harness.results import Results, Target, options
 from benchmarks.harness.server import ServingProcess
 from ingest.events.schema import Schema
-from ingest.kafka.producer import EventProducer
 from learner.state_dir.report import LearnerReport
 from serving.reporting.report import read_report as read_serving
 
@@ -76,7 +81,7 @@ class Setting:
     event_bytes: int | None = None
     events_per_message: int = 1
     before: int = 0
-    """Events that are sent first, so that the store is full."""
+    """Events that come at the rate before the disk is measured, so that the store is full."""
 
 
 @dataclass(frozen=True)
@@ -113,42 +118,6 @@ PARTS = {
 TARGETS = {f"{part}_{kind}_off_ratio": Target(_QUARTER) for part in PARTS for kind in KINDS}
 
 
-class PacedStream:
-    """Makes a topic, and sends messages at a rate in a thread while the context lasts."""
-
-    def __init__(self, stream: Stream, messages: list[bytes], rate: float) -> None:
-        self._producer = EventProducer(make_topic(stream), stream.topic)
-        self._messages, self._rate = messages, rate
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._send)
-
-    def __enter__(self) -> "PacedStream":
-        self._producer.open()
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-        self._producer.flush()
-        self._producer.close()
-
-    def send(self, count: int) -> None:
-        """Send so many messages, outside the context."""
-        self._producer.open()
-        for message in itertools.islice(itertools.cycle(self._messages), count):
-            self._producer.send(message)
-        self._producer.flush()
-        self._producer.close()
-
-    def _send(self) -> None:
-        begin = time.perf_counter()
-        for number, message in enumerate(itertools.cycle(self._messages)):
-            if self._stop.wait(max(0.0, begin + number / self._rate - time.perf_counter())):
-                return
-            self._producer.send(message)
-
-
 @dataclass
 class Run:
     """What a run measured."""
@@ -158,9 +127,11 @@ class Run:
     """Bytes a second."""
     freshness: float
     saturation: float
+    taken: float
+    """Cores that the broker had meanwhile."""
     begin: int
     end: int
-    """New events at both ends of the time in which the disk was measured."""
+    """Events that had come at both ends of the time in which the disk was measured."""
 
 
 def document(setting: Setting, stream: Stream) -> dict[str, Any]:
@@ -219,8 +190,9 @@ def _config(folder: Path, written: Mapping[str, Any]) -> Config:
 
 
 def planned(config: Config, load: Load, constants: Constants, run: Run) -> dict[str, float]:
-    """Return the plan's values: its disk writes are those of the events that the run had at that time."""
-    plan, store = make_plan(config, load, constants), None
+    """Return the plan's values: disk writes of the events that the run had at that time, cores without the broker's."""
+    left = usable_cores() - run.taken
+    plan, store = make_plan(config, msgspec.structs.replace(load, cores=left), constants), None
     if constants.row_bytes is not None:
         store = PlannedStore.of(config.pipeline, constants.row_bytes)
     window = DiskWrites(config.pipeline, constants, load, store)
@@ -248,7 +220,6 @@ def run_pipeline(
     messages = synthetic_messages(schema, config.pipeline.stream, setting.event_bytes, setting.events_per_message, 1)
     with contextlib.ExitStack() as stack:
         paced = PacedStream(stream, messages.values, setting.rate / setting.events_per_message)
-        paced.send(setting.before)
         learner = stack.enter_context(LearnerProcess(folder, written))
         server = stack.enter_context(ServingProcess(folder))
         learner.wait_for(lambda _: True)  # events that come before it does would wait for it
@@ -267,10 +238,11 @@ def run_pipeline(
         learner.pause()
         paced.send(int(backlog / setting.events_per_message))
         learner.go_on()
-        rate = _saturate(learner, sizes.flood)
+        with cores_of(listener(stream.bootstrap)) as taken:
+            rate = _saturate(learner, sizes.flood)
     return Run(
-        peak.total, wrote / (last.time - first.time), freshness or 0.0, rate,
-        first.outcomes["trained"], last.outcomes["trained"],
+        peak.total, wrote / (last.time - first.time), freshness or 0.0, rate, taken(),
+        sum(first.outcomes.values()), sum(last.outcomes.values()),
     )  # fmt: skip
 
 

@@ -13,6 +13,10 @@ EventBytes = Annotated[
     int | None,
     typer.Option(min=1, metavar="N", help="Bytes of an event in its message; by default what its fields take."),
 ]
+Cores = Annotated[float | None, typer.Option(min=0.01, metavar="N", help="Cores that others leave to the pipeline.")]
+DriveTbw = Annotated[
+    float | None, typer.Option(min=0.001, metavar="TB", help="Terabytes that may be written to the drive.")
+]
 Calibrate = Annotated[
     bool,
     typer.Option(
@@ -36,9 +40,8 @@ def plan(
     retention: Annotated[
         str | None, typer.Option(metavar="TIME", help="How long the topic keeps events, such as 7d.")
     ] = None,
-    drive_tbw: Annotated[
-        float | None, typer.Option(min=0.001, metavar="TB", help="Terabytes that may be written to the drive.")
-    ] = None,
+    cores: Cores = None,
+    drive_tbw: DriveTbw = None,
     calibrate: Calibrate = True,
     seconds: Annotated[float, typer.Option(min=2, help="Time of the calibration.")] = 60.0,
     from_run: Annotated[
@@ -67,6 +70,7 @@ def plan(
             events_per_message=events_per_message,
             days=days,
             requests_per_second=requests_per_second,
+            cores=cores,
             drive_tbw=drive_tbw,
             retention_seconds=kept,
         )

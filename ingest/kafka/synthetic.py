@@ -1,25 +1,26 @@
 """A topic of one partition without a broker: messages of a list, again and again, at a rate or as fast as possible.
 
-They are records of Kafka's format, which kafka-python parses and checks as it does those that it fetches. So the work
-of ingest is that of a topic, without the sockets.
+They are records of Kafka's format, which kafka-python parses and checks as it does those that it fetches. As fast as
+possible, another client can read them, from a synthetic broker. So the work of ingest is that of a topic.
 """
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Any
 
 from kafka import TopicPartition as KafkaPartition
-from kafka.record import MemoryRecords, MemoryRecordsBuilder
+from kafka.record import MemoryRecords
 from typing_extensions import override
 
 from ingest.events.partition import TopicPartition
 from ingest.kafka.client import Client, Lag, Messages
 from ingest.kafka.dead_letters import DeadLetter
 from ingest.kafka.kafka_python.records import records_of
+from ingest.kafka.synthetic_broker import record_batches
 
-_BATCH_BYTES = 1_000_000
-_MAGIC = 2
+_MOST_BYTES = 1_000_000
 
 
 class SyntheticClient(Client):
@@ -28,7 +29,13 @@ class SyntheticClient(Client):
     letters_dropped = 0
 
     def __init__(
-        self, topic: str, values: Sequence[bytes], rate: float, is_flooded: Callable[[], bool], now: Callable[[], float]
+        self,
+        topic: str,
+        values: Sequence[bytes],
+        rate: float,
+        is_flooded: Callable[[], bool],
+        now: Callable[[], float],
+        flood: Client | None = None,
     ) -> None:
         """Take the messages.
 
@@ -38,10 +45,12 @@ class SyntheticClient(Client):
             rate: messages a second.
             is_flooded: whether messages are returned as fast as they are read, from now on.
             now: the time of day in seconds, for the times of records.
+            flood: reads the same messages from then on, instead of this one.
         """
         self._partition = TopicPartition(topic, 0)
         self._rate, self._is_flooded, self._now = rate, is_flooded, now
-        self._batches = [*_batches(values)]
+        self._flood = flood
+        self._batches = [*record_batches(values)]
         self._next_batch = 0
         self._records: Any = None
         self._position = 0
@@ -50,6 +59,9 @@ class SyntheticClient(Client):
     @override
     def open(self) -> None:
         self._since = time.monotonic()
+        if self._flood is not None:
+            self._flood.open()
+            self._flood.assign({self._partition: 0})
 
     @override
     def partitions(self) -> list[TopicPartition]:
@@ -75,6 +87,8 @@ class SyntheticClient(Client):
 
     @override
     def poll(self, timeout: timedelta, limit: int) -> list[Messages]:
+        if self._flood is not None and self._is_flooded():
+            return [self._next(messages) for messages in self._flood.poll(timeout, limit)]
         records = self._take(limit if self._is_flooded() else min(limit, self._due()))
         if not records:
             return []
@@ -106,7 +120,15 @@ class SyntheticClient(Client):
 
     @override
     def close(self) -> None:
-        pass
+        if self._flood is not None:
+            self._flood.close()
+
+    def _next(self, messages: Messages) -> Messages:
+        """Return messages of the other client as those that come next, and have come now."""
+        begin, self._position = self._position, self._position + len(messages)
+        times_ms = [int(self._now() * 1000)] * len(messages)
+        offsets = range(begin, self._position)
+        return replace(messages, partition=self._partition, offsets=offsets, times_ms=times_ms, end=self._position)
 
     def _due(self) -> int:
         """Return how many messages have come since the last call."""
@@ -123,22 +145,7 @@ class SyntheticClient(Client):
             if not self._records:  # the last batch is read to its end
                 batch = self._batches[self._next_batch % len(self._batches)]
                 tp = KafkaPartition(self._partition.topic, 0)
-                self._records = records_of(tp, MemoryRecords(batch), _BATCH_BYTES)
+                self._records = records_of(tp, MemoryRecords(batch), _MOST_BYTES)
                 self._next_batch += 1
             records += self._records.take(count - len(records))
         return records
-
-
-def _batches(values: Sequence[bytes]) -> Sequence[bytes]:
-    """Return the messages as record batches of about a megabyte."""
-    batches, builder = list[bytes](), None
-    for value in values:
-        if builder is None or builder.append(timestamp=0, key=None, value=value) is None:
-            if builder is not None:
-                builder.close()
-                batches.append(bytes(builder.buffer()))
-            builder = MemoryRecordsBuilder(_MAGIC, 0, max(_BATCH_BYTES, 2 * len(value)))
-            builder.append(timestamp=0, key=None, value=value)
-    assert builder is not None
-    builder.close()
-    return [*batches, bytes(builder.buffer())]

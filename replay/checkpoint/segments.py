@@ -14,6 +14,7 @@ Legend: A new events, B events held at the previous checkpoint, R bytes of a row
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -73,6 +74,19 @@ class Written:
     new: Mapping[str, NewSegment]
 
 
+@dataclass(frozen=True)
+class Merges:
+    """The segments whose events a checkpoint writes again.
+
+    Attributes:
+        tail: the index of the first one that is merged with the new events, and with all after it.
+        runs: the first and last index of adjacent ones before it that become one segment.
+    """
+
+    tail: int
+    runs: Sequence[tuple[int, int]]
+
+
 def most_events(row_bytes: int, entry: np.dtype[np.void] = ENTRY) -> int:
     """Return how many events a segment may have, given the bytes of their rows in the checkpoint."""
     return max(1, PIECE_BYTES // (entry.itemsize + row_bytes))
@@ -91,24 +105,39 @@ def advance(
         limit: events of a segment.
     """
     segments = _still_live(before, change.alive) if change.base is not None else []
-    count, tail = len(change.index), list[Segment]()
-    length = count
-    while segments and length + segments[-1].held <= limit:
-        if _GROWTH * length < segments[-1].held and 2 * segments[-1].held >= len(segments[-1].live):
-            break
-        length += segments[-1].held
-        tail.insert(0, segments.pop())
+    count = len(change.index)
+    found = merges([each.held for each in segments], [len(each.live) for each in segments], count, limit)
+    segments, tail = segments[: found.tail], segments[found.tail :]
     writer, kept, at = _Writer(number, change, load), list[Segment](), 0
-    for begin, end in _half_empty_runs(segments, limit, max(limit, count) - (length - count)):
+    for begin, end in found.runs:
         kept += [*segments[at:begin], writer.write(segments[begin:end], slice(0, 0))]
         at = end
     kept += segments[at:]
     kept = [segment for segment in kept if segment.held]
-    if length or not kept:
+    if count or any(segment.held for segment in tail) or not kept:
         kept += [
             writer.write([] if begin else tail, slice(begin, begin + limit)) for begin in range(0, count or 1, limit)
         ]
     return Written(kept, writer.new)
+
+
+def merges(held: Sequence[float], lengths: Sequence[float], count: float, limit: float) -> Merges:
+    """Return which segments are written again with `count` new events.
+
+    Args:
+        held: how many events of each segment are still held.
+        lengths: how many it has.
+        count: new events.
+        limit: events of a segment.
+    """
+    tail, length = len(held), count
+    while tail and length + held[tail - 1] <= limit:
+        if _GROWTH * length < held[tail - 1] and 2 * held[tail - 1] >= lengths[tail - 1]:
+            break
+        tail -= 1
+        length += held[tail]
+    budget = max(limit, count) - (length - count)
+    return Merges(tail, _half_empty_runs(held[:tail], lengths[:tail], limit, budget))
 
 
 class _Writer:
@@ -174,16 +203,21 @@ def _still_live(before: Sequence[Segment], alive: NDArray[np.bool_]) -> list[Seg
     return segments
 
 
-def _half_empty_runs(segments: Sequence[Segment], limit: int, budget: int) -> list[tuple[int, int]]:
+def _half_empty_runs(
+    held: Sequence[float], lengths: Sequence[float], limit: float, budget: float
+) -> list[tuple[int, int]]:
     """Return the first and last index of adjacent segments that are half empty together, at most `limit` events.
 
     They are those that waste most, and have `budget` events in all.
     """
-    held, lengths = [segment.held for segment in segments], [len(segment.live) for segment in segments]
+    if all(2 * stay >= length for stay, length in zip(held, lengths, strict=True)):
+        return []  # together they are not either
     runs, chosen = [], list[tuple[int, int]]()
-    for begin in range(len(segments)):
-        for end in range(begin + 1, len(segments) + 1):
-            stay, waste = sum(held[begin:end]), sum(lengths[begin:end]) - sum(held[begin:end])
+    staying, whole = [0, *accumulate(held)], [0, *accumulate(lengths)]
+    for begin in range(len(held)):
+        for end in range(begin + 1, len(held) + 1):
+            stay = staying[end] - staying[begin]
+            waste = whole[end] - whole[begin] - stay
             if stay > limit:
                 break
             if waste > stay > 0:

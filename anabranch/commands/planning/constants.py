@@ -15,6 +15,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     """How long the pipeline has run on the day that is planned for, besides the first one."""
     requests_per_second: float = 0.0
     """Requests of one row each."""
+    cores: float | None = None
+    """Cores that the pipeline has; None: those of the calibration."""
     drive_tbw: float | None = None
     """Terabytes that may be written to the drive in its life."""
     retention_seconds: float | None = None
@@ -69,6 +71,10 @@ class Constants(msgspec.Struct, kw_only=True):
     """Time that the loop waits for checkpoints, likewise."""
     saturation_rate: float | None = None
     """Events a second as fast as they are read."""
+    cpu_seconds_per_event: dict[str, float] = {}
+    """CPU time of an event as fast as they are read, by process: learner, ingest, serving; empty: not measured."""
+    cores: int | None = None
+    """Cores that the pipeline had meanwhile."""
     ingest_rate: float | None = None
     """Events a second of the ingest process alone."""
     disk_bytes_per_second: float | None = None

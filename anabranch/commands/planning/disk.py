@@ -7,10 +7,11 @@ import numpy as np
 from anabranch.commands.planning.constants import Constants, Load
 from anabranch.commands.planning.held_out import held_out_bytes
 from anabranch.commands.planning.lines import Line, PlanSection, size, summed
-from anabranch.commands.planning.segment_writes import writes_per_event
+from anabranch.commands.planning.segment_writes import written_events
 from anabranch.commands.planning.store_size import ENTRY_BYTES, PlannedStore, admitted
 from anabranch.config.model import Pipeline
 from learner.object_storage.config import StorageSettings
+from replay.checkpoint.segments import most_events
 from replay.tiers.disk_files import PAGE
 
 DAY = 86_400.0
@@ -70,13 +71,14 @@ class DiskWrites:
             formula = f"{events:,.0f} events x {store.disk_record_bytes:,} B, in pages of {PAGE:,} B that change"
             lines.append(Line(TIER, scale * written, "bytes/day", formula))
         each = ENTRY_BYTES + (0 if self.pipeline.replay.slower and self.pipeline.storage is None else store.row_bytes)
-        of_filling = writes_per_event(store, each, 0, rate * self.checkpoint_seconds) if filling else 0.0
-        replaced = (events - filling) / (end - begin) * self.checkpoint_seconds
-        before = admitted(store, self.pipeline, rate, 0.0, max(begin, store.events / rate)) - store.events
-        of_replaced = 0.0
-        if events > filling:
-            of_replaced = writes_per_event(store, each, store.events, replaced, before, events - filling)
-        written = each * (filling * of_filling + (events - filling) * of_replaced)
+        written = each * written_events(
+            lambda first, last: admitted(store, self.pipeline, rate, first, last),
+            store.events,
+            most_events(each - ENTRY_BYTES),
+            self.checkpoint_seconds,
+            begin,
+            end,
+        )
         formula = (
             f"{events:,.0f} events x {each:,} B, each written {written / max(1.0, events * each):.2f} times: "
             "segments are merged"

@@ -7,6 +7,8 @@ from anabranch.config.model import Pipeline
 
 MEAN, P99 = "mean", "99 of 100 within"
 RATE, BY = "the pipeline", "by"
+_BOUNDS = ("disk", "cores")
+"""Parts that may do less than in the calibration."""
 _NEAR = 1.15
 """A part whose rate is less than this times the pipeline's is what limits it."""
 
@@ -70,15 +72,25 @@ def saturation(pipeline: Pipeline, constants: Constants, load: Load, day: PlanSe
         left = max(0.0, constants.disk_bytes_per_second - (total - growing) / DAY)
         formula = f"{written(left, 'bytes')} a second besides the rest, if {written(growing, 'bytes/day')} grew with it"
         lines.append(Line("disk", load.rate * left / (growing / DAY), "1/s", formula))
+    lines += _cores(constants, load)
     measured = constants.saturation_rate
-    disks = [line.value for line in lines if line.name == "disk" and line.value is not None]
-    rate = None if measured is None else min(measured, *disks, measured)
+    bounds = [line.value for line in lines if line.name in _BOUNDS and line.value is not None]
+    rate = None if measured is None else min(measured, *bounds, measured)
     formula = f"all parts together in the {constants.source}; least: {_limit(lines, rate)}"
     result = [*lines, Line(RATE, rate, "1/s", formula)]
     if (each := constants.request_seconds) is not None:
         formula = f"{pipeline.serving.workers} processes / {written(each, 's')}, requests of one row one after another"
         result.append(Line("requests", pipeline.serving.workers / each, "1/s", formula))
     return PlanSection("rate at which it saturates", result)
+
+
+def _cores(constants: Constants, load: Load) -> list[Line]:
+    """Return what the cores can do if none is ever idle; nothing where the CPU time was not measured."""
+    cores, each = load.cores or constants.cores, constants.cpu_seconds_per_event
+    if not cores or not sum(each.values()):
+        return []
+    times = " + ".join(f"{written(value, 's')} of {name}" for name, value in each.items())
+    return [Line("cores", cores / sum(each.values()), "1/s", f"{cores:g} cores / ({times}) of CPU time, of an event")]
 
 
 def limited_by(section: PlanSection) -> str:

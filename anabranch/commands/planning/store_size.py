@@ -81,12 +81,11 @@ def admitted(store: PlannedStore, pipeline: Pipeline, rate: float, begin: float,
     A reservoir of k events admits event n with the probability k / n (Vitter 1985). With `recent`, whose weights halve
     after `half_life`, all weights sum to rate x half_life / ln 2, and a new event has the weight 1.
     """
-    k = store.events
+    k, first, last = store.events, rate * begin, rate * end
+    filling = max(0.0, min(last, k) - first)
+    if last <= k:
+        return filling
     if pipeline.replay.admission == "recent":
         weights = rate * pipeline.replay.half_life.total_seconds() / np.log(2)
-        return float(
-            rate * (end - begin) * min(1.0, k / max(1.0, weights)) if rate * begin >= k else rate * (end - begin)
-        )
-    first, last = rate * begin, rate * end
-    filling = max(0.0, min(last, k) - first)
-    return filling + (k * float(np.log(last / max(first, k))) if last > k else 0.0)
+        return float(filling + (last - max(first, k)) * min(1.0, k / max(1.0, weights)))
+    return filling + k * float(np.log(last / max(first, k)))

@@ -63,6 +63,8 @@ def test_a_calibration_measures_the_pipeline_without_a_broker_and_removes_its_fo
     assert constants["row_bytes"] > 16
     for name in ("learner_bytes", "ingest_bytes", "serving_bytes", "version_bytes", "ingest_rate", "request_seconds"):
         assert constants[name] > 0, name
+    assert all(constants["cpu_seconds_per_event"][part] > 0 for part in ("learner", "ingest"))
+    assert constants["cores"] >= 1
     assert set(plan["sections"]) >= {"memory", "tiers", "first day", "later day", "freshness", "saturation"}
     assert {path.name for path in tmp_path.iterdir()} <= OWN
 

@@ -1,8 +1,9 @@
 """`anabranch plan`: the arithmetic of its lines, its warnings, and a calibration of a small pipeline."""
 
-import functools
 import json
 import math
+import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,18 +13,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anabranch.commands.planning import disk, segment_writes
-from anabranch.commands.planning.calibrating.process_usage import PeakMemory
-from anabranch.commands.planning.calibrating.synthetic_events import synthetic_messages
+from anabranch.commands.planning import segment_writes
+from anabranch.commands.planning.calibrating.differences import differences_of
+from anabranch.commands.planning.calibrating.process_usage import PeakMemory, cpu_seconds
+from anabranch.commands.planning.calibrating.synthetic_events import Synthetic, synthetic_messages
 from anabranch.commands.planning.calibrating.synthetic_pipeline import CalibrationSpec, calibrated
 from anabranch.commands.planning.constants import Constants, Load
 from anabranch.commands.planning.disk import DAY
 from anabranch.commands.planning.plan import Plan, make_plan
 from anabranch.commands.planning.run_constants import process_sizes
-from anabranch.commands.planning.segment_writes import writes_per_event
 from anabranch.commands.planning.speed import RATE, limited_by
 from anabranch.commands.planning.store_size import ENTRY_BYTES, PlannedStore, admitted
 from anabranch.config.loader import Config, load_config
+from anabranch.config.model import Pipeline
 from anabranch.core.errors import SettingsError
 from anabranch.doctor.accelerator_checks import learner_ledger
 from anabranch.runtime.lifecycle import Exit
@@ -48,12 +50,10 @@ device = "cpu"
 
 
 @pytest.fixture(autouse=True, scope="module")
-def simulated_once() -> Iterator[None]:
-    """Simulate the segments of each load once, and fewer checkpoints of them: a thousand take a second."""
+def simulated_shortly() -> Iterator[None]:
+    """Simulate few checkpoints, with more time between them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(segment_writes, "_CHECKPOINTS", 100)
-        patch.setattr(segment_writes, "_HELD", 5_000)
-        patch.setattr(disk, "writes_per_event", functools.cache(writes_per_event))
         yield
 
 
@@ -136,10 +136,18 @@ def test_a_later_day_replaces_fewer_events_of_a_reservoir(tmp_path: Path) -> Non
     assert first > 5 * later > 0
 
 
-@given(st.integers(1, 10**6), st.floats(0.1, 1e5), st.floats(0, 1e6), st.floats(1, 1e6))
-def test_admitted_events_are_no_more_than_came_and_add_up(k: int, rate: float, begin: float, length: float) -> None:
+@given(
+    st.sampled_from(["reservoir", "recent"]),
+    st.integers(1, 10**6),
+    st.floats(0.1, 1e5),
+    st.floats(0, 1e6),
+    st.floats(1, 1e6),
+)
+def test_admitted_events_are_no_more_than_came_and_add_up(
+    admission: str, k: int, rate: float, begin: float, length: float
+) -> None:
     store = PlannedStore(8, k, k, k, 0, 0)
-    pipeline = _RESERVOIR
+    pipeline = _PIPELINES[admission]
     end = begin + length
     middle = (begin + end) / 2
     whole = admitted(store, pipeline, rate, begin, end)
@@ -148,35 +156,20 @@ def test_admitted_events_are_no_more_than_came_and_add_up(k: int, rate: float, b
     assert math.isclose(whole, parts, rel_tol=1e-6, abs_tol=1e-6)
 
 
-def _reservoir() -> "object":
-    from anabranch.config.model import Pipeline
-
+def _pipeline(admission: str) -> Pipeline:
     section = {"x": {"dtype": "float32"}}
     return Pipeline.model_validate(
         {
-            "name": "reservoir",
+            "name": "planned",
             "stream": {"topics": ["events"]},
             "schema": {"features": section, "label": {"name": "y", "classes": 2}},
             "model": {"factory": "m:f"},
+            "replay": {"admission": admission},
         }
     )
 
 
-_RESERVOIR = _reservoir()
-
-
-def test_the_simulated_merges_are_those_of_the_segments(tmp_path: Path) -> None:
-    store = PlannedStore.of(config_of(tmp_path, "[replay]\ncapacity = 4096\n").pipeline, 64)
-    # Each of 64 checkpoints adds 64 events: an event is written once at least, and merged about log2(64) times at most.
-    assert 1 <= writes_per_event(store, 46, 0, 64) <= 7
-    # A store that is replaced whole between two checkpoints is written once.
-    assert writes_per_event(store, 46, 4096, 4096) == pytest.approx(1.0)
-    assert writes_per_event(store, 46, 4096, 0) == 0
-    # Events that are replaced first, of one segment that has all, cause no merge; later ones do.
-    first = writes_per_event(store, 46, 4096, 64, since=0, events=64)
-    assert first == pytest.approx(1.0)
-    assert writes_per_event(store, 46, 4096, 64, since=0, events=1024) < writes_per_event(store, 46, 4096, 64)
-    assert writes_per_event(store, 46, 4096, 64, since=1e6, events=64) == writes_per_event(store, 46, 4096, 64)
+_PIPELINES = {name: _pipeline(name) for name in ("reservoir", "recent")}
 
 
 def test_a_rate_above_saturation_has_no_freshness_and_names_what_limits(tmp_path: Path) -> None:
@@ -192,6 +185,36 @@ def test_a_disk_that_is_slower_than_steps_is_what_limits(tmp_path: Path) -> None
     plan = plan_of(tmp_path, load=Load(rate=100.0), disk_bytes_per_second=100_000.0)
     assert (plan.sections["saturation"].value(RATE) or 0.0) < 5_000
     assert limited_by(plan.sections["saturation"]) == "disk"
+
+
+def test_fewer_cores_limit_the_rate_by_the_cpu_time_of_an_event(tmp_path: Path) -> None:
+    changes = {"cpu_seconds_per_event": {"learner": 1e-4, "ingest": 0.9e-4, "serving": 1e-5}, "cores": 2}
+    plan = plan_of(tmp_path, load=Load(rate=100.0), **changes)
+    assert plan.sections["saturation"].value("cores") == pytest.approx(10_000)
+    assert plan.sections["saturation"].value(RATE) == 5_000
+    plan = plan_of(tmp_path, load=Load(rate=100.0, cores=0.5), **changes)
+    assert plan.sections["saturation"].value(RATE) == pytest.approx(2_500)
+    assert limited_by(plan.sections["saturation"]) == "cores"
+    assert "ingest" in plan.sections["saturation"]["cores"].formula
+    plan = plan_of(tmp_path, load=Load(rate=100.0, cores=0.5))
+    assert plan.sections["saturation"].value("cores") is None, "a run shows no CPU time of an event"
+
+
+@pytest.mark.parametrize(
+    ("stream", "words"),
+    [
+        ('bootstrap_servers = "127.0.0.1:1"\n', "--cores"),
+        ('bootstrap_servers = "kafka:9092"\n', ""),
+        ('bootstrap_servers = "kafka:9092"\nclient = "confluent"\n', '"confluent" did not read'),
+    ],
+)
+def test_a_calibration_says_what_of_the_broker_and_the_client_differs(tmp_path: Path, stream: str, words: str) -> None:
+    path = tmp_path / "pipeline.toml"
+    path.write_text(BASE.replace("[schema]", stream + "[schema]"))
+    (tmp_path / "planned_model.py").write_text(MODEL)
+    found = differences_of(load_config(path, {}).pipeline, Load(rate=1.0), Synthetic([b""], 1.0))
+    assert len(found) == bool(words)
+    assert all(words in sentence for sentence in found)
 
 
 def test_versions_and_checkpoints_do_not_grow_with_the_rate(tmp_path: Path) -> None:
@@ -226,6 +249,12 @@ def test_copies_of_rows_in_checkpoints_of_a_calibration_are_not_of_the_plan(
     without = found.learner_bytes or 0
     process_sizes(config, report, found, peak, saved)  # type: ignore[arg-type]
     assert without - (found.learner_bytes or 0) == 2 * copied * (1_024 + ENTRY_BYTES)
+
+
+def test_the_cpu_time_of_a_process_is_that_of_all_its_threads() -> None:
+    counted = cpu_seconds(os.getpid())
+    assert counted == pytest.approx(time.process_time(), abs=0.5)
+    assert cpu_seconds(2**30) == 0
 
 
 def test_a_healthy_plan_breaks_no_promise(tmp_path: Path) -> None:

@@ -19,8 +19,15 @@ from pathlib import Path
 
 import msgspec
 
+from anabranch.commands.planning.calibrating.differences import differences_of
 from anabranch.commands.planning.calibrating.metrics import FreshnessSum, LearnerCounters, read_counters, read_freshness
-from anabranch.commands.planning.calibrating.process_usage import PeakMemory, is_counted, written_bytes
+from anabranch.commands.planning.calibrating.process_usage import (
+    PeakMemory,
+    cpu_of_parts,
+    is_counted,
+    usable_cores,
+    written_bytes,
+)
 from anabranch.commands.planning.calibrating.requests import time_requests
 from anabranch.commands.planning.calibrating.state_files import pages, write_rate
 from anabranch.commands.planning.calibrating.synthetic_events import Synthetic, synthetic_messages
@@ -38,7 +45,6 @@ from anabranch.core.files import existing_folder
 from anabranch.runtime.embedded_broker import free_port
 from anabranch.runtime.lifecycle import stop_on_signals
 from ingest.events.schema import Schema
-from ingest.registry_settings import REGISTRY_FORMATS
 from learner.state_dir.report import LearnerReport, read_report
 from serving.reporting.report import ServingReport
 from serving.reporting.report import read_report as read_serving_report
@@ -54,8 +60,6 @@ _STORED_EVENTS = 50_000
 _STORED_BYTES = 500_000_000
 """The store of a calibration has no more than these, so that it is full soon."""
 _LAST_WORDS = 400
-_SAME = 0.02
-"""Sizes that differ by a smaller part are the same."""
 _REPORTS_PER_SECOND = 2.0
 _LEAST_VERSIONS = 3
 _LEAST_CHECKPOINTS = 2
@@ -80,7 +84,7 @@ def calibrate(config: Config, load: Load, seconds: float, say: Say) -> Constants
     with stop_on_signals() as stop, _temporary_folder(existing_folder(config.state_dir.parent)) as folder:
         spec = _write_spec(config, load, messages, folder, seconds)
         constants = Constants(source="calibration", parameters=0, event_bytes=messages.event_bytes)
-        constants.differences = _differences(config, load, messages)
+        constants.differences = differences_of(config.pipeline, load, messages)
         say("starting the learner and serving on synthetic events")
         with _Processes(config.path, folder, stop) as processes:
             _measure(processes, config, constants, load, seconds, say)
@@ -131,6 +135,10 @@ class _Processes:
     def pid(self, part: str) -> int:
         """Return the process id of the learner or serving."""
         return self._popen[part].pid
+
+    def cpu(self) -> dict[str, float]:
+        """Return the CPU time of each part so far."""
+        return cpu_of_parts(self.pid("learner"), self.pid("serving"))
 
     @property
     def report(self) -> LearnerReport | None:
@@ -245,12 +253,15 @@ def _flood(processes: _Processes, constants: Constants, seconds: float) -> float
     """Measure as many events as are read; return how many came between two checkpoints, 0 where none was written."""
     Path(processes.spec.flood).touch()
     processes.wait(seconds * _WARM_UP)
-    before, begin = processes.counters(), time.monotonic()
+    before, used, begin = processes.counters(), processes.cpu(), time.monotonic()
     processes.wait(seconds * (1 - _WARM_UP))
-    after, took = processes.counters(), time.monotonic() - begin
+    after, now, took = processes.counters(), processes.cpu(), time.monotonic() - begin
     done = after.since(before)
     if done.steps and done.rows:
         constants.saturation_rate = done.rows / took
+        if is_counted():
+            constants.cores = usable_cores()
+            constants.cpu_seconds_per_event = {part: (now[part] - used[part]) / done.rows for part in now}
         constants.full_step_seconds, constants.full_step_rows = done.step_seconds / done.steps, done.rows / done.steps
         constants.stall_seconds_per_event = done.stall_seconds / done.rows
         constants.checkpoint_stall_seconds_per_event = done.checkpoint_stall_seconds / done.rows
@@ -307,24 +318,6 @@ def _write_spec(config: Config, load: Load, messages: Synthetic, folder: Path, s
     )
     (folder / "spec.json").write_bytes(msgspec.json.encode(spec))
     return spec
-
-
-def _differences(config: Config, load: Load, messages: Synthetic) -> list[str]:
-    """Return what differs between the calibration and the pipeline."""
-    pipeline, differences = config.pipeline, list[str]()
-    if pipeline.stream.format in REGISTRY_FORMATS:
-        differences.append(f'events came as JSON, not as "{pipeline.stream.format}"')
-    if load.event_bytes is not None and abs(messages.event_bytes - load.event_bytes) > _SAME * load.event_bytes:
-        differences.append(f"an event of this schema takes {messages.event_bytes:,.0f} bytes, not {load.event_bytes:,}")
-    if pipeline.stream.labels is not None:
-        differences.append("labels came with their events")
-    if pipeline.replay.redis is not None:
-        differences.append("the tier in Redis was left out")
-    if pipeline.learner.replicas > 1 or pipeline.learner.mesh is not None:
-        differences.append("one process trained; more replicas raise the rate of steps by their number at most")
-    if pipeline.storage is not None:
-        differences.append("nothing was uploaded to [storage]")
-    return differences
 
 
 def _end_if(stop: threading.Event) -> None:

@@ -1,9 +1,12 @@
 """What a process takes of the machine, as Linux counts it; nothing is known on other systems."""
 
+import os
 from pathlib import Path
 
 _PROC = Path("/proc")
 _KILO = 1024
+_USER = 11
+"""Where `stat` has the time in user mode, after the name; that in the kernel follows."""
 
 
 def is_counted() -> bool:
@@ -39,6 +42,29 @@ def written_bytes(pid: int) -> int:
     """
     path = _PROC / str(pid) / "io"
     return _counter(path, "write_bytes") - _counter(path, "cancelled_write_bytes")
+
+
+def cpu_seconds(pid: int) -> float:
+    """Return the CPU time that all threads of a process have taken so far; 0 when it is gone."""
+    try:
+        fields = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[_USER]) + int(fields[_USER + 1])) / os.sysconf("SC_CLK_TCK")
+
+
+def cpu_of_parts(learner: int, serving: int) -> dict[str, float]:
+    """Return the CPU time of a learner, its ingest process and serving so far."""
+    return {
+        "learner": cpu_seconds(learner),
+        "ingest": sum(map(cpu_seconds, children_of(learner))),
+        "serving": cpu_seconds(serving),
+    }
+
+
+def usable_cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class PeakMemory:
