@@ -40,6 +40,9 @@ _CODES = {
 }
 """By the status of the same refusal over HTTP; others are INTERNAL."""
 _CLIENT_CLOSED_REQUEST = 499
+_INFER = f"{SERVICE}/ModelInfer"
+_ATTRIBUTES = {"rpc.system": "grpc", "rpc.service": SERVICE, "rpc.method": "ModelInfer"}
+"""Of the span of a call."""
 _OPEN = ("ServerLive", "ServerReady")
 """Calls that need no token."""
 
@@ -212,8 +215,7 @@ async def _refuse(exc: RequestError, _messages: object, context: _Context) -> No
 
 def _begin_span(metadata: Metadata) -> None:
     fields = {name: value for name, value in metadata or () if isinstance(value, str)}
-    attributes = {"rpc.system": "grpc", "rpc.service": SERVICE, "rpc.method": "ModelInfer"}
-    begin_request(f"{SERVICE}/ModelInfer", fields.get(TRACEPARENT), fields.get(TRACESTATE), attributes)
+    begin_request(_INFER, fields.get(TRACEPARENT), fields.get(TRACESTATE), _ATTRIBUTES.copy)
 
 
 def _grpc_code(status: int) -> int:

@@ -19,7 +19,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from anabranch.core.tracing.context import TRACEPARENT, TRACESTATE
-from anabranch.core.tracing.spans import current_tracer
+from anabranch.core.tracing.spans import Attributes, current_tracer
 from serving.config import ServingSettings, Tokens
 from serving.dashboard.assets import Page, load_page
 from serving.dashboard.status import Overview
@@ -52,6 +52,7 @@ _OPEN = frozenset(path for path, operation in OPERATIONS.items() if not operatio
 _NOT_STORED = {"cache-control": "no-store"}
 _CLIENT_CLOSED_REQUEST = 499
 _HEADER_LENGTH = HEADER_LENGTH.encode()
+_TRACEPARENT, _TRACESTATE = TRACEPARENT.encode(), TRACESTATE.encode()
 _ROUTE = "/v2/models/{name}/infer"
 _ROUTE_OF_VERSION = "/v2/models/{name}/versions/{version}/infer"
 _LONGEST_PATH = 256
@@ -134,19 +135,23 @@ class _Infer:
 
 
 def _begin_span(scope: Scope) -> None:
-    parent, state = (header(scope, name) for name in (TRACEPARENT.encode(), TRACESTATE.encode()))
-    method, path = scope["method"], scope["path"]
+    parent = header(scope, _TRACEPARENT)
+    state = None if parent is None else header(scope, _TRACESTATE)
     route = _ROUTE_OF_VERSION if "version" in scope["path_params"] else _ROUTE
+
+    def attributes() -> Attributes:
+        return {
+            "http.request.method": scope["method"],
+            "http.route": route,
+            "url.path": scope["path"][:_LONGEST_PATH],
+            "url.scheme": scope["scheme"],
+        }
+
     begin_request(
-        f"{method} {route}",
+        f"{scope['method']} {route}",
         None if parent is None else parent.decode("latin-1"),
         None if state is None else state.decode("latin-1"),
-        {
-            "http.request.method": method,
-            "http.route": route,
-            "url.path": path[:_LONGEST_PATH],
-            "url.scheme": scope["scheme"],
-        },
+        attributes,
     )
 
 

@@ -1,6 +1,6 @@
 """The span of a request, from its head to its reply, and that of the batch that answers it and others."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from http import HTTPStatus
 from typing import TYPE_CHECKING
@@ -15,13 +15,17 @@ request_span: "ContextVar[RequestSpan | None]" = ContextVar("request_span", defa
 """The span of the request that the current task answers; None if it is not traced."""
 
 
-def begin_request(name: str, traceparent: str | None, tracestate: str | None, attributes: Attributes) -> None:
+def begin_request(
+    name: str, traceparent: str | None, tracestate: str | None, attributes: Callable[[], Attributes]
+) -> None:
     """Start the span of the request that this task answers, if it is traced; called once a task and request.
 
     `traceparent` and `tracestate` are the fields of its head.
     """
-    if (tracer := current_tracer()) is not None:
-        request_span.set(tracer.request(name, traceparent, tracestate, attributes))
+    if (tracer := current_tracer()) is None:
+        return
+    if (span := tracer.request(name, traceparent, tracestate, attributes)) is not None:  # seldom: nothing is set else
+        request_span.set(span)
 
 
 def end_request(status: int, attributes: Attributes) -> None:

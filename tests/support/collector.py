@@ -119,4 +119,5 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
     """A collector on this host, to which the variables `OTEL_*` point."""
     with collector_server() as running:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", running.url)
+        monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
         yield running

@@ -113,7 +113,7 @@ class Tracer:
         self._propagator = TraceContextTextMapPropagator()
 
     def request(
-        self, name: str, traceparent: str | None, tracestate: str | None, attributes: Attributes
+        self, name: str, traceparent: str | None, tracestate: str | None, attributes: Callable[[], Attributes]
     ) -> RequestSpan | None:
         """Start the span of a request with these fields; None if it is not traced."""
         sampled = None if traceparent is None else is_sampled(traceparent)
@@ -123,7 +123,7 @@ class Tracer:
             self.left_out("rate", 1)
             return None
         parent = Context() if sampled is None else self._parent(traceparent, tracestate)
-        return RequestSpan(self._tracer.start_span(name, parent, SpanKind.SERVER, attributes))
+        return RequestSpan(self._tracer.start_span(name, parent, SpanKind.SERVER, attributes()))
 
     def batch(self, name: str, requests: Sequence[RequestSpan], attributes: Attributes) -> TracedSpan:
         """Return the span of what is done for several requests at once: it and they are linked."""

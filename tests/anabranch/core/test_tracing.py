@@ -4,6 +4,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -106,10 +107,10 @@ def test_without_settings_nothing_is_traced(tmp_path: Path, left_out: Counter[st
 
 @pytest.mark.slow
 def test_a_callers_decision_is_continued(tracer: Tracer, collector: Collector) -> None:
-    assert tracer.request("r", UNSAMPLED, None, {}) is None
-    assert tracer.request("r", None, None, {}) is None
-    assert tracer.request("r", "nonsense", None, {}) is None
-    request = tracer.request("r", SAMPLED, "vendor=1", {"a": 1})
+    assert tracer.request("r", UNSAMPLED, None, dict) is None
+    assert tracer.request("r", None, None, dict) is None
+    assert tracer.request("r", "nonsense", None, dict) is None
+    request = tracer.request("r", SAMPLED, "vendor=1", lambda: {"a": 1})
     assert request is not None
     request.end({"b": 2}, failed=True)
     (seen,) = collector.named("r")
@@ -122,11 +123,11 @@ def test_fields_of_callers_are_bounded_and_come_into_no_log(
     tracer: Tracer, collector: Collector, caplog: pytest.LogCaptureFixture
 ) -> None:
     for state in ("no member", "a=1,a=2", f"a={'x' * 60_000}", f"a={'x' * 200}," * 3):
-        request = tracer.request("r", SAMPLED, state, {})
+        request = tracer.request("r", SAMPLED, state, dict)
         assert request is not None
         assert not request.context.trace_state
         request.end({}, failed=False)
-    request = tracer.request("r", f"cc-{TRACE}-{SPAN}-01-{'x' * 60_000}", "vendor=1,t@v=2", {})
+    request = tracer.request("r", f"cc-{TRACE}-{SPAN}-01-{'x' * 60_000}", "vendor=1,t@v=2", dict)
     assert request is not None
     assert dict(request.context.trace_state) == {"vendor": "1", "t@v": "2"}
     request.end({}, failed=False)
@@ -140,20 +141,20 @@ def test_callers_do_not_decide_how_many_requests_are_traced(tracer: Tracer, left
     now = 100.0
     settings = TracingSettings(sample=1, requests_per_second=3)
     limited = Tracer(tracer._tracer, settings, tracer.left_out, lambda: now)
-    traced = [limited.request("r", field, None, {}) is not None for field in [SAMPLED, None] * 5]
+    traced = [limited.request("r", field, None, dict) is not None for field in [SAMPLED, None] * 5]
     assert traced == [True] * 4 + [False] * 6
-    assert limited.request("r", UNSAMPLED, None, {}) is None
+    assert limited.request("r", UNSAMPLED, None, dict) is None
     assert left_out == {"rate": 6}
     now += 0.5
-    assert limited.request("r", SAMPLED, None, {}) is not None
+    assert limited.request("r", SAMPLED, None, dict) is not None
 
 
 def test_requests_without_context_are_sampled(collector: Collector, tmp_path: Path) -> None:
     with spans.tracing(TracingSettings(sample=1), "serving", tmp_path, lambda why, n: None):
         tracer = spans.current_tracer()
         assert tracer is not None
-        assert tracer.request("r", UNSAMPLED, None, {}) is None
-        request = tracer.request("r", "nonsense", None, {})
+        assert tracer.request("r", UNSAMPLED, None, dict) is None
+        request = tracer.request("r", "nonsense", None, dict)
         assert request is not None
         request.end({}, failed=False)
     (seen,) = collector.named("r")  # the end of the block exports what waits
@@ -162,7 +163,7 @@ def test_requests_without_context_are_sampled(collector: Collector, tmp_path: Pa
 
 @pytest.mark.slow
 def test_a_batch_and_its_requests_are_linked(tracer: Tracer, collector: Collector, left_out: Counter[str]) -> None:
-    requests = [tracer.request("r", SAMPLED, None, {}) for _ in range(MOST_LINKS + 2)]
+    requests = [tracer.request("r", SAMPLED, None, dict) for _ in range(MOST_LINKS + 2)]
     traced = [each for each in requests if each is not None]
     with tracer.batch("predict", traced, {}):
         pass
@@ -248,6 +249,21 @@ def test_a_slow_collector_costs_spans_and_no_time(left_out: Counter[str]) -> Non
     exporter.go_on.set()
     background.shutdown()
     assert exporter.exported == 6
+
+
+@pytest.mark.parametrize(("every", "spans"), [(timedelta(hours=1), 512), (timedelta(milliseconds=1), 1)])
+def test_spans_are_exported_after_a_time_and_once_many_wait(every: timedelta, spans: int) -> None:
+    exporter = Exporter()
+    exporter.go_on.set()
+    background = BackgroundExport(exporter, lambda *_: None, every=every)
+    tracers = TracerProvider(shutdown_on_exit=False)
+    tracers.add_span_processor(background)  # type: ignore[arg-type]
+    for _ in range(spans):
+        assert not exporter.began.is_set() or spans == 1
+        tracers.get_tracer("test").start_span("s").end()
+    assert exporter.began.wait(30)
+    background.shutdown()
+    assert exporter.exported == spans
 
 
 @pytest.mark.parametrize("result", [SpanExportResult.FAILURE, ValueError("no such host")])
@@ -341,7 +357,12 @@ def test_what_is_not_installed_is_named(
 
 
 @pytest.mark.parametrize(
-    ("variable", "value"), [("OTEL_EXPORTER_OTLP_PROTOCOL", "http/json"), ("OTEL_SPAN_LINK_COUNT_LIMIT", "many")]
+    ("variable", "value"),
+    [
+        ("OTEL_EXPORTER_OTLP_PROTOCOL", "http/json"),
+        ("OTEL_SPAN_LINK_COUNT_LIMIT", "many"),
+        ("OTEL_BSP_SCHEDULE_DELAY", "soon"),
+    ],
 )
 def test_a_variable_that_cannot_be_used_is_named(
     variable: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
