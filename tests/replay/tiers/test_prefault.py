@@ -1,9 +1,11 @@
 """Pages that are made ahead of what is written."""
 
+import mmap
 import resource
 import sys
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +17,11 @@ from replay.tiers.prefault import Pages
 SIZE = 24_000_000
 Started = Callable[[], list[threading.Thread]]
 linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux makes pages ahead")
+
+
+def fresh(size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Return zeros whose pages do not exist yet: those of `np.zeros` may be of memory that was freed."""
+    return np.frombuffer(mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
 
 
 def faults() -> int:
@@ -31,7 +38,7 @@ def started() -> Started:
 
 @linux
 def test_what_is_written_finds_its_pages_made_and_what_was_there_stays(started: Started) -> None:
-    memory = np.zeros(SIZE, np.uint8)
+    memory = fresh(SIZE)
     memory[:100], memory[-100:] = 7, 9
     pages = Pages(memory.ctypes.data, SIZE)
     pages.request_ahead(SIZE)
@@ -51,7 +58,7 @@ def test_what_is_written_finds_its_pages_made_and_what_was_there_stays(started: 
 
 @linux
 def test_no_more_are_made_than_a_little_ahead_and_none_after_the_end(started: Started) -> None:
-    memory = np.zeros(SIZE * 4, np.uint8)
+    memory = fresh(SIZE * 4)
     pages = Pages(memory.ctypes.data, memory.nbytes)
     pages.request_ahead(SIZE)
     assert not pages.all_requested
