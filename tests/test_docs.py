@@ -275,6 +275,7 @@ def test_no_metric_is_named_that_does_not_exist(page):
     assert [name for name in found if name not in reference.metrics() and not name.endswith(suffixes)] == []
 
 
+@pytest.mark.slow
 def test_sentences_are_those_of_the_code():
     """The headings of the page of errors, and the rows of the table of what is checked at start."""
     joined = re.sub(r'"\s*\n\s*f?"', "", SOURCES).replace('\\"', '"')

@@ -988,6 +988,7 @@ class TestHistory:
         assert finding.unreachable
         assert "pass!" not in finding.message
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("option", ['aws_nonsense = "x"', 'aws_region = "x", default_content_type = "y"'])
     def test_an_option_that_the_storage_does_not_have(
         self, diagnose: Callable[..., list[Finding]], edit: Callable[..., None], option: str

@@ -162,6 +162,7 @@ class TestTraining:
     def test_a_frozen_encoder_trains_the_classifier_alone(self, folder):
         assert split_state(build(folder, frozen=True))[0] == ["classifier.weight", "classifier.bias"]
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("precision", ["fp32", "bf16", "nf4"])
     def test_adapters_learn(self, folder, precision):
         adapter = AdapterSettings(train=("classifier",), targets=("query", "value"), rank=4, base_precision=precision)

@@ -21,6 +21,7 @@ def test_a_malformed_message_is_rejected_and_its_neighbours_are_not(form: str, d
     assert {reject.message for reject in events.rejects} == {1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", sorted(FORMATS))
 def test_many_malformed_messages_at_once_are_rejected(form: str) -> None:
     fuzzed = decoded(form, 1000, seed=0)

@@ -205,6 +205,7 @@ def test_a_learner_uploads_its_base_and_one_on_another_host_goes_on_with_it(
     assert decode_head(storage.bucket, storage.bucket.read("head.json")).bases[base] == 1
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_a_learner_before_anything_names_its_base(
     run: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -139,6 +139,7 @@ def test_the_expected_gradient_over_what_is_observed_is_that_over_the_true_label
         assert (biased - expected).abs().max() > 0.02
 
 
+@pytest.mark.slow
 def test_a_model_trained_on_early_negatives_predicts_the_true_rates(schema: Schema) -> None:
     """Two kinds of events with rates 0.1 and 0.6: with the weights it is unbiased, without them it predicts p/(1+p)."""
     rates = (0.1, 0.6)

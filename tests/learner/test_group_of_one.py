@@ -136,6 +136,7 @@ def test_a_step_that_is_not_finite_leaves_nothing_in_error_feedback(schema: Sche
         assert trainer.step(good).finite
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.torch.jit.:DeprecationWarning")  # what torch imports for ZeRO
 @pytest.mark.parametrize("kind", KINDS)
 def test_zero1_keeps_restored_state_once_on_its_rank_and_continues_and_checkpoints_as_before(

@@ -196,6 +196,7 @@ def test_versions_and_checkpoints_have_what_was_features_in(make: Callable[..., 
     )
 
 
+@pytest.mark.slow
 def test_a_version_that_is_loaded_answers_as_the_learner_does_for_each_group(
     make: Callable[..., LearnerBench], schema: Schema
 ) -> None:

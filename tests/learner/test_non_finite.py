@@ -46,6 +46,7 @@ def test_non_finite_scores_are_ignored_also_after_a_restart(
     assert resumed.loop.state.steps == 160
 
 
+@pytest.mark.slow
 def test_non_finite_weights_are_not_saved_and_a_restart_restores_the_ones_before(
     make_bench: Callable[..., LearnerBench],
 ) -> None:

@@ -104,6 +104,7 @@ def test_a_learner_trains_adapters_on_a_device_as_on_the_cpu(
     torch.testing.assert_close(trained[1], trained[0], rtol=within, atol=within)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_learner_with_adapters_goes_on_from_its_checkpoint_on_a_device(
     schema: Schema, tmp_path: Path, cuda: torch.device, precision: str
@@ -182,6 +183,7 @@ def sequential() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 16), nn.ReLU(), nn.Linear(16, 3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["experts", "progressive"])
 def test_parts_of_a_growing_model_learn_and_predict_on_a_device_as_on_the_cpu(
     schema: Schema, cuda: torch.device, strategy: str

@@ -218,6 +218,7 @@ def test_a_strategy_that_is_not_made_for_classes_learns_a_regression(name: str) 
     assert -result.score / 8 < (0.5 if name in {"der", "der++"} else 0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REGRESSIONS)
 def test_a_strategy_that_is_not_made_for_one_class_learns_several(name: str) -> None:
     label = {"name": "y", "classes": 3, "multi": True}
@@ -451,6 +452,7 @@ class TestEwc:
         trainer.on_drift()
         assert torch.equal(strategy.tensors()["anchor.0"], trainer.snapshot()["0.weight"])
 
+    @pytest.mark.slow
     def test_it_has_less_forgetting_than_plain_training(self, schema: Schema) -> None:
         kept = []
         for strategy in (ElasticWeights(strength=100, every=100), NoReplay()):

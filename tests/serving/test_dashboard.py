@@ -47,6 +47,7 @@ def learner_report(**changes: Any) -> LearnerReport:
     return LearnerReport(**members | changes)
 
 
+@pytest.mark.slow
 def test_the_page_is_one_file_under_a_policy_that_lets_in_nothing_else(numbers: Any, served: Served) -> None:
     with served(numbers, ready=False) as server:
         page = httpx.get(server.url + "/")
@@ -67,6 +68,7 @@ def test_the_page_is_one_file_under_a_policy_that_lets_in_nothing_else(numbers: 
         assert again.headers["etag"] == page.headers["etag"]
 
 
+@pytest.mark.slow
 def test_the_page_needs_no_token_and_its_figures_do(numbers: Any, served: Served) -> None:
     with served(numbers, ready=False, tokens=TOKENS) as server:
         assert httpx.get(server.url + "/").status_code == 200
@@ -159,6 +161,7 @@ def test_history_begins_with_the_server_and_returns_only_new_points(
         assert httpx.get(server.url + "/api/status").json()["baseline"]["accuracy"] == {"old": 0.25}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("query", ["step=7", "since=nan", "since=-1", "step=x", "since=1e9"])
 def test_a_wrong_question_to_the_history_is_a_400(numbers: Any, served: Served, query: str) -> None:
     with served(numbers, ready=False) as server:
@@ -363,6 +366,7 @@ def with_fleet(numbers: Any, bucket: Path) -> Any:
     return dataclasses.replace(numbers, deployment=dataclasses.replace(numbers.deployment, fleet=storage))
 
 
+@pytest.mark.slow
 def test_status_has_the_servers_of_the_fleet_and_says_when_they_cannot_be_read(
     numbers: Any, served: Served, eventually: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -52,6 +52,7 @@ def run(example, capsys):
     return call
 
 
+@pytest.mark.slow
 def test_accuracy_rises_over_the_file(run, file):
     code, out, err = run(file, "--every", "500", "--json")
     document = json.loads(out)
@@ -168,6 +169,7 @@ def test_policies_and_replay_are_compared_side_by_side(run: Callable[..., Any], 
     ]
 
 
+@pytest.mark.slow
 def test_replay_is_compared_without_late_labels_too(run: Callable[..., Any], file: Path) -> None:
     runs = json.loads(run(file, "--compare", "--json")[1])["runs"]
     assert [(each["policy"], each["replay"]) for each in runs] == [("labelled", True), ("labelled", False)]

@@ -139,6 +139,7 @@ def test_everything_else_is_a_failure_and_requests_go_on(server, load, until, an
     assert load.last_failure is None
 
 
+@pytest.mark.slow
 def test_a_model_that_has_learned_nothing_yet_is_no_failure(server, load, until):
     server.answer = lambda handler: good(handler, learned="")
     load.start()

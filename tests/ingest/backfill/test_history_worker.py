@@ -107,6 +107,7 @@ def covers(partition: int, end: int) -> Callable[[FromIngest], bool]:
     )
 
 
+@pytest.mark.slow
 def test_a_broker_that_is_away_stops_no_history_and_is_a_problem(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,6 +168,7 @@ def test_a_learner_that_ends_while_files_are_listed_ends_ingest(
     may.set()
 
 
+@pytest.mark.slow
 def test_blocks_of_several_partitions_cover_each_without_a_gap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Row groups have events of both partitions, and more of them than a block has room for."""
     rows = 20_000

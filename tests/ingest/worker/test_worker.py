@@ -270,6 +270,7 @@ class TestAStall:
                 other.append(message(0, 1))
             assert end.broker[-1].problem.startswith("events[0] is stalled at offset 0, while it ends at 1: the broker")
 
+    @pytest.mark.slow
     def test_waiting_for_the_learner_does_not_count_as_a_stall(self, monkeypatch: pytest.MonkeyPatch) -> None:
         now, receive = 0.0, IngestWorker._receive
 
@@ -522,6 +523,7 @@ def test_a_log_that_lost_its_end_is_read_on_from_there_under_either_on_gap() -> 
             )
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 9), st.integers(0, 2)), min_size=1, max_size=30))
 def test_blocks_hold_every_event_once_and_cover_all_offsets(plan: list[tuple[int, int, int]]) -> None:

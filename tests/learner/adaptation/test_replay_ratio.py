@@ -151,6 +151,7 @@ def test_forgetting_within_half_the_cost_does_not_raise_the_ratio() -> None:
     assert np.mean(old[30_000:]) < 0.95
 
 
+@pytest.mark.slow
 def test_the_sampling_error_of_few_events_does_not_raise_the_ratio() -> None:
     """There is no forgetting; at this weight, half of `cost` equals the sampling error of ten events."""
     ratio, model = AdaptiveReplayRatio(0.8, bounded=True), Model(0.9, 0.1, 0.9)

@@ -34,6 +34,7 @@ def test_a_call_returns_at_once_without_requests(tmp_path: Path) -> None:
             before_chunk()
 
 
+@pytest.mark.slow
 def test_a_call_returns_once_the_request_is_answered(tmp_path: Path) -> None:
     with (
         hold_server(tmp_path, SLO) as mark,
@@ -86,6 +87,7 @@ def test_several_threads_may_call_it(tmp_path: Path) -> None:
             thread.join()
 
 
+@pytest.mark.slow
 def test_no_chunk_of_a_copy_starts_while_a_request_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_staging, "CHUNK_BYTES", 1000)
     servers, marked = Servers(tmp_path, PATIENCE), threading.Event()

@@ -475,11 +475,13 @@ def test_a_rank_that_cannot_start_ends_the_others_at_once_with_its_sentence(kind
     assert agreed([ALIKE, kind("no such device"), ALIKE | {"seed": "2"}]) == [theirs, own, theirs]
 
 
+@pytest.mark.slow
 def test_a_rank_that_cannot_start_says_why_where_others_are_missing() -> None:
     (said,) = agreed([SettingsError("no such device")], timeout=0.2)
     assert said == "SettingsError: no such device"
 
 
+@pytest.mark.slow
 def test_ranks_do_not_wait_without_end_for_one_that_is_missing() -> None:
     (said,) = set(agreed([ALIKE, ALIKE], timeout=0.2))
     assert said.startswith("not all of the 3 ranks came within ")

@@ -77,6 +77,7 @@ def test_a_million_shuffled_events_are_joined_as_offline(tmp_path: Path) -> None
     assert time.process_time() - cpu < CPU_SECONDS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own_key", [False, True], ids=["one key", "a key of labels"])
 def test_a_waiting_event_takes_at_most_64_bytes_of_memory(tmp_path: Path, *, own_key: bool) -> None:
     count, batch = 60_000, 2_000

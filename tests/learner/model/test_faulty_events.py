@@ -303,6 +303,7 @@ def test_new_events_that_raise_are_skipped_and_nothing_else_is(
     assert loop.raising_events.problem is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replay", [{}, {"disk": {"bytes": "1MB"}, "device_bytes": "1kB"}], ids=["device", "disk"])
 def test_an_old_event_that_raises_is_replayed_no_more(
     make_bench: Callable[..., LearnerBench], replay: dict[str, Any]
@@ -372,6 +373,7 @@ def test_while_the_model_takes_nothing_no_checkpoint_passes_by_the_events(
     assert all(each["position"][0] < 20 * ROWS for each in newest[1].state["ledger"]), "empty in the first checkpoint"
 
 
+@pytest.mark.slow
 def test_a_resumed_run_skips_the_same_events_and_ends_with_the_same_weights(
     make_bench: Callable[..., LearnerBench], tmp_path: Path
 ) -> None:

@@ -182,6 +182,7 @@ def assert_intact(bucket: Bucket, tmp_path: Path) -> None:
         assert versions.verdict(number) is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 def test_a_kill_at_any_request_leaves_whole_folders_and_the_next_learner_cleans_up(
     make_bucket: Callable[[], FaultyBucket], tmp_path: Path, after: bool

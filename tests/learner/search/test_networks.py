@@ -202,6 +202,7 @@ def test_it_has_a_teacher_until_the_last_steps_before_it_is_compared(
     assert len(steps) == ended.taught - CAUGHT_UP * (ended.taught // TEACHING)
 
 
+@pytest.mark.slow
 def test_a_restored_search_goes_on_bit_for_bit(made: Made) -> None:
     """Also with a network that waits for its next lease."""
     search = {**WIDER, "challengers": 2, "space": {WIDTH: (1, 17), LR: (1e-4, 0.1)}, "share": 0.4}

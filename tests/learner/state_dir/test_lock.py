@@ -156,6 +156,7 @@ def test_a_learner_without_patience_does_not_wait_for_a_command(tmp_path: Path) 
             pass
 
 
+@pytest.mark.slow
 def test_a_learner_waits_for_a_command_that_has_no_mark_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(learner.state_dir.lock, "_UNTIL_MARKED", timedelta(minutes=1))
 

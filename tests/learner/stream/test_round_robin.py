@@ -224,6 +224,7 @@ class FilesFirst(Topic):
         return super().poll(timeout)
 
 
+@pytest.mark.slow
 @given(
     st.tuples(*[st.integers(0, 40)] * 4),
     st.lists(st.tuples(st.integers(2, 3), st.integers(1, 9)), max_size=30),

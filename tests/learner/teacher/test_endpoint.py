@@ -131,6 +131,7 @@ def test_a_number_whose_square_is_infinite_is_not_learned_from(stub: InferenceSt
     assert np.isnan(found).tolist() == [False, True, True]
 
 
+@pytest.mark.slow
 def test_a_request_that_fails_for_now_is_repeated(json_stub: InferenceStub) -> None:
     replies = [Reply({"error": "busy"}, 503), Reply({"error": "busy"}, 429)]
     json_stub.infer = lambda x: replies.pop() if replies else json_stub.answer(x)
@@ -168,6 +169,7 @@ FAULTS: dict[str, tuple[Callable[[InferenceStub, Any], Reply], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_each_fault_is_one_sentence_and_no_other_error(json_stub: InferenceStub, fault: str) -> None:
     infer, sentence = FAULTS[fault]
@@ -200,6 +202,7 @@ def test_sizes_of_binary_tensors_are_checked(size: Any, length: str) -> None:
             teacher_of(stub.url).answer(COLUMNS)
 
 
+@pytest.mark.slow
 def test_a_server_that_does_not_answer_is_given_up_at_the_timeout(json_stub: InferenceStub) -> None:
     def infer(x: Any) -> Reply:
         json_stub.ended.wait(60)

@@ -223,6 +223,7 @@ def trained(make: Callable[..., UndoBench], tmp_path: Path) -> Path:
     return tmp_path / "undone"
 
 
+@pytest.mark.slow
 def test_a_start_that_is_killed_at_any_step_is_repeated_by_the_next_one(
     trained: Path, schema: Schema, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -314,6 +315,7 @@ def test_a_second_undo_skips_the_events_of_the_first_too(make: Callable[..., Und
     assert (report.number, report.left, report.fraction) == (2, 0, 1.0)
 
 
+@pytest.mark.slow
 def test_what_was_erased_after_the_checkpoint_stays_erased(make: Callable[..., UndoBench], trained: Path) -> None:
     name = partition_name(NAMES[0])
     ErasureLog(trained / "erasures.log").append([ByRange(time=0.0, by="command", partition=name, first=0, last=399)])

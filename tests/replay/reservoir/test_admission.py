@@ -133,6 +133,7 @@ def test_those_of_the_definition_are_held_after_every_addition(
         assert store.events == {event for event in added if store.is_below(policy, event)}
 
 
+@pytest.mark.slow
 @each_policy
 @settings(max_examples=60)
 @given(st.permutations(EVENTS), st.integers(1, 5), st.integers(CLASSES + 1, 80))

@@ -162,6 +162,7 @@ class TestEven:
         counts = np.bincount(bench.event_table.column("label", bench.sample(66, 0).slots) + 1, minlength=5)
         assert sorted(counts.tolist()) == [0, 4, 20, 21, 21]
 
+    @pytest.mark.slow
     def test_within_a_class_events_come_alike(self) -> None:
         bench = Bench("class-balanced")
         bench.add(40, label=[0, 0, 0, 1])

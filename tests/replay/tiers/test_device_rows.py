@@ -65,6 +65,7 @@ def numbers(sample: Sample) -> list[np.ndarray[Any, Any]]:
     return [sample.importance.cpu().numpy(), *(column.cpu().numpy() for column in sample.columns.values())]
 
 
+@pytest.mark.slow
 @each_arrangement
 def test_each_sample_is_ordered_after_its_rows_and_equals_that_of_the_host(
     schema: Schema, tmp_path: Path, options: dict[str, Any]

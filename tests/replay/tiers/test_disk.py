@@ -305,6 +305,7 @@ def test_a_row_that_cannot_be_read_is_left_out_of_what_is_written_again(
     tier.close()
 
 
+@pytest.mark.slow
 def test_what_is_written_again_takes_no_newer_row_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tier = DiskTier.create(tmp_path / "1.rows", R, 100)
     cache = PageCache(monkeypatch)

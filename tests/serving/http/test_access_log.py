@@ -21,6 +21,7 @@ def logged(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
     return [json.loads(record.message) for record in caplog.records if record.name == "anabranch.requests"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["/v2/models/tiny/infer", "/v2", "/", "/nowhere", "/metrics"])
 def test_every_answer_has_the_id_of_its_request(numbers: Any, served: Served, path: str) -> None:
     with served(numbers, ready=False, tokens={"read": "a", "admin": "b"}) as server:

@@ -143,6 +143,7 @@ def test_a_connection_may_be_idle_between_requests(serve: Serve, monkeypatch: py
         assert reply_of(client) == (200, b"0")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "piece",
     [b"x: " + b"y" * 1000 + b"\r\n", b"a:b\r\n" * 200, b"y" * 1000],
@@ -160,6 +161,7 @@ def test_an_endless_head_is_refused(serve: Serve, piece: bytes) -> None:
         assert status(port) == 200
 
 
+@pytest.mark.slow
 def test_a_body_of_tiny_chunks_is_refused_and_one_of_fair_chunks_is_not(serve: Serve) -> None:
     with serve() as port:
         with connect(port) as client:
@@ -170,6 +172,7 @@ def test_a_body_of_tiny_chunks_is_refused_and_one_of_fair_chunks_is_not(serve: S
             assert reply_of(client) == (200, b"2048100")
 
 
+@pytest.mark.slow
 def test_a_client_that_is_still_sending_reads_an_early_answer_and_then_the_connection_ends(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,6 +186,7 @@ def test_a_client_that_is_still_sending_reads_an_early_answer_and_then_the_conne
         assert received(client).endswith(b"\r\n\r\nno")
 
 
+@pytest.mark.slow
 def test_what_follows_an_early_answer_is_not_parsed(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     parsed: list[int] = []
     add = serving.http.connection.ChunkBudget.add
@@ -337,6 +341,7 @@ def test_a_tls_handshake_that_takes_too_long_is_closed(
         assert is_closed(client)
 
 
+@pytest.mark.slow
 def test_a_tls_server_stops_during_handshakes(serve: Serve, certificate: Any) -> None:
     cert, key = certificate(days=3)
     with contextlib.ExitStack() as stack:
@@ -345,6 +350,7 @@ def test_a_tls_server_stops_during_handshakes(serve: Serve, certificate: Any) ->
         assert all(map(is_closed, clients))
 
 
+@pytest.mark.slow
 def test_a_tls_connection_releases_its_memory_when_it_ends(serve: Serve, certificate: Any) -> None:
     """It has buffers of 256 kB, for which no search for garbage is to be waited for."""
     cert, key = certificate(days=3)

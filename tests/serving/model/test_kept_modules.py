@@ -116,6 +116,7 @@ def test_a_version_that_requests_hold_keeps_its_weights(pretrained: Pretrained) 
         np.testing.assert_array_equal(answers(version), pretrained.expected(number))
 
 
+@pytest.mark.slow
 def test_a_version_that_is_refused_leaves_nothing_in_the_module_that_it_was_loaded_into(pretrained: Pretrained) -> None:
     served = pretrained.load(1)
     spare = pretrained.load(2).module
@@ -160,6 +161,7 @@ def test_a_base_is_freed_with_its_modules(pretrained: Pretrained) -> None:
     assert not list(kept._templates)
 
 
+@pytest.mark.slow
 def test_models_of_users_are_copied_for_each_version(pretrained: Pretrained) -> None:
     settings = pretrained.settings.model_copy(update={"factory": "own_model:build"})
     (pretrained.deployment.folder / "own_model.py").write_text(

@@ -117,6 +117,7 @@ def test_a_restart_keeps_the_previous_version_and_what_others_wrote_into_state_j
     assert state_of(numbers) == RegistryState(serving=2, previous=1, promoted=2, rolled_back=[9])
 
 
+@pytest.mark.slow
 def test_a_rollout_command_waits_for_others_that_change_the_state(numbers: Any) -> None:
     numbers.publish(1)
     one, other = Watched(numbers), Watched(numbers)

@@ -104,6 +104,7 @@ def test_a_row_of_an_evicted_or_expired_group_starts_again() -> None:
     assert float(found(torch.tensor([1]))) == pytest.approx(0.5 / (1 + strength), abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spread", [0.0, 3.0])
 def test_the_strength_of_the_prior_follows_how_much_groups_differ(spread: float) -> None:
     generator = np.random.default_rng(0)
