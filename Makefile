@@ -1,8 +1,8 @@
 # make demo | test | test-fast | test-PACKAGE | check | docs | bench | faults | fmt: each makes .venv first, when it is missing or stale.
 #
 #   ARGS='...'          goes to the demo, to pytest, to the benchmarks or to the faults
-#   JOBS=1              runs so many tests at once; as many as there are cores by default, and for `make test` one more,
-#                       since many wait for processes of theirs. Each worker imports what the tests do, which takes 20 s
+#   JOBS=1              runs so many tests at once; as many as there are cores by default, and for `make test` two more,
+#                       since many wait for processes of theirs. Each worker imports what its tests do
 #   PYTHON=python3.12   the Python to take, instead of the first one that fits
 #   TORCH_INDEX=URL     where torch comes from, instead of the choice below
 #
@@ -51,7 +51,7 @@ demo: .venv/.demo
 	@.venv/bin/anabranch demo $(ARGS)
 
 test: .venv/.dev
-	@$(PYTEST) -n $(or $(JOBS),$$(($$(getconf _NPROCESSORS_ONLN) + 1))) $(ARGS)
+	@$(PYTEST) -n $(or $(JOBS),$$(($$(getconf _NPROCESSORS_ONLN) + 2))) $(ARGS)
 
 test-fast: .venv/.dev
 	@$(PYTEST_FAST) $(ARGS)
