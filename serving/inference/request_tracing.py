@@ -24,7 +24,9 @@ def begin_request(
     """
     if (tracer := current_tracer()) is None:
         return
-    if (span := tracer.request(name, traceparent, tracestate, attributes)) is not None:  # seldom: nothing is set else
+    if (
+        span := tracer.request(name, traceparent, tracestate, attributes)
+    ) is not None:  # otherwise the variable is None already
         request_span.set(span)
 
 

@@ -32,6 +32,7 @@ _AT_ONCE = 512
 _EXPORT_EVERY = timedelta(seconds=5)
 """As by the SDK's own processor: a request to the collector takes 3 ms of CPU time, however few spans it has."""
 _DELAY = "OTEL_BSP_SCHEDULE_DELAY"
+_LONGEST_DELAY = 3_600_000
 _LONGEST_END = timedelta(seconds=2)
 """How long the end of a process waits for the last spans."""
 
@@ -93,8 +94,8 @@ def _export_every() -> timedelta:
     delay = os.environ.get(_DELAY, "")
     if not delay:
         return _EXPORT_EVERY
-    if not delay.isdecimal():
-        raise ValueError(f'{_DELAY} is "{delay}"; set it to milliseconds')
+    if not delay.isdecimal() or not 1 <= int(delay) <= _LONGEST_DELAY:
+        raise ValueError(f'{_DELAY} is "{delay}"; set it to milliseconds, from 1 to {_LONGEST_DELAY}')
     return timedelta(milliseconds=int(delay))
 
 

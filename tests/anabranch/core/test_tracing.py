@@ -361,7 +361,7 @@ def test_what_is_not_installed_is_named(
     [
         ("OTEL_EXPORTER_OTLP_PROTOCOL", "http/json"),
         ("OTEL_SPAN_LINK_COUNT_LIMIT", "many"),
-        ("OTEL_BSP_SCHEDULE_DELAY", "soon"),
+        *(("OTEL_BSP_SCHEDULE_DELAY", value) for value in ("soon", "0", "-1", "9" * 30)),
     ],
 )
 def test_a_variable_that_cannot_be_used_is_named(

@@ -47,12 +47,14 @@ def main() -> int:
     options, others = parser.parse_known_args()
 
     kafka_python = CLIENTS[KAFKA_PYTHON]
+    brokers: list[subprocess.Popen[bytes]] = []
+    """Each ends when its stdin is closed: with this process."""
 
     def client(settings: StreamSettings) -> Client:
         values = msgspec.msgpack.decode(options.messages.read_bytes(), type=list[bytes])
         flood = None
         if settings.client == KAFKA_PYTHON:
-            flood = kafka_python(_of_broker(settings, options.messages))
+            flood = kafka_python(_of_broker(settings, options.messages, brokers))
         return SyntheticClient(settings.topics[0], values, options.rate, _Gate(options.flood), time.time, flood)
 
     CLIENTS.update(dict.fromkeys(CLIENTS, client))
@@ -60,13 +62,14 @@ def main() -> int:
     return ingest_main.main()
 
 
-def _of_broker(settings: StreamSettings, messages: Path) -> StreamSettings:
-    """Start a broker with the messages, which ends with this process; return the settings of a client that reads it."""
+def _of_broker(settings: StreamSettings, messages: Path, brokers: list[subprocess.Popen[bytes]]) -> StreamSettings:
+    """Start a broker with the messages and add it to `brokers`; return the settings of a client that reads it."""
     assert settings.dead_letter_topic is not None
     command = [sys.executable, "-P", "-m", synthetic_broker.__name__, str(messages)]
     broker = subprocess.Popen(
         [*command, settings.topics[0], settings.dead_letter_topic], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
+    brokers.append(broker)
     assert broker.stdout is not None
     address = f"{synthetic_broker.HOST}:{int(broker.stdout.readline())}"
     properties = {name: value for name, value in settings.properties.items() if not name.startswith(_OF_BROKERS)}
