@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests import forkserver
 from tests.support.waiting import slowness
 
 _PLUGINS = {
@@ -80,8 +81,17 @@ sys.addaudithook(_record_python_start)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Load Hypothesis's profile."""
+    """Load Hypothesis's profile; have our own modules forked, in workers by the server of all of them."""
     settings.load_profile("quick" if _leaves_out_processes(config) else "any-machine")
+    forkserver.fork_modules()
+    if given := getattr(config, "workerinput", None):
+        forkserver.use(given["forkserver"])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Give a worker of pytest-xdist the server that forks processes for all of them."""
+    node.workerinput["forkserver"] = forkserver.address()
 
 
 def _leaves_out_processes(config: pytest.Config) -> bool:

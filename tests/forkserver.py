@@ -1,9 +1,9 @@
 """Python processes with torch and our packages already imported, which saves a test the seconds of each import.
 
-`start` works as `subprocess.Popen` of this Python. A server, one for each worker of the tests, has the packages loaded,
+`start` works as `subprocess.Popen` of this Python. A server, one for all workers of the tests, has the packages loaded,
 and forks. A forked process has its own arguments, environment, folder, descriptors, network namespace and random seeds,
-and runs its module as `__main__`. The ranks, ingest processes and serving workers that it starts are forked too. It
-ends without the destructors of modules.
+and runs its module as `__main__`. The ranks, ingest processes and serving workers that it starts are forked too, and
+so is what `multiprocessing` starts there. It ends without the destructors of modules.
 
 Where forking is not safe (macOS, CUDA), with another number of threads, and under ANABRANCH_TEST_SPAWN=1, `start` uses
 `subprocess.Popen`. CI runs the tests marked `kafka` that way, so that they start processes as users do.
@@ -17,6 +17,7 @@ import functools
 import gc
 import importlib
 import json
+import multiprocessing
 import os
 import random
 import runpy
@@ -48,11 +49,12 @@ _THREADS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREAD
 _MODULES = {
     "anabranch.commands.planning.calibrating.synthetic_pipeline",
     "anabranch.demo.producer",
+    "anabranch.doctor.probe",
     "ingest",
     "learner",
     "serving",
 }
-"""Modules that a forked process starts as separate processes, which are forked as well."""
+"""Modules that tests and forked processes start as separate processes, which are forked as well."""
 _LOADED = (
     "torch.distributed.elastic.agent.server.local_elastic_agent",
     "torch.distributed.optim",
@@ -87,7 +89,7 @@ _NEW_NETWORK = 0x40000000
 
 _Popen = subprocess.Popen
 _address: str | None = None
-"""The address of the server, in forked processes."""
+"""The address of the server of another process: in workers of the tests and in forked processes."""
 
 
 def start(
@@ -151,14 +153,13 @@ def script(*before: str) -> str:
     """Return a shell script that runs `start` with these arguments and its own, and passes signals on."""
     python, arguments = shlex.quote(sys.executable), shlex.join(before)
     if _forks():
-        code = f"from tests import forkserver; forkserver._run_for_script({_address or _server()!r})"
+        code = f"from tests import forkserver; forkserver._run_for_script({address()!r})"
         python = f"{python} -c {shlex.quote(code)}"
     return f'#!/bin/sh\nexec {python} {arguments} "$@"\n'
 
 
 def _run_for_script(server: str) -> NoReturn:
-    global _address
-    _address = server
+    use(server)
     numbers = {signal.SIGINT, signal.SIGTERM}
     signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # the process may say that it runs before there are handlers
     process = start(sys.argv[1:])
@@ -183,9 +184,9 @@ def children(process: Any) -> list[Child]:
     for child in psutil.Process(process.pid).children():
         with contextlib.suppress(psutil.NoSuchProcess):
             running.append(Child(child, child.cmdline(), child.environ()))
-    if _forks() and _server.cache_info().currsize:
+    if _forks() and (_address or _server.cache_info().currsize):
         with socket.socket(socket.AF_UNIX) as connection:
-            connection.connect(_server())
+            connection.connect(address())
             connection.sendall(_LENGTH.pack(0) + _NUMBER.pack(process.pid))
             requests = json.loads(_exactly(connection, _LENGTH.unpack(_exactly(connection, _LENGTH.size))[0]))
         for pid, request in requests:
@@ -232,7 +233,7 @@ class Forked:
                 given.append(its)
             self.stdin, self.stdout, self.stderr = pipes
             self._connection = socket.socket(socket.AF_UNIX)
-            self._connection.connect(_address or _server())
+            self._connection.connect(address())
             body = json.dumps(request).encode()
             network = stack.enter_context(Path("/proc/thread-self/ns/net").open()).fileno()
             socket.send_fds(self._connection, [_LENGTH.pack(len(body))], [*given, *request["passed"], network])
@@ -314,7 +315,7 @@ class Forked:
 
 
 class ForkingPopen(subprocess.Popen):  # type: ignore[type-arg]
-    """`subprocess.Popen` in forked processes, and in tests that patch it: our own modules are forked as well."""
+    """`subprocess.Popen` in tests and in forked processes: our own modules are forked as well."""
 
     def __new__(cls, args: Any, **options: Any) -> Any:
         if isinstance(args, list | tuple) and args[0] == sys.executable:
@@ -327,6 +328,11 @@ class ForkingPopen(subprocess.Popen):  # type: ignore[type-arg]
         return super().__new__(cls)
 
 
+def fork_modules() -> None:
+    """Have this process fork our own modules from now on."""
+    subprocess.Popen = ForkingPopen  # type: ignore[misc]
+
+
 def _forks() -> bool:
     return (
         sys.platform == "linux"
@@ -335,26 +341,48 @@ def _forks() -> bool:
     )
 
 
+def address() -> str:
+    """Return the address of the server, which starts when it is needed."""
+    return _address or _server()
+
+
+def use(server: str) -> None:
+    """Have what this process starts forked by the server at an address."""
+    global _address
+    _address = server
+
+
 @functools.cache
 def _server() -> str:
-    """Start the server of this process, which ends with it, and return its address."""
+    """Return the address of a server that starts with the first connection to it, and ends with this process."""
     folder = tempfile.mkdtemp(prefix="anabranch-fork-")
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(f"{folder}/socket")
-        listener.listen(64)
-        process = _Popen(
-            [sys.executable, "-m", "tests.forkserver", str(listener.fileno())],
-            pass_fds=[listener.fileno()],
-            stdin=subprocess.PIPE,
-            env={**os.environ, **_THREADS},
-            cwd=_ROOT,
-            start_new_session=True,
-        )
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(f"{folder}/socket")
+    listener.listen(64)
+    ended, ends = os.pipe()
+
+    def run() -> None:
+        with listener:
+            if listener not in select.select([listener, ended], [], [])[0]:
+                return
+            command = [sys.executable, "-m", "tests.forkserver", str(listener.fileno())]
+            environment = {**os.environ, **_THREADS}
+            process = _Popen(
+                command,
+                pass_fds=[listener.fileno()],
+                stdin=ended,
+                env=environment,
+                cwd=_ROOT,
+                start_new_session=True,
+            )
+        process.wait()
+
+    thread = threading.Thread(target=run, name="server of forked processes", daemon=True)
+    thread.start()
 
     def end() -> None:
-        assert process.stdin is not None
-        process.stdin.close()
-        process.wait(20)
+        os.close(ends)
+        thread.join(20)
         shutil.rmtree(folder)
 
     atexit.register(end)
@@ -375,7 +403,8 @@ def _load() -> None:
 
     The validators of the config are built too, which takes each process 0.1 s.
     """
-    subprocess.Popen = ForkingPopen  # type: ignore[misc]
+    fork_modules()
+    multiprocessing.context._concrete_contexts["spawn"] = multiprocessing.get_context("fork")  # type: ignore[attr-defined]
     gc.disable()
     import torch
 

@@ -294,6 +294,7 @@ class TestInstallation:
         (tmp_path / "torch").mkdir()
         (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('libtorch.so: cannot open')")
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        monkeypatch.setenv("ANABRANCH_TEST_SPAWN", "1")
         (finding,) = diagnose("model", alone=True)
         assert finding.message == "torch cannot be imported: libtorch.so: cannot open."
 

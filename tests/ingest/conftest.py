@@ -1,19 +1,11 @@
-"""Schemas that the tests of ingest share, and ingest processes that cost no imports."""
+"""Schemas that the tests of ingest share."""
 
-import subprocess
 from typing import Any
 
 import pytest
 
 from ingest.config import SchemaSettings
 from ingest.events.schema import Schema
-from tests import forkserver
-
-
-@pytest.fixture(autouse=True)
-def _fork(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a test starts of ingest is forked."""
-    monkeypatch.setattr(subprocess, "Popen", forkserver.ForkingPopen)
 
 
 @pytest.fixture
