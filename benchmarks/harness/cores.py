@@ -18,6 +18,20 @@ def split() -> tuple[set[int] | None, set[int] | None]:
     return {first}, set(others) or {first}
 
 
+@contextlib.contextmanager
+def kept_to(cores: set[int] | None) -> Iterator[None]:
+    """Keep this thread, and what it starts, to these cores in this context; do nothing without any."""
+    if cores is None:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
 def listener(address: str) -> int | None:
     """Return the process of this host that listens at `HOST:PORT`; None if there is none."""
     port = int(address.rpartition(":")[2])

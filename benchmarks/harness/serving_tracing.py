@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from pathlib import Path
 
-from benchmarks.harness.cores import split
+from benchmarks.harness.cores import kept_to, split
 from benchmarks.harness.load import Load
 from benchmarks.harness.pipeline import BrokenRunError
 from benchmarks.harness.results import Results, Target
@@ -37,6 +37,7 @@ def measure(results: Results, quick: bool, bootstrap: str) -> None:  # noqa: ARG
     core, others = split()
     results.title("tracing: single rows, 1 % of the requests traced")
     with contextlib.ExitStack() as stack:
+        stack.enter_context(kept_to(others))
         variables = stack.enter_context(collector())
         root = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=".", prefix="tracing-"))).resolve()
         VersionPublisher(root, _MLP, 784, {"max_delay": "0ms"}).publish()

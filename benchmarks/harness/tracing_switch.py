@@ -1,7 +1,8 @@
 """Tracing that is switched off and on in one process: two processes of one program differ by more than tracing costs.
 
 The process runs with tracing. SIGUSR1 takes its tracer away, which leaves what it does without `[tracing]`, and the
-next one gives it back. Turns with and without it alternate; a round compares the sums of many short ones.
+next one gives it back. Spans are created and exported in turns with tracing alone: those without it bear no part of
+what it costs. Turns with and without it alternate; a round compares the sums of many short ones.
 """
 
 import os
@@ -13,14 +14,26 @@ from benchmarks.harness.interleave import Spread
 from benchmarks.harness.results import ROOT
 
 _PROGRAM = f"""
-import runpy, signal, sys
+import runpy, signal, sys, threading
 sys.path.append({str(ROOT)!r})
 from anabranch.core.tracing import spans
-taken = []
+from anabranch.core.tracing.provider import BackgroundExport
+from anabranch.core.tracing.recorder import Recorder
+taken, on = [], threading.Event()
+on.set()
+def in_turns_with_tracing(method):
+    def wait_and_call(self):
+        on.wait()
+        method(self)
+    return wait_and_call
+Recorder._create = in_turns_with_tracing(Recorder._create)
+BackgroundExport._export = in_turns_with_tracing(BackgroundExport._export)
 def switch(*_):
     if taken:
         spans._tracers.append(taken.pop())
+        on.set()
     else:
+        on.clear()
         taken.append(spans._tracers.pop())
 signal.signal(signal.SIGUSR1, switch)
 runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)

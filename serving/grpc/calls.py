@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from functools import partial
 from http import HTTPStatus
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -22,9 +22,12 @@ from serving.grpc.messages import MESSAGES, SERVICE
 from serving.grpc.tensors import read_request, write_reply
 from serving.http.auth import check_read
 from serving.http.request_body import BodyReader, HeldBytes
-from serving.inference.request_tracing import begin_request, end_request
+from serving.inference.request_tracing import end_request, request_span
 from serving.inference.service import Service, in_thread, is_large
 from serving.metrics import ServingMetrics
+
+if TYPE_CHECKING:
+    from anabranch.core.tracing.tracer import Tracer
 
 log = logging.getLogger("anabranch.serving")
 
@@ -109,8 +112,8 @@ class InferenceCalls:
 
     async def _infer(self, body: bytes, context: _Context) -> bytes:
         began, status = time.perf_counter(), _CLIENT_CLOSED_REQUEST
-        if current_tracer() is not None:
-            _begin_span(context.invocation_metadata())
+        if (tracer := current_tracer()) is not None:
+            _begin_span(tracer, context.invocation_metadata() or ())
         try:
             with HeldBytes(self._bodies) as held:
                 reply = await self._in_time(body, context, held)
@@ -213,9 +216,18 @@ async def _refuse(exc: RequestError, _messages: object, context: _Context) -> No
     await context.abort(_CODES.get(exc.status, grpc.StatusCode.INTERNAL), str(exc), hints)
 
 
-def _begin_span(metadata: Metadata) -> None:
-    fields = {name: value for name, value in metadata or () if isinstance(value, str)}
-    begin_request(_INFER, fields.get(TRACEPARENT), fields.get(TRACESTATE), _ATTRIBUTES.copy)
+def _begin_span(tracer: "Tracer", metadata: Iterable[tuple[str, str | bytes]]) -> None:
+    parent = _text(metadata, TRACEPARENT)
+    if tracer.chooses(parent):
+        request_span.set(tracer.request(_INFER, parent, _text(metadata, TRACESTATE), _ATTRIBUTES))
+
+
+def _text(metadata: Iterable[tuple[str, str | bytes]], key: str) -> str | None:
+    """Return the first value of a key; None without one."""
+    for name, value in metadata:
+        if name == key and isinstance(value, str):
+            return value
+    return None
 
 
 def _grpc_code(status: int) -> int:

@@ -9,7 +9,7 @@ import importlib.metadata
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -19,7 +19,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from anabranch.core.tracing.context import TRACEPARENT, TRACESTATE
-from anabranch.core.tracing.spans import Attributes, current_tracer
+from anabranch.core.tracing.spans import current_tracer
 from serving.config import ServingSettings, Tokens
 from serving.dashboard.assets import Page, load_page
 from serving.dashboard.status import Overview
@@ -42,11 +42,14 @@ from serving.http.middleware import (
 )
 from serving.http.openapi import OPERATIONS, build_openapi
 from serving.http.request_body import BodyReader, ClientDisconnectedError, DisconnectWatcher, HeldBytes
-from serving.inference.request_tracing import begin_request, end_request
+from serving.inference.request_tracing import end_request, request_span
 from serving.inference.service import Service
 from serving.metrics import ServingMetrics
 from serving.protocol.codec import HEADER_LENGTH
 from serving.reporting.report import ServingReport
+
+if TYPE_CHECKING:
+    from anabranch.core.tracing.tracer import Tracer
 
 _OPEN = frozenset(path for path, operation in OPERATIONS.items() if not operation.needs_token)
 _NOT_STORED = {"cache-control": "no-store"}
@@ -94,8 +97,11 @@ class _Infer:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         began = time.perf_counter()
-        if current_tracer() is not None:
-            _begin_span(scope)
+        if (tracer := current_tracer()) is not None:
+            field = header(scope, _TRACEPARENT)
+            parent = None if field is None else field.decode("latin-1")
+            if tracer.chooses(parent):
+                _begin_span(tracer, parent, scope)
         with HeldBytes(self._bodies) as held:
             response = await self._response(scope, receive, held, began)
             held.add(len(response.body))
@@ -134,25 +140,17 @@ class _Infer:
         return Response(reply, headers={HEADER_LENGTH: str(length)}, media_type="application/octet-stream")
 
 
-def _begin_span(scope: Scope) -> None:
-    parent = header(scope, _TRACEPARENT)
-    state = None if parent is None else header(scope, _TRACESTATE)
+def _begin_span(tracer: "Tracer", parent: str | None, scope: Scope) -> None:
+    state = header(scope, _TRACESTATE)
     route = _ROUTE_OF_VERSION if "version" in scope["path_params"] else _ROUTE
-
-    def attributes() -> Attributes:
-        return {
-            "http.request.method": scope["method"],
-            "http.route": route,
-            "url.path": scope["path"][:_LONGEST_PATH],
-            "url.scheme": scope["scheme"],
-        }
-
-    begin_request(
-        f"{scope['method']} {route}",
-        None if parent is None else parent.decode("latin-1"),
-        None if state is None else state.decode("latin-1"),
-        attributes,
-    )
+    attributes = {
+        "http.request.method": scope["method"],
+        "http.route": route,
+        "url.path": scope["path"][:_LONGEST_PATH],
+        "url.scheme": scope["scheme"],
+    }
+    name = f"{scope['method']} {route}"
+    request_span.set(tracer.request(name, parent, None if state is None else state.decode("latin-1"), attributes))
 
 
 async def _send(response: Response, scope: Scope, receive: Receive, send: Send) -> None:

@@ -18,7 +18,7 @@ LENGTH = 55
 _KEY = r"(?:[a-z][a-z0-9_*/-]{0,255}|[a-z0-9][a-z0-9_*/-]{0,240}@[a-z][a-z0-9_*/-]{0,13})"
 _MEMBER = re.compile(_KEY + r"=[\x20-\x2b\x2d-\x3c\x3e-\x7e]{0,255}[\x21-\x2b\x2d-\x3c\x3e-\x7e]")
 _MOST_MEMBERS = 32
-_LONGEST_STATE = 512
+LONGEST_STATE = 512
 """Characters of `tracestate` that are continued at most, which the standard asks for at least."""
 
 
@@ -33,7 +33,7 @@ def is_sampled(traceparent: str) -> bool | None:
 
 def is_tracestate(field: str) -> bool:
     """Return whether a `tracestate` is one to continue: valid and short. OpenTelemetry logs each that is not."""
-    if len(field) > _LONGEST_STATE:
+    if len(field) > LONGEST_STATE:
         return False
     members = [member for each in field.split(",") if (member := each.strip(" \t"))]
     keys = {member.partition("=")[0] for member in members}

@@ -19,6 +19,7 @@ from opentelemetry import trace
 
 from anabranch.core.errors import SettingsError
 from anabranch.core.tracing.config import TracingSettings
+from anabranch.core.tracing.recorder import Recorder
 from anabranch.core.tracing.spans import LeftOut
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ _AT_ONCE = 512
 """Spans of one request to the collector; once so many wait, it is made at once."""
 _EXPORT_EVERY = timedelta(seconds=5)
 """As by the SDK's own processor: a request to the collector takes 3 ms of CPU time, however few spans it has."""
+_RECORD_EVERY = timedelta(seconds=1)
+"""With `tracing.setup`, whose processor may have spans wait once more."""
 _DELAY = "OTEL_BSP_SCHEDULE_DELAY"
 _LONGEST_DELAY = 3_600_000
 _LONGEST_END = timedelta(seconds=2)
@@ -40,19 +43,23 @@ log = logging.getLogger("anabranch.tracing")
 
 
 @contextlib.contextmanager
-def open_provider(settings: TracingSettings, part: str, folder: Path, left_out: LeftOut) -> Iterator[trace.Tracer]:
-    """Yield the tracer of this process.
+def open_provider(
+    settings: TracingSettings, part: str, folder: Path, left_out: LeftOut
+) -> Iterator[tuple[trace.Tracer, Recorder]]:
+    """Yield the tracer of this process, and what creates spans later.
 
     Raises:
         SettingsError: `tracing.setup` fails; or there is none, and the SDK or its exporter is not installed.
     """
     if settings.setup:
         _call(settings.setup, part, folder)
-        yield trace.get_tracer(NAME)
+        with Recorder(left_out, _RECORD_EVERY) as recorder:
+            yield trace.get_tracer(NAME), recorder
         return
     provider, processor = _otlp_provider(part, left_out)
     try:
-        yield provider.get_tracer(NAME)
+        with Recorder(left_out, processor.every, processor.force_flush) as recorder:
+            yield provider.get_tracer(NAME), recorder
     finally:
         processor.shutdown()
 
@@ -132,7 +139,8 @@ class BackgroundExport:
         self._exporter = exporter
         self._left_out = left_out
         self._most_waiting = most_waiting
-        self._every = every.total_seconds()
+        self.every = every
+        """How long a span waits at most, unless an export is slow."""
         self._spans: deque[ReadableSpan] = deque()
         self._wake = threading.Event()
         self._stopping = False
@@ -174,7 +182,7 @@ class BackgroundExport:
 
     def _run(self) -> None:
         while not self._stopping or self._spans:
-            self._wake.wait(self._every)
+            self._wake.wait(self.every.total_seconds())
             if not self._stopping:
                 self._wake.clear()
             while self._spans:

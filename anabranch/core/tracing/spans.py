@@ -94,8 +94,8 @@ def tracing(settings: TracingSettings | None, part: str, folder: Path, left_out:
         raise SettingsError(
             f'[tracing] needs opentelemetry-api ({exc}): pip install "anabranch[otel]", or take the section out'
         ) from exc
-    with open_provider(settings, part, folder, left_out) as tracer:
-        _tracers.append(Tracer(tracer, settings, left_out))
+    with open_provider(settings, part, folder, left_out) as (tracer, recorder):
+        _tracers.append(Tracer(tracer, settings, left_out, recorder))
         try:
             yield
         finally:

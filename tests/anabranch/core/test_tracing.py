@@ -20,7 +20,7 @@ from anabranch.core.tracing import provider, spans
 from anabranch.core.tracing.config import TracingSettings
 from anabranch.core.tracing.context import MOST_LINKS, is_sampled, is_tracestate, sampled_contexts
 from anabranch.core.tracing.provider import BackgroundExport
-from anabranch.core.tracing.tracer import Tracer
+from anabranch.core.tracing.tracer import RequestSpan, Tracer
 from tests.support.collector import Collector
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -42,6 +42,12 @@ def tracer(collector: Collector, left_out: Counter[str], tmp_path: Path) -> Iter
         current = spans.current_tracer()
         assert current is not None
         yield current
+
+
+def traced(tracer: Tracer, field: str | None = SAMPLED, state: str | None = None, **attributes: int) -> RequestSpan:
+    """Begin a request with these fields, which is one to trace."""
+    assert tracer.chooses(field)
+    return tracer.request("r", field, state, attributes)
 
 
 @pytest.mark.parametrize(
@@ -107,12 +113,8 @@ def test_without_settings_nothing_is_traced(tmp_path: Path, left_out: Counter[st
 
 @pytest.mark.slow
 def test_a_callers_decision_is_continued(tracer: Tracer, collector: Collector) -> None:
-    assert tracer.request("r", UNSAMPLED, None, dict) is None
-    assert tracer.request("r", None, None, dict) is None
-    assert tracer.request("r", "nonsense", None, dict) is None
-    request = tracer.request("r", SAMPLED, "vendor=1", lambda: {"a": 1})
-    assert request is not None
-    request.end({"b": 2}, failed=True)
+    assert not any(map(tracer.chooses, (UNSAMPLED, None, "nonsense")))
+    traced(tracer, SAMPLED, "vendor=1", a=1).end({"b": 2}, failed=True)
     (seen,) = collector.named("r")
     assert (seen.trace, seen.parent, seen.failed, seen.kind) == (TRACE, SPAN, True, 2)
     assert (seen.attributes, seen.service) == ({"a": 1, "b": 2}, "anabranch-learner")
@@ -123,16 +125,12 @@ def test_fields_of_callers_are_bounded_and_come_into_no_log(
     tracer: Tracer, collector: Collector, caplog: pytest.LogCaptureFixture
 ) -> None:
     for state in ("no member", "a=1,a=2", f"a={'x' * 60_000}", f"a={'x' * 200}," * 3):
-        request = tracer.request("r", SAMPLED, state, dict)
-        assert request is not None
-        assert not request.context.trace_state
+        request = traced(tracer, SAMPLED, state)
+        assert not request.started().get_span_context().trace_state
         request.end({}, failed=False)
-    request = tracer.request("r", f"cc-{TRACE}-{SPAN}-01-{'x' * 60_000}", "vendor=1,t@v=2", dict)
-    assert request is not None
-    assert dict(request.context.trace_state) == {"vendor": "1", "t@v": "2"}
+    request = traced(tracer, f"cc-{TRACE}-{SPAN}-01-{'x' * 60_000}", "vendor=1,t@v=2")
+    assert dict(request.started().get_span_context().trace_state) == {"vendor": "1", "t@v": "2"}
     request.end({}, failed=False)
-    with tracer.batch("predict", [request], {}):  # it has ended, since its client has gone
-        pass
     assert {(each.trace, each.parent) for each in collector.named("r", 5)} == {(TRACE, SPAN)}
     assert not caplog.records
 
@@ -140,36 +138,33 @@ def test_fields_of_callers_are_bounded_and_come_into_no_log(
 def test_callers_do_not_decide_how_many_requests_are_traced(tracer: Tracer, left_out: Counter[str]) -> None:
     now = 100.0
     settings = TracingSettings(sample=1, requests_per_second=3)
-    limited = Tracer(tracer._tracer, settings, tracer.left_out, lambda: now)
-    traced = [limited.request("r", field, None, dict) is not None for field in [SAMPLED, None] * 5]
-    assert traced == [True] * 4 + [False] * 6
-    assert limited.request("r", UNSAMPLED, None, dict) is None
+    limited = Tracer(tracer.api, settings, tracer.left_out, tracer.recorder, lambda: now)
+    assert [limited.chooses(field) for field in [SAMPLED, None] * 5] == [True] * 4 + [False] * 6
+    assert not limited.chooses(UNSAMPLED)
     assert left_out == {"rate": 6}
     now += 0.5
-    assert limited.request("r", SAMPLED, None, dict) is not None
+    assert limited.chooses(SAMPLED)
 
 
 def test_requests_without_context_are_sampled(collector: Collector, tmp_path: Path) -> None:
     with spans.tracing(TracingSettings(sample=1), "serving", tmp_path, lambda why, n: None):
         tracer = spans.current_tracer()
         assert tracer is not None
-        assert tracer.request("r", UNSAMPLED, None, dict) is None
-        request = tracer.request("r", "nonsense", None, dict)
-        assert request is not None
-        request.end({}, failed=False)
-    (seen,) = collector.named("r")  # the end of the block exports what waits
-    assert (seen.parent, seen.failed) == ("", False)
+        assert not tracer.chooses(UNSAMPLED)
+        for field in ("nonsense", f"{SAMPLED}-x", None):
+            traced(tracer, field, "vendor=1").end({}, failed=False)
+    seen = collector.named("r", 3)  # the end of the block exports what waits
+    assert [(each.parent, each.failed) for each in seen] == [("", False)] * 3
 
 
 @pytest.mark.slow
 def test_a_batch_and_its_requests_are_linked(tracer: Tracer, collector: Collector, left_out: Counter[str]) -> None:
-    requests = [tracer.request("r", SAMPLED, None, dict) for _ in range(MOST_LINKS + 2)]
-    traced = [each for each in requests if each is not None]
-    with tracer.batch("predict", traced, {}):
+    requests = [traced(tracer) for _ in range(MOST_LINKS + 2)]
+    with tracer.batch("predict", requests, {}):
         pass
-    for each in traced:
+    for each in requests:
         each.end({}, failed=False)
-    (batch,), seen = collector.named("predict"), collector.named("r", len(traced))
+    (batch,), seen = collector.named("predict"), collector.named("r", len(requests))
     assert batch.links == [(each.trace, each.id) for each in seen[:MOST_LINKS]]
     assert [each.links for each in seen] == [[(batch.trace, batch.id)]] * MOST_LINKS + [[]] * 2
     assert batch.trace != TRACE
@@ -181,7 +176,8 @@ def test_a_step_is_linked_with_its_events_at_a_bounded_rate(
     tracer: Tracer, collector: Collector, left_out: Counter[str]
 ) -> None:
     now = 100.0
-    limited = Tracer(tracer._tracer, TracingSettings(sample=0, steps_per_second=2), tracer.left_out, lambda: now)
+    settings = TracingSettings(sample=0, steps_per_second=2)
+    limited = Tracer(tracer.api, settings, tracer.left_out, tracer.recorder, lambda: now)
     assert limited.step("train", [], dict) is spans.NO_SPAN
     assert not left_out
     for _ in range(5):

@@ -1,0 +1,52 @@
+"""Requests leave no garbage in cycles, so the collector rarely has to look for any."""
+
+import contextlib
+import gc
+import json
+from collections.abc import Callable, Iterator
+from http.client import HTTPConnection
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture
+def no_collections() -> Iterator[None]:
+    """Collect garbage only where the test does."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_collections")
+def test_requests_leave_no_garbage_whether_they_are_answered_or_refused(
+    numbers: Any, served: Callable[..., Any], body_of: Callable[..., Any]
+) -> None:
+    numbers.publish(1)
+    bodies = [json.dumps(each) for each in (body_of(1), body_of(2), {"inputs": []}, {"inputs": [{"name": "x"}]})]
+    with served(numbers) as server, contextlib.closing(HTTPConnection(server.address)) as client:
+
+        def ask(requests: int) -> set[int]:
+            found = set()
+            for number in range(requests):
+                client.request("POST", server.infer.removeprefix(server.url), bodies[number % len(bodies)])
+                with client.getresponse() as response:
+                    found.add(response.status)
+                    response.read()
+            return found
+
+        ask(len(bodies))
+        gc.disable()  # the server enables it at its start
+        gc.collect()
+        assert ask(600) == {200, 400}
+        assert gc.collect() < 600  # objects, of others, such as the server's start: not one for each request
+
+
+@pytest.mark.slow
+def test_a_server_collects_less_often_while_it_runs(numbers: Any, served: Callable[..., Any]) -> None:
+    before = gc.get_threshold()
+    numbers.publish(1)
+    with served(numbers):
+        assert gc.get_threshold() == (10_000, *before[1:])
+    assert gc.get_threshold() == before
