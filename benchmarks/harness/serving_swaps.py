@@ -58,10 +58,17 @@ class Swaps:
 class Publisher:
     """Publishes from a separate process, which yields to the one that sends requests."""
 
-    def __init__(self, published: VersionPublisher, server: int, cores: set[int] | None) -> None:
+    def __init__(
+        self,
+        published: VersionPublisher,
+        server: int,
+        cores: set[int] | None,
+        unserved: VersionPublisher | None = None,
+    ) -> None:
+        """`server` is the process that serves `published`; none serves `unserved`."""
         context = multiprocessing.get_context("spawn")
         self._ours, theirs = context.Pipe()
-        self._process = context.Process(target=_publish, args=(theirs, published, server, cores), daemon=True)
+        self._process = context.Process(target=_publish, args=(theirs, published, server, cores, unserved), daemon=True)
         self._process.start()
         theirs.close()
         self._ours.recv()
@@ -75,9 +82,10 @@ class Publisher:
         self._ours.close()
         self._process.join()
 
-    def begin(self, swaps: int) -> None:
-        """Start publishing `swaps` versions, each when it is due and the last one is served."""
-        self._ours.send(swaps)
+    def begin(self, swaps: int, *, served: bool = True) -> None:
+        """Start publishing `swaps` versions, each when it is due and the last one is served; or as much work without
+        swaps: versions that no process serves, and as many polls as the last swap took."""
+        self._ours.send((swaps, served))
 
     def end(self) -> Swaps:
         """Wait for the last swap; raises EOFError when one does not come."""
@@ -85,16 +93,23 @@ class Publisher:
         return swaps
 
 
-def _publish(connection: Connection, published: VersionPublisher, server: int, cores: set[int] | None) -> None:
+def _publish(
+    connection: Connection,
+    published: VersionPublisher,
+    server: int,
+    cores: set[int] | None,
+    unserved: VersionPublisher | None,
+) -> None:
     if cores is not None:
         os.sched_setaffinity(0, cores)
     os.nice(19)
     torch.set_num_threads(1)
     memory = psutil.Process(server).memory_info
     connection.send(None)
+    polls = 1
     while True:
         try:
-            swaps = connection.recv()
+            swaps, served = connection.recv()
         except EOFError:
             return
         done = Swaps([], [])
@@ -102,9 +117,17 @@ def _publish(connection: Connection, published: VersionPublisher, server: int, c
         for _ in range(swaps):
             time.sleep(max(0.0, due - time.monotonic()))
             due = max(due + _EVERY, time.monotonic())
+            if not served:
+                assert unserved is not None
+                unserved.publish()
+                for _ in range(polls):
+                    published.served()
+                    time.sleep(_POLL)
+                continue
             number = published.publish()
-            begin = time.monotonic()
+            begin, polls = time.monotonic(), 0
             while published.served() != number:
+                polls += 1
                 if time.monotonic() > begin + _PATIENCE:
                     raise TimeoutError(f"version {number} is not served")
                 time.sleep(_POLL)

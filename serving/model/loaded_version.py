@@ -19,7 +19,7 @@ from anabranch.core.failures import Failure, failure_of
 from learner.errors import ModelError, VersionError
 from learner.model.embedding import Embeddings
 from learner.model.factory import forward
-from learner.model.growing.parts import grown, parts_in
+from learner.model.growing.parts import grown, parts_in, pool_of
 from learner.model.trained_set import bound_tensors
 from learner.state_dir.trained_through import format_offsets, format_trained_through
 from learner.state_dir.version import Manifest
@@ -207,6 +207,8 @@ def _loaded(
     slot = template.slots.take()
     try:
         module = _module(deployment, template, slot, weights, before_piece)
+        if (pool := pool_of(module)) is not None:
+            pool.prepare(module)
         version = ServedVersion(manifest, module, deployment, slot.embedding(module, deployment.embedding_of))
         if template.slots.taken == 1:  # no request runs yet; the allocator takes memory for their stream
             version.use_request_stream()

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from learner.errors import ModelError
 from learner.model.growing.parts import Pool, Run
-from learner.model.growing.router import fixed
+from learner.model.growing.router import Chosen, fixed
 
 
 class ColumnLayer(nn.Module):
@@ -113,9 +113,11 @@ class ColumnPool(Pool):
         return self._column(inputs, self.size - 1), embedding_BD
 
     @override
-    def _routed_pass(self, run: Run, rows: int, choose: Callable[[Tensor], Tensor]) -> Tensor:
+    def _routed_pass(self, run: Run, rows: int, choose: Callable[[Tensor], Chosen]) -> Tensor:
         inputs, embedding_BD = self._base(run)
         chosen_B = choose(embedding_BD)
+        if isinstance(chosen_B, int):
+            return self._column(inputs, chosen_B)
         output = embedding_BD.new_empty(rows, self.shift.shape[1])
         for column in torch.unique(chosen_B).tolist():
             which = (chosen_B == column).nonzero()[:, 0]

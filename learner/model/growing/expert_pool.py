@@ -6,6 +6,7 @@ twice: up to the embedding to choose experts, then with them.
 Legend: B events, C classes, D dimensions of an embedding, E experts, F frozen ones, N rows of a layer's input, R rank.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,8 +18,8 @@ from torch.nn import functional
 from typing_extensions import override
 
 from learner.errors import ModelError
-from learner.model.growing.parts import Chosen, Pool, Run, one_or_each
-from learner.model.growing.router import fixed
+from learner.model.growing.parts import Pool, Run
+from learner.model.growing.router import Chosen, fixed
 
 CONVOLUTIONS: dict[type[nn.Module], Callable[..., Tensor]] = {
     nn.Conv1d: functional.conv1d,
@@ -31,7 +32,7 @@ class _EmbeddingReached(Exception):  # noqa: N818 no error
     """Ends a pass that is needed for the embedding alone."""
 
 
-@dataclass
+@dataclass(slots=True)
 class _Pass:
     """One run of the model.
 
@@ -44,7 +45,7 @@ class _Pass:
 
     rows: int
     chosen: Chosen | None
-    choose: Callable[[Tensor], Tensor] | None = None
+    choose: Callable[[Tensor], Chosen] | None = None
     embedding_BD: Tensor | None = None
 
 
@@ -60,8 +61,11 @@ class ExpertLayer(nn.Module):
     def __init__(self, layer: nn.Module, rank: int | None, dtype: torch.dtype) -> None:
         """Take the rank; None: experts replace the layer. Frozen experts are kept in `dtype`."""
         super().__init__()
-        self._rank = rank
+        self.replaces = rank is None
+        """Whether the base's output is not used."""
         self._dtype = dtype
+        self._prepared: list[tuple[Tensor, Tensor]] | None = None
+        """`first` and `second` of each expert, as views."""
         device = next(layer.parameters()).device
         if rank is None:
             assert isinstance(layer, nn.Linear)
@@ -78,18 +82,27 @@ class ExpertLayer(nn.Module):
 
     def freeze_open(self) -> None:
         """Keep the open expert among the frozen ones."""
+        self._prepared = None
         for name in ("first", "second"):
             frozen, opened = getattr(self, name), getattr(self, f"open_{name}")
             frozen.data = torch.cat([frozen, opened.detach()[None].to(frozen.dtype)])
 
     def resize(self, frozen: int) -> None:
         """Make room for as many frozen experts."""
+        self._prepared = None
         for each in (self.first, self.second):
             each.data = each.new_zeros(frozen, *each.shape[1:])
 
-    def apply_to(self, layer: nn.Module, x_N: Tensor, output_N: Tensor, chosen: Chosen, rows: int) -> Tensor:
+    def prepare(self) -> None:
+        """Keep a view of each expert, whose weights do not change any more."""
+        opened = self.open_first.detach(), self.open_second.detach()
+        self._prepared = [*zip(self.first.detach(), self.second.detach(), strict=True), opened]
+
+    def apply_to(self, layer: nn.Module, x_N: Tensor, output_N: Tensor, now: _Pass) -> Tensor:
         """Return the output of a layer with the chosen experts, given its input and the base's output."""
-        if isinstance(chosen, Tensor):
+        chosen, rows = now.chosen, now.rows
+        assert chosen is not None
+        if not isinstance(chosen, int):
             if len(x_N) % rows:
                 raise ModelError(
                     f"a layer gets {len(x_N)} rows for {rows} events; events have to be the first dimension"
@@ -100,6 +113,9 @@ class ExpertLayer(nn.Module):
         return self._convolution(layer, x_N, output_N, chosen)
 
     def _of(self, expert: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        if self._prepared is not None:
+            first, second = self._prepared[expert]
+            return first.to(like.dtype), second.to(like.dtype)
         if expert == len(self.first):
             return self.open_first.to(like.dtype), self.open_second.to(like.dtype)
         return self.first[expert].to(like.dtype), self.second[expert].to(like.dtype)
@@ -107,17 +123,17 @@ class ExpertLayer(nn.Module):
     def _linear(self, x_N: Tensor, output_N: Tensor, chosen: Chosen) -> Tensor:
         if isinstance(chosen, int):
             first, second = self._of(chosen, x_N)
-            if self._rank is None:
+            if self.replaces:
                 return functional.linear(x_N, first, second)
             return output_N + functional.linear(functional.linear(x_N, first), second)
         first_N, second_N = (
-            torch.cat([frozen, opened[None].to(frozen.dtype)])[chosen].to(x_N.dtype)
+            torch.cat([frozen, opened[None].to(frozen.dtype)]).index_select(0, chosen).to(x_N.dtype)
             for frozen, opened in ((self.first, self.open_first), (self.second, self.open_second))
         )
         x_NTI = x_N.reshape(len(x_N), -1, x_N.shape[-1])
         product_NTR = torch.bmm(x_NTI, first_N.transpose(1, 2))
-        if self._rank is None:
-            return (product_NTR + second_N[:, None]).reshape(output_N.shape)
+        if self.replaces:
+            return (product_NTR + second_N[:, None]).reshape(*x_N.shape[:-1], product_NTR.shape[-1])
         return output_N + torch.bmm(product_NTR, second_N.transpose(1, 2)).reshape(output_N.shape)
 
     def _convolution(self, layer: Any, x_N: Tensor, output_N: Tensor, chosen: Chosen) -> Tensor:
@@ -162,13 +178,25 @@ class ExpertPool(Pool):
         """Take each layer with its rank, None for the head; `early`: whether one runs before the embedding is known."""
         super().__init__(dim, classes, most)
         self._early = early
-        self._pass: _Pass | None = None
+        self._passes: list[_Pass] = []
+        """That which runs, if one does: setting an attribute of a module costs as much as a small operation."""
         self.layers = nn.ModuleList()
         for layer, rank in layers:
             added = ExpertLayer(layer, rank, dtype)
             self.layers.append(added)
             layer.register_forward_hook(_LayerHook(self, added))
         embedding.register_forward_hook(_EmbeddingHook(self))
+
+    @override
+    def prepare(self, model: nn.Module) -> None:
+        super().prepare(model)
+        for each in self._layers():
+            each.prepare()
+        # Hooks of its layers keep torch from a fused pass, which takes their weights and calls none of them.
+        fused = [each for each in model.modules() if isinstance(each, nn.TransformerEncoderLayer)]
+        hooked = {layer for each in fused for layer in each.modules()}
+        for layer in set(model.modules()) - hooked:
+            _hook_to_forward(layer)
 
     @override
     def _layers(self) -> Iterator[ExpertLayer]:
@@ -182,9 +210,9 @@ class ExpertPool(Pool):
         return output, _reached(now.embedding_BD) if embedding_BD is None else embedding_BD
 
     @override
-    def _routed_pass(self, run: Run, rows: int, choose: Callable[[Tensor], Tensor]) -> Tensor:
+    def _routed_pass(self, run: Run, rows: int, choose: Callable[[Tensor], Chosen]) -> Tensor:
         if self._early:
-            return self._run(run, _Pass(rows, one_or_each(choose(self._embed(run, rows)))))
+            return self._run(run, _Pass(rows, choose(self._embed(run, rows))))
         now = _Pass(rows, None, choose)
         output = self._run(run, now)
         _reached(now.embedding_BD)
@@ -201,29 +229,29 @@ class ExpertPool(Pool):
         return _reached(now.embedding_BD)
 
     def _run(self, run: Run, now: _Pass) -> Tensor:
-        self._pass = now
+        self._passes.append(now)
         try:
             return run()
         finally:
-            self._pass = None
+            self._passes.clear()
 
-    def layer_ran(self, layer: nn.Module, added: ExpertLayer, x_N: Tensor, output_N: Tensor) -> Tensor:
-        """Return the output of a layer with the experts of this pass."""
-        now = self._pass
-        if now is None or now.chosen is None:
-            return output_N
-        return added.apply_to(layer, x_N, output_N, now.chosen, now.rows)
+    @property
+    def running(self) -> _Pass | None:
+        """The pass that runs; None until its experts are chosen."""
+        return self._passes[0] if self._passes and self._passes[0].chosen is not None else None
 
     def embedding_ran(self, output: object) -> None:
         """Choose the experts of this pass; raises _EmbeddingReached when it is needed no further."""
-        now = self._pass
+        now = self._passes[0] if self._passes else None
         if now is None or now.embedding_BD is not None or not isinstance(output, Tensor) or not output.ndim:
             return
-        now.embedding_BD = output.detach().reshape(len(output), -1).float()
+        now.embedding_BD = output
+        if output.ndim != 2 or output.dtype is not torch.float32 or output.requires_grad:
+            now.embedding_BD = output.detach().reshape(len(output), -1).float()
         if now.chosen is None:
             if now.choose is None:
                 raise _EmbeddingReached
-            now.chosen = one_or_each(now.choose(now.embedding_BD))
+            now.chosen = now.choose(now.embedding_BD)
 
 
 @dataclass
@@ -232,7 +260,36 @@ class _LayerHook:
     added: ExpertLayer
 
     def __call__(self, layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
-        return self.pool.layer_ran(layer, self.added, inputs[0], output)
+        now = self.pool.running
+        return output if now is None else self.added.apply_to(layer, inputs[0], output, now)
+
+
+class _Adapted(nn.Module):
+    """Mixed into the class of a layer: its forward pass with experts, which costs less than a hook after the pass, and
+    does not compute what they replace."""
+
+    experts: _LayerHook
+
+    def forward(self, x_N: Tensor) -> Tensor:
+        now, added = self.experts.pool.running, self.experts.added
+        if now is None:
+            return super().forward(x_N)  # type: ignore[no-any-return]
+        return added.apply_to(self, x_N, x_N if added.replaces else super().forward(x_N), now)
+
+
+@functools.cache
+def _adapted(kind: type[nn.Module]) -> type[nn.Module]:
+    return type(kind.__name__, (_Adapted, kind), {"__module__": kind.__module__})
+
+
+def _hook_to_forward(layer: nn.Module) -> None:
+    """Let a layer with a hook of experts run them in its forward pass, unless that is not its class's."""
+    hooks = layer._forward_hooks
+    for key, hook in list(hooks.items()):
+        if isinstance(hook, _LayerHook) and "forward" not in vars(layer):
+            del hooks[key]
+            layer.experts = hook  # type: ignore[assignment]
+            layer.__class__ = _adapted(type(layer))  # type: ignore[arg-type]
 
 
 @dataclass

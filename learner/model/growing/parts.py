@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from learner.errors import ModelError
-from learner.model.growing.router import Route, Router, fixed
+from learner.model.growing.router import Chosen, Route, Router, fixed
 from learner.model.trained_set import freeze
 
 POOL = "expert_pool"
@@ -28,8 +28,6 @@ NEVER = -1e4
 
 Run = Callable[[], Tensor]
 """Runs the module's own forward pass; returns its output."""
-Chosen = int | Tensor
-"""One part for all events, or that of each, int64 `[B]`."""
 
 
 class PoolLayer(Protocol):
@@ -57,11 +55,13 @@ class Pool(nn.Module, abc.ABC):
         self.open_shift = fixed(torch.zeros(classes))
         self.embedding_BD: Tensor | None = None
         """The embeddings of the last pass in training, float32."""
+        self._shifts: list[Tensor] | None = None
+        """Of all parts, once prepared."""
 
     @property
     def size(self) -> int:
         """The number of parts, with the open one."""
-        return len(self.shift) + 1
+        return len(self.shift) + 1 if self._shifts is None else len(self._shifts)
 
     def forward(self, x: Any) -> Any:
         """Return the input: an `nn.Sequential` runs its submodules one after the other, and this one too."""
@@ -73,6 +73,7 @@ class Pool(nn.Module, abc.ABC):
 
     def freeze_open(self) -> None:
         """Freeze the open part; the next one starts as its copy, without classes."""
+        self._shifts = None
         self.shift.data = torch.cat([self.shift, self.open_shift[None]])
         self.open_shift.fill_(NEVER)
         for each in self._layers():
@@ -80,10 +81,18 @@ class Pool(nn.Module, abc.ABC):
 
     def resize(self, frozen: int, prototypes: int) -> None:
         """Make room for the tensors of other weights, which are loaded next."""
+        self._shifts = None
         self.shift.data = self.shift.new_zeros(frozen, self.shift.shape[1])
         self.router.resize(prototypes)
         for each in self._layers():
             each.resize(frozen)
+
+    def prepare(self, model: nn.Module) -> None:  # noqa: ARG002 - a hook
+        """Let the module that has the pool predict with fewer operations, and the same result bit for bit; its weights
+        do not change any more. Not for modules that are copied or trained afterwards."""
+        if self.shift.is_cpu:
+            self._shifts = [*self.shift.detach().unbind(), self.open_shift.detach()]
+            self.router.prepare(self.size)
 
     def train_pass(self, run: Run, rows: int) -> Tensor:
         """Return the logits of the open part for all events, and keep their embeddings."""
@@ -98,24 +107,26 @@ class Pool(nn.Module, abc.ABC):
             return output + self.open_shift.to(output.dtype)
         routes: list[Route] = []
 
-        def choose(embedding_BD: Tensor) -> Tensor:
+        def choose(embedding_BD: Tensor) -> Chosen:
             routes.append(self.router.route(embedding_BD, self.size))
-            return routes[-1].chosen_B
+            return routes[-1].chosen
 
         output = self._routed_pass(run, rows, choose).float()
-        return routes[-1].combine(output + self._shift_of(one_or_each(routes[-1].chosen_B)))
+        return routes[-1].combine(output + self._shift_of(routes[-1].chosen))
 
     def _shift_of(self, chosen: Chosen) -> Tensor:
         if isinstance(chosen, int):
+            if self._shifts is not None:
+                return self._shifts[chosen]
             return self.shift[chosen] if chosen < len(self.shift) else self.open_shift
-        return torch.cat([self.shift, self.open_shift[None]])[chosen]
+        return torch.cat([self.shift, self.open_shift[None]]).index_select(0, chosen)
 
     @abc.abstractmethod
     def _train_pass(self, run: Run, rows: int) -> tuple[Tensor, Tensor]:
         """Run the open part; return its logits and the embeddings, which have no gradient."""
 
     @abc.abstractmethod
-    def _routed_pass(self, run: Run, rows: int, choose: Callable[[Tensor], Tensor]) -> Tensor:
+    def _routed_pass(self, run: Run, rows: int, choose: Callable[[Tensor], Chosen]) -> Tensor:
         """Run the part of each event that `choose` returns for its embedding; return the logits."""
 
     @abc.abstractmethod
@@ -132,25 +143,19 @@ class Growing(nn.Module):
         assert pool is not None
         run = functools.partial(super().forward, *args, **kwargs)
         rows = len(args[0] if args else next(iter(kwargs.values())))
-        training, self.training = self.training, False
+        if not self.training:
+            return pool.predict(run, rows)
+        self.training = False
         try:
-            return pool.train_pass(run, rows) if training else pool.predict(run, rows)
+            return pool.train_pass(run, rows)
         finally:
-            self.training = training
+            self.training = True
 
     def train(self, mode: bool = True) -> "Growing":
         """Set the mode of this module alone."""
         super().train(False)
         self.training = mode
         return self
-
-
-def one_or_each(chosen_B: Tensor) -> Chosen:
-    """Return the part of all events as a number where they have one in common, as most requests at a time do, and no
-    device is waited for: to take one part costs less than to gather that of each event, which gradients need."""
-    if chosen_B.is_cpu and not torch.is_grad_enabled() and len(distinct := set(chosen_B.tolist())) == 1:
-        return int(distinct.pop())
-    return chosen_B
 
 
 def make_growing(model: nn.Module, pool: Pool) -> None:

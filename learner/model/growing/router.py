@@ -3,12 +3,15 @@
 Legend: B events, C classes, D dimensions of an embedding, E experts, P prototypes: one for each class of each expert.
 """
 
-import contextlib
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+Chosen = int | Tensor
+"""One part for all events, or that of each, int64 `[B]`."""
+_TINY = torch.finfo(torch.float32).tiny
 
 
 def fixed(values: Tensor) -> nn.Parameter:
@@ -29,11 +32,11 @@ class Router(nn.Module):
         """The expert of each prototype, int64 `[P]`."""
         self.label = fixed(torch.zeros(0, dtype=torch.int64))
         """The class of each prototype, int64 `[P]`."""
+        self._single: _SingleRoutes | None = None
 
     def forward(self, embedding_BD: Tensor) -> Tensor:
         """Return the probability of each prototype, float32 `[B, P]`."""
-        with _float32(embedding_BD.device.type):
-            return functional.linear(embedding_BD.to(self.weight.dtype), self.weight, self.bias).softmax(dim=1)
+        return _probability(embedding_BD, self.weight, self.bias)
 
     def set(self, weight_PD: Tensor, bias_P: Tensor, owner_P: Tensor, label_P: Tensor) -> None:
         """Replace all prototypes."""
@@ -41,33 +44,41 @@ class Router(nn.Module):
             (self.weight, self.bias, self.owner, self.label), (weight_PD, bias_P, owner_P, label_P), strict=True
         ):
             parameter.data = value.to(parameter.dtype)
+        self._single = None
 
     def resize(self, prototypes: int) -> None:
         """Make room for the prototypes of a version, which are loaded next."""
         for parameter in self.parameters():
             parameter.data = parameter.new_zeros(prototypes, *parameter.shape[1:])
+        self._single = None
+
+    def prepare(self, experts: int) -> None:
+        """Keep what a route of a single event on the CPU needs of prototypes that do not change any more."""
+        self._single = _SingleRoutes(self, experts)
 
     def route(self, embedding_BD: Tensor, experts: int) -> "Route":
         """Choose the expert with the most probability for each event."""
+        if self._single is not None and len(embedding_BD) == 1 and not torch.is_grad_enabled():
+            return self._single.route(embedding_BD)
         probability_BP = self(embedding_BD)
         total_BE = probability_BP.new_zeros(len(probability_BP), experts).index_add_(1, self.owner, probability_BP)
         own_B1, chosen_B1 = total_BE.max(dim=1, keepdim=True)
         others_BP = probability_BP.masked_fill(self.owner == chosen_B1, 0.0)
         others_BC = others_BP.new_zeros(len(others_BP), self.classes).index_add_(1, self.label, others_BP)
-        return Route(chosen_B1[:, 0], own_B1, others_BC)
+        return Route(one_or_each(chosen_B1[:, 0]), own_B1, others_BC)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Route:
     """Which experts answer B events.
 
     Attributes:
-        chosen_B: the expert of each event, int64 `[B]`.
+        chosen: the expert of all events, or that of each.
         own_B1: the probability that the router gives it, float32 `[B, 1]`.
         others_BC: the probability of each class by the prototypes of the other experts, float32 `[B, C]`.
     """
 
-    chosen_B: Tensor
+    chosen: Chosen
     own_B1: Tensor
     others_BC: Tensor
 
@@ -77,9 +88,43 @@ class Route:
         The chosen expert divides its own probability among its classes; that of the others is as the router has it.
         """
         class_BC = torch.addcmul(self.others_BC, self.own_B1, logits_BC.float().softmax(dim=1))
-        return class_BC.clamp_min(torch.finfo(torch.float32).tiny).log()
+        return class_BC.clamp_min(_TINY).log()
 
 
-def _float32(device: str) -> contextlib.AbstractContextManager[object]:
-    # Entering a context of autocast takes as long as several layers of one row.
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else contextlib.nullcontext()
+class _SingleRoutes:
+    """Routes of single events, bit for bit as `Router.route` has them, with half of its operations.
+
+    The operations of a single event take as long as it takes to start them. So the classes of the other experts'
+    prototypes are listed in advance for each expert, and no sum starts from zeros that have to be written first.
+    """
+
+    def __init__(self, router: Router, experts: int) -> None:
+        self._weight, self._bias, self._owner = router.weight.detach(), router.bias.detach(), router.owner.detach()
+        self._classes = router.classes
+        self._zeros_1E = router.weight.new_zeros(1, experts)
+        self._zeros_1N = router.weight.new_zeros(1, router.classes + 1)
+        self._others = [router.label.masked_fill(self._owner == expert, router.classes) for expert in range(experts)]
+        """For each expert int64 `[P]`: the class of each prototype, for its own that after the last."""
+
+    def route(self, embedding_1D: Tensor) -> Route:
+        probability_1P = _probability(embedding_1D, self._weight, self._bias)
+        own_11, chosen_11 = self._zeros_1E.index_add(1, self._owner, probability_1P).max(dim=1, keepdim=True)
+        chosen = int(chosen_11)
+        others_1N = self._zeros_1N.index_add(1, self._others[chosen], probability_1P)
+        return Route(chosen, own_11, others_1N[:, : self._classes])
+
+
+def one_or_each(chosen_B: Tensor) -> Chosen:
+    """Return the part of all events as a number where they have one in common, as most requests at a time do, and no
+    device is waited for: to take one part costs less than to gather that of each event, which gradients need."""
+    if chosen_B.is_cpu and not torch.is_grad_enabled() and len(distinct := set(chosen_B.tolist())) == 1:
+        return int(distinct.pop())
+    return chosen_B
+
+
+def _probability(embedding_BD: Tensor, weight_PD: Tensor, bias_P: Tensor) -> Tensor:
+    device = embedding_BD.device.type
+    if torch.is_autocast_enabled(device):  # entering a context of autocast takes as long as several layers of one row
+        with torch.autocast(device, enabled=False):
+            return _probability(embedding_BD, weight_PD, bias_P)
+    return functional.linear(embedding_BD.to(weight_PD.dtype), weight_PD, bias_P).softmax(dim=1)

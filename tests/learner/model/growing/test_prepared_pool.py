@@ -1,0 +1,260 @@
+"""A prepared pool of experts or columns: it predicts the same bits with fewer operations."""
+
+import copy
+import gc
+import math
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
+
+from ingest.config import SchemaSettings
+from ingest.events.schema import Schema
+from learner.config import LearnerSettings
+from learner.model.device import choose_precision
+from learner.model.growing.parts import grown, pool_of
+from learner.model.growing.router import Router
+from learner.model.task import Classification
+from learner.model.trained_set import trained_state
+from learner.strategies.examples import Examples
+from learner.training.trainer import Trainer
+from tests.support.strategies import extended, small_strategy
+
+CPU = torch.device("cpu")
+CLASSES = 6
+TASKS = (0, 1), (2, 3), (4, 5)
+
+
+class Fused(nn.Module):
+    """Has a layer that torch computes without calling its parts, unless one of these has a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(4, 8)
+        self.encoder = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.head = nn.Linear(8, CLASSES)
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.head(self.encoder(self.embed(x)[:, None])[:, 0])
+        return output
+
+
+def body() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, CLASSES))
+
+
+def images() -> nn.Module:
+    return nn.Sequential(nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 5, 2), nn.ReLU(), nn.Flatten(), nn.Linear(5, CLASSES))
+
+
+MODELS: dict[str, Any] = {
+    "embedding early": (body, "0", {}),
+    "embedding late": (body, "3", {}),
+    "base of bf16": (body, "0", {"base_precision": "bf16"}),
+    "convolution": (images, "2", {}),
+    "fused": (Fused, "embed", {}),
+    "progressive": (body, "1", None),
+}
+
+
+def trained(name: str, tasks: int = 3, precision: str = "fp32") -> tuple[Trainer, Tensor]:
+    """Return a trainer with a part for each of the tasks, and events of all classes."""
+    factory, embedding, arguments = MODELS[name]
+    torch.manual_seed(0)
+    model = factory()
+    schema = Schema(
+        SchemaSettings.model_validate(
+            {"features": {"x": {"dtype": "float32", "shape": [4]}}, "label": {"name": "y", "classes": CLASSES}}
+        )
+    )
+    strategy = small_strategy("progressive" if arguments is None else "experts", least=16, **(arguments or {}))
+    settings = LearnerSettings.model_validate({"optimizer": {"name": "sgd", "lr": 0.05}, "max_grad_norm": math.inf})
+    chosen = choose_precision(precision, CPU)
+    extended(strategy, model, schema, embedding=embedding)
+    trainer = Trainer(model, Classification(), strategy, schema, settings, CPU, chosen)
+    centres = torch.randn(CLASSES, 4) * 4
+    for classes in TASKS[:tasks]:
+        for _ in range(4):
+            label_B = torch.tensor(classes).repeat(8)
+            assert trainer.step(Examples({"x": centres[label_B] + torch.randn(16, 4)}, label_B, torch.ones(16))).finite
+    return trainer, centres.repeat(4, 1) + torch.randn(24, 4) * 2
+
+
+def versions(trainer: Trainer) -> tuple[nn.Module, nn.Module]:
+    """Return the model of a version as it is, and prepared."""
+    weights = {name: value.clone() for name, value in trained_state(trainer.model).items()}
+    both = []
+    for _ in range(2):
+        module = copy.deepcopy(grown(trainer.model, weights)).eval()
+        module.load_state_dict(weights, strict=False)
+        both.append(module)
+    prepared = pool_of(both[1])
+    assert prepared is not None
+    prepared.prepare(both[1])
+    return both[0], both[1]
+
+
+@pytest.mark.parametrize("tasks", [1, 2, 3])
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_prepared_module_predicts_the_same_bits(name: str, autocast: bool, tasks: int) -> None:
+    trainer, x = trained(name, tasks)
+    plain, prepared = versions(trainer)
+    x[3] = math.nan
+    x[4] = math.inf
+    batches = [*x.split(1), x, x[5:], x[5:6].repeat(5, 1)]
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        for batch in batches:
+            found, expected = prepared(batch), plain(batch)
+            assert found.dtype is expected.dtype
+            assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
+    pool = pool_of(plain)
+    assert pool is not None
+    assert pool.size == tasks
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_with_gradients_it_predicts_the_same(name: str) -> None:
+    trainer, x = trained(name)
+    plain, prepared = versions(trainer)
+    for batch in (x, x[:1]):
+        assert torch.equal(prepared(batch), plain(batch))
+
+
+def reference(router: Router, embedding_BD: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the expert of each event, its probability, and those of classes by the others, prototype by prototype."""
+    probability_BP = functional.linear(embedding_BD, router.weight, router.bias).softmax(dim=1)
+    chosen, own, others = [], [], []
+    for each_P in probability_BP:
+        total_E, class_C = torch.zeros(experts), torch.zeros(router.classes)
+        for owner, value in zip(router.owner.tolist(), each_P, strict=True):
+            total_E[owner] += value
+        chosen.append(next(index for index, total in enumerate(total_E) if total == total_E.max()))
+        for owner, label, value in zip(router.owner.tolist(), router.label.tolist(), each_P, strict=True):
+            if owner != chosen[-1]:
+                class_C[label] += value
+        own.append(total_E[chosen[-1]])
+        others.append(class_C)
+    return torch.tensor(chosen), torch.stack(own)[:, None], torch.stack(others)
+
+
+@given(st.integers(0, 10_000), st.integers(1, 6), st.integers(1, 12), st.booleans())
+def test_a_route_is_that_of_the_plain_reference(seed: int, experts: int, prototypes: int, tied: bool) -> None:
+    """Also where experts have the same prototypes, and the first of them is chosen, or none at all."""
+    generator = torch.Generator().manual_seed(seed)
+    weight_PD, bias_P = torch.randn(prototypes, 5, generator=generator), torch.randn(prototypes, generator=generator)
+    if tied:
+        weight_PD[:], bias_P[:] = weight_PD[:1], bias_P[:1]
+    owner_P = torch.randint(experts, (prototypes,), generator=generator)
+    label_P = torch.randint(4, (prototypes,), generator=generator)
+    plain, prepared = Router(5, 4), Router(5, 4)
+    for each in (plain, prepared):
+        each.set(weight_PD, bias_P, owner_P, label_P)
+    prepared.prepare(experts)
+    embedding_BD = torch.randn(6, 5, generator=generator)
+    with torch.inference_mode():
+        for rows in (*embedding_BD.split(1), embedding_BD, embedding_BD[:1].repeat(3, 1)):
+            expected = reference(plain, rows, experts)
+            for each in (plain, prepared):
+                route = each.route(rows, experts)
+                chosen_B = (
+                    torch.tensor(route.chosen).expand(len(rows)) if isinstance(route.chosen, int) else route.chosen
+                )
+                assert chosen_B.tolist() == expected[0].tolist()
+                assert torch.equal(route.own_B1, expected[1])
+                assert torch.equal(route.others_BC, expected[2])
+
+
+class Counted(TorchDispatchMode):
+    """Counts operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations = 0
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operations += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operations(module: nn.Module, x: Tensor) -> int:
+    with torch.no_grad(), Counted() as counted:
+        module(x)
+    return counted.operations
+
+
+def test_a_single_row_takes_fewer_operations() -> None:
+    trainer, x = trained("embedding early")
+    plain, prepared = versions(trainer)
+    assert operations(prepared, x[:1]) <= operations(plain, x[:1]) - 10
+
+
+def test_the_base_does_not_run_a_head_that_experts_replace() -> None:
+    trainer, x = trained("embedding early")
+    _, prepared = versions(trainer)
+    with torch.no_grad():
+        before = prepared(x)
+        prepared.get_parameter("4.weight").fill_(math.nan)
+        assert torch.equal(prepared(x), before)
+
+
+def test_layers_that_torch_would_fuse_keep_their_hooks() -> None:
+    trainer, _ = trained("fused")
+    _, prepared = versions(trainer)
+    hooked = {name for name, module in prepared.named_modules() if module._forward_hooks}
+    assert hooked == {"embed", "encoder.linear1", "encoder.linear2"}
+
+
+def test_a_layer_whose_forward_pass_was_replaced_keeps_its_hook() -> None:
+    trainer, x = trained("embedding early")
+    plain, prepared = versions(trainer)
+    both = [copy.deepcopy(plain) for _ in range(2)]
+    for module in both:
+        layer = module.get_submodule("2")
+        layer.forward = lambda x_N, weight=layer.weight: 2 * functional.linear(x_N, weight)  # type: ignore[method-assign, misc]
+    pool = pool_of(both[1])
+    assert pool is not None
+    pool.prepare(both[1])
+    with torch.inference_mode():
+        assert torch.equal(both[1](x), both[0](x))
+        assert not torch.equal(both[1](x), prepared(x))
+
+
+def test_weights_that_are_loaded_later_are_not_hidden_by_those_before() -> None:
+    """A pool that is given another size starts as one that was not prepared."""
+    trainer, x = trained("embedding early", 2)
+    _, prepared = versions(trainer)
+    for classes in TASKS[2:]:
+        label_B = torch.tensor(classes).repeat(8)
+        assert trainer.step(Examples({"x": torch.randn(16, 4)}, label_B, torch.ones(16))).finite
+    weights = trained_state(trainer.model)
+    later = grown(prepared, weights)
+    later.load_state_dict(weights, strict=False)
+    with torch.inference_mode():
+        assert torch.equal(later.eval()(x), trainer.model.eval()(x))
+
+
+def test_it_is_freed_without_a_garbage_collection() -> None:
+    trainer, x = trained("embedding early")
+    plain, prepared = versions(trainer)
+    with torch.inference_mode():
+        prepared(x[:1])
+        prepared(x)
+    left = [weakref.ref(module) for module in prepared.modules()]
+    gc.collect()
+    gc.disable()
+    try:
+        del prepared
+        assert not any(module() is not None for module in left)
+    finally:
+        gc.enable()
+    assert plain is not None
