@@ -52,7 +52,7 @@ demo: .venv/.demo
 	@.venv/bin/anabranch demo $(ARGS)
 
 test: .venv/.dev
-	@$(call IN_MEMORY,8000000) -n $(or $(JOBS),$$(($$(getconf _NPROCESSORS_ONLN) + 2))) $(ARGS)
+	@$(call IN_MEMORY,4000000) -n $(or $(JOBS),$$(($$(getconf _NPROCESSORS_ONLN) + 2))) $(ARGS)
 
 test-fast: .venv/.dev
 	@$(PYTEST_FAST) $(ARGS)
