@@ -2,8 +2,8 @@
 
 `start` works as `subprocess.Popen` of this Python. A server, one for all workers of the tests, has the packages loaded,
 and forks. A forked process has its own arguments, environment, folder, descriptors, network namespace and random seeds,
-and runs its module as `__main__`. The ranks, ingest processes and serving workers that it starts are forked too. It
-ends without the destructors of modules.
+and runs its module as `__main__`. The ranks, ingest processes and serving workers that it starts are forked too, and
+so is what `multiprocessing` spawns there. It ends without the destructors of modules.
 
 Where forking is not safe (macOS, CUDA), with another number of threads, and under ANABRANCH_TEST_SPAWN=1, `start` uses
 `subprocess.Popen`. CI runs the tests marked `kafka` that way, so that they start processes as users do.
@@ -17,6 +17,7 @@ import functools
 import gc
 import importlib
 import json
+import multiprocessing
 import os
 import random
 import runpy
@@ -403,6 +404,7 @@ def _load() -> None:
     The validators of the config are built too, which takes each process 0.1 s.
     """
     fork_modules()
+    multiprocessing.context._concrete_contexts["spawn"] = multiprocessing.get_context("fork")  # type: ignore[attr-defined]
     gc.disable()
     import torch
 

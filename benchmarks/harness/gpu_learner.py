@@ -10,7 +10,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -174,6 +174,8 @@ class LearnerProcess:
         return self
 
     def __exit__(self, *error: object) -> None:
+        with suppress(OSError):  # a forked process has this end too, and reads no end of file
+            self._ours.send(None)
         self._ours.close()
         self._process.join(60)
         if self._process.is_alive():
@@ -235,10 +237,9 @@ def _control(
     connection: Connection,
     stop: threading.Event,
 ) -> None:
-    """Answer the commands of the benchmark, until it closes the pipe."""
+    """Answer the commands of the benchmark, until its None or its end."""
     try:
-        while True:
-            command = connection.recv()
+        while (command := connection.recv()) is not None:
             if command == "memory":
                 most = torch.cuda.max_memory_allocated() if device != "cpu" else 0
                 store = sum(tier.slots * tier.slot_bytes for tier in tiers)
@@ -246,7 +247,8 @@ def _control(
             else:
                 connection.send(_turn(source, *command))
     except (EOFError, OSError):
-        stop.set()
+        pass
+    stop.set()
 
 
 def _parameters(workload: Workload) -> int:

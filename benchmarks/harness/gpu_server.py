@@ -4,6 +4,7 @@ A request's time begins at its arrival, whether or not the process was free then
 """
 
 import asyncio
+import contextlib
 import multiprocessing
 import threading
 import time
@@ -103,6 +104,8 @@ class ServerProcess:
         return self
 
     def __exit__(self, *error: object) -> None:
+        with contextlib.suppress(OSError):  # a forked process has this end too, and reads no end of file
+            self._ours.send(None)
         self._ours.close()
         self._process.join(30)
         if self._process.is_alive():
