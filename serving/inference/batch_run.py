@@ -4,6 +4,7 @@ Legend: B rows of a batch.
 """
 
 import asyncio
+import gc
 import logging
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -129,7 +130,7 @@ class BatchRunner:
                     raise
             # After the except clause: its exception keeps the tensors of the failed run.
             most //= 2
-            free_cached_memory(self._device)
+            self._free_memory()
             self._report(f"{rows} rows were run {most} at a time")
 
     def _failure(self, request: QueuedRequest, exc: Exception) -> RequestError:
@@ -144,6 +145,7 @@ class BatchRunner:
         except Exception as other:
             if failure_of(other) is not Failure.MEMORY:
                 raise
+        self._free_memory()
         self._report(f"a request of {request.rows} rows was answered 503")
         return UnavailableError("the model has too little memory for now; try again")
 
@@ -155,6 +157,11 @@ class BatchRunner:
             if failure_of(other) is not Failure.MEMORY:
                 raise
             return False
+
+    def _free_memory(self) -> None:
+        """Free what a model has left in cycles, which a server collects seldom, and what torch caches."""
+        gc.collect()
+        free_cached_memory(self._device)
 
     def _report(self, what: str) -> None:
         sentence = f"the model ran out of memory in the last minute: {what}"

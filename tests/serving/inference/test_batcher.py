@@ -1,6 +1,7 @@
 """Dynamic batching: which requests share a run of the model, which wait, and which are refused."""
 
 import asyncio
+import contextlib
 import gc
 import math
 import selectors
@@ -462,6 +463,37 @@ def test_a_batch_that_runs_out_of_memory_is_run_in_pieces_that_fit(fits: int) ->
     most = {1: 1, 3: 2, 6: 4}[fits]
     batching(test)
     assert version.runs == [most] * (8 // most)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_memory_in_cycles_that_a_model_leaves_is_free_after_a_batch_that_has_none(rows: int) -> None:
+    class Kept:
+        def __init__(self) -> None:
+            self.itself = self
+
+    class Version(FakeVersion):
+        kept: "weakref.ref[Kept] | None" = None
+
+        def run(self, features: Mapping[str, Any], embed: bool = False) -> dict[str, Any]:
+            if self.kept is not None and self.kept() is not None:
+                raise NO_MEMORY
+            self.kept = weakref.ref(Kept())
+            return super().run(features, embed)
+
+    async def test(batcher: Batcher) -> None:
+        gc.disable()  # as rare as a server has it
+        try:
+            await ask(batcher, version, 1)
+            assert version.kept is not None
+            assert version.kept() is not None
+            with contextlib.suppress(UnavailableError):
+                await ask(batcher, version, *range(rows))
+            assert version.kept() is None
+        finally:
+            gc.enable()
+
+    version = Version()
+    batching(test)
 
 
 def test_a_request_that_memory_does_not_suffice_for_is_503_and_others_are_answered() -> None:
