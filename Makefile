@@ -26,11 +26,13 @@ FAST = not process and not services and not slow and not browser and not gpu
 # A thread for each worker: torch's pools of all workers would wait for each other's cores.
 # Bytecode is written, whatever the environment says: each worker, and each process that a test starts, reads it.
 PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} .venv/bin/python -m pytest --dist worksteal
-# Tests write thousands of small files and wait for each to be on the disk: in memory, where there are so many kB for them.
-IN_MEMORY = TMPDIR=$${TMPDIR:-$$(df -Pk /dev/shm 2>/dev/null | awk 'NR == 2 && $$4 > $(1) {print "/dev/shm"}')} \
-	$(PYTEST) -o tmp_path_retention_policy=failed
+# Tests write thousands of small files and wait for each to be on the disk: in memory, where there is a GB for each worker.
+IN_MEMORY = TMPDIR=$${TMPDIR:-$$(df -Pk /dev/shm 2>/dev/null | \
+	awk -v workers="$(1)" 'NR == 2 && $$4 > 1000000 * workers {print "/dev/shm"}')} \
+	$(PYTEST) -o tmp_path_retention_policy=failed -n "$(1)"
+CORES = $$(getconf _NPROCESSORS_ONLN)
 # A test that takes more than a second is printed: it may lack the marker `slow`.
-PYTEST_FAST = $(call IN_MEMORY,2000000) -n $(or $(JOBS),logical) -m '$(FAST)' --durations=10 --durations-min=1
+PYTEST_FAST = $(call IN_MEMORY,$(or $(JOBS),$(CORES))) -m '$(FAST)' --durations=10 --durations-min=1
 
 .NOTPARALLEL:
 .PHONY: help demo test test-fast $(PARTS) check docs bench faults fmt screenshot clean again
@@ -52,7 +54,7 @@ demo: .venv/.demo
 	@.venv/bin/anabranch demo $(ARGS)
 
 test: .venv/.dev
-	@$(call IN_MEMORY,4000000) -n $(or $(JOBS),$$(($$(getconf _NPROCESSORS_ONLN) + 2))) $(ARGS)
+	@$(call IN_MEMORY,$(or $(JOBS),$$(($(CORES) + 2)))) $(ARGS)
 
 test-fast: .venv/.dev
 	@$(PYTEST_FAST) $(ARGS)
