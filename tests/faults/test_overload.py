@@ -17,6 +17,7 @@ def test_events_that_arrive_too_fast_stay_in_the_broker(kafka: Any, tmp_path: Pa
     memory = flooded(tmp_path, kafka.bootstrap, seconds=15.0, pause=0.1, kept=None if all_kept else KEPT)
     assert memory.sent > 1.5 * memory.learned
     assert memory.exact
-    assert memory.growth < 1.15  # it goes up and down by a twentieth
+    # It goes up and down by 12 MB; a reader without bounds would hold some 80,000 messages of 0.5 kB and more.
+    assert memory.curve[-1] - memory.curve[1] < 35e6
     # Events that a reader without bounds would have read before the broker deletes them.
     assert all_kept or memory.removed > 0
