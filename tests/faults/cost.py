@@ -30,7 +30,6 @@ VERSION_SECONDS = 1.0
 CHECKPOINT_SECONDS = 30.0
 _QUICK_CHECKPOINT_SECONDS = 4.0
 _STORED = 10_000
-_POOL_ROWS = 20_000
 _AROUND_SECONDS = 1.0
 _CLOCKS = {
     "checkpoint_cost_fraction": "end",
@@ -91,28 +90,30 @@ def _usual(end: Floats, took: Floats, quiet: NDArray[np.bool_]) -> Floats:
     return np.array([np.median(steps[a:b]) if b > a else np.nan for a, b in zip(low, high, strict=True)])
 
 
-def recorded(folder: Path, bootstrap: str, seconds: float, checkpoint_seconds: float) -> NDArray[np.void]:
-    """Run a learner with a full store for `seconds`, and return its records."""
-    generator = np.random.default_rng(0)
-    columns = {"x": generator.random((_POOL_ROWS, 784), np.float32)}
+def recorded(
+    folder: Path, bootstrap: str, seconds: float, checkpoint_seconds: float, stored: int = _STORED
+) -> NDArray[np.void]:
+    """Run a learner with a full store of `stored` events for `seconds`, and return its records."""
+    generator, pool = np.random.default_rng(0), 2 * stored
+    columns = {"x": generator.random((pool, 784), np.float32)}
     described = schema_of(columns, 10)
     stream = Stream(bootstrap, "cost", described, 0)
     make_topic(stream)
-    payload = list(messages(packed(described, columns, generator.integers(0, 10, _POOL_ROWS))))
+    payload = list(messages(packed(described, columns, generator.integers(0, 10, pool))))
     sections = {
         "learner": {"batch_size": BATCH, "max_grad_norm": float("inf")},
-        "replay": {"capacity": _STORED},
+        "replay": {"capacity": stored},
         "versions": {"publish_every": f"{VERSION_SECONDS:.0f}s"},
         "checkpoints": {"every": f"{checkpoint_seconds:.0f}s"},
     }
     records = folder / "records.npy"
     document = pipeline(stream, MODEL, 0, sections)
     with (
-        EventFeed(stream, payload, _POOL_ROWS / len(payload), None) as feed,
+        EventFeed(stream, payload, pool / len(payload), None) as feed,
         LearnerProcess(folder, document, program=(cost_program.__file__, str(records))) as process,
     ):
         feed.watch(process.state_dir)
-        first = process.wait_for(lambda report: sum(report.outcomes.values()) > 2 * _STORED)
+        first = process.wait_for(lambda report: sum(report.outcomes.values()) > 2 * stored)
         last = process.wait_for(lambda report: report.time > first.time + seconds)
         process.stop()
     rows: NDArray[np.void] = np.load(records)
