@@ -11,7 +11,7 @@
 `anabranch plan` calibrates each pipeline. Then the pipeline runs: a producer sends events at the planned rate to a
 broker; then the learner is given a backlog. Figures are the plan's over the run's:
 
-    memory      of the host: the highest of learner, ingest process and serving, and the ring
+    memory      of the host: the highest of learner, ingest process and serving, and the ring, also while it is behind
     disk        bytes a day, from one checkpoint to a later one, as Linux counts what the processes write
     freshness   the mean of the same time, as serving counts it
     saturation  new events a second while the learner is behind
@@ -239,7 +239,7 @@ def run_pipeline(
         paced.send(int(backlog / setting.events_per_message))
         learner.go_on()
         with cores_of(listener(stream.bootstrap)) as taken:
-            rate = _saturate(learner, sizes.flood)
+            rate = _saturate(learner, peak, sizes.flood)
     return Run(
         peak.total, wrote / (last.time - first.time), freshness or 0.0, rate, taken(),
         sum(first.outcomes.values()), sum(last.outcomes.values()),
@@ -260,13 +260,13 @@ def _next_checkpoint(learner: LearnerProcess, peak: PeakMemory) -> LearnerReport
     return _wait(learner, peak, lambda report: report.checkpoint != number)
 
 
-def _saturate(learner: LearnerProcess, seconds: float) -> float:
+def _saturate(learner: LearnerProcess, peak: PeakMemory, seconds: float) -> float:
     """Return the events a second while some wait, after it has begun with them; 0 without two such reports."""
-    idle = learner.wait_for(lambda report: _waiting(report) > 0)  # the first fetch takes seconds
-    begun = learner.wait_for(lambda report: report.outcomes["trained"] > idle.outcomes["trained"])
-    reports = [learner.wait_for(lambda report: report.time > begun.time + seconds / 3)]
+    idle = _wait(learner, peak, lambda report: _waiting(report) > 0)  # the first fetch takes seconds
+    begun = _wait(learner, peak, lambda report: report.outcomes["trained"] > idle.outcomes["trained"])
+    reports = [_wait(learner, peak, lambda report: report.time > begun.time + seconds / 3)]
     while reports[-1].time <= reports[0].time + seconds and _waiting(reports[-1]):
-        reports.append(learner.wait_for(lambda report: report.time > reports[-1].time))
+        reports.append(_wait(learner, peak, lambda report: report.time > reports[-1].time))
     first, last = reports[0], next((each for each in reversed(reports) if _waiting(each)), reports[0])
     passed = last.time - first.time
     return (last.outcomes["trained"] - first.outcomes["trained"]) / passed if passed else 0.0

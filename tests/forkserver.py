@@ -315,7 +315,7 @@ class Forked:
 
 
 class ForkingPopen(subprocess.Popen):  # type: ignore[type-arg]
-    """`subprocess.Popen` in tests and in forked processes: our own modules are forked as well."""
+    """`subprocess.Popen` in tests and in forked processes: our own modules and programs of the tests are forked."""
 
     def __new__(cls, args: Any, **options: Any) -> Any:
         if isinstance(args, list | tuple) and args[0] == sys.executable:
@@ -323,7 +323,8 @@ class ForkingPopen(subprocess.Popen):  # type: ignore[type-arg]
             if arguments[0] == "-u":  # of torchrun
                 del arguments[0]
             named = arguments[arguments[0] == "-P" :][:2]
-            if named[:1] == ["-m"] and named[1] in _MODULES:
+            module = named[1] if named[0] == "-m" else ""
+            if module in _MODULES or module.startswith("tests.") or named[0].startswith(f"{_ROOT}/tests/"):
                 return start(arguments, **options)
         return super().__new__(cls)
 
