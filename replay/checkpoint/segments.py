@@ -150,19 +150,29 @@ class _Writer:
     def write(self, merged: Sequence[Segment], new: slice) -> Segment:
         """Return a segment with the held events of earlier ones, and a slice of the new events."""
         merged = [segment for segment in merged if segment.held]
-        index, payload = list[Tensor](), list[Tensor]()
-        for segment in merged:
-            tensors, live = self._load(segment), torch.from_numpy(segment.live)
-            index.append(tensors["index"][live])
-            if "payload" in tensors:
-                payload.append(tensors["payload"][live])
-        index.append(torch.from_numpy(_bytes_of(self._change.index[new])))
+        tensors = {"index": torch.from_numpy(_bytes_of(self._change.index[new]))}
         if self._change.payload is not None:
-            payload.append(self._change.payload[new])
-        tensors = {"index": torch.cat(index)} | ({"payload": torch.cat(payload)} if payload else {})
+            tensors["payload"] = self._change.payload[new]
+        if merged:
+            tensors = self._joined(merged, tensors)
         name = f"{self._number}-{len(self.new)}" if self.new else str(self._number)
         self.new[name] = NewSegment(tensors, merged)
         return Segment(name, np.ones(len(tensors["index"]), np.bool_))
+
+    def _joined(self, merged: Sequence[Segment], new: Tensors) -> dict[str, Tensor]:
+        """Return the tensors of held events of earlier segments and of new ones. Each row is copied once: those of a
+        store in memory are most of what a checkpoint takes."""
+        held = sum(segment.held for segment in merged)
+        joined = {name: rows.new_empty(held + len(rows), *rows.shape[1:]) for name, rows in new.items()}
+        at = 0
+        for segment in merged:
+            tensors, live = self._load(segment), torch.from_numpy(np.flatnonzero(segment.live))
+            for name, rows in joined.items():
+                torch.index_select(tensors[name], 0, live, out=rows[at : at + segment.held])
+            at += segment.held
+        for name, rows in joined.items():
+            rows[at:] = new[name]
+        return joined
 
 
 def assemble(

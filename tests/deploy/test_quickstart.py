@@ -4,7 +4,6 @@ import http.client
 import json
 import os
 import subprocess
-import sys
 import time
 import uuid
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests import forkserver
 from tests.deploy.objects import ROOT, Object, documented, environment, pods
 from tests.support.ports import free_ports
 
@@ -45,11 +45,11 @@ class Pod:
         own["ANABRANCH__STATE_DIR"] = str(self._state)
         return os.environ | own | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
-    def start(self, container: Object, *arguments: str, **pipes: Any) -> subprocess.Popen[str]:
+    def start(self, container: Object, *arguments: str, **pipes: Any) -> Any:
         """Start a command in the folder of the pipeline, which is the image's working directory."""
         own = [argument.replace("/pipeline/", f"{self._pipeline}/") for argument in arguments]
-        command = [sys.executable, "-m", "anabranch", *own]
-        return subprocess.Popen(command, cwd=self._pipeline, env=self.environment(container), text=True, **pipes)
+        command, variables = ["-m", "anabranch", *own], self.environment(container)
+        return forkserver.start(command, cwd=self._pipeline, env=variables, text=True, **pipes)
 
     def execute(self, container: Object, *arguments: str, given: str = "") -> str:
         """Run a command as an init container or `kubectl exec` would, and return what it prints."""

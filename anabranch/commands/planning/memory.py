@@ -86,13 +86,13 @@ def _memory_tier(store: PlannedStore) -> Line:
 
 
 def _checkpoint_buffers(store: PlannedStore, added: float) -> Line:
-    """Return the copies of rows while a checkpoint that has them is written, with three of merged ones."""
+    """Return the copies of rows while a checkpoint that has them is written: as they are read, and in a new segment."""
     most = most_events(store.row_bytes)
     new = min(store.events, round(added))
     merged = min(store.events - new, max(0, most - new))
     each = ENTRY_BYTES + store.row_bytes
-    formula = f"({COPIES_SAVED} x {new:,} new events + 3 x {merged:,} of merged segments) x {each:,} B"
-    return Line("buffers of checkpoints", (COPIES_SAVED * new + 3 * merged) * each, "bytes", formula)
+    formula = f"{COPIES_SAVED} x ({new:,} new events + {merged:,} of merged segments) x {each:,} B"
+    return Line("buffers of checkpoints", COPIES_SAVED * (new + merged) * each, "bytes", formula)
 
 
 def _ring(pipeline: Pipeline) -> Line:

@@ -21,7 +21,7 @@ SLOT_BYTES = RECORD.itemsize
 EVENT_BYTES = ENTRY_BYTES - RECORD.itemsize
 """Bytes of the table of events, for each event in addition."""
 COPIES_SAVED = 2
-"""Copies of the rows that a checkpoint has and the one before had not, while it is written."""
+"""Copies of the rows of a segment at its highest, while a checkpoint that merges earlier ones into it is written."""
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from anabranch.cli import app as cli
 from anabranch.config.loader import load_config
 from anabranch.core.logs import log_arguments
 from anabranch.runtime.supervisor import pipeline_parts
+from tests import forkserver
 from tools.reference import commands, shown
 
 COMMANDS = list(commands())
@@ -155,8 +156,8 @@ def test_init_writes_and_refuses(anabranch, tmp_path):
 @pytest.mark.process
 def test_an_unreachable_broker_is_one_sentence_and_exit_code_3(example, free_port, command):
     port = free_port()
-    done = subprocess.run(
-        [sys.executable, "-m", "anabranch", *command, "-c", "pipeline.toml"],
+    done = forkserver.run(
+        ["-m", "anabranch", *command, "-c", "pipeline.toml"],
         cwd=example,
         env={
             "PATH": "",
@@ -164,10 +165,7 @@ def test_an_unreachable_broker_is_one_sentence_and_exit_code_3(example, free_por
             "ANABRANCH__LEARNER__STATUS": "127.0.0.1:0",
             "ANABRANCH__SERVING__PORT": "0",
         },
-        capture_output=True,
-        text=True,
         timeout=90,
-        check=False,
     )
     assert done.returncode == 3
     said = [line for line in done.stderr.splitlines() if line.startswith("anabranch: ") and "stopping" not in line]
