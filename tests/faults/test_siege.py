@@ -13,7 +13,7 @@ pytestmark = pytest.mark.any_broker
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_attacks_on_http_end_no_part_and_fail_no_request(kafka: Any, tmp_path: Path) -> None:
-    besieged = besiege(tmp_path, kafka.bootstrap, quiet_seconds=1.0, seconds=8.0)
+    besieged = besiege(tmp_path, kafka.bootstrap, quiet_seconds=1.0, seconds=5.0)
     assert besieged.ended == ()
     assert besieged.failures == ()
     assert besieged.requests > 0

@@ -52,7 +52,7 @@ def traced_ahead(cell: dict[str, Any]) -> bool:
 @pytest.mark.parametrize("cell", list(cells()))
 @pytest.mark.slow
 def test_what_is_not_refused_learns(schema: Schema, cell: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = LearnerSettings.model_validate({**cell, "optimizer": {"name": "adam", "lr": 0.02}})
+    settings = LearnerSettings.model_validate({**cell, "optimizer": {"name": "adam", "lr": 0.05}})
     if list(conflicts(facts(settings, ReplaySettings()))):
         grows = cell["strategy"] in {"experts", "progressive"}
         assert cell["compile"] or grows
@@ -67,7 +67,7 @@ def test_what_is_not_refused_learns(schema: Schema, cell: dict[str, Any], monkey
     embedding = Embedding(model, "2") if strategy.embeds else None
     trainer = Trainer(model, Classification(), strategy, schema, settings, CPU, precision, embedding)
     losses = []
-    for _ in range(25):
+    for _ in range(12):
         columns = fake_columns(schema, range(12), label=[0, 1, 2])
         columns["feature.x"][:] = torch.eye(3)[torch.from_numpy(columns["label"])].numpy()
         new = trainer.examples(columns)

@@ -192,7 +192,7 @@ def test_training_gets_its_fraction(begin: Callable[..., Learner]) -> None:
             lambda: (
                 (report := learner.report)
                 and (sharing := report.device_sharing)
-                and sharing.yielded_seconds > 4
+                and sharing.yielded_seconds > 2
                 and 0.3 < sharing.training < 0.6
             )
         )
