@@ -32,6 +32,7 @@ from anabranch.runtime.lifecycle import Exit
 from ingest.config import SchemaSettings, StreamSettings
 from ingest.events.schema import Schema
 from ingest.formats.registry import FORMATS
+from replay.checkpoint.segments import most_events
 
 GIGABYTE = 10**9
 MODEL = "import torch\n\ndef build():\n    return torch.nn.Linear(4, 3)\n"
@@ -120,13 +121,11 @@ def test_a_total_is_the_sum_of_its_lines_and_every_line_has_a_formula(tmp_path: 
 
 def test_checkpoints_with_rows_have_buffers_of_new_and_merged_rows(tmp_path: Path) -> None:
     rows = "buffers of checkpoints"
-    in_memory = "[replay]\ncapacity = 4000\n"
-    each, every = 1_024 + ENTRY_BYTES, 30
-    assert config_of(tmp_path, in_memory).pipeline.checkpoints.every.total_seconds() == every
-    for rate, copies in ((1e6, 2 * 4_000), (10.0, 2 * 10 * every + 3 * (4_000 - 10 * every))):
-        plan = plan_of(tmp_path, in_memory, Load(rate=rate))
-        assert plan.sections["memory"].value(rows) == copies * each
-    plan = plan_of(tmp_path, in_memory + 'disk = {bytes = "20MB"}\n')
+    each, segment = 1_024 + ENTRY_BYTES, most_events(1_024)
+    for capacity, rate, written in ((4_000, 10.0, 4_000), (10**6, 10.0, segment), (10**6, 1e6, 10**6)):
+        plan = plan_of(tmp_path, f'[replay]\ncapacity = {capacity}\ndevice_bytes = "2GB"\n', Load(rate=rate))
+        assert plan.sections["memory"].value(rows) == 2 * written * each
+    plan = plan_of(tmp_path, '[replay]\ncapacity = 4000\ndisk = {bytes = "20MB"}\n')
     assert rows not in {line.name for line in plan.sections["memory"].lines}
 
 

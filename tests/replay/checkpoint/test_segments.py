@@ -197,6 +197,15 @@ def test_more_new_events_than_fit_into_a_segment_are_divided() -> None:
     assert log.assembled()[0] == names
 
 
+def test_the_rows_of_new_events_are_written_from_where_they_were_read() -> None:
+    names = list(range(50))
+    rows = rows_of(names)
+    made = advance([], StoreDelta(None, np.ones(0, np.bool_), index_of(names), rows), 1, Log(payload=True).load, 20)
+    assert [new.tensors["payload"].data_ptr() for new in made.new.values()] == [
+        rows[first].data_ptr() for first in (0, 20, 40)
+    ]
+
+
 def test_a_checkpoint_in_which_nothing_changed_writes_nothing() -> None:
     log, names = Log(payload=True), list(range(50))
     log.checkpoint(1, StoreDelta(None, np.ones(0, np.bool_), index_of(names), rows_of(names)))
