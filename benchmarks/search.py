@@ -15,8 +15,9 @@ The accuracy is prequential: of each event before it is trained on, in percent, 
     networks  challengers with their own networks, on made-up events whose classes another network decides: `equal`
               ones have the size of the model, and `wider` ones more than its two units. How many are reported as better
     river     River's selection among networks, with one learning rate for each power of ten of the same range, on the
-              same streams: successive halving with as many updates as a search takes, and a bandit. Networks take the
-              steps of the learner's trainer. A lead is by how much the search is above it, started 100 times off
+              same streams: successive halving with as many updates as a search takes, and a bandit; also CapyMOA's
+              halving where that is installed, with Java. Networks take the steps of the learner's trainer. A lead is
+              by how much the search is above a halving, started 100 times off
     cost      steps a second with a search over those without, in turns
 """
 
@@ -57,7 +58,9 @@ TARGETS = {
     "low_gap_to_given_points": Target(0.3),
     "high_gap_to_given_points": Target(0.3),
     "same_promotions_over_judgements": Target(1e-3),
-    **{f"river_lead_{arm}_points": Target(0.0, least=True) for arm in ("low", "high")},
+    **{
+        f"{peer}_lead_{arm}_points": Target(0.0, least=True) for peer in ("river", "capymoa") for arm in ("low", "high")
+    },
     "cost_steps_over_off": Target(0.8, least=True),
 }
 _NEAR = {"best": 0.5, "given": 0.3}
@@ -188,7 +191,7 @@ def stream_of(name: str, data: Path | None, rows: int) -> LabelledStream:
 
 
 def river(data: Path | None, rows: int, seeds: int, folder: Path, results: Results) -> None:
-    """Add the accuracy of River's selectors of models, and how far the search is above successive halving.
+    """Add the accuracy of River's and CapyMOA's selectors of models, and how far the search is above their halving.
 
     Left out where River is not installed, as with the extra `bench` alone.
     """
@@ -197,27 +200,36 @@ def river(data: Path | None, rows: int, seeds: int, folder: Path, results: Resul
         return
     from benchmarks.harness.river_selection import RATES, Member, epsilon_greedy, right, successive_halving
 
+    if not (with_capymoa := find_spec("capymoa") is not None):
+        results.remark("capymoa: left out, since capymoa is missing")
     leads: dict[str, list[float]] = {}
     for name in STREAMS:
         results.title(f"{name}: River's selection")
         events = stream(name, data, rows, BATCH)
         found: dict[str, list[float]] = {}
         for seed in range(seeds):
-            halving, bandit = (
-                [Member(trainer_of(events, lr, None, seed, folder), BATCH) for lr in RATES] for _ in range(2)
-            )
+
+            def members(events: LabelledStream = events, seed: int = seed) -> list[Member]:
+                return [Member(trainer_of(events, lr, None, seed, folder), BATCH) for lr in RATES]
+
             arms = {
-                "river_halving": successive_halving(halving, len(events.y), SAVED * BATCH),
-                "river_bandit": epsilon_greedy(bandit, seed, BATCH),
+                "river_halving": successive_halving(members(), len(events.y), SAVED * BATCH),
+                "river_bandit": epsilon_greedy(members(), seed, BATCH),
             }
+            if with_capymoa:
+                from benchmarks.harness.capymoa_selection import Halving
+
+                arms["capymoa_halving"] = Halving(members(), int(events.y.max()) + 1, len(events.y), SAVED * BATCH)
             for arm, selector in arms.items():
                 found.setdefault(arm, []).append(100 * right(selector, events.x, events.y) / len(events.y))
             for arm, lr in (("low", GIVEN / OFF), ("high", GIVEN * OFF)):
                 accuracy, _ = run(events, lr, seed, folder, {"promote": "auto"})
-                leads.setdefault(f"river_lead_{arm}_points", []).append(accuracy - found["river_halving"][-1])
+                for halving in (each for each in arms if each.endswith("_halving")):
+                    lead = f"{halving.removesuffix('_halving')}_lead_{arm}_points"
+                    leads.setdefault(lead, []).append(accuracy - found[halving][-1])
         for arm, values in found.items():
             results.add(f"{name}_{arm}", spread(values), f"{seeds} seeds, {len(events.y)} events", "%")
-    results.title("all streams and seeds: above River's successive halving")
+    results.title("all streams and seeds: above successive halving")
     for key, values in leads.items():
         ahead = sum(value >= 0 for value in values)
         results.add(key, spread(values), f"the mean; {ahead} of {len(values)} are ahead", "points")

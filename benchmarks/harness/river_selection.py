@@ -61,19 +61,24 @@ class Member(base.Classifier):  # type: ignore[misc]  # River has no types
 
 
 def successive_halving(members: Sequence[Member], events: int, saved: int) -> Any:
-    """Return River's successive halving, with so many updates in all as a search with `share = 0.2` has.
+    """Return River's successive halving, with so many updates in all as a search with `share = 0.2` has."""
+    budget = halving_budget(len(members), events, saved)
+    return model_selection.SuccessiveHalvingClassifier([*members], metrics.Accuracy(), budget=budget, eta=2)
+
+
+def halving_budget(members: int, events: int, saved: int) -> int:
+    """Return the updates of a successive halving that takes as many in all as a search with `share = 0.2`.
 
     A search gives challengers a quarter of the model's events by the cost of their steps, and `saved` more. A rung ends
     when the stream has advanced by `budget / (models * rungs)`, and after the last one model is left, which takes one
     update an event.
     """
-    rungs, left, advanced, updates = (len(members) - 1).bit_length(), len(members), 0.0, 0.0
+    rungs, left, advanced, updates = (members - 1).bit_length(), members, 0.0, 0.0
     for _ in range(rungs):
         end = 1 / (left * rungs)
         updates += left * (end - advanced)
         left, advanced = -(-left // 2), end
-    budget = int((events / 4 / STEP_COST + saved) / (updates - advanced))
-    return model_selection.SuccessiveHalvingClassifier([*members], metrics.Accuracy(), budget=budget, eta=2)
+    return int((events / 4 / STEP_COST + saved) / (updates - advanced))
 
 
 def epsilon_greedy(members: Sequence[Member], seed: int, batch: int) -> Any:
