@@ -23,7 +23,7 @@ _RATE = 200.0
 
 def measure(results: Results, quick: bool, bootstrap: str) -> None:  # noqa: ARG001 - every section takes the same
     """Measure the section."""
-    seconds, rounds = (1.0, 4) if quick else (4.0, 15)
+    seconds, rounds = (1.0, 4) if quick else (4.0, 40)
     core, others = split()
     results.title(f"experts: {_EXPERTS} of them, single rows, {_RATE:.0f} requests a second")
     with tempfile.TemporaryDirectory(dir=".", prefix="experts-") as folder:
