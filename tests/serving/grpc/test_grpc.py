@@ -291,9 +291,9 @@ def test_tls_has_the_configured_certificate(deploy: Any, served: Any, certificat
 def test_a_call_in_flight_is_answered_when_the_server_stops(deploy: Any, served: Any) -> None:
     publisher = deploy("number")
     publisher.publish(7)
-    module = sys.modules[publisher.deployment.model.factory.partition(":")[0]]
     with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
         server = stack.enter_context(served(publisher, grpc_port=0))
+        module = sys.modules[publisher.deployment.model.factory.partition(":")[0]]
         address = address_of(server)
         host, port = address.rsplit(":", 1)
         with grpc.insecure_channel(address) as channel:
