@@ -88,8 +88,8 @@ class Pool(nn.Module, abc.ABC):
             each.resize(frozen)
 
     def prepare(self, model: nn.Module) -> None:  # noqa: ARG002 - a hook
-        """Let the module that has the pool predict with fewer operations, and the same result bit for bit; its weights
-        do not change any more. Not for modules that are copied or trained afterwards."""
+        """Let the module that has the pool predict with fewer operations, and the same result but for rounding; its
+        weights do not change any more. Not for modules that are copied or trained afterwards."""
         if self.shift.is_cpu:
             self._shifts = [*self.shift.detach().unbind(), self.open_shift.detach()]
             self.router.prepare(self.size)

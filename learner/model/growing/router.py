@@ -12,6 +12,8 @@ from torch.nn import functional
 Chosen = int | Tensor
 """One part for all events, or that of each, int64 `[B]`."""
 _TINY = torch.finfo(torch.float32).tiny
+_MOST_ONES = 2**18
+"""Elements of the matrices that sum the probabilities of a single event: a megabyte."""
 
 
 def fixed(values: Tensor) -> nn.Parameter:
@@ -53,8 +55,10 @@ class Router(nn.Module):
         self._single = None
 
     def prepare(self, experts: int) -> None:
-        """Keep what a route of a single event on the CPU needs of prototypes that do not change any more."""
-        self._single = _SingleRoutes(self, experts)
+        """Keep what a route of a single event on the CPU needs of prototypes that do not change any more, if that is
+        little."""
+        if experts * self.classes * len(self.owner) <= _MOST_ONES:
+            self._single = _SingleRoutes(self, experts)
 
     def route(self, embedding_BD: Tensor, experts: int) -> "Route":
         """Choose the expert with the most probability for each event."""
@@ -92,26 +96,30 @@ class Route:
 
 
 class _SingleRoutes:
-    """Routes of single events, bit for bit as `Router.route` has them, with half of its operations.
+    """Routes of single events, as `Router.route` has them but for rounding, with half of its operations.
 
-    The operations of a single event take as long as it takes to start them. So the classes of the other experts'
-    prototypes are listed in advance for each expert, and no sum starts from zeros that have to be written first.
+    The operations of a single event take as long as it takes to start them. So probabilities are summed by a product
+    with a matrix of zeros and ones: one for the experts, and for each expert one with the classes of all others.
     """
 
     def __init__(self, router: Router, experts: int) -> None:
-        self._weight, self._bias, self._owner = router.weight.detach(), router.bias.detach(), router.owner.detach()
-        self._classes = router.classes
-        self._zeros_1E = router.weight.new_zeros(1, experts)
-        self._zeros_1N = router.weight.new_zeros(1, router.classes + 1)
-        self._others = [router.label.masked_fill(self._owner == expert, router.classes) for expert in range(experts)]
-        """For each expert int64 `[P]`: the class of each prototype, for its own that after the last."""
+        self._weight, self._bias, owner_P = router.weight.detach(), router.bias.detach(), router.owner.detach()
+        prototypes = torch.arange(len(owner_P))
+        self._owners_EP = self._weight.new_zeros(experts, len(owner_P))
+        self._owners_EP[owner_P, prototypes] = 1.0
+        labels_CP = self._weight.new_zeros(router.classes, len(owner_P))
+        labels_CP[router.label.detach(), prototypes] = 1.0
+        self._others_CP = [labels_CP.masked_fill(owned_P > 0, 0.0) for owned_P in self._owners_EP]
 
     def route(self, embedding_1D: Tensor) -> Route:
-        probability_1P = _probability(embedding_1D, self._weight, self._bias)
-        own_11, chosen_11 = self._zeros_1E.index_add(1, self._owner, probability_1P).max(dim=1, keepdim=True)
+        if torch.is_autocast_enabled("cpu"):
+            with torch.autocast("cpu", enabled=False):
+                return self.route(embedding_1D)
+        embedding_1D = embedding_1D.to(self._weight.dtype)
+        probability_1P = functional.linear(embedding_1D, self._weight, self._bias).softmax(dim=1)
+        own_11, chosen_11 = functional.linear(probability_1P, self._owners_EP).max(dim=1, keepdim=True)
         chosen = int(chosen_11)
-        others_1N = self._zeros_1N.index_add(1, self._others[chosen], probability_1P)
-        return Route(chosen, own_11, others_1N[:, : self._classes])
+        return Route(chosen, own_11, functional.linear(probability_1P, self._others_CP[chosen]))
 
 
 def one_or_each(chosen_B: Tensor) -> Chosen:
