@@ -73,7 +73,8 @@ def test_silent_connections_are_closed_for_new_ones_and_use_few_threads(port: in
         silent = [stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10)) for _ in range(100)]
         assert health(port) == 200
         assert silent[0].recv(1) == b""
-        assert threading.active_count() - before <= 2 * learner.runtime.status_server._MOST_CONNECTIONS
+        # The thread of one that was closed ends a moment later.
+        wait_until(lambda: threading.active_count() - before <= learner.runtime.status_server._MOST_CONNECTIONS)
 
 
 @pytest.mark.slow
