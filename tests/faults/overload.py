@@ -160,10 +160,9 @@ def _removed(report: LearnerReport) -> int:
 
 
 def _bytes(process: psutil.Process) -> int:
-    """Return the memory of a process that is not backed by files, or all of it where the system does not report that.
+    """Return the memory that only this process has and has written, or all of it where the system does not report that.
 
-    Pages of programs and libraries depend on the other processes of the machine, and so would the process's part of
-    the pages that a fork shares: the others of its server begin and end with their own tests. Those pages count whole.
+    Pages of programs and libraries, and those that a fork shares, depend on the other processes of the machine.
     """
     try:
         lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()
@@ -172,7 +171,7 @@ def _bytes(process: psutil.Process) -> int:
     except ProcessLookupError:
         return 0
     kilobytes = {line.partition(":")[0]: int(line.split()[1]) for line in lines[1:]}
-    return 1024 * (kilobytes["Anonymous"] + kilobytes["Pss_Shmem"])
+    return 1024 * kilobytes["Private_Dirty"]
 
 
 def _resident(process: psutil.Process) -> int:
