@@ -88,14 +88,14 @@ def trained(name: str, tasks: int = 3, precision: str = "fp32") -> tuple[Trainer
     return trainer, centres.repeat(4, 1) + torch.randn(24, 4) * 2
 
 
-def versions(trainer: Trainer) -> tuple[nn.Module, nn.Module]:
-    """Return the model of a version as it is, and prepared."""
+def versions(trainer: Trainer, device: torch.device = CPU) -> tuple[nn.Module, nn.Module]:
+    """Return the model of a version on a device as it is, and prepared."""
     weights = {name: value.clone() for name, value in trained_state(trainer.model).items()}
     both = []
     for _ in range(2):
         module = copy.deepcopy(grown(trainer.model, weights)).eval()
         module.load_state_dict(weights, strict=False)
-        both.append(module)
+        both.append(module.to(device))
     prepared = pool_of(both[1])
     assert prepared is not None
     prepared.prepare(both[1])
@@ -117,6 +117,21 @@ def test_a_prepared_module_predicts_the_same(name: str, autocast: bool, tasks: i
     pool = pool_of(plain)
     assert pool is not None
     assert pool.size == tasks
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tasks", [1, 3])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_prepared_module_predicts_the_same_on_a_gpu(name: str, tasks: int) -> None:
+    device = torch.device("cuda", 0)
+    trainer, x = trained(name, tasks)
+    plain, prepared = versions(trainer, device)
+    on_cpu, _ = versions(trainer)
+    with torch.inference_mode():
+        for batch in (*x.split(1), x, x[5:6].repeat(5, 1)):
+            output, expected = prepared(batch.to(device)), plain(batch.to(device))
+            torch.testing.assert_close(output, expected, rtol=1e-6, atol=1e-5)
+            torch.testing.assert_close(output.cpu(), on_cpu(batch), rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("name", MODELS)
