@@ -126,9 +126,10 @@ def test_requests_are_answered_while_another_stream_keeps_the_device_busy(number
     swapper.poll()
     assert swapper.current is not None
     stop = threading.Event()
+    start = torch.randn(2048, 2048, device=device)  # a generator cannot draw while another thread captures a graph
 
     def train() -> None:
-        x = torch.randn(2048, 2048, device=device)
+        x = start
         while not stop.is_set():
             for _ in range(8):
                 x = (x @ x).softmax(1)

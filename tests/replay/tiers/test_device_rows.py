@@ -247,6 +247,7 @@ def test_a_cache_without_memory_for_new_rows_leaves_them_to_the_slower_tier(
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @each_arrangement
 def test_a_sample_on_a_gpu_waits_for_nothing(schema: Schema, tmp_path: Path, options: dict[str, Any]) -> None:
     store = open_store(schema, CUDA, tmp_path, **options)
