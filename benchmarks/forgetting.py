@@ -71,11 +71,11 @@ TARGETS = {
     "compression_int8_change": Target(-0.5, least=True),
     "compression_topk_bytes_over_full": Target(0.021),
     "compression_int8_bytes_over_full": Target(0.26),
-    "memory_bursts_chosen_change": Target(2.0, least=True),
+    "memory_long_tailed_chosen_change": Target(2.0, least=True),
     "memory_label_noise_chosen_change": Target(2.0, least=True),
     **{
         f"memory_{name}_chosen_change": Target(-0.3, least=True)
-        for name in ("class_incremental", "long_tailed", "recurring", "elec2", "flights")
+        for name in ("class_incremental", "bursts", "recurring", "elec2", "flights")
     },
 }
 PUBLISHED = {
@@ -204,7 +204,8 @@ def flights(folder: Path | None) -> Drifting:
 NATURAL: dict[str, Callable[[Path | None], Drifting]] = {"elec2": elec2, "flights": flights}
 MEMORIES: dict[str, Mapping[str, object]] = {
     "uniform": {},
-    "chosen": {"admission": "distinct", "sampling": "agreement"},
+    "chosen": {"admission": "distinct", "sampling": "agreement", "class_floor": 0.25},
+    "class_floor": {"class_floor": 0.25},
     "distinct": {"admission": "distinct"},
     "agreement": {"sampling": "agreement"},
     "class_balanced": {"sampling": "class-balanced"},

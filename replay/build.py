@@ -116,7 +116,7 @@ def store_size(settings: ReplaySettings, row_bytes: int, step: int) -> tuple[int
 def check_policies(settings: ReplaySettings, schema: Schema, dim: int | None) -> None:
     """Raise SettingsError if the schema, or a model whose embedding has `dim` numbers, lacks what a policy needs."""
     classes, clusters = schema.label.one_of, None if dim is None else CLUSTERS
-    ADMISSIONS[settings.admission](AdmissionContext(classes, settings.half_life, clusters))
+    ADMISSIONS[settings.admission](AdmissionContext(classes, settings.half_life, clusters, settings.class_floor))
     if dim is None or settings.sampling not in INDEXED:
         SAMPLERS[settings.sampling](SamplerContext(EventTable(1, 1, 0, 1), 1, classes, settings.half_life, None, dim))
 
@@ -136,14 +136,15 @@ def _store(
     """Compose the store of k events with its policies, and start the index process if they need it."""
     classes = schema.label.one_of
     admission = ADMISSIONS[settings.admission](
-        AdmissionContext(classes, settings.half_life, None if dim is None else CLUSTERS)
+        AdmissionContext(classes, settings.half_life, None if dim is None else CLUSTERS, settings.class_floor)
     )
-    if k < admission.groups:
+    floors = admission.floors(k)
+    if floors is None and k < admission.groups:
         raise SettingsError(
             f'replay.admission = "{settings.admission}" shares the store among {admission.groups} groups, and '
             f"it holds {k} events; raise replay.capacity or its bytes"
         )
-    quotas = Quotas(k, admission.groups)
+    quotas = Quotas(k, admission.groups, floors)
     event_table = EventTable(tiers.slots, quotas.limit + MAX_INSERTED, seed, admission.groups)
     tracker = None
     if dim is not None and {settings.admission, settings.sampling} & INDEXED:

@@ -55,6 +55,9 @@ class ReplaySettings(Section):
     """Which events are kept: `reservoir` is a uniform sample of all events, weighted by `[schema.weight]` if declared;
     `class-balanced` keeps as many of each class, `recent` more of the newer events, `distinct` no near-duplicates of
     recent events by `model.embedding`, and `diverse` as many of each cluster of it."""
+    class_floor: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """The least events that are kept of each class, if there are as many, as a fraction of an equal part of the store:
+    0.25 keeps at least 25 of each of ten classes in a store of 1,000. For `reservoir`, `recent` and `distinct`."""
     sampling: Literal["uniform", "class-balanced", "recent", "loss", "agreement", "similar", "diverse"] = "uniform"
     """Which kept events are sampled: `uniform`, as many of each class (`class-balanced`) or cluster (`diverse`), more
     of the newer events (`recent`), more of those with a large loss (`loss`), fewer of those whose label differs
@@ -77,6 +80,14 @@ class ReplaySettings(Section):
     def slower(self) -> dict[str, TierSettings]:
         """The sections of the slower tiers that there are, by name."""
         return {name: section for name, section in self if isinstance(section, TierSettings)}
+
+    @model_validator(mode="after")
+    def _no_groups_have_a_floor(self) -> Self:
+        if self.class_floor and self.admission in ("class-balanced", "diverse"):
+            raise ValueError(
+                f'class_floor is for other admissions than "{self.admission}", which has quotas of its own'
+            )
+        return self
 
     @model_validator(mode="after")
     def _there_is_a_tier(self) -> Self:

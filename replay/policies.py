@@ -11,6 +11,7 @@ from replay.embedding_index.embedding_tracker import EmbeddingTracker
 from replay.reservoir.admission import (
     Admission,
     ClassBalancedAdmission,
+    ClassFloor,
     DistinctAdmission,
     DiverseAdmission,
     RecencyAdmission,
@@ -55,20 +56,30 @@ class AdmissionContext:
         classes: the number of classes, if an event has exactly one; else None.
         half_life: `replay.half_life`.
         clusters: the number of clusters of embeddings; None if there are none.
+        class_floor: `replay.class_floor`.
     """
 
     classes: int | None
     half_life: timedelta
     clusters: int | None
+    class_floor: float = 0.0
+
+
+def _classes_of(context: AdmissionContext, setting: str, instead: str) -> int:
+    if context.classes is None or context.classes >= _MAX_GROUPS:
+        raise SettingsError(
+            f"replay.{setting} needs schema.label.classes, fewer than 32767 and one an event; {instead}"
+        )
+    return context.classes
 
 
 def _classes_kept(context: AdmissionContext) -> Admission:
-    if context.classes is None or context.classes >= _MAX_GROUPS:
-        raise SettingsError(
-            'replay.admission = "class-balanced" needs schema.label.classes, fewer than 32767 and one an event; '
-            'write "reservoir"'
-        )
-    return ClassBalancedAdmission(context.classes)
+    return ClassBalancedAdmission(_classes_of(context, 'admission = "class-balanced"', 'write "reservoir"'))
+
+
+def _floor_of(context: AdmissionContext) -> ClassFloor | None:
+    share = context.class_floor
+    return ClassFloor(_classes_of(context, f"class_floor = {share:g}", "write 0"), share) if share else None
 
 
 def _clusters_of(context: AdmissionContext, name: str) -> int:
@@ -81,13 +92,13 @@ def _distinct_kept(context: AdmissionContext) -> Admission:
     _clusters_of(context, "distinct")
     if context.classes is None:
         raise SettingsError('replay.admission = "distinct" needs schema.label.classes, one an event; write "reservoir"')
-    return DistinctAdmission()
+    return DistinctAdmission(_floor_of(context))
 
 
 ADMISSIONS: dict[str, Callable[[AdmissionContext], Admission]] = {
-    "reservoir": lambda _: ReservoirAdmission(),
+    "reservoir": lambda context: ReservoirAdmission(_floor_of(context)),
     "class-balanced": _classes_kept,
-    "recent": lambda context: RecencyAdmission(context.half_life),
+    "recent": lambda context: RecencyAdmission(context.half_life, _floor_of(context)),
     "distinct": _distinct_kept,
     "diverse": lambda context: DiverseAdmission(_clusters_of(context, "diverse")),
 }

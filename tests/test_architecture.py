@@ -184,7 +184,7 @@ KEYS_ADDED = words("""
     serving.grpc_port serving.versions_from serving.drain serving.canary serving.links
     device_sharing.fraction device_sharing.yield_at
     device_sharing.stream_priority device_sharing.mps_percentage device_sharing.sms device_sharing.memory
-    replay.half_life replay.device_memory
+    replay.half_life replay.class_floor replay.device_memory
     device.enabled device.every device.timeout device.window device.corrected_errors device.pcie_replays
     device.nvlink_errors device.temperature_margin device.sniff_every device.sniff_deviation
     lineage.sign_key

@@ -42,9 +42,14 @@ class Admission(Protocol):
     name: str
     """Differs for policies under which some event has another priority or group."""
     groups: int
-    """How many groups there are, G. They have equal quotas; the others use what one group does not fill."""
+    """How many groups there are, G."""
     by_cluster: bool
     """Whether groups are clusters of embeddings, which the index process computes."""
+
+    def floors(self, k: int, /) -> NDArray[np.int64] | None:
+        """Return the least events of each group in a store of k, int64 `[G]`; None: groups have equal quotas, and the
+        others use what one does not fill."""
+        ...
 
     def priorities(self, candidates: Candidates, /) -> NDArray[np.float64]:
         """Return the priority of each event, float64 `[N]`: a pure function of the event; the smallest are kept."""
@@ -73,12 +78,37 @@ class Admission(Protocol):
         ...
 
 
-class ReservoirAdmission(Admission):
-    """A uniform sample of all added events, weighted by the events' weights."""
+@dataclass(frozen=True)
+class ClassFloor:
+    """Each of C classes has at least this share of an equal part of the store, while there are as many events of it.
 
-    name = "reservoir"
-    groups = 1
+    Attributes:
+        classes: C.
+        share: from 0 to 1.
+    """
+
+    classes: int
+    share: float
+
+
+class ReservoirAdmission(Admission):
+    """A uniform sample of all added events, weighted by the events' weights; or of the events of each class, as far as
+    a floor demands."""
+
+    kind = "reservoir"
     by_cluster = False
+
+    def __init__(self, floor: ClassFloor | None = None) -> None:
+        self._floor = floor
+        self.groups = 1 if floor is None else floor.classes + 1
+        self.name = self.kind if floor is None else f"{self.kind} {floor.classes} {floor.share}"
+
+    @override
+    def floors(self, k: int) -> NDArray[np.int64] | None:
+        if self._floor is None:
+            return None
+        # Events without a label, the last group, have none.
+        return np.append(np.full(self._floor.classes, int(self._floor.share * k / self._floor.classes)), 0)
 
     @override
     def priorities(self, candidates: Candidates) -> NDArray[np.float64]:
@@ -88,7 +118,7 @@ class ReservoirAdmission(Admission):
 
     @override
     def group(self, label: NDArray[np.int64], _cluster: NDArray[np.int16]) -> NDArray[np.int16]:
-        return np.zeros(len(label), np.int16)
+        return np.zeros(len(label), np.int16) if self.groups == 1 else _by_class(label, self.groups)
 
     @override
     def rates(
@@ -102,18 +132,15 @@ class ClassBalancedAdmission(ReservoirAdmission):
     """As many events of each class, a uniform sample within a class; events without a label are one more class."""
 
     def __init__(self, classes: int) -> None:
+        super().__init__()
         self.name = f"class-balanced {classes}"
         self.groups = classes + 1
 
-    @override
-    def group(self, label: NDArray[np.int64], _cluster: NDArray[np.int16]) -> NDArray[np.int16]:
-        return np.where(label < 0, self.groups - 1, label).astype(np.int16)
-
 
 class DistinctAdmission(ReservoirAdmission):
-    """A uniform sample of the events that the store admits as no near-duplicates of recent ones."""
+    """As `ReservoirAdmission`, of the events that the store admits as no near-duplicates of recent ones."""
 
-    name = "distinct"
+    kind = "distinct"
 
     @override
     def rates(
@@ -134,6 +161,7 @@ class DiverseAdmission(ReservoirAdmission):
     by_cluster = True
 
     def __init__(self, clusters: int) -> None:
+        super().__init__()
         self.name = f"diverse {clusters}"
         self.groups = clusters
 
@@ -149,8 +177,9 @@ class RecencyAdmission(ReservoirAdmission):
     -ln(u) over that weight, without overflow (Efraimidis and Spirakis' A-ES in logarithms).
     """
 
-    def __init__(self, half_life: timedelta) -> None:
-        self.name = f"recent {half_life.total_seconds()}"
+    def __init__(self, half_life: timedelta, floor: ClassFloor | None = None) -> None:
+        self.kind = f"recent {half_life.total_seconds()}"
+        super().__init__(floor)
         self._decay = math.log(2) / half_life.total_seconds()
 
     @override
@@ -166,6 +195,10 @@ class RecencyAdmission(ReservoirAdmission):
         # Corrects for the weight, not for the age: an event of the mean weight keeps that weight.
         rate = np.exp(np.minimum(threshold + self._decay * time_s, 700.0))
         return rate, -np.expm1(-rate * weight)
+
+
+def _by_class(label: NDArray[np.int64], groups: int) -> NDArray[np.int16]:
+    return np.where(label < 0, groups - 1, label).astype(np.int16)
 
 
 def exponentials(identity: NDArray[np.uint64]) -> NDArray[np.float64]:

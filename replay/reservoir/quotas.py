@@ -29,10 +29,15 @@ class Quotas:
     triggered by count, never by time. The level is the largest integer with which at most k events are held in total.
     It is the same for the held events as for all added events: a group that was never reduced has all of its events,
     and one that was reduced has more than the level.
+
+    With floors, groups share one threshold instead, above which only those events are held without which a group would
+    have fewer than its floor. That too is the same for the held events as for all added events.
     """
 
-    def __init__(self, k: int, groups: int = 1) -> None:
+    def __init__(self, k: int, groups: int = 1, floors: NDArray[np.int64] | None = None) -> None:
+        """Hold k events; `floors`: the least of each group, if it has as many, int64 `[G]` with a sum of at most k."""
         self.k = k
+        self._floors = floors
         self.limit = k + k // _SLACK
         """The most events that are held between two calls."""
         self.at_once = max(64, min(1024, k // _SLACK))
@@ -65,10 +70,34 @@ class Quotas:
         if len(held) <= self.k:
             return self.admits(held, group)
         counts = np.bincount(group, minlength=len(self.thresholds)) if counts is None else counts
+        if self._floors is not None:
+            self._lower_to_floors(held, group, counts, self._floors)
+            return self.admits(held, group)
         few = self._lower_one(held) if len(counts) == 1 else self._lower_groups(held, group, counts)
         stays = np.ones(len(held), np.bool_)
         stays[few] = self.admits(held.take(few), group.take(few))
         return stays
+
+    def _lower_to_floors(
+        self,
+        held: NDArray[np.float64],
+        group: NDArray[np.int16],
+        counts: NDArray[np.int64],
+        floors: NDArray[np.int64],
+    ) -> None:
+        """Lower the thresholds of all groups to a common one, but of those that would fall below their floors to it."""
+        least, short = np.minimum(counts, floors), np.zeros(len(counts), np.bool_)
+        while True:
+            others, room = held[~short[group]], self.k - int(least[short].sum())
+            common = _kth_smallest(others, room) if len(others) > room else math.inf
+            # The more events the groups at their floors have, the lower is the threshold of the others.
+            shorter = short | (np.bincount(group[held < common], minlength=len(counts)) < floors)
+            if (shorter == short).all():
+                break
+            short = shorter
+        self.thresholds[~short] = np.minimum(self.thresholds[~short], common)
+        for each in np.flatnonzero(short & (counts > floors)).tolist():
+            self.thresholds[each] = _kth_smallest(held[group == each], int(floors[each]))
 
     def _lower_one(self, held: NDArray[np.float64]) -> NDArray[np.intp]:
         """Lower the threshold of the only group; return the ascending positions of events that may be evicted."""

@@ -16,6 +16,7 @@ from replay.reservoir.admission import (
     Admission,
     Candidates,
     ClassBalancedAdmission,
+    ClassFloor,
     RecencyAdmission,
     ReservoirAdmission,
     exponentials,
@@ -28,7 +29,11 @@ POLICIES: dict[str, Callable[[], Admission]] = {
     "reservoir": ReservoirAdmission,
     "class-balanced": lambda: ClassBalancedAdmission(CLASSES),
     "recent": lambda: RecencyAdmission(HOUR),
+    "floor": lambda: ReservoirAdmission(ClassFloor(CLASSES, 0.5)),
+    "whole floor": lambda: ReservoirAdmission(ClassFloor(CLASSES, 1.0)),
+    "recent floor": lambda: RecencyAdmission(HOUR, ClassFloor(CLASSES, 0.25)),
 }
+FLOORS = {"floor": 0.5, "whole floor": 1.0, "recent floor": 0.25}
 each_policy = pytest.mark.parametrize("policy", POLICIES)
 
 
@@ -58,13 +63,21 @@ def priority(policy: str, event: Event) -> float:
     if not event.weight:
         return math.inf
     exponential = -math.log((event.identity + 0.5) / 2**64) / event.weight
-    return exponential if policy != "recent" else math.log(exponential) - math.log(2) * event.hours
+    return exponential if not policy.startswith("recent") else math.log(exponential) - math.log(2) * event.hours
 
 
 def kept(policy: str, added: set[Event], k: int) -> set[Event]:
-    """Of each group the q smallest, q being the largest number with which no more than k are kept."""
+    """Of each group the q smallest, q being the largest number with which no more than k are kept.
+
+    With a floor, the smallest of each class up to it, and then the smallest of all others.
+    """
+    ordered = sorted((each for each in added if each.weight), key=lambda each: priority(policy, each))
+    if policy in FLOORS:
+        least = int(FLOORS[policy] * k / CLASSES)
+        first = {each for label in range(CLASSES) for each in [e for e in ordered if e.label == label][:least]}
+        return first | set([each for each in ordered if each not in first][: k - len(first)])
     groups: dict[int, list[Event]] = {}
-    for event in sorted((each for each in added if each.weight), key=lambda each: priority(policy, each)):
+    for event in ordered:
         groups.setdefault(event.label if policy == "class-balanced" else 0, []).append(event)
     sizes = [len(members) for members in groups.values()]
     most = max(q for q in range(k + 1) if sum(min(size, q) for size in sizes) <= k) if sum(sizes) > k else k
@@ -76,7 +89,7 @@ class Kept:
 
     def __init__(self, policy: str, k: int) -> None:
         self.policy = POLICIES[policy]()
-        self.quotas = Quotas(k, self.policy.groups)
+        self.quotas = Quotas(k, self.policy.groups, self.policy.floors(k))
         self.names = np.empty(0, np.int64)
         self.priorities = np.empty(0, np.float64)
         self.groups = np.empty(0, np.int16)
@@ -259,9 +272,40 @@ def test_the_smallest_of_each_group_stay_below_its_threshold(
     assert np.array_equal(stays, held < np.array(thresholds)[group])
 
 
+@settings(max_examples=60)
+@given(
+    st.integers(0, 2**32),
+    st.sampled_from(["exponential", "rising", "falling", "waves"]),
+    st.integers(1, 300),
+    st.floats(0, 1),
+    st.data(),
+)
+def test_groups_have_as_many_as_their_floors_and_the_rest_is_the_smallest(
+    seed: int, kind: str, size: int, share: float, data: st.DataObject
+) -> None:
+    """Also where thresholds have fallen before, and some groups are empty."""
+    dice, k, groups = np.random.default_rng(seed), data.draw(st.integers(0, size)), 6
+    held, group = shaped(kind, size, dice), np.minimum(dice.geometric(0.5, size) - 1, groups - 1).astype(np.int16)
+    floors = np.full(groups, int(share * k / groups))
+    quotas = Quotas(k, groups, floors)
+    stays = quotas.lower(held, group)
+    order = np.argsort(held)
+    first = np.concatenate([order[group[order] == each][: floors[each]] for each in range(groups)])
+    rest = order[~np.isin(order, first)][: k - len(first)]
+    assert set(np.flatnonzero(stays)) == {*first, *rest}
+    assert np.array_equal(quotas.admits(held, group), stays)
+    again = Quotas(k, groups, floors)
+    again.thresholds[:] = quotas.thresholds
+    erased = stays & (dice.random(size) < 0.8)
+    assert again.lower(held[erased], group[erased]).all(), "nothing is evicted where events are missing"
+    assert again.thresholds.tolist() == quotas.thresholds.tolist()
+
+
 @pytest.mark.parametrize(
     ("policy", "context", "message"),
     [
+        ("reservoir", AdmissionContext(None, HOUR, None, 0.25), "class_floor = 0.25 needs schema.label.classes"),
+        ("distinct", AdmissionContext(40_000, HOUR, 8, 0.25), "fewer than 32767"),
         ("class-balanced", AdmissionContext(None, HOUR, None), "needs schema.label.classes"),
         ("class-balanced", AdmissionContext(40_000, HOUR, None), "fewer than 32767"),
         ("distinct", AdmissionContext(4, HOUR, None), "needs model.embedding"),
@@ -278,5 +322,8 @@ def test_the_name_of_a_policy_differs_with_each_setting() -> None:
     policies = [
         *(ADMISSIONS[name](AdmissionContext(4, HOUR, 8)) for name in ADMISSIONS),
         *(ADMISSIONS[name](AdmissionContext(5, 2 * HOUR, 9)) for name in ("class-balanced", "recent", "diverse")),
+        *(ADMISSIONS[name](AdmissionContext(4, HOUR, 8, 0.5)) for name in ("reservoir", "recent", "distinct")),
+        ReservoirAdmission(ClassFloor(5, 0.5)),
+        ReservoirAdmission(ClassFloor(5, 0.25)),
     ]
-    assert len({policy.name for policy in policies}) == len(policies) == 8
+    assert len({policy.name for policy in policies}) == len(policies) == 13
