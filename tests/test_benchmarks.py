@@ -336,6 +336,17 @@ def test_a_model_predicts_with_the_average_of_its_weights(load: Load) -> None:
     assert not [each for each in model.average.parameters() if each.requires_grad]
 
 
+def test_images_are_shifted_in_training_alone_and_nothing_wraps_around(load: Load) -> None:
+    torch.manual_seed(0)
+    shifted, image = load("models").Shifted(1), torch.zeros(28, 28, dtype=torch.uint8)
+    image[0, 27] = 200
+    x = image.reshape(1, 784).repeat(500, 1)
+    assert torch.equal(shifted.eval()(x), x)
+    found = shifted.train()(x).reshape(500, 28, 28)
+    assert found.dtype == torch.uint8
+    assert {tuple(each.nonzero().flatten().tolist()) for each in found} == {(), (0, 26), (0, 27), (1, 26), (1, 27)}
+
+
 def test_an_average_of_weights_leaves_the_buffers_of_the_model_as_they_are(load: Load) -> None:
     model = load("models").Averaged(torch.nn.BatchNorm1d(2), decay=0.5, parts=1)
     with torch.no_grad():

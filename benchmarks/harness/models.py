@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 
 def mlp(widths: Sequence[int]) -> nn.Module:
@@ -156,9 +157,28 @@ def _with_buffers(module: nn.Module) -> nn.Module:
     return module
 
 
-def averaged_pixels_mlp(widths: Sequence[int], decay: float = 0.999, parts: int = 9) -> nn.Module:
-    """Make a `pixels_mlp` that predicts with the average of its weights."""
-    return Averaged(pixels_mlp(widths), decay, parts)
+class Shifted(nn.Module):
+    """Images of 28 x 28 in rows of 784; in training each is shifted at random, by up to `most` pixels either way."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.most = most
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return images `[B, 784]`, of the dtype of those that it takes; what is shifted in is 0."""
+        if not self.training:
+            return x
+        padded = functional.pad(x.reshape(-1, 28, 28), (self.most,) * 4)
+        begin = torch.randint(0, 2 * self.most + 1, (2, len(x), 1), device=x.device) + torch.arange(28, device=x.device)
+        event = torch.arange(len(x), device=x.device)[:, None, None]
+        return padded[event, begin[0, :, :, None], begin[1, :, None]].flatten(1)
+
+
+def averaged_pixels_mlp(widths: Sequence[int], decay: float = 0.999, parts: int = 9, shift: int = 0) -> nn.Module:
+    """Make a `pixels_mlp` that predicts with the average of its weights, and in training shifts images by up to `shift`
+    pixels."""
+    body = pixels_mlp(widths)
+    return Averaged(nn.Sequential(Shifted(shift), body) if shift else body, decay, parts)
 
 
 def text_student(

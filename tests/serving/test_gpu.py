@@ -126,7 +126,7 @@ def test_requests_are_answered_while_another_stream_keeps_the_device_busy(number
     swapper.poll()
     assert swapper.current is not None
     stop = threading.Event()
-    start = torch.randn(2048, 2048, device=device)  # a generator cannot draw while another thread captures a graph
+    start = torch.randn(2048, 2048, device=device)  # no random numbers while a graph is captured
 
     def train() -> None:
         x = start
