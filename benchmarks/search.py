@@ -8,8 +8,8 @@ The accuracy is prequential: of each event before it is trained on, in percent, 
 
     streams   four natural streams: Elec2; flights, whether late and by which airline; MNIST in its original order.
               `given` is a learning rate that a person would write, `best` the best of a grid of fixed ones for each
-              seed, in hindsight. `low` and `high` start 100 times below and above the given one, and search with the
-              defaults. `fixed_low` and `fixed_high` are the same without a search
+              seed, in hindsight. `low` and `high` start 100 times below and above the given one, `kept` starts with it,
+              and each searches with the defaults. `fixed_low` and `fixed_high` are the same starts without a search
     same      challengers that are as good as the model, made of random numbers, so that there are many: the test alone.
               Each has to end without a promotion
     networks  challengers with their own networks, on made-up events whose classes another network decides: `equal`
@@ -57,14 +57,17 @@ TARGETS = {
     "high_near_best_fraction": Target(0.9, least=True),
     "low_gap_to_given_points": Target(0.3),
     "high_gap_to_given_points": Target(0.3),
+    "low_gap_to_start_points": Target(0.3),
+    "high_gap_to_start_points": Target(0.3),
+    "kept_gap_to_given_points": Target(0.3),
     "same_promotions_over_judgements": Target(1e-3),
     **{
         f"{peer}_lead_{arm}_points": Target(0.0, least=True) for peer in ("river", "capymoa") for arm in ("low", "high")
     },
     "cost_steps_over_off": Target(0.8, least=True),
 }
-_NEAR = {"best": 0.5, "given": 0.3}
-"""Points of accuracy."""
+_NEAR = {"best": 0.5, "given": 0.3, "start": 0.3}
+"""Points of accuracy; `start` is the same start without a search."""
 CPU = torch.device("cpu")
 GIVEN = 1e-3
 """A person's learning rate for Adam: the default."""
@@ -155,10 +158,14 @@ def streams(data: Path | None, rows: int, seeds: int, jobs: int, results: Result
                 unit = "learning rate at the end" if rate else f"{len(stream_of(name, data, rows).y)} events"
                 shown = ", ".join(f"{value:.2g}" if rate else f"{value:.2f}" for value in values)
                 results.add(f"{name}_{arm}", spread(values), f"{unit}; by seed {shown}", "" if rate else "%")
-            for arm in ("low", "high"):
-                for other in ("best", "given"):
+            for arm, others in {
+                "low": {"best": "best", "given": "given", "start": "fixed_low"},
+                "high": {"best": "best", "given": "given", "start": "fixed_high"},
+                "kept": {"best": "best", "given": "given"},
+            }.items():
+                for other, fixed in others.items():
                     gaps = within.setdefault((arm, other), [])
-                    gaps += [each[other] - each[arm] for each in figures]
+                    gaps += [each[fixed] - each[arm] for each in figures]
     results.title("all streams and seeds")
     for (arm, other), gaps in within.items():
         close = sum(gap <= _NEAR[other] for gap in gaps)
@@ -173,8 +180,8 @@ def of_a_seed(name: str, data: Path | None, rows: int, seed: int) -> dict[str, f
     with tempfile.TemporaryDirectory() as folder:
         fixed = {lr: run(events, lr, seed, Path(folder))[0] for lr in GRID}
         arms = {"given": fixed[nearest(GIVEN)], "best": max(fixed.values())}
-        for arm, lr in (("low", GIVEN / OFF), ("high", GIVEN * OFF)):
-            arms[f"fixed_{arm}"] = fixed[nearest(lr)]
+        arms |= {"fixed_low": fixed[nearest(GIVEN / OFF)], "fixed_high": fixed[nearest(GIVEN * OFF)]}
+        for arm, lr in (("low", GIVEN / OFF), ("high", GIVEN * OFF), ("kept", GIVEN)):
             arms[arm], arms[f"{arm}_rate"] = run(events, lr, seed, Path(folder), {"promote": "auto"})
     return arms
 
