@@ -47,7 +47,7 @@ _INFER = f"{SERVICE}/ModelInfer"
 _ATTRIBUTES = {"rpc.system": "grpc", "rpc.service": SERVICE, "rpc.method": "ModelInfer"}
 """Of the span of a call."""
 _OPEN = ("ServerLive", "ServerReady")
-"""Calls that need no token."""
+"""Calls that need no token, and whose messages are empty."""
 
 _Context: TypeAlias = grpc.aio.ServicerContext
 _Call = Callable[[bytes, _Context], Awaitable[bytes]]
@@ -174,12 +174,14 @@ class InferenceCalls:
 
 
 class _Handler(grpc.GenericRpcHandler):  # type: ignore[misc]
-    """Finds the handler of a call. One that is refused by its metadata reads no message."""
+    """Finds the handler of a call. One that is refused by its metadata, or needs no token, reads no message: without a
+    token nobody can hold the place of a call for longer than an answer takes."""
 
     def __init__(self, calls: Mapping[str, _Call], check: Callable[[str, Metadata], object]) -> None:
-        self._handlers = {
-            f"/{SERVICE}/{name}": grpc.unary_unary_rpc_method_handler(_refusing(call)) for name, call in calls.items()
-        }
+        self._handlers = {}
+        for name, call in calls.items():
+            kind = grpc.stream_unary_rpc_method_handler if name in _OPEN else grpc.unary_unary_rpc_method_handler
+            self._handlers[f"/{SERVICE}/{name}"] = kind(_refusing(call))
         self._check = check
 
     @override

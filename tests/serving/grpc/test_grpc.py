@@ -269,6 +269,22 @@ def test_a_call_without_a_token_is_refused_before_its_message_is_read(deploy: An
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("method", "field"), [("ServerLive", "live"), ("ServerReady", "ready")])
+def test_a_call_that_needs_no_token_is_answered_before_its_message_is_read(
+    called: tuple[Any, Calls], method: str, field: str
+) -> None:
+    """Otherwise calls whose message never comes would take all places of the server."""
+    server, _ = called
+    sent = threading.Event()
+    with grpc.insecure_channel(address_of(server)) as channel:
+        call = channel.stream_unary(
+            f"/{SERVICE}/{method}", response_deserializer=MESSAGES[f"{method}Response"].FromString
+        )
+        assert getattr(call((sent.wait(20) for _ in range(1)), timeout=10), field)
+    sent.set()
+
+
+@pytest.mark.slow
 def test_tls_has_the_configured_certificate(deploy: Any, served: Any, certificate: Any) -> None:
     publisher = deploy("number")
     publisher.publish(7)
