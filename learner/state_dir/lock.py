@@ -27,8 +27,9 @@ _COMMAND = b"command: "
 _LONGEST_MARK = 200
 _LONGEST_COMMAND = timedelta(hours=1)
 """How long a learner waits for a command."""
-_UNTIL_MARKED = timedelta(seconds=0.5)
-"""How long a learner waits for a holder without a mark, which may be a command that has just locked the file."""
+_UNTIL_MARKED = timedelta(seconds=10)
+"""How long a learner waits for a holder without a mark. It may be a command that has just locked the file, or a learner
+whose supervisor was killed: it has the lowest priority, and on a busy machine needs seconds to say that it stops."""
 _POLL_SECONDS = 0.05
 
 log = logging.getLogger(__name__)

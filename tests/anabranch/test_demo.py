@@ -47,7 +47,7 @@ def descendants(process):
 
 
 def left_of(processes):
-    _, alive = psutil.wait_procs(processes, timeout=30)
+    _, alive = psutil.wait_procs(processes, timeout=30 * slowness())
     return [process.cmdline() for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 
 
