@@ -84,9 +84,7 @@ class ReplaySettings(Section):
     @model_validator(mode="after")
     def _no_groups_have_a_floor(self) -> Self:
         if self.class_floor and self.admission in ("class-balanced", "diverse"):
-            raise ValueError(
-                f'class_floor is for other admissions than "{self.admission}", which has quotas already'
-            )
+            raise ValueError(f'class_floor is for other admissions than "{self.admission}", which has quotas already')
         return self
 
     @model_validator(mode="after")

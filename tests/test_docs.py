@@ -433,7 +433,7 @@ def test_a_pretrained_model_learns_from_texts_and_answers_them(kafka, make_topic
 @pytest.mark.timeout(300)
 def test_the_history_is_learned_and_then_the_topic(kafka, make_topic, produce, tmp_path):
     name, topic = "docs/guides/backfill.md", make_topic()
-    # At the lowest priority, 50,000 rows take an hour beside other processes that are never idle.
+    # At the lowest priority, 50,000 rows take an hour next to other processes that are never idle.
     environment = environment_of(tmp_path, kafka.bootstrap, topic) | {"ANABRANCH__DEVICE_SHARING__POLICY": "exclusive"}
     write_files(name, tmp_path)
     page = {block.mark("run"): block.text for block in BLOCKS if block.page == name}
