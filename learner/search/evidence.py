@@ -28,6 +28,10 @@ _MEMORY = 32
 """Differences over which the usual size is averaged."""
 _LEVEL_MEMORY = 64
 """Steps over which the level of the model's error is averaged."""
+_NEWEST = 16
+"""Steps over which the newest errors are averaged."""
+_LESS = 0.05
+"""By which part of the first error they have to be lower."""
 
 
 class Evidence:
@@ -68,8 +72,10 @@ class ErrorLevel:
     huge one in few. As fractions of each step's errors, the many small ones would count as much as the few huge ones.
     """
 
-    def __init__(self, size: float = 0.0, seen: int = 0) -> None:
+    def __init__(self, size: float = 0.0, seen: int = 0, first: float = 0.0, newest: float = 0.0) -> None:
         self.size, self.seen = size, seen
+        self.first, self.newest = first, newest
+        """The first error, before the model has learned anything, and the mean of the newest."""
 
     def add(self, error: float) -> None:
         """Add the model's error of a step, after its differences were taken: the unit depends on earlier ones alone.
@@ -80,6 +86,14 @@ class ErrorLevel:
             return
         self.seen += 1
         self.size += (abs(error) - self.size) / min(self.seen, _LEVEL_MEMORY)
+        self.newest += (error - self.newest) / min(self.seen, _NEWEST)
+        if self.seen == 1:
+            self.first = error
+
+    @property
+    def is_lower(self) -> bool:
+        """Whether the newest errors are clearly lower than the first one: the model learns as it is set."""
+        return self.newest < self.first - _LESS * abs(self.first)
 
     def difference(self, error: float, challenger: float) -> float:
         """Return how much lower a challenger's error is than the model's, -1..1; not finite where one of them is not.

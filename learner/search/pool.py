@@ -104,7 +104,8 @@ class ChallengerPool:
     def observe(self, challenger: Challenger, difference: float) -> bool:
         """Add the difference of one step, in -1..1; return whether the challenger is shown to be better, by its margin.
 
-        A lease that is over, or that the challenger has lost, ends.
+        Where the model learns, that takes a first lease: in the first 30 steps of a model, a rate that is too high is
+        ahead. One that does not learn has nothing to lose. A lease that is over, or that the challenger has lost, ends.
         """
         challenger.steps += 1
         challenger.left -= 1
@@ -112,7 +113,8 @@ class ChallengerPool:
         challenger.better.add(difference - challenger.margin)
         challenger.worse.add(challenger.margin - difference)
         self.trained += 1
-        if challenger.better.log_wealth >= log_threshold(challenger.rank):
+        lasting = challenger.steps >= FIRST_LEASE or not self.level.is_lower
+        if lasting and challenger.better.log_wealth >= log_threshold(challenger.rank):
             return True
         over = challenger.left <= 0  # less than 0 after a promotion that failed
         if challenger.worse.log_wealth >= _WORSE or (over and challenger.total <= challenger.margin * challenger.steps):

@@ -293,6 +293,33 @@ def test_a_search_begins_with_settings_over_the_range_and_goes_on_around_the_mod
     assert not list(SearchSpace(networks, 3).spread({LR: 1e-3, WIDTH: 8.0}, 0))
 
 
+@pytest.mark.parametrize(
+    ("errors", "learns"), [((2.0, 1.0), True), ((2.0, 1.95), False), ((-0.5, -0.9), True), ((1, 3), False)]
+)
+def test_a_model_that_learns_is_replaced_only_by_what_is_better_for_a_first_lease(
+    errors: tuple[float, float], learns: bool
+) -> None:
+    """The errors of the first and of all later steps, or scores with another sign."""
+    pool = pool_of(challengers=1)
+    for step in range(40):
+        pool.level.add(errors[step > 0])
+    (challenger,) = pool.begin()
+    while not pool.observe(challenger, 0.5):
+        assert challenger in pool.live
+    assert (challenger.steps == FIRST_LEASE) == learns
+    assert challenger.steps >= 10
+
+
+def test_an_advantage_that_does_not_last_for_a_first_lease_promotes_nothing() -> None:
+    pool = pool_of(challengers=1)
+    for step in range(40):
+        pool.level.add(0.5 if step else 1.0)
+    (challenger,) = pool.begin()
+    for step in range(FIRST_LEASE):
+        assert not pool.observe(challenger, 0.5 if step < 30 else -0.2)
+    assert challenger not in pool.live
+
+
 def test_others_go_on_at_a_promotion_with_evidence_that_begins_again() -> None:
     pool = pool_of(challengers=3)
     first, second, third = pool.begin()

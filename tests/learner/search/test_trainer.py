@@ -137,7 +137,7 @@ def test_a_restored_search_goes_on_bit_for_bit(make: Make) -> None:
         json.loads(json.dumps(first.state())),
     )
     for each in (first, second):
-        train(each, range(15, 45))
+        train(each, range(15, 160))
     assert pool_of(first).outcomes["promoted"]
     assert first.state() == second.state()
     parts, others = first.tensors(), second.tensors()
