@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 
 from anabranch.core.errors import SettingsError
 from ingest.config import SchemaSettings
 from ingest.events.partition import TopicPartition
 from ingest.events.schema import Schema
 from ingest.kafka.fake import fake_columns
-from replay.build import build_store
+from replay.build import build_store, check_policies
 from replay.config import ReplaySettings
 from replay.fake import FakeCheckpoints, add_now, plan_ahead
 from replay.sample_planner import AHEAD
@@ -310,6 +311,20 @@ def test_no_policy_shares_the_store_among_classes_of_which_an_event_has_several(
     settings = ReplaySettings.model_validate({"capacity": 100, key: "class-balanced"})
     with pytest.raises(SettingsError, match=f'replay.{key} = "class-balanced" needs .* "{instead}"'):
         build_store(settings, Schema(SchemaSettings.model_validate(fields)), torch.device("cpu"), 0)
+
+
+@pytest.mark.parametrize("admission", ["class-balanced", "diverse"])
+def test_a_floor_is_for_policies_without_quotas(admission: str) -> None:
+    with pytest.raises(ValidationError, match=f'class_floor is for other admissions than "{admission}"'):
+        ReplaySettings.model_validate({"admission": admission, "class_floor": 0.25})
+
+
+def test_a_floor_needs_classes() -> None:
+    fields = {"features": {"x": {"dtype": "float32"}}, "label": {"name": "y", "dtype": "float32"}}
+    with pytest.raises(SettingsError, match=r"class_floor = 0.25 needs schema.label.classes.*write 0"):
+        check_policies(
+            ReplaySettings.model_validate({"class_floor": 0.25}), Schema(SchemaSettings.model_validate(fields)), None
+        )
 
 
 def test_a_disk_too_small_for_one_event_is_refused(build: Build) -> None:

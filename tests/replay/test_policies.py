@@ -32,7 +32,11 @@ LINES: dict[str, str] = {
 PARTITIONS = [TopicPartition("events", 0), TopicPartition("events", 1)]
 DAY_MS = 86_400_000
 samplers = pytest.mark.parametrize("name", [*sorted(SAMPLERS.keys() - COMPARING), "weekly"])
-admissions = pytest.mark.parametrize("name", [*sorted(ADMISSIONS.keys() - COMPARING), "fresh-classes"])
+FLOORS = {
+    "floor": {"class_floor": 0.5},
+    "recent floor": {"admission": "recent", "class_floor": 0.5},
+}
+admissions = pytest.mark.parametrize("name", [*sorted(ADMISSIONS.keys() - COMPARING), "fresh-classes", *FLOORS])
 Open = Callable[..., Store]
 
 
@@ -49,7 +53,7 @@ def _the_page_is_followed(added: Callable[[str], ModuleType], monkeypatch: pytes
 def open_store(schema: Schema, tmp_path: Path) -> Any:
     stores: list[Store] = []
 
-    def make(capacity: int, contents: StoreSnapshot | None = None, **policies: str) -> Store:
+    def make(capacity: int, contents: StoreSnapshot | None = None, **policies: Any) -> Store:
         settings = ReplaySettings.model_validate({"capacity": capacity, "disk": {"bytes": "2MB"}})
         settings = settings.model_copy(update=policies)
         stores.append(build_store(settings, schema, torch.device("cpu"), 0, tmp_path, contents))
@@ -72,7 +76,8 @@ def fill(store: Store, schema: Schema, batches: list[int], partition: int = 0) -
 def held(store: Store) -> list[tuple[int, int]]:
     """Return who is held once all that is too much has left."""
     index = store.event_table.copy()
-    quotas = Quotas(store.capacity, len(store.reservoir.quotas.thresholds))
+    admission = store.reservoir.admission
+    quotas = Quotas(store.capacity, admission.groups, admission.floors(store.capacity))
     stays = quotas.lower(index["priority"], index["group"])
     return sorted(zip(index["partition"][stays].tolist(), index["offset"][stays].tolist(), strict=True))
 
@@ -80,6 +85,11 @@ def held(store: Store) -> list[tuple[int, int]]:
 def sampled(store: Store, step: int, n: int) -> list[int]:
     offsets: list[int] = store.plan(step, n).records["offset"].tolist()
     return offsets
+
+
+def policies_of(name: str) -> dict[str, Any]:
+    """Return the settings of an admission policy."""
+    return FLOORS.get(name, {"admission": name})
 
 
 @samplers
@@ -120,26 +130,43 @@ class TestSamplers:
 @admissions
 class TestAdmissions:
     def test_no_more_is_held_than_capacity_and_a_little(self, name: str, schema: Schema, open_store: Open) -> None:
-        store = open_store(320, admission=name)
+        store = open_store(320, **policies_of(name))
         for number in range(40):
             fill(store, schema, [number])
             assert len(store) <= 330
         assert len(store) > 300
 
     def test_adding_again_changes_nothing(self, name: str, schema: Schema, open_store: Open) -> None:
-        store = open_store(200, admission=name)
+        store = open_store(200, **policies_of(name))
         fill(store, schema, list(range(20)))
         before = held(store)
         fill(store, schema, [3, 19, 4])
         assert held(store) == before
 
     def test_the_order_of_additions_does_not_matter(self, name: str, schema: Schema, open_store: Open) -> None:
-        one, two = open_store(200, admission=name), open_store(200, admission=name)
+        one, two = open_store(200, **policies_of(name)), open_store(200, **policies_of(name))
         fill(one, schema, list(range(20)))
         fill(one, schema, list(range(5)), partition=1)
         fill(two, schema, list(range(5)), partition=1)
         fill(two, schema, list(range(20))[::-1])
         assert held(one) == held(two)
+
+
+def test_a_rare_class_keeps_its_floor_and_the_rest_is_as_without_one(schema: Schema, open_store: Open) -> None:
+    """An event in ten is of class 3, and 0.8 of an equal part of 200 events are 40."""
+    plain, floored = open_store(200), open_store(200, class_floor=0.8)
+    counts = []
+    for store in (plain, floored):
+        fill(store, schema, list(range(40)))
+        index = store.event_table.copy()
+        stays = np.isin(index["offset"], [offset for _, offset in held(store)])
+        counts.append(np.bincount(index["label"][stays].astype(np.int64), minlength=4))
+    missing = np.maximum(0, 40 - counts[0])
+    assert missing[3] > 0
+    assert counts[1][missing > 0].tolist() == [40] * int((missing > 0).sum())
+    assert counts[1].min() == 40
+    assert counts[0].sum() == counts[1].sum() == 200
+    assert len(set(held(plain)) & set(held(floored))) == 200 - missing.sum()
 
 
 def test_every_name_can_be_written_in_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,10 @@ ARRANGEMENTS: list[dict[str, Any]] = [
     {"disk": {"bytes": "500kB"}},
     {"disk": {"bytes": "150kB"}, "device_bytes": "1kB"},
 ]
-ADMISSIONS = ["reservoir", "class-balanced", "recent"]
+ADMISSIONS: dict[str, dict[str, Any]] = {
+    **{name: {"admission": name} for name in ("reservoir", "class-balanced", "recent")},
+    "floor": {"admission": "reservoir", "class_floor": 0.5},
+}
 SAMPLINGS = ["uniform", "class-balanced", "recent", "loss"]
 CAPACITY, SAMPLED = 200, 24
 Build = Callable[..., Store]
@@ -63,7 +66,7 @@ def test_no_restart_changes_a_sample(
     schema: Schema, sampling: str, admission: str, lives: list[tuple[int, int, dict[str, Any]]], rows: int
 ) -> None:
     """Bit for bit, in whatever tiers each life has its rows; what a crash undoes is done again."""
-    policies = {"capacity": CAPACITY, "sampling": sampling, "admission": admission, "half_life": "5m"}
+    policies = {"capacity": CAPACITY, "sampling": sampling, **ADMISSIONS[admission], "half_life": "5m"}
     with tempfile.TemporaryDirectory() as folder:
         build = _builder(schema, Path(folder), policies)
         whole, expected, steps = build({}), list[Any](), sum(length for length, _, _ in lives) + 10
@@ -121,7 +124,7 @@ def test_under_another_policy_events_compete_as_if_it_had_been_that_one(
     schema: Schema, build: Build, before: str, after: str, arrangement: dict[str, Any]
 ) -> None:
     """Of what the old one had kept and what came later, the new one holds what one to which these were added holds."""
-    store, other = build(arrangement, admission=before), build({}, admission=after)
+    store, other = build(arrangement, **ADMISSIONS[before]), build({}, **ADMISSIONS[after])
     for step in range(20):
         add_now(store, block(schema, step, 100), PARTITIONS)
     plan_ahead(store, 0, SAMPLED)
@@ -133,7 +136,7 @@ def test_under_another_policy_events_compete_as_if_it_had_been_that_one(
         mine = np.isin(columns["offset"], kept)
         if mine.any():
             add_now(other, {name: column[mine] for name, column in columns.items()}, PARTITIONS)
-    store = build(arrangement, first, admission=after)
+    store = build(arrangement, first, **ADMISSIONS[after])
     assert sorted(store.event_table.copy()["offset"].tolist()) == kept.tolist()
     for step in range(20, 50):
         for each in (store, other):
@@ -144,7 +147,7 @@ def test_under_another_policy_events_compete_as_if_it_had_been_that_one(
         or before == after
     )
     # The next checkpoint has the new priorities, not those of the previous one.
-    again = build(arrangement, FakeCheckpoints(store, first).checkpoint(2), admission=after)
+    again = build(arrangement, FakeCheckpoints(store, first).checkpoint(2), **ADMISSIONS[after])
     assert np.array_equal(again.event_table.copy()[names], store.event_table.copy()[names])
     assert len(again.sample(0, SAMPLED)) == SAMPLED
     assert store.lost == again.lost == 0
