@@ -29,7 +29,7 @@ SAVED = 1024
 _CREDIT = 2048
 """Steps that promising challengers may take before they are saved up: to wait would lose their weights, which matter
 most where the model's are ruined, or are those of the beginning. A fresh network may need 1000 to be shown better."""
-STEP_COST = 1.6
+STEP_COST = 1.7
 """The time of a challenger's step in steps of the model, with copies, random numbers and comparisons: 1.2 to 1.5 with a
 small network, and some room. It is a constant, since no clock may decide what is learned."""
 _PROMISING = 1.0
