@@ -49,7 +49,7 @@ PARTITIONS = [TopicPartition("events", 0), TopicPartition("events", 1)]
 NEW, SAMPLED, PLANNED, CAPACITY = 30, 16, 20, 400
 SETTINGS: dict[str, dict[str, Any]] = {
     "recent and loss": {"admission": "recent", "half_life": "1s", "sampling": "loss"},
-    "reservoir": {},
+    "reservoir with a floor": {"class_floor": 0.8},
     "class-balanced": {"admission": "class-balanced", "sampling": "class-balanced"},
 }
 TIERS: dict[str, dict[str, Any]] = {
@@ -218,7 +218,7 @@ def one_thread() -> Iterator[None]:
     [
         ("recent and loss", 20, "disk"),
         *(
-            pytest.param("reservoir", 20, tiers, marks=pytest.mark.services, id=f"reservoir-20-{tiers}")
+            pytest.param("reservoir with a floor", 20, tiers, marks=pytest.mark.services, id=f"floor-20-{tiers}")
             for tiers in ("redis", "both")
         ),
         *(
