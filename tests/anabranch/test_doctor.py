@@ -403,6 +403,7 @@ class TestModel:
             "1,172 numbers of it are trained: a version takes 4.7 kB, and the frozen base 52.8 kB, once."
         )
 
+    @pytest.mark.slow
     def test_an_adapter_of_layers_that_there_are_not(
         self, diagnose: Callable[..., list[Finding]], setting: Callable[..., None]
     ) -> None:

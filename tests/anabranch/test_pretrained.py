@@ -57,6 +57,7 @@ def hidden(bert, tokens, mask):
 
 
 class TestOutput:
+    @pytest.mark.slow
     def test_a_text_has_the_mean_of_its_tokens(self, bert, folder):
         model = build(folder, trim=False)
         mask = (TOKENS != 0).long()

@@ -62,6 +62,7 @@ def weights_of(bench: LearnerBench) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in bench.trainer.model.state_dict().items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["er", "ewc", "lwf", "agem", "der"])
 def test_a_learner_with_frozen_weights_goes_on_from_its_checkpoint_bit_for_bit(
     make_bench: Callable[..., LearnerBench], tmp_path: Path, name: str

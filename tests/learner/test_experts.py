@@ -316,6 +316,7 @@ class TestState:
         assert own == {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
         assert set(base_state(trainer.model)) == {name for name, _ in body().named_parameters()}
 
+    @pytest.mark.slow
     def test_frozen_weights_are_kept_in_bf16_where_that_is_asked_for(self, schema: Schema) -> None:
         trainer = make_trainer(schema, base_precision="bf16")
         full = make_trainer(schema)

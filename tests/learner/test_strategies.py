@@ -201,6 +201,7 @@ class TestEveryStrategy:
 REGRESSIONS = sorted(name for name, kind in STRATEGIES.items() if not kind.tasks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REGRESSIONS)
 def test_a_strategy_that_is_not_made_for_classes_learns_a_regression(name: str) -> None:
     fields = {"features": {"x": {"dtype": "float32", "shape": [3]}}, "label": {"name": "y", "dtype": "float32"}}

@@ -508,6 +508,7 @@ class TestSamples:
             expected = counts.sum() / 64
             assert ((counts - expected) ** 2 / expected).sum() < 110
 
+    @pytest.mark.slow
     def test_what_is_held_is_a_uniform_sample_of_the_stream(self, schema: Schema) -> None:
         """Each tenth of the stream has the same share, over many seeds: 9 degrees of freedom, 33 once in 8,000."""
         counts = np.zeros(10)

@@ -70,6 +70,7 @@ def test_a_request_that_holds_a_version_is_answered_by_it_after_swaps(numbers: A
     assert held.run(REQUEST)["prediction"].tolist() == [1] * 3
 
 
+@pytest.mark.slow
 def test_the_server_answers_after_a_batch_for_which_memory_did_not_suffice(
     numbers: Any, cuda: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -111,6 +111,7 @@ def test_a_device_that_is_lost_at_any_operation_of_a_swap_refuses_no_version(
     assert not fault.raised
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [NO_MEMORY, LOST], ids=repr)
 def test_a_batch_that_fails_at_any_operation_is_answered_or_503_and_never_400(numbers: Any, error: Exception) -> None:
     numbers.publish(3)
@@ -133,6 +134,7 @@ def test_a_batch_that_fails_at_any_operation_is_answered_or_503_and_never_400(nu
     assert number > 3
 
 
+@pytest.mark.slow
 def test_a_device_that_stays_full_answers_503_to_all(numbers: Any) -> None:
     class Full(TorchDispatchMode):
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -64,6 +64,7 @@ def test_accuracy_rises_over_the_file(run, file):
     assert err.startswith("skipped 2 events without a label or that cannot be used; the first: line 7: ")
 
 
+@pytest.mark.slow
 def test_the_screen_is_a_table(run, file):
     lines = run(file)[1].splitlines()
     assert lines[0].split() == ["events", "recent", "accuracy", "overall", "accuracy", "loss"]

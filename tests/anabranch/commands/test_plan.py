@@ -119,6 +119,7 @@ def test_a_total_is_the_sum_of_its_lines_and_every_line_has_a_formula(tmp_path: 
     assert years == pytest.approx(600e12 / (plan.sections["later day"].value("total") or 0.0) / 365)
 
 
+@pytest.mark.slow
 def test_checkpoints_with_rows_have_buffers_of_new_and_merged_rows(tmp_path: Path) -> None:
     rows = "buffers of checkpoints"
     each, segment = 1_024 + ENTRY_BYTES, most_events(1_024)

@@ -86,6 +86,7 @@ def planned(time: Time) -> float:
     return written_events(admitted, time.capacity, most_events(12), time.every, time.begin, time.end)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "time",
     [
@@ -101,6 +102,7 @@ def test_checkpoints_of_a_store_write_what_is_planned(time: Time) -> None:
     assert planned(time) == pytest.approx(written, rel=0.1)
 
 
+@pytest.mark.slow
 def test_checkpoints_of_a_store_in_several_pieces_write_what_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segments, "PIECE_BYTES", 20_000)
     time = Time(3_000, 1_000.0, 0.5, 2.0, 30.0)
@@ -129,6 +131,7 @@ def test_checkpoints_without_new_events_write_nothing() -> None:
     assert sizes.held == [600, 400]
 
 
+@pytest.mark.slow
 def test_a_day_long_after_the_start_has_the_mean_of_those_around_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """On few days all events are merged, which writes as many as several other days do."""
     days = [Time(20_000, 100.0, 3_600.0, day * 86_400.0, (day + 1) * 86_400.0) for day in range(20, 40)]

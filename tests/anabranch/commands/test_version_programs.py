@@ -180,6 +180,7 @@ def test_a_program_has_what_was_learned_of_features(
     assert exported.difference < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("output", "sentence"),
     [

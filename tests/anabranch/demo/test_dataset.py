@@ -65,6 +65,7 @@ def test_a_stream_without_an_end_has_poisoned_phases_and_one_with_an_end_none(di
     assert set(poisoned) == {4, 9}
 
 
+@pytest.mark.slow
 def test_one_message_in_a_thousand_is_malformed_and_exactly_those_are_refused(stream, example):
     schema = Schema(load_config(example / "pipeline.toml", {}).pipeline.events)
     decoded = JsonFormat(schema).decode([message.value for message in stream])

@@ -11,6 +11,7 @@ from learner.runtime.shutdown import Deadline
 from tests.learner.learner_bench import ROWS, LearnerBench
 
 
+@pytest.mark.slow
 def test_probing_old_events_does_not_change_the_weights(make_bench: Callable[..., LearnerBench]) -> None:
     """Old events are scored while none is replayed; the statistics of batch norm do not change."""
     bare = make_bench(60, learner={"replay_ratio": 0.0})

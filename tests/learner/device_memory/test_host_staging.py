@@ -245,6 +245,7 @@ def step(trainer: Trainer, schema: Schema) -> None:
     trainer.step(trainer.examples(fake_columns(schema, range(8), label=[0, 1, 2])))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["er", "ewc"])
 def test_the_files_of_a_checkpoint_are_the_same_byte_for_byte(
     tmp_path: Path, schema: Schema, strategy: str, cuda: CudaRecorder

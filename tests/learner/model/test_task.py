@@ -137,6 +137,7 @@ class TestEmbed:
             embedding.captured()
 
 
+@pytest.mark.slow
 def test_labels_of_several_classes_are_scored_as_the_field_does() -> None:
     from sklearn.metrics import jaccard_score  # takes half a second
 

@@ -108,6 +108,7 @@ def test_a_better_challenger_becomes_the_model(make: Make) -> None:
     assert train(searching, range(1000, 1010)) > train(plain, range(1000, 1010)) + 0.1
 
 
+@pytest.mark.slow
 def test_alert_leaves_the_model_and_says_what_to_do(make: Make) -> None:
     trainer = make(1e-6, {"promote": "alert", "challengers": 1})
     step = 0

@@ -244,6 +244,7 @@ class TestVersions:
         with pytest.raises(VersionError, match="its base"):
             opened(folder, schema, {"version": version, "features": ["x"]})
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("precision", ["fp32", "bf16"])
     def test_a_version_with_adapters_teaches_with_them(self, folder: Path, schema: Schema, precision: str) -> None:
         adapter = {"rank": 2, "train": ["linear"], "targets": ["start"], "base_precision": precision}

@@ -92,6 +92,7 @@ def learn(trainer: Trainer, schema: Schema, sizes: Sequence[int], poison: int | 
     return results
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["none", "er", "er-ace", "der", "der++"])
 @pytest.mark.parametrize("fp16", [False, True])
 def test_a_replayed_step_is_the_plain_one_bit_for_bit(schema: Schema, strategy: str, fp16: bool) -> None:

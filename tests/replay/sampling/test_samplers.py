@@ -180,6 +180,7 @@ class TestRecent:
         counts = bench.positions(1, 5000)[0].reshape(6, 50).sum(axis=1)
         assert chi_square(counts, 2.0 ** np.arange(6)) < 4.5
 
+    @pytest.mark.slow
     def test_no_span_of_time_is_too_long_or_too_far_back(self) -> None:
         """The scale moves; the oldest are as good as never sampled before the others are."""
         bench = Bench("recent")

@@ -174,6 +174,7 @@ def test_a_checkpoint_without_memory_to_read_fails_as_on_a_full_disk(schema: Sch
     store.close()
 
 
+@pytest.mark.slow
 @each_arrangement
 def test_plans_without_memory_on_the_device_are_kept_on_the_host_until_they_are_sampled(
     schema: Schema, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]

@@ -57,6 +57,7 @@ def test_versions_share_the_base_on_the_device_and_answer_as_on_the_cpu(
             np.testing.assert_allclose(version.run({"x": X})[name], value, rtol=within, atol=within)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_base_is_copied_to_the_device_once_and_before_requests_read_it(
     adapted: Callable[[str], Adapted], precision: str

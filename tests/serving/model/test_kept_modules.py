@@ -151,6 +151,7 @@ def test_hooks_for_the_embedding_are_added_once(tmp_path: Path) -> None:
     assert served is not None
 
 
+@pytest.mark.slow
 def test_a_base_is_freed_with_its_modules(pretrained: Pretrained) -> None:
     version = pretrained.load(1)
     kept = pretrained.deployment._shared

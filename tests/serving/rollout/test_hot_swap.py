@@ -828,6 +828,7 @@ def test_events_that_wait_for_many_versions_are_all_counted(numbers: Any, watche
     assert watched.registry.get_sample_value(COUNT) == 101 * 40
 
 
+@pytest.mark.slow
 def test_the_old_version_is_freed_with_its_last_reference(numbers: Any, watched: Watched) -> None:
     numbers.publish(1)
     watched.poll()
