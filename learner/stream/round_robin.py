@@ -36,6 +36,8 @@ class _PartitionQueue:
         self._unlabelled = unlabelled
         self.blocks: deque[Block] = deque()
         self.cursor = 0
+        self.rows = 0
+        """Of all blocks; the first one counts until all of it is given."""
         self.trainable = 0
         self.read_to = 0
 
@@ -52,6 +54,7 @@ class _PartitionQueue:
             self.blocks[-1] = Block(self.blocks[-1].columns, (merged,), contexts=self.blocks[-1].contexts)
             return True
         self.blocks.append(block)
+        self.rows += len(block)
         self.trainable += int(trainable(block.columns, unlabelled=self._unlabelled).sum())
         return True
 
@@ -62,14 +65,17 @@ class _PartitionQueue:
         while parts.count < end:
             self.cursor = parts.take(self.blocks[0], self.cursor, end - parts.count, exactly=True)
             if self.cursor == len(self.blocks[0]):
-                self.blocks.popleft()
-                self.cursor = 0
+                self._remove_first()
 
     def give_rest(self, parts: BatchBuilder) -> None:
         """Move all events that are left, of which none is to train on, into the batch."""
         while self.blocks:
-            parts.take(self.blocks.popleft(), self.cursor, 1)
-            self.cursor = 0
+            parts.take(self.blocks[0], self.cursor, 1)
+            self._remove_first()
+
+    def _remove_first(self) -> None:
+        self.rows -= len(self.blocks.popleft())
+        self.cursor = 0
 
 
 class RoundRobin:
@@ -184,7 +190,7 @@ class RoundRobin:
             part = Block(rows, (cover,), contexts=contexts)
             if not self._queues[cover.partition].add(part):
                 settled.take(part, 0, 1)
-        waiting = sum(len(queued) for queue in self._queues for queued in queue.blocks)
+        waiting = sum(queue.rows for queue in self._queues)
         if waiting > MOST_ROWS + self._batch_size:
             empty = [self._source.partitions[i].name for i, queue in enumerate(self._queues) if not queue.trainable]
             empty = empty or [self._source.partitions[0].name]

@@ -121,6 +121,7 @@ def batches(topic: Topic, size: int) -> list[Batch]:
     found = []
     while (batch := reader.next(stop)) is not None:
         found.append(batch)
+        assert [queue.rows for queue in reader._queues] == [sum(map(len, queue.blocks)) for queue in reader._queues]
     return found
 
 
