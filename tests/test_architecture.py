@@ -5,9 +5,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 from tools import reference
 
@@ -325,6 +327,16 @@ def test_the_packages_hold_a_docstring_and_nothing_else():
 
 
 @pytest.mark.slow
+def test_each_pinned_package_runs_on_the_first_python_that_make_takes():
+    """A pin that requires a later one makes the installation impossible, as on Debian 12, whose Python is 3.11.2."""
+    refused = {
+        each.metadata["Name"]: required
+        for each in distributions()
+        if (required := each.metadata["Requires-Python"]) and "3.11.0" not in SpecifierSet(required)
+    }
+    assert refused == {}
+
+
 def test_no_class_name_has_two_meanings():
     modules = {}
     for path in FILES:
