@@ -73,7 +73,8 @@ def test_a_bad_version_reaches_the_canaries_alone_and_a_good_one_all_servers(
         replies = [httpx.post(server.infer, json=body_of(1), timeout=30) for server in servers]
         return sorted(reply.json()["model_version"] for reply in replies)
 
-    with served(followed("a")) as a, served(followed("b")) as b:
+    # A busy machine makes no canary slower than `slo`.
+    with served(followed("a"), slo="60s") as a, served(followed("b"), slo="60s") as b:
         servers = a, b
         eventually(lambda: judging.step()[0].stable == 1)
         judging.publish(2, 50.0)
