@@ -81,11 +81,14 @@ class LocalFiles(FileStore):
 
     @override
     def find(self, name: str) -> FileMark | None:
+        folder = Path(name).absolute().parent
         with _named(name):
+            was_there = folder.exists()
             try:
                 status = Path(name).stat()
             except (FileNotFoundError, NotADirectoryError):
-                if not Path(name).absolute().parent.exists():
+                # Without the first look, a folder that is back by the second one would lack this file for good.
+                if not (was_there and folder.exists()):
                     raise HistoryAwayError(f"{name} cannot be read: its folder is missing; mount it again") from None
                 return None
         return FileMark(name, status.st_size, tag_of(str(status.st_mtime_ns)))

@@ -70,7 +70,7 @@ class RestartableS3:
             assert self._process.poll() is None, self._log.read_text()[-4000:]
             assert time.monotonic() < deadline, self._log.read_text()[-4000:]
             with contextlib.suppress(BucketAwayError):
-                return bucket.write("object", b"")
+                return bucket.write("object", b"the first one with contents waits for volumes to be made")
             time.sleep(0.1)
 
     def kill(self) -> None:
