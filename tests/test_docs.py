@@ -47,6 +47,7 @@ from learner.strategies.er import NoReplay
 from learner.training.trainer import Trainer
 from serving.reporting.report import read_report
 from tests import forkserver
+from tests.support.waiting import slowness
 from tools import reference
 
 ROOT = Path(__file__).parent.parent
@@ -384,7 +385,7 @@ def test_the_quickstart_ends_with_predictions(kafka, tmp_path):
     assert shell(produce, folder).count("=1999") == 2
     with subprocess.Popen(up.split(), cwd=folder, env=environment, stderr=subprocess.DEVNULL) as pipeline:
         try:
-            deadline = time.monotonic() + 120
+            deadline = time.monotonic() + 120 * slowness()
             while not _is_served(folder) and time.monotonic() < deadline:
                 time.sleep(0.2)
             answers = shell(ask, folder).splitlines()
@@ -410,7 +411,7 @@ def test_a_pretrained_model_learns_from_texts_and_answers_them(kafka, make_topic
         page["pretrained up"].split(), cwd=tmp_path, env=environment, stderr=subprocess.DEVNULL
     ) as up:
         try:
-            deadline = time.monotonic() + 120
+            deadline = time.monotonic() + 120 * slowness()
             while not _is_served(tmp_path) and time.monotonic() < deadline:
                 time.sleep(0.2)
             reply = json.loads(shell_in(environment, ask, tmp_path))
@@ -442,11 +443,11 @@ def test_the_history_is_learned_and_then_the_topic(kafka, make_topic, produce, t
     )
 
     def wait_for(events: int) -> LearnerReport:
-        deadline, learned = time.monotonic() + 120, 0
+        deadline, learned = time.monotonic() + 120 * slowness(), 0
         while time.monotonic() < deadline:
             report = read_learner(tmp_path / "var")
             if report is not None and (now := sum(report.outcomes.values())) > learned:
-                deadline, learned = time.monotonic() + 120, now
+                deadline, learned = time.monotonic() + 120 * slowness(), now
             if report is not None and learned >= events and report.backfill is not None and report.backfill.done:
                 return report
             time.sleep(0.2)
@@ -482,7 +483,7 @@ def test_the_drill_goes_on_without_a_lost_or_repeated_event(kafka, tmp_path):
 
     def stored(folder: Path, events: int) -> LearnerReport:
         """Wait until so many events have an outcome, and a checkpoint with these is in the object store."""
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 120 * slowness()
         while time.monotonic() < deadline:
             report = read_learner(folder / "var")
             if report is not None and sum(report.outcomes.values()) >= events:

@@ -14,6 +14,7 @@ import pytest
 from tests import forkserver
 from tests.deploy.objects import ROOT, Object, documented, environment, pods
 from tests.support.ports import free_ports
+from tests.support.waiting import slowness
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -86,7 +87,7 @@ def test_its_containers_serve_a_model_that_has_learned_the_events(kafka, tmp_pat
     with pod.start(pod.main, *pod.main["args"], stdin=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
         try:
             pod.execute(pod.main, "produce", "-", given=events)
-            deadline = time.monotonic() + 120
+            deadline = time.monotonic() + 120 * slowness()
             while not pod.is_ready() and process.poll() is None and time.monotonic() < deadline:
                 time.sleep(0.2)
             answers = pod.execute(pod.main, "predict", "-", given=events).splitlines()

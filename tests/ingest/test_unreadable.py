@@ -20,6 +20,7 @@ from ingest.kafka.client import Client, Messages
 from ingest.kafka.confluent.client import ConfluentClient
 from ingest.kafka.registry import CLIENTS
 from tests.faults.proxy import Proxy
+from tests.support.waiting import slowness
 
 GOOD = json.dumps({"x": [1, 2, 3], "y": 1}).encode()
 SMALL = {"fetch.max.bytes": 1_000_000, "receive.message.max.bytes": 1_001_000}
@@ -64,7 +65,7 @@ def reading(bootstrap: str, topic: str, client: str, begin: int = 0, **stream: A
 def read(reader: Client, end: int, limit: int = 1000) -> list[tuple[int, bytes | None, str | None]]:
     """Return offset, value and fault of each message up to an offset."""
     found: list[tuple[int, bytes | None, str | None]] = []
-    deadline, polled = time.monotonic() + 60, Messages(TopicPartition("", 0), [], [], [], [], [], 0)
+    deadline, polled = time.monotonic() + 60 * slowness(), Messages(TopicPartition("", 0), [], [], [], [], [], 0)
     while polled.end < end:
         assert time.monotonic() < deadline, f"stalled after {found[-1:]}"
         for polled in reader.poll(timedelta(milliseconds=100), limit):

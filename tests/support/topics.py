@@ -127,7 +127,7 @@ def _create_topic(bootstrap: str, topic: str, partitions: int = 1) -> None:
 def _recreate_topic(bootstrap: str, topic: str, partitions: int = 1) -> None:
     with contextlib.closing(KafkaAdminClient(bootstrap_servers=bootstrap)) as admin:
         admin.delete_topics([topic])
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 30 * slowness()
     while True:
         try:
             return _create_topic(bootstrap, topic, partitions)

@@ -291,7 +291,7 @@ def test_storage_that_is_away_is_a_problem_until_it_answers(kafka, make_topic, t
         marks = dict(zip(positions, source._cursors.fingerprints, strict=True))
     folder.rename(tmp_path / "away")
     with opened(kafka.bootstrap, topic, folder / "*.parquet", positions=positions, marks=marks) as source:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 30 * slowness()
         while not (source.problem and "its folder is missing" in source.problem):
             assert time.monotonic() < deadline
             assert source.poll(timedelta(seconds=0.1)) is None
@@ -373,7 +373,7 @@ def test_retention_that_runs_out_before_the_switch_is_a_problem(kafka, make_topi
     produce(kafka.bootstrap, topic, [message(1)], timestamp_ms=(int(time.time()) - 7140) * 1000)
     write_parquet(tmp_path / "a.parquet", 0, 300_000)
     with opened(kafka.bootstrap, topic, tmp_path / "*.parquet", buffer_bytes=1_000_000) as source:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 60 * slowness()
         # No block is released, so that reading ends once the ring is full.
         while not (source.problem and f"removes the first records of {topic}[0]" in source.problem):
             assert time.monotonic() < deadline, source.problem

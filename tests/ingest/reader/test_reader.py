@@ -366,7 +366,7 @@ def test_an_answer_that_is_too_large_is_a_problem_whose_sentence_names_the_fix(
     produce(kafka.bootstrap, topic, [json.dumps(GOOD).encode() + b" " * 50_000] * 2)
     small = dict.fromkeys(("fetch.max.bytes", "fetch.message.max.bytes", "receive.message.max.bytes"), 20_000)
     with opened(kafka.bootstrap, topic, properties=small) as source:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 60 * slowness()
         while "larger than receive.message.max.bytes, which stream.properties can raise" not in (source.problem or ""):
             assert time.monotonic() < deadline, source.problem
             assert read_for(source, timedelta(seconds=0.2)) == []
@@ -415,7 +415,7 @@ def test_an_ingest_process_that_hangs_is_a_problem_and_another_one_continues(
         assert source._process.popen is not None
         source._process.popen.send_signal(signal.SIGSTOP)
         produce(kafka.bootstrap, topic, [GOOD] * 10)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 60 * slowness()
         with monkeypatch.context() as impatient:  # the process that is started next may take longer than that
             impatient.setattr(silence, "SILENT_SECONDS", 8.0)
             while source.problem is None:
@@ -466,7 +466,7 @@ def test_a_batch_that_is_damaged_on_the_network_is_fetched_again(
         proxy.suffer(Fault(corrupted=1.0))
         produce(kafka.bootstrap, topic, [part.tobytes() for part in np.split(rows, messages)])
         found: list[tuple[int, int]] = []
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 60 * slowness()
         while len(found) < len(rows):
             assert time.monotonic() < deadline, f"{len(found)} events after 60 s; problem: {source.problem}"
             block = source.poll(timedelta(milliseconds=100))
@@ -485,7 +485,7 @@ def test_positions_are_committed_for_lag_tools(
 ) -> None:
     topic = make_topic()
     produce(kafka.bootstrap, topic, [GOOD] * 5)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 60 * slowness()
     with (
         opened(kafka.bootstrap, topic, group_id=topic) as source,
         contextlib.closing(KafkaAdminClient(bootstrap_servers=kafka.bootstrap)) as admin,
@@ -597,7 +597,7 @@ def test_an_aborted_transaction_at_the_end_is_not_waited_for(kafka: Any, make_to
             producer.flush()
             producer.commit_transaction() if commits else producer.abort_transaction()
     with opened(kafka.bootstrap, topic) as source:
-        reached, deadline = 0, time.monotonic() + 30
+        reached, deadline = 0, time.monotonic() + 30 * slowness()
         while reached < 4:
             assert time.monotonic() < deadline
             block = source.poll(timedelta(seconds=1))
@@ -627,7 +627,7 @@ def test_a_broker_that_is_killed_and_comes_back_costs_nothing(
         for topic in topics:
             produce(server, topic, [GOOD] * 100, partition=0)
         seen += read(source, 2 * 6100 - len(seen))
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 30 * slowness()
         while source.problem is not None:
             assert time.monotonic() < deadline, source.problem
             seen += read_for(source, timedelta(seconds=1))
@@ -740,7 +740,7 @@ class TestGaps:
         positions = {TopicPartition(shortened, 0): Position(2)}
         removed, seen = 0, list[int]()
         with opened(kafka.bootstrap, shortened, positions=positions, on_gap="earliest") as source:
-            deadline = time.monotonic() + 30
+            deadline = time.monotonic() + 30 * slowness()
             while len(seen) < 4 and time.monotonic() < deadline:
                 block = source.poll(timedelta(seconds=1))
                 if block is not None:
@@ -766,7 +766,7 @@ class TestGaps:
 
         monkeypatch.setattr(*asked, away)
         seen: list[tuple[int, int]] = []
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 60 * slowness()
         with contextlib.closing(client):
             client.open()
             client.assign({TopicPartition(shortened, 0): 2, TopicPartition(shortened, 1): 0})
@@ -801,7 +801,7 @@ class TestGaps:
                 return 1
 
         batches: list[Any] = []
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 60 * slowness()
         with contextlib.closing(client):
             client.open()
             client.assign({TopicPartition(shortened, 0): 2})

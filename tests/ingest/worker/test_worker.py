@@ -47,6 +47,7 @@ from ingest.worker import stalled_partitions as stalls
 from ingest.worker import worker as worker_module
 from ingest.worker.block_builder import BlockBuilder
 from ingest.worker.worker import IngestWorker, StoppedError, _portions
+from tests.support.waiting import slowness
 
 P0, P1 = TopicPartition("events", 0), TopicPartition("events", 1)
 SCHEMA = Schema(
@@ -209,7 +210,7 @@ def test_released_slots_are_overwritten_while_little_comes_and_others_are_not() 
         def held(slot: int) -> int:
             return sum(int(column.view("u1").any()) for column in end.ring.views(slot, rows).values() if column.nbytes)
 
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 20 * slowness()
         while any(map(held, released)):
             assert time.monotonic() < deadline, "what was released is there yet"
             end.connection.poll(0.01)

@@ -19,6 +19,7 @@ import learner.state_dir.lock
 from anabranch.core.errors import DependencyError, SettingsError
 from learner.errors import SecondLearnerError, StateBusyError
 from learner.state_dir.lock import GENERATION, LOCK, check_generation, hold_state_directory, is_held
+from tests.support.waiting import slowness
 
 
 def test_a_second_learner_is_refused_while_the_first_is_alive(tmp_path: Path) -> None:
@@ -226,7 +227,7 @@ def test_a_failing_disk_at_the_lock_or_the_generation_is_a_dependency_error(
 
 
 def _until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 30 * slowness()
     while not condition():
         assert time.monotonic() < deadline
         threading.Event().wait(0.01)

@@ -22,6 +22,7 @@ from replay.embedding_index.embedding_tracker import LAG
 from replay.erasure.erased_events import ByRange, ErasedEvents
 from replay.fake import FakeCheckpoints, add_now, plan_ahead
 from replay.store import Store
+from tests.support.waiting import slowness
 
 PARTITIONS = [TopicPartition("events", 0)]
 DIM = 4
@@ -70,7 +71,7 @@ def seek(store: Store, step: int, near: np.ndarray) -> None:
 
 
 def until(condition: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + 100
+    deadline = time.monotonic() + 100 * slowness()
     while not (found := condition()):
         assert time.monotonic() < deadline
         time.sleep(0.001)

@@ -26,13 +26,14 @@ from replay.embedding_index import client as neighbours
 from replay.embedding_index.client import IndexStats, NeighbourClient
 from replay.embedding_index.protocol import NO_ID, IndexMessage, MessageType
 from replay.metrics import INDEX_METRICS
+from tests.support.waiting import slowness
 
 ROOT = Path(__file__).parents[3]
 DIM = 4
 
 
 def until(condition: Callable[[], Any], what: str) -> Any:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 60 * slowness()
     while not (found := condition()):
         assert time.monotonic() < deadline, f"waited in vain for {what}"
         time.sleep(0.001)
