@@ -87,7 +87,7 @@ class LocalFiles(FileStore):
             try:
                 status = Path(name).stat()
             except (FileNotFoundError, NotADirectoryError):
-                # Without the first look, a folder that is back by the second one would lack this file for good.
+                # Without the first check, a folder that is back by the second one would seem to lack this file.
                 if not (was_there and folder.exists()):
                     raise HistoryAwayError(f"{name} cannot be read: its folder is missing; mount it again") from None
                 return None

@@ -299,21 +299,21 @@ def test_storage_that_is_away_is_tried_again_and_loses_nothing(tmp_path: Path, s
     assert source.progress.rows_done == 20
 
 
-def test_a_folder_that_comes_back_while_a_file_is_looked_for_lacks_no_file(
+def test_a_folder_that_comes_back_during_a_search_lacks_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, away, stat = tmp_path / "mounted", tmp_path / "away", Path.stat
     away.mkdir()
     (away / "a.parquet").touch()
 
-    def look(path: Path, **options: bool) -> os.stat_result:
+    def stat_and_mount(path: Path, **options: bool) -> os.stat_result:
         try:
             return stat(path, **options)
         finally:
             if path.name == "a.parquet" and away.exists():
                 away.rename(folder)
 
-    monkeypatch.setattr(Path, "stat", look)
+    monkeypatch.setattr(Path, "stat", stat_and_mount)
     with pytest.raises(HistoryAwayError, match="its folder is missing"):
         LocalFiles().find(str(folder / "a.parquet"))
     assert LocalFiles().find(str(folder / "a.parquet")) is not None
