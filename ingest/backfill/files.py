@@ -2,6 +2,7 @@
 
 import glob
 import hashlib
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -81,22 +82,36 @@ class LocalFiles(FileStore):
 
     @override
     def find(self, name: str) -> FileMark | None:
-        folder = Path(name).absolute().parent
+        path = Path(name)
         with _named(name):
-            was_there = folder.exists()
-            try:
-                status = Path(name).stat()
-            except (FileNotFoundError, NotADirectoryError):
-                # Without the first check, a folder that is back by the second one would seem to lack this file.
-                if not (was_there and folder.exists()):
-                    raise HistoryAwayError(f"{name} cannot be read: its folder is missing; mount it again") from None
-                return None
+            status = _status(path)
+            if status is None and not _has_entries(path.absolute().parent):
+                # An empty folder may be a mount point.
+                raise HistoryAwayError(f"{name} cannot be read: its folder is missing or empty; mount it again")
+            status = status or _status(path)  # the folder may have been mounted in between
+        if status is None:
+            return None
         return FileMark(name, status.st_size, tag_of(str(status.st_mtime_ns)))
 
     @override
     def open(self, mark: FileMark) -> BinaryIO:
         with _named(mark.name):
             return Path(mark.name).open("rb")
+
+
+def _status(path: Path) -> os.stat_result | None:
+    try:
+        return path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def _has_entries(folder: Path) -> bool:
+    try:
+        with os.scandir(folder) as entries:
+            return any(True for _ in entries)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 @contextmanager
