@@ -337,6 +337,7 @@ def test_each_pinned_package_runs_on_the_first_python_that_make_takes():
     assert [name for name, versions in required.items() if "3.11.0" not in SpecifierSet(versions)] == []
 
 
+@pytest.mark.slow
 def test_no_class_name_has_two_meanings():
     modules = {}
     for path in FILES:

@@ -87,7 +87,9 @@ class LocalFiles(FileStore):
             status = _status(path)
             if status is None and not _has_entries(path.absolute().parent):
                 # An empty folder may be a mount point.
-                raise HistoryAwayError(f"{name} cannot be read: its folder is missing or empty; mount it again")
+                raise HistoryAwayError(
+                    f"{name} cannot be read: its folder is missing or empty; mount it again, or put its files back"
+                )
             status = status or _status(path)  # the folder may have been mounted in between
         if status is None:
             return None
