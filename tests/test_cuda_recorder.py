@@ -36,6 +36,7 @@ def test_a_read_on_another_stream_needs_an_edge() -> None:
     assert cuda.problems[0].count("test_a_read_on_another_stream_needs_an_edge") == 2
 
 
+@pytest.mark.slow
 def test_memory_that_another_stream_uses_is_recorded_or_waited_for() -> None:
     def program(*, records: bool, waits: bool) -> list[str]:
         with CudaRecorder() as cuda:

@@ -76,6 +76,7 @@ def test_a_task_that_fails_under_autocast_is_refused_before_the_first_step(spec:
         build_training_setup(spec({"task": "Own"}, precision="bf16"), CPU)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "progressive"])  # of linear layers
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_channels_last_learns_what_contiguous_weights_learn(

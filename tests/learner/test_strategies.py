@@ -238,6 +238,7 @@ def test_a_strategy_that_is_not_made_for_one_class_learns_several(name: str) -> 
     assert result.score / 8 > (0.6 if name in {"der", "der++"} else 0.8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REGRESSIONS)
 def test_a_strategy_that_is_not_made_for_one_class_learns_one_at_each_position(name: str) -> None:
     label = {"name": "y", "classes": 2, "length": 3}

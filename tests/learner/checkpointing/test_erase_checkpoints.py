@@ -156,6 +156,7 @@ def test_new_checkpoints_are_intact_after_earlier_ones_were_rewritten(
     assert pipeline.erase() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("crash", range(6))
 def test_checkpoints_can_be_read_after_a_crash_at_any_write(
     pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch, crash: int

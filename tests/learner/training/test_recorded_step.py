@@ -56,6 +56,7 @@ def functions(waits: Counter[str]) -> Counter[str]:
 STRATEGIES_HERE = [name for name in STRATEGIES if name != "er-ace"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES_HERE)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_the_host_waits_once_a_step(schema: Schema, strategy: str, precision: str) -> None:

@@ -102,6 +102,7 @@ def versions(trainer: Trainer, device: torch.device = CPU) -> tuple[nn.Module, n
     return both[0], both[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tasks", [1, 2, 3])
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("name", MODELS)
