@@ -116,6 +116,8 @@ class Batcher:
         self._runner = BatchRunner(settings.max_batch, device)
         self._ended = False
         """Whether an error has ended the worker: no request can be answered any more."""
+        self._left = False
+        """Whether the context was left: a run that ended then has no request, and the mark is gone."""
         self._shared = _Queue()
         self._alone = _Queue()
         self._ran_alone = False
@@ -136,6 +138,7 @@ class Batcher:
             self._timer.cancel()
         self._batches.put(None)
         self._worker.join()
+        self._left = True
 
     @property
     def is_idle(self) -> bool:
@@ -219,6 +222,8 @@ class Batcher:
         self._waited(sum(request.rows * (now - request.since) for request in left))
 
     def _answer(self, batch: Sequence[QueuedRequest]) -> None:
+        if self._left:
+            return
         self._busy = False
         self._mark.rest()
         for waiting in batch:

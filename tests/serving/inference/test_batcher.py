@@ -246,6 +246,28 @@ def test_a_cancelled_request_leaves_the_queue_and_costs_no_run() -> None:
     assert version.runs == [1, 4]
 
 
+def test_a_run_that_ends_with_the_server_and_has_no_request_left_is_no_error(tmp_path: Path) -> None:
+    version = FakeVersion()
+    version.go_on.clear()
+    errors: list[dict[str, Any]] = []
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
+        with hold_server(tmp_path, timedelta(milliseconds=20)) as mark:
+            with Batcher(ServingSettings(max_delay=timedelta(0)), errors.append, mark) as batcher:
+                request = ask(batcher, version, 1)
+                await occupied(version)
+                request.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await request
+                version.go_on.set()
+        await asyncio.sleep(0)  # the loop runs what the model's thread left for it
+
+    asyncio.run(main())
+    assert version.runs == [1]
+    assert errors == []
+
+
 def test_an_input_on_which_the_model_fails_is_a_bad_request_and_affects_no_other() -> None:
     version = FakeVersion()
 
