@@ -3,7 +3,6 @@
 import contextlib
 import logging
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from anabranch.core.errors import AnabranchError, SettingsError
+from anabranch.core.temporary_files import temporary_folder
 from anabranch.demo.dataset import Digits, load_digits
 from anabranch.demo.display import Display, LivePanel, PlainLines
 from anabranch.demo.freshness import Freshness
@@ -64,7 +64,7 @@ def run_demo(options: Options) -> Exit:
     _say("loading the digits")
     digits = load_digits(options.seed)
     with stop_on_signals() as stop, contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="anabranch-demo-")))
+        folder = stack.enter_context(temporary_folder("anabranch-demo-"))
         bootstrap = options.bootstrap or stack.enter_context(_embedded_broker())
         pipeline = lay_out(
             folder,

@@ -3,7 +3,6 @@
 import logging
 import os
 import sys
-import tempfile
 import threading
 import time
 from datetime import timedelta
@@ -14,6 +13,7 @@ import msgspec
 from anabranch.config.loader import Config
 from anabranch.core.failures import state_errors
 from anabranch.core.logs import log_arguments
+from anabranch.core.temporary_files import temporary_folder
 from anabranch.runtime.child_process import Part
 from anabranch.runtime.lifecycle import Exit
 from anabranch.runtime.supervisor import Supervisor
@@ -42,9 +42,9 @@ def serve_by_workers(config: Config, stop: threading.Event) -> Exit:
         config.state_dir.mkdir(parents=True, exist_ok=True)
     with (
         listen_patiently(settings.host, settings.port, UNTIL_GONE) as listener,
-        tempfile.TemporaryDirectory(prefix="anabranch-") as folder,
+        temporary_folder("anabranch-serving-") as folder,
     ):
-        pool = WorkerPool(Path(folder), settings.workers)
+        pool = WorkerPool(folder, settings.workers)
         parts = [_part(config, pool, number, listener.fileno()) for number in range(pool.size)]
         aggregator = _ReportAggregator(config.state_dir, pool)
         log.info("%d workers serve on %s", pool.size, address_of(settings, listener))

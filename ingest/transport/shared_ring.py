@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from anabranch.core.errors import SettingsError
-from anabranch.core.shared_memory import anonymous_file
+from anabranch.core.temporary_files import anonymous_file
 from ingest.events.block import Array, BlockLayout
 
 MOST_ROWS = 4096

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -14,6 +15,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from anabranch.core.failures import state_errors
+from anabranch.core.temporary_files import temporary_folder
 from ingest.errors import GapError
 from ingest.events.block import SkipReason
 from ingest.events.schema import Schema
@@ -25,7 +27,6 @@ from learner.object_storage.erasure_upload import fetch_erasures
 from learner.rebuilding.distance import Distance, distance, have_same_shapes
 from learner.rebuilding.errors import RebuildError
 from learner.rebuilding.requirements import changes_since, check_settings
-from learner.rebuilding.scratch import scratch_folder
 from learner.rebuilding.start import RebuildStart, copy_start, in_scratch, targets
 from learner.resume import ResumePoint
 from learner.run import Learner
@@ -91,7 +92,8 @@ def rebuild_version(
     schema = Schema(deployment.events, deployment.stream.labels).digest
     warnings = check_settings(deployment, schema, manifest)
     with contextlib.ExitStack() as stack:
-        scratch = stack.enter_context(scratch_folder())
+        with state_errors(f"{tempfile.gettempdir()} cannot be written"):
+            scratch = stack.enter_context(temporary_folder("anabranch-rebuild-"))
         has_files = deployment.stream.backfill is not None
         start = copy_start(checkpoints(schema), deployment.state_dir, manifest, scratch, has_files=has_files)
         if deployment.storage is not None and deployment.storage.mode == "only":

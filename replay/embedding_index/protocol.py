@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from anabranch.core.shared_memory import anonymous_file
+from anabranch.core.temporary_files import anonymous_file
 
 Ids = NDArray[np.int64]
 Vectors = NDArray[np.float32]

@@ -91,13 +91,16 @@ def test_ctrl_c_leaves_no_process_no_file_and_no_topic_on_a_broker_of_one_s_own(
         assert [topic for topic in admin.list_topics() if topic.startswith("anabranch-demo-")] == []
 
 
-def test_a_killed_demo_leaves_no_process(demo):
+def test_a_killed_demo_leaves_no_process_and_the_next_one_removes_its_files(demo, free_port, tmp_path):
     process = demo("--no-baseline", "--headless")
     await_line(process.stderr, "events, class 0")
     children = descendants(process)
     assert len(children) >= 5
     process.kill()
     assert left_of(children) == []
+    (left,) = (tmp_path / "tmp").iterdir()
+    demo("--headless", "--bootstrap", f"127.0.0.1:{free_port()}").communicate(timeout=60 * slowness())
+    assert not left.exists()
 
 
 def test_an_unreachable_broker_of_one_s_own_is_exit_code_3(demo, free_port):

@@ -28,7 +28,7 @@ from datetime import timedelta
 from anabranch.runtime import serving_workers
 from anabranch.runtime.daemon import exit_at_once
 from serving.__main__ import main
-serving_workers._UNTIL_A_KILLED_ONE_IS_GONE = timedelta(minutes=5)
+serving_workers.UNTIL_GONE = timedelta(minutes=5)
 exit_at_once(main())
 """
 """Serves, and waits for a port that another one has for longer than a worker takes to end on a busy machine."""
@@ -245,19 +245,23 @@ def test_requests_in_flight_are_answered_when_it_stops(
 
 @pytest.mark.slow
 def test_after_a_kill_of_the_listening_process_another_one_gets_the_port(
-    start_workers: Any, numbers: Any, eventually: Any
+    start_workers: Any, numbers: Any, eventually: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
+    temporary = tmp_path_factory.mktemp("tmp")
     numbers.publish(1)
-    with start_workers() as first:
+    with start_workers(TMPDIR=str(temporary)) as first:
         eventually(lambda: first.serves(1), 60)
+        (left,) = temporary.iterdir()
         port = httpx.URL(first.report.address).port
         slow = min(first.workers)
         os.kill(slow, signal.SIGSTOP)
         first.process.kill()
-        with start_workers(port=port, program=("-c", PATIENT)) as second:
+        with start_workers(port=port, program=("-c", PATIENT), TMPDIR=str(temporary)) as second:
             eventually(lambda: f"serving.port = {port} is taken" in second.log.read_text(), 60)
             os.kill(slow, signal.SIGCONT)
             eventually(lambda: second.serves(1), 60)
+            assert not left.exists()
+    assert list(temporary.iterdir()) == []
 
 
 @pytest.mark.slow

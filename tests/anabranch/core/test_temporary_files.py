@@ -1,4 +1,4 @@
-"""Temporary folders of rebuilds: what a killed one has left is removed, and nothing else."""
+"""Temporary folders: what a killed process has left is removed, and nothing else."""
 
 import fcntl
 import os
@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from learner.rebuilding.scratch import scratch_folder
+from anabranch.core.temporary_files import temporary_folder
 
 
-def test_folders_of_killed_rebuilds_are_removed_and_those_in_use_are_not(
+def test_folders_of_killed_processes_are_removed_and_those_in_use_are_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
@@ -21,9 +21,9 @@ def test_folders_of_killed_rebuilds_are_removed_and_those_in_use_are_not(
     (tmp_path / "anabranch-rebuild-file").touch()
     before = {path.name for path in tmp_path.iterdir()}
 
-    with scratch_folder() as first:
+    with temporary_folder("anabranch-rebuild-") as first:
         (first / "checkpoints").mkdir()
-        with scratch_folder() as second:
+        with temporary_folder("anabranch-rebuild-") as second:
             assert list(first.iterdir())
             left = before - {"anabranch-rebuild-killed"}
             assert {path.name for path in tmp_path.iterdir()} == left | {first.name, second.name}
@@ -38,6 +38,6 @@ def test_a_folder_that_cannot_be_locked_is_used_all_the_same(tmp_path: Path, mon
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(fcntl, "flock", flock)
     (tmp_path / "anabranch-rebuild-any" / "checkpoints").mkdir(parents=True)
-    with scratch_folder() as folder:
+    with temporary_folder("anabranch-rebuild-") as folder:
         assert os.access(folder, os.W_OK)
     assert [path.name for path in tmp_path.iterdir()] == ["anabranch-rebuild-any"]
