@@ -1,4 +1,4 @@
-"""Temporary files and folders. Imports nothing else of ours: the index process must start fast."""
+"""Temporary files and folders. Imports little: the index process must start fast."""
 
 import contextlib
 import fcntl
@@ -8,6 +8,8 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+
+from anabranch.core.failures import state_errors
 
 log = logging.getLogger(__name__)
 
@@ -31,11 +33,13 @@ def temporary_folder(prefix: str) -> Iterator[Path]:
     other prefix may begin with this one.
 
     Raises:
-        OSError: the folder for temporary files cannot be written.
+        DependencyError: the folder for temporary files cannot be written for now.
+        SettingsError: there is none that can be written; TMPDIR selects it.
     """
     with contextlib.ExitStack() as stack:
-        _remove_left(prefix)
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=prefix)))
+        with state_errors("the folder for temporary files (TMPDIR) cannot be written"):
+            _remove_left(prefix)
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=prefix)))
         with contextlib.suppress(OSError):  # a file system without such locks: nothing there is ever removed
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
             stack.callback(os.close, descriptor)

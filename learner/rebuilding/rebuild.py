@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -92,8 +91,7 @@ def rebuild_version(
     schema = Schema(deployment.events, deployment.stream.labels).digest
     warnings = check_settings(deployment, schema, manifest)
     with contextlib.ExitStack() as stack:
-        with state_errors(f"{tempfile.gettempdir()} cannot be written"):
-            scratch = stack.enter_context(temporary_folder("anabranch-rebuild-"))
+        scratch = stack.enter_context(temporary_folder("anabranch-rebuild-"))
         has_files = deployment.stream.backfill is not None
         start = copy_start(checkpoints(schema), deployment.state_dir, manifest, scratch, has_files=has_files)
         if deployment.storage is not None and deployment.storage.mode == "only":

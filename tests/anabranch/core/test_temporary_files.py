@@ -1,11 +1,13 @@
 """Temporary folders: what a killed process has left is removed, and nothing else."""
 
+import errno
 import fcntl
 import os
 from pathlib import Path
 
 import pytest
 
+from anabranch.core.errors import AnabranchError, DependencyError, SettingsError
 from anabranch.core.temporary_files import temporary_folder
 
 
@@ -41,3 +43,17 @@ def test_a_folder_that_cannot_be_locked_is_used_all_the_same(tmp_path: Path, mon
     with temporary_folder("anabranch-rebuild-") as folder:
         assert os.access(folder, os.W_OK)
     assert [path.name for path in tmp_path.iterdir()] == ["anabranch-rebuild-any"]
+
+
+@pytest.mark.parametrize(("number", "kind"), [(errno.ENOSPC, DependencyError), (errno.EACCES, SettingsError)])
+def test_a_folder_that_cannot_be_made_is_an_error_of_one_sentence(
+    number: int, kind: type[AnabranchError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def mkdtemp(*_: object) -> str:
+        raise OSError(number, os.strerror(number), "/tmp/any")
+
+    monkeypatch.setattr("tempfile.mkdtemp", mkdtemp)
+    with pytest.raises(kind, match=r"temporary files \(TMPDIR\) cannot be written: ") as error:
+        with temporary_folder("anabranch-rebuild-"):
+            pass
+    assert os.strerror(number) in str(error.value)
