@@ -348,35 +348,6 @@ def test_no_class_name_has_two_meanings():
     assert {name: paths for name, paths in modules.items() if len(paths) > 1} == {}
 
 
-def test_no_folder_holds_more_than_a_reader_takes_in():
-    folders = {path.parent for path in FILES}
-    sizes = {str(folder.relative_to(ROOT)): len(list(folder.glob("[!_]*.py"))) for folder in folders}
-    assert {name: size for name, size in sizes.items() if size > 14} == {}
-
-
-LONG_FILES = {
-    "anabranch/commands/status.py",
-    "learner/build.py",
-    "learner/run.py",
-    "learner/state_dir/checkpoint.py",
-}
-"""Still to be split."""
-
-
-@pytest.mark.slow
-def test_functions_and_files_are_short():
-    functions, files = {}, set()
-    for path in FILES:
-        text, name = path.read_text(encoding="utf-8"), path.relative_to(ROOT).as_posix()
-        if text.count("\n") > 350:
-            files.add(name)
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                functions[f"{name} {node.name}"] = node.end_lineno - node.lineno + 1
-    assert {name: lines for name, lines in functions.items() if lines > 60} == {}
-    assert files <= LONG_FILES
-
-
 def test_tests_are_no_packages():
     assert list((ROOT / "tests").rglob("__init__.py")) == []
 
