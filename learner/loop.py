@@ -280,7 +280,7 @@ class TrainingLoop:
             for index, partition in enumerate(partitions):
                 if index == len(self.ledger.partitions):
                     self.ledger.add_partition(partition.name, partition.start)
-                self.ledger.partitions[index].update_end(partition.end, partition.topic_id)
+                self.ledger.partitions[index].update(partition)
             self._counters.register_partitions(self.ledger.partitions)
         self._parts.lag.update(self.ledger.partitions, self.ledger.moved)
         self.ledger.moved.clear()

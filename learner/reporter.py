@@ -192,7 +192,7 @@ class Reporter:
             device=self._device(rates),
             erased=parts.erasure.records,
             erased_through=parts.erasure.through,
-            undo=parts.undone.report(loop.ledger.positions),
+            undo=parts.undone.report(loop.ledger.partitions),
             version=publisher.number,
             verdict=publisher.verdict,
             held_since=publisher.gate.hold.since,

@@ -171,7 +171,7 @@ def ledger_and_lag(year: Year) -> Driven:
                 ledger.advance(span, Outcome.TRAINED)
         if ledger.full:
             ledger.count()
-        ledger.partitions[0].update_end(100 * tick + 1000, "topic-id")
+        ledger.partitions[0].update(Partition(EVENTS, 0, 100 * tick + 1000, "topic-id"))
         stream.ends_time = year.now
         policy.update(ledger.partitions, ledger.moved)
         ledger.moved.clear()

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ingest.events.block import Block
-from ingest.events.partition import TopicPartition, latest_incarnations
+from ingest.events.partition import TopicPartition
 from ingest.events.position import PartitionFingerprint, Position
 from ingest.transport.protocol import LagReport, PartitionsOpened
 
@@ -13,8 +13,9 @@ from ingest.transport.protocol import LagReport, PartitionsOpened
 class Partition:
     """One partition: `start` is this pipeline's first offset, `end` the broker's, if known.
 
-    A partition whose topic was created again ends at the last offset that was read. `topic_id` is the topic's, if
-    known, and `log_start` the first offset that the broker still had ten minutes ago.
+    One that is not `read` any more ends at the last offset that was read: its topic was taken out of the settings, or
+    created again, or it is a file and there is no history now. `topic_id` is the topic's, if known, and `log_start` the
+    first offset that the broker still had ten minutes ago.
     """
 
     name: TopicPartition
@@ -22,6 +23,7 @@ class Partition:
     end: int | None
     topic_id: str | None = None
     log_start: int | None = None
+    read: bool = True
 
 
 class CursorTable:
@@ -35,8 +37,8 @@ class CursorTable:
         self._ends: dict[int, int] = {}
         self._log_starts: dict[int, int] = {}
         self._partitions: Sequence[Partition] | None = None
-        self._latest: frozenset[int] = frozenset()
-        """Of `_partitions`, the indexes of those whose topic was not created again."""
+        self._unread: frozenset[int] = frozenset()
+        """The indexes of the partitions that are not read any more."""
         self._files_read = 0
         """All partitions of files before this index are read to their end."""
 
@@ -44,7 +46,6 @@ class CursorTable:
     def partitions(self) -> Sequence[Partition]:
         """All partitions, in the order of their index; the same list until one of them changes."""
         if self._partitions is None:
-            self._latest = frozenset(latest_incarnations(self._table).values())
             self._partitions = [
                 Partition(
                     name,
@@ -53,8 +54,8 @@ class CursorTable:
                     self._fingerprints[name].topic_id,
                     self._log_starts.get(index),
                 )
-                if index in self._latest
-                else Partition(name, self._starts[name], self._positions[name].offset)
+                if index not in self._unread
+                else Partition(name, self._starts[name], self._positions[name].offset, read=False)
                 for index, name in enumerate(self._table)
             ]
         return self._partitions
@@ -88,10 +89,6 @@ class CursorTable:
         self._positions, self._fingerprints = dict(positions), dict(fingerprints)
         self._table, self._partitions, self._files_read = list(positions), None, 0
 
-    def end_files(self) -> None:
-        """Set the ends of files to what is read of them: the history was read, and is not opened any more."""
-        self._ends |= {index: self._positions[name].offset for index, name in enumerate(self._table) if name.history}
-
     def add_opened(self, opened: PartitionsOpened) -> None:
         """Add the partitions that the process has opened, each with its first offset and the id of its topic."""
         for name, start, topic_id in zip(opened.partitions, opened.starts, opened.ids, strict=True):
@@ -99,7 +96,7 @@ class CursorTable:
             self._positions.setdefault(name, Position(start))
             last = self._fingerprints.get(name, PartitionFingerprint()).last
             self._fingerprints[name] = PartitionFingerprint(topic_id, last)
-        self._table, self._partitions = opened.partitions, None
+        self._table, self._unread, self._partitions = opened.partitions, frozenset(opened.unread), None
 
     def set_ends(self, report: LagReport) -> None:
         """Store the broker's offsets of a report."""
@@ -116,7 +113,7 @@ class CursorTable:
             is_torn = len(rows) and int(offset[rows[-1]]) == cover.end
             name = self._table[cover.partition]
             self._positions[name] = Position(cover.end, int(row[rows[-1]]) + 1 if is_torn else 0)
-            if cover.partition not in self._latest:
+            if cover.partition in self._unread:
                 self._partitions = None
             if cover.last is not None:
                 self._fingerprints[name] = PartitionFingerprint(self._fingerprints[name].topic_id, cover.last)

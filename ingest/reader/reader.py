@@ -252,8 +252,6 @@ class BlockReader:
             self._end_process(0)
         if self.connection is None:
             self.start()
-        if self._stream.backfill is None:
-            self._cursors.end_files()
         self._hang_detector.reset()
         self._process.send(
             begin(

@@ -61,6 +61,9 @@ class PartitionsOpened(msgspec.Struct, frozen=True, tag=True):
     partitions: list[TopicPartition]
     starts: list[int]
     ids: list[str | None]
+    unread: list[int] = []
+    """The indexes of partitions of which nothing is read: of topics that were taken out of the settings or created
+    again, and of files where there is no history."""
 
 
 class BlockReady(msgspec.Struct, frozen=True, tag=True):

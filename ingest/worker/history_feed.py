@@ -116,6 +116,11 @@ class HistoryFeed:
         self._planned = True
 
     @property
+    def indexes(self) -> set[int]:
+        """The indexes of the partitions of files."""
+        return set() if self._history is None else {self._table.index[name] for name in self._history.partitions}
+
+    @property
     def problem(self) -> str | None:
         """One sentence when records of the topics are removed before the history is read."""
         return None if self._history is None else self._retention.problem(self._history.progress)

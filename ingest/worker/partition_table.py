@@ -1,7 +1,7 @@
 """The partitions that the ingest process reads."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import datetime
 
 from ingest.config import StreamSettings
@@ -32,6 +32,7 @@ class PartitionTable:
         """The time from which on the events of the first `refresh` are read, in place of `start`."""
         self.read: list[int] = []
         """The indexes of the partitions that are read."""
+        self._logged: set[int] = set()
         self.paused: set[int] = set()
         """The indexes of the partitions whose next message cannot be decoded yet; they are not fetched."""
 
@@ -86,6 +87,7 @@ class PartitionTable:
             for name, index in latest_incarnations(self.partitions).items()
             if name[0] in self._stream.all_topics and (name[0] not in topics or name in names)
         ]
+        self._log_unread(topics)
         self.paused.intersection_update(self.read)
         ids = self._client.topic_ids()
         for index in self.read:
@@ -93,6 +95,18 @@ class PartitionTable:
             self.marks[index] = PartitionFingerprint(mark.topic_id or ids.get(self.partitions[index].topic), mark.last)
         self.assign()
         return len(added) + len(recreated_starts)
+
+    def _log_unread(self, topics: Collection[str]) -> None:
+        """Log the partitions that are not read any more, once each; `topics` are those that exist and are read."""
+        unread = set(latest_incarnations(self.partitions).values()) - set(self.read) - self._logged
+        self._logged |= unread
+        for topic in sorted({self.partitions[index].topic for index in unread if not self.partitions[index].history}):
+            own = [index for index in sorted(unread) if self.partitions[index].topic == topic]
+            places = ", ".join(f"[{self.partitions[index].partition}]@{self.positions[index].offset}" for index in own)
+            if topic in topics:
+                log.warning("%s was created again with fewer partitions: there is no %s any more", topic, places)
+            else:
+                log.warning("%s is in stream.topics no more: nothing is read after %s", topic, places)
 
     def _find_recreated(self) -> dict[TopicPartition, int | None]:
         """Return the next incarnation of each partition that was recreated, and where to begin in it, if known.

@@ -18,7 +18,7 @@ from ingest.backfill.history_rows import HistorySource
 from ingest.config import StreamSettings
 from ingest.errors import BrokerError, RecreatedError, TruncatedError
 from ingest.events.block import Coverage
-from ingest.events.partition import TopicPartition, latest_incarnations
+from ingest.events.partition import TopicPartition
 from ingest.events.position import PartitionFingerprint, Position
 from ingest.kafka.client import Client, Lag, Messages
 from ingest.schema_registry.cache import WriterSchemas
@@ -215,7 +215,8 @@ class IngestWorker:
         if added is not None:
             starts = [position.offset for position in self._table.positions]
             ids = [mark.topic_id for mark in self._table.marks]
-            send(self._connection, PartitionsOpened(self._table.partitions, starts, ids))
+            unread = set(range(len(starts))) - set(self._table.read) - self._history.indexes
+            send(self._connection, PartitionsOpened(self._table.partitions, starts, ids, sorted(unread)))
         return bool(added)
 
     def _skip_to_end(self) -> None:
@@ -271,17 +272,12 @@ class IngestWorker:
             case Commit(positions):
                 if self._read_only:
                     return
-                read = set(latest_incarnations(self._table.partitions).values())
-                topics = [each for each in positions if each[0] in read and self._is_topics(each[0])]
-                self._client.commit({self._table.partitions[index]: offset for index, offset in topics})
+                names, read = self._table.partitions, set(self._table.read)
+                self._client.commit({names[index]: offset for index, offset in positions if index in read})
             case Stop():
                 raise StoppedError
             case _:
                 raise AssertionError(message)
-
-    def _is_topics(self, index: int) -> bool:
-        """Return whether a partition is of a topic, not of the history."""
-        return self._table.partitions[index].topic in self._stream.all_topics
 
     def _send_blocks(self, assembled: Assembled) -> None:
         """Write rows into as many slots as they fill, and send each as a block; wait for free slots."""

@@ -63,7 +63,7 @@ class StreamTimes:
         wall_ms = self._wall_ms
         lowest: dict[bool, int] = {}
         for index, (partition, account) in enumerate(zip(partitions, ledger.partitions, strict=False)):
-            if account.superseded:
+            if not partition.read:
                 continue
             highest = min(wall_ms, int(self._highest[index])) if index < len(self._highest) else NEVER
             if asked is not None and partition.end is not None and account.position.offset >= partition.end:

@@ -166,8 +166,8 @@ class LagPolicy:
         """Measure all partitions; `ends_time` is when end offsets were reported, None when they are not new."""
         self._arrivals += [Arrivals() for _ in accounts[len(self._arrivals) :]]
         for arrivals, account in zip(self._arrivals, accounts, strict=True):
-            if account.superseded or account.name.history:
-                arrivals.marks.clear()  # what was not read is gone, and nobody waits for rows of files
+            if account.name.history or not account.read:
+                arrivals.marks.clear()  # nobody waits for rows of files, or for what nobody reads
             elif ends_time is not None:
                 arrivals.record(ends_time, account.position.offset + account.pending)
         pairs = zip(self._arrivals, accounts, strict=True)

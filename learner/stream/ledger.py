@@ -250,6 +250,7 @@ class Ledger:
         latest = set(latest_incarnations(account.name for account in self.partitions).values())
         for index, account in enumerate(self.partitions):
             account.superseded = index not in latest
+            account.read &= not account.superseded
 
 
 def _distinct(offset: Array, row: Array) -> Array:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from ingest.events.block import Outcome, SkipReason
 from ingest.events.partition import TopicPartition
 from ingest.events.position import Fingerprint, PartitionFingerprint, Position
+from ingest.reader.cursors import Partition
 from learner.state_dir.report import PartitionReport
 from learner.state_dir.trained_through import PartitionProgress
 
@@ -31,15 +32,21 @@ class PartitionLedger:
         self.mark = PartitionFingerprint()
         self.superseded = False
         """Whether the topic was created again: what was not read of this incarnation is gone."""
+        self.read = True
+        """Whether anything of it is to come: not from a topic that was taken out of the settings, for one."""
         self.outcomes = np.zeros(len(Outcome), np.int64)
         self.skipped = np.zeros(len(SkipReason), np.int64)
         self.waited = np.zeros(len(Outcome), np.int64)
         """How events that waited for their label ended."""
         self.waited_skipped = np.zeros(len(SkipReason), np.int64)
 
-    def update_end(self, end: int | None, topic_id: str | None) -> None:
+    def update(self, partition: Partition) -> None:
         """Set the broker's end offset and the topic's id, where they are known."""
-        self.end = max(self.end, end or 0)
+        self.read, end, topic_id = partition.read, partition.end, partition.topic_id
+        if partition.read or self.superseded:
+            self.end = max(self.end, end or 0)
+        elif end is not None:
+            self.end = end
         if topic_id is not None and topic_id != self.mark.topic_id:
             self.mark = PartitionFingerprint(topic_id, self.mark.last)
 

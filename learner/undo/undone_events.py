@@ -1,6 +1,6 @@
 """The events that were undone: blocks of the stream are read without them, as if they had never been there."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 
 import numpy as np
@@ -9,10 +9,9 @@ from typing_extensions import override
 
 from ingest.events.block import Block, Outcome, SkipReason
 from ingest.events.identity import partition_base, partition_name
-from ingest.events.partition import TopicPartition
-from ingest.events.position import Position
 from ingest.reader.cursors import Partition
 from learner.state_dir.undo_file import UndoRecord, UndoReport
+from learner.stream.partition_ledger import PartitionLedger
 from learner.stream.round_robin import Partitioned
 from replay.erasure.erased_events import ByRange, ErasedEvents
 
@@ -48,19 +47,20 @@ class UndoneEvents:
         outcome[undone] = np.uint8(Outcome.SKIPPED)
         reason[undone] = np.uint8(SkipReason.UNDONE)
 
-    def report(self, positions: Mapping[TopicPartition, Position]) -> UndoReport | None:
+    def report(self, accounts: Sequence[PartitionLedger]) -> UndoReport | None:
         """Return how far the stream is learned again since the last record; None without one.
 
-        `positions`: the first event without an outcome of each partition.
+        Partitions that are not read any more have nothing left that could be.
         """
         if not self.records or (went_back := self.records[-1].went_back) is None:
             return None
-        record, now = self.records[-1], {partition_name(name): each.offset for name, each in positions.items()}
+        record = self.records[-1]
+        now = {partition_name(each.name): each.position.offset for each in accounts if each.read}
         left = total = 0
-        for name, until in record.until.items():
-            begin = went_back.positions.get(name, until)
+        for name in now.keys() & record.until.keys():
+            until, begin = record.until[name], went_back.positions.get(name, record.until[name])
             total += max(0, until - begin)
-            left += max(0, until - max(begin, now.get(name, begin)))
+            left += max(0, until - max(begin, now[name]))
         return UndoReport(
             number=record.number,
             checkpoint=went_back.checkpoint,

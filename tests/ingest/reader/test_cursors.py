@@ -1,5 +1,7 @@
 """The table of cursors is where another ingest process would continue."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from ingest.events.block import Block, Coverage
@@ -12,10 +14,10 @@ P0, P1 = TopicPartition("events", 0), TopicPartition("events", 1)
 LAST = Fingerprint(9, 1, "digest")
 
 
-def opened(*names: TopicPartition) -> CursorTable:
+def opened(*names: TopicPartition, unread: Sequence[int] = ()) -> CursorTable:
     table = CursorTable()
     table.load({}, {})
-    table.add_opened(PartitionsOpened(list(names), [0] * len(names), ["id"] * len(names)))
+    table.add_opened(PartitionsOpened(list(names), [0] * len(names), ["id"] * len(names), list(unread)))
     return table
 
 
@@ -47,7 +49,17 @@ def test_partitions_are_the_same_list_until_an_end_is_reported() -> None:
 
 
 def test_a_recreated_partition_ends_where_it_was_read_to() -> None:
-    table = opened(P0, P0.next_incarnation)
+    table = opened(P0, P0.next_incarnation, unread=[0])
     assert [partition.end for partition in table.partitions] == [0, None]
     table.advance(block([(0, 4, 0)], Coverage(0, 0, 5)))
     assert [partition.end for partition in table.partitions] == [5, None]
+
+
+def test_a_partition_that_nobody_reads_ends_where_it_was_read_to_whatever_its_end_was() -> None:
+    table = opened(P0, P1)
+    table.set_ends(LagReport([(0, 7), (1, 7)], None, 0.0))
+    table.advance(block([(1, 4, 0)], Coverage(1, 0, 5)))
+    table.add_opened(PartitionsOpened([P0, P1], [0, 0], ["id", "id"], [1]))
+    assert table.partitions == [Partition(P0, 0, 7, "id"), Partition(P1, 0, 5, read=False)]
+    table.add_opened(PartitionsOpened([P0, P1], [0, 0], ["id", "id"]))
+    assert table.partitions[1].end == 7

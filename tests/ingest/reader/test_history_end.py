@@ -49,7 +49,7 @@ def test_without_the_section_files_end_where_they_were_read_to() -> None:
     reader._process.send = sent.append  # type: ignore[method-assign]
     reader._cursors.load({FILE: Position(1000), E0: Position(500)}, {FILE: PartitionFingerprint("x")})
     reader._begin()
-    reader._cursors.add_opened(PartitionsOpened([FILE, E0], [1000, 0], ["x", None]))
+    reader._cursors.add_opened(PartitionsOpened([FILE, E0], [1000, 0], ["x", None], [0]))
     reader._update_lag(LagReport([(1, 5000)], None, 0.0))
     assert [(each.name, each.end) for each in reader.partitions] == [(FILE, 1000), (E0, 5000)]
     assert not reader.reads_history

@@ -494,6 +494,22 @@ def test_known_partitions_keep_their_index_and_new_ones_come_after_them() -> Non
         assert sorted(block.columns["partition"].tolist()) == [0, 1]
 
 
+def test_partitions_of_which_nothing_is_read_are_reported_as_such_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    removed, vanished = TopicPartition("clicks", 0), TopicPartition("events", 1)
+    client = FakeClient({P0: FakePartition()})
+    client.ids = {"events": "two"}
+    places = [(removed, Position(4)), (P0, Position(7)), (vanished, Position(3))]
+    marks = [PartitionFingerprint("of clicks"), PartitionFingerprint("one"), PartitionFingerprint("one")]
+    skips = STREAM.model_copy(update={"on_gap": "skip"})
+    with caplog.at_level("WARNING"), learner(client, positions=places, marks=marks, stream=skips) as end:
+        opened = end.receive_until(lambda each: isinstance(each, PartitionsOpened))
+    assert isinstance(opened, PartitionsOpened)
+    assert opened.partitions == [removed, P0, vanished, P0.next_incarnation]
+    assert opened.unread == [0, 1, 2]
+    assert "clicks is in stream.topics no more: nothing is read after [0]@4" in caplog.text
+    assert "events was created again with fewer partitions: there is no [1]@3 any more" in caplog.text
+
+
 def test_a_log_that_lost_its_end_is_read_on_from_there_under_either_on_gap() -> None:
     partition = FakePartition()
     for _ in range(5):
@@ -504,7 +520,7 @@ def test_a_log_that_lost_its_end_is_read_on_from_there_under_either_on_gap() -> 
     assert STREAM.on_gap == "fail"
     with learner(client, positions=[(P0, Position(7))], marks=[mark]) as end:
         opened = end.receive_until(lambda each: isinstance(each, PartitionsOpened))
-        assert opened == PartitionsOpened([P0, P0.next_incarnation], [7, 5], ["one", "one"])
+        assert opened == PartitionsOpened([P0, P0.next_incarnation], [7, 5], ["one", "one"], [0])
         partition.append(message(9, 1))
         block, _ = end.block()
         assert block.coverage[0].partition == 1

@@ -1,5 +1,7 @@
 """Stream time of labels and events, and up to where labels are learned from."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -53,10 +55,16 @@ def test_there_is_no_stream_time_before_each_partition_has_one() -> None:
 def test_a_topic_that_was_created_again_has_the_time_of_the_latest(times: StreamTimes) -> None:
     accounts = ledger(1, 2, 1)
     accounts.add_partition(EVENTS.next_incarnation, 0)
-    again = [*partitions(9, 9, 9), Partition(EVENTS.next_incarnation, 0, 9)]
+    before, *labels = partitions(9, 9, 9)
+    again = [replace(before, read=False), *labels, Partition(EVENTS.next_incarnation, 0, 9)]
     assert times.now(again, accounts, 99.0) == (8_000, None)
     times.add(np.array([3], np.int32), np.array([1_000]))
     assert times.now(again, accounts, 99.0) == (8_000, 1_000)
+
+
+def test_a_partition_that_nobody_reads_holds_up_no_time(times: StreamTimes) -> None:
+    first, second, removed = partitions(9, 9, 1)
+    assert times.now([first, second, replace(removed, read=False)], ledger(1, 2, 1), 99.0) == (9_000, 7_000)
 
 
 def test_the_times_are_restored(times: StreamTimes) -> None:

@@ -415,3 +415,18 @@ def test_nothing_waits_while_files_are_read_and_what_arrived_meanwhile_waits_fro
     clock.now += 1
     assert measured(skipping, clock, end=6000, position=0) == (60.0, True)
     assert stream.asked == [clock.now]
+
+
+def test_a_topic_that_nobody_reads_any_more_is_no_lag() -> None:
+    """Its events are not late; an action because of them would be taken against those of other topics."""
+    clock = Clock()
+    before = policy(clock)
+    assert measured(before, clock, end=100, position=40) == (0.0, False)
+    clock.now += 61
+    assert measured(before, clock, end=100, position=40) == (61.0, True)
+    after, accounts = policy(clock), ledger(end=100, position=40)
+    after.restore(before.state())
+    accounts.partitions[0].update(Partition(NAME, 0, 40, read=False))
+    after._stream.ends_time = clock.now
+    after.update(accounts.partitions)
+    assert (after.seconds, after.behind) == (0.0, False)

@@ -16,6 +16,7 @@ from ingest.events.partition import TopicPartition
 from ingest.events.position import Fingerprint, Position
 from ingest.events.schema import Schema
 from ingest.kafka.fake import fake_columns
+from ingest.reader.cursors import Partition
 from learner.state_dir.trained_through import PartitionProgress
 from learner.stream.batch import Batch, Decided, Span
 from learner.stream.batches import Batches
@@ -239,14 +240,31 @@ def test_pending_is_the_number_of_offsets_beyond_the_position(schema: Schema) ->
     assert accounts.trained_through["events:1"].offset == -1
 
 
+def test_nothing_is_pending_of_a_partition_that_nobody_reads_until_it_is_read_again(schema: Schema) -> None:
+    accounts = ledger()
+    account = accounts.partitions[1]
+    account.update(Partition(NAMES[1], 0, 40, "id"))
+    account.position = account.counted = Position(0)
+    again = Ledger()
+    again.restore(accounts.state())
+    account = again.partitions[1]
+    account.update(Partition(NAMES[1], 0, 0, read=False))
+    report = again.reports()["events:1"]
+    assert (report.pending, report.end, report.removed) == (0, 0, 0)
+    assert adds_up(again)
+    assert account.mark.topic_id == "id"
+    account.update(Partition(NAMES[1], 0, 45, "id"))
+    assert again.reports()["events:1"].pending == 45
+
+
 def test_unread_events_of_a_topic_that_was_created_again_are_removed(schema: Schema) -> None:
     accounts = ledger()
-    accounts.partitions[0].update_end(9, "first")
+    accounts.partitions[0].update(Partition(NAMES[0], 0, 9, "first"))
     for batch in drain(Queue([block(schema, [(0, 0, 0, Outcome.PENDING)], [Coverage(0, 0, 2)])]), 4):
         accounts.add_partition(NAMES[0].next_incarnation, 0)
         for span in batch.spans:
             accounts.advance(span, Outcome.TRAINED)  # what was under way is settled where it is from
-    accounts.partitions[2].update_end(5, "second")
+    accounts.partitions[2].update(Partition(NAMES[0].next_incarnation, 0, 5, "second"))
     again = Ledger()
     again.restore(accounts.state())
     for each in (accounts, again):
@@ -334,7 +352,7 @@ def test_the_files_of_each_pass_are_one_account_and_versions_name_topics_alone(s
     for name in (*names, NAMES[0]):
         accounts.add_partition(name, 0)
     for account, rows in zip(accounts.partitions, (3, 5, 3, 5), strict=False):
-        account.update_end(rows, FileMark("a", 1, "tag", rows).encoded())
+        account.update(Partition(account.name, 0, rows, FileMark("a", 1, "tag", rows).encoded()))
     outcomes = [Outcome.PENDING, Outcome.HELD_OUT, Outcome.SKIPPED]
     for file, rows in enumerate((3, 4)):
         part = block(schema, [(file, at, 0, outcomes[at % 3]) for at in range(rows)], [Coverage(file, 0, rows)])
@@ -353,11 +371,15 @@ def test_the_files_of_each_pass_are_one_account_and_versions_name_topics_alone(s
     assert {*accounts.trained_through} == {*accounts.seen_through} == {"events:0"}
 
 
+def file_of(number: int, rows: int) -> Partition:
+    return Partition(TopicPartition("h", number, 0, 1), 0, rows, FileMark("a", 1, "tag", rows).encoded())
+
+
 def test_the_files_of_a_checkpoint_are_summed_as_before(schema: Schema) -> None:
     accounts = Ledger()
     for file in range(3):
         accounts.add_partition(TopicPartition("h", file, 0, 1), 0)
-        accounts.partitions[file].update_end(4, FileMark("a", 1, "tag", 4).encoded())
+        accounts.partitions[file].update(file_of(file, 4))
         rows = 4 - file
         part = block(schema, [(file, at, 0, Outcome.PENDING) for at in range(rows)], [Coverage(file, 0, rows)])
         for batch in drain(Queue([part]), 8):
@@ -374,7 +396,7 @@ def test_a_file_whose_events_wait_for_labels_is_not_read_yet() -> None:
     for file in range(2):
         accounts.add_partition(TopicPartition("h", file, 0, 1), 0)
         account = accounts.partitions[file]
-        account.update_end(10, FileMark("a", 1, "tag", 10).encoded())
+        account.update(file_of(file, 10))
         account.position = account.counted = Position(10)
     accounts.partitions[0].outcomes[Outcome.WAITING] = 4
     accounts.first_open = lambda: {0: 6}

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from typing_extensions import override
 
 from anabranch.core.errors import SettingsError
 from ingest.events.block import Block, Coverage, Outcome
@@ -247,3 +248,19 @@ def test_files_come_first_one_after_the_other(
     ends = {index: span.positions[index].offset for batch in found for span in batch.spans for index in span.positions}
     if len(all_events) > len(files):
         assert [ends.get(i, 0) for i in (0, 1)] == [*sizes[:2]], "events at the end of a file were left"
+
+
+def test_a_topic_that_was_taken_out_is_not_waited_for(schema: Schema) -> None:
+    class Removed(Topic):
+        @property
+        @override
+        def partitions(self) -> list[Partition]:
+            here, gone = super().partitions
+            return [here, Partition(gone.name, 0, 5, read=False)]
+
+        @override
+        def settled(self, index: int) -> int:
+            return 5 if index else 0
+
+    topic = Removed(schema, [16, 0], [(0, 16)])
+    assert [len(batch) for batch in batches(topic, 4)] == [4, 4, 4]

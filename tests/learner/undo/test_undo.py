@@ -22,6 +22,7 @@ from ingest.config import HoldOut, SchemaSettings, StreamSettings
 from ingest.events.block import Array, Block, SkipReason
 from ingest.events.identity import partition_name
 from ingest.events.partition import TopicPartition
+from ingest.events.position import Position
 from ingest.events.schema import Schema
 from ingest.kafka.fake import fake_columns
 from ingest.reader.cursors import Partition
@@ -33,8 +34,9 @@ from learner.model.features.learned import attach_features
 from learner.state_dir.checkpoint import Checkpoints
 from learner.state_dir.folders import LocalFolder
 from learner.state_dir.trained_through import PartitionProgress
-from learner.state_dir.undo_file import LOCK, NAME, UndoRecord, append_record, ranges_of
+from learner.state_dir.undo_file import LOCK, NAME, UndoRecord, WentBack, append_record, ranges_of
 from learner.state_dir.version import WEIGHTS, Manifest, ModelReference, Versions
+from learner.stream.partition_ledger import PartitionLedger
 from learner.undo.going_back import go_back, undone_verdict
 from learner.undo.tainted import seen_by_version
 from learner.undo.undone_events import UndoneEvents
@@ -310,9 +312,24 @@ def test_a_second_undo_skips_the_events_of_the_first_too(make: Callable[..., Und
     clean = make("clean", COUNT, FLIPPED)
     clean.run()
     assert_same(again, clean)
-    report = again.loop.state._parts.undone.report(again.loop.ledger.positions)
+    report = again.loop.state._parts.undone.report(again.loop.ledger.partitions)
     assert report is not None
     assert (report.number, report.left, report.fraction) == (2, 0, 1.0)
+
+
+def test_partitions_that_nobody_reads_any_more_are_not_left_to_learn_again() -> None:
+    went_back = WentBack(checkpoint=3, time=0.0, positions=dict.fromkeys(map(partition_name, NAMES), 10))
+    until = dict.fromkeys(map(partition_name, NAMES), 30)
+    undone = UndoneEvents([UndoRecord(number=1, time=0.0, ranges={}, until=until, went_back=went_back)])
+    accounts = [PartitionLedger(name, 0) for name in NAMES]
+    accounts[0].position, accounts[1].position = Position(25), Position(10)
+    report = undone.report(accounts)
+    assert report is not None
+    assert (report.left, report.fraction) == (25, 0.375)
+    accounts[1].update(Partition(NAMES[1], 0, 10, read=False))
+    report = undone.report(accounts)
+    assert report is not None
+    assert (report.left, report.fraction) == (5, 0.75)
 
 
 @pytest.mark.slow
