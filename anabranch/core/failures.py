@@ -40,12 +40,18 @@ _MEMORY_WORDS = (
 """Parts of torch's sentences about memory, in errors that have no class."""
 _DEVICE_WORDS = ("CUDA error", "device-side assert", "HIP error", "MPS error", "NCCL error")
 """Parts of torch's sentences about a device that failed, in errors that have no class."""
+_LONGEST_PANIC = 200
+"""Characters of a panic's message that are kept: it may contain what the package was given."""
 UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """Errors that msgspec raises for bytes that it cannot decode."""
 
 
 class DamagedError(Exception):
     """Contents differ from those that were written: they cannot be decoded, or it is no regular file."""
+
+
+class PanicError(Exception):
+    """A package written in Rust panicked: the values that it was given are bad, or it has a bug."""
 
 
 class Failure(Enum):
@@ -105,6 +111,20 @@ def device_lost(error: BaseException) -> bool:
 def panicked(error: BaseException) -> bool:
     """Return whether a package written in Rust panicked, which PyO3 raises as no Exception."""
     return type(error).__name__ == "PanicException"
+
+
+@contextlib.contextmanager
+def panics_are_errors() -> Iterator[None]:
+    """Turn the panic of a package written in Rust into PanicError, which `except Exception` catches.
+
+    Calls of such a package with the bytes of others go into this block.
+    """
+    try:
+        yield
+    except BaseException as exc:
+        if not panicked(exc):
+            raise
+        raise PanicError(" ".join(str(exc).split())[:_LONGEST_PANIC]) from exc
 
 
 def _is_a(error: BaseException, kind: str) -> bool:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anabranch.core.errors import SettingsError
-from anabranch.core.failures import DamagedError, panicked
+from anabranch.core.failures import DamagedError, panics_are_errors
 from anabranch.core.files import read_file
 from ingest.feature_settings import TokenizerFile
 
@@ -29,6 +29,10 @@ _LONGEST = 200
 """Characters of an error of the package in a sentence."""
 _PADDING = ("[PAD]", "<pad>", "<|pad|>")
 """The usual names of the padding token, for files without a section `padding`."""
+
+
+class UnencodableError(ValueError):
+    """A text that the package cannot encode: a pattern of the file takes too many steps on it, for example."""
 
 
 class TokenizerEncoder:
@@ -65,7 +69,11 @@ class TokenizerEncoder:
         self._use(settings.length)
 
     def encode(self, values: Sequence[str]) -> NDArray[np.int32]:
-        """Return the ids of each text, int32 `[N, L]`; with `words`, and where each word begins, int32 `[N, 2, L]`."""
+        """Return the ids of each text, int32 `[N, L]`; with `words`, and where each word begins, int32 `[N, 2, L]`.
+
+        Raises:
+            UnencodableError: the package cannot encode one of the texts.
+        """
         ids_NL = np.full((len(values), self._length), self.padding, np.int32)
         first_NL = np.zeros_like(ids_NL) if self._words else None
         positions_L = np.arange(self._length)
@@ -82,9 +90,14 @@ class TokenizerEncoder:
         return ids_NL if first_NL is None else np.stack([ids_NL, first_NL], axis=1)
 
     def _encoded(self, texts: Sequence[str]) -> list[Any]:
-        if not self._words:
-            return list(self._tokenizer.encode_batch_fast(texts))
-        return list(self._tokenizer.encode_batch([text.split() for text in texts], is_pretokenized=True))
+        try:
+            with panics_are_errors():
+                if not self._words:
+                    return list(self._tokenizer.encode_batch_fast(texts))
+                return list(self._tokenizer.encode_batch([text.split() for text in texts], is_pretokenized=True))
+        except Exception as exc:
+            reason = " ".join(str(exc).split())[:_LONGEST]
+            raise UnencodableError(f"the tokenizer cannot encode a text: {reason}") from exc
 
     def _content(self) -> bytes:
         try:
@@ -118,10 +131,9 @@ class TokenizerEncoder:
     @contextlib.contextmanager
     def _refusing(self, what: str) -> Iterator[None]:
         try:
-            yield
-        except BaseException as exc:
-            if not isinstance(exc, Exception) and not panicked(exc):
-                raise
+            with panics_are_errors():
+                yield
+        except Exception as exc:
             raise SettingsError(f"{self._name}: {what}: {' '.join(str(exc).split())[:_LONGEST]}") from exc
 
     def _usual_padding(self) -> int:

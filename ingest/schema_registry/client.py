@@ -8,7 +8,6 @@ import json
 import logging
 import re
 import ssl
-import time
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote
@@ -17,6 +16,7 @@ import httpx
 
 from anabranch.core.durations import format_duration
 from anabranch.core.errors import SettingsError
+from anabranch.core.socket_deadline import SocketDeadline
 from ingest.errors import MissingSchemaError, RegistryCertificateError, RegistryCredentialsError, RegistryError
 from ingest.registry_settings import RegistrySettings
 from ingest.schema_registry.writer_schema import Reference, SchemaKind, WriterSchema
@@ -46,6 +46,7 @@ class RegistryClient:
         self._settings = settings
         self._parameters = {"format": "serialized"} if are_serialized else {}
         self._seconds = settings.timeout.total_seconds()
+        self._deadline = SocketDeadline()
         headers = {"Accept": "application/vnd.schemaregistry.v1+json, application/json", "Accept-Encoding": "identity"}
         auth = None
         if settings.token is not None:
@@ -55,7 +56,9 @@ class RegistryClient:
         logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs each request
         verify = _authorities(settings)
         try:
-            self._http = httpx.Client(auth=auth, headers=headers, timeout=self._seconds, verify=verify)
+            # One connection: it is the one that the deadline watches.
+            limits = httpx.Limits(max_connections=1)
+            self._http = httpx.Client(auth=auth, headers=headers, timeout=self._seconds, verify=verify, limits=limits)
         except (ImportError, ValueError, httpx.InvalidURL) as exc:
             raise SettingsError(
                 "the proxy of stream.registry cannot be used: HTTPS_PROXY, HTTP_PROXY and ALL_PROXY must be "
@@ -98,6 +101,7 @@ class RegistryClient:
     def close(self) -> None:
         """Disconnect."""
         self._http.close()
+        self._deadline.close()
 
     def _writer_schema(self, schema_id: int | str, answer: dict[str, Any]) -> WriterSchema:
         kind = _KINDS.get(str(answer.get("schemaType") or "AVRO"))
@@ -138,17 +142,24 @@ class RegistryClient:
     def _get(self, path: str, parameters: Mapping[str, str] | None = None, kind: type[Any] = dict) -> Any:
         """Return the JSON at a path, of the type `kind`."""
         try:
-            request = self._http.build_request("GET", f"{self._settings.url}{path}", params=parameters or None)
-            status, body = self._fetch(request)
+            request = self._http.build_request(
+                "GET", f"{self._settings.url}{path}", params=parameters or None, extensions={"trace": self._watch}
+            )
+            with self._deadline.ends_within(self._seconds):
+                status, body = self._fetch(request)
         except httpx.TimeoutException as exc:
             raise self._unanswered() from exc
         except (httpx.HTTPError, httpx.InvalidURL) as exc:
+            if self._deadline.expired:
+                raise self._unanswered() from exc
             refused = _certificate_error(exc)
             if refused is not None:
                 sentence = f"the certificate of {self._named} is not trusted ({refused}): set stream.registry.ca"
                 raise RegistryCertificateError(sentence) from exc
             why = "" if isinstance(exc, httpx.LocalProtocolError) else str(exc)  # its text may have a secret
             raise RegistryError(f"{self._named} cannot be reached: {why or type(exc).__name__}") from exc
+        if self._deadline.expired:  # the end of its connection may have looked like that of the answer
+            raise self._unanswered()
         if status in (401, 403):
             sent = "credentials" if self._settings.user or self._settings.token else "a request without credentials"
             keys = "stream.registry.user and password, or token"
@@ -167,10 +178,9 @@ class RegistryClient:
 
     def _fetch(self, request: httpx.Request) -> tuple[int, bytes]:
         """Return status and body, after redirects within the host."""
-        until = time.monotonic() + self._seconds
         for _ in range(_MOST_REDIRECTS + 1):
             with contextlib.closing(self._http.send(request, stream=True)) as response:
-                body = self._read(response, until)
+                body = self._read(response)
             if response.next_request is None:
                 return response.status_code, body
             if _origin(response.next_request.url) != _origin(request.url):
@@ -180,14 +190,17 @@ class RegistryClient:
             request = response.next_request
         raise RegistryError(f"{self._named} redirects {_MOST_REDIRECTS + 1} times")
 
-    def _read(self, response: httpx.Response, until: float) -> bytes:
+    def _watch(self, event: str, info: Mapping[str, Any]) -> None:
+        """Let the deadline watch a connection that httpx has opened; called for each of its events."""
+        if event == "connection.connect_tcp.complete":
+            self._deadline.watch(info["return_value"].get_extra_info("socket"))
+
+    def _read(self, response: httpx.Response) -> bytes:
         body = bytearray()
         for part in response.iter_raw():
             body += part
             if len(body) > _MOST_BYTES:
                 raise RegistryError(f"{self._named} answers with more than {_MOST_BYTES} bytes, which are not read")
-            if time.monotonic() > until:
-                raise self._unanswered()
         return bytes(body)
 
     def _unanswered(self) -> RegistryError:

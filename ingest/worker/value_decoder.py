@@ -5,7 +5,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from anabranch.core.failures import panics_are_errors
 from ingest.events.schema import Schema
+from ingest.events.tokenizer import UnencodableError
 from ingest.formats.base import WHOLE_MESSAGE, Decoded, Format, Headers, Reject, joined, nothing
 
 log = logging.getLogger(__name__)
@@ -42,23 +44,31 @@ class ValueDecoder:
 
     def _decode_fair(self, values: Sequence[bytes], headers: Sequence[Headers]) -> tuple[Decoded, str | None]:
         """Decode messages together; if the format raises, decode each alone."""
+        fault = None
         try:
-            return self._format.decode(values, headers), None
+            with panics_are_errors():
+                return self._format.decode(values, headers), None
         except MemoryError:
             raise  # not caused by a message
+        except UnencodableError:
+            pass  # which message's it is shows below
         except Exception as exc:
             log.exception("a bug in decoding: the messages are decoded one by one, those that raise are dead-lettered")
-            parts = [
-                self._decode_one(value, own).at(np.array([index], np.int32))
-                for index, (value, own) in enumerate(zip(values, headers, strict=True))
-            ]
-            return joined(parts), _named(exc)
+            fault = _named(exc)
+        parts = [
+            self._decode_one(value, own).at(np.array([index], np.int32))
+            for index, (value, own) in enumerate(zip(values, headers, strict=True))
+        ]
+        return joined(parts), fault
 
     def _decode_one(self, value: bytes, headers: Headers) -> Decoded:
         try:
-            return self._format.decode([value], [headers])
+            with panics_are_errors():
+                return self._format.decode([value], [headers])
         except MemoryError:
             raise
+        except UnencodableError as exc:
+            return nothing(self._schema, [Reject(0, WHOLE_MESSAGE, str(exc))])
         except Exception as exc:  # noqa: BLE001 logged for the batch, and named in the dead letter
             return nothing(self._schema, [Reject(0, WHOLE_MESSAGE, f"internal: {_named(exc)}")])
 

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from ingest.events.schema import Feature, Schema
+from ingest.events.tokenizer import UnencodableError
 from serving.errors import BadRequestError, TooLargeError, shorten
 from serving.protocol.bodies import InferBody, InputTensor, OutputTensor, Parameters, ReplyBody, RequestedOutput
 from serving.protocol.parameters import ABSENT, decode_json, read_freshness, read_parameters
@@ -306,7 +307,11 @@ def _column(feature: Feature, array: Array) -> Array:
         if feature.outside(array) is not None:
             raise BadRequestError(f"input {feature.name!r} has a value that is not {feature.allowed}")
         return array
-    return feature.encoder.encode(array.reshape(-1).tolist()).reshape(len(array), *feature.column_shape)
+    try:
+        ids = feature.encoder.encode(array.reshape(-1).tolist())
+    except UnencodableError as exc:
+        raise BadRequestError(f"input {feature.name!r}: {exc}") from exc
+    return ids.reshape(len(array), *feature.column_shape)
 
 
 def _default(feature: Feature, rows: int) -> Array:

@@ -38,6 +38,8 @@ class Faults:
     """Length of each answer."""
     body: bytes | None = None
     """Content of each answer."""
+    interim: bytes = b""
+    """What is sent before each answer, without end: interim responses."""
 
 
 @dataclass
@@ -130,6 +132,10 @@ def registry_server(certificate: tuple[Path, Path] | None = None, port: int = 0)
                 self.close_connection = True
                 return
             time.sleep(faults.seconds)
+            with contextlib.suppress(OSError):  # until the client closes
+                while faults.interim:
+                    self.wfile.write(faults.interim)
+                    time.sleep(0.001)
             if faults.redirect is not None:
                 self.send_response(307)
                 self.send_header("Location", f"{faults.redirect}{self.path}")

@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pyruhvro
 
-from anabranch.core.failures import panicked
+from anabranch.core.failures import panics_are_errors
 from ingest.formats.arrow_columns import Faults, columns_of, fields_of
 from ingest.formats.avro_records.fields import AvroReading
 from ingest.formats.avro_records.rows import END, END_BYTES, END_FIELD, FOLLOWED, AvroRowsDecoder
@@ -54,12 +54,11 @@ class AvroColumnsDecoder:
         if len(failures) >= _MOST_FAILURES:
             return self._rows.decode(records)
         try:
-            batch = self._read(records)
+            with panics_are_errors():
+                batch = self._read(records)
         except MemoryError:
             raise
-        except BaseException as exc:
-            if not isinstance(exc, Exception) and not panicked(exc):
-                raise
+        except Exception:  # noqa: BLE001 pyruhvro raises its own for each kind of bad record
             if len(records) <= _FEWEST:
                 return self._rows.decode(records)
             failures.append(len(records))

@@ -8,7 +8,16 @@ import pytest
 import torch
 
 from anabranch.core.errors import DependencyError, SettingsError
-from anabranch.core.failures import DamagedError, Failure, away_is_dependency, damage_is, decoded, failure_of
+from anabranch.core.failures import (
+    DamagedError,
+    Failure,
+    PanicError,
+    away_is_dependency,
+    damage_is,
+    decoded,
+    failure_of,
+    panics_are_errors,
+)
 from anabranch.core.object_store.bucket import BucketAwayError
 from ingest.errors import BrokerError
 from learner.errors import CheckpointError, VersionError
@@ -125,3 +134,13 @@ def test_an_error_of_the_system_that_ends_a_process_is_a_dependency_that_names_t
         away_is_dependency("no checkpoint can be read"),
     ):
         raise BucketAwayError("storage.url: no reply")
+
+
+def test_the_panic_of_a_package_in_rust_is_an_error_and_an_interrupt_is_not() -> None:
+    class PanicException(BaseException):  # as PyO3 has it
+        pass
+
+    with pytest.raises(PanicError, match="retry-limit-in-match over"), panics_are_errors():
+        raise PanicException("retry-limit-in-match\nover")
+    with pytest.raises(KeyboardInterrupt), panics_are_errors():
+        raise KeyboardInterrupt

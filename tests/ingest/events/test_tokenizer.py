@@ -18,7 +18,7 @@ from ingest.config import SchemaSettings
 from ingest.events import tokenizer as tokenizer_module
 from ingest.events.encoders import encoder_of
 from ingest.events.schema import Schema
-from ingest.events.tokenizer import CHARACTERS_PER_ID, TokenizerEncoder
+from ingest.events.tokenizer import CHARACTERS_PER_ID, TokenizerEncoder, UnencodableError
 from ingest.feature_settings import TokenizerFile
 from tests.support.tokenizer import WORDS, tokenizer_json, write_tokenizer
 
@@ -265,3 +265,13 @@ class TestHostileTexts:
         made.encode(["good"] * 1000)
         assert max(sizes) <= tokenizer_module._BATCH
         assert sum(sizes) == 1000
+
+
+def test_a_text_that_makes_the_package_panic_is_refused_and_the_next_one_is_encoded(tmp_path: Path) -> None:
+    backtracks = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    made = encoder(write_tokenizer(tmp_path / "tokenizer.json", pre_tokenizer=backtracks))
+    with pytest.raises(UnencodableError, match=r"the tokenizer cannot encode a text: .*retry-limit"):
+        made.encode(["good", "a" * 40 + "!"])
+    assert made.encode(["good"]).tolist() == [[CLS, GOOD, SEP, PAD, PAD, PAD]]
+    with pytest.raises(SettingsError, match=r"schema.features.text.default .* the tokenizer cannot encode a text"):
+        schema_of(made.path, default="a" * 40 + "!")

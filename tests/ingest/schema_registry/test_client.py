@@ -155,6 +155,20 @@ class TestARegistryThatGivesNoAnswer:
             client.schema(1)
         client.close()
 
+    @pytest.mark.parametrize(
+        "interim", [b"HTTP/1.1 100 Continue\r\n\r\n", b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n"]
+    )
+    def test_one_that_sends_interim_responses_without_end_is_waited_for_no_longer(self, registry, interim):
+        client = client_of(registry, timeout="100ms")
+        registry.register("a", RECORD)
+        client.schema(1)  # the connection is open when the endless answer comes
+        registry.faults.interim = interim
+        with pytest.raises(RegistryError, match=r"does not answer within 100ms \(stream.registry.timeout\)"):
+            client.schema(1)
+        registry.faults.interim = b""
+        assert client.schema(1).text == TEXT
+        client.close()
+
     def test_nothing_that_listens_is_named(self):
         with registry_server() as gone:
             pass

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from ingest.formats.json import JsonFormat
 from ingest.formats.rows import pack_rows
 from ingest.kafka.client import Messages
 from ingest.worker.block_builder import Assembled, BlockBuilder, Incoming, _ranges
+from tests.support.tokenizer import write_tokenizer
 
 PARTITION = TopicPartition("events", 3)
 GOOD = b'{"x": [1, 2, 3], "y": 1}'
@@ -206,6 +208,10 @@ def test_rows_before_the_position_are_left_out(schema: Schema) -> None:
     assert list(zip(rows["offset"].tolist(), rows["row"].tolist(), strict=True)) == [(100, 2), (101, 0)]
 
 
+class PanicException(BaseException):
+    """As PyO3 raises the panic of a package written in Rust."""
+
+
 class TestABugInTheDecoder:
     @pytest.fixture(autouse=True)
     def bug(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,6 +221,8 @@ class TestABugInTheDecoder:
         def decode(self: JsonFormat, values: list[bytes], headers: object = ()) -> Decoded:
             if b"poison" in values:
                 raise TypeError("unforeseen")
+            if b"panic" in values:
+                raise PanicException("index out of range")
             return sound(self, values)
 
         monkeypatch.setattr(JsonFormat, "decode", decode)
@@ -232,6 +240,12 @@ class TestABugInTheDecoder:
         assert assembled.fault == "TypeError: unforeseen"
         assert [record.exc_info is not None for record in caplog.records] == [True]
 
+    def test_a_panic_is_such_a_bug(self, schema: Schema) -> None:
+        assembled = assemble(schema, [GOOD, b"panic", GOOD])
+        assert assembled.columns["outcome"].tolist() == [Outcome.PENDING, Outcome.DEAD_LETTERED, Outcome.PENDING]
+        assert dict(assembled.letters[0].added)["anabranch-error"] == b"internal: PanicError: index out of range"
+        assert assembled.fault == "PanicError: index out of range"
+
     def test_a_lack_of_memory_is_no_fault_of_a_message(self, schema: Schema, monkeypatch: pytest.MonkeyPatch) -> None:
         def decode(self: JsonFormat, values: list[bytes], headers: object = ()) -> Decoded:
             raise MemoryError
@@ -239,6 +253,19 @@ class TestABugInTheDecoder:
         monkeypatch.setattr(JsonFormat, "decode", decode)
         with pytest.raises(MemoryError):
             assemble(schema, [GOOD])
+
+
+def test_a_text_that_the_tokenizer_cannot_encode_is_dead_lettered_alone_and_no_bug(tmp_path: Path) -> None:
+    backtracks = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    path = write_tokenizer(tmp_path / "tokenizer.json", pre_tokenizer=backtracks)
+    feature = {"dtype": "string", "encode": {"tokenizer": str(path), "length": 4}}
+    text = Schema(SchemaSettings.model_validate({"features": {"t": feature}, "label": {"name": "y", "classes": 2}}))
+    good, bad = b'{"t": "good", "y": 1}', b'{"t": "%s!", "y": 1}' % (b"a" * 40)
+    assembled = assemble(text, [good, bad, good])
+    assert assembled.columns["outcome"].tolist() == [Outcome.PENDING, Outcome.DEAD_LETTERED, Outcome.PENDING]
+    assert assembled.columns["feature.t"][2].tolist() == [2, 4, 3, 0]
+    assert dict(assembled.letters[0].added)["anabranch-error"].startswith(b"the tokenizer cannot encode a text: ")
+    assert assembled.fault is None
 
 
 def test_partitions_that_are_assembled_together_come_out_as_each_alone(schema: Schema) -> None:

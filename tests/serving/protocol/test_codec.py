@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from ingest.events.schema import Schema
 from serving.errors import BadRequestError, RequestError, TooLargeError
 from serving.protocol.codec import Signature
 from serving.protocol.tensors import DATATYPES, TensorSpec, read_binary, read_json, write_binary, write_json
+from tests.support.tokenizer import write_tokenizer
 
 SCHEMA = Schema(
     SchemaSettings.model_validate(
@@ -413,3 +415,14 @@ def test_ids_of_strings_are_always_in_range(texts: list[str], buckets: int) -> N
         assert ids.dtype == np.int64
         assert (ids >= 0).all()
         assert (ids < size).all()
+
+
+def test_a_text_that_the_tokenizer_cannot_encode_is_a_bad_request_that_names_its_input(tmp_path: Path) -> None:
+    backtracks = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    path = write_tokenizer(tmp_path / "tokenizer.json", pre_tokenizer=backtracks)
+    feature = {"dtype": "string", "encode": {"tokenizer": str(path), "length": 4}}
+    schema = Schema(SchemaSettings.model_validate({"features": {"t": feature}, "label": {"name": "y", "classes": 2}}))
+    signature = Signature(schema, OUTPUTS, max_rows=10)
+    text = {"name": "t", "shape": [1], "datatype": "BYTES", "data": ["a" * 40 + "!"]}
+    with pytest.raises(BadRequestError, match=r"input 't': the tokenizer cannot encode a text: "):
+        signature.decode(json.dumps({"inputs": [text]}).encode(), None)
