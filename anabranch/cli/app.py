@@ -292,7 +292,7 @@ def init(
             paths, commands = write_history(folder, history, label, force=force), next_commands(folder, NEXT_OF_HISTORY)
         typer.echo(f"wrote {', '.join(path.name for path in paths)} to {folder}; next:\n\n{commands}")
 
-    return run_command(start)
+    return run_command(start, private=False)
 
 
 @app.command(epilog="Example: anabranch status --watch")

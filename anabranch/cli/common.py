@@ -1,5 +1,6 @@
 """Options, output and questions that the commands share."""
 
+import contextlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ import typer
 from anabranch.core.errors import SettingsError
 from anabranch.core.logs import printable
 from anabranch.runtime.lifecycle import Exit, run
+from anabranch.runtime.private_state import private_files
 
 ConfigPath = Annotated[
     Path, typer.Option("--config", "-c", help="The pipeline's file.", show_default=True, metavar="FILE")
@@ -55,6 +57,11 @@ def confirm(command: str, preview: str, *, yes: bool) -> None:
         raise SettingsError("nothing was changed")
 
 
-def run_command(start: Callable[[], Exit | None]) -> int:
-    """Run a command, and return its exit code."""
-    return run(start)
+def run_command(start: Callable[[], Exit | None], *, private: bool = True) -> int:
+    """Run a command, and return its exit code.
+
+    What it writes is readable by this user alone, since it may have events; `private=False` is for files that are made
+    to be passed on.
+    """
+    with private_files() if private else contextlib.nullcontext():
+        return run(start)

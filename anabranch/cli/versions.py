@@ -110,7 +110,7 @@ def versions_export(
         else:
             say(f"exported version {manifest.number} to {folder}{compared}")
 
-    return run_command(start)
+    return run_command(start, private=False)
 
 
 @versions.command("rebuild", epilog="Example: anabranch versions rebuild 4711 --verify")

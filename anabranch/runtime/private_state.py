@@ -5,8 +5,10 @@ import logging
 import os
 import stat
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from anabranch.config.loader import Config
+if TYPE_CHECKING:
+    from anabranch.config.loader import Config
 
 OTHERS = 0o077
 """The permissions of the group and of all others."""
@@ -15,21 +17,28 @@ log = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def private_state(config: Config) -> Iterator[None]:
-    """Make what is written from now on readable by this user alone, and the state directory too where it can be.
+def private_files() -> Iterator[None]:
+    """Make what is written meanwhile readable by this user alone.
 
     The umask is the process's, child processes included, and is restored at the end.
     """
     before = os.umask(OTHERS)
     try:
-        if is_exposed(config) and is_own(config):
-            _close_to_others(config)
         yield
     finally:
         os.umask(before)
 
 
-def is_exposed(config: Config) -> bool:
+@contextlib.contextmanager
+def private_state(config: "Config") -> Iterator[None]:
+    """As `private_files`, and close the state directory to others where that can be."""
+    with private_files():
+        if is_exposed(config) and is_own(config):
+            _close_to_others(config)
+        yield
+
+
+def is_exposed(config: "Config") -> bool:
     """Return whether the state directory exists, and users other than its owner may read it."""
     try:
         return bool(config.state_dir.stat().st_mode & OTHERS)
@@ -37,7 +46,7 @@ def is_exposed(config: Config) -> bool:
         return False
 
 
-def is_own(config: Config) -> bool:
+def is_own(config: "Config") -> bool:
     """Whether the state directory is this user's, and holds no more than the state: not the pipeline's folder."""
     try:
         mine = config.state_dir.stat().st_uid == os.geteuid()
@@ -46,7 +55,7 @@ def is_own(config: Config) -> bool:
     return mine and not config.folder.resolve().is_relative_to(config.state_dir.resolve())
 
 
-def _close_to_others(config: Config) -> None:
+def _close_to_others(config: "Config") -> None:
     mode = stat.S_IMODE(config.state_dir.stat().st_mode) & ~OTHERS
     try:
         config.state_dir.chmod(mode)

@@ -300,6 +300,8 @@ class Checkpointer:
             self._skip_for_memory(number, exc)
         else:
             self._problem = None
+        finally:
+            self._checkpoints.drop_copies()  # of segments that were merged
 
     def _oldest_after(self, number: int) -> int:
         """Return the oldest checkpoint that may be restored from its files once this one is written."""

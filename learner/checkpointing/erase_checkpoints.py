@@ -11,10 +11,12 @@ from numpy.typing import NDArray
 
 from anabranch.core.errors import DependencyError, SettingsError
 from anabranch.core.failures import DamagedError
+from anabranch.core.temporary_files import remove_left
 from learner.checkpointing.checkpoint_pruning import CheckpointPruning
 from learner.checkpointing.without_erased import Tensors, erased_in, erased_parts, named_slots
 from learner.errors import CheckpointError
 from learner.labels.opening import label_folder
+from learner.object_storage.bucket_storage import FETCHED
 from learner.object_storage.fetching import discard_partial
 from learner.state_dir.checkpoint import FORMAT, ROWS, SEGMENT, CheckpointManifest, Checkpoints, part_of, rows_part
 from learner.state_dir.checkpoint_rewriter import CheckpointRewriter
@@ -69,6 +71,7 @@ class Eraser:
             return self._run(current)
         finally:
             self._checkpoints.drop_copies()  # they have erased events
+            remove_left(FETCHED)
             discard_partial(self._checkpoints)
 
     def _run(self, current: Collection[str]) -> Erased:

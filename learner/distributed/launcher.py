@@ -12,7 +12,6 @@ handler of Python runs meanwhile.
 import logging
 import os
 import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -29,6 +28,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from torch.numa.binding import AffinityMode, NumaOptions
 from typing_extensions import override
 
+from anabranch.core.temporary_files import temporary_folder
 from learner.config import LearnerSettings
 from learner.distributed.process_group import RankAssignment
 
@@ -95,12 +95,11 @@ def launch(settings: LearnerSettings, command: Sequence[str], stop: threading.Ev
 def _run(settings: LearnerSettings, rows: int | None, command: Sequence[str], stop: threading.Event) -> _RoundResult:
     """Run the ranks for one round, with micro-batches of `rows` events at most, and return how it ended."""
     stop_timeout = settings.stop_timeout
-    with tempfile.TemporaryDirectory(prefix="anabranch-") as name:
-        folder = Path(name)
+    with temporary_folder("anabranch-ranks-") as folder:
         if rows is not None:
             (folder / _ROWS).write_text(str(rows))
         with _Lifeline() as lifeline:
-            agent = _Agent(settings.replicas, (*command, "--group", name), stop_timeout, folder / _LOGS)
+            agent = _Agent(settings.replicas, (*command, "--group", str(folder)), stop_timeout, folder / _LOGS)
             agent.start()
             # A rank that refuses ends all: others may wait for it, and would be started again.
             while agent.runs and read_outcome(folder) not in REFUSED and not stop.wait(_POLL_SECONDS):

@@ -6,7 +6,6 @@ Imports no torch.
 import atexit
 import contextlib
 import hashlib
-import secrets
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,6 +18,7 @@ from typing_extensions import override
 from anabranch.core.failures import DamagedError, decoded
 from anabranch.core.files import MOST_BYTES
 from anabranch.core.object_store.bucket import Bucket
+from anabranch.core.temporary_files import temporary_folder
 from learner.object_storage.bucket_folder import BucketFolder
 from learner.object_storage.config import StorageSettings
 from learner.object_storage.head import (
@@ -37,6 +37,8 @@ from learner.object_storage.head import (
 from learner.object_storage.lease import Lease
 from learner.state_dir.folders import MANIFEST, Storage
 
+FETCHED = "anabranch-fetched-"
+"""Prefix of the temporary folders in which commands have copies of files of an object store."""
 _FILES = "files"
 Files = dict[str, StoredFile]
 
@@ -334,6 +336,6 @@ def storage_to_read(settings: StorageSettings | None, kind: Kind) -> Storage | N
     """Return where a command reads checkpoints or versions; None where the state directory has them."""
     if settings is None or settings.mode == "mirror":
         return None
-    fetched = Path(tempfile.gettempdir()) / f"anabranch-{secrets.token_hex(8)}"
-    atexit.register(shutil.rmtree, fetched, ignore_errors=True)
-    return BucketStorage(settings.bucket, kind, fetched)
+    stack = contextlib.ExitStack()
+    atexit.register(stack.close)
+    return BucketStorage(settings.bucket, kind, stack.enter_context(temporary_folder(FETCHED)) / kind)

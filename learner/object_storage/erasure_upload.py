@@ -5,7 +5,6 @@ Both are one object, the secret first, under compare-and-swap: no learner finds 
 
 import contextlib
 import logging
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing_extensions import override
 from anabranch.core.atomic_files import write_durably
 from anabranch.core.files import sync_directory
 from anabranch.core.object_store.bucket import Bucket, BucketAwayError, ReplacedError
+from anabranch.core.temporary_files import temporary_folder
 from ingest.events.identity import base_of
 from learner.object_storage.lease import Lease
 from replay.erasure.erased_events import ByRange, ErasedEvents, Record
@@ -161,8 +161,8 @@ def stored_erasures(state_dir: Path) -> bytes | None:
 @contextlib.contextmanager
 def _unpacked(stored: bytes, state_dir: Path) -> Iterator[Path]:
     """Yield the path of a durable log with the contents of the object, its secret next to it, until the block ends."""
-    with tempfile.TemporaryDirectory(prefix=f"{NAME}-", dir=state_dir) as folder:
-        secret, path = Path(folder) / SECRET_FILE, Path(folder) / NAME
+    with temporary_folder(f"{NAME}-", state_dir) as folder:
+        secret, path = folder / SECRET_FILE, folder / NAME
         for each, content in ((secret, stored[:SECRET_BYTES]), (path, stored[SECRET_BYTES:])):
             each.touch(0o600)
             write_durably(each, [content])

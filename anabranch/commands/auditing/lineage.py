@@ -6,7 +6,6 @@ The forms are https://in-toto.io/Statement/v1 and https://slsa.dev/provenance/v1
 
 import hashlib
 import itertools
-import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -20,6 +19,7 @@ from anabranch.commands.versions import Which, stored_versions, version_number
 from anabranch.config.loader import Config
 from anabranch.core.errors import SettingsError
 from anabranch.core.failures import UNDECODABLE, state_errors
+from anabranch.core.temporary_files import temporary_folder
 from learner.errors import VersionError
 from learner.object_storage.erasure_upload import fetch_erasures
 from learner.state_dir.folders import MANIFEST
@@ -222,10 +222,10 @@ def _lineage(config: Config, versions: Versions, manifest: Manifest) -> dict[str
 def _erasures(config: Config) -> int:
     """Return how many records of erasures there are, on this host or in the object store that other hosts use."""
     storage = config.pipeline.storage
-    with tempfile.TemporaryDirectory() as folder:
-        logs = [ErasureLog(config.state_dir / LOG), ErasureLog(Path(folder) / LOG)]
+    with temporary_folder("anabranch-lineage-") as folder:
+        logs = [ErasureLog(config.state_dir / LOG), ErasureLog(folder / LOG)]
         if storage is not None and storage.mode == "only":
-            fetch_erasures(storage.bucket, Path(folder))
+            fetch_erasures(storage.bucket, folder)
         for log in logs:
             log.refresh()
         return max(log.count for log in logs)

@@ -3,6 +3,8 @@
 import io
 import json
 import logging
+import os
+import stat
 import subprocess
 import sys
 from importlib.metadata import version
@@ -12,6 +14,7 @@ import pytest
 
 from anabranch.cli import app as cli
 from anabranch.config.loader import load_config
+from anabranch.core.errors import SettingsError
 from anabranch.core.logs import log_arguments
 from anabranch.runtime.supervisor import pipeline_parts
 from tests import forkserver
@@ -193,3 +196,22 @@ def test_the_command_line_loads_nothing_heavy() -> None:
     code = f"import sys, anabranch.cli.app; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize(("command", "private"), [("versions lineage", True), ("versions export", False)])
+def test_what_a_command_writes_is_for_its_user_alone_unless_it_is_made_to_be_passed_on(
+    anabranch, tmp_path, monkeypatch, command, private
+):
+    def load_config(_: object) -> object:
+        (tmp_path / "written").touch()
+        raise SettingsError("seen")
+
+    monkeypatch.setattr("anabranch.config.loader.load_config", load_config)
+    before = os.umask(0o022)
+    try:
+        assert anabranch(*command.split(), "1", *([] if private else [str(tmp_path / "out")]))[0] == 2
+        (tmp_path / "after").touch()
+    finally:
+        os.umask(before)
+    modes = [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("written", "after")]
+    assert modes == [0o600 if private else 0o644, 0o644]

@@ -3,21 +3,33 @@
 import dataclasses
 import errno
 import logging
+import shutil
+import stat
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import msgspec
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from prometheus_client import CollectorRegistry
 from torch import Tensor
 
 from anabranch.core.errors import DependencyError, SettingsError
 from anabranch.core.object_store.bucket import Bucket
+from learner.checkpointing.captured_state import CapturedState
+from learner.checkpointing.checkpointer import Checkpointer
+from learner.checkpointing.erase_checkpoints import Eraser
+from learner.config import CheckpointSettings
 from learner.errors import CheckpointError, MisfitError, SecondLearnerError
-from learner.object_storage.bucket_storage import storage_to_read
+from learner.labels.join_checkpoint import CapturedJoin
+from learner.metrics import LearnerMetrics
+from learner.object_storage.bucket_storage import FETCHED, storage_to_read
 from learner.object_storage.config import StorageSettings
 from learner.object_storage.fetching import (
     PARTIAL,
@@ -34,9 +46,11 @@ from learner.object_storage.opening import (
     stored_versions,
 )
 from learner.resume import resume_point
+from learner.runtime.shutdown import Deadline
 from learner.state_dir.checkpoint import Checkpoint, Checkpoints
 from learner.state_dir.lock import GENERATION, hold_state_directory
 from learner.state_dir.version import Manifest, ModelReference, Verdict, Versions
+from replay.erasure.erased_events import ErasedEvents
 from replay.erasure.erasure_log import NAME, ErasureLog
 from replay.row_source import RowSource
 
@@ -421,6 +435,58 @@ def test_commands_read_the_object_store_in_mode_only(settings: StorageSettings, 
     assert (tensors["model"]["w"].tolist(), state) == ([20.0] * 9, {"steps": 20})
     upload(settings, tmp_path / "a", 30)
     assert checkpoints.numbers() == [1, 2, 3]
+
+
+def test_the_copies_that_a_command_makes_are_for_its_user_alone_and_an_erasure_removes_what_a_kill_has_left(
+    settings: StorageSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    upload(settings, tmp_path / "a", 10)
+    only, in_use = settings.model_copy(update={"mode": "only"}), list[object]()
+    with monkeypatch.context() as killed:
+        killed.setattr("atexit.register", in_use.append)
+        checkpoints = Checkpoints(tmp_path / "nowhere", "digest", 9, storage_to_read(only, "checkpoints"))
+    checkpoints.open(checkpoints.manifest(1))
+    (folder,) = tmp_path.glob(f"{FETCHED}*")
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert any(path.stat().st_size for path in (folder / "checkpoints").iterdir())
+    eraser = Eraser(local_checkpoints(tmp_path), tmp_path / "replay", ErasedEvents([]))
+    eraser.run()
+    assert folder.exists(), "it is in use"
+    shutil.copytree(folder, copy := tmp_path / "copy")
+    shutil.rmtree(folder)
+    copy.rename(folder)
+    eraser.run()
+    assert not folder.exists()
+
+
+def test_copies_of_what_a_checkpoint_merges_are_dropped_once_it_is_written(settings: StorageSettings, tmp_path: Path):
+    only, merged = settings.model_copy(update={"mode": "only"}), []
+
+    class Join:
+        """The part of a checkpoint that reads the one before."""
+
+        file = SimpleNamespace(mark_named=lambda: None)
+
+        def pack(self, part: Callable[[int, str], dict[str, Tensor]], oldest: int, _rows: object) -> SimpleNamespace:
+            merged.append(part(number - 1, "model")["w"].tolist())
+            assert copies(), "what is to be dropped"
+            return SimpleNamespace(tensors={}, state={}, carried={}, rows={})
+
+    def copies() -> list[Path]:
+        return [path for path in (tmp_path / "fetched" / "checkpoints").rglob("*") if path.is_file()]
+
+    with hold_state_directory(tmp_path) as generation, hold_storage(only, tmp_path, generation) as held:
+        stored = stored_checkpoints(tmp_path, "digest", held.lease.generation, held)
+        stored.write(1, checkpoint(1), 1.0)
+        checkpointer = Checkpointer(stored, CheckpointSettings(), None, LearnerMetrics(CollectorRegistry()))
+        for number in (2, 3):
+            captured = CapturedState(number, checkpoint(number).tensors, {}, None, cast("CapturedJoin", Join()))
+            checkpointer.request()
+            checkpointer.checkpoint(lambda _, captured=captured: captured)  # type: ignore[misc]
+            checkpointer.wait(Deadline(timedelta(seconds=30)))
+            assert not copies()
+    assert merged == [[1.0] * 9, [2.0] * 9]
 
 
 def test_mode_only_does_not_pass_over_newer_checkpoints_of_the_state_directory(

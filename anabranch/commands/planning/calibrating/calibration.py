@@ -10,10 +10,9 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -42,6 +41,7 @@ from anabranch.commands.planning.run_constants import process_sizes, set_deliver
 from anabranch.config.loader import Config
 from anabranch.core.errors import SettingsError
 from anabranch.core.files import existing_folder
+from anabranch.core.temporary_files import temporary_folder
 from anabranch.runtime.embedded_broker import free_port
 from anabranch.runtime.lifecycle import stop_on_signals
 from ingest.events.schema import Schema
@@ -81,7 +81,8 @@ def calibrate(config: Config, load: Load, seconds: float, say: Say) -> Constants
     schema = Schema(pipeline.events)
     stream = calibrated_stream(pipeline.stream)
     messages = synthetic_messages(schema, stream, load.event_bytes, load.events_per_message, pipeline.seed)
-    with stop_on_signals() as stop, _temporary_folder(existing_folder(config.state_dir.parent)) as folder:
+    above = existing_folder(config.state_dir.parent).resolve()
+    with stop_on_signals() as stop, temporary_folder(".anabranch-plan-", above) as folder:
         spec = _write_spec(config, load, messages, folder, seconds)
         constants = Constants(source="calibration", parameters=0, event_bytes=messages.event_bytes)
         constants.differences = differences_of(config.pipeline, load, messages)
@@ -324,12 +325,3 @@ def _end_if(stop: threading.Event) -> None:
     """End the calibration after a signal, so that its folder is removed."""
     if stop.is_set():
         raise KeyboardInterrupt
-
-
-@contextlib.contextmanager
-def _temporary_folder(above: Path) -> Iterator[Path]:
-    try:
-        with tempfile.TemporaryDirectory(dir=above, prefix=".anabranch-plan-") as folder:
-            yield Path(folder).resolve()
-    except PermissionError as exc:
-        raise SettingsError(f"{above} cannot be written, where the calibration needs a temporary folder") from exc
