@@ -102,7 +102,10 @@ class Overview:
 
     def _versions(self) -> list[VersionRow]:
         with self._lock:
-            return self._thinned.update(self._registry.newest())
+            try:
+                return self._thinned.update(self._registry.newest())
+            except OSError:  # the file system is away, or there is no descriptor left; the swap reports it
+                return self._thinned.rows
 
     def _of_all_workers(self, own: ServingReport) -> ServingReport:
         return self._worker.whole(own) if self._worker else own

@@ -32,6 +32,11 @@ class VersionHistory:
         self._served: list[int] = []
         """The version that is served, and the one before it."""
 
+    @property
+    def rows(self) -> list[VersionRow]:
+        """The list of the last update."""
+        return list(self._rows.values())
+
     def update(self, lines: Sequence[VersionLine]) -> list[VersionRow]:
         """Update from the versions on disk, and return the thinned list, the newest first."""
         there = {line.number: VersionRow(**msgspec.structs.asdict(line)) for line in lines}
@@ -40,7 +45,7 @@ class VersionHistory:
             self._served = [served, *self._served[:1]]
         rows = {number: _gone(row, served) for number, row in self._rows.items() if number not in there} | there
         self._rows = {number: rows[number] for number in sorted(self._listed(rows), reverse=True)}
-        return list(self._rows.values())
+        return self.rows
 
     def _listed(self, rows: dict[int, VersionRow]) -> set[int]:
         numbers = sorted(rows, reverse=True)

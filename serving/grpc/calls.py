@@ -14,13 +14,15 @@ import grpc
 from google.protobuf.message import DecodeError
 from typing_extensions import override
 
+from anabranch.core.failures import panicked
 from anabranch.core.tracing.context import TRACEPARENT, TRACESTATE
 from anabranch.core.tracing.spans import current_tracer
 from serving.config import ServingSettings
-from serving.errors import BadRequestError, DeadlineExceededError, RequestError
+from serving.errors import BadRequestError, DeadlineExceededError, RequestError, TooManyRequestsError
+from serving.grpc.intake import Intake
 from serving.grpc.messages import MESSAGES, SERVICE
 from serving.grpc.tensors import read_request, write_reply
-from serving.http.auth import check_read
+from serving.http.auth import check_one_authorization, check_read
 from serving.http.request_body import BodyReader, HeldBytes
 from serving.inference.request_tracing import end_request, request_span
 from serving.inference.service import Service, in_thread, is_large
@@ -44,13 +46,20 @@ _CODES = {
 """By the status of the same refusal over HTTP; others are INTERNAL."""
 _CLIENT_CLOSED_REQUEST = 499
 _INFER = f"{SERVICE}/ModelInfer"
+_INFER_PATH = f"/{_INFER}"
 _ATTRIBUTES = {"rpc.system": "grpc", "rpc.service": SERVICE, "rpc.method": "ModelInfer"}
 """Of the span of a call."""
-_OPEN = ("ServerLive", "ServerReady")
-"""Calls that need no token, and whose messages are empty."""
+_OPEN = ("/grpc.health.v1.Health/Check", f"/{SERVICE}/ServerLive", f"/{SERVICE}/ServerReady")
+"""Calls that need no token. Their messages are not read, so that they cannot hold anything."""
+_SERVING, _NOT_SERVING = b"\x08\x01", b"\x08\x02"
+"""The messages `HealthCheckResponse` with status 1 and 2."""
+_MOST_CALLS = 256
+"""Calls with a message that are answered at a time."""
 
 _Context: TypeAlias = grpc.aio.ServicerContext
 _Call = Callable[[bytes, _Context], Awaitable[bytes]]
+_Answer = Callable[[object, _Context], Awaitable[bytes]]
+"""Reads the message of its call by the context, or reads none."""
 Metadata = Iterable[tuple[str, str | bytes]] | None
 """What a call has in place of headers."""
 
@@ -67,27 +76,53 @@ class InferenceCalls:
         self._timeout = settings.timeout.total_seconds()
         self._metrics = metrics
         self._bodies = bodies
+        self._intake = Intake(int(settings.max_held_bytes // settings.max_body_bytes))
+        self._most_calls = min(_MOST_CALLS, settings.max_queue)
+        self._calls = 0
 
     def handler(self) -> grpc.GenericRpcHandler:
         """Return the handler of all calls; messages are bytes for it, so that their size is counted."""
-        return _Handler(
-            calls={
-                "ServerLive": self._live,
-                "ServerReady": self._ready,
-                "ModelReady": self._model_ready,
-                "ServerMetadata": self._server_metadata,
-                "ModelMetadata": self._model_metadata,
-                "ModelInfer": self._infer,
-            },
-            check=self._check_read,
-        )
+        unary = {
+            "ModelReady": self._model_ready,
+            "ServerMetadata": self._server_metadata,
+            "ModelMetadata": self._model_metadata,
+        }
+        answers: dict[str, _Answer] = {f"/{SERVICE}/{name}": partial(self._read, call) for name, call in unary.items()}
+        answers[_INFER_PATH] = self._infer
+        answers |= dict(zip(_OPEN, (self._health, self._live, self._ready), strict=True))
+        return _Handler(answers, self._check_read)
 
-    async def _live(self, _body: bytes, _context: _Context) -> bytes:
+    async def _health(self, _messages: object, _context: _Context) -> bytes:
+        return _SERVING if self._is_ready() else _NOT_SERVING
+
+    async def _live(self, _messages: object, _context: _Context) -> bytes:
         return _written("ServerLiveResponse", live=_passes(self._service.check_alive))
 
-    async def _ready(self, _body: bytes, _context: _Context) -> bytes:
-        ready = _passes(partial(self._service.check_ready, self._service.name))
-        return _written("ServerReadyResponse", ready=ready)
+    async def _ready(self, _messages: object, _context: _Context) -> bytes:
+        return _written("ServerReadyResponse", ready=self._is_ready())
+
+    def _is_ready(self) -> bool:
+        return _passes(partial(self._service.check_ready, self._service.name))
+
+    async def _read(self, call: _Call, _messages: object, context: _Context) -> bytes:
+        """Read the message of a call and answer it, in the time that a request may take, from its head on."""
+        if self._calls >= self._most_calls:
+            raise TooManyRequestsError(f"this server answers {self._calls} calls already")
+        self._calls += 1
+        context.add_done_callback(self._done)
+        left: float | None = context.time_remaining()
+        try:
+            # Not `wait_for`, which runs the answer in another task before Python 3.12.
+            async with asyncio.timeout(self._timeout if left is None else min(self._timeout, left)):
+                return await call(await self._intake.read(context), context)
+        except TimeoutError:
+            raise DeadlineExceededError(
+                f"the request took longer than its deadline, or than the {self._timeout:g} s of serving.timeout"
+            ) from None
+
+    def _done(self, _context: _Context) -> None:
+        """Count a call no longer. A reply that its client does not read keeps its call from being done."""
+        self._calls -= 1
 
     async def _model_ready(self, body: bytes, _context: _Context) -> bytes:
         asked = _parsed("ModelReadyRequest", body)
@@ -110,13 +145,12 @@ class InferenceCalls:
             outputs=[spec.metadata() for spec in signature.outputs.values()],
         )
 
-    async def _infer(self, body: bytes, context: _Context) -> bytes:
+    async def _infer(self, messages: object, context: _Context) -> bytes:
         began, status = time.perf_counter(), _CLIENT_CLOSED_REQUEST
         if (tracer := current_tracer()) is not None:
             _begin_span(tracer, context.invocation_metadata() or ())
         try:
-            with HeldBytes(self._bodies) as held:
-                reply = await self._in_time(body, context, held)
+            reply = await self._read(self._predict, messages, context)
         except RequestError as exc:
             status = exc.status
             raise
@@ -130,18 +164,9 @@ class InferenceCalls:
             self._metrics.request(status, time.perf_counter() - began)
             end_request(status, {"rpc.grpc.status_code": _grpc_code(status)})
 
-    async def _in_time(self, body: bytes, context: _Context, held: HeldBytes) -> bytes:
-        left: float | None = context.time_remaining()
-        try:
-            # Not `wait_for`, which runs the answer in another task before Python 3.12.
-            async with asyncio.timeout(self._timeout if left is None else min(self._timeout, left)):
-                return await self._answer(body, context, held)
-        except TimeoutError:
-            raise DeadlineExceededError(
-                f"the request took longer than its deadline, or than the {self._timeout:g} s of serving.timeout"
-            ) from None
-
-    async def _answer(self, body: bytes, context: _Context, held: HeldBytes) -> bytes:
+    async def _predict(self, body: bytes, context: _Context) -> bytes:
+        held = HeldBytes(self._bodies)
+        context.add_done_callback(held.release)
         self._bodies.check_room(len(body))
         held.add(len(body))
         service = self._service
@@ -159,29 +184,29 @@ class InferenceCalls:
         service.compare(chosen, request, answers)
         return reply
 
-    def _check_read(self, call: str, metadata: Metadata) -> None:
+    def _check_read(self, path: str, metadata: Metadata) -> None:
         """Raise RequestError for a call without a token of this server; called before its message is read."""
-        if call in _OPEN:
+        if path in _OPEN:
             return
-        # No page of a browser can make such a call, so there is no Host to check.
-        given = dict(metadata or ()).get("authorization", "")
+        given = [value for key, value in metadata or () if key == "authorization" and isinstance(value, str)]
         try:
-            check_read(self._tokens, given if isinstance(given, str) else "", "localhost")
+            check_one_authorization(len(given))
+            # No page of a browser can make such a call, so there is no Host to check.
+            check_read(self._tokens, given[0] if given else "", "localhost")
         except RequestError as exc:
-            if call == "ModelInfer":
+            if path == _INFER_PATH:
                 self._metrics.request(exc.status, 0.0)
             raise
 
 
 class _Handler(grpc.GenericRpcHandler):  # type: ignore[misc]
-    """Finds the handler of a call. One that is refused by its metadata, or needs no token, reads no message: without a
-    token nobody can hold the place of a call for longer than an answer takes."""
+    """Finds the handler of a call, which reads the message itself: without a token it reads none, so that nobody can
+    hold the place of a call for longer than an answer takes."""
 
-    def __init__(self, calls: Mapping[str, _Call], check: Callable[[str, Metadata], object]) -> None:
-        self._handlers = {}
-        for name, call in calls.items():
-            kind = grpc.stream_unary_rpc_method_handler if name in _OPEN else grpc.unary_unary_rpc_method_handler
-            self._handlers[f"/{SERVICE}/{name}"] = kind(_refusing(call))
+    def __init__(self, answers: Mapping[str, _Answer], check: Callable[[str, Metadata], object]) -> None:
+        self._handlers = {
+            path: grpc.stream_unary_rpc_method_handler(_refusing(answer)) for path, answer in answers.items()
+        }
         self._check = check
 
     @override
@@ -190,26 +215,28 @@ class _Handler(grpc.GenericRpcHandler):  # type: ignore[misc]
         if handler is None:
             return None
         try:
-            self._check(handler_call_details.method.rpartition("/")[2], handler_call_details.invocation_metadata)
+            self._check(handler_call_details.method, handler_call_details.invocation_metadata)
         except RequestError as exc:
             return grpc.stream_unary_rpc_method_handler(partial(_refuse, exc))
         return handler
 
 
-def _refusing(call: _Call) -> _Call:
-    """Return a call that answers what `call` raises with a status and a sentence."""
+def _refusing(answer: _Answer) -> _Answer:
+    """Return a call that answers what `answer` raises with a status and a sentence."""
 
-    async def answer(body: bytes, context: _Context) -> bytes:
+    async def answer_or_refuse(messages: object, context: _Context) -> bytes:
         try:
-            return await call(body, context)
+            return await answer(messages, context)
         except RequestError as exc:
-            await _refuse(exc, None, context)
-        except Exception:
+            await _refuse(exc, messages, context)
+        except BaseException as exc:
+            if not (isinstance(exc, Exception) or panicked(exc)):
+                raise
             log.exception("a call failed")
             await context.abort(grpc.StatusCode.INTERNAL, "the server failed on this request; see its log")
         raise AssertionError("abort raises")
 
-    return answer
+    return answer_or_refuse
 
 
 async def _refuse(exc: RequestError, _messages: object, context: _Context) -> None:

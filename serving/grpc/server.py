@@ -1,6 +1,8 @@
 """The gRPC server: its listener, TLS, limits and stop. Its calls are those of `InferenceCalls`."""
 
 import logging
+import math
+from datetime import timedelta
 from pathlib import Path
 
 import grpc
@@ -8,14 +10,22 @@ import grpc
 from anabranch.core.errors import SettingsError
 from serving.config import ServingSettings
 from serving.grpc.calls import InferenceCalls
+from serving.http.acceptor import most_grpc_connections
+from serving.http.connection import HEAD_PATIENCE
 from serving.http.listening_socket import tls_errors
 
 log = logging.getLogger("anabranch.serving")
 
 _MESSAGE_OVERHEAD = 65_536
 """Bytes of a message besides the elements of its inputs."""
-_MOST_CALLS = 256
-"""Calls that are answered at a time. It bounds the memory of messages: gRPC reads them before they are counted."""
+_MOST_STREAMS = 256
+"""Calls of one connection at a time."""
+_WINDOW_BYTES = 65_536
+"""Bytes of a message that are accepted before it is read."""
+_IDLE = timedelta(seconds=30)
+"""How long a connection may be without a call. The same connection can be opened again: clients do so by themselves."""
+_OLDEST = timedelta(minutes=2)
+"""How long a connection may be open, so that a client which does not read its replies cannot hold them for good."""
 
 
 class GrpcServer:
@@ -40,10 +50,16 @@ class GrpcServer:
             options=[
                 ("grpc.max_receive_message_length", most_bytes),
                 ("grpc.max_send_message_length", -1),
-                ("grpc.max_concurrent_streams", _MOST_CALLS),
+                ("grpc.max_concurrent_streams", _MOST_STREAMS),
+                ("grpc.max_allowed_incoming_connections", most_grpc_connections()),
+                ("grpc.max_connection_idle_ms", _milliseconds(_IDLE)),
+                ("grpc.max_connection_age_ms", _milliseconds(_OLDEST)),
+                ("grpc.max_connection_age_grace_ms", _milliseconds(settings.timeout)),
+                ("grpc.server_handshake_timeout_ms", _milliseconds(HEAD_PATIENCE)),
+                ("grpc.http2.lookahead_bytes", _WINDOW_BYTES),
+                ("grpc.http2.bdp_probe", 0),  # it would widen that window
                 ("grpc.so_reuseport", int(settings.workers > 1)),
             ],
-            maximum_concurrent_rpcs=min(_MOST_CALLS, settings.max_queue),
         )
         self._server.add_generic_rpc_handlers((self._calls.handler(),))
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
@@ -75,3 +91,7 @@ class GrpcServer:
                 f"serving.grpc_port = {self._settings.grpc_port} cannot be listened on: {address} is taken, or "
                 "serving.host is no address of this machine"
             ) from exc
+
+
+def _milliseconds(time: timedelta) -> int:
+    return math.ceil(time.total_seconds() * 1000)

@@ -7,6 +7,7 @@ has an unanswered request, new ones wait in the kernel's backlog. Belongs to the
 import asyncio
 import functools
 import logging
+import math
 import resource
 import socket
 import ssl
@@ -23,6 +24,7 @@ log = logging.getLogger("anabranch.serving")
 MOST_CONNECTIONS = 4096
 MOST_TLS_CONNECTIONS = 1024
 """Each needs 275 kB of buffers in Python's TLS."""
+MOST_GRPC_CONNECTIONS = 1024
 
 _SPARE_DESCRIPTORS = 128
 """For files and everything else that the process opens."""
@@ -39,13 +41,24 @@ _TLS_SHUTDOWN = timedelta(seconds=5)
 _Connecting = asyncio.Task[tuple[asyncio.Transport, asyncio.BaseProtocol]]
 
 
-def most_connections(*, tls: bool) -> int:
-    """Return how many connections this process may have open."""
-    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+def most_connections(*, tls: bool, grpc: bool = False) -> int:
+    """Return how many connections this process may have open; `grpc`: besides those of gRPC."""
     most = MOST_TLS_CONNECTIONS if tls else MOST_CONNECTIONS
-    if descriptors == resource.RLIM_INFINITY:
-        return most
-    return max(_LEAST_CONNECTIONS, min(most, descriptors - _SPARE_DESCRIPTORS))
+    return _bounded(most, _free_descriptors() - (most_grpc_connections() if grpc else 0))
+
+
+def most_grpc_connections() -> int:
+    """Return how many connections of gRPC this process may have open."""
+    return _bounded(MOST_GRPC_CONNECTIONS, _free_descriptors() / 2)
+
+
+def _free_descriptors() -> float:
+    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return math.inf if descriptors == resource.RLIM_INFINITY else descriptors - _SPARE_DESCRIPTORS
+
+
+def _bounded(most: int, descriptors: float) -> int:
+    return max(_LEAST_CONNECTIONS, int(min(most, descriptors)))
 
 
 class Acceptor:

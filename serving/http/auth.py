@@ -5,12 +5,18 @@ from urllib.parse import urlsplit
 from anabranch.core.net import names_loopback
 from anabranch.core.tokens import bearer_token, is_token
 from serving.config import Tokens
-from serving.errors import ForbiddenError, UnauthorizedError, shorten
+from serving.errors import BadRequestError, ForbiddenError, UnauthorizedError, shorten
 
 
 def asks_for_token(tokens: Tokens) -> bool:
     """Return whether a request needs a token to read: only on loopback it may need none."""
     return bool(tokens.read.get_secret_value())
+
+
+def check_one_authorization(count: int) -> None:
+    """Raise BadRequestError where a request has several: a proxy may have checked another one than this server."""
+    if count > 1:
+        raise BadRequestError(f"the request has {count} Authorization headers; send one")
 
 
 def check_read(tokens: Tokens, authorization: str, host: str) -> None:

@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from serving.config import Tokens
 from serving.errors import BadRequestError, FramingError, HeadersError, RequestError, UnauthorizedError
 from serving.http.access_log import HEADER, RequestLog, name_of
-from serving.http.auth import check_read
+from serving.http.auth import check_one_authorization, check_read
 from serving.http.connection import PIPELINED
 from serving.metrics import ServingMetrics
 
@@ -134,11 +134,13 @@ def _has_body(scope: Scope) -> bool:
 
 
 def _check_head(scope: Scope) -> None:
-    """Raise HeadersError for too many fields, BadRequestError for two hosts, FramingError for two ends of the body."""
+    """Raise HeadersError for too many fields, BadRequestError for two hosts or tokens, FramingError for two ends of the
+    body."""
     if len(scope["headers"]) > _MOST_FIELDS:
         raise HeadersError(f"the request has {len(scope['headers'])} header fields; send {_MOST_FIELDS} at most")
     names = [name for name, _value in scope["headers"]]
     if names.count(b"host") > 1:  # a proxy may go by another one of them (RFC 9112, section 3.2)
         raise BadRequestError("the request has more than one Host header; send one")
+    check_one_authorization(names.count(b"authorization"))
     if b"content-length" in names and b"transfer-encoding" in names:
         raise FramingError("the request has both Content-Length and Transfer-Encoding; send one of them")

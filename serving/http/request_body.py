@@ -81,7 +81,12 @@ class HeldBytes:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def release(self, *_: object) -> None:
+        """Hold nothing any more."""
         self._bodies.add(-self._bytes)
+        self._bytes = 0
 
     async def read(self, receive: Receive, content_length: bytes | None) -> bytes:
         """Read and hold the body; raises what `BodyReader.read` does."""

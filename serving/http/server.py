@@ -40,6 +40,7 @@ class HttpServer:
             ),
             connection_class(),
             at_once=1 if shared else _AT_ONCE,
+            grpc=settings.grpc_port is not None,
         )
 
     def load(self) -> None:
@@ -59,15 +60,16 @@ class HttpServer:
 class _UvicornServer(uvicorn.Server):
     """uvicorn's server with an `Acceptor` in place of asyncio's."""
 
-    def __init__(self, config: uvicorn.Config, connection: type[Connection], at_once: int) -> None:
+    def __init__(self, config: uvicorn.Config, connection: type[Connection], at_once: int, grpc: bool) -> None:
         super().__init__(config)
         self._class = connection
         self._at_once = at_once
+        self._grpc = grpc
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         assert sockets is not None
         tls = self.config.ssl
-        most = most_connections(tls=tls is not None)
+        most = most_connections(tls=tls is not None, grpc=self._grpc)
         self._acceptor = Acceptor(sockets[0], self._connection, most, self._at_once, tls)
         self._acceptor.start()
         self.servers = []

@@ -1,5 +1,7 @@
 """gRPC: the stock client's calls, what is refused and with which status, and that HTTP does not load any of it."""
 
+import errno
+import os
 import socket
 import sys
 import threading
@@ -7,10 +9,12 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -18,7 +22,9 @@ import torch
 from anabranch.core.errors import SettingsError
 from serving.config import ServingSettings
 from serving.grpc.messages import MESSAGES, SERVICE
+from serving.http.acceptor import most_connections, most_grpc_connections
 from serving.reporting.report import read_report
+from tests.support.waiting import wait_until
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -26,6 +32,8 @@ with warnings.catch_warnings():
     from tritonclient.grpc import service_pb2
 
 Calls = Callable[..., Any]
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+"""The first bytes of a connection of HTTP/2."""
 X = np.array([[1.0, 2.0, 3.0, 4.0]] * 3, np.float32)
 
 
@@ -285,6 +293,171 @@ def test_a_call_that_needs_no_token_is_answered_before_its_message_is_read(
 
 
 @pytest.mark.slow
+def test_several_tokens_are_refused_over_grpc_and_http(deploy: Any, served: Any) -> None:
+    """A proxy in front may have checked another of them."""
+    publisher = deploy("number")
+    publisher.publish(7)
+    given = [("authorization", "Bearer secret"), ("authorization", "Bearer wrong")]
+    with (
+        served(publisher, grpc_port=0, tokens={"read": "secret", "admin": "other"}) as server,
+        grpc.insecure_channel(address_of(server)) as channel,
+    ):
+        call = channel.unary_unary(f"/{SERVICE}/ModelInfer")
+        for metadata in (given, given[::-1], given[:1] * 2):
+            with pytest.raises(grpc.RpcError, match="2 Authorization headers; send one") as refusal:
+                call(infer().SerializeToString(), timeout=20, metadata=metadata)
+            assert refusal.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+            assert httpx.get(f"{server.url}/v2/models/tiny", headers=metadata).status_code == 400
+
+
+def closes(connection: socket.socket) -> bool:
+    """Return whether the server closes a connection, after what it sends."""
+    try:
+        while connection.recv(4096):
+            pass
+    except TimeoutError:
+        return False
+    except ConnectionError:
+        pass
+    return True
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("opening", "bound"),
+    [(b"", "serving.grpc.server.HEAD_PATIENCE"), (PREFACE, "serving.grpc.server._IDLE")],
+    ids=["silent", "preface"],
+)
+def test_a_connection_without_a_call_is_closed(
+    deploy: Any, served: Any, monkeypatch: pytest.MonkeyPatch, opening: bytes, bound: str
+) -> None:
+    publisher = deploy("number")
+    publisher.publish(7)
+    monkeypatch.setattr(bound, timedelta(milliseconds=300))
+    with served(publisher, grpc_port=0) as server:
+        host, port = address_of(server).rsplit(":", 1)
+        with socket.create_connection((host, int(port)), timeout=20) as connection:
+            connection.sendall(opening)
+            assert closes(connection)
+
+
+@pytest.mark.slow
+def test_connections_beyond_the_bound_are_closed_and_leave_http_its_own(
+    deploy: Any, served: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher = deploy("number")
+    publisher.publish(7)
+    monkeypatch.setattr("serving.grpc.server.most_grpc_connections", lambda: 3)
+    with served(publisher, grpc_port=0) as server, ExitStack() as stack:
+        host, port = address_of(server).rsplit(":", 1)
+        connections = [stack.enter_context(socket.create_connection((host, int(port)))) for _ in range(6)]
+        for connection in connections:
+            connection.sendall(PREFACE)
+            connection.settimeout(0.5)
+        assert sum(map(closes, connections)) == 3
+        assert httpx.get(f"{server.url}/v2/health/live").status_code == 200
+        for connection in connections:
+            connection.close()
+        with grpc.insecure_channel(address_of(server)) as channel:
+            live = channel.unary_unary(f"/{SERVICE}/ServerLive")
+            live(b"", timeout=20, wait_for_ready=True)
+
+
+@pytest.mark.slow
+def test_calls_whose_message_never_ends_are_bounded_in_time_and_number_and_health_is_answered(
+    deploy: Any, served: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher = deploy("number")
+    publisher.publish(7)
+    monkeypatch.setattr("serving.grpc.calls._MOST_CALLS", 2)
+    never = threading.Event()
+    with served(publisher, grpc_port=0, timeout="3s") as server, ExitStack() as stack:
+        channel = stack.enter_context(grpc.insecure_channel(address_of(server)))
+        stack.callback(never.set)
+        infer_call = channel.stream_unary(f"/{SERVICE}/ModelInfer")
+        stuck = [infer_call.future((never.wait(60) for _ in range(1)), timeout=60) for _ in range(2)]  # type: ignore[misc]
+        metadata = channel.unary_unary(f"/{SERVICE}/ServerMetadata")
+
+        def metadata_code() -> Any:
+            try:
+                metadata(b"", timeout=20)
+            except grpc.RpcError as exc:
+                return exc.code()
+            return grpc.StatusCode.OK
+
+        wait_until(lambda: metadata_code() == grpc.StatusCode.RESOURCE_EXHAUSTED)
+        assert channel.unary_unary(f"/{SERVICE}/ServerLive")(b"", timeout=20) == b"\x08\x01"
+        assert channel.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=20) == b"\x08\x01"
+        for call in stuck:
+            assert call.exception(60).code() == grpc.StatusCode.DEADLINE_EXCEEDED
+        wait_until(lambda: metadata_code() == grpc.StatusCode.OK)
+
+
+@pytest.mark.slow
+def test_a_message_that_is_slow_makes_room_for_those_that_wait(
+    deploy: Any, served: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher = deploy("number")
+    publisher.publish(7)
+    never = threading.Event()
+    with served(publisher, grpc_port=0, max_body_bytes=100_000, max_held_bytes=100_000) as server, ExitStack() as stack:
+        channel = stack.enter_context(grpc.insecure_channel(address_of(server)))
+        stack.callback(never.set)
+        begun = threading.Event()
+        stuck = channel.stream_unary(f"/{SERVICE}/ModelInfer").future(
+            (begun.set() or never.wait(60) for _ in range(1)),  # type: ignore[misc]
+            timeout=60,
+        )
+        assert begun.wait(20)
+        call = channel.unary_unary(
+            f"/{SERVICE}/ModelInfer", response_deserializer=MESSAGES["ModelInferResponse"].FromString
+        )
+        assert call(infer().SerializeToString(), timeout=50).model_version == "7"
+        call(infer().SerializeToString(), timeout=50)
+        refusal = stuck.exception(60)
+        assert refusal.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "other calls wait for their turn" in refusal.details()
+
+
+@pytest.mark.slow
+def test_without_a_descriptor_for_the_versions_the_server_goes_on_with_the_one_it_has(
+    deploy: Any, served: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher = deploy("number")
+    publisher.publish(7)
+    listdir, refusals = os.listdir, []
+
+    def listed(path: Any = ".") -> Any:
+        if Path(path) == publisher.versions.path:
+            refusals.append(path)
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
+        return listdir(path)
+
+    with served(publisher) as server:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "listdir", listed)
+            wait_until(lambda: len(refusals) > 10)
+            problems = wait_until(lambda: server.report().problems)
+            assert "Too many open files" in problems[0]
+            assert httpx.get(f"{server.url}/api/status").json()["versions"][0]["number"] == 7
+        publisher.publish(8)
+        wait_until(lambda: server.report().version == 8 and not server.report().problems)
+
+
+@pytest.mark.slow
+def test_the_health_service_of_grpc_says_whether_requests_may_be_sent(deploy: Any, served: Any) -> None:
+    publisher = deploy("number")
+    with (
+        served(publisher, ready=False, grpc_port=0, tokens={"read": "secret", "admin": "other"}) as server,
+        grpc.insecure_channel(address_of(server)) as channel,
+    ):
+        check = channel.unary_unary("/grpc.health.v1.Health/Check")
+        assert check(b"", timeout=20) == b"\x08\x02"  # status = NOT_SERVING
+        publisher.publish(7)
+        wait_until(lambda: check(b"", timeout=20) == b"\x08\x01")  # status = SERVING
+
+
+@pytest.mark.slow
 def test_tls_has_the_configured_certificate(deploy: Any, served: Any, certificate: Any) -> None:
     publisher = deploy("number")
     publisher.publish(7)
@@ -364,3 +537,13 @@ def test_workers_need_a_port_that_they_share() -> None:
     for port in (0, 8000):
         with pytest.raises(ValueError, match="name a port for all workers"):
             ServingSettings.model_validate({"grpc_port": port, "workers": 2})
+
+
+@pytest.mark.parametrize("descriptors", [1024, 4096, 65_536])
+def test_connections_of_http_and_grpc_leave_descriptors_for_files(
+    monkeypatch: pytest.MonkeyPatch, descriptors: int
+) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda _: (descriptors, descriptors))
+    http, grpc_ = most_connections(tls=False, grpc=True), most_grpc_connections()
+    assert http + grpc_ <= descriptors - 128
+    assert min(http, grpc_) >= 448

@@ -242,7 +242,7 @@ def test_a_client_that_does_not_read_is_disconnected_and_a_slow_reader_is_not(
 def test_for_a_new_connection_the_one_that_waits_longest_is_closed(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("serving.http.server.most_connections", lambda tls: 4)
+    monkeypatch.setattr("serving.http.server.most_connections", lambda tls, grpc: 4)
     with serve() as port, contextlib.ExitStack() as stack:
         polite = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_SECONDS)
         stack.callback(polite.close)
@@ -260,7 +260,7 @@ def test_for_a_new_connection_the_one_that_waits_longest_is_closed(
 def test_connections_with_a_request_are_not_closed_for_new_ones_which_wait(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("serving.http.server.most_connections", lambda tls: 2)
+    monkeypatch.setattr("serving.http.server.most_connections", lambda tls, grpc: 2)
     arrived = threading.Semaphore(0)
     go_on = threading.Event()
 
