@@ -179,7 +179,7 @@ class LateLabels:
         """Remove decided events of a batch from the join, and add events and labels that have come; called once the
         ledger has moved. `finite`: whether the step was taken."""
         for span in batch.spans:
-            self._times.add(span.columns["partition"].astype(np.int32), span.columns["time_ms"].astype(np.int64))
+            self._times.add(span.columns)
         if batch.decided is not None:
             ends = batch.decided.ends(Outcome.TRAINED if finite else Outcome.SKIPPED)
             self.join.settle((ends == _TIMED_OUT) | (ends == _HELD_OUT))
@@ -285,7 +285,6 @@ class LateLabels:
     def state(self) -> dict[str, Any]:
         """Return plain values, for a checkpoint; the join has a separate part."""
         return {
-            "times": self._times.state(),
             "through": self._through.state(),
             "lags": self._lags.state(),
             "unobserved": asdict(self._unobserved),
@@ -294,7 +293,6 @@ class LateLabels:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore the state of a checkpoint; the join is restored already. Without labels before, it is empty."""
         if state:
-            self._times.restore(state["times"])
             self._lags.add(np.array(state["lags"], np.int64))
             self._unobserved = Scored(**state["unobserved"])
             self._through.restore(state["through"], self.join.ready, self._label_positions)

@@ -11,7 +11,6 @@ The payload is in the file that the part names; it is made durable before the ch
 Legend: H events of a checkpoint.
 """
 
-import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -28,7 +27,6 @@ from learner.labels.decisions import Decisions
 from learner.labels.join_counts import JoinCounts
 from learner.labels.join_segments import KEPT_SEGMENT, LABEL_SEGMENT, PART, assembled, entries_of, segments_of
 from learner.labels.kept_labels import KeptLabels
-from learner.labels.matching import Matching
 from learner.labels.payload_file import PayloadFile
 from learner.labels.waiting_events import WaitingEvents
 from learner.labels.waiting_table import WAITING, row_identity
@@ -234,7 +232,6 @@ class JoinSnapshots:
         events: WaitingEvents,
         labels: KeptLabels,
         decisions: Decisions,
-        matching: Matching,
         counts: JoinCounts,
         key: str | None,
         *,
@@ -244,7 +241,6 @@ class JoinSnapshots:
         have the payload."""
         self._complete = complete
         self._events, self._labels, self._decisions = events, labels, decisions
-        self._matching = matching
         self._counts, self._key = counts, key
         self._segments: tuple[Sequence[Segment], Sequence[Segment]] = (), ()
         """Those of the last checkpoint, of events and labels."""
@@ -262,7 +258,6 @@ class JoinSnapshots:
         """Copy the state for checkpoint `number`."""
         state = {
             "counts": asdict(self._counts),
-            "watermark_ms": self._matching.watermark_ms,
             "key": self._key,
             "own_keys_of_labels": self._labels.own_keys,
         }
@@ -322,8 +317,6 @@ class JoinSnapshots:
         for name, value in state["counts"].items():
             setattr(self._counts, name, value)
         self._counts.damaged += int(np.count_nonzero(~present))
-        # No stream time is ahead of the clock, unless that was set back since.
-        self._matching.watermark_ms = min(state["watermark_ms"], int(time.time() * 1000))
         self._segments = (contents.segments if same_slots else ()), kept
 
     def _restore_labels(self, contents: JoinContents) -> Sequence[Segment]:

@@ -87,7 +87,7 @@ class LabelJoin:
         self._labels = KeptLabels(schema.label, events.file.slots, self.counts, own_keys=own_keys)
         self._decisions = Decisions(schema.label)
         self._matching = Matching(self._wait, events, self._labels, self._decisions, self.counts)
-        parts = events, self._labels, self._decisions, self._matching, self.counts
+        parts = events, self._labels, self._decisions, self.counts
         self.snapshots = JoinSnapshots(*parts, schema.join_key, complete=options.complete)
         """Copies the state for checkpoints, between two steps."""
         self._taken = 0

@@ -39,7 +39,7 @@ class Matching:
         self._decisions = decisions
         self._counts = counts
         self.watermark_ms = _BEFORE_ALL
-        """Stream time of the label topics."""
+        """Stream time of the label topics, as this process last received it."""
         self._timed_out = RecentKeys()
 
     def add_labels(self, columns: Mapping[str, Array]) -> None:
@@ -73,8 +73,11 @@ class Matching:
         return position
 
     def advance(self, watermark_ms: int) -> None:
-        """Time out the events that are due, and remove the kept events that no label can match any more."""
-        self.watermark_ms = max(self.watermark_ms, int(watermark_ms))
+        """Time out the events that are due, and remove the kept events that no label can match any more.
+
+        Stream time may go back, where a clock was wrong: then nothing is due until it is as late again.
+        """
+        self.watermark_ms = int(watermark_ms)
         self._time_out(self._events.due(self.watermark_ms - self._wait))
         self._events.remove_kept(self.watermark_ms - 2 * self._wait)
 

@@ -9,17 +9,22 @@ from datetime import timedelta
 import numpy as np
 from numpy.typing import NDArray
 
+from anabranch.core.host_clock import HOST_CLOCK
+from ingest.events.block import Array
 from ingest.reader.cursors import Partition
 from learner.stream.ledger import Ledger
 
 _IN_FLIGHT = timedelta(seconds=2)
 """A record may take this long from its record time until the broker reports it in an end offset."""
 _MOST_AHEAD = timedelta(minutes=1)
-"""Producers' clocks may be ahead of this machine's by so much."""
+"""Producers' clocks may be ahead of this host's by so much."""
+_MESSAGES = 15
+"""The stream time of a partition is the middle one of the record times of so many messages."""
 _MOST_LAGS = 16_384
 _MOST_SAVED = 1024
 NEVER = -(2**62)
 """Stream time before any record."""
+_NO_MESSAGES = np.full(_MESSAGES, NEVER, np.int64)
 
 
 @dataclass(frozen=True)
@@ -27,32 +32,33 @@ class LabelClock:
     """The clocks that stream time is computed from, for tests to replace."""
 
     monotonic: Callable[[], float] = time.monotonic
-    wall: Callable[[], float] = time.time
+    wall: Callable[[], float] = HOST_CLOCK.now
     cpu: Callable[[], float] = time.thread_time
 
 
 class StreamTimes:
-    """The highest record time of each partition: no earlier record is expected from it.
+    """The stream time of each partition: no earlier record is expected from it.
 
-    A partition that is read to its end has the time at which the broker was asked for that end, so that a quiet topic
-    holds nothing up. Stream time is never ahead of this machine's clock: a record whose time is, by more than a minute,
-    says nothing about those that follow.
+    It is the middle one of the last record times, so that no message with a wrong time moves it, and it goes back once
+    others come. A partition that is read to its end has the time at which the broker was asked for that end, so that a
+    quiet topic holds nothing up. Stream time is never ahead of this host's clock: a record whose time is, by more than
+    a minute, says nothing about those that follow.
     """
 
     def __init__(self, label_topics: Sequence[str], clock: LabelClock) -> None:
         self._label_topics = frozenset(label_topics)
         self._clock = clock
-        self._highest = np.full(0, NEVER, np.int64)
+        self._last: dict[int, NDArray[np.int64]] = {}
+        """The record times of the last messages, by index of the partition."""
 
-    def add(self, partition: NDArray[np.int32], time_ms: NDArray[np.int64]) -> None:
-        """Add the record times of N rows, by the index of their partition."""
-        likely = time_ms <= self._wall_ms + int(_MOST_AHEAD.total_seconds() * 1000)
-        partition, time_ms = partition[likely], time_ms[likely]
-        if len(partition):
-            missing = int(partition.max()) + 1 - len(self._highest)
-            if missing > 0:
-                self._highest = np.concatenate([self._highest, np.full(missing, NEVER, np.int64)])
-            np.maximum.at(self._highest, partition, time_ms)
+    def add(self, columns: Mapping[str, Array]) -> None:
+        """Add the record times of N rows, by `partition`, `row` and `time_ms`; a message counts once."""
+        time_ms = columns["time_ms"].astype(np.int64)
+        counts = (columns["row"] == 0) & (time_ms <= self._wall_ms + int(_MOST_AHEAD.total_seconds() * 1000))
+        partition, time_ms = columns["partition"][counts], time_ms[counts]
+        for index in np.unique(partition).tolist():
+            before = self._last.get(index, _NO_MESSAGES)
+            self._last[index] = np.concatenate([before, time_ms[partition == index]])[-_MESSAGES:]
 
     def now(
         self, partitions: Sequence[Partition], ledger: Ledger, ends_time: float | None
@@ -65,21 +71,13 @@ class StreamTimes:
         for index, (partition, account) in enumerate(zip(partitions, ledger.partitions, strict=False)):
             if not partition.read:
                 continue
-            highest = min(wall_ms, int(self._highest[index])) if index < len(self._highest) else NEVER
+            reached = min(wall_ms, int(np.median(self._last.get(index, _NO_MESSAGES))))
             if asked is not None and partition.end is not None and account.position.offset >= partition.end:
-                highest = max(highest, asked)
+                reached = max(reached, asked)
             labels = partition.name.topic in self._label_topics
-            lowest[labels] = min(highest, lowest.get(labels, highest))
+            lowest[labels] = min(reached, lowest.get(labels, reached))
         labels_ms, events_ms = lowest.get(True, NEVER), lowest.get(False, NEVER)
         return (None if labels_ms == NEVER else labels_ms), (None if events_ms == NEVER else events_ms)
-
-    def state(self) -> list[int]:
-        """Return the times, for a checkpoint."""
-        return self._highest.tolist()
-
-    def restore(self, state: Sequence[int]) -> None:
-        """Restore the times of a checkpoint."""
-        self._highest = np.minimum(np.array(state, np.int64), self._wall_ms)
 
     @property
     def _wall_ms(self) -> int:

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from ingest.events.block import Array
 from ingest.events.partition import TopicPartition
 from ingest.events.position import Position
 from ingest.reader.cursors import Partition
@@ -28,14 +29,30 @@ def partitions(*ends: int | None) -> list[Partition]:
     return [Partition(name, 0, end) for name, end in zip((EVENTS, LABELS_0, LABELS_1), ends, strict=True)]
 
 
+def messages(partition: int, *time_ms: int) -> dict[str, Array]:
+    """Return rows of one message for each time."""
+    n = len(time_ms)
+    return {
+        "partition": np.full(n, partition, np.int32),
+        "row": np.zeros(n, np.int32),
+        "time_ms": np.array(time_ms, np.int64),
+    }
+
+
+def steadily(times: StreamTimes, partition: int, time_ms: int) -> None:
+    """Add messages of one time."""
+    times.add(messages(partition, *[time_ms] * 15))
+
+
 @pytest.fixture
 def times() -> StreamTimes:
     times = StreamTimes(["labels"], CLOCK)
-    times.add(np.array([0, 1, 1, 2], np.int32), np.array([7_000, 3_000, 9_000, 8_000]))
+    for partition, time_ms in enumerate((7_000, 9_000, 8_000)):
+        steadily(times, partition, time_ms)
     return times
 
 
-def test_stream_time_is_the_lowest_of_the_highest_record_times(times: StreamTimes) -> None:
+def test_stream_time_is_the_lowest_of_the_partitions(times: StreamTimes) -> None:
     assert times.now(partitions(9, 9, 9), ledger(1, 2, 1), 99.0) == (8_000, 7_000)
 
 
@@ -48,7 +65,8 @@ def test_a_partition_at_its_end_has_the_time_at_which_the_end_was_asked_for(time
 
 def test_there_is_no_stream_time_before_each_partition_has_one() -> None:
     times = StreamTimes(["labels"], CLOCK)
-    times.add(np.array([0, 1], np.int32), np.array([7_000, 3_000]))
+    steadily(times, 0, 7_000)
+    steadily(times, 1, 3_000)
     assert times.now(partitions(9, 9, None), ledger(1, 1, 0), 99.0) == (None, 7_000)
 
 
@@ -58,7 +76,7 @@ def test_a_topic_that_was_created_again_has_the_time_of_the_latest(times: Stream
     before, *labels = partitions(9, 9, 9)
     again = [replace(before, read=False), *labels, Partition(EVENTS.next_incarnation, 0, 9)]
     assert times.now(again, accounts, 99.0) == (8_000, None)
-    times.add(np.array([3], np.int32), np.array([1_000]))
+    steadily(times, 3, 1_000)
     assert times.now(again, accounts, 99.0) == (8_000, 1_000)
 
 
@@ -67,24 +85,28 @@ def test_a_partition_that_nobody_reads_holds_up_no_time(times: StreamTimes) -> N
     assert times.now([first, second, replace(removed, read=False)], ledger(1, 2, 1), 99.0) == (9_000, 7_000)
 
 
-def test_the_times_are_restored(times: StreamTimes) -> None:
-    other = StreamTimes(["labels"], CLOCK)
-    other.restore(times.state())
-    assert other.now(partitions(9, 9, 9), ledger(1, 2, 1), 99.0) == (8_000, 7_000)
-
-
 def test_a_record_of_the_future_does_not_move_stream_time(times: StreamTimes) -> None:
     wall_ms = 5_000_000
-    times.add(np.array([1, 2], np.int32), np.array([wall_ms + 20 * 3_600_000, wall_ms + 60_001]))
+    steadily(times, 1, wall_ms + 20 * 3_600_000)
+    steadily(times, 2, wall_ms + 60_001)
     assert times.now(partitions(9, 9, 9), ledger(1, 2, 1), 99.0) == (8_000, 7_000)
-    times.add(np.array([1, 2], np.int32), np.array([wall_ms + 60_000, wall_ms + 60_000]))
+    steadily(times, 1, wall_ms + 60_000)
+    steadily(times, 2, wall_ms + 60_000)
     assert times.now(partitions(9, 9, 9), ledger(1, 2, 1), 99.0) == (wall_ms, 7_000)
 
 
-def test_restored_times_are_not_ahead_of_the_clock() -> None:
-    other = StreamTimes(["labels"], CLOCK)
-    other.restore([7_000, 10**12, 10**12])
-    assert other.state() == [7_000, 5_000_000, 5_000_000]
+def test_one_message_with_a_wrong_time_does_not_move_stream_time(times: StreamTimes) -> None:
+    rows = messages(0, *[4_000_000] * 1000)
+    times.add({**rows, "row": np.arange(1000, dtype=np.int32)})
+    times.add(messages(1, 4_000_000))
+    assert times.now(partitions(9, 9, 9), ledger(1, 2, 1), 99.0) == (8_000, 7_000)
+
+
+def test_stream_time_goes_back_after_wrong_times(times: StreamTimes) -> None:
+    steadily(times, 0, 4_000_000)
+    assert times.now(partitions(9, 9, 9), ledger(1, 2, 1), 99.0) == (8_000, 4_000_000)
+    steadily(times, 0, 7_001)
+    assert times.now(partitions(9, 9, 9), ledger(1, 2, 1), 99.0) == (8_000, 7_001)
 
 
 def test_a_label_is_learned_from_once_the_event_that_it_decided_is_settled() -> None:

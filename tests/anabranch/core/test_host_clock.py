@@ -1,0 +1,99 @@
+"""The clock by which a process bounds the times that others write."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from anabranch.core.host_clock import HostClock
+
+HOUR, CONFIRMED = 3600.0, 600.0
+
+
+class Host:
+    """Clocks of a host, of which the wall clock can be wrong by `error` seconds."""
+
+    def __init__(self, error: float = 0.0) -> None:
+        self.true, self.error = 1_000_000.0, error
+        self.clock = HostClock(lambda: self.true + self.error, lambda: self.true - 999_000.0)
+
+    def run(self, seconds: float, every: float = 1.0) -> None:
+        """Let time pass, while the clock is asked as often as a loop does."""
+        end = self.true + seconds
+        while self.true < end:
+            self.true = min(end, self.true + every)
+            self.clock.now()
+
+
+@pytest.mark.parametrize("ahead", [2.0, 2 * HOUR, 20 * 365 * 24 * HOUR])
+def test_a_wall_clock_that_is_ahead_for_seconds_is_not_believed(ahead: float) -> None:
+    host = Host()
+    host.run(5)
+    host.error = ahead
+    host.run(4)
+    assert host.clock.now() == pytest.approx(host.true)
+    host.error = 0.0
+    host.run(4)
+    assert host.clock.now() == pytest.approx(host.true)
+
+
+def test_a_wall_clock_that_stays_ahead_is_believed_after_some_minutes() -> None:
+    host = Host(error=-2 * HOUR)
+    host.run(5)
+    host.error = 0.0
+    host.run(CONFIRMED)
+    assert host.clock.now() == pytest.approx(host.true - 2 * HOUR)
+    host.run(2)
+    assert host.clock.now() == pytest.approx(host.true)
+
+
+def test_a_process_that_begins_with_a_clock_ahead_is_right_once_the_wall_clock_is() -> None:
+    host = Host(error=2 * HOUR)
+    host.run(CONFIRMED)
+    host.error = 0.0
+    assert host.clock.now() == pytest.approx(host.true)
+
+
+def test_two_steps_forward_are_believed_one_after_the_other() -> None:
+    host = Host()
+    host.run(1)
+    host.error = HOUR
+    host.run(CONFIRMED / 2)
+    host.error = 2 * HOUR
+    host.run(CONFIRMED / 2 + 2)
+    assert host.clock.now() == pytest.approx(host.true + HOUR)
+    host.run(CONFIRMED + 2)
+    assert host.clock.now() == pytest.approx(host.true + 2 * HOUR)
+
+
+def test_it_has_whole_milliseconds() -> None:
+    assert HostClock(lambda: 1.2345, lambda: 0.0).now_ms == 1234
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.floats(-3 * HOUR, 3 * HOUR),  # the error of the wall clock
+            st.floats(0.0, 2 * CONFIRMED),  # for how long
+            st.floats(20.0, 2 * CONFIRMED),  # how often the clock is asked
+        ),
+        min_size=1,
+        max_size=12,
+    )
+)
+def test_steps_of_the_wall_clock_back_and_forth(steps: list[tuple[float, float, float]]) -> None:
+    host = Host()
+    before = host.clock.now()
+    asked = [(host.true, host.error)]
+    for error, seconds, every in steps:
+        host.error, end = error, host.true + seconds
+        while host.true < end:
+            host.true = min(end, host.true + every)
+            asked.append((host.true, error))
+            now = host.clock.now()
+            recent = [each for at, each in asked if at >= host.true - CONFIRMED]
+            assert now <= host.true + min(recent) + 1e-6  # no error that was shorter than that has moved it
+            if now < before:
+                assert now == pytest.approx(host.true + error)  # it goes back with the wall clock alone
+            before = now
+    host.run(2 * CONFIRMED + 40, every=20.0)
+    assert host.clock.now() == pytest.approx(host.true + host.error)
