@@ -51,7 +51,7 @@ class DamagedError(Exception):
 
 
 class PanicError(Exception):
-    """A package written in Rust panicked: the values that it was given are bad, or it has a bug."""
+    """A package written in Rust panicked, or code called `sys.exit`: it has a bug, or its values are bad."""
 
 
 class Failure(Enum):
@@ -115,12 +115,14 @@ def panicked(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def panics_are_errors() -> Iterator[None]:
-    """Turn the panic of a package written in Rust into PanicError, which `except Exception` catches.
+    """Turn the panic of a package written in Rust, and SystemExit, into PanicError, which `except Exception` catches.
 
-    Calls of such a package with the bytes of others go into this block.
+    Calls of such a package with the bytes of others go into this block, and calls of the user's code in a thread.
     """
     try:
         yield
+    except SystemExit as exc:
+        raise PanicError(f"it calls sys.exit({exc.code!r:.{_LONGEST_PANIC}})") from exc
     except BaseException as exc:
         if not panicked(exc):
             raise

@@ -205,7 +205,7 @@ class VersionFollower:
                 except (OSError, AnabranchError) as exc:
                     pause = self._backoff.next()
                     self._fail(exc)
-        except Exception as exc:
+        except BaseException as exc:  # the top of a thread
             log.exception("the follower's thread ended")
             self._on_error(exc)
 

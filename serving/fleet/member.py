@@ -192,6 +192,6 @@ class FleetMember:
                         log.warning("the fleet cannot be followed for now: %s", exc)
                     self._is_away = True
                     self._away = (time.monotonic() if self._away is None else self._away[0]), str(exc)
-        except Exception as exc:
+        except BaseException as exc:  # the top of a thread
             log.exception("the fleet's thread ended")
             self._on_error(exc)

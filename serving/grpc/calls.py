@@ -14,7 +14,7 @@ import grpc
 from google.protobuf.message import DecodeError
 from typing_extensions import override
 
-from anabranch.core.failures import panicked
+from anabranch.core.failures import panics_are_errors
 from anabranch.core.tracing.context import TRACEPARENT, TRACESTATE
 from anabranch.core.tracing.spans import current_tracer
 from serving.config import ServingSettings
@@ -226,12 +226,11 @@ def _refusing(answer: _Answer) -> _Answer:
 
     async def answer_or_refuse(messages: object, context: _Context) -> bytes:
         try:
-            return await answer(messages, context)
+            with panics_are_errors():
+                return await answer(messages, context)
         except RequestError as exc:
             await _refuse(exc, messages, context)
-        except BaseException as exc:
-            if not (isinstance(exc, Exception) or panicked(exc)):
-                raise
+        except Exception:
             log.exception("a call failed")
             await context.abort(grpc.StatusCode.INTERNAL, "the server failed on this request; see its log")
         raise AssertionError("abort raises")

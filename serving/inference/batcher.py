@@ -257,7 +257,7 @@ class Batcher:
                     self._runner.run(batch)
                 self._loop.call_soon_threadsafe(self._answer, batch)
                 batch = []  # otherwise it keeps its version in memory until the next batch
-        except Exception as exc:
+        except BaseException as exc:  # the top of a thread
             log.exception("the model's thread ended")
             self._on_error(exc)
             self._loop.call_soon_threadsafe(self._refuse, batch or [])

@@ -137,7 +137,7 @@ class Shadow:
                     continue
                 if request is not None and self._candidate is not None:
                     self._compare(request, self._candidate)
-        except Exception as exc:
+        except BaseException as exc:  # the top of a thread
             log.exception("the shadow's thread ended; requests are answered as before")
             if failure_of(exc) is Failure.DEVICE:
                 self._on_error(exc)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from anabranch.core.failures import Failure, failure_of
+from anabranch.core.failures import Failure, failure_of, panics_are_errors
 from learner.errors import ModelError, VersionError
 from learner.model.embedding import Embeddings
 from learner.model.factory import forward
@@ -92,7 +92,7 @@ class ServedVersion:
         Called by one thread at a time: the swap's until the version is served, then the batcher's. The embedding is
         float32 `[B, D]`; `Deployment.embeds` is whether there is one.
         """
-        with torch.inference_mode(), self._stream():
+        with panics_are_errors(), torch.inference_mode(), self._stream():
             if self._graphs is not None and not embed:
                 outputs = self._graphs.run(features, self._padding)
                 if outputs is not None:
@@ -186,7 +186,7 @@ def load_version(
     weights = deployment.versions.weights(manifest, before_piece)
     try:
         use_device(deployment.device)  # any thread may load: the swap's, the shadow's, that of a rollout command
-        with collecting_at_end(before_piece):
+        with panics_are_errors(), collecting_at_end(before_piece):
             version = _loaded(deployment, manifest, weights, max_batch, before_piece)
     except Exception as exc:  # the factory and the module are the user's code, which may raise anything
         raise VersionError(f"version {number}: {_sentence(exc)}") from exc

@@ -243,7 +243,7 @@ class VersionSwapper:
                     pause = None
                 if not self._stopping:
                     self._watcher.wait(pause)
-        except Exception as exc:
+        except BaseException as exc:  # the top of a thread
             log.exception("the swap's thread ended")
             self._on_error(exc)
 

@@ -99,6 +99,15 @@ class Touchy(nn.Module):
         return torch.where(x.sum(dim=1) > 100, torch.inf, x.sum(dim=1)) * self.scale
 
 
+class Quitting(Number):
+    """Ends its script on negative input."""
+
+    def forward(self, x):
+        if (x < 0).any():
+            raise SystemExit(0)
+        return super().forward(x)
+
+
 class Doomed(Number):
     """Loses its device on a value above 1000: from then on every run of the process fails."""
 
@@ -208,6 +217,10 @@ def doomed():
     return Doomed()
 
 
+def quitting():
+    return Quitting()
+
+
 def monthly():
     return Monthly()
 
@@ -259,6 +272,7 @@ SCHEMAS = {
     "held": NUMBER,
     "touchy": NUMBER,
     "doomed": NUMBER,
+    "quitting": NUMBER,
     "hungry": NUMBER,
     "indexed": NUMBER,
     "broken": NUMBER,

@@ -362,6 +362,20 @@ def test_an_input_that_breaks_the_model_is_a_400_and_affects_no_other(
 
 
 @pytest.mark.slow
+def test_an_input_on_which_the_model_exits_is_a_400_and_affects_no_other(
+    deploy: Any, served: Served, body_of: Body
+) -> None:
+    publisher = deploy("quitting")
+    publisher.publish(7)
+    with served(publisher) as server:
+        body = body_of(1)
+        body["inputs"][0]["data"] = [-1.0] * 4
+        response = httpx.post(server.infer, json=body)
+        assert (response.status_code, "sys.exit(0)" in response.json()["error"]) == (400, True)
+        assert httpx.post(server.infer, json=body_of(1)).json()["outputs"][0]["data"] == [7.0]
+
+
+@pytest.mark.slow
 def test_the_batcher_can_distinguish_connections(running: Any, body_of: Body, monkeypatch: pytest.MonkeyPatch) -> None:
     peers: list[Any] = []
     predict = Batcher.predict

@@ -136,11 +136,13 @@ def test_an_error_of_the_system_that_ends_a_process_is_a_dependency_that_names_t
         raise BucketAwayError("storage.url: no reply")
 
 
-def test_the_panic_of_a_package_in_rust_is_an_error_and_an_interrupt_is_not() -> None:
+def test_a_panic_in_rust_and_an_exit_of_the_users_code_are_errors_and_an_interrupt_is_not() -> None:
     class PanicException(BaseException):  # as PyO3 has it
         pass
 
     with pytest.raises(PanicError, match="retry-limit-in-match over"), panics_are_errors():
         raise PanicException("retry-limit-in-match\nover")
+    with pytest.raises(PanicError, match=r"^it calls sys\.exit\(3\)$"), panics_are_errors():
+        raise SystemExit(3)
     with pytest.raises(KeyboardInterrupt), panics_are_errors():
         raise KeyboardInterrupt

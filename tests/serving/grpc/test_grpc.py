@@ -310,6 +310,23 @@ def test_several_tokens_are_refused_over_grpc_and_http(deploy: Any, served: Any)
             assert httpx.get(f"{server.url}/v2/models/tiny", headers=metadata).status_code == 400
 
 
+@pytest.mark.slow
+def test_a_panic_while_a_call_is_answered_is_answered(
+    called: tuple[Any, Calls], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class PanicException(BaseException):  # as PyO3 has it
+        pass
+
+    def panic(*_: object) -> None:
+        raise PanicException("index out of bounds")
+
+    _, call = called
+    with monkeypatch.context() as patch:
+        patch.setattr("serving.grpc.calls.read_request", panic)
+        assert refused(call, infer())[0] == grpc.StatusCode.INTERNAL
+    assert call("ModelInfer", infer()).model_version == "7"
+
+
 def closes(connection: socket.socket) -> bool:
     """Return whether the server closes a connection, after what it sends."""
     try:
