@@ -153,9 +153,7 @@ def prequential(
     for start in range(0, rows, batch):
         some = {name: column[start : start + batch] for name, column in columns.items()}
         some["weight"] = ones[: len(some["label"])]
-        result = trainer.step(trainer.examples(some))
-        if result.finite:
-            trainer.learn_features(some, result.output_B)
+        result = trainer.step(trainer.examples(some), columns=some)
         if right is not None:
             assert result.output_B is not None
             right[start : start + batch] = (result.output_B.argmax(dim=1).numpy() == some["label"]).tolist()

@@ -5,9 +5,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeVar
-
-import numpy as np
 
 from anabranch.core.tracing.spans import current_tracer
 from ingest.events.block import Outcome, SkipReason
@@ -15,27 +12,19 @@ from ingest.events.partition import TopicPartition
 from ingest.reader.cursors import Partition
 from learner.config import LearnerSettings
 from learner.errors import MemoryShortageError
-from learner.evaluation.prequential import Scored
 from learner.loop_parts.batch_source import BatchSource
+from learner.loop_parts.learning_step import LearningStep
 from learner.loop_parts.loop_state import LoopComponents, LoopMetrics, LoopState
-from learner.loop_parts.non_finite import NonFiniteSteps
 from learner.loop_parts.raising_events import RaisingEvents
-from learner.model.faulty_events import RaisingEventsError
-from learner.replay_feed import NOTHING, Replay
 from learner.runtime.shutdown import Deadline
 from learner.state_dir.checkpoint import Checkpoint
-from learner.strategies.early_negatives import trained_first
-from learner.strategies.examples import TEACHER
 from learner.stream.batch import Batch
 from learner.stream.ledger import Ledger
 from learner.stream.outcome_counters import OutcomeCounters
 from learner.stream.step_span import step_span
 from learner.training.out_of_memory import MemoryRetry
-from learner.training.step_result import StepResult
 
 _COMMIT_SECONDS = 5.0
-
-_T = TypeVar("_T")
 
 Task = Callable[[], object]
 """Work between steps; it checks itself whether it is due."""
@@ -57,7 +46,6 @@ class TrainingLoop:
         self._parts = parts
         self._metrics = metrics
         self._counters = OutcomeCounters(metrics.ingest.rows)
-        self._trained_new, self._trained_old = (metrics.learner.rows.labels(source) for source in ("new", "replay"))
         self.ledger = Ledger(parts.publisher.published_through())
         self._teacher = parts.teacher
         self._late = parts.late
@@ -70,14 +58,20 @@ class TrainingLoop:
         self._names: Sequence[TopicPartition] = ()
         self.monitor = parts.monitor
         self._replay = parts.replay
-        self._memory = MemoryRetry(parts.trainer.device, threading.Event())
         self._while_waiting: Sequence[Task] = ()
         self._traced = False
-        self._lr_factor = 1.0
-        self.non_finite = NonFiniteSteps(metrics.learner.non_finite)
         queues = parts.publisher.scoring.raised, parts.replay.raised
         self.raising_events = RaisingEvents(self.state, parts.replay, parts.holdout, queues, metrics.learner.raised)
         self.raised = self.raising_events.raised
+        memory = MemoryRetry(parts.trainer.device, threading.Event())
+        self._step = LearningStep(
+            parts.trainer, parts.monitor, parts.replay, self.raising_events, self.state, metrics.learner, memory
+        )
+        self._step.copied = self._source.copied
+        self._step.request_checkpoint = parts.checkpointer.request
+        if parts.late is not None:
+            self._step.scored = parts.late.scored
+        self.non_finite = self._step.non_finite
 
     def begin(self, stop: threading.Event, while_waiting: Sequence[Task]) -> None:
         """Write a checkpoint of where each partition starts, unless there is a checkpoint; called before `run`.
@@ -99,7 +93,7 @@ class TrainingLoop:
             GapError: offsets to be read are gone, and `stream.on_gap` is `fail`.
             MemoryShortageError: the device has had too little memory for a step for too long.
         """
-        self._memory = MemoryRetry(self._parts.trainer.device, stop, self._while_waiting)
+        self._step.memory = MemoryRetry(self._parts.trainer.device, stop, self._while_waiting)
         self._traced = current_tracer() is not None
         self._replay.prefetch(self.state.steps)
         self.checkpoint_if_due()  # a restored checkpoint may have left too few slots for a step
@@ -154,28 +148,19 @@ class TrainingLoop:
 
         1. Take the teacher's outputs, which were asked for before. Write the erasures that its tombstones ask for,
            which alone is durable, and drop erased events.
-        2. Sample the old events that were chosen some steps before: no event is replayed in the step that trains on it.
-        3. Test, then train, then learn features from the new events. A step that is not finite leaves all as it was;
-           events on which the model raises are skipped, and the others trained on. Events that begin to wait for their
-           label are predicted now.
-        4. Add the events to the store: after the step, and only if they were trained on. Choose those of a later step.
-        5. Put held-out events into the holdout set.
-        6. Settle outcomes and positions: from here on a version includes them in `trained_through`. Let events without
+        2. Predict the events that begin to wait for their label.
+        3. Take the step, as `LearningStep` says: replay, test, train, store.
+        4. Put held-out events into the holdout set.
+        5. Settle outcomes and positions: from here on a version includes them in `trained_through`. Let events without
            a label wait, join labels with those that wait, and remove those that have ended.
         """
-        names, replay, result = self._names, NOTHING, None
+        names = self._names
         if self._teacher is not None:
             self._teacher.add_outputs(batch)
         batch = self._parts.erasure.exclude(batch)
         if self._late is not None:
-            batch = self._fitting(partial(self._late.begin, batch, self._partitions))
-        if batch.new:
-            begin = time.perf_counter()
-            replay = self._fitting(lambda: self._replay.sample(self.state.steps, len(batch)))
-            replay, result = self._train(batch, replay)
-            self._observe(batch, replay, result, time.perf_counter() - begin)
-        step = self.state.steps
-        self._fitting(lambda: self._replay.add(step, batch, replay, result, names), undone=False)
+            batch = self._step.fitting(partial(self._late.begin, batch, self._partitions))
+        result = self._step.take(batch, names)
         if batch.held_out:
             self._parts.holdout.add(batch.held_out, names)
         if batch.relabelled:
@@ -191,79 +176,10 @@ class TrainingLoop:
         if self.ledger.full:
             self.count()
 
-    def _fitting(self, work: Callable[[], _T], *, repeatable: bool = True, undone: bool = True) -> _T:
-        """Return the result of `work`, which `MemoryRetry` repeats where it runs out of memory.
-
-        The first attempt is made here: in `MemoryRetry` a step would hop between modules seven times more.
-        """
-        try:
-            return work()
-        except Exception as exc:
-            if (message := self._memory.shortage(exc, repeatable=repeatable, undone=undone)) is None:
-                raise
-        return self._memory(work, repeatable=repeatable, undone=undone, message=message)
-
     def count(self) -> None:
         """Count the outcomes that were settled since the last time, for several steps at once."""
         self.ledger.count()
         self._counters.update(self.ledger.partitions)
-
-    def _train(self, batch: Batch, replay: Replay) -> tuple[Replay, StepResult | None]:
-        """Step without the events on which the model raises, as if they had not come.
-
-        Returns:
-            The remaining old events, and the result; None if the model raised on all new events, which leave the batch.
-        """
-        trainer = self._parts.trainer
-        if (factor := self.monitor.adjustments.lr_factor) != self._lr_factor:
-            trainer.scale_learning_rate(factor)
-            self._lr_factor = factor
-        while batch.new:
-            try:
-                new = self._fitting(lambda: self._source.copied(batch.new))
-                result = self._fitting(partial(trainer.step, new, replay.examples), repeatable=False)
-            except RaisingEventsError as exc:
-                error = exc
-            else:
-                if result.finite and trainer.learns_features:
-                    trainer.learn_features(trained_first(batch.new), result.output_B)
-                return replay, result
-            replay = self.raising_events.remove(batch, replay, error)
-        return replay, None
-
-    def _observe(self, batch: Batch, replay: Replay, result: StepResult | None, seconds: float) -> None:
-        """Count a step that took `seconds`, measure it where it is finite, and respond where it shows a drift."""
-        self.state.steps += 1
-        self._metrics.learner.steps.inc()
-        self._metrics.learner.step.observe(seconds)
-        if result is None:
-            self.raised.steps_in_a_row += 1
-            return
-        if not result.finite:
-            self.non_finite.add(self.state.steps, result.loss, batch.new, self._names)
-            return
-        self.non_finite.in_a_row = self.raised.steps_in_a_row = 0
-        rows = result.rows
-        self.state.rows_new += rows
-        self.state.rows_replay += result.replayed
-        self._trained_new.inc(rows)
-        self._trained_old.inc(result.replayed)
-        labelled = int(np.count_nonzero(batch.new["labelled"])) if TEACHER in batch.new else rows
-        scored = Scored(labelled, result.score, result.loss_new)
-        if self._late is not None:
-            scored = self._late.scored(batch, result)
-        adjustments = self.monitor.observe(self.state.steps, scored, replay.probed)
-        if adjustments.drifted:
-            self._metrics.learner.drifts.inc()
-            if adjustments.checkpoint_first:
-                self._parts.checkpointer.request()
-            else:
-                self._respond()
-
-    def _respond(self) -> None:
-        """Respond to a drift."""
-        self._parts.trainer.on_drift()
-        self.monitor.respond()
 
     @property
     def replay_ratio(self) -> float:
@@ -298,14 +214,14 @@ class TrainingLoop:
     @property
     def warning(self) -> str | None:
         """One sentence on what the learner changed to continue, although it is healthy."""
-        return self._memory.waiting or self._parts.trainer.warning
+        return self._step.memory.waiting or self._parts.trainer.warning
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Restore a checkpoint, except the store's part, before the first step; raises CheckpointError if it does not
         fit."""
         self.state.restore(checkpoint)
         if not checkpoint.begins and self.monitor.drift.pending:
-            self._respond()
+            self._step.respond()
 
     def erase_if_due(self) -> None:
         """Apply the erasure log when it has to be polled, or as long as there is work on files."""
@@ -339,7 +255,7 @@ class TrainingLoop:
         if checkpointer.is_due() and self._is_sound:
             checkpointer.checkpoint(self.state.capture, self.state.fingerprint, self._while_waiting)
         if self.monitor.drift.pending and not checkpointer.requested:
-            self._respond()
+            self._step.respond()
 
     def commit_if_due(self) -> None:
         """Commit the positions of all partitions every few seconds, for tools that show the lag of a consumer group."""

@@ -99,7 +99,7 @@ def _step(
     trainer.scale_learning_rate(float_from_bits(lr_factor))
     replicas.expect_forwards(forwards)
     try:
-        result = trainer.step(rank_batch.parts[0], rank_batch.parts[1:], real[0])
+        result = trainer.step_without_features(rank_batch.parts[0], rank_batch.parts[1:], real[0])
         replicas.after_step()  # before the results: the leader receives them after its own
         if replicas.mesh.reports():
             gathered(channel, pieces_of(result, rank_batch, flags), flags, most, replicas.mesh.group("rows"))

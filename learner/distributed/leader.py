@@ -70,7 +70,7 @@ class Leader(Trainer):
         """Set whether the losses of old events are used; the other ranks do not send them otherwise."""
         self._losses_needed = needed
 
-    def step(self, new: Examples, old: Sequence[Examples] = (), rows: int | None = None) -> StepResult:
+    def step_without_features(self, new: Examples, old: Sequence[Examples] = (), rows: int | None = None) -> StepResult:
         """Scatter events to all ranks and take a step; the result, or the error, covers all events."""
         assert rows is None
         groups = [new, *old]
@@ -83,7 +83,7 @@ class Leader(Trainer):
         self._send_step(batches, flags, max_rows)
         first, *others = batches[0].parts
         try:
-            own_result = super().step(first, others, batches[0].real[0])
+            own_result = super().step_without_features(first, others, batches[0].real[0])
         except RaisingEventsError as exc:
             self._channel.wait_sent()
             raise self._error_of_all(exc, batches, slices) from None

@@ -57,16 +57,24 @@ class LoopComponents:
     undone: UndoneEvents = field(default_factory=UndoneEvents)
 
 
-class LoopState:
-    """Steps, positions and counts of a loop, and the state of its parts. Used by the loop's thread; any may read."""
+class StepState:
+    """Steps, their events, and positions. Used by one thread; any may read."""
 
-    def __init__(self, parts: LoopComponents, ledger: Ledger, batches: Stateful) -> None:
-        """Start at step 0; `ledger` has an account for each partition, `batches` builds the batches of the steps."""
-        self._parts = parts
+    def __init__(self, ledger: Ledger) -> None:
+        """Start at step 0; `ledger` has an account for each partition."""
         self.ledger = ledger
         self.steps = 0
         self.rows_new = 0
         self.rows_replay = 0
+
+
+class LoopState(StepState):
+    """The state of a loop and of its parts. Used by the loop's thread; any may read."""
+
+    def __init__(self, parts: LoopComponents, ledger: Ledger, batches: Stateful) -> None:
+        """Start at step 0; `batches` builds the batches of the steps."""
+        super().__init__(ledger)
+        self._parts = parts
         self._stateful: Mapping[str, Stateful] = {
             "ledger": ledger,  # the first, since others refer to its partitions
             "monitor": parts.monitor,

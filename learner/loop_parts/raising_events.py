@@ -9,7 +9,7 @@ from prometheus_client import Counter
 
 from ingest.events.block import Array, SkipReason
 from learner.evaluation.holdout import HoldoutSet
-from learner.loop_parts.loop_state import LoopState
+from learner.loop_parts.loop_state import StepState
 from learner.model.faulty_events import Raised, RaisingEventsError
 from learner.replay_feed import Replay, ReplayFeed
 from learner.stream.batch import Batch
@@ -20,7 +20,7 @@ class RaisingEvents:
 
     def __init__(
         self,
-        state: LoopState,
+        state: StepState,
         replay: ReplayFeed,
         holdout: HoldoutSet,
         queues: Sequence[deque[tuple[NDArray[np.uint64], str]]],
@@ -29,7 +29,7 @@ class RaisingEvents:
         """Start with no such events.
 
         Args:
-            state: of the loop, with the partitions and the number of new events so far.
+            state: with the partitions and the number of new events so far.
             replay: from whose store old events are removed.
             holdout: from which held-out events are removed.
             queues: hashes of held-out events on which the model raised, with the error; other threads add to them.

@@ -125,7 +125,7 @@ class SearchingTrainer(Trainer):
         )
 
     @override
-    def step(self, new: Examples, old: Sequence[Examples] = (), rows: int | None = None) -> StepResult:
+    def step_without_features(self, new: Examples, old: Sequence[Examples] = (), rows: int | None = None) -> StepResult:
         if (control := self._control.changed()) is not None:
             self._apply(control)
         if self._networks is not None:
@@ -134,9 +134,9 @@ class SearchingTrainer(Trainer):
         for challenger in self._pool.begin():
             self._begin_lease(challenger)
         if not self._pool.live:
-            return super().step(new, old, rows)
+            return super().step_without_features(new, old, rows)
         before = GeneratorStates(self.device, self._generators)
-        result = super().step(new, old, rows)
+        result = super().step_without_features(new, old, rows)
         if not result.finite:
             return result  # no model learns its events
         self._generators = after = GeneratorStates(self.device, before)
@@ -165,7 +165,7 @@ class SearchingTrainer(Trainer):
         try:
             if challenger.has_teacher:
                 new, old = self._taught(new, old)
-            its = trainer.step(new, old, rows)
+            its = trainer.step_without_features(new, old, rows)
         except Exception as exc:  # the user's own code may raise anything, and at weights of a challenger alone
             if out_of_memory(exc) or isinstance(exc, MemoryShortageError | SettingsError):
                 outcome = "no_memory"

@@ -47,12 +47,13 @@ class Early(IntEnum):
     """It has come after the event was trained on as a plain negative when it timed out, and is positive."""
 
 
-def trained_first(columns: Mapping[str, Array]) -> Mapping[str, Array]:
-    """Return the columns of those events that no step has trained on before."""
+def trained_first(columns: Mapping[str, Array], output_B: Tensor | None) -> tuple[Mapping[str, Array], Tensor | None]:
+    """Return the columns, and the model's output, of those of B events that no step has trained on before."""
     if EARLY not in columns:
-        return columns
+        return columns, output_B
     first = np.less_equal(columns[EARLY], Early.NEGATIVE)
-    return {name: column[first] for name, column in columns.items()}
+    output = None if output_B is None else output_B[torch.from_numpy(first).to(output_B.device)]
+    return {name: column[first] for name, column in columns.items()}, output
 
 
 def check_early(task: Task, label: Label, strategy: Strategy, name: str) -> None:

@@ -26,7 +26,7 @@ from learner.model.features.learned import Columns, features_of
 from learner.model.features.row_tables import row_tables
 from learner.model.task import Task
 from learner.strategies.base import Strategy, StrategyContext, overrides
-from learner.strategies.early_negatives import EARLY
+from learner.strategies.early_negatives import EARLY, trained_first
 from learner.strategies.examples import TEACHER, Examples, Tensors, pad_single
 from learner.strategies.teacher_loss import TeacherLoss
 from learner.training.activation_checkpointing import checkpoint_activations
@@ -86,8 +86,6 @@ class Trainer(TrainerState):
         ranks, hooks = ranks or SingleRank(), hooks or StepHooks()
         probe = made_up_features(schema, device)
         self._learned = features_of(model.train())
-        self.learns_features = self._learned is not None
-        """Whether `learn_features` learns anything."""
         self._row_tables = {} if self._learned is None else row_tables(model, self._learned, sample(schema, 2, device))
         ranks.weights.split(model, partial(evaluated, model, probe, device))
         update = OptimizerStep(settings, model, precision, device, ranks)
@@ -195,8 +193,22 @@ class Trainer(TrainerState):
         """Multiply the config's learning rate by a factor, from the next step on."""
         self.update.schedule.scale = factor
 
-    def step(self, new: Examples, old: Sequence[Examples] = (), rows: int | None = None) -> StepResult:
-        """Score the new events, then train on new and old.
+    def step(self, new: Examples, old: Sequence[Examples] = (), columns: Columns | None = None) -> StepResult:
+        """Score the new events, train on new and old, and learn features from the new ones of a finite step.
+
+        `columns`: of the new events, on the host; needed where features are learned. Features come last, so that events
+        are scored as serving would have scored them.
+
+        Raises what `step_without_features` raises.
+        """
+        result = self.step_without_features(new, old)
+        if self._learned is not None and result.finite:
+            assert columns is not None
+            self.learn_features(*trained_first(columns, result.output_B))
+        return result
+
+    def step_without_features(self, new: Examples, old: Sequence[Examples] = (), rows: int | None = None) -> StepResult:
+        """Score the new events, then train on new and old: the part of a step that a rank takes by itself.
 
         Only the first `rows` new events count, or all for None: a rank without new events has one of weight 0.
 
@@ -212,7 +224,7 @@ class Trainer(TrainerState):
             return self._step(new, old, rows, self._passes.begin())
 
     def learn_features(self, columns: Columns, output_B: Tensor | None = None) -> None:
-        """Learn features from the new events of a finite step, after it: it was scored without them, as serving would.
+        """Learn features from new events; `step` calls it, and a follower does when its leader has.
 
         Rows of embeddings begin again whose value is another one now. `columns` are those of all ranks; `output_B`, the
         step's output for the same events, is what intercepts learn from.

@@ -66,8 +66,7 @@ def play(leader: Trainer) -> None:
             "weight": np.ones(rows, np.float32),
             "time_ms": np.full(rows, step),
         }
-        assert leader.step(leader.examples(columns)).finite
-        leader.learn_features(columns)
+        assert leader.step(leader.examples(columns), columns=columns).finite
         if step == STEPS // 2:
             leader.restore(leader.tensors(), leader.state())
 

@@ -214,7 +214,7 @@ def test_a_challenger_that_fails_ends_and_the_model_goes_on(
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(trainer._trainers[0], "step", fail)  # type: ignore[attr-defined]
+        patch.setattr(trainer._trainers[0], "step_without_features", fail)  # type: ignore[attr-defined]
         train(trainer, range(1, 2))
     assert pool_of(trainer).outcomes == {outcome: 1}
     plain = make(1e-3)

@@ -51,7 +51,10 @@ ALLOWED = {
     "learner/training/compile.py": {"compiled: item": "before the first step"},
     "learner/training/host_to_device.py": {"__call__: to": "from pinned memory, without waiting"},
     "learner/strategies/examples.py": {"examples_of: numpy": "on a CPU alone"},
-    "learner/strategies/early_negatives.py": {"run: to": "another dtype"},
+    "learner/strategies/early_negatives.py": {
+        "run: to": "another dtype",
+        "trained_first: to": "where a label took an earlier one back: host memory to the device, in order",
+    },
     "learner/strategies/ewc.py": {"_add: to": "another dtype", "_numbered: to": "before the first step"},
     "learner/strategies/lwf.py": {"restore: to": "before the first step"},
     "learner/strategies/ncm.py": {"_logits: to": "another dtype"},
