@@ -1,7 +1,7 @@
 """The format `json-schema`: JSON objects, validated against their writer schema, then decoded as `json` does.
 
-The writer schema comes from the network: references to other documents are resolved from the registry's alone, and a
-pattern that needs too many steps rejects its message.
+The writer schema comes from the network: references to other documents are resolved from the registry's alone, what
+validation may cost is bounded before a record is read, and a pattern that needs too many steps rejects its message.
 
 Legend: M records.
 """
@@ -18,10 +18,15 @@ import numpy as np
 from ingest.events.schema import Schema
 from ingest.formats.base import WHOLE_MESSAGE, Decoded, RecordDecoder, Reject
 from ingest.formats.event_structs import StructDecoder, event_type
+from ingest.formats.json_schema_bounds import most_steps
 from ingest.schema_registry.writer_schema import UnfitSchemaError, WriterSchema
 
 _MOST_STEPS = 10_000
 """Steps back that a pattern may take: milliseconds."""
+_MOST_VALIDATION_STEPS = 200_000_000
+"""Steps that validating one message may take: seconds at worst."""
+_FEWEST_BYTES = 2
+"""A value of an array or an object has this many bytes at least, with its comma."""
 _LONGEST_REASON = 200
 _MORE_PROPERTIES = {"$ref", "allOf", "anyOf", "oneOf", "if", "patternProperties"}
 """Keywords by which a schema may allow properties that it does not list."""
@@ -33,11 +38,13 @@ def make_decoder(writer: WriterSchema, schema: Schema) -> RecordDecoder:
 
     Raises:
         UnfitSchemaError: the writer schema is no JSON Schema, refers to a document that the registry does not have, or
-            declares a field of `[schema]` with a type that cannot fit.
+            declares a field of `[schema]` with a type that cannot fit; or it is recursive, or too large.
     """
     try:
         document = msgspec.json.decode(writer.text)
-        registry = jsonschema_rs.Registry([(each.name, msgspec.json.decode(each.text)) for each in writer.references])
+        others = {each.name: msgspec.json.decode(each.text) for each in writer.references}
+        steps = most_steps(document, others)
+        registry = jsonschema_rs.Registry(list(others.items()))
         validator = jsonschema_rs.validator_for(
             document,
             registry=registry,
@@ -49,7 +56,7 @@ def make_decoder(writer: WriterSchema, schema: Schema) -> RecordDecoder:
         raise UnfitSchemaError(f"the JSON Schema {writer.id} cannot be read: {_first_line(exc)}") from exc
     if isinstance(document, dict):
         _check_properties(document, schema)
-    return JsonSchemaRecords(validator, schema)
+    return JsonSchemaRecords(validator, schema, steps)
 
 
 def _check_properties(document: Mapping[str, Any], schema: Schema) -> None:
@@ -98,8 +105,12 @@ def _declared(schema: Schema) -> Iterator[tuple[str, set[str], str, bool]]:
 class JsonSchemaRecords:
     """Decodes objects of one writer schema. A field that is null, where the writer schema allows that, is missing."""
 
-    def __init__(self, validator: Any, schema: Schema) -> None:
+    def __init__(self, validator: Any, schema: Schema, steps: int) -> None:
+        """Take the steps that `validator` needs for one value at most: by them, records that are too long are rejected
+        before they are validated."""
         self._validator = validator
+        self._steps = steps
+        self._most_bytes = _MOST_VALIDATION_STEPS * _FEWEST_BYTES // steps
         self._parse = msgspec.json.Decoder().decode
         exact, lenient = (
             partial(msgspec.convert, type=event_type(schema, forbid_unknown=each)) for each in (True, False)
@@ -114,6 +125,11 @@ class JsonSchemaRecords:
         documents: list[Any] = []
         for index, record in enumerate(records):
             try:
+                if len(record) > self._most_bytes:
+                    raise ValueError(
+                        f"{len(record)} bytes are too many to validate: its writer schema may need {self._steps} steps "
+                        f"for each value, which bounds a record to {self._most_bytes} bytes"
+                    )
                 document = self._parse(record)
                 if is_valid(document):
                     valid.append(index)

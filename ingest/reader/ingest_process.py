@@ -42,6 +42,18 @@ class IngestProcess:
         """Whether the process that was started has ended by itself."""
         return self.popen is not None and self.popen.poll() is not None
 
+    @property
+    def ended_by(self) -> int | None:
+        """The signal that has ended the process; None if it runs, or has ended in another way."""
+        code = None if self.popen is None else self.popen.poll()
+        return None if code is None or code >= 0 else -code
+
+    def kill(self) -> None:
+        """End the process at once, if it has not ended by itself, and wait for its end."""
+        if self.popen is not None:
+            self.popen.kill()
+            self.popen.wait()
+
     def start(self) -> None:
         """Start the process; it waits for the message `Begin`."""
         ours, theirs = socket.socketpair()

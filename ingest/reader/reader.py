@@ -1,6 +1,7 @@
 """The learner's end of ingest: receives blocks, releases slots, and replaces an ingest process that dies or hangs."""
 
 import logging
+import signal
 import threading
 import time
 from collections import Counter, deque
@@ -22,6 +23,7 @@ from ingest.events.schema import Schema
 from ingest.reader.cursors import CursorTable, Partition
 from ingest.reader.hang_detector import ANSWER_SECONDS, SILENT_SECONDS, HangDetector, Liveness
 from ingest.reader.ingest_process import PROGRAM, IngestProcess
+from ingest.reader.suspects import Suspects
 from ingest.transport.protocol import (
     BlockReady,
     Commit,
@@ -95,6 +97,7 @@ class BlockReader:
         self._restart_at = 0.0
         self._backoff = Backoff(_FIRST_BACKOFF, _LONGEST_BACKOFF, retry_at_once=True)
         self._hang_detector = HangDetector()
+        self._suspects = Suspects()
         self.problem: str | None = None
         """One sentence when the broker cannot be reached or the process had to be started again."""
         self.ends_time: float | None = None
@@ -262,6 +265,8 @@ class BlockReader:
                 self._cursors.fingerprints,
                 read_only=self._read_only,
                 traced=self._traced,
+                suspects=self._suspects.suspects(self._cursors.positions),
+                refused=self._suspects.refused(self._cursors.positions),
             )
         )
         if self._paused:
@@ -273,7 +278,7 @@ class BlockReader:
         """Handle the oldest message of the inbox, or the end of the process where there is none."""
         if self._inbox:
             return self._handle(self._inbox.popleft())
-        self._restart_later("the ingest process died; another one is started")
+        self._replace("died")
         return None
 
     def _update_lag(self, report: LagReport) -> None:
@@ -295,7 +300,7 @@ class BlockReader:
                 self.problem or f"ingest has reported nothing for {SILENT_SECONDS / 2 + ANSWER_SECONDS:.0f} s"
             )
         elif liveness is Liveness.HUNG:
-            self._restart_later("the ingest process hangs; another one is started")
+            self._replace("hangs")
 
     def _handle(self, message: FromIngest) -> Block | None:
         match message:
@@ -326,6 +331,19 @@ class BlockReader:
         else:
             self._end_process(_STOP_SECONDS)
             raise kind(sentence)
+
+    def _replace(self, how: str) -> None:
+        """Start another process in place of one that died or hangs; it takes care of what this one was decoding."""
+        self._process.kill()
+        if self._process.ended_by == signal.SIGPROF:
+            how = "took too much CPU time"
+        names = self._cursors.positions
+        marked = self._process.ring.mark.read() if self._process.ring is not None else []
+        decoded = self._suspects.add(
+            [(names[each.partition][0], each.begin, each.end) for each in marked if each.partition < len(names)]
+        )
+        decoding = "" if decoded is None else f" while it decoded {decoded}"
+        self._restart_later(f"the ingest process {how}{decoding}; another one is started")
 
     def _restart_later(self, problem: str) -> None:
         log.warning("%s", problem)

@@ -1,5 +1,6 @@
 """The messages between the learner and its ingest process, as msgpack over a socket."""
 
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
 import msgspec
@@ -8,6 +9,7 @@ from ingest.config import HoldOut, SchemaSettings, StreamSettings
 from ingest.events.block import Coverage
 from ingest.events.partition import TopicPartition
 from ingest.events.position import PartitionFingerprint, Position
+from ingest.transport.decoding_mark import OffsetRange
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True):
@@ -22,6 +24,10 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
     """Whether nothing is written to Kafka: no dead letters, and no positions of the consumer group."""
     traced: bool = False
     """Whether trace contexts of messages are read."""
+    suspects: list[OffsetRange] = []
+    """Offsets that are decoded one by one: a process died while it decoded them."""
+    refused: list[tuple[int, int]] = []
+    """Offsets that are dead-lettered without being decoded, each with the index of its partition."""
 
 
 class Release(msgspec.Struct, frozen=True, tag=True):
@@ -169,8 +175,10 @@ def begin(
     *,
     read_only: bool = False,
     traced: bool = False,
+    suspects: Sequence[OffsetRange] = (),
+    refused: Sequence[tuple[int, int]] = (),
 ) -> Begin:
-    """Return the first message, with the settings as JSON; `traced`: trace contexts of messages are read."""
+    """Return the first message, with the settings as JSON; the other arguments are as in `Begin`."""
     return Begin(
         stream=revealed(stream),
         schema=schema.model_dump_json(),
@@ -179,4 +187,6 @@ def begin(
         marks=marks,
         read_only=read_only,
         traced=traced,
+        suspects=list(suspects),
+        refused=list(refused),
     )

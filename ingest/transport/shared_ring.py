@@ -14,6 +14,7 @@ import numpy as np
 from anabranch.core.errors import SettingsError
 from anabranch.core.temporary_files import anonymous_file
 from ingest.events.block import Array, BlockLayout
+from ingest.transport.decoding_mark import MARK_BYTES, DecodingMark
 
 MOST_ROWS = 4096
 """Events of a block at most."""
@@ -21,7 +22,7 @@ _SLOTS = 8
 
 
 class SharedRing:
-    """`slots` slots with room for `rows` events each, in `slots * slot_bytes` bytes."""
+    """`slots` slots with room for `rows` events each, `slot_bytes` bytes a slot, and the mark of what is decoded."""
 
     def __init__(self, layout: BlockLayout, buffer_bytes: int, descriptor: int | None = None) -> None:
         """Create the memory, or map that of another process when its descriptor is given."""
@@ -29,8 +30,10 @@ class SharedRing:
         self.slots = max(2, buffer_bytes // layout.slot_bytes(self.rows))
         self._slot_bytes = layout.slot_bytes(self.rows)
         self._layout = layout
-        self.descriptor = anonymous_file(self.slots * self._slot_bytes) if descriptor is None else descriptor
-        self._memory = mmap.mmap(self.descriptor, self.slots * self._slot_bytes)
+        size = self.slots * self._slot_bytes
+        self.descriptor = anonymous_file(MARK_BYTES + size) if descriptor is None else descriptor
+        self._memory = mmap.mmap(self.descriptor, MARK_BYTES + size)
+        self.mark = DecodingMark(memoryview(self._memory)[size:])
         self._views: dict[int, dict[str, Array]] = {}
         self._written: dict[int, int] = {}
         """Rows of each slot that hold data written by this process."""

@@ -111,7 +111,7 @@ def test_references_are_those_of_the_registry() -> None:
         ({"type": "number or so"}, "is not valid under any of the schemas"),
         ({"$ref": "http://example.com/payment.json"}, "http://example.com/payment.json"),
         ({"properties": {"a": {"$ref": "file:///etc/passwd"}}}, "file:///etc/passwd"),
-        ({"$ref": "#/definitions/gone"}, "/definitions/gone"),
+        ({"$ref": "#/definitions/gone"}, "it refers to #/definitions/gone, which is in none of its documents"),
         ({"pattern": "("}, 'is not a "regex"'),
         ("[" * 100_000, "recursion"),
     ],
@@ -164,13 +164,84 @@ def test_a_property_that_is_excluded_is_named() -> None:
         assert decode({"amount": 1, "id": "k"}, text={**text, **changes}).message.tolist() == [0]
 
 
-def test_a_schema_may_refer_to_itself() -> None:
-    text = {"type": "object", "properties": {"child": {"$ref": "#"}, "amount": {"type": "number"}}}
-    record: dict[str, Any] = {"amount": 1, "id": "k"}
-    for _ in range(200):
-        record = {"amount": 1, "id": "k", "child": record}
-    assert decode(record, text=text).message.tolist() == [0]
-    assert decode({"amount": 1, "id": "k"}, text="true").message.tolist() == [0]
+def doubled(levels: int, word: str) -> dict[str, Any]:
+    """Subschemas that each refer to the next one twice."""
+    inner = {f"a{level}": {word: [{"$ref": f"#/$defs/a{level + 1}"}] * 2} for level in range(levels)}
+    return {"$defs": {**inner, f"a{levels}": {"type": "object"}}, "$ref": "#/$defs/a0"}
+
+
+def nested(levels: int) -> dict[str, Any]:
+    """What is not evaluated is looked for at each level, which evaluates all levels below it once more."""
+    text: dict[str, Any] = {"properties": {"amount": {}, "id": {}}}
+    for _ in range(levels):
+        text = {"allOf": [text], "unevaluatedProperties": False}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **text}
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ({"$ref": "#"}, "is recursive"),
+        ({"anyOf": [{"$ref": "#"}, {"$ref": "#"}]}, "is recursive"),
+        ({"properties": {"child": {"$ref": "#"}}}, "is recursive"),
+        ({"$id": "a.json", "items": {"$ref": "a.json"}}, "is recursive"),
+        (
+            {"$defs": {"a": {"$ref": "#b"}, "c": {"$anchor": "b", "not": {"$ref": "#/$defs/a"}}}, "$ref": "#b"},
+            "recursive",
+        ),
+        ({"properties": {"a": {"$ref": "other.json"}}}, "is recursive"),
+        ({"$dynamicAnchor": "n", "allOf": [{"$dynamicRef": "#n"}]}, "by which it may be recursive"),
+        (doubled(30, "anyOf"), "more than 20000 subschemas"),
+        (doubled(30, "allOf"), "more than 20000 subschemas"),
+        (nested(30), "more than 20000 subschemas"),
+    ],
+)
+def test_a_schema_that_is_recursive_or_explodes_is_refused_before_a_record_is_read(text: Any, sentence: str) -> None:
+    circle = Reference("other.json", json.dumps({"not": {"$ref": "other.json"}}))
+    with pytest.raises(UnfitSchemaError, match=f"its JSON Schema .*{sentence}"):
+        make_decoder(writer(text, circle), SCHEMA)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        doubled(10, "allOf"),
+        nested(8),
+        {"$id": "urn:payment", "$ref": "#/definitions/p", "definitions": {"p": PAYMENT}},
+        {"$id": "https://a.com/b/c", "$ref": "d#e", "$defs": {"d": {"$id": "d", "$defs": {"e": {"$anchor": "e"}}}}},
+        {"properties": {"a b": {"$ref": "#/x-types/a%20b/0"}}, "x-types": {"a b": [{"type": "string"}]}},
+        "true",
+    ],
+)
+def test_a_schema_within_the_bounds_is_read(text: Any) -> None:
+    assert decode({"amount": 1, "id": "k"}, text=text).message.tolist() == [0]
+
+
+@pytest.mark.parametrize(
+    "tags",
+    [
+        {"contains": {"enum": [[number] for number in range(2_500)]}, "minContains": 10**9},
+        {"items": {"anyOf": [{"const": {"a": [number]}} for number in range(2_500)]}},
+        {"items": {"properties": {f"a{number}": {"type": "string"} for number in range(5_000)}}},
+        {"items": {"required": [f"a{number}" for number in range(5_000)]}},
+        {"patternProperties": {f"^a{number}": {} for number in range(2_500)}},
+    ],
+)
+def test_a_record_that_may_need_too_many_steps_is_rejected_before_it_is_validated(tags: Any) -> None:
+    long, short = ({"amount": 1, "id": "k", "tags": tags} for tags in ([[-1]] * 30_000, {"b": 1}))
+    decoded = decode(long, short, text={"properties": {"tags": tags}})
+    assert decoded.message.tolist() == [1]
+    assert " bytes are too many to validate: its writer schema may need " in decoded.rejects[0].reason
+
+
+def test_a_long_record_of_a_usual_schema_is_validated() -> None:
+    tags = {
+        "type": "array",
+        "uniqueItems": True,
+        "items": {"properties": {f"a{n}": {"type": "number"} for n in range(40)}},
+    }
+    record = {"amount": 1, "id": "k", "tags": [{f"a{number % 40}": number} for number in range(50_000)]}
+    assert decode(record, text={"properties": {"tags": tags}}).message.tolist() == [0]
 
 
 @pytest.mark.timeout(30)

@@ -6,8 +6,9 @@ import signal
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,9 +30,11 @@ from ingest.kafka.dead_letters import DeadLetter
 from ingest.kafka.kafka_python.client import KafkaPythonClient
 from ingest.kafka.registry import CLIENTS
 from ingest.reader import hang_detector as silence
+from ingest.reader.ingest_process import PROGRAM
 from ingest.reader.reader import BlockReader
 from ingest.transport.protocol import LagReport
 from tests.faults.proxy import Fault, Proxy
+from tests.support import dying_ingest
 from tests.support.waiting import slowness, wait_until
 
 pytestmark = pytest.mark.process
@@ -57,6 +60,7 @@ def opened(
     schema: dict[str, Any] | None = None,
     positions: dict[TopicPartition, Position] | None = None,
     marks: dict[TopicPartition, PartitionFingerprint] | None = None,
+    program: Sequence[str] = PROGRAM,
     **stream: Any,
 ) -> Iterator[BlockReader]:
     settings = {**STREAM, "bootstrap_servers": bootstrap, "topics": [topic], **stream}
@@ -64,6 +68,7 @@ def opened(
         StreamSettings.model_validate(settings).resolved("test"),
         SchemaSettings.model_validate(schema or SCHEMA),
         HoldOut(fraction=0, seed=0),
+        program,
     )
     try:
         source.open(positions, marks=marks)
@@ -402,6 +407,30 @@ def test_a_killed_ingest_process_loses_nothing_and_repeats_nothing(
         seen += read(source, 6000 - len(seen))
         assert source.problem is None
     assert Counter((p, o) for p, o, *_ in seen) == Counter((p, o) for p in range(2) for o in range(3000))
+
+
+@pytest.mark.parametrize("hostile", [dying_ingest.CRASH, dying_ingest.ENDLESS], ids=["crash", "endless"])
+def test_a_message_that_ends_the_ingest_process_is_dead_lettered_undecoded_and_all_others_are_read(
+    hostile: bytes,
+    kafka: Any,
+    make_topic: Callable[..., str],
+    produce: Callable[..., list[int]],
+    consume_all: Callable[..., list[Any]],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    topic = make_topic()
+    produce(kafka.bootstrap, topic, [GOOD] * 20 + [hostile] + [GOOD] * 20)
+    program = (str(Path(dying_ingest.__file__)),)
+    with opened(kafka.bootstrap, topic, program=program) as source:
+        seen = read(source, 41)
+    outcomes = [Outcome.PENDING] * 20 + [Outcome.DEAD_LETTERED] + [Outcome.PENDING] * 20
+    assert seen == [(0, offset, 0, outcome) for offset, outcome in enumerate(outcomes)]
+    (letter,) = consume_all(kafka.bootstrap, f"{topic}.dead", 1)
+    assert letter.value == hostile
+    assert dict(letter.headers)["anabranch-error"] == b"internal: decoding it ended the ingest process twice"
+    how = "died" if hostile == dying_ingest.CRASH else "took too much CPU time"
+    assert f"the ingest process {how} while it decoded {topic}[0]@20; another one is started" in caplog.messages
+    assert any(f"{topic}[0]@20: the ingest process ended twice" in each for each in caplog.messages)
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="there is no signal that stops a process")
