@@ -3,8 +3,9 @@
 import glob
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import BinaryIO, Protocol
 from urllib.parse import urlsplit
@@ -15,10 +16,27 @@ from typing_extensions import override
 from anabranch.core.errors import SettingsError
 from ingest.backfill_settings import BackfillSettings
 from ingest.errors import HistoryAwayError
+from ingest.events.partition import TopicPartition
 from ingest.events.position import PartitionFingerprint
 
+DISORDER = timedelta(minutes=5)
+"""Records of a topic may be so much later than others before them: producers send again for two minutes by default."""
 _MOST_PARTITIONS = 10_000
 """Each file has an account in the ledger and in reports, for each pass."""
+
+
+class Switch(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Where the history ends and the topics begin: an event from before `until_ms` is a row of a file, and no other is.
+
+    One key decides on both sides. Files can have no record that arrived after they were listed, whatever its time is.
+    """
+
+    until_ms: int
+    """Milliseconds since 1970."""
+    own: bool = False
+    """Whether it is compared with the event's own time, as files are read by it; else with the record time."""
+    ends: dict[str, int] = {}
+    """The end of each partition before the files were listed, by `topic:partition`."""
 
 
 class FileMark(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -38,6 +56,8 @@ class FileMark(msgspec.Struct, frozen=True, omit_defaults=True):
     """Of the order in a window."""
     identity: bool = False
     """Whether rows are events of the topics."""
+    switch: Switch | None = None
+    """Of the first file only: which records of the topics are rows of files."""
 
     def encoded(self) -> str:
         """Return the mark as text."""
@@ -47,6 +67,14 @@ class FileMark(msgspec.Struct, frozen=True, omit_defaults=True):
     def decoded(cls, text: str) -> "FileMark":
         """Return the mark of a text."""
         return msgspec.json.decode(text, type=cls)
+
+
+def switch_of(partitions: Iterable[TopicPartition], marks: Iterable[PartitionFingerprint]) -> Switch | None:
+    """Return the switch of the history that these partitions began with, if they did."""
+    for name, mark in zip(partitions, marks, strict=True):
+        if name.history:
+            return FileMark.decoded(mark.topic_id or "").switch
+    return None
 
 
 def rows_of(partition: PartitionFingerprint) -> int:

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from anabranch.core.errors import SettingsError
-from ingest.backfill.files import FileMark
+from ingest.backfill.files import DISORDER, FileMark, Switch
 from ingest.backfill.history_rows import HistoryRows
 from ingest.backfill.open_files import RowFiles
 from ingest.backfill.read_ahead import ReadAhead
@@ -44,6 +44,7 @@ class FileHistory:
         """`seed` orders the rows of shuffled windows; JSON lines of more than `longest` bytes are rejected."""
         self._settings = settings
         self._seed = seed
+        self._own_time = schema.time
         self.times = settings.time or schema.time
         """The column of record times, if there is one."""
         if settings.order == "time" and self.times is None:
@@ -62,19 +63,44 @@ class FileHistory:
         self._at = 0
         self._ahead = ReadAhead(self._read)
 
-    def list_files(self, until_ms: int | None) -> None:
-        """List the files, whose rows from `until_ms` on are left to the topics, and check their schemas.
+    def list_files(self, switch: Switch | None, *, lost: bool | None = None) -> Switch | None:
+        """List the files and check their schemas; return where the topics begin, which have the rows from there on.
+
+        With `lost`, `switch` is where the topics have their first records now, and moves to where both they and the
+        files have all events: True if they have lost records from before.
 
         Raises:
             SettingsError: a pattern matches no file, or a file has another schema.
             HistoryError: a file cannot be decoded.
             HistoryAwayError: the storage does not answer.
         """
-        fixed = {"until_ms": until_ms, "shuffle": self._settings.shuffle, "seed": self._seed}
-        self._files = [msgspec.structs.replace(mark, **fixed) for mark in self._open_files.listed()]
+        files = self._open_files.listed()
+        if switch is not None:
+            until_ms = switch.until_ms if lost is None else self._moved(files, switch.until_ms, lost=lost)
+            switch = msgspec.structs.replace(switch, until_ms=until_ms, own=self.times == self._own_time)
+        fixed = {
+            "until_ms": None if switch is None else switch.until_ms,
+            "shuffle": self._settings.shuffle,
+            "seed": self._seed,
+        }
+        self._files = [msgspec.structs.replace(mark, **fixed) for mark in files]
+        self._files[0] = msgspec.structs.replace(self._files[0], switch=switch)
         self._begin([Position(0)] * len(self._files) * self._settings.epochs, [])
         size, rows = sum(mark.size for mark in self._files), sum(mark.rows for mark in self._files)
         log.info("the history has %d files with %d rows and %d bytes", len(self._files), rows, size)
+        return switch
+
+    def _moved(self, files: Sequence[FileMark], first_ms: int, *, lost: bool) -> int:
+        """Return the time at which the topics begin, given that of their first records.
+
+        Times are a little out of order in a topic. Of the events around its first record, and of those at the end of
+        the files, only one of both has all: the switch lies between them, and `DISORDER` away where files reach so far.
+        """
+        disorder_ms = int(DISORDER.total_seconds() * 1000)
+        latest = self._open_files.latest_time(files, first_ms + 2 * disorder_ms)
+        if latest < first_ms:
+            return first_ms if latest <= 0 else latest + 1
+        return first_ms + min(disorder_ms, (latest - first_ms) // 2) * lost
 
     def restore(
         self, positions: Sequence[tuple[TopicPartition, Position]], marks: Sequence[PartitionFingerprint]

@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from ingest.backfill.files import Switch
 from ingest.events.partition import TopicPartition
 from ingest.events.position import Fingerprint, PartitionFingerprint, Position
 from ingest.formats.base import Decoded
@@ -75,8 +76,8 @@ class HistorySource(Protocol):
         """How far the history was read."""
         ...
 
-    def list_files(self, until_ms: int | None) -> None:
-        """List the files, whose rows from `until_ms` on are left to the topics; raises as `FileHistory.list_files`."""
+    def list_files(self, switch: Switch | None, *, lost: bool | None = None) -> Switch | None:
+        """List the files, and return where the topics begin; as `FileHistory.list_files`."""
         ...
 
     def restore(

@@ -130,7 +130,7 @@ class LineDecoder(Decoder):
                 time = (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError):
             return 0
-        return int(min(time, 2**52) * 1000) if time is not None and time > -(2**52) else 0
+        return round(min(time, 2**52) * 1000) if time is not None and time > -(2**52) else 0
 
     @override
     def text(self, table: Any, row: int) -> bytes:

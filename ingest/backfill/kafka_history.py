@@ -18,7 +18,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from anabranch.core.errors import SettingsError
-from ingest.backfill.files import FileMark
+from ingest.backfill.files import FileMark, Switch
 from ingest.backfill.history import marks_of
 from ingest.backfill.history_rows import HistoryRows
 from ingest.backfill.kafka_index import KafkaIndex, RowGroup
@@ -85,9 +85,9 @@ class KafkaHistory:
         """What each partition is recognised by."""
         return [PartitionFingerprint(mark.encoded()) for mark in self._files]
 
-    def list_files(self, until_ms: int | None) -> None:
+    def list_files(self, switch: Switch | None, *, lost: bool | None = None) -> None:
         """List the files; raises as `FileHistory.list_files`. Rows are left to the topics by their offsets."""
-        del until_ms
+        del switch, lost
         self._files = [msgspec.structs.replace(mark, identity=True) for mark in self._open_files.listed()]
 
     def restore(

@@ -2,13 +2,15 @@
 
 import errno
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 import msgspec
+import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 from pyarrow import types
 
 from anabranch.core.errors import SettingsError
@@ -121,13 +123,31 @@ class RowFiles:
                 "which is read as seconds since 1970 and seems to have milliseconds; write seconds, or a timestamp"
             )
 
+    def latest_time(self, marks: Sequence[FileMark], enough: int) -> int:
+        """Return the latest time in files, in milliseconds since 1970, or one that is at least `enough`; 0 for none.
+
+        Files are read from the last one on, whose times are the latest as a rule.
+        """
+        latest = 0
+        for mark in reversed(marks):
+            with self.opened(mark) as rows:
+                for times in self._times(mark, rows):
+                    latest = max(latest, int(times.max(initial=0)))
+                    if latest >= enough:
+                        return latest
+        return latest
+
     def _earliest_times(self, mark: FileMark, rows: RowTables) -> Iterator[int]:
         """Yield the earliest time in each table of a file; `_NEVER` where none has one."""
+        for times in self._times(mark, rows):
+            yield int(times[times > 0].min(initial=_NEVER))
+
+    def _times(self, mark: FileMark, rows: RowTables) -> Iterator[NDArray[np.int64]]:
+        """Yield the times in each table of a file."""
         decoder = self.decoder(mark)
         columns = [name for name in decoder.columns_in(rows.schema) if name in (self._time, LINE)]
         for part in rows.tables(columns, 0):
-            times = decoder.times_ms(part.table)
-            yield int(times[times > 0].min(initial=_NEVER))
+            yield decoder.times_ms(part.table)
 
     def _check_schema(self, mark: FileMark, rows: RowTables) -> None:
         problem = self.decoder(mark).problem(rows.schema)

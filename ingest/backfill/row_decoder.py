@@ -90,14 +90,16 @@ class RowDecoder(Decoder):
         if types.is_timestamp(array.type):
             whole: NDArray[np.int64] = array.cast(pa.int64()).fill_null(0).to_numpy(zero_copy_only=False)
             unit = array.type.unit
-            return whole * 1000 if unit == "s" else whole if unit == "ms" else whole // _PER_MS[unit]
+            if unit in _PER_MS:
+                return (whole + _PER_MS[unit] // 2) // _PER_MS[unit]
+            return whole * 1000 if unit == "s" else whole
         seconds = array.cast(pa.float64(), safe=False).fill_null(0).to_numpy(zero_copy_only=False)
         with np.errstate(invalid="ignore", over="ignore"):
             ms: NDArray[np.float64] = seconds * 1000
             if not -(2.0**62) < ms.min(initial=0.0) <= ms.max(initial=0.0) < 2.0**62:  # NaN is no bound
                 ms = np.nan_to_num(ms, nan=0.0, posinf=0.0, neginf=0.0)
                 ms = np.where(ms > -(2.0**62), np.minimum(ms, 2.0**62), 0)
-            return ms.astype(np.int64)
+            return np.rint(ms).astype(np.int64)
 
     @override
     def text(self, table: Any, row: int) -> bytes:

@@ -59,6 +59,7 @@ class SkipReason(IntEnum):
     REPEATED = 10
     UNTAUGHT = 11
     UNDONE = 12
+    LEFT_TO_FILES = 13
 
     @property
     def label(self) -> str:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,6 +44,17 @@ _MOST_AHEAD_MS = 86_400_000
 log = logging.getLogger(__name__)
 
 
+class OfFiles(NamedTuple):
+    """Which messages of a partition are rows of files of the history: those before a time and before the offset `end`.
+
+    The time is the event's `own`, or that of the record; an event without one is of the topic.
+    """
+
+    until_ms: int
+    own: bool
+    end: int
+
+
 @dataclass(frozen=True)
 class Incoming:
     """Messages of one partition, its index, and the position of its first event without an outcome."""
@@ -50,6 +62,7 @@ class Incoming:
     messages: Messages
     partition: int
     begin: Position
+    of_files: OfFiles | None = None
 
 
 @dataclass(frozen=True)
@@ -116,11 +129,15 @@ class BlockBuilder:
             return replace(assembled, deferred=sorted({*deferred, *assembled.deferred}))
         columns, message = self._rows(decoded, incoming)
         tombstones = self._tombstones(incoming) if self._keyed else {}
+        of_files = _of_files(columns, [each.of_files for each in incoming], part[message])
+        columns["outcome"][of_files] = np.uint8(Outcome.SKIPPED)
+        columns["reason"][of_files] = np.uint8(SkipReason.LEFT_TO_FILES)
+        left = set(message[of_files].tolist())
         _mark_tombstones(columns, message, tombstones)
         self._assign_outcomes(columns, incoming, part[message], of_labels[message])
         letters, looped = [], 0
         for rejects in _by_message(decoded.rejects):
-            if rejects[0].message in tombstones:
+            if rejects[0].message in tombstones or rejects[0].message in left:
                 continue
             index = int(part[rejects[0].message])
             letter = _letter(incoming[index].messages, rejects[0].message - firsts[index], rejects)
@@ -239,6 +256,21 @@ class BlockBuilder:
             columns["outcome"][pending & labelled & held_out(self._hold_out, columns, bases[part])] = np.uint8(
                 Outcome.HELD_OUT
             )
+
+
+def _of_files(
+    columns: Mapping[str, Array], each: Sequence[OfFiles | None], part: NDArray[np.intp]
+) -> NDArray[np.bool_]:
+    """Return which rows are read from files, bool `[K]`; `part` is the index in `each` of each row's partition."""
+    found = np.zeros(len(part), np.bool_)
+    for index, until in enumerate(each):
+        if until is not None:
+            own = part == index
+            seconds = columns["time"][own].astype(np.float64) if until.own else columns["time_ms"][own] / 1000
+            times_ms = np.rint(seconds * 1000)
+            before = np.greater(times_ms, 0) & np.less(times_ms, until.until_ms)
+            found[own] = before & np.less(columns["offset"][own], until.end)
+    return found
 
 
 def _before(

@@ -2,19 +2,20 @@
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Protocol, TypeVar
 
+from ingest.backfill.files import DISORDER, Switch, switch_of
 from ingest.backfill.history_rows import HistorySource
 from ingest.config import StreamSettings
 from ingest.events.block import Coverage
 from ingest.events.partition import TopicPartition
 from ingest.events.position import Position
-from ingest.kafka.client import Client
-from ingest.worker.block_builder import Assembled, BlockBuilder
+from ingest.kafka.client import Client, Messages
+from ingest.worker.block_builder import Assembled, BlockBuilder, OfFiles
 from ingest.worker.partition_table import PartitionTable
 from ingest.worker.retention_watch import RetentionWatch, watch_of
-from ingest.worker.topic_switch import switch_time
+from ingest.worker.topic_switch import topics_begin
 
 Cover = Callable[[int, int], Iterable[Coverage]]
 """Returns what a range of rows covers of each partition, and advances positions."""
@@ -64,6 +65,7 @@ class HistoryFeed:
         self._report = report
         self._run = run
         self._first = False
+        self._switch: Switch | None = None
         self._planned = history is None
         self._retention = RetentionWatch({})
         self._switched = history is None
@@ -76,16 +78,30 @@ class HistoryFeed:
             SettingsError, HistoryError, HistoryAwayError: as `FileHistory.list_files` and `restore` do.
         """
         history, self._first = self._history, not positions
+        self._switch = switch_of(self._table.partitions, self._table.marks)
         if history is None:
             return
         if positions:
             history.restore(positions, self._table.marks)
             return
         # The topics' beginning comes before the list: what arrives meanwhile is read from them.
-        begin = switch_time(self._client, self._stream, timed=history.times is not None)
-        self._run(lambda: history.list_files(None if begin is None else int(begin.timestamp() * 1000)))
-        self._table.begin_at = begin
+        begin, lost = topics_begin(self._client, self._stream, timed=history.times is not None)
+        self._switch = self._run(lambda: history.list_files(begin, lost=lost))
+        if self._switch is not None:
+            # The broker finds the first record from a time on, by record times: an event's own may be later than that.
+            begin_at = datetime.fromtimestamp(self._switch.until_ms / 1000, UTC)
+            self._table.begin_at = begin_at - DISORDER if self._switch.own else begin_at
+        elif self._stream.backfill is not None:
+            self._table.begin_at = self._stream.backfill.until_time
         self._table.add_history(history.partitions, history.marks)
+
+    def of_files(self, messages: Messages) -> OfFiles | None:
+        """Return which of the messages are rows of files, if some may be."""
+        switch = self._switch
+        if switch is None or not len(messages) or messages.partition.incarnation:
+            return None
+        end = switch.ends.get(str(messages.partition), 0)
+        return OfFiles(switch.until_ms, switch.own, end) if messages.offsets[0] < end else None
 
     def plan(self) -> None:
         """Decide which offsets of the topics are read from files, before the learner receives where they begin.

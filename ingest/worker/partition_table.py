@@ -102,11 +102,11 @@ class PartitionTable:
         self._logged |= unread
         for topic in sorted({self.partitions[index].topic for index in unread if not self.partitions[index].history}):
             own = [index for index in sorted(unread) if self.partitions[index].topic == topic]
-            places = ", ".join(f"[{self.partitions[index].partition}]@{self.positions[index].offset}" for index in own)
+            here = ", ".join(f"[{self.partitions[index].partition}]@{self.positions[index].offset}" for index in own)
             if topic in topics:
-                log.warning("%s was created again with fewer partitions: there is no %s any more", topic, places)
+                log.warning("%s was created again with fewer partitions: there is no %s any more", topic, here)
             else:
-                log.warning("%s is in stream.topics no more: nothing is read after %s", topic, places)
+                log.warning("%s is in stream.topics no more: nothing is read after %s", topic, here)
 
     def _find_recreated(self) -> dict[TopicPartition, int | None]:
         """Return the next incarnation of each partition that was recreated, and where to begin in it, if known.

@@ -201,7 +201,9 @@ class IngestWorker:
         """Make blocks of messages, once their dead letters are written."""
         indexes = [self._table.index[messages.partition] for messages in portion]
         incoming = [
-            Incoming(self._guard.refusing(each, index), index, self._table.positions[index])
+            Incoming(
+                self._guard.refusing(each, index), index, self._table.positions[index], self._history.of_files(each)
+            )
             for each, index in zip(portion, indexes, strict=True)
             if index not in self._table.paused
         ]

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from anabranch.core.errors import SettingsError
-from ingest.backfill.files import LocalFiles
+from ingest.backfill.files import LocalFiles, Switch, switch_of
 from ingest.backfill.history import FileHistory
 from ingest.backfill.history_rows import HistoryRows
 from ingest.backfill.kafka_history import KafkaHistory
@@ -59,7 +59,7 @@ def history(
 
 def begun(*files: Path | str, until_ms: int | None = None, **settings: Any) -> FileHistory:
     new = history(*files, **settings)
-    new.list_files(until_ms)
+    new.list_files(None if until_ms is None else Switch(until_ms))
     return new
 
 
@@ -465,6 +465,37 @@ def test_rows_from_the_switch_on_are_left_to_the_topics(tmp_path: Path, kind: st
     found = read(begun(path, time="at", until_ms=20_000))
     left = [n for rows in found if rows.left is not None for n in rows.offset[rows.left].tolist()]
     assert (numbers(found), left) == ([0, 2, 5], [1, 3, 4])
+
+
+def hourly(path: Path, first: int, last: int) -> Path:
+    """Write a row for each second."""
+    seconds = list(range(first, last + 1))
+    x = [[0.0, 0.0, 0.0]] * len(seconds)
+    pq.write_table(pa.table({"x": x, "y": [0] * len(seconds), "at": seconds}), path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("last", "lost", "until"),
+    [
+        (5000, True, 2300),  # five minutes after the first record: those that are gone are from before
+        (2100, True, 2050),  # files end soon after the first record: neither side has all there
+        (1500, True, 1500.001),  # a gap between both: each has what the other has not
+        (5000, False, 2000),
+        (1500, False, 1500.001),
+        (5000, None, 2000),  # as the settings say
+        (1500, None, 2000),
+    ],
+)
+def test_the_topics_begin_where_both_they_and_the_files_have_all_events(
+    tmp_path: Path, last: int, lost: bool | None, until: float
+) -> None:
+    source = history(hourly(tmp_path / "a.parquet", 0, last), time="at")
+    switch = source.list_files(Switch(2_000_000, ends={"events:0": 7}), lost=lost)
+    assert switch == Switch(round(until * 1000), False, {"events:0": 7})
+    (mark,) = source.marks
+    partitions = [TopicPartition("events", 0), *source.partitions]
+    assert switch_of(partitions, [PartitionFingerprint(), mark]) == switch
 
 
 def test_a_history_is_not_added_after_the_topics(tmp_path: Path) -> None:

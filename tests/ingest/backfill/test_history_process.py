@@ -234,6 +234,30 @@ def test_a_time_ends_the_history_and_begins_the_topics(kafka, make_topic, produc
     ]
 
 
+def test_times_that_are_out_of_order_make_no_event_come_twice_or_never_also_after_a_restart(
+    kafka, make_topic, produce, tmp_path: Path
+) -> None:
+    topic, count = make_topic(), 400
+    at = [LATELY + n + (37 * n) % 20 for n in range(count)]
+    for n, second in enumerate(at):
+        produce(kafka.bootstrap, topic, [message(n)], timestamp_ms=second * 1000)
+    x = [[float(n), 0.0, 0.0] for n in range(count)]
+    pq.write_table(pa.table({"x": x, "y": [0] * count, "at": at}), tmp_path / "a.parquet")
+    until = datetime.fromtimestamp(LATELY + 200, UTC).isoformat()
+    section, files = {"time": "at", "until": until}, tmp_path / "a.parquet"
+    with opened(kafka.bootstrap, topic, files, backfill=section) as source:
+        found = outcomes(source, count + 10)
+        positions = dict(source._cursors.positions)
+        marks = dict(zip(positions, source._cursors.fingerprints, strict=True))
+    left = count - positions[TopicPartition(topic, 0)].offset
+    with opened(kafka.bootstrap, topic, files, positions=positions, marks=marks, backfill=section) as source:
+        found += outcomes(source, left) if left else []
+    read = sorted(offset for _, offset, outcome, _ in found if outcome == Outcome.PENDING)
+    assert read == [*range(count)]
+    reasons = {reason for *_, outcome, reason in found if outcome == Outcome.SKIPPED}
+    assert reasons == {SkipReason.LEFT_TO_TOPICS, SkipReason.LEFT_TO_FILES}
+
+
 def test_records_that_arrive_while_files_are_read_are_read_after_them(
     kafka, make_topic, produce, tmp_path: Path
 ) -> None:

@@ -162,7 +162,7 @@ def test_a_learner_that_ends_while_files_are_listed_ends_ingest(
 ) -> None:
     monkeypatch.setattr("ingest.worker.worker.LAG_SECONDS", 0.001)
     may = threading.Event()
-    monkeypatch.setattr(FileHistory, "list_files", lambda *_: may.wait(30))
+    monkeypatch.setattr(FileHistory, "list_files", lambda *_, **__: may.wait(30))
     with working(FakeClient({P0: FakePartition()}), tmp_path) as receive:
         receive(lambda message: isinstance(message, LagReport))
     may.set()

@@ -19,7 +19,7 @@ from ingest.formats.base import Decoded
 from ingest.formats.json import JsonFormat
 from ingest.formats.rows import pack_rows
 from ingest.kafka.client import Messages
-from ingest.worker.block_builder import Assembled, BlockBuilder, Incoming, _ranges
+from ingest.worker.block_builder import Assembled, BlockBuilder, Incoming, OfFiles, _ranges
 from tests.support.tokenizer import write_tokenizer
 
 PARTITION = TopicPartition("events", 3)
@@ -34,6 +34,7 @@ def assemble(
     begin: Position | None = None,
     times_ms: Sequence[int] | None = None,
     kind: str = "json",
+    of_files: OfFiles | None = None,
     **stream: object,
 ) -> Assembled:
     settings = StreamSettings.model_validate({"topics": ["events"], "format": kind, **stream}).resolved("test")
@@ -48,7 +49,7 @@ def assemble(
         100 + len(values),
     )
     assembler = BlockBuilder(schema, settings, HoldOut(fraction=fraction, seed=1))
-    return assembler.assemble([Incoming(messages, 5, begin or Position(0))])
+    return assembler.assemble([Incoming(messages, 5, begin or Position(0), of_files)])
 
 
 def test_every_message_is_a_row_with_its_identity(schema: Schema) -> None:
@@ -59,6 +60,30 @@ def test_every_message_is_a_row_with_its_identity(schema: Schema) -> None:
     assert rows["time_ms"].tolist() == [1000, 1010, 1020]
     assert rows["outcome"].tolist() == [Outcome.PENDING, Outcome.DEAD_LETTERED, Outcome.PENDING]
     assert rows["feature.x"].tolist() == [[1, 2, 3], [0, 0, 0], [1, 2, 3]]
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_records_from_before_the_switch_are_left_to_files_by_their_time_and_not_by_their_offset(*, own: bool) -> None:
+    settings = {
+        "features": {"x": {"dtype": "float32"}},
+        "label": {"name": "y", "classes": 3},
+        "key": {"name": "k"},
+        "time": {"name": "at"},
+    }
+    # 107 and 108 arrived after the files were listed; 104 is a tombstone; 105 cannot be decoded.
+    seconds = [1.001, 0.9989999, 2.0, 1.0, 0.5, 0.5, 5.0, 0.5, 2.0]
+    values: list[bytes | None] = [f'{{"x": 1, "y": 1, "k": "a", "at": {at}}}'.encode() for at in seconds]
+    values[4:6] = [None, b"bad"]
+    times = [1] * 9 if own else [round(at * 1000) for at in seconds]
+    found = assemble(
+        Schema(SchemaSettings.model_validate(settings)), values, times_ms=times, of_files=OfFiles(1000, own, 107)
+    )
+    skipped = SkipReason.LEFT_TO_FILES
+    bad = SkipReason.NONE if own else skipped  # its own time is not known
+    expected = [0, skipped, 0, 0, SkipReason.TOMBSTONE, bad, 0, 0, 0]
+    assert found.columns["reason"].tolist() == expected
+    assert found.columns["outcome"][1] == Outcome.SKIPPED
+    assert len(found.letters) == own
 
 
 def test_a_record_time_of_the_far_future_counts_as_now_and_dead_letters_carry_the_original(schema: Schema) -> None:

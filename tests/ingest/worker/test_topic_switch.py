@@ -5,12 +5,13 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, cast
 
 import pytest
+from typing_extensions import override
 
 from ingest.config import StreamSettings
 from ingest.events.partition import TopicPartition
 from ingest.kafka.client import Client, Messages
 from ingest.worker.partition_table import PartitionTable
-from ingest.worker.topic_switch import switch_time
+from ingest.worker.topic_switch import first_times, topics_begin
 
 E0, E1, LABELS = TopicPartition("events", 0), TopicPartition("events", 1), TopicPartition("labels", 0)
 BEGIN = 1_764_000_000_000
@@ -22,7 +23,7 @@ class Broker:
 
     def __init__(self, first_hours: Mapping[TopicPartition, int], removed: Mapping[TopicPartition, int]) -> None:
         self._hours, self._removed = first_hours, removed
-        self._assigned: Sequence[TopicPartition] = ()
+        self._assigned: Mapping[TopicPartition, int] = {}
 
     def partitions(self) -> list[TopicPartition]:
         return list(self._hours)
@@ -39,11 +40,13 @@ class Broker:
         return {name: self._removed.get(name, 0) + 100 for name in partitions}
 
     def assign(self, positions: Mapping[TopicPartition, int], paused: Sequence[TopicPartition] = ()) -> None:
-        self._assigned = list(positions)
+        self._assigned = positions
 
     def poll(self, timeout: timedelta, most: int) -> list[Messages]:
-        at = [(name, self._removed.get(name, 0)) for name in self._assigned]
-        return [Messages(n, [o], [BEGIN + self._hours[n] * HOUR], [None], [b""], [()], o + 1) for n, o in at]
+        hours = {name: self._hours[name] + at - self._removed.get(name, 0) for name, at in self._assigned.items()}
+        return [
+            Messages(n, [o], [BEGIN + hours[n] * HOUR], [None], [b""], [()], o + 1) for n, o in self._assigned.items()
+        ]
 
 
 def settings(start: str = "earliest") -> StreamSettings:
@@ -58,9 +61,10 @@ def settings(start: str = "earliest") -> StreamSettings:
 
 
 def switched(hours: Mapping[TopicPartition, int], removed: Mapping[TopicPartition, int]) -> float:
-    moment = switch_time(cast("Client", Broker(hours, removed)), settings(), timed=True)
-    assert moment is not None
-    return (moment.timestamp() * 1000 - BEGIN) / HOUR
+    switch, lost = topics_begin(cast("Client", Broker(hours, removed)), settings(), timed=True)
+    assert switch is not None
+    assert lost == any(name in removed for name in (E0, E1))
+    return (switch.until_ms - BEGIN) / HOUR
 
 
 def test_the_partition_that_lost_most_decides() -> None:
@@ -70,6 +74,19 @@ def test_the_partition_that_lost_most_decides() -> None:
 def test_a_partition_or_label_topic_that_began_late_skips_no_event_of_the_others() -> None:
     assert switched({E0: 5, E1: 50, LABELS: 90}, {E0: 10}) == 5
     assert switched({E0: 5, E1: 50, LABELS: 90}, {LABELS: 10}) == 5
+
+
+def test_the_first_of_records_that_are_out_of_order_is_the_earliest_of_them() -> None:
+    class Disordered(Broker):
+        @override
+        def poll(self, timeout: timedelta, most: int) -> list[Messages]:
+            times = {0: 3_000, 1: 2_000, 2: 9_000}  # and so on, in order
+            return [
+                Messages(n, [o], [BEGIN + times.get(o, o * 60_000)], [None], [b""], [()], o + 1)
+                for n, o in self._assigned.items()
+            ]
+
+    assert first_times(cast("Client", Disordered({E0: 0}, {})), {E0: 0}) == {E0: BEGIN + 2_000}
 
 
 @pytest.mark.parametrize("start", ["earliest", "latest"])

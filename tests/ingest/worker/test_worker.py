@@ -498,10 +498,10 @@ def test_partitions_of_which_nothing_is_read_are_reported_as_such_and_logged(cap
     removed, vanished = TopicPartition("clicks", 0), TopicPartition("events", 1)
     client = FakeClient({P0: FakePartition()})
     client.ids = {"events": "two"}
-    places = [(removed, Position(4)), (P0, Position(7)), (vanished, Position(3))]
+    positions = [(removed, Position(4)), (P0, Position(7)), (vanished, Position(3))]
     marks = [PartitionFingerprint("of clicks"), PartitionFingerprint("one"), PartitionFingerprint("one")]
     skips = STREAM.model_copy(update={"on_gap": "skip"})
-    with caplog.at_level("WARNING"), learner(client, positions=places, marks=marks, stream=skips) as end:
+    with caplog.at_level("WARNING"), learner(client, positions=positions, marks=marks, stream=skips) as end:
         opened = end.receive_until(lambda each: isinstance(each, PartitionsOpened))
     assert isinstance(opened, PartitionsOpened)
     assert opened.partitions == [removed, P0, vanished, P0.next_incarnation]
