@@ -276,6 +276,8 @@ class LateLabels:
                 "duplicate": join.counts.duplicate_labels,
                 "unmatched": join.counts.unmatched_labels,
                 "late": join.counts.late_labels,
+                "dropped": join.counts.dropped_labels,
+                "crowded": join.counts.crowded_labels,
                 "damaged": join.counts.damaged,
             },
             lag_p50_seconds=p50,

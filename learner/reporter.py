@@ -112,7 +112,8 @@ class Reporter:
     def warnings(self) -> list[str]:
         """One sentence for each workaround that the learner applied, or early warning. Thread-safe."""
         uploads = [] if self._mirror is None else self._mirror.threads
-        components = self._loop, self._parts.lag, self._parts.teacher, self._health, self._registrar, *uploads
+        late = None if self._parts.late is None else self._parts.late.join
+        components = self._loop, self._parts.lag, self._parts.teacher, late, self._health, self._registrar, *uploads
         return [warning for component in components if component and (warning := component.warning)]
 
     def report_if_due(self) -> None:

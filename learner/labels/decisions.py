@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ingest.events.block import Array
 from ingest.events.schema import Label
-from learner.labels.index.numbers import Ids
+from learner.labels.index.numbers import Ids, joined_ids
 
 
 class Decisions:
@@ -43,6 +43,10 @@ class Decisions:
             parts.append(part)
             found += len(part["id"])
         return {name: np.concatenate([part[name] for part in parts])[:count] for name in parts[0]} if parts else {}
+
+    def ids(self, resolution: int) -> Ids:
+        """Return the events with this resolution."""
+        return joined_ids([part["id"][part["resolution"] == resolution] for part in self._parts])
 
     def pop(self, count: int) -> None:
         """Remove the first `count` events."""

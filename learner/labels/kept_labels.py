@@ -21,13 +21,14 @@ from learner.labels.join_counts import JoinCounts
 from replay.snapshot import StoreDelta
 
 FREE, UNUSED, COUNTED, USED = 0, 1, 2, 3
-"""States: there is no label of this number; no event has matched it; the same, and it is counted as a duplicate or as
-late; an event has matched it."""
+"""States: there is no label of this number; no event has matched it; the same, and it is counted as a duplicate; an
+event has matched it."""
 IDENTITY = np.dtype([("key_hash", "u8"), ("time_ms", "i8"), ("offset", "i8"), ("partition", "i4")])
 """A label without its value, as in checkpoints: `partition` and `offset` are those of its message, for erasure."""
 COLUMNS = tuple(IDENTITY.names or ())
-_LABELS_AT_LEAST = 2**16
-_MOST_OF_KEY = 64
+_BYTES_AT_LEAST = 2**26
+"""So much memory is used for labels before any is dropped, however small the file of the events is."""
+MOST_OF_KEY = 64
 """Labels of one key that are kept, so that the time of a batch does not grow with those of a frequent key."""
 
 
@@ -44,7 +45,8 @@ class KeptLabels:
     def __init__(self, label: Label, limit: int, counts: JoinCounts, *, own_keys: bool = False) -> None:
         self._counts = counts
         self.own_keys = own_keys
-        self.limit = limit = max(limit, _LABELS_AT_LEAST)
+        self.entry = np.dtype([*((name, IDENTITY[name]) for name in COLUMNS), ("value", label.dtype, label.shape)])
+        self.limit = limit = max(limit, _BYTES_AT_LEAST // self.entry.itemsize)
         # Pages of these arrays take memory once they are used.
         self.key_hash, self.time_ms = np.zeros(limit, np.uint64), np.zeros(limit, np.int64)
         self.value = np.zeros((limit, *label.shape), label.dtype)
@@ -55,7 +57,8 @@ class KeptLabels:
         self._expiry = DueTimes(self.time_ms, lambda ids: self._state[ids] != FREE)
         self._numbers = Numbers(limit)
         self._count = self._came = 0
-        self.entry = np.dtype([*((name, IDENTITY[name]) for name in COLUMNS), ("value", label.dtype, label.shape)])
+        self.timed_out = RecentKeys()
+        """The keys of events that timed out: their labels that match none are late."""
         self.not_written()
 
     def __len__(self) -> int:
@@ -65,7 +68,9 @@ class KeptLabels:
         """Add n labels in the order of arrival, and return their numbers; with too many, the oldest are dropped."""
         count = len(columns["label"])
         if self._count + count > self.limit:
-            self._drop(self._expiry.pop_oldest(self._count + count - self.limit))
+            oldest = self._expiry.pop_oldest(self._count + count - self.limit)
+            self._counts.dropped_labels += int(np.count_nonzero(self._state[oldest] != USED))
+            self._remove(oldest)
         ids = self._numbers.take(count)
         self.key_hash[ids], self.time_ms[ids] = columns["key_hash"], columns["time_ms"]
         self.value[ids] = columns["label"]
@@ -118,7 +123,7 @@ class KeptLabels:
         """Mark those of n labels as duplicates that are unused and have the key of a used one; return how many.
 
         The record times of the two differ by at most `within_ms`. Of each key of the n labels, those are dropped that
-        came after the first `_MOST_OF_KEY`; unused ones are duplicates too.
+        came after the first `MOST_OF_KEY`.
         """
         position, found = self._index.find(np.unique(self.key_hash[ids]))
         ids = ids[self._state[ids] == UNUSED]
@@ -126,22 +131,18 @@ class KeptLabels:
         duplicates = ids[self._any_within(used, self.key_hash[ids], time_ms - within_ms, time_ms + within_ms)]
         self._state[duplicates] = COUNTED
         excess = self._excess(position, found)
-        unused = int(np.count_nonzero(self._state[excess] == UNUSED))
+        self._counts.crowded_labels += int(np.count_nonzero(self._state[excess] == UNUSED))
         self._remove(excess)
-        return len(duplicates) + unused
-
-    def mark_late(self, ids: Ids, timed_out: RecentKeys) -> int:
-        """Mark those of n labels that are unused and whose key timed out, so that they are not unmatched as well.
-
-        Returns how many these are. They match events that come later all the same.
-        """
-        late = ids[(self._state[ids] == UNUSED) & timed_out.find(self.key_hash[ids])]
-        self._state[late] = COUNTED
-        return len(late)
+        return len(duplicates)
 
     def expire(self, time_ms: int) -> None:
-        """Drop the labels with a record time below `time_ms`."""
-        self._drop(self._expiry.pop_before(time_ms))
+        """Remove the labels with a record time below `time_ms`; those that are unused have matched no event."""
+        ids = self._expiry.pop_before(time_ms)
+        unused = ids[self._state[ids] == UNUSED]
+        late = int(np.count_nonzero(self.timed_out.find(self.key_hash[unused])))
+        self._counts.late_labels += late
+        self._counts.unmatched_labels += len(unused) - late
+        self._remove(ids)
         self._index.shrink(self._count)
         self._expiry.shrink(self._count)
 
@@ -215,12 +216,12 @@ class KeptLabels:
         return found
 
     def _excess(self, position: NDArray[np.intp], ids: Ids) -> Ids:
-        """Return those of m labels, each with the position of its key, that came after `_MOST_OF_KEY` of their key."""
-        many = np.bincount(position)[position] > _MOST_OF_KEY if len(ids) else np.empty(0, np.bool_)
+        """Return those of m labels, each with the position of its key, that came after `MOST_OF_KEY` of their key."""
+        many = np.bincount(position)[position] > MOST_OF_KEY if len(ids) else np.empty(0, np.bool_)
         position, ids = position[many], ids[many]
         order = np.lexsort((self.order[ids], position))
         before = np.searchsorted(position, position)  # the positions ascend
-        return ids[order[np.arange(len(ids)) - before >= _MOST_OF_KEY]]
+        return ids[order[np.arange(len(ids)) - before >= MOST_OF_KEY]]
 
     def _columns(self, ids: Ids) -> dict[str, Array]:
         return {
@@ -232,10 +233,6 @@ class KeptLabels:
 
     def _ids(self) -> Ids:
         return np.flatnonzero(self._state[: self._numbers.used]).astype(np.int32)
-
-    def _drop(self, ids: Ids) -> None:
-        self._counts.unmatched_labels += int(np.count_nonzero(self._state[ids] == UNUSED))
-        self._remove(ids)
 
     def _remove(self, ids: Ids) -> None:
         self._state[ids] = FREE

@@ -29,7 +29,7 @@ from learner.labels.decisions import Decisions
 from learner.labels.index.numbers import Ids
 from learner.labels.join_checkpoint import JoinSnapshots
 from learner.labels.join_counts import JoinCounts
-from learner.labels.kept_labels import KeptLabels
+from learner.labels.kept_labels import MOST_OF_KEY, KeptLabels
 from learner.labels.matching import Matching
 from learner.labels.ready import Ready, Resolution
 from learner.labels.waiting_events import WaitingEvents
@@ -40,6 +40,9 @@ _RESERVE = 8
 """One in so many slots is left to events that come, and to those that were decided: more may not wait."""
 _AT_ONCE = 16
 """One in so many slots is made free at once where the file is full."""
+_MOST_SEARCHED = 2**17
+"""While more events are decided and not settled, labels are kept: these events may match them."""
+_NEVER = 2**62
 _WARN_SECONDS = 60.0
 _RETRY_SECONDS = 1.0
 
@@ -93,8 +96,9 @@ class LabelJoin:
         self._taken = 0
         self._valid = np.ones(0, np.bool_)
         """Which of the taken events are undamaged."""
-        self._warned_at = self._read_failed_at = -_WARN_SECONDS
-        self._problem: str | None = None
+        self._read_failed_at = -_RETRY_SECONDS
+        self._losses: dict[str, tuple[str, float]] = {}
+        """What was lost for lack of space: a sentence, and when, by the total that counts it."""
 
     @property
     def waiting(self) -> int:
@@ -134,7 +138,18 @@ class LabelJoin:
     @property
     def problem(self) -> str | None:
         """One sentence on what does not work, for health."""
-        return self.payload.problem or self._problem
+        recent = [sentence for sentence, at in [*self._losses.values()] if time.monotonic() < at + _WARN_SECONDS]
+        return self.payload.problem or next(iter(recent), None)
+
+    @property
+    def warning(self) -> str | None:
+        """One sentence on labels that may be lost although there is space, for health."""
+        if not self.counts.crowded_labels:
+            return None
+        return (
+            f"{self.counts.crowded_labels} labels were dropped, since there were {MOST_OF_KEY} of their key: an event "
+            "of that key that comes later may end without its label; let keys name one event"
+        )
 
     @property
     def nbytes(self) -> int:
@@ -200,7 +215,15 @@ class LabelJoin:
         usable = labelled & (columns["key_hash"] != 0)
         self.counts.unmatched_labels += int(np.count_nonzero(labelled & ~usable))
         if usable.any():
+            before = self.counts.dropped_labels
             self._matching.add_labels({name: column[usable] for name, column in columns.items()})
+            if self.counts.dropped_labels > before:
+                self._report_loss(
+                    "dropped_labels",
+                    f"stream.labels: {self._labels.limit} labels are kept for events that come later, and there is no "
+                    f"space for more: {self.counts.dropped_labels} were dropped, and their events will end without a "
+                    "label; raise stream.labels.bytes, or lower stream.labels.wait",
+                )
 
     def advance(self, watermark_ms: int, events_ms: int | None = None) -> None:
         """Time out the events that are due, and drop labels that no event can match any more.
@@ -210,7 +233,8 @@ class LabelJoin:
             events_ms: stream time of the event topics, likewise; the default is `watermark_ms`.
         """
         self._matching.advance(watermark_ms)
-        self._labels.expire((watermark_ms if events_ms is None else events_ms) - self._wait)
+        if len(self._decisions) <= _MOST_SEARCHED:
+            self._labels.expire(self._needed_ms(watermark_ms, watermark_ms if events_ms is None else events_ms))
         self.tidy()
 
     def tidy(self) -> None:
@@ -300,28 +324,51 @@ class LabelJoin:
         """Close the file."""
         self.payload.close()
 
+    def _needed_ms(self, watermark_ms: int, events_ms: int) -> int:
+        """Return the time before which no event can match a label: none that comes, waits, or may be taken back.
+
+        A label that waited for its event while that timed out takes it back only once it was settled as a negative.
+        """
+        needed = events_ms - self._wait
+        if self._take_back:
+            timed_out = self._table.time_ms[self._decisions.ids(Resolution.TIMED_OUT)]
+            needed = min(needed, watermark_ms, int(timed_out.min(initial=_NEVER)) - self._wait)
+        return needed
+
     def _make_room(self, count: int) -> None:
         """Let the oldest events time out early where `count` more would take the space that is left to decided ones."""
         counts = self._table.counts
         over = int(counts[Wait.WAITING] + counts[Wait.KEPT]) + count - (self.slots - self.slots // _RESERVE)
         if over > 0:
             self._time_out_early(over, count)
-        elif self.waiting + count < self.slots // 4 or time.monotonic() >= self._warned_at + _WARN_SECONDS:
-            self._problem = None
+        elif self.waiting + count < self.slots // 4:
+            self._losses.pop("early_timeouts", None)
 
     def _time_out_early(self, over: int, count: int) -> None:
         """Let the oldest `over` events time out, since there is no space for `count` more."""
-        counts, before = self._table.counts, self.counts.early_timeouts
+        counts, before, removed = self._table.counts, self.counts.early_timeouts, self.counts.early_removals
         self._matching.make_room(over)
         if self.counts.early_timeouts > before:
-            self._problem = (
+            self._report_loss(
+                "early_timeouts",
                 f"stream.labels.bytes: {counts[Wait.WAITING] + count} events wait for labels, and there is no space "
                 f"for more: {self.counts.early_timeouts} have timed out before stream.labels.wait was over; raise "
-                "stream.labels.bytes, or lower stream.labels.wait"
+                "stream.labels.bytes, or lower stream.labels.wait",
             )
-            if time.monotonic() >= self._warned_at + _WARN_SECONDS:
-                self._warned_at = time.monotonic()
-                log.warning("%s", self._problem)
+        if self.counts.early_removals > removed:
+            self._report_loss(
+                "early_removals",
+                "stream.labels.bytes: there is no space for the events that timed out: "
+                f"{self.counts.early_removals} of them cannot be taken back any more, although a label may still come; "
+                "raise stream.labels.bytes, or lower stream.labels.wait",
+            )
+
+    def _report_loss(self, name: str, sentence: str) -> None:
+        """Report and log what the total `name` counts; the problem is over a minute after the last loss."""
+        now = time.monotonic()
+        if name not in self._losses or now >= self._losses[name][1] + _WARN_SECONDS:
+            log.warning("%s", sentence)
+        self._losses[name] = sentence, now
 
     def _ready(
         self,

@@ -12,7 +12,6 @@ from ingest.events.block import Array
 from learner.labels.decisions import Decisions
 from learner.labels.index.key_index import rounds
 from learner.labels.index.numbers import Ids, joined_ids
-from learner.labels.index.recent_keys import RecentKeys
 from learner.labels.join_counts import JoinCounts
 from learner.labels.kept_labels import KeptLabels
 from learner.labels.ready import Resolution
@@ -40,7 +39,6 @@ class Matching:
         self._counts = counts
         self.watermark_ms = _BEFORE_ALL
         """Stream time of the label topics, as this process last received it."""
-        self._timed_out = RecentKeys()
 
     def add_labels(self, columns: Mapping[str, Array]) -> None:
         """Add n labels in the order of arrival, and decide the events that they match."""
@@ -51,7 +49,6 @@ class Matching:
         order = np.lexsort((*by_event, self._labels.order[used]))
         self._decide(ids[order], used[order])
         self._counts.duplicate_labels += self._labels.mark_duplicates(labels, 2 * self._wait)
-        self._counts.late_labels += self._labels.mark_late(labels, self._timed_out)
 
     def find_labels(self, ids: Ids) -> NDArray[np.intp]:
         """Decide those of n events that wait, or were kept, whose label is there already; return their positions."""
@@ -84,6 +81,8 @@ class Matching:
     def make_room(self, count: int) -> None:
         """Remove about `count` kept events, the oldest first; if there are fewer, time out the oldest that wait."""
         kept, oldest = self._events.oldest(count)
+        could = self._table.time_ms[kept] >= self.watermark_ms - 2 * self._wait
+        self._counts.early_removals += int(np.count_nonzero(could))
         self._events.remove(kept)
         self._time_out(oldest)
         self._counts.early_timeouts += len(oldest)
@@ -92,7 +91,7 @@ class Matching:
         if not len(ids):  # as at most calls of `advance`
             return
         waited = np.clip(self.watermark_ms - self._table.time_ms[ids], 0, self._wait)
-        self._timed_out.add(self._table.key[ids])
+        self._labels.timed_out.add(self._table.key[ids])
         self._table.change(ids, Wait.TIMED_OUT)
         self._decisions.push(ids, np.full(len(ids), Resolution.TIMED_OUT, np.uint8), waited)
         self._counts.timed_out += len(ids)
@@ -119,9 +118,7 @@ class Matching:
         state, lag = self._table.state[ids], self._labels.time_ms[labels] - self._table.time_ms[ids]
         in_time = (lag >= -self._wait) & (lag <= self._wait)
         ever = (lag >= -self._wait) & (lag <= 2 * self._wait)
-        late = ever & (state == Wait.KEPT)
-        self._counts.late_labels += len(np.unique(labels[late]))
-        hits = (in_time & (state == Wait.WAITING)) | late
+        hits = (in_time & (state == Wait.WAITING)) | (ever & (state == Wait.KEPT))
         self._claim(ids[hits], labels[hits])
         return labels[hits], ids[hits]
 

@@ -60,14 +60,17 @@ class PlainJoin:
         self.labels += added
 
     def advance(self, watermark: int) -> None:
-        self.watermark = max(self.watermark, watermark)
+        self.watermark = watermark
         for event in sorted(self.events, key=lambda event: (event["time"], event["offset"])):
             if event["kept"] and event["time"] + 2 * WAIT < self.watermark:
                 self.events.remove(event)
             elif not event["kept"] and event["time"] + WAIT < self.watermark:
                 self.events.remove(event)
                 self.decided.append((event, "TIMED_OUT", -1, min(WAIT, self.watermark - event["time"])))
-        self.labels = [label for label in self.labels if label[2] >= watermark - WAIT]
+        # A label is kept for events that come, and for those that are settled as negatives and may be taken back.
+        undecided = [event["time"] for event, name, *_ in self.decided if name == "TIMED_OUT" and self.take_back]
+        needed = min([watermark, *undecided]) - WAIT
+        self.labels = [label for label in self.labels if label[2] >= needed]
 
     def rows(self, most: int) -> list[tuple[object, str, int, int]]:
         return [(event["offset"], *rest) for event, *rest in self.decided[:most]]
