@@ -66,7 +66,8 @@ class LabelReport(msgspec.Struct, frozen=True, kw_only=True):
     ended: dict[str, int]
     """How waiting events ended over the life of the pipeline, by outcome."""
     labels: dict[str, int]
-    """Labels by what became of them: matched, duplicate, unmatched, late, dropped, crowded; and events: timed_out, no_room, damaged."""
+    """Labels by what became of them: matched, duplicate, unmatched, late, dropped, crowded; and events: timed_out,
+    no_room, damaged."""
     lag_p50_seconds: float | None
     """Median time from an event to its label, by record times, of the last labels; None before the first."""
     lag_p99_seconds: float | None
