@@ -223,6 +223,12 @@ REPORT_METRICS: Sequence[StateGauge[LearnerReport]] = (
         "Bytes that rank 0 has sent to average gradients and other tensors over the ranks.",
         lambda report: report.exchanged_bytes,
     ),
+    StateCounter(
+        "anabranch_learner_clipped_values",
+        "Values of a learned number that its statistics took for nearer ones, since they are far from the others.",
+        lambda report: report.clipped,
+        "feature",
+    ),
     StateGauge(
         "anabranch_learner_problems", "Parts that do not work as they should.", lambda report: len(report.problems)
     ),

@@ -13,7 +13,9 @@ from learner.device_health.watch import HealthWatch
 from learner.device_memory.live import live_bytes
 from learner.device_sharing.sharing import DeviceSharing
 from learner.loop import TrainingLoop
+from learner.loop_parts.feature_watch import FeatureWatch
 from learner.loop_parts.loop_state import LoopComponents, LoopMetrics
+from learner.model.features.learned import features_of
 from learner.object_storage.mirror import Mirror
 from learner.registration.registrar import Registrar
 from learner.runtime.heartbeat import Heartbeat
@@ -79,6 +81,10 @@ class Reporter:
         self._due = 0.0
         self._heartbeat = Heartbeat(metrics.learner.heartbeat)
         self._backfill = BackfillRate()
+        learned = features_of(parts.trainer.model)
+        self._features = (
+            None if learned is None else FeatureWatch(learned, lambda: [each.name for each in loop.ledger.partitions])
+        )
         self._marks: deque[tuple[float, ...]] = deque(maxlen=_RATE_MARKS)
         self._marks.append(self._mark())
         self.problem: str | None = None
@@ -113,7 +119,11 @@ class Reporter:
         """One sentence for each workaround that the learner applied, or early warning. Thread-safe."""
         uploads = [] if self._mirror is None else self._mirror.threads
         late = None if self._parts.late is None else self._parts.late.join
-        components = self._loop, self._parts.lag, self._parts.teacher, late, self._health, self._registrar, *uploads
+        parts = self._parts
+        components = (
+            *(self._loop, self._features, parts.lag, parts.teacher, late, self._health, self._registrar),
+            *uploads,
+        )
         return [warning for component in components if component and (warning := component.warning)]
 
     def report_if_due(self) -> None:
@@ -131,6 +141,8 @@ class Reporter:
         """
         check_generation(self._state_dir, self._generation)
         self._loop.count()
+        if self._features is not None:
+            self._features.poll()
         store = None if self._store is None else self._store.flush()
         if store is not None:
             store.flush_pending()  # so that it holds all events that the steps so far have added
@@ -163,6 +175,7 @@ class Reporter:
             outcomes=loop.ledger.outcomes,
             skipped=loop.ledger.skipped,
             unknown_fields=parts.source.unknown_fields,
+            clipped={} if self._features is None else self._features.clipped,
             letters_dropped=dict(parts.source.letters_dropped),
             lag_seconds=parts.lag.seconds,
             lag_age_seconds=None if lag_time is None else time.monotonic() - lag_time,

@@ -212,6 +212,7 @@ METRICS_ADDED = words("""
     anabranch_storage_lag_seconds anabranch_storage_uploaded_bytes_total anabranch_storage_failures_total
     anabranch_learner_absolute_error anabranch_learner_non_finite_steps_total anabranch_versions_published_total
     anabranch_learner_raised_rows_total anabranch_learner_exchanged_bytes_total
+    anabranch_learner_clipped_values_total
     anabranch_learner_seen_through_offset anabranch_learner_waiting_rows anabranch_learner_waiting_bytes
     anabranch_learner_waited_rows anabranch_learner_kept_labels anabranch_learner_labels_total
     anabranch_learner_label_lag_seconds

@@ -181,6 +181,7 @@ FINDINGS: dict[str, FindingType] = {
     "state.filling": FindingType(
         "warning", "Make room, or lower checkpoints.keep, versions.keep and versions.keep_hourly."
     ),
+    "learner.warning": FindingType("warning", "See docs/operate/troubleshoot.md."),
     "state.memory": FindingType("warning", "Set state_dir to a disk."),
     "state.network": FindingType(
         "warning", "Set state_dir to a local disk, unless its locks and fsync can be relied upon."

@@ -14,6 +14,7 @@ from anabranch.doctor.storage.space import disk_space
 from anabranch.runtime.private_state import is_exposed, is_own
 from learner.state_dir.folders import BASES
 from learner.state_dir.lock import is_held
+from learner.state_dir.report import read_report
 
 MOUNTS = Path("/proc/self/mounts")
 _MEMORY = {"tmpfs", "ramfs"}
@@ -40,6 +41,9 @@ def check_state(context: CheckContext) -> Iterator[Finding]:
         yield found("state.exposed", message, path=state_dir)
     if is_held(state_dir):
         yield found("state.held", f"A learner is running in {state_dir}.")
+        report = read_report(state_dir)
+        for sentence in () if report is None else report.warnings:
+            yield found("learner.warning", f"The learner warns: {sentence}.")
 
 
 def _check_file(file: IO[bytes], folder: Path) -> Iterator[Finding]:

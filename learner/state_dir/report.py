@@ -241,6 +241,8 @@ class LearnerReport(msgspec.Struct, frozen=True, kw_only=True):
     """Skipped events by reason."""
     unknown_fields: int = 0
     """Events with fields that the schema does not have."""
+    clipped: dict[str, int] = {}
+    """By learned number, values since the start that it learned from as if they were nearer to the others."""
     letters_dropped: dict[str, int] = {}
     """Dead letters that were not written, by reason, since the start of the process."""
     lag_seconds: float = 0.0

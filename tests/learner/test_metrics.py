@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 from prometheus_client import CollectorRegistry
+from torch import nn
 
 from learner.metrics import LearnerMetrics
 from learner.model.device import UnusedDevice
@@ -101,6 +102,7 @@ def test_the_problems_are_those_of_all_components(tmp_path: Any) -> None:
     publisher = SimpleNamespace(problem=None, canary=None, gate=SimpleNamespace(hold=good))
     parts: Any = SimpleNamespace(source=good, publisher=publisher, checkpointer=bad, erasure=good, lag=lag, late=None)
     parts.teacher = SimpleNamespace(warning="the teacher is away")
+    parts.trainer = SimpleNamespace(model=nn.Linear(1, 1))
     metrics: Any = SimpleNamespace(learner=LearnerMetrics(CollectorRegistry()))
     unused = UnusedDevice("auto takes the CPU")
     fleet = SimpleNamespace(problem="the servers cannot be read")

@@ -5,7 +5,7 @@ that whatever runs the module, in training, in the gate, in serving or in an exp
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,6 +27,16 @@ NAME = "learned_features"
 Columns = Mapping[str, NDArray[Any]]
 
 
+class Outlier(NamedTuple):
+    """The last value of a feature that was far from all others, and how many there were since the start."""
+
+    value: float
+    partition: int
+    """The index of its partition."""
+    offset: int
+    count: int
+
+
 class LearnedFeatures(nn.Module):
     """Turns the raw features of events into the inputs of a model.
 
@@ -42,6 +52,8 @@ class LearnedFeatures(nn.Module):
         self._crosses = dict(settings.cross)
         self._added: Tensor | None = None
         """The intercepts of the pass that runs, from its begin to its end."""
+        self.outliers: dict[str, Outlier] = {}
+        """By the name of the feature; those of which `observe` got the offset."""
         for feature in schema.features:
             of = settings.features[feature.name]
             if of.intercept:
@@ -83,6 +95,12 @@ class LearnedFeatures(nn.Module):
         return inputs
 
     @property
+    def numbers(self) -> dict[str, LearnedNumber]:
+        """The numbers that are scaled, or whose missing values are replaced, by the name of the feature."""
+        found = {name.partition("_")[2]: module for name, module in self.named_children()}
+        return {name: module for name, module in found.items() if isinstance(module, LearnedNumber)}
+
+    @property
     def vocabularies(self) -> dict[str, VocabularyTable]:
         """The tables by the name of the input that has their rows."""
         found = {name.partition("_")[2]: module for name, module in self.named_children()}
@@ -121,10 +139,10 @@ class LearnedFeatures(nn.Module):
         Returns:
             By the name of the input, the rows that have another value now, where there are any.
         """
-        for name in self.names:
-            module = self._modules.get(f"feature_{name}")
-            if isinstance(module, LearnedNumber):
-                module.observe(columns[f"feature.{name}"])
+        for name, number in self.numbers.items():
+            far_B = number.observe(columns[f"feature.{name}"])
+            if far_B is not None and "offset" in columns:
+                self._remember(name, columns, np.flatnonzero(far_B))
         tables, intercepts = self.vocabularies, self.intercepts
         if not tables and not intercepts:
             return {}
@@ -136,6 +154,13 @@ class LearnedFeatures(nn.Module):
             intercept.observe(self._keys(name, columns), time_ms, residual, weight_B)
         restarted = {name: table.observe(self._keys(name, columns), time_ms) for name, table in tables.items()}
         return {name: found for name, found in restarted.items() if len(found.rows)}
+
+    def _remember(self, name: str, columns: Columns, far: NDArray[np.intp]) -> None:
+        at, before = far[-1], self.outliers.get(name)
+        values = columns[f"feature.{name}"][at].reshape(-1)
+        value = float(values[np.nanargmax(np.abs(values.astype(np.float64)))])
+        count = len(far) + (0 if before is None else before.count)
+        self.outliers[name] = Outlier(value, int(columns["partition"][at]), int(columns["offset"][at]), count)
 
     def _keys(self, name: str, columns: Columns) -> NDArray[np.int64]:
         """Return the keys of an input of the model, int64 `[B * ...]`."""

@@ -14,12 +14,19 @@ from ingest.events.schema import Feature
 from ingest.feature_settings import FeatureSettings
 from learner.model.features.host_state import HostState, write
 from learner.model.features.moments import Floats, Moments
+from learner.model.features.outliers import OutlierBounds, empty_bounds
 from learner.model.features.quantiles import QuantileSketch, empty_sketches
 
 LIMIT = 10.0
 """Scaled values are cut off here, so that one outlier cannot ruin the weights."""
 MOST = 1e140
-"""Nothing is learned from larger values: float64 cannot hold the sum of their squares."""
+"""Larger values count as this one: float64 cannot hold the sum of their squares."""
+FAR = 64.0
+"""A value that is so many times as far from the others as statistics learn from is reported."""
+FELL = 100.0
+"""A factor that is so much smaller than it has been is reported."""
+_STEADY = 1000
+"""Values after which a factor is one that may fall."""
 _LEAST = 1e-38
 """Widths that are less are 0, since float32 cannot hold their inverse."""
 INTERVALS = 32
@@ -49,12 +56,20 @@ class LearnedNumber(nn.Module):
         self._learns = self._scale is not None or isinstance(self._missing, str)
         if not self._learns:
             return
+        of_bounds = empty_bounds(n, exponents=600 if feature.dtype == np.float64 else 260)
+        bounds = {name: torch.from_numpy(value) for name, value in of_bounds.items()}
         if by_rank:
             items, used, odd = map(torch.from_numpy, empty_sketches(n))
             count = torch.zeros(2, n, dtype=torch.int64)  # of all values, and of those at the last computation
-            self.state = HostState(items=items, used=used, odd=odd, count=count)
+            self.state = HostState(items=items, used=used, odd=odd, count=count, **bounds)
         else:
-            self.state = HostState(**{name: torch.zeros(n, dtype=torch.float64) for name in Moments.__annotations__})
+            moments = {name: torch.zeros(n, dtype=torch.float64) for name in Moments.__annotations__}
+            self.state = HostState(**moments, **bounds)
+        self.clipped = 0
+        """Values since the start that statistics learned from as if they were nearer to the others."""
+        self.fell = 1.0
+        """How many times as small as it has been since the start the factor is, of the number where it is the most."""
+        self._largest_factor = np.zeros(n)
         self.register_buffer("factor", torch.zeros(feature.shape, dtype=self._exact))
         centre = (*feature.shape, INTERVALS + 1) if self._scale == "quantile" else feature.shape
         self.register_buffer("knots" if self._scale == "quantile" else "shift", torch.zeros(centre, dtype=self._exact))
@@ -91,26 +106,45 @@ class LearnedNumber(nn.Module):
         )
         return ((inside_BK.mean(dim=-1) - 0.5) * factor).float()
 
-    def observe(self, column: NDArray[Any]) -> None:
-        """Learn from the values of B events `[B, *shape]`, on the host; NaN are missing."""
+    def observe(self, column: NDArray[Any]) -> NDArray[np.bool_] | None:
+        """Learn from the values of B events `[B, *shape]`, on the host; NaN are missing.
+
+        Returns:
+            Which events have a value that is FAR from the others, bool `[B]`; None: there is none.
+        """
         if not self._learns:
-            return
-        value_Bn = column.reshape(len(column), -1).astype(np.float64)
-        value_Bn[np.abs(value_Bn) > MOST] = np.nan
+            return None
+        value_Bn = np.clip(column.reshape(len(column), -1).astype(np.float64), -MOST, MOST)
+        bounds = OutlierBounds(self.state)
+        all_Bn, again, reach = bounds.add(value_Bn)
+        clipped_Bn = bounds.clip(all_Bn, reach)
         if self._scale in _PARTS:
-            self._observe_ranks(value_Bn)
-            return
+            self._observe_ranks(clipped_Bn, again)
+        else:
+            self._observe_moments(clipped_Bn, again)
+        self._watch_factor()
+        outside_Bn = (all_Bn != clipped_Bn)[len(all_Bn) - len(value_Bn) :] & ~np.isnan(value_Bn)
+        if not outside_Bn.any():
+            return None
+        self.clipped += int(outside_Bn.sum())
+        far_Bn = outside_Bn & (bounds.distance(value_Bn) > FAR * reach) & (reach > 0)
+        return np.asarray(far_Bn.any(axis=1)) if far_Bn.any() else None
+
+    def _observe_moments(self, value_Bn: Floats, again: NDArray[np.bool_]) -> None:
         state = self.state
-        before = Moments(state["count"], state["mean"], state["squares"])
+        before = Moments(*(np.where(again, 0.0, state[name]) for name in ("count", "mean", "squares")))
         after = before.merged(Moments.of(value_Bn))
         state["count"][:], state["mean"][:], state["squares"][:] = after.count, after.mean, after.squares
         self._write("shift", after.mean)
         self._write("factor", _inverse(after.deviation))
 
-    def _observe_ranks(self, value_Bn: Floats) -> None:
+    def _observe_ranks(self, value_Bn: Floats, again: NDArray[np.bool_]) -> None:
         state = self.state
         items, used, odd, (count, computed) = state["items"], state["used"], state["odd"], state["count"]
         parts = _PARTS[str(self._scale)]
+        for values in (used, odd):
+            values[again] = 0
+        count[again] = computed[again] = 0
         due = list[int]()
         for index, value_B in enumerate(value_Bn.T):
             present_B = value_B[~np.isnan(value_B)]
@@ -130,6 +164,15 @@ class LearnedNumber(nn.Module):
         self._write("shift", median, due)
         # Where half of the values are one, as RealMLP does (Holzmüller et al. 2024, "Better by default").
         self._write("factor", np.where(high > low, _inverse(high - low), 2 * _inverse(most - least)), due)
+
+    def _watch_factor(self) -> None:
+        if self._scale not in ("standard", "robust"):
+            return
+        factor = self.get_buffer("factor").cpu().numpy().reshape(-1).astype(np.float64)
+        count = self.state["count"] if self._scale == "standard" else self.state["count"][0]
+        self._largest_factor = np.maximum(self._largest_factor, np.where(count >= _STEADY, factor, 0.0))
+        fell = np.divide(self._largest_factor, factor, out=np.ones_like(factor), where=factor > 0)
+        self.fell = float(fell.max(initial=1.0))
 
     def _write(self, name: str, values: Floats, at: list[int] | None = None) -> None:
         """Set a buffer, or a few of its n entries."""

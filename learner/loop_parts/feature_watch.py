@@ -1,0 +1,56 @@
+"""What learned features have met that a person should see: values far from all others, and a scale that collapsed."""
+
+import logging
+
+from learner.model.features.learned import LearnedFeatures
+from learner.model.features.numbers import FELL, LearnedNumber
+from learner.stream.ledger import Ledger
+
+log = logging.getLogger(__name__)
+
+
+class FeatureWatch:
+    """Logs and reports outliers by the name of the feature and the offset. Used by the loop's thread; any may read."""
+
+    def __init__(self, learned: LearnedFeatures, ledger: Ledger) -> None:
+        """Take what learns, and the ledger, by whose partitions events are named."""
+        self._learned = learned
+        self._ledger = ledger
+        self._logged = dict[str, int]()
+        self._sentences = dict[str, str]()
+
+    @property
+    def warning(self) -> str | None:
+        """One sentence for each feature that has met such a value, or whose scale has collapsed."""
+        return "; ".join([*self._sentences.values(), *map(_fallen, self._fallen())]) or None
+
+    @property
+    def clipped(self) -> dict[str, int]:
+        """By feature, values since the start that statistics learned from as if they were nearer to the others."""
+        return {name: number.clipped for name, number in self._learned.numbers.items()}
+
+    def poll(self) -> None:
+        """Log the outliers since the last call."""
+        for name, outlier in self._learned.outliers.items():
+            if self._logged.get(name) == outlier.count:
+                continue
+            self._logged[name] = outlier.count
+            partition = self._ledger.partitions[outlier.partition].name
+            where, at = f"{partition.topic}[{partition.partition}]", outlier.offset
+            self._sentences[name] = (
+                f"schema.features.{name} of {where}@{at} is {outlier.value:g}, far from all others: its scale learned "
+                f'from it as from a nearer one. "anabranch undo --offsets {where}@{at}..{at}" takes the event out of '
+                f"the weights too; schema.features.{name}.min and max refuse such values"
+            )
+            log.warning("%s", self._sentences[name])
+
+    def _fallen(self) -> list[tuple[str, LearnedNumber]]:
+        return [pair for pair in self._learned.numbers.items() if pair[1].fell >= FELL]
+
+
+def _fallen(pair: tuple[str, LearnedNumber]) -> str:
+    name, number = pair
+    return (
+        f"the scale of schema.features.{name} has become {number.fell:.0f} times as wide as it was since the start: "
+        "either its values have another unit now, or some are wrong"
+    )

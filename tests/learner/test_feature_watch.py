@@ -1,0 +1,38 @@
+"""A person is told which event was far from all others."""
+
+import logging
+
+import numpy as np
+import pytest
+
+from ingest.config import SchemaSettings
+from ingest.events.partition import TopicPartition
+from ingest.events.schema import Schema
+from learner.loop_parts.feature_watch import FeatureWatch
+from learner.model.features.learned import LearnedFeatures
+from learner.stream.ledger import Ledger
+
+
+def test_an_outlier_is_named_by_feature_and_offset_with_the_command_that_undoes_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    features = {name: {"dtype": "float32", "scale": "standard"} for name in ("x", "z")}
+    schema = Schema(SchemaSettings.model_validate({"features": features, "label": {"name": "y", "classes": 2}}))
+    learned = LearnedFeatures(schema)
+    ledger = Ledger()
+    for name in ("others", "events"):
+        ledger.add_partition(TopicPartition(name, 3), 0)
+    watch = FeatureWatch(learned, ledger)
+    values = np.random.default_rng(0).normal(size=(2, 400)).astype(np.float32)
+    values[1, 217] = -3.4e38
+    columns = {"feature.x": values[0], "feature.z": values[1], "label": np.zeros(400, np.int64)}
+    columns |= {"time_ms": np.zeros(400, np.int64), "partition": np.ones(400, np.int32), "offset": np.arange(400) + 60}
+    with caplog.at_level(logging.WARNING):
+        learned.observe(columns)
+        watch.poll()
+        watch.poll()
+    assert watch.clipped == {"x": 0, "z": 1}
+    (said,) = caplog.messages
+    assert "schema.features.z of events[3]@277 is -3.4e+38, far from all others" in said
+    assert '"anabranch undo --offsets events[3]@277..277"' in said
+    assert watch.warning == said
