@@ -37,10 +37,11 @@ class FeatureWatch:
             self._logged[name] = outlier.count
             partition = self._ledger.partitions[outlier.partition].name
             where, at = f"{partition.topic}[{partition.partition}]", outlier.offset
+            command = f'"anabranch undo --offsets {where}@{at}..{at}"'
             self._sentences[name] = (
-                f"schema.features.{name} of {where}@{at} is {outlier.value:g}, far from all others: its scale learned "
-                f'from it as from a nearer one. "anabranch undo --offsets {where}@{at}..{at}" takes the event out of '
-                f"the weights too; schema.features.{name}.min and max refuse such values"
+                f"schema.features.{name} of {where}@{at} is {outlier.value:g}, far from all others: "
+                f"its scale learned from it as from a nearer one. {command} takes the event out of the weights too; "
+                f"schema.features.{name}.min and max refuse such values"
             )
             log.warning("%s", self._sentences[name])
 
@@ -51,6 +52,6 @@ class FeatureWatch:
 def _fallen(pair: tuple[str, LearnedNumber]) -> str:
     name, number = pair
     return (
-        f"the scale of schema.features.{name} has become {number.fell:.0f} times as wide as it was since the start: "
+        f"schema.features.{name} has a scale {number.fell:.0f} times as wide as it has been since the start: "
         "either its values have another unit now, or some are wrong"
     )
