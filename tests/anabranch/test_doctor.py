@@ -1447,6 +1447,14 @@ class TestStateDirectory:
         assert kinds(findings) == ["state.held"]
         assert exit_code([("state", finding) for finding in findings]) is Exit.DONE
 
+    @pytest.mark.finds("learner.warning")
+    def test_one_whose_learner_warns(self, diagnose: Callable[..., list[Finding]], example: Path) -> None:
+        with hold_state_directory(example / "var"):
+            now = time.time()
+            report = LearnerReport(pid=1, generation=1, started=now, time=now, steps=1, warnings=["x is far"])
+            write_report(example / "var", report)
+            assert "The learner warns: x is far." in only(diagnose("state"), "learner.warning").message
+
     def test_one_that_is_not_there_is_not_made(self, diagnose: Callable[..., list[Finding]], example: Path) -> None:
         assert kinds(diagnose("state")) == []
         assert not (example / "var").exists()
