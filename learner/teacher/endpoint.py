@@ -8,6 +8,7 @@ Legend: N new events of a batch.
 
 import contextlib
 import http.client
+import logging
 import socket
 import ssl
 import threading
@@ -15,6 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote, urlsplit
 
 import numpy as np
@@ -24,6 +26,7 @@ from typing_extensions import override
 from anabranch.core.backoff import Backoff
 from anabranch.core.durations import format_duration
 from anabranch.core.errors import SettingsError
+from anabranch.core.socket_deadline import SocketDeadline
 from ingest.events.block import Array
 from ingest.events.schema import Feature
 from learner.errors import TeacherError
@@ -36,6 +39,7 @@ from learner.teacher.messages import (
     MessageError,
     ModelMetadata,
     error_in,
+    fitting,
     read_extensions,
     read_metadata,
     read_output,
@@ -56,8 +60,37 @@ _SUM_TOLERANCE = 0.02
 """By how much the probabilities of an event may miss 1 in sum, as those in half precision do."""
 
 
+_Part = tuple[NDArray[np.float32], str | None]
+"""The outputs for some events, NaN for those whose values the server cannot take, and a clause on one of these."""
+
+log = logging.getLogger(__name__)
+
+
 class _RetriableError(Exception):
     """A request failed in a way that may pass."""
+
+
+class _Connection(http.client.HTTPConnection):
+    """A connection whose exchanges have a deadline, from the moment when it is open: before TLS begins."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        """As http.client's."""
+        super().__init__(*args, **options)
+        self.deadline = SocketDeadline()
+
+    @override
+    def connect(self) -> None:
+        super().connect()
+        self.deadline.watch(self.sock)
+
+    def end(self) -> None:
+        """Close it for good: `close` is also called while an answer without a length is read."""
+        self.close()
+        self.deadline.close()
+
+
+class _TLSConnection(http.client.HTTPSConnection, _Connection):
+    """The same with TLS, whose class connects by the one after it here."""
 
 
 class EndpointTeacher(Teacher):
@@ -97,8 +130,9 @@ class EndpointTeacher(Teacher):
         if settings.token is not None:
             self._headers["Authorization"] = f"Bearer {settings.token.get_secret_value()}"
         self._metadata: ModelMetadata | None = None
-        self._idle: list[http.client.HTTPConnection] = []
-        self._busy: set[http.client.HTTPConnection] = set()
+        self._idle: list[_Connection] = []
+        self._busy: set[_Connection] = set()
+        self._has_logged_misfit = False
         self._closed = threading.Event()
 
     @override
@@ -112,13 +146,20 @@ class EndpointTeacher(Teacher):
         except TeacherError:
             self._metadata = None  # the server may come back as another one
             raise
-        output_N = self._usable(np.concatenate(parts))
+        misfit = next((each for _, each in parts if each is not None), None)
+        output_N = self._usable(np.concatenate([part for part, _ in parts]))
         if np.isnan(output_N.reshape(rows, -1)).any(axis=1).all():
+            if misfit is not None:
+                self._metadata = None
+                raise TeacherError(f"{self.name} {misfit}")
             kind = "probabilities" if self._has_probabilities else "finite numbers"
             raise TeacherError(
                 f"{self.name} answers with values of {self._output} that are no {kind}: check model.teacher.output and "
                 "model.teacher.logits"
             )
+        if misfit is not None and not self._has_logged_misfit:
+            self._has_logged_misfit = True
+            log.warning("%s %s; it is not asked about such events, which count as unusable", self.name, misfit)
         return output_N
 
     @override
@@ -128,7 +169,7 @@ class EndpointTeacher(Teacher):
             with contextlib.suppress(OSError, AttributeError):  # not connected, or closed meanwhile
                 connection.sock.shutdown(socket.SHUT_RDWR)
         while self._idle:
-            self._idle.pop().close()
+            self._idle.pop().end()
 
     @property
     def _has_probabilities(self) -> bool:
@@ -147,8 +188,8 @@ class EndpointTeacher(Teacher):
         logits = np.log(likely) if one_of else np.log(likely) - np.log1p(-likely)
         return np.where(fits, logits, np.float32(np.nan))
 
-    def _part(self, columns: Mapping[str, Array], begin: int, end: int, until: float) -> NDArray[np.float32]:
-        """Return the outputs for events `[begin, end)`, after retries where they may help."""
+    def _part(self, columns: Mapping[str, Array], begin: int, end: int, until: float) -> _Part:
+        """Return what `_ask` does for events `[begin, end)`, after retries where they may help."""
         backoff = Backoff(_FIRST_RETRY, _LONGEST_RETRY)
         for attempt in range(self._settings.retries + 1):
             try:
@@ -162,7 +203,7 @@ class EndpointTeacher(Teacher):
                 raise TeacherError(f"{self.name} {exc}") from exc
         raise AssertionError
 
-    def _ask(self, columns: Mapping[str, Array], begin: int, end: int, until: float) -> NDArray[np.float32]:
+    def _ask(self, columns: Mapping[str, Array], begin: int, end: int, until: float) -> _Part:
         metadata = self._metadata
         if metadata is None:
             extensions = read_extensions(self._request("GET", "/v2", until=until)[0])
@@ -170,11 +211,16 @@ class EndpointTeacher(Teacher):
             metadata = read_metadata(found, self._features, self._output, extensions)
             self._metadata = metadata
         arrays = {each.name: columns[f"feature.{each.name}"][begin:end] for each in self._features}
-        body, header = write_request(metadata, arrays, self._output)
-        numbers = (end - begin) * int(np.prod(self._shape))
-        most = _MOST_OTHER_BYTES + _BYTES_OF_NUMBER * numbers
+        output_N = np.full((end - begin, *self._shape), np.nan, np.float32)
+        fits_N, misfit = fitting(metadata, arrays)
+        if not fits_N.any():
+            return output_N, misfit
+        body, header = write_request(metadata, {name: each[fits_N] for name, each in arrays.items()}, self._output)
+        shape = (int(fits_N.sum()), *self._shape)
+        most = _MOST_OTHER_BYTES + _BYTES_OF_NUMBER * int(np.prod(shape))
         content, length = self._request("POST", f"{self._model}/infer", body, header, until=until, limit=most)
-        return read_output(content, length, self._output, (end - begin, *self._shape))
+        output_N[fits_N] = read_output(content, length, self._output, shape)
+        return output_N, misfit
 
     def _request(
         self,
@@ -195,16 +241,19 @@ class EndpointTeacher(Teacher):
         connection = self._connection(until)
         self._busy.add(connection)
         try:
-            connection.request(method, self._address.path + path, body, headers)
-            reply = connection.getresponse()
-            content = self._read(connection, reply, limit, until)
+            with connection.deadline.ends_within(self._left(until)):
+                connection.request(method, self._address.path + path, body, headers)
+                reply = connection.getresponse()
+                content = self._read(reply, limit)
+            if connection.deadline.expired:  # the end of its connection may have looked like that of the answer
+                raise self._unanswered()
         except (OSError, http.client.HTTPException, _RetriableError, MessageError) as exc:
-            connection.close()
-            raise self._failure(exc) from exc
+            connection.end()
+            raise (self._unanswered() if connection.deadline.expired else self._failure(exc)) from exc
         finally:
             self._busy.discard(connection)
         if self._closed.is_set():
-            connection.close()
+            connection.end()
         else:
             self._idle.append(connection)
         if reply.status == http.HTTPStatus.OK:
@@ -218,7 +267,7 @@ class EndpointTeacher(Teacher):
             sentence += ": redirects are not followed; set model.teacher.url to where it is"
         raise MessageError(sentence)
 
-    def _connection(self, until: float) -> http.client.HTTPConnection:
+    def _connection(self, until: float) -> _Connection:
         """Return a connection that no thread uses, whose next calls wait until then at most."""
         left = self._left(until)
         try:
@@ -226,23 +275,19 @@ class EndpointTeacher(Teacher):
         except IndexError:
             host, port = self._address.hostname or "", self._address.port
             if self._context is None:
-                return http.client.HTTPConnection(host, port, timeout=left)
-            return http.client.HTTPSConnection(host, port, timeout=left, context=self._context)
+                return _Connection(host, port, timeout=left)
+            return _TLSConnection(host, port, timeout=left, context=self._context)
         connection.timeout = left
         if connection.sock is not None:
             connection.sock.settimeout(left)
         return connection
 
-    def _read(
-        self, connection: http.client.HTTPConnection, reply: http.client.HTTPResponse, limit: int, until: float
-    ) -> bytes:
+    def _read(self, reply: http.client.HTTPResponse, limit: int) -> bytes:
         content = bytearray()
         while piece := reply.read1(_PIECE_BYTES):
             content += piece
             if len(content) > limit:
                 raise MessageError(f"answers with more than {limit} bytes, which are not read")
-            if connection.sock is not None:
-                connection.sock.settimeout(self._left(until))
         reply.close()  # `read1` leaves it open, and then the connection takes no further request
         return bytes(content)
 

@@ -60,6 +60,8 @@ class TeacherRequest:
         self.until = until
         self.is_trial = is_trial
         self.done = threading.Event()
+        self.is_given_up = False
+        """Whether no step will use the outputs."""
         self.output_N: NDArray[np.float32] | None = None
         """The outputs once it is done; None: there are none."""
 
@@ -68,7 +70,8 @@ class TeacherFeed:
     """A teacher at the side of the loop. Used by the loop's thread, save where said otherwise.
 
     After a failure the teacher counts as away: the events of steps are not sent to it, except those of one batch after
-    a back-off, for which no step waits. Its answer ends that.
+    a back-off, for which no step waits. Its answer ends that. It is away, too, once each thread may be at a batch for
+    which no step waits any more: no more batches than threads are kept of those.
     """
 
     def __init__(
@@ -96,6 +99,8 @@ class TeacherFeed:
         self._threads = [JobThread(f"teacher-{index}") for index in range(teacher.threads)]
         self._next_thread = 0
         self._requests: dict[int, TeacherRequest] = {}
+        self._given_up = 0
+        """How many requests without a step that waits are in the threads."""
         self._rows: Counter[str] = Counter()
         self._waited = 0.0
         self._duration = duration
@@ -159,8 +164,12 @@ class TeacherFeed:
             is_trial = self._failure is not None
             if is_trial and now < self._retry_at:
                 return None
-            if is_trial:  # one at a time
+            given_up = self._given_up
+            if is_trial and given_up < len(self._threads):  # one at a time
                 self._retry_at = float("inf")
+        if self._threads and given_up >= len(self._threads):
+            self._fail(f"{self._teacher.name} is still at {given_up} batches for which no step waits any more")
+            return None
         until = None if timeout is None else now + timeout.total_seconds()
         request = TeacherRequest(columns, until, is_trial=is_trial)
         if not self._threads:
@@ -185,23 +194,32 @@ class TeacherFeed:
         for thread in self._threads:
             thread.raise_bug()
         if not in_time:
+            self._give_up(request)
             return None, "late"
         return request.output_N, "failed" if request.output_N is None else "unusable"
+
+    def _give_up(self, request: TeacherRequest) -> None:
+        with self._lock:
+            if not request.done.is_set():
+                request.is_given_up = True
+                self._given_up += 1
 
     def _run(self, request: TeacherRequest) -> None:
         """Ask the teacher; called by a background thread, or by that of the loop where there is none."""
         begin = self._clock()
         try:
             with self._lock:
-                is_given_up = self._failure is not None and not request.is_trial
-            if not is_given_up:
+                is_needed = request.is_trial or (self._failure is None and not request.is_given_up)
+            if is_needed:
                 request.output_N = self._teacher.answer(request.columns)
                 self._duration.observe(self._clock() - begin)
                 self._succeed()
         except TeacherError as exc:
             self._fail(str(exc))
         finally:
-            request.done.set()
+            with self._lock:
+                self._given_up -= request.is_given_up
+                request.done.set()
 
     def _succeed(self) -> None:
         with self._lock:

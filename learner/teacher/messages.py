@@ -98,8 +98,42 @@ def read_metadata(content: bytes, features: Sequence[Feature], output: str, exte
     return ModelMetadata({each.name: inputs[each.name] for each in features}, bool(_BINARY & set(extensions)))
 
 
+def fitting(metadata: ModelMetadata, arrays: Mapping[str, Array]) -> tuple[NDArray[np.bool_], str | None]:
+    """Return which of N events have the same values in the datatypes of the server, and a clause on one that has not.
+
+    Floating point numbers may be rounded, but not become infinite.
+    """
+    fits_N, misfit = np.ones(len(next(iter(arrays.values()))), np.bool_), None
+    for name, array in arrays.items():
+        fits = _is_kept(array, _DTYPES[metadata.datatypes[name]])
+        if not fits.all():
+            fits_N &= fits.reshape(len(array), -1).all(axis=1)
+            misfit = (
+                f"takes {metadata.datatypes[name]} for {name!r}, which has no {array[~fits].flat[0]}: bound "
+                f"schema.features.{name} by min and max, or leave it out of model.teacher.features"
+            )
+    return fits_N, misfit
+
+
+def _is_kept(array: Array, dtype: Any) -> NDArray[np.bool_]:
+    """Return which values stay what they are in a dtype."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        sent = array.astype(dtype)
+        if array.dtype.kind == sent.dtype.kind == "f":
+            return np.isfinite(sent) | ~np.isfinite(array)
+        # A negative number may come back from a type without a sign.
+        return np.asarray((sent.astype(array.dtype) == array) & ((sent < 0) == (array < 0)))
+
+
 def write_request(metadata: ModelMetadata, arrays: Mapping[str, Array], output: str) -> tuple[bytes, int | None]:
-    """Return the body of a request for one output of N events, and the value of HEADER_LENGTH; None: all is JSON."""
+    """Return the body of a request for one output of N events, and the value of HEADER_LENGTH; None: all is JSON.
+
+    Raises:
+        MessageError: the server's datatypes have not all values; see `fitting`.
+    """
+    _, misfit = fitting(metadata, arrays)
+    if misfit is not None:
+        raise MessageError(misfit)
     inputs, blobs = list[dict[str, Any]](), list[bytes]()
     for name, array in arrays.items():
         datatype = metadata.datatypes[name]

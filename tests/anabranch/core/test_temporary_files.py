@@ -43,7 +43,7 @@ def test_folders_of_killed_processes_are_removed_and_those_in_use_are_not(tmp_pa
 
 def test_no_folder_that_a_person_made_renamed_or_copied_is_removed(tmp_path: Path) -> None:
     elsewhere = left_by_a_kill("elsewhere-")
-    mine = [tmp_path / f"anabranch-rebuild-{name}" for name in ("4711", "notes", "backup24", "copied00", "moved123")]
+    mine = [tmp_path / f"anabranch-rebuild-{name}" for name in ("4711", "mine", "backup24", "copied00", "moved123")]
     for folder in mine[:3]:
         folder.mkdir()
         (folder / "model.safetensors").touch()

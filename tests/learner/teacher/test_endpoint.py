@@ -1,5 +1,6 @@
 """A teacher behind HTTP: what is sent, what is taken, and every way in which a server may fail."""
 
+import contextlib
 import json
 import socket
 import ssl
@@ -18,7 +19,6 @@ from ingest.events.schema import Schema
 from learner.errors import TeacherError
 from learner.model.task import Classification, MultiLabel, Regression, Task
 from learner.sections.teacher import TeacherSettings
-from learner.teacher import endpoint
 from learner.teacher.endpoint import EndpointTeacher
 from tests.support.inference_stub import HEADER, InferenceStub, Reply, serving
 
@@ -213,18 +213,67 @@ def test_a_server_that_does_not_answer_is_given_up_at_the_timeout(json_stub: Inf
         teacher_of(json_stub.url, timeout="200ms", retries=5).answer(COLUMNS)
 
 
-def test_a_server_that_sends_byte_after_byte_is_given_up_too(json_stub: InferenceStub, monkeypatch: Any) -> None:
-    now = [0.0]
+@pytest.mark.parametrize(
+    "forever",
+    [
+        b"HTTP/1.1 100 Continue\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\n\r\n ",
+        b"x",
+    ],
+)
+def test_a_server_that_sends_without_end_is_given_up_too(forever: bytes) -> None:
+    ended = threading.Event()
 
-    def monotonic() -> float:
-        now[0] += 0.01  # each piece that is read takes time
-        return now[0]
+    def answer(listener: socket.socket) -> None:
+        with contextlib.suppress(OSError), listener.accept()[0] as connection:
+            connection.recv(65536)
+            connection.sendall(forever)
+            while not ended.wait(0.005):
+                connection.sendall(forever[-1:] if b"200" in forever else forever)
 
-    monkeypatch.setattr(endpoint, "_PIECE_BYTES", 1)
-    monkeypatch.setattr(endpoint.time, "monotonic", monotonic)
-    json_stub.infer = lambda _x: Reply(b" " * 100_000)
-    with pytest.raises(TeacherError, match="does not answer within 2s"):
-        teacher_of(json_stub.url, timeout="2s").answer(COLUMNS)
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        served = pool.submit(answer, listener)
+        teacher = teacher_of(f"http://127.0.0.1:{listener.getsockname()[1]}", timeout="100ms")
+        try:
+            with pytest.raises(TeacherError, match=r"does not answer within 100ms \(model.teacher.timeout\)"):
+                teacher.answer(COLUMNS)
+        finally:
+            ended.set()
+        served.result(60)
+
+
+@pytest.mark.parametrize(
+    ("kind", "datatype", "values", "known"),
+    [
+        ("int64", "INT32", [5, 2**32 + 5, -(2**31), 2**31], [True, False, True, False]),
+        ("int64", "UINT64", [5, -1, 0, 2**62], [True, False, True, True]),
+        ("int64", "FP32", [5, 2**24 + 1, 2**24, -(2**24) - 1], [True, False, True, False]),
+        ("int64", "BOOL", [1, 2, 0, -1], [True, False, True, False]),
+        ("float32", "FP16", [1.5, 70_000.0, 0.1, -70_000.0], [True, False, True, False]),
+        ("float32", "INT64", [1.0, 1.5, -2.0, 1e30], [True, False, True, False]),
+    ],
+)
+def test_the_server_is_asked_only_about_values_that_its_datatype_has(
+    json_stub: InferenceStub, caplog: Any, kind: str, datatype: str, values: list[float], known: list[bool]
+) -> None:
+    json_stub.metadata["inputs"][0] |= {"datatype": datatype, "shape": [-1]}
+    asked: list[float] = []
+
+    def infer(x: Any) -> Reply:
+        asked.extend(x.reshape(-1).tolist())
+        return json_stub.reply(np.full((len(x), 2), 0.5))
+
+    json_stub.infer = infer
+    teacher = teacher_of(json_stub.url, schema=schema_of(x={"dtype": kind}))
+    columns = {"offset": np.arange(4), "feature.x": np.array(values, kind)}
+    for _ in range(2):
+        assert (~np.isnan(teacher.answer(columns)).any(axis=1)).tolist() == known
+    kept = [value for value, is_known in zip(values, known, strict=True) if is_known]
+    assert asked == pytest.approx(kept * 2, rel=1e-3)
+    misfit = f"takes {datatype} for 'x', which has no {np.array(values, kind)[1]}"
+    assert caplog.text.count(misfit) == 1, "it is logged once"
+    with pytest.raises(TeacherError, match=f"{misfit}: bound schema.features.x by min and max"):
+        teacher.answer({name: column[1:2] for name, column in columns.items()})
 
 
 def test_a_server_that_is_not_there_cannot_be_reached() -> None:

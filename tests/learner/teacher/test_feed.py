@@ -1,6 +1,8 @@
 """The feed of a teacher's outputs: what steps wait for, what they go on without, and what is counted."""
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 
@@ -13,6 +15,7 @@ from ingest.events.block import Array, Outcome, SkipReason
 from learner.errors import TeacherError
 from learner.stream.batch import Batch, Span
 from learner.teacher.feed import TeacherFeed
+from tests.support.waiting import wait_until
 
 
 class FakeTeacher:
@@ -93,6 +96,57 @@ def test_no_step_waits_beyond_the_timeout_and_its_events_learn_from_labels_alone
     feed.add_outputs(batch)
     assert np.isnan(batch.new["teacher"]).all()
     assert feed.report.rows["late"] == 2
+
+
+def test_no_more_batches_than_threads_are_kept_of_those_for_which_no_step_waits(make_feed) -> None:
+    """A teacher whose answers never come holds neither the memory of the stream nor its warning back."""
+    teacher, now = FakeTeacher(threads=2, timeout=timedelta(seconds=1)), [0.0]
+    teacher.blocked.clear()
+    feed = make_feed(teacher, clock=lambda: now[0])
+    kept = 0
+
+    def drop() -> None:
+        nonlocal kept
+        kept -= 1
+
+    for _ in range(50):
+        batch = batch_of([True])
+        batch.new["feature.x"] = np.zeros(9, np.float32)
+        weakref.finalize(batch.new["feature.x"], drop)
+        kept += 1
+        feed.ask(batch.new)
+        now[0] += 100.0
+        feed.add_outputs(batch)
+    del batch
+    gc.collect()
+    assert kept == 2
+    assert (feed.report.rows["late"], feed.report.rows["unasked"]) == (2, 48)
+    assert not feed.report.up
+    assert "is still at 2 batches for which no step waits any more; until it answers again" in feed.warning
+    teacher.blocked.set()
+    wait_until(lambda: not kept)
+    now[0] += 100.0
+    for _ in range(2):  # the trial, and what follows once it is answered
+        feed.ask((batch := batch_of([True])).new)
+        wait_until(lambda: feed.report.up)
+        feed.add_outputs(batch)
+    assert feed.report.rows["answered"] >= 1
+    assert feed.warning is None
+
+
+def test_batches_that_still_waited_when_their_step_went_on_are_not_sent(make_feed) -> None:
+    teacher, now = FakeTeacher(timeout=timedelta(seconds=1)), [0.0]
+    teacher.blocked.clear()
+    feed = make_feed(teacher, clock=lambda: now[0])
+    batches = [batch_of([True]) for _ in range(4)]
+    for batch in batches:
+        feed.ask(batch.new)
+    now[0] = 5.0
+    for batch in batches:
+        feed.add_outputs(batch)
+    teacher.blocked.set()
+    feed.close()
+    assert (teacher.asked, feed.report.rows["late"]) == (1, 4)
 
 
 def test_the_wait_is_counted_from_when_the_events_were_sent(make_feed) -> None:
