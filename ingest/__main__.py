@@ -12,6 +12,7 @@ from anabranch.core.logs import LogSettings, add_log_options, configure_logging
 from ingest.backfill.build import history_of
 from ingest.config import HoldOut, SchemaSettings, StreamSettings
 from ingest.events.block import BlockLayout
+from ingest.events.hold_out import shuffle_seed
 from ingest.events.schema import Schema
 from ingest.kafka.registry import CLIENTS
 from ingest.schema_registry.cache import writer_schemas
@@ -60,7 +61,7 @@ def _read(connection: Connection, begin: Begin, stream: StreamSettings, schema: 
             schemas = writer_schemas(stream)
             hold_out = HoldOut.model_validate_json(begin.hold_out)
             assembler = BlockBuilder(schema, stream, hold_out, schemas)
-            history = history_of(stream, schema, hold_out.seed)
+            history = history_of(stream, schema, shuffle_seed(hold_out))
             if history is not None:
                 stack.callback(history.close)
             worker = IngestWorker(

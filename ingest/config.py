@@ -310,7 +310,8 @@ class SchemaSettings(Section):
 
 
 class HoldOut(Section):
-    """Which events ingest sets aside for the holdout set; filled from `[gate]` and the seed."""
+    """Which events ingest sets aside for the holdout set; from `[gate]` and the secret of the state directory."""
 
     fraction: Annotated[float, Field(ge=0, lt=1)]
-    seed: int
+    seed: Annotated[int, Field(ge=0, lt=2**128, repr=False)]
+    """Of the choice: who does not know it cannot tell which events are held out."""

@@ -69,8 +69,7 @@ def learn_config(config: "Config", stop: threading.Event) -> None:
     from ingest.reader.reader import BlockReader
 
     pipeline = config.pipeline
-    hold_out, traced = pipeline.gate.hold_out(pipeline.seed), pipeline.tracing is not None
-    source = BlockReader(pipeline.stream, pipeline.events, hold_out, traced=traced)
+    source = BlockReader(pipeline.stream, pipeline.events, None, traced=pipeline.tracing is not None)
     source.start()  # its process gets ready while torch is imported in this one
     gc.disable()  # until all is built: that makes no garbage
     try:

@@ -13,7 +13,7 @@ from torch import nn
 
 from anabranch.core.errors import SettingsError
 from anabranch.core.tracing.config import TracingSettings
-from ingest.config import SchemaSettings, StreamSettings
+from ingest.config import HoldOut, SchemaSettings, StreamSettings
 from ingest.events.schema import Schema
 from learner.config import (
     CheckpointSettings,
@@ -372,6 +372,7 @@ def build_late_labels(
     lag: LagPolicy,
     found: tuple[int, Checkpoint] | None,
     *,
+    hold_out: HoldOut,
     first: bool,
     ranks: int,
 ) -> LateLabels | None:
@@ -383,6 +384,7 @@ def build_late_labels(
         trainer: its model predicts the events that come.
         lag: what happens to events while the learner is behind.
         found: the checkpoint that the learner resumes from, with its number.
+        hold_out: which events are held out.
         first: whether no checkpoint names an event of the join.
         ranks: how many train together.
     """
@@ -401,7 +403,7 @@ def build_late_labels(
         before_chunk=trainer.staging.before_chunk,
     )
     return LateLabels(
-        *(join, settings, deployment.gate.hold_out(deployment.seed), predictor, lag),
+        *(join, settings, hold_out, predictor, lag),
         join_column=setup.schema.join_column,
         step_size=deployment.learner.batch_size * ranks,
         max_delay=deployment.learner.max_delay,

@@ -10,12 +10,12 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from anabranch.core.durations import PositiveDuration
 from anabranch.core.settings import DeviceNames, Section, uuids_in
+from anabranch.core.stream_secret import StreamSecret
 from ingest.config import HoldOut
 from learner.sections.adapter import AdapterSettings
 from learner.sections.mesh import MeshSettings
 from learner.sections.teacher import IMPORT_STRING, Factory, TeacherSettings
 
-_HOLDOUT_SALT = 0x5F3759DF
 WITHOUT_REPLAY = frozenset({"none", "ewc", "lwf", "slda", "ncm", "experts", "progressive"})
 """The strategies that replay no old events, as their classes say too: here without torch, for a config's checks."""
 TASK_NAMES = ("classification", "multilabel", "regression", "token-classification")
@@ -303,9 +303,9 @@ class GateSettings(Section):
     """The action then: `alert` continues and reports a problem; `serve` serves the next version anyway, and compares
     later ones with it."""
 
-    def hold_out(self, seed: int) -> HoldOut:
+    def hold_out(self, secret: StreamSecret) -> HoldOut:
         """Return which events of a pipeline are held out, independently of which are kept for replay."""
-        return HoldOut(fraction=self.holdout_fraction, seed=seed ^ _HOLDOUT_SALT)
+        return HoldOut(fraction=self.holdout_fraction, seed=secret.number("holdout"))
 
 
 class DeviceSharingSettings(Section):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from anabranch.core.errors import SettingsError
+from anabranch.core.stream_secret import StreamSecret
 from ingest.backfill.files import rows_of
 from ingest.config import StreamSettings
 from ingest.transport.shared_ring import MOST_ROWS as MOST_IN_A_BLOCK
@@ -82,7 +83,7 @@ class ResumePoint:
             first=checkpoint.begins and checkpoints.numbers() == [number],
         )
 
-    def store(self, deployment: LearnerSpec, bench: TrainingSetup, ranks: int) -> Store | None:
+    def store(self, deployment: LearnerSpec, bench: TrainingSetup, ranks: int, secret: StreamSecret) -> Store | None:
         """Build the store for `ranks` ranks, with the checkpoint's events; None when the strategy replays nothing.
 
         Raises:
@@ -98,7 +99,7 @@ class ResumePoint:
         if self.first:
             make_way(folder)
         return build_store(
-            *(deployment.replay, bench.schema, bench.device, deployment.seed, folder, self.contents),
+            *(deployment.replay, bench.schema, bench.device, secret.number("replay"), folder, self.contents),
             extra=output_fields(bench.kept_outputs),
             dim=bench.embedding.captured().shape[1] if bench.embedding is not None else None,
             keys=f"{deployment.name}:{RANK}",

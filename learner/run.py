@@ -11,6 +11,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from anabranch.core.failures import away_is_dependency, state_errors
+from anabranch.core.stream_secret import StreamSecret
 from anabranch.core.tracing.spans import tracing
 from ingest.errors import GapError
 from ingest.metrics import IngestMetrics
@@ -48,6 +49,7 @@ from learner.object_storage.holder import check_state_is_here, record_mode
 from learner.object_storage.lease import PrefixOwner
 from learner.object_storage.mirror import Mirror, open_mirror
 from learner.object_storage.opening import HeldStorage, hold_storage, stored_checkpoints, stored_versions
+from learner.object_storage.secret import fetch_secret, upload_secret
 from learner.replay_feed import make_feed
 from learner.reporter import Reporter
 from learner.resume import ResumePoint, check_history_is_read, resume_point
@@ -164,11 +166,9 @@ class Learner:
         try:
             self._build_training()
             self._source = source or BlockReader(
-                deployment.stream,
-                deployment.events,
-                deployment.gate.hold_out(deployment.seed),
-                traced=deployment.tracing is not None,
+                deployment.stream, deployment.events, None, traced=deployment.tracing is not None
             )
+            self._source.hold_out = deployment.gate.hold_out(self._secret)
             self._build_loop(*self._build_store())
         except StoppedEarlyError:
             return False
@@ -230,6 +230,10 @@ class Learner:
             hold_state_directory(deployment.state_dir, self._stop, deployment.learner.stop_timeout, known)
         )
         self._storage = self._hold_storage()
+        fixed = deployment.seed if deployment.learner.deterministic else None
+        self._secret = StreamSecret.open(deployment.state_dir, fixed)
+        if self._storage is not None:
+            upload_secret(self._storage.versions.bucket, self._secret)
         self._sharing = stack.enter_context(
             device_sharing(
                 deployment.device_sharing,
@@ -277,6 +281,7 @@ class Learner:
         self._generation = held.lease.generation
         with state_errors(f"the erasures of {settings.url} cannot be written to {state_dir}"):
             self._log_fetched = fetch_erasures(held.versions.bucket, state_dir)
+        fetch_secret(held.versions.bucket, state_dir)
         return held
 
     def _go_back(self, versions: Versions) -> UndoneEvents:
@@ -325,7 +330,7 @@ class Learner:
                 resumed = resume_point(checkpoints, written, self._storage, self._while_fetching)
             check_history_is_read(deployment.stream, resumed.found)
             retry = MemoryRetry(self._setup.device, self._stop, (self._trainer.send_keepalive,))
-            store = retry(lambda: resumed.store(deployment, self._setup, self._row_groups))
+            store = retry(lambda: resumed.store(deployment, self._setup, self._row_groups, self._secret))
         # Two threads must not launch work on Metal at once.
         background = (
             BackgroundStore(store, in_background=self._setup.device.type != "mps") if store is not None else None
@@ -341,11 +346,12 @@ class Learner:
         """Build the loop, and restore the checkpoint."""
         deployment, metrics, settings = self._deployment, self._metrics, self._deployment.learner
         self._store = store
-        holdout = HoldoutSet(self._setup.schema, deployment.gate.holdout_rows)
+        secret = self._secret
+        holdout = HoldoutSet(self._setup.schema, deployment.gate.holdout_rows, secret.number("held-out events"))
         keyed = deployment.events.key is not None
         unlabelled = deployment.stream.unlabelled == "distil"
         lag = LagPolicy(
-            *(deployment.stream.lag_policy, deployment.seed, self._source),
+            *(deployment.stream.lag_policy, secret.number("lag policy"), self._source),
             reads=keyed,
             unlabelled=unlabelled,
             only_full=deployment.learner.deterministic,
@@ -353,7 +359,10 @@ class Learner:
         if not deployment.learner.deterministic:  # a search would then depend on clocks
             self._trainer.set_is_behind(lambda: lag.behind)
         late = build_late_labels(
-            *(deployment, self._setup, self._trainer, lag, resumed.found), first=resumed.first, ranks=self._row_groups
+            *(deployment, self._setup, self._trainer, lag, resumed.found),
+            hold_out=deployment.gate.hold_out(secret),
+            first=resumed.first,
+            ranks=self._row_groups,
         )
         if late is not None:
             self._stack.callback(late.join.close)
@@ -384,6 +393,7 @@ class Learner:
             late=late,
             teacher=self._open_teacher(unlabelled=unlabelled),
             undone=self._undone,
+            secret=secret.digest,
         )
         self._loop = TrainingLoop(settings, self._parts, metrics, ranks=self._row_groups)
         resumed.restore(self._loop)

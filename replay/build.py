@@ -57,7 +57,7 @@ def build_store(
         settings: `[replay]`.
         schema: of the events.
         device: the learner's.
-        seed: of admission and sampling.
+        seed: of admission and sampling, 128 bits: secret, where others may send events.
         folder: of the files of tiers; needed if a tier has files, or `contents` names one.
         contents: of the checkpoint to restore; None starts empty.
         extra: further columns to keep of each event, such as logits: dtype and shape by name.
@@ -118,7 +118,7 @@ def check_policies(settings: ReplaySettings, schema: Schema, dim: int | None) ->
     classes, clusters = schema.label.one_of, None if dim is None else CLUSTERS
     ADMISSIONS[settings.admission](AdmissionContext(classes, settings.half_life, clusters, settings.class_floor))
     if dim is None or settings.sampling not in INDEXED:
-        SAMPLERS[settings.sampling](SamplerContext(EventTable(1, 1, 0, 1), 1, classes, settings.half_life, None, dim))
+        SAMPLERS[settings.sampling](SamplerContext(EventTable(1, 1, 1), 1, classes, settings.half_life, None, dim))
 
 
 def _store(
@@ -145,7 +145,7 @@ def _store(
             f"it holds {k} events; raise replay.capacity or its bytes"
         )
     quotas = Quotas(k, admission.groups, floors)
-    event_table = EventTable(tiers.slots, quotas.limit + MAX_INSERTED, seed, admission.groups)
+    event_table = EventTable(tiers.slots, quotas.limit + MAX_INSERTED, admission.groups)
     tracker = None
     if dim is not None and {settings.admission, settings.sampling} & INDEXED:
         clusters = max(1, min(CLUSTERS - 1, k // _EVENTS_A_CLUSTER))

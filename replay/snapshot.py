@@ -77,7 +77,6 @@ class StoreState:
         plans: the unused plans, for consecutive steps.
         sampler: the state of the sampler, arrays by name.
         stale: the caches that may still have rows of removed events.
-        seed: the seed of the identities.
         row_bytes: R, if the checkpoint has the rows although `file` has them too; else None.
         stamp: a random name of the checkpoint, by which `file` lists those whose rows it has.
     """
@@ -94,7 +93,6 @@ class StoreState:
     plans: Sequence[SavedPlan]
     sampler: Mapping[str, NDArray[np.generic]]
     stale: Sequence[str] = ()
-    seed: int | None = None
     row_bytes: int | None = None
     stamp: str = ""
 

@@ -237,7 +237,6 @@ class Store:
             retired=self.slots.begin_snapshot(number),
             plans=(),
             sampler=self._sampler.state(),
-            seed=self._seed,
             row_bytes=self._row_bytes,
             stamp=uuid.uuid4().hex[:16],
             **reservoir_state,

@@ -226,7 +226,7 @@ def publisher(year: Year, *, holds_out: bool) -> Driven:
     versions, scorer = Versions(year.folder, year.storage("versions")), RandomScorer(year.schema, year.dice)
     reference, gate = reference_to(MODEL), GateSettings(holdout_rows=80, min_rows=40)
     quality_gate = QualityGate(versions, gate, scorer, reference)  # type: ignore[arg-type]
-    holdout, made_by = HoldoutSet(year.schema, 80), LearnerMetrics(CollectorRegistry())
+    holdout, made_by = HoldoutSet(year.schema, 80, 0), LearnerMetrics(CollectorRegistry())
     settings = VersionsSettings(keep=4, keep_hourly=6)
     publishes = Publisher(versions, settings, reference, year.schema, scorer, quality_gate, 1, made_by)  # type: ignore[arg-type]
 

@@ -96,6 +96,7 @@ _TAIL = """\
 | `checkpoints/<number>/manifest.json` | what the checkpoint is, and the digest of every file; without it the checkpoint does not exist |
 | `replay/rank-0/<number>.rows` | the disk tier: the events that checkpoints name |
 | `replay/rank-0/<number>.rows.before` | the same, put aside at a start where those checkpoints were not there |
+| `secret.key` | the secret by which events are held out, kept and sampled |
 | `erasures.log` | what was erased, up to which offsets, and what that removed; packed when it is long |
 | `erasures.key` | the secret for the hashes of keys in `erasures.log` |
 | `search.json` | settings for the model, and whether they are pinned, by `anabranch search pin` |

@@ -202,8 +202,7 @@ def _rows(
     else:
         events = contents.index[indices]
         bases = np.array(contents.state.bases, np.uint64)[events["partition"]]
-        seed = config.pipeline.seed if contents.state.seed is None else contents.state.seed
-        identity = identity_hash(bases, events["offset"], events["row"], seed)
+        identity = identity_hash(bases, events["offset"], events["row"])
         with _open_tier(config, contents, layout.row_bytes) as tier:
             try:
                 rows_nR, whole = tier.read(events["slot"].astype(np.int64), identity)

@@ -36,7 +36,8 @@ class Pipeline(Section):
     state_dir: Path = Path("var")
     """Versions, checkpoints, the disk tier and reports are below it; relative to the config's folder."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    """Seed of the initial weights, and of the choice of events that are held out, kept and sampled."""
+    """Seed of the initial weights. A secret in `state_dir` decides which events are held out, kept and sampled; with
+    `learner.deterministic` it is made of the seed, which is then to be as secret."""
     stream: StreamSettings
     """Where events come from."""
     events: Annotated[SchemaSettings, Field(alias="schema")]

@@ -151,7 +151,7 @@ def kept(name: str, stream: Events, around: Map) -> NDArray[np.bool_]:
 
 def drawn(name: str, held: Events, around: Map) -> Ints:
     """Return how often each event held is drawn by a sampler, over all steps, `[H]`."""
-    entries, slots = EventTable(len(held), len(held), seed=0), np.arange(len(held), dtype=np.int32)
+    entries, slots = EventTable(len(held), len(held)), np.arange(len(held), dtype=np.int32)
     columns = {field: np.zeros(len(held), ENTRY[field]) for field in FIELDS}
     columns |= {"offset": slots.astype(np.int64), "time_s": held.time_s, "label": held.label.astype(np.int32)}
     entries.append(slots, np.zeros(len(held)), 0, records_of(columns))

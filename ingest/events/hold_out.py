@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from ingest.config import HoldOut
 from ingest.events.block import Array
-from ingest.events.identity import identity_hash, seeded_hash
+from ingest.events.identity import identity_hash, keyed_hash
 
 
 def held_out(hold_out: HoldOut, columns: Mapping[str, Array], base: NDArray[np.uint64]) -> NDArray[np.bool_]:
@@ -15,10 +15,13 @@ def held_out(hold_out: HoldOut, columns: Mapping[str, Array], base: NDArray[np.u
 
     By a hash of the group, else of the key, else of the identity: events of one group or key are held out together.
     """
-    seed = hold_out.seed
-    hashed = identity_hash(base, columns["offset"].astype(np.int64), columns["row"].astype(np.int32), seed)
+    chosen_by = identity_hash(base, columns["offset"].astype(np.int64), columns["row"].astype(np.int32))
     for name in ("key_hash", "group_hash"):
         own = columns[name].astype(np.uint64)
-        if own.any():
-            hashed = np.where(own != 0, seeded_hash(own, seed), hashed)
-    return np.asarray(hashed < np.uint64(int(hold_out.fraction * 2**64)))
+        chosen_by = np.where(own != 0, own, chosen_by)
+    return np.asarray(keyed_hash(chosen_by, hold_out.seed) < np.uint64(int(hold_out.fraction * 2**64)))
+
+
+def shuffle_seed(hold_out: HoldOut) -> int:
+    """Return the seed of the order in which rows of files are read. It is written down, and reveals nothing."""
+    return int(keyed_hash(np.zeros(1, np.uint64), hold_out.seed)[0] >> np.uint64(1))

@@ -19,7 +19,11 @@ class BoundedReader(BlockReader):
     """Blocks up to the last offset of each partition of topics, as if the topics ended there; files are read whole."""
 
     def __init__(
-        self, stream: StreamSettings, schema: SchemaSettings, hold_out: HoldOut, through: Mapping[TopicPartition, int]
+        self,
+        stream: StreamSettings,
+        schema: SchemaSettings,
+        hold_out: HoldOut | None,
+        through: Mapping[TopicPartition, int],
     ) -> None:
         """`through`: the last offset of each partition that is read; others are not read."""
         super().__init__(stream, schema, hold_out, read_only=True)

@@ -69,13 +69,14 @@ class BlockReader:
         self,
         stream: StreamSettings,
         schema: SchemaSettings,
-        hold_out: HoldOut,
+        hold_out: HoldOut | None,
         program: Sequence[str] = PROGRAM,
         *,
         read_only: bool = False,
         traced: bool = False,
     ) -> None:
-        """Start nothing yet; `program` are the arguments of Python that start the process.
+        """Start nothing yet; `program` are the arguments of Python that start the process. Without `hold_out`, the
+        attribute is set before `open`.
 
         With `read_only`, nothing is written to Kafka: no dead letters, and `commit` does nothing. `traced`: blocks have
         the trace contexts of their messages.
@@ -84,7 +85,8 @@ class BlockReader:
         self._stream = stream
         self._traced = traced
         self._schema = schema
-        self._hold_out = hold_out
+        self.hold_out = hold_out
+        """Which events are held out."""
         self._process = IngestProcess(BlockLayout(Schema(schema, stream.labels)), stream, program)
         self._cursors = CursorTable()
         self._paused = False
@@ -256,11 +258,12 @@ class BlockReader:
         if self.connection is None:
             self.start()
         self._hang_detector.reset()
+        assert self.hold_out is not None
         self._process.send(
             begin(
                 self._stream,
                 self._schema,
-                self._hold_out,
+                self.hold_out,
                 self._cursors.positions,
                 self._cursors.fingerprints,
                 read_only=self._read_only,

@@ -116,7 +116,6 @@ def unpack(checkpoint: Checkpoint) -> tuple[StoreSnapshot, Sequence[Segment]] | 
         ],
         sampler={name: tensors[f"sampler.{name}"].numpy() for name in state["sampler"]},
         stale=state["stale"],
-        seed=state["seed"],
         row_bytes=size,
         stamp=state["stamp"],
     )
@@ -150,7 +149,6 @@ def _state(store: StoreState, segments: Sequence[Segment]) -> dict[str, Any]:
         "plans": [plan.step for plan in store.plans],
         "sampler": list(store.sampler),
         "stale": list(store.stale),
-        "seed": store.seed,
         "row_bytes": store.row_bytes,
         "stamp": store.stamp,
         "segments": [[segment.name, len(segment.live)] for segment in segments],

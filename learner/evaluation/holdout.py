@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from ingest.events.block import Array
-from ingest.events.identity import identity_hash, partition_base
+from ingest.events.identity import identity_hash, keyed_hash, partition_base
 from ingest.events.partition import TopicPartition
 from ingest.events.schema import Schema
 from replay.erasure.erased_events import ErasedEvents
@@ -22,7 +22,6 @@ _SLACK = 16
 _MOST_PARTS = 64
 _MANY = 16
 """Additions, mostly of one or two events, that are joined at once."""
-_SEED = 0x6A09E667
 
 
 class HoldoutRows:
@@ -64,8 +63,10 @@ class HoldoutSet:
     a step. Used by one thread; what `held` returns may be read by others.
     """
 
-    def __init__(self, schema: Schema, rows: int) -> None:
+    def __init__(self, schema: Schema, rows: int, seed: int) -> None:
+        """`seed`: 128 secret bits, by which older events stay or go."""
         self._limit = rows
+        self._seed = seed
         self._classes = bool(schema.label.one_of)
         self._names = [*schema.payload(), "time_ms", "partition", "offset", "key_hash"]
         self._names += ["group_hash"] if schema.group else []
@@ -128,7 +129,7 @@ class HoldoutSet:
 
     def _hashes(self, columns: Mapping[str, Array]) -> NDArray[np.uint64]:
         offset, row = columns["offset"].astype(np.int64), columns["row"].astype(np.int32)
-        return identity_hash(self._bases[columns["partition"]], offset, row, _SEED)
+        return keyed_hash(identity_hash(self._bases[columns["partition"]], offset, row), self._seed)
 
     def _join_waiting(self) -> tuple[Mapping[str, Array], ...]:
         """Join the waiting events to a part, and return all parts, in the order of arrival."""

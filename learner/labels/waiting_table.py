@@ -256,4 +256,4 @@ def row_identity(
     partition: NDArray[np.int32], offset: NDArray[np.int64], key: NDArray[np.uint64]
 ) -> NDArray[np.uint64]:
     """Return what the checksums of n rows depend on besides the row."""
-    return identity_hash(partition.astype(np.uint64), offset, np.zeros(len(offset), np.int32), 0) ^ key
+    return identity_hash(partition.astype(np.uint64), offset, np.zeros(len(offset), np.int32)) ^ key

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from anabranch.core.stream_secret import SECRET_FILE
 from ingest.metrics import IngestMetrics
 from ingest.reader.reader import BlockReader
 from learner.adaptation.stream_monitor import StreamMonitor
@@ -55,6 +56,8 @@ class LoopComponents:
     teacher: TeacherFeed | None = None
     """With `[model.teacher]`."""
     undone: UndoneEvents = field(default_factory=UndoneEvents)
+    secret: str = ""
+    """The digest of the secret of the state directory."""
 
 
 class StepState:
@@ -100,6 +103,11 @@ class LoopState(StepState):
                 f"the checkpoint was made after undo {state[UNDONE]}, which {NAME} in state_dir does not have; put the "
                 "file back from a backup, or what was undone would be learned again"
             )
+        if state.get("secret", parts.secret) != parts.secret:
+            raise MisfitError(
+                f"{SECRET_FILE} in state_dir is not the secret that the checkpoint was made with, by which events are "
+                "held out and kept; put the file back from a backup, or move the checkpoints away to start again"
+            )
         if checkpoint.begins:
             self.ledger.restore(state["ledger"])
             return
@@ -119,6 +127,7 @@ class LoopState(StepState):
             **parts.replay.output_shapes,
             ERASED: parts.erasure.excluded_through,
             UNDONE: parts.undone.number,
+            "secret": parts.secret,
         }
         state = {"trainer": parts.trainer.state(), "rng": rng, **states_of(self._stateful), **facts}
         store = parts.replay.begin_snapshot(number)

@@ -162,7 +162,7 @@ class Rebuilder(Learner):
         # The rest of a message of several rows, which a step took in part, is read too, and not learned.
         torn = 1 if deployment.learner.deterministic else 0
         through = {name: offset + torn for name, offset in self._through.items()}
-        reader = BoundedReader(deployment.stream, deployment.events, deployment.gate.hold_out(deployment.seed), through)
+        reader = BoundedReader(deployment.stream, deployment.events, None, through)
         self._reader = reader
         if not self.build(reader):
             return False

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from anabranch.core.failures import away_is_dependency
+from anabranch.core.stream_secret import StreamSecret
 from ingest.config import LagPolicySettings
 from ingest.events.partition import TopicPartition
 from learner.build import LearnerSpec
@@ -106,6 +107,8 @@ def copy_start(
     """
     damaged: list[str] = []
     with away_is_dependency(f"the state of the pipeline cannot be copied to {target}"):
+        if (secret := StreamSecret.read(state_dir)) is not None:
+            secret.write(target)
         for name in (SECRET_FILE, LOG):  # the secret first: the log needs it
             with contextlib.suppress(FileNotFoundError):
                 shutil.copyfile(state_dir / name, target / name)

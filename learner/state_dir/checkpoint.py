@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 STATE = "state.json"
 ERASED = "erased"
 """Key of the state: the number of records of `erasures.log` that are applied to the checkpoint."""
-FORMAT = 12
+FORMAT = 13
 SEGMENT = "segment-"
 """Prefix of parts with events of the store. Checkpoints share them, and can be restored without them."""
 ROWS = "rows-"

@@ -17,14 +17,13 @@ from numpy.typing import NDArray
 
 from ingest.config import LagPolicySettings
 from ingest.events.block import Array, Outcome, SkipReason
-from ingest.events.identity import identity_hash, partition_base
+from ingest.events.identity import identity_hash, keyed_hash, partition_base
 from ingest.reader.cursors import Partition
 from learner.stream.batches import trainable
 from learner.stream.partition_ledger import PartitionLedger
 
 _MOST_MARKS = 64
 _ASK_SECONDS = 1.0
-_SALT = 0x1A6B0A7D
 """Makes the sample independent of the choice of held-out events and of kept events."""
 
 log = logging.getLogger(__name__)
@@ -109,7 +108,8 @@ class LagPolicy:
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        """With `reads`, `skip-to-latest` reads the events that it skips: there may be tombstones among them.
+        """`seed`: 128 secret bits, which choose the events of a sample. With `reads`, `skip-to-latest` reads the events
+        that it skips: there may be tombstones among them.
 
         `unlabelled`: whether events without a label are trained on too; `only_full`: whether steps wait for full
         batches, so that events may wait on a slow stream too.
@@ -117,7 +117,7 @@ class LagPolicy:
         self._unlabelled = unlabelled
         self._only_full = only_full
         self._settings = settings
-        self._seed = seed ^ _SALT
+        self._seed = seed
         self._stream = stream
         self._reads = reads
         self._clock = clock
@@ -217,14 +217,14 @@ class LagPolicy:
         ]
 
     def _not_sampled(self, rows: Mapping[str, Array]) -> NDArray[np.bool_]:
-        """Return which rows are not in the sample: a function of the event's identity alone, bool `[N]`."""
+        """Return which rows are not in the sample, bool `[N]`: a function of the event's identity and the secret."""
         # A block may be the first of a partition that was added since the last update.
         names = [partition.name for partition in self._stream.partitions[len(self._bases) :]]
         self._bases += [partition_base(name) for name in names]
         bases = np.array(self._bases, np.uint64)[rows["partition"]]
         offset, row = rows["offset"].astype(np.int64), rows["row"].astype(np.int32)
         threshold = np.uint64(int(self._settings.fraction * 2**64))
-        return np.greater_equal(identity_hash(bases, offset, row, self._seed), threshold)
+        return np.greater_equal(keyed_hash(identity_hash(bases, offset, row), self._seed), threshold)
 
     def _sentence(self) -> str:
         if self._only_full:

@@ -64,7 +64,6 @@ class CapturedStore:
         """Return the rows of n events, ENTRY `[n]`."""
         state = self.state
         assert state.row_bytes is not None
-        assert state.seed is not None
         bases = np.array(state.bases, np.uint64)[events["partition"]]
-        identity = identity_hash(bases, events["offset"], events["row"], state.seed)
+        identity = identity_hash(bases, events["offset"], events["row"])
         return TierRows(state.row_bytes, events["slot"].astype(np.int64), identity, tiers.read)

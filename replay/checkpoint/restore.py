@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from anabranch.core.errors import SettingsError
-from ingest.events.identity import identity_hash
+from ingest.events.identity import identity_hash, keyed_hash
 from replay.checkpoint.slot_allocator import SlotAllocator
 from replay.payload.hierarchy import TierHierarchy
 from replay.reservoir.admission import Admission, Candidates
@@ -59,11 +59,6 @@ class StoreRestore:
             SettingsError: the contents do not fit this store.
         """
         state, payload = contents.state, contents.payload
-        if state.seed not in (None, seed):
-            raise SettingsError(
-                f"seed = {seed} is not that of checkpoint {state.checkpoint}, which is {state.seed}: the identities of "
-                "events depend on it; put it back, or start empty by moving the checkpoints away"
-            )
         rows = [plan.rows for plan in state.plans] + ([] if payload is None else [payload])
         self.moves = source is not None or state.file is None or state.file != tiers.file
         """Whether the rows are written into the store's tiers."""
@@ -99,7 +94,7 @@ class StoreRestore:
         slots.restore(kept["slot"] if self.keeps_slots else kept["slot"][:0], state.retired[:0], state.checkpoint)
         rows = self._rows_of(self.contents, kept, np.flatnonzero(keep))
         taken = None if self.keeps_slots else slots
-        readable = move(kept, self.contents, self._seed, rows, taken, self._tiers, self._layout.row_bytes)
+        readable = move(kept, self.contents, rows, taken, self._tiers, self._layout.row_bytes)
         if self.keeps_slots:
             slots.release(kept["slot"][~readable])
         self.lost = int((~readable).sum())
@@ -151,11 +146,11 @@ def converted(
         row_bytes: R.
     """
     index = contents.index.copy()
-    for chunk, events, identity in _chunks(index, contents, seed, row_bytes):
+    for chunk, events, identity in _chunks(index, contents, row_bytes):
         weight = weights(rows(chunk, identity)[0]).numpy()
         # A row that cannot be read may have any weight; it is reported as lost later.
         weight = np.where(weight >= 0, weight, 1).astype(np.float32)
-        events["priority"] = admission.priorities(Candidates(identity, weight, events["time_s"]))
+        events["priority"] = admission.priorities(Candidates(keyed_hash(identity, seed), weight, events["time_s"]))
         events["group"] = admission.group(events["label"].astype(np.int64), np.zeros(len(events), np.int16))
     state = replace(
         contents.state,
@@ -170,7 +165,6 @@ def converted(
 def move(
     index: NDArray[np.void],
     contents: StoreSnapshot,
-    seed: int,
     rows: Rows,
     slots: SlotAllocator | None,
     tiers: TierHierarchy,
@@ -181,7 +175,7 @@ def move(
     `slots` are those to take, and are set in `index`; None: the rows get the slots of `index`.
     """
     readable = np.ones(len(index), np.bool_)
-    for chunk, events, identity in _chunks(index, contents, seed, row_bytes):
+    for chunk, events, identity in _chunks(index, contents, row_bytes):
         rows_nR, valid = rows(chunk, identity)
         readable[chunk] = valid
         if slots is not None:
@@ -192,7 +186,7 @@ def move(
 
 
 def _chunks(
-    index: NDArray[np.void], contents: StoreSnapshot, seed: int, row_bytes: int
+    index: NDArray[np.void], contents: StoreSnapshot, row_bytes: int
 ) -> Iterator[tuple[slice, NDArray[np.void], NDArray[np.uint64]]]:
     """Yield slices of events with views of them and their identities."""
     bases = np.array(contents.state.bases, np.uint64)
@@ -200,4 +194,4 @@ def _chunks(
     for begin in range(0, len(index), count):
         chunk = slice(begin, begin + count)
         events = index[chunk]
-        yield chunk, events, identity_hash(bases[events["partition"]], events["offset"], events["row"], seed)
+        yield chunk, events, identity_hash(bases[events["partition"]], events["offset"], events["row"])

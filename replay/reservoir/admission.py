@@ -1,9 +1,9 @@
 """Admission policies: the priorities of a hash reservoir, and its groups.
 
-The priority of an event depends only on the event and the seed, and each group keeps its smallest priorities. So the
-held events are a pure function of the added events: adding an event twice changes nothing, order does not matter, and
-two reservoirs can be merged. With u uniform in (0, 1) and weight w the priority -ln(u)/w is exponential with rate w,
-and the k smallest are a weighted sample without replacement (Efraimidis and Spirakis 2006). Mind the sign: with the
+The priority of an event depends only on the event and a secret seed, and each group keeps its smallest priorities. So
+the held events are a pure function of the added events: adding an event twice changes nothing, order does not matter,
+and two reservoirs can be merged. With u uniform in (0, 1) and weight w the priority -ln(u)/w is exponential with rate
+w, and the k smallest are a weighted sample without replacement (Efraimidis and Spirakis 2006). Mind the sign: with the
 smallest kept, u**(1/w) would evict the heavy events.
 
 Legend: N candidate events, H events held, n events sampled, G groups.
@@ -26,12 +26,12 @@ class Candidates:
     """N events that compete to be held.
 
     Attributes:
-        identity: uint64 `[N]`, uniformly distributed.
+        hashed: uint64 `[N]`, `keyed_hash` of the identities, uniformly distributed.
         weight: float32 `[N]`.
         time_s: of the record, seconds since 1970, `[N]`.
     """
 
-    identity: NDArray[np.uint64]
+    hashed: NDArray[np.uint64]
     weight: NDArray[np.float32]
     time_s: NDArray[np.uint32]
 
@@ -114,7 +114,7 @@ class ReservoirAdmission(Admission):
     def priorities(self, candidates: Candidates) -> NDArray[np.float64]:
         # -ln(u)/w with u = (identity + 1/2) / 2**64. Weight 0 gives infinity, which is never kept.
         with np.errstate(divide="ignore"):
-            return exponentials(candidates.identity) / candidates.weight.astype(np.float64)
+            return exponentials(candidates.hashed) / candidates.weight.astype(np.float64)
 
     @override
     def group(self, label: NDArray[np.int64], _cluster: NDArray[np.int16]) -> NDArray[np.int16]:
@@ -185,7 +185,7 @@ class RecencyAdmission(ReservoirAdmission):
     @override
     def priorities(self, candidates: Candidates) -> NDArray[np.float64]:
         with np.errstate(divide="ignore"):
-            ageless: NDArray[np.float64] = np.log(exponentials(candidates.identity) / candidates.weight)
+            ageless: NDArray[np.float64] = np.log(exponentials(candidates.hashed) / candidates.weight)
         return ageless - self._decay * candidates.time_s
 
     @override
@@ -201,10 +201,10 @@ def _by_class(label: NDArray[np.int64], groups: int) -> NDArray[np.int16]:
     return np.where(label < 0, groups - 1, label).astype(np.int16)
 
 
-def exponentials(identity: NDArray[np.uint64]) -> NDArray[np.float64]:
+def exponentials(hashed: NDArray[np.uint64]) -> NDArray[np.float64]:
     """Return -ln(u) of each event, float64 `[N]`, exponential with rate 1."""
     # log1p keeps the precision of u near 1, where the smallest priorities are.
-    v = (~identity).astype(np.float64) + 0.5
+    v = (~hashed).astype(np.float64) + 0.5
     return -np.log1p(-np.minimum(v / 2.0**64, 1.0 - 2.0**-53))
 
 

@@ -33,13 +33,12 @@ _LEFT = -3
 class EventTable:
     """At most `limit` events in S slots; 50 bytes an event."""
 
-    def __init__(self, slots: int, limit: int, seed: int, groups: int = 1) -> None:
+    def __init__(self, slots: int, limit: int, groups: int = 1) -> None:
         self._records = np.zeros(slots, RECORD)
         # numpy scatters words in a third of the time.
         self._words = self._records.view(np.uint64).reshape(slots, _WORDS)
         self._records["offset"] = FREE
         self.limit = limit
-        self._seed = seed
         self._slot = np.zeros(limit, np.int32)
         self._priority = np.zeros(limit, np.float64)
         self._group = np.zeros(limit, np.int16)
@@ -117,13 +116,13 @@ class EventTable:
     def identity(self, slots: NDArray[np.int32] | NDArray[np.int64]) -> NDArray[np.uint64]:
         """Return the identities of the events in n slots."""
         records = self.records(slots)
-        return identity_hash(self.bases[records["partition"]], records["offset"], records["row"], self._seed)
+        return identity_hash(self.bases[records["partition"]], records["offset"], records["row"])
 
     def find(self, events: NDArray[np.void]) -> NDArray[np.int32]:
         """Return the slots of n events that have the fields of a record, -1 for those not held; reads all events."""
         slots_of = np.full(len(events), FREE, np.int32)
         if len(events):
-            identities = identity_hash(self.bases[events["partition"]], events["offset"], events["row"], self._seed)
+            identities = identity_hash(self.bases[events["partition"]], events["offset"], events["row"])
             order, held = np.argsort(identities), self.identity(self.slots)
             positions = np.minimum(np.searchsorted(identities[order], held), len(identities) - 1)
             alike = identities[order][positions] == held

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ingest.events.block import Array
-from ingest.events.identity import identity_hash
+from ingest.events.identity import identity_hash, keyed_hash
 from replay.reservoir.admission import Admission, Candidates
 from replay.reservoir.event_table import EventTable, records_of
 from replay.reservoir.pending_events import WAITED
@@ -69,13 +69,13 @@ class Reservoir:
         # Columns of the right dtype are not copied, and must not be written.
         where, offset = (columns[name].astype(np.int64, copy=False) for name in ("partition", "offset"))
         row, weight = columns["row"].astype(np.int32, copy=False), columns["weight"].astype(np.float32, copy=False)
-        identity = identity_hash(self.event_table.bases[where], offset, row, self._seed)
+        identity = identity_hash(self.event_table.bases[where], offset, row)
         labels = columns["label"]
         is_class = labels.dtype.kind == "i" and labels.ndim == 1  # it may also be a class at each position
         label = labels.astype(np.int64, copy=False) if is_class else np.zeros_like(where)
         time_s = np.minimum(np.maximum(columns["time_ms"] // 1000, 0), _LATEST).astype(np.uint32)
         group = self.admission.group(label, cluster)
-        priority = self.admission.priorities(Candidates(identity, weight, time_s))
+        priority = self.admission.priorities(Candidates(keyed_hash(identity, self._seed), weight, time_s))
         admits = self.quotas.admits(priority, group)
         beyond, waited = self._watermarks.advance(where, offset, row), columns.get(WAITED)
         if beyond is not None and waited is not None:

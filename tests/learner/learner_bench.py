@@ -207,7 +207,7 @@ class LearnerBench:
             *(versions, VersionsSettings.model_validate({"publish_every": "1h"}), reference, schema, scorer),
             *(QualityGate(versions, GateSettings(), scorer, reference), 1, self.metrics.learner),
         )
-        holdout = HoldoutSet(schema, 100)
+        holdout = HoldoutSet(schema, 100, 0)
         source = cast("BlockReader", self.stream)
         self.log = ErasureLog(path / "erasures.log")
         self.log.refresh()

@@ -16,6 +16,7 @@ import pytest
 from anabranch.commands.erase import erase_events
 from anabranch.commands.replay_store import read_sample
 from anabranch.config.loader import load_config
+from anabranch.core.stream_secret import StreamSecret
 from ingest.events.encoders import hash_texts
 from ingest.events.hold_out import held_out
 from learner.config import GateSettings
@@ -61,11 +62,13 @@ def write_files(folder: Path, rows: int = ROWS) -> None:
     (folder / "2.jsonl").write_text("".join(lines))
 
 
-def held_out_by_key(keys: list[str]) -> list[bool]:
-    """Return which rows with these keys are held out."""
+def held_out_by_key(keys: list[str], state_dir: Path) -> list[bool]:
+    """Return which rows with these keys are held out by the secret of a state directory."""
+    secret = StreamSecret.read(state_dir)
+    assert secret is not None
     hashes, none = hash_texts([key.encode() for key in keys]).astype(np.uint64), np.zeros(len(keys), np.uint64)
     columns = {"offset": none, "row": none, "key_hash": hashes, "group_hash": none}
-    return held_out(GateSettings(holdout_fraction=0.1).hold_out(0), columns, none).tolist()
+    return held_out(GateSettings(holdout_fraction=0.1).hold_out(secret), columns, none).tolist()
 
 
 def done(report: LearnerReport, rows: int) -> bool:
@@ -171,7 +174,7 @@ def test_an_erasure_covers_rows_that_are_not_read_yet_in_all_passes(
     assert len(left) > 2000
     assert [event for event in left if event["key_hash"] == anna] == []
     assert not {event["event"] for event in left} & {f"history#0[1]@{offset}" for offset in range(10, 20)}
-    again = held_out_by_key([each["k"] for each in rows])  # skipped as repeated in the second pass
+    again = held_out_by_key([each["k"] for each in rows], learner.state_dir)  # skipped as repeated in the second pass
     erased = [n for n in range(6000) if n % 100 == 7 or (n // 1500 % 2 and 10 <= n % 1500 < 20)]
     erased = [n for n in erased if n < 3000 or not again[n % 1500]]
     after = sum(n >= total(applied) for n in erased)

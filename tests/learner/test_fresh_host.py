@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from anabranch.core.stream_secret import StreamSecret
 from ingest.events.hold_out import held_out
 from ingest.events.identity import partition_base
 from ingest.events.partition import TopicPartition
@@ -84,7 +85,7 @@ def trained_in_full_batches(topic: str, count: int) -> int:
     none_N = np.zeros(count, np.uint64)
     columns = {"offset": np.arange(count), "row": none_N, "key_hash": none_N, "group_hash": none_N}
     base_N = np.full(count, partition_base(TopicPartition(topic, 0)), np.uint64)
-    return (count - int(held_out(GATE.hold_out(0), columns, base_N).sum())) // BATCH * BATCH
+    return (count - int(held_out(GATE.hold_out(StreamSecret.fixed(0)), columns, base_N).sum())) // BATCH * BATCH
 
 
 @pytest.mark.any_broker

@@ -219,14 +219,6 @@ def test_a_disk_that_is_out_of_reach_for_a_while_costs_no_event(
     assert (len(sample), len(store), store.lost, store.problem) == (50, held, 0, None)
 
 
-def test_a_store_is_not_gone_on_from_with_another_seed(schema: Schema, build: Build, tmp_path: Path) -> None:
-    store = build(DISK)
-    fill(store, schema, 0, 100)
-    contents = checkpoint(store, 7)
-    with pytest.raises(SettingsError, match=r"seed = 1 is not that of checkpoint 7, which is 0: .*put it back"):
-        build_store(ReplaySettings.model_validate(DISK), schema, torch.device("cpu"), 1, tmp_path, contents)
-
-
 def test_a_disk_that_cannot_be_written_costs_events_and_no_step(
     schema: Schema, build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from anabranch.core.errors import SettingsError
 from ingest.config import SchemaSettings
-from ingest.events.identity import identity_hash, partition_base
+from ingest.events.identity import identity_hash, keyed_hash, partition_base
 from ingest.events.partition import TopicPartition
 from ingest.events.schema import Schema
 from ingest.kafka.fake import fake_columns
@@ -49,7 +49,7 @@ def k_smallest(schema: Schema, events: Iterable[tuple[int, int]], k: int, seed: 
     unique = sorted(set(events))
     partition, offset = (np.array(column) for column in zip(*unique, strict=True))
     bases = np.array([partition_base(name) for name in PARTITIONS], np.uint64)[partition]
-    identity = identity_hash(bases, offset.astype(np.int64), np.zeros(len(offset), np.int32), seed)
+    identity = keyed_hash(identity_hash(bases, offset.astype(np.int64), np.zeros(len(offset), np.int32)), seed)
     order = np.argsort(exponentials(identity), kind="stable")
     return {unique[index] for index in order[:k]}
 

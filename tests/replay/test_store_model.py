@@ -26,7 +26,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from ingest.events.identity import identity_hash, partition_base, partition_name
+from ingest.events.identity import identity_hash, keyed_hash, partition_base, partition_name
 from ingest.events.partition import TopicPartition
 from ingest.events.schema import Schema
 from ingest.kafka.fake import Columns, fake_columns
@@ -92,7 +92,7 @@ def kept(schema: Schema, admission: str, added: set[Event], k: int) -> set[Event
     events = sorted(added)
     columns = columns_of(schema, events)
     bases = np.array([partition_base(name) for name in PARTITIONS], np.uint64)[columns["partition"]]
-    identity = identity_hash(bases, columns["offset"], columns["row"], 0).tolist()
+    identity = keyed_hash(identity_hash(bases, columns["offset"], columns["row"]), 0).tolist()
     groups: dict[int, list[tuple[float, Event]]] = {}
     for index, event in enumerate(events):
         weight = float(columns["weight"][index])

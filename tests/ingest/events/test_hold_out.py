@@ -2,9 +2,11 @@
 
 import numpy as np
 
+from anabranch.core.stream_secret import StreamSecret
 from ingest.config import HoldOut
 from ingest.events.block import Array
-from ingest.events.hold_out import held_out
+from ingest.events.hold_out import held_out, shuffle_seed
+from learner.config import GateSettings
 
 HALF = HoldOut(fraction=0.5, seed=3)
 N = 64
@@ -25,3 +27,21 @@ def test_each_event_is_decided_by_its_group_else_its_key_else_itself() -> None:
     assert mixed.tolist() == np.choose(kind, [by_itself, by_key, by_group]).tolist()
     assert 0 < by_itself.sum() < N
     assert (len(set(by_key.tolist())), len(set(by_group.tolist()))) == (1, 1)
+
+
+def test_with_another_secret_other_keys_are_held_out() -> None:
+    keys = np.arange(1, 100_001, dtype=np.uint64)
+    none, row = np.zeros(len(keys), np.uint64), np.zeros(len(keys), np.int32)
+    events = {"offset": np.arange(len(keys)), "row": row, "key_hash": keys, "group_hash": none}
+    gate = GateSettings(holdout_fraction=0.01)
+    first, second = (held_out(gate.hold_out(StreamSecret.fixed(seed)), events, none) for seed in (0, 1))
+    assert first.tolist() == held_out(gate.hold_out(StreamSecret.fixed(0)), events, none).tolist()
+    for held in (first, second):
+        assert abs(held.mean() - 0.01) < 0.0015
+    assert (first & second).sum() < 40, "of 1,000, ten are held out under both by chance"
+
+
+def test_the_order_of_rows_in_files_reveals_nothing_of_the_secret() -> None:
+    seeds = {shuffle_seed(HoldOut(fraction=0, seed=seed)) for seed in (0, 1, 2**127)}
+    assert len(seeds) == 3
+    assert all(0 <= seed < 2**63 for seed in seeds)

@@ -49,7 +49,7 @@ def as_sample(columns: Columns) -> Sample:
 
 
 def test_held_out_events_show_forgetting_that_memorised_events_hide(schema: Schema, trainer: Trainer) -> None:
-    holdout = HoldoutSet(schema, 1000)
+    holdout = HoldoutSet(schema, 1000, 0)
     probe = Probe(AdaptiveReplayRatio(0.5, bounded=True), holdout, trainer, ROWS)
     memorised = as_sample(predicted(trainer, schema, range(20), shift=0))
     assert probe.score(0, None) is None
@@ -63,7 +63,7 @@ def test_held_out_events_show_forgetting_that_memorised_events_hide(schema: Sche
 
 
 def test_a_step_scores_the_same_events_after_a_restart(schema: Schema, trainer: Trainer) -> None:
-    holdout, again = HoldoutSet(schema, 1000), HoldoutSet(schema, 1000)
+    holdout, again = HoldoutSet(schema, 1000, 0), HoldoutSet(schema, 1000, 0)
     for offset in range(0, 400, 4):
         shift = offset // 4 % 2
         holdout.add(predicted(trainer, schema, range(offset, offset + 4), shift=shift), NAMES)

@@ -47,7 +47,7 @@ class Pipeline:
         self.store: Store = build_store(
             *(options, schema, torch.device("cpu"), 0, path / "replay", contents), complete=complete
         )
-        self.holdout = HoldoutSet(schema, 100)
+        self.holdout = HoldoutSet(schema, 100, 0)
         self.checkpoints = Checkpoints(path / "checkpoints", schema.digest, 1)
         self.segments: Sequence[Segment] = ()
         self.erased_offsets: Collection[int] = range(0, 10_000, 10)

@@ -79,7 +79,7 @@ def test_a_publish(device: FailingDevice, tmp_path: Path, schema: Schema) -> Non
     gate = QualityGate(versions, GateSettings.model_validate({"min_rows": 10}), scorer, reference)
     metrics = LearnerMetrics(CollectorRegistry())
     publisher = Publisher(versions, VersionsSettings(), reference, schema, scorer, gate, 1, metrics)
-    holdout, steps = HoldoutSet(schema, 60), 0
+    holdout, steps = HoldoutSet(schema, 60, 0), 0
 
     def publish() -> None:
         nonlocal steps

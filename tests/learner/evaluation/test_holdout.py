@@ -4,7 +4,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ingest.events.identity import identity_hash
+from anabranch.core.stream_secret import StreamSecret
+from ingest.events.identity import identity_hash, keyed_hash
 from ingest.events.partition import TopicPartition
 from ingest.events.schema import Schema
 from ingest.kafka.fake import fake_columns
@@ -19,7 +20,7 @@ NAMES = [TopicPartition("events", 0)]
 def test_the_set_is_bounded_and_keeps_the_youngest_events_and_a_fair_share_of_each_class(
     schema: Schema, batches: list[tuple[int, int]], most: int
 ) -> None:
-    holdout = HoldoutSet(schema, most)
+    holdout = HoldoutSet(schema, most, 0)
     offset = 0
     for count, label in batches:
         holdout.add(fake_columns(schema, range(offset, offset + count), label=[label]), NAMES)
@@ -43,7 +44,7 @@ def test_the_set_is_bounded_and_keeps_the_youngest_events_and_a_fair_share_of_ea
 def test_events_are_taken_by_their_index_in_the_order_of_arrival(
     schema: Schema, counts: list[int], numbers: list[int]
 ) -> None:
-    holdout, offset = HoldoutSet(schema, 1000), 0
+    holdout, offset = HoldoutSet(schema, 1000, 0), 0
     for count in counts:
         holdout.add(fake_columns(schema, range(offset, offset + count)), NAMES)
         offset += count
@@ -58,18 +59,19 @@ def test_events_are_taken_by_their_index_in_the_order_of_arrival(
 def test_held_out_events_are_independent_of_the_reservoir() -> None:
     """With one hash for both, the reservoir would prefer the held-out events."""
     for seed in range(5):
-        hold_out = GateSettings(holdout_fraction=0.2).hold_out(seed)
+        secret = StreamSecret.fixed(seed)
+        hold_out = GateSettings(holdout_fraction=0.2).hold_out(secret)
         offsets = np.arange(20_000)
-        events = np.zeros(len(offsets), np.uint64), offsets, np.zeros(len(offsets), np.int32)
-        held = identity_hash(*events, hold_out.seed) < np.uint64(int(hold_out.fraction * 2**64))
-        priority = identity_hash(*events, seed) / 2**64
+        identity = identity_hash(np.zeros(len(offsets), np.uint64), offsets, np.zeros(len(offsets), np.int32))
+        held = keyed_hash(identity, hold_out.seed) < np.uint64(int(hold_out.fraction * 2**64))
+        priority = keyed_hash(identity, secret.number("replay")) / 2**64
         assert abs(held.mean() - 0.2) < 0.02
         assert abs(priority[held].mean() - 0.5) < 0.03
         assert abs(np.mean(priority[held] < 0.1) - 0.1) < 0.03
 
 
 def test_events_get_other_labels_where_they_are_in_the_set(schema: Schema) -> None:
-    holdout = HoldoutSet(schema, 100)
+    holdout = HoldoutSet(schema, 100, 0)
     holdout.relabel(fake_columns(schema, range(9), label=[1]), NAMES)
     for first in (0, 3):
         holdout.add(fake_columns(schema, range(first, first + 3), label=[0]), NAMES)

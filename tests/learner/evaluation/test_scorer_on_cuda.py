@@ -62,7 +62,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def held_out(schema: Schema, events: int) -> Mapping[str, Any]:
-    holdout = HoldoutSet(schema, 10_000)
+    holdout = HoldoutSet(schema, 10_000, 0)
     holdout.add(fake_columns(schema, range(events), label=[0, 1, 2]), [TopicPartition("events", 0)])
     return holdout.held.columns
 
@@ -254,7 +254,7 @@ class Bench:
         self.model = nn.Linear(3, 3).to(CUDA)
         self.scorer = Scorer(self.model, Classification(), schema, CUDA)
         self.versions, self.schema, self.step = Versions(path), schema, 0
-        self.holdout = HoldoutSet(schema, 400)
+        self.holdout = HoldoutSet(schema, 400, 0)
         reference = reference_to(ModelSettings(factory="m:build"))
         settings = GateSettings.model_validate({"min_rows": 100})
         self.gate = QualityGate(self.versions, settings, self.scorer, reference)

@@ -37,7 +37,7 @@ class Always(nn.Module):
 
 
 def guarded(schema: Schema, *batches: dict[str, Array]) -> HoldoutSet:
-    holdout = HoldoutSet(schema, 400)
+    holdout = HoldoutSet(schema, 400, 0)
     for batch in batches:
         holdout.add(batch, NAMES)
     return holdout
@@ -84,7 +84,7 @@ class TestEvaluation:
         schema = _schema(group={"name": "shop"})
         columns = fake_columns(schema, range(1000), label=[0])
         columns["group_hash"] = (np.arange(1000) % 100 + 1).astype(np.uint64)
-        holdout = HoldoutSet(schema, 2000)
+        holdout = HoldoutSet(schema, 2000, 0)
         holdout.add(columns, NAMES)
         assert len(evaluate(Always(0), Classification(), schema, holdout.held, CPU).groups) == 64
 

@@ -46,7 +46,7 @@ class Bench:
 
     def __init__(self, path: Path, schema: Schema, task: Task | None = None, **gate: object) -> None:
         self.versions = Versions(path)
-        self.holdout = HoldoutSet(schema, 400)
+        self.holdout = HoldoutSet(schema, 400, 0)
         self.schema = schema
         self.offset = self.step = 0
         reference = reference_to(ModelSettings(factory="m:build"))
@@ -344,7 +344,7 @@ def test_monitoring_withdraws_no_version_by_chance(make_bench: Callable[..., Ben
         now_G, before_G = rivals[noise.choice(3, 500, p=[0.1, 0.1, 0.8])].T
         assert not any(compare(now_G[:n], before_G[:n], bounded=True).certain(0.02) for n in checks_at)
     bench = make_bench(min_rows=10_000)
-    bench.holdout = HoldoutSet(bench.schema, 2000)
+    bench.holdout = HoldoutSet(bench.schema, 2000, 0)
     bench.hold_out(30)
     assert [bench.publish(GOOD), bench.publish(GOOD)] == ["inconclusive"] * 2
     seen = []

@@ -46,7 +46,7 @@ class Bench:
         state_dir = path.parent
         self.versions = Versions(path)
         self.model = model
-        self.holdout = HoldoutSet(schema, 100)
+        self.holdout = HoldoutSet(schema, 100, 0)
         self.holdout.add(fake_columns(schema, range(100), label=[0, 1, 2]), [TopicPartition("events", 0)])
         reference = reference_to(ModelSettings(factory="m:build"))
         scorer = Scorer(model, Classification(), schema, torch.device("cpu"))

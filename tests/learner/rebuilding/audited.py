@@ -44,7 +44,7 @@ dtype = "string"
 encode = {learn = 8, min_count = 2, expire = "30d"}"""
 CONFIG = """
 name = "audited"
-seed = 7
+seed = 3
 [stream]
 bootstrap_servers = "{bootstrap}"
 topics = ["{topic}"]

@@ -294,7 +294,7 @@ def test_settings_that_have_changed_are_refused_by_their_keys(
             "batch_size = 9",
             "settings have changed: learner.batch_size was 8, and is 9; set them back",
         ),
-        ("seed = 7", "seed = 8", "seed was 7, and is 8"),
+        ("seed = 3", "seed = 8", "seed was 3, and is 8"),
         ("capacity = 200", "capacity = 300", "replay.capacity was 200, and is 300"),
         ("[3]", "[4]", r"under another \[schema\]"),
         ('build"', 'build"\nargs = {width = 8}', r"with other model.args \(width\)"),

@@ -626,7 +626,7 @@ def test_a_slot_that_could_not_be_erased_is_not_erased_once_an_event_of_a_checkp
     add(store, schema, range(90, 3000))
     erase_stale(store)
     assert not store.tiers.unerased
-    identity = identity_hash(store.event_table.bases[index["partition"]], index["offset"], index["row"], 0)
+    identity = identity_hash(store.event_table.bases[index["partition"]], index["offset"], index["row"])
     _, whole = store.tiers.read(index["slot"].astype(np.int64), identity)
     assert len(index) == 50
     assert whole.all()

@@ -28,7 +28,7 @@ class Bench:
     def __init__(self, name: str, luck: int = 0) -> None:
         self.name = name
         self._slots = np.random.default_rng(luck).permutation(SLOTS).astype(np.int32)
-        self.event_table = EventTable(SLOTS, LIMIT, 0)
+        self.event_table = EventTable(SLOTS, LIMIT)
         self.event_table.register([TopicPartition("events", 0)])
         self.sampler: Sampler = SAMPLERS[name](SamplerContext(self.event_table, SLOTS, 4, HOUR, None))
         self._next = 0
@@ -315,4 +315,4 @@ def test_what_another_sampler_left_in_a_checkpoint_does_no_harm(before: str, aft
 )
 def test_a_sampler_that_lacks_what_it_needs_is_refused(name: str, message: str) -> None:
     with pytest.raises(SettingsError, match=message):
-        SAMPLERS[name](SamplerContext(EventTable(10, 10, 0), 10, None, HOUR, None))
+        SAMPLERS[name](SamplerContext(EventTable(10, 10), 10, None, HOUR, None))

@@ -34,7 +34,7 @@ class Judging:
         self.judge = CanaryJudge(
             *(self.fleet, deployment.versions, settings, scorer, gate, 0.5), count=self.outcomes.append
         )
-        self.holdout = HoldoutSet(self.schema, 400)
+        self.holdout = HoldoutSet(self.schema, 400, 0)
 
     def publish(self, number, answer):
         """Publish a version that predicts this number."""

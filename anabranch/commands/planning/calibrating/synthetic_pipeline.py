@@ -15,6 +15,7 @@ import msgspec
 
 from anabranch.config.loader import Config
 from anabranch.config.model import Pipeline
+from anabranch.core.stream_secret import StreamSecret
 from anabranch.runtime.daemon import enter, exit_at_once
 from ingest.config import StreamSettings
 from ingest.reader.reader import BlockReader
@@ -112,7 +113,7 @@ def synthetic_source(pipeline: Pipeline, spec: CalibrationSpec) -> BlockReader:
     """Return the reader of the synthetic stream."""
     program = (*_INGEST, "--messages", spec.messages, "--rate", str(spec.rate), "--flood", spec.flood)
     stream = calibrated_stream(pipeline.stream)
-    return BlockReader(stream, pipeline.events, pipeline.gate.hold_out(pipeline.seed), program)
+    return BlockReader(stream, pipeline.events, pipeline.gate.hold_out(StreamSecret.fixed(0)), program)
 
 
 def _learn(config: Config, spec: CalibrationSpec, stop: threading.Event) -> None:
