@@ -1,6 +1,5 @@
 """`anabranch config check` and `show`: what is wrong with a pipeline's settings, and what they resolve to."""
 
-import json
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 from pydantic import SecretStr
 
 from anabranch.config.loader import Config, Examined, examine_config
+from anabranch.config.toml_text import toml_key, toml_value
 from anabranch.core.durations import format_duration
 from anabranch.core.errors import SettingsError
 
@@ -58,22 +58,10 @@ def _plain(value: Any, secrets: set[str]) -> Any:
 
 def _lines(table: Mapping[str, Any], location: tuple[str, ...]) -> list[str]:
     plain = {key: value for key, value in table.items() if not isinstance(value, Mapping) and value is not None}
-    lines = [f"{_key(key)} = {_value(value)}" for key, value in plain.items()]
+    lines = [f"{toml_key(key)} = {toml_value(value)}" for key, value in plain.items()]
     if location and (lines or not table):
-        lines = ["", f"[{'.'.join(map(_key, location))}]", *lines]
+        lines = ["", f"[{'.'.join(map(toml_key, location))}]", *lines]
     for key, value in table.items():
         if isinstance(value, Mapping):
             lines += _lines(value, (*location, key))
     return lines
-
-
-def _key(name: str) -> str:
-    return name if name and all(c.isascii() and (c.isalnum() or c in "_-") for c in name) else json.dumps(name)
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, list):
-        return f"[{', '.join(map(_value, value))}]"
-    if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{_key(key)} = {_value(item)}' for key, item in value.items() if item is not None)}}}"
-    return json.dumps(value)

@@ -1,6 +1,7 @@
 """`anabranch init`: writes the example pipeline, to begin with."""
 
 import importlib.resources
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -63,5 +64,5 @@ NEXT_OF_HISTORY = """\
 
 def next_commands(folder: Path, commands: str = _NEXT) -> str:
     """Return what to type after `init`."""
-    enter = "" if folder.resolve() == Path.cwd() else f"  cd {folder}\n"
+    enter = "" if folder.resolve() == Path.cwd() else f"  cd {shlex.quote(str(folder))}\n"
     return f"{enter}{commands}"

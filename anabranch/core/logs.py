@@ -25,7 +25,13 @@ def printable(text: str) -> str:
 
 
 class _PrintableFormatter(logging.Formatter):
-    """Formats lines, which may name what state files hold."""
+    """Formats lines, which may name what state files hold; those after the first of a message are indented.
+
+    So a text that a message names can make no line that looks like another message.
+    """
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 logging's name
+        return super().formatMessage(record).replace("\n", "\n    ")
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))

@@ -3,6 +3,7 @@
 import glob
 import hashlib
 import os
+import unicodedata
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -21,6 +22,8 @@ from ingest.events.position import PartitionFingerprint
 
 DISORDER = timedelta(minutes=5)
 """Records of a topic may be so much later than others before them: producers send again for two minutes by default."""
+_UNPRINTABLE = {"Cc", "Cs", "Zl", "Zp"}
+"""Categories of characters that end a line, command a terminal, or stand for bytes that are no text."""
 _MOST_PARTITIONS = 10_000
 """Each file has an account in the ledger and in reports, for each pass."""
 
@@ -186,6 +189,12 @@ def listed(settings: BackfillSettings) -> list[FileMark]:
         if not matching:
             raise SettingsError(
                 f'stream.backfill.files: no file matches "{pattern}"; correct it, or remove [stream.backfill]'
+            )
+        unprintable = [mark.name for mark in matching if _UNPRINTABLE & set(map(unicodedata.category, mark.name))]
+        if unprintable:
+            raise SettingsError(
+                "stream.backfill.files: the name of a file has control characters or is not UTF-8: "
+                f"{unprintable[0]!a}; rename it"
             )
         found |= {mark.name: mark for mark in matching if mark.name not in found}
     if len(found) * settings.epochs > _MOST_PARTITIONS:

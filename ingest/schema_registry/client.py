@@ -92,7 +92,10 @@ class RegistryClient:
             MissingSchemaError: the registry answers that it has no such subject.
         """
         answer = self._get(f"/subjects/{quote(subject, safe='')}/versions/latest", self._parameters)
-        return self._writer_schema(f"{subject}:{answer.get('version')}", answer)
+        version = answer.get("version")
+        if type(version) is not int:  # True is one of its subclass
+            raise RegistryError(f"{self._named} answers with no version of {subject}: check stream.registry.url")
+        return self._writer_schema(f"{subject}:{version}", answer)
 
     def subjects(self) -> list[str]:
         """Return the names of all subjects."""

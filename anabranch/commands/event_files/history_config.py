@@ -1,6 +1,5 @@
 """`anabranch init --history`: a pipeline for a folder of Parquet, written from the columns of its files."""
 
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +12,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pyarrow import types
 
+from anabranch.config.toml_text import toml_comment, toml_value
 from anabranch.core.errors import SettingsError
 from ingest.backfill.files import FileMark, listed, store_of
 from ingest.backfill_settings import BackfillSettings
@@ -100,7 +100,7 @@ def _sort(columns: _Columns, column: Any) -> None:
     elif types.is_floating(inner):
         columns.numbers[name] = "float32", tuple(shape)
     else:
-        columns.left_out[name] = f"no feature is of Arrow type {kind}"
+        columns.left_out[name] = f"no feature is of Arrow type {toml_comment(str(kind))}"
 
 
 def _has_nulls(parquet: Any, name: str) -> bool:
@@ -141,26 +141,26 @@ def _lines(
     outputs: int,
 ) -> Iterator[str]:
     """Yield the lines of `pipeline.toml`."""
-    yield f"# Written by anabranch init --history, from the columns of {Path(mark.name).name}."
-    yield f"name = {_toml(_pipeline_name(folder))}"
+    yield f"# Written by anabranch init --history, from the columns of {toml_comment(Path(mark.name).name)}."
+    yield f"name = {toml_value(_pipeline_name(folder))}"
     yield ""
     yield "[stream]"
     yield 'topics = ["events"]                  # read after the history; change it to your topic'
     yield ""
     yield "[stream.backfill]"
-    yield f"files = [{_toml(pattern)}]"
+    yield f"files = [{toml_value(pattern)}]"
     if columns.identity is not None:
         keys = zip(("topic", "partition", "offset"), columns.identity, strict=True)
-        yield f"identity = {{{', '.join(f'{key} = {_toml(name)}' for key, name in keys)}}}"
+        yield f"identity = {{{', '.join(f'{key} = {toml_value(name)}' for key, name in keys)}}}"
     for name, why in columns.left_out.items():
-        yield f"# the column {json.dumps(name)} is left out: {why}"
+        yield f'# the column "{toml_comment(name)}" is left out: {why}'
     yield from _features(columns)
     yield ""
     yield "[schema.label]"
-    yield f"name = {_toml(label)}"
-    yield from (f"{key} = {_toml(value)}" for key, value in described.items())
+    yield f"name = {toml_value(label)}"
+    yield from (f"{key} = {toml_value(value)}" for key, value in described.items())
     if columns.time is not None:
-        yield from ("", "[schema.time]", f"name = {_toml(columns.time)}")
+        yield from ("", "[schema.time]", f"name = {toml_value(columns.time)}")
     yield ""
     yield "[model]"
     yield 'factory = "my_model:build"'
@@ -191,11 +191,6 @@ def _filled(value: str, shape: Sequence[int]) -> str:
 
 def _pipeline_name(folder: Path) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", folder.resolve().name).strip("-._")[:100] or "pipeline"
-
-
-def _toml(value: Any) -> str:
-    """Return a string, number or list of strings as TOML, whose basic strings are those of JSON."""
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 _MODEL = '''"""A model for the columns of the history. Replace `build` by your own."""

@@ -1,7 +1,6 @@
 """Writes a pipeline for a subject: `pipeline.toml` with its `[schema]`, and a model that takes its features."""
 
 import importlib.resources
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
@@ -11,6 +10,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from anabranch.commands.subject.fields import SubjectField, fields_of_subject
+from anabranch.config.toml_text import toml_comment, toml_value
 from anabranch.core.errors import SettingsError
 from ingest.registry_settings import RegistrySettings
 from ingest.schema_registry.writer_schema import WriterSchema
@@ -82,30 +82,30 @@ def pipeline_text(writer: WriterSchema, fields: Sequence[SubjectField], options:
     topic = options.subject.removesuffix("-value")
     classes = _classes(label, options.classes)
     lines = [
-        f'# Made by "anabranch init --subject {options.subject}" of {writer.id}.',
+        f"# Made by anabranch init --subject, of {toml_comment(str(writer.id))}.",
         "# Every key that is left out has its default; docs/reference.md lists them all.",
         "",
-        f"name = {json.dumps(re.sub('[^A-Za-z0-9._-]', '-', topic).strip('.-_') or 'pipeline')}",
+        f"name = {toml_value(re.sub('[^A-Za-z0-9._-]', '-', topic).strip('.-_') or 'pipeline')}",
         'state_dir = "var"',
         "",
         "[stream]",
         'bootstrap_servers = "localhost:9092"',
-        f"topics = [{json.dumps(topic)}]",
+        f"topics = [{toml_value(topic)}]",
         f'format = "{writer.kind}"',
         "",
         "[stream.registry]",
-        f"url = {json.dumps(options.url)}",
-        f"subject = {json.dumps(options.subject)}",
+        f"url = {toml_value(options.url)}",
+        f"subject = {toml_value(options.subject)}",
         *(line for field in features for line in _feature(field)),
         "",
         "[schema.label]",
-        f"name = {json.dumps(label.name)}",
-        *([f"classes = {json.dumps(classes)}"] if classes else ['dtype = "float32"']),
+        f"name = {toml_value(label.name)}",
+        *([f"classes = {toml_value(classes)}"] if classes else ['dtype = "float32"']),
     ]
     if options.key is not None:
-        lines += ["", "[schema.key]", f"name = {json.dumps(options.key)}"]
+        lines += ["", "[schema.key]", f"name = {toml_value(options.key)}"]
     if times:
-        lines += ["", "[schema.time]", f"name = {json.dumps(times[0])}"]
+        lines += ["", "[schema.time]", f"name = {toml_value(times[0])}"]
     return "\n".join([*lines, *_model(readable, classes), ""])
 
 
@@ -149,16 +149,16 @@ def _classes(label: SubjectField, given: str | None) -> int | list[str] | None:
 def _feature(field: SubjectField) -> Iterator[str]:
     yield ""
     if field.kind in ("other", "time"):
-        yield f"# {json.dumps(field.name)} is of type {json.dumps(field.written)}, and is not read."
+        yield f'# "{toml_comment(field.name)}" is of type "{toml_comment(field.written)}", and is not read.'
         return
     mark = "# " if field.is_list else ""
     if field.is_list:
-        yield f"# {field.name} is of type {json.dumps(field.written)}: to read it, set the number of its values."
+        yield f'# {field.name} is of type "{toml_comment(field.written)}": to read it, set the number of its values.'
     dtypes = {"number": "float32", "integer": "int64", "boolean": "bool"}
     yield f"{mark}[schema.features.{field.name}]"
     yield f'{mark}dtype = "{dtypes.get(field.kind, "string")}"'
     if field.kind == "words":
-        yield f"{mark}encode = {{vocab = {json.dumps(field.words)}}}"
+        yield f"{mark}encode = {{vocab = {toml_value(field.words)}}}"
     elif field.kind == "string":
         yield f"{mark}encode = {{hash = {_BUCKETS}}}"
     if field.is_list:
@@ -175,5 +175,5 @@ def _model(features: Sequence[SubjectField], classes: int | list[str] | None) ->
     outputs = 1 if classes is None else classes if isinstance(classes, int) else len(classes)
     yield from ("", "[model]", 'factory = "my_model:build"')
     tables = ", ".join(f"{name} = {size}" for name, size in words.items())
-    yield f"args = {{numbers = {json.dumps(numbers)}, words = {{{tables}}}, outputs = {outputs}}}"
+    yield f"args = {{numbers = {toml_value(numbers)}, words = {{{tables}}}, outputs = {outputs}}}"
     yield f'task = "{"regression" if classes is None else "classification"}"'

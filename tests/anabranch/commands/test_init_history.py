@@ -118,3 +118,25 @@ def test_a_file_that_is_no_parquet_and_options_that_lack_each_other_are_one_sent
     assert cli.main(["init", str(history.parent / "a"), "--history", f"{history}/*", "--label", "fraud"]) == 2
     assert "part-0.parquet cannot be read as Parquet" in capsys.readouterr().err
     assert not (history.parent / "a").exists()
+
+
+INJECTED = 'a\nstorage = {url = "s3:\\u002F\\u002Fevil"}\ntracing = {setup = "os:abort"}\n#'
+
+
+def test_the_names_of_files_and_columns_write_no_setting(history: Path) -> None:
+    inner = pa.struct([(INJECTED, pa.int32()), ("b", pa.string())])
+    table = pa.table({**columns(), INJECTED: [0] * 6, "nested": pa.array([None] * 6, inner), "\x7f\u2028": [0] * 6})
+    pq.write_table(table, history / "part-0.parquet")
+    (history / "part-0.parquet").rename(history / "0 \"#'.parquet")
+    pipeline = loaded(history).pipeline
+    assert (pipeline.storage, pipeline.tracing) == (None, None)
+    assert "amount" in pipeline.events.features
+
+
+@pytest.mark.parametrize("name", [f"{INJECTED}.parquet", "\x1b[2J.parquet", "a\u2028.parquet", "\udcff.parquet"])
+def test_a_file_whose_name_is_no_plain_text_is_refused(history: Path, name: str) -> None:
+    (history / "part-0.parquet").rename(history / name)
+    with pytest.raises(SettingsError, match=r"has control characters or is not UTF-8: .*; rename it") as raised:
+        loaded(history)
+    assert str(raised.value).isascii()
+    assert str(raised.value).isprintable()

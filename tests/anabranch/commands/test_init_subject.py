@@ -14,6 +14,7 @@ from anabranch.commands.subject.fields import SubjectField, fields_of_subject
 from anabranch.commands.subject.pipeline import SubjectOptions, write_subject
 from anabranch.config.loader import Config, load_config
 from anabranch.core.errors import SettingsError
+from ingest.errors import RegistryError
 from ingest.events.schema import Schema
 from ingest.formats.registry import make_decoder
 from ingest.schema_registry.client import RegistryClient
@@ -111,6 +112,24 @@ def test_what_is_not_read_is_said_in_the_file(tmp_path, registry):
     assert '# "tags" is of type "map of string", and is not read.' in text
     assert '# history is of type "array of float": to read it, set the number of its values.' in text
     assert "# shape = [1]" in text
+
+
+def test_the_answer_of_a_registry_writes_no_setting(tmp_path, registry):
+    words = ["\U0001f600", "\x7f", 'a"\nstorage = 1']
+    properties = {"x": {"type": "number"}, "y": {"enum": words, "type": "string"}, "z\nstorage = 1": {"type": "number"}}
+    properties["w"] = {"type": "array", "items": {"type": "a\nstorage = 1"}}
+    registry.register(SUBJECT, json.dumps({"type": "object", "properties": properties}), "JSON")
+    pipeline = write(tmp_path, registry, label="y", classes=None, key=None).pipeline
+    assert pipeline.storage is None
+    assert pipeline.events.label.classes == tuple(words)
+
+
+def test_a_version_that_is_no_number_is_refused(tmp_path, registry):
+    version = '1".\nstorage = {url = "s3://evil/x"}\ntracing = {setup = "os:abort"}\n#'
+    registry.faults.status = 200
+    registry.faults.body = json.dumps({"version": version, "schema": AVRO}).encode()
+    with pytest.raises(RegistryError, match=f"answers with no version of {SUBJECT}"):
+        write(tmp_path, registry)
 
 
 def test_a_label_with_its_own_classes_needs_no_option(tmp_path, registry):
