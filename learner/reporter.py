@@ -118,10 +118,10 @@ class Reporter:
     def warnings(self) -> list[str]:
         """One sentence for each workaround that the learner applied, or early warning. Thread-safe."""
         uploads = [] if self._mirror is None else self._mirror.threads
-        late = None if self._parts.late is None else self._parts.late.join
-        parts = self._parts
+        parts, late = self._parts, None if self._parts.late is None else self._parts.late.join
         components = (
-            *(self._loop, self._features, parts.lag, parts.teacher, late, self._health, self._registrar),
+            *(self._heartbeat, self._loop, self._features, parts.lag, parts.teacher, late),
+            *(self._health, self._registrar),
             *uploads,
         )
         return [warning for component in components if component and (warning := component.warning)]

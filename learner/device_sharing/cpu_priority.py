@@ -1,45 +1,101 @@
-"""Lowers the CPU priority of training threads, so that the kernel preempts them for serving at any point."""
+"""CPU priority of training: lowered while a server runs a batch, restored after it, on Linux.
+
+On a CPU the kernel preempts training for serving at any point, as far as training has a lower priority. A level that
+stays low would leave training next to nothing once another program has work, so it is low only while a batch runs.
+Raising a priority requires privileges (root, CAP_SYS_NICE, or RLIMIT_NICE of 20): without them, training takes a
+moderate level once, and keeps it.
+"""
 
 import contextlib
 import math
 import os
+import threading
 from pathlib import Path
 
-_LOWEST = 19
+LOWEST = 19
+_MODERATE = 5
+"""A quarter of a core next to one busy thread: what is lowered permanently must not starve."""
 _STEP = 1.25
 """Ratio of CPU time between a thread and one at the next nice level."""
-_AUTOGROUP = Path("/proc/self/autogroup")
+_AUTOGROUP = "/proc/{}/autogroup"
 """Empty where the kernel does not group this process: writing a level has no effect then."""
 
 
 def nice_level(fraction: float) -> int:
     """Return the nice level at which a thread gets at least `fraction` of a busy core; the lowest priority for 0."""
     if not fraction:
-        return _LOWEST
-    return max(0, min(_LOWEST, math.floor(math.log((1 - fraction) / fraction, _STEP))))
+        return LOWEST
+    return max(0, min(LOWEST, math.floor(math.log((1 - fraction) / fraction, _STEP))))
+
+
+def can_restore() -> bool:
+    """Return whether this thread may lower its priority and raise it again; on Linux alone. Changes nothing then."""
+    if not Path("/proc/self/task").exists():
+        return False
+    before, thread = os.getpriority(os.PRIO_PROCESS, 0), threading.get_native_id()
+    try:
+        os.setpriority(os.PRIO_PROCESS, thread, min(LOWEST, before + 1))
+        os.setpriority(os.PRIO_PROCESS, thread, before)
+    except OSError:
+        return False
+    return os.geteuid() == 0 or not leads_group()  # others may write a session's level ten times a second
+
+
+def leads_group() -> bool:
+    """Return whether the kernel schedules by sessions (autogroup), and this process has one to itself.
+
+    A nice level counts within the session only, then. `anabranch up` starts each part in its own.
+    """
+    with contextlib.suppress(OSError):
+        return os.getsid(0) == os.getpid() and bool(Path(_AUTOGROUP.format("self")).read_text())
+    return False
+
+
+def start_of(process: int) -> int:
+    """Return when a process was started, in ticks since the boot: with its pid it names a process; 0 if it is not here.
+
+    Pids mean nothing between containers that share a volume.
+    """
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19])
+    return 0
+
+
+def computing_threads() -> list[int]:
+    """Return this thread, and those of the process that Python did not start: the pools of torch."""
+    here = threading.get_native_id()
+    others = {thread.native_id for thread in threading.enumerate()} - {here}
+    return [here, *(thread for thread in _threads(os.getpid()) if thread not in others and thread != here)]
+
+
+def set_level(process: int, threads: list[int], group: bool, nice: int) -> None:
+    """Set the nice level of threads, and of the session of their process; passes over those that have ended."""
+    for thread in threads:
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, thread, nice)
+    if group:
+        with contextlib.suppress(OSError):
+            Path(_AUTOGROUP.format(process)).write_text(str(nice))
 
 
 def step_back(nice: int) -> str:
-    """Set the nice level of all threads of this process and its children, including threads that start later.
+    """Lower the priority of all threads of this process and its children permanently, to a moderate level at most.
 
-    On Linux each thread has its own level, including threads that libraries started at import. Where the kernel groups
-    by sessions (autogroup), a level counts within the session only, so the learner's session gets the level too if it
-    has one to itself: `anabranch up` starts each part in its own. Threads at a lower priority keep it. Without
-    privileges this cannot be undone.
+    On Linux each thread has its own level, including threads that libraries started at import. Threads at a lower
+    priority keep it.
 
     Returns:
         A description of the change, for the log and the report.
     """
+    nice = min(nice, _MODERATE)
     done = f"nice {nice}"
     for process in (os.getpid(), *_children(os.getpid())):
         for thread in _threads(process):
             with contextlib.suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, thread, max(nice, os.getpriority(os.PRIO_PROCESS, thread)))
-    if os.getsid(0) == os.getpid():
-        with contextlib.suppress(OSError):
-            if _AUTOGROUP.read_text():
-                _AUTOGROUP.write_text(str(nice))
-                done += ", its session too"
+    if leads_group():
+        set_level(os.getpid(), [], True, nice)
+        done += ", its session too"
     return done
 
 

@@ -5,6 +5,8 @@ A server marks in its file that requests wait; the learner reads the marks of al
 file has one writer, which holds a lock on it while it lives: the kernel releases the lock however the process ends,
 while pids mean nothing between containers that share a volume. A mark in a file that is not locked is of a dead server.
 
+On a CPU, a server that runs a batch also lowers the priority of the threads that the learner names in its file.
+
 Every field is a word of 64 bits that is valid by itself and is written at once, so that no reader sees half of a mark.
 Times are nanoseconds of the monotonic clock, which all processes of one machine share.
 """
@@ -21,13 +23,17 @@ from pathlib import Path
 
 from anabranch.core.errors import SettingsError
 from anabranch.core.failures import state_errors
+from learner.device_sharing.cpu_priority import computing_threads, leads_group, set_level, start_of
 
 FOLDER = "device_sharing"
 _SERVER, _LEARNER = "server", "learner"
-_FORM = 0x1_6573_6165_6C
+_FORM = 0x2_6573_6165_6C
 """The first word of such a file: "lease" and the format number."""
-_BYTES = 64
+_BYTES = 1024
 _MOST_HOLDERS = 256
+_REFRESH_SECONDS = 0.5
+_PATIENCE = timedelta(seconds=30)
+"""Another server whose batch takes longer hangs."""
 
 
 class Field(IntEnum):
@@ -46,6 +52,18 @@ class Field(IntEnum):
     """Of a rank: since when it yields; 0: it does not."""
     ROWS = 6
     """Of a rank: largest micro-batch in events; 0: all of a step."""
+    PROCESS = 7
+    """Of a rank: its pid, if servers may change the priority of its threads; 0: they may not."""
+    STARTED = 8
+    """Of a rank: when that process was started, in ticks since the boot."""
+    GROUP = 9
+    """Of a rank: 1 if it is alone in its session, which has a level too."""
+    NICE = 10
+    """Of a rank: the level of its threads while a batch runs."""
+    USUAL = 11
+    """Of a rank: their level otherwise."""
+    THREADS = 12
+    """Of a rank: the number of its computing threads, whose ids are the words that follow."""
 
 
 class Slot:
@@ -72,6 +90,20 @@ class Slot:
         fcntl.flock(self._descriptor, fcntl.LOCK_UN)
         return False
 
+    def publish_threads(self, nice: int, usual: int) -> None:
+        """Let servers set the level of this process's computing threads; called again when there may be new ones."""
+        threads = computing_threads()[: len(self._words) - Field.THREADS - 1]
+        for word, thread in enumerate(threads, Field.THREADS + 1):
+            self._words[word] = thread
+        self[Field.THREADS], self[Field.GROUP] = len(threads), int(leads_group())
+        self[Field.NICE], self[Field.USUAL] = nice, usual
+        self[Field.STARTED], self[Field.PROCESS] = start_of(os.getpid()), os.getpid()
+
+    def set_level(self, field: Field) -> None:
+        """Set the level of the threads that a rank publishes: that of `field`."""
+        threads = self._words[Field.THREADS + 1 : Field.THREADS + 1 + self[Field.THREADS]].tolist()
+        set_level(self[Field.PROCESS], threads, bool(self[Field.GROUP]), self[field])
+
     def close(self) -> None:
         """Unmap the file, and release the lock."""
         self._words.release()
@@ -82,8 +114,9 @@ class Slot:
 class ServerMark:
     """The marks that one server sets for the learner. Used by one thread."""
 
-    def __init__(self, slot: Slot, slo: timedelta) -> None:
+    def __init__(self, slot: Slot, slo: timedelta, training: "Training") -> None:
         self._slot = slot
+        self._training = training
         self._slo = slo.total_seconds() * 1e9
         self._begins: dict[int, int] = {}
         self._requests = 0
@@ -105,12 +138,14 @@ class ServerMark:
             self._mark()
 
     def run(self) -> None:
-        """Mark that the model starts on a batch."""
+        """Mark that the model starts on a batch, and lower the priority of training."""
         self._slot[Field.RUNNING] = time.monotonic_ns()
+        self._training.lower()
 
     def rest(self) -> None:
-        """Mark that the model is idle."""
+        """Mark that the model is idle, and restore the priority of training."""
         self._slot[Field.RUNNING] = 0
+        self._training.restore()
 
     def _mark(self) -> None:
         self._slot[Field.WAITING] = next(iter(self._begins.values()), 0)
@@ -130,12 +165,7 @@ class Servers:
 
         A slot that cannot be read, for lack of descriptors for example, is tried again at the next call.
         """
-        with contextlib.suppress(OSError):
-            for path in self._folder.iterdir():
-                if path.name not in self._slots and path.name.startswith(_SERVER):
-                    slot = _seen(path)
-                    if slot is not None:
-                        self._slots[path.name] = slot
+        _map(self._folder, _SERVER, self._slots)
 
     def since(self, field: Field) -> int:
         """Return the earliest time in a field of the living servers, 0 when there is none.
@@ -165,11 +195,52 @@ class Servers:
         self._slots.clear()
 
 
+class Training:
+    """The priority of training, as a server sets it around each batch. Used by one thread."""
+
+    def __init__(self, state_dir: Path) -> None:
+        self._folder = state_dir / FOLDER
+        self._servers = Servers(state_dir, _PATIENCE)
+        self._slots: dict[str, Slot] = {}
+        self._published: list[Slot] = []
+        self._due = 0.0
+
+    def lower(self) -> None:
+        """Lower the priority of the threads that ranks of this host publish."""
+        for slot in self._published:
+            slot.set_level(Field.NICE)
+
+    def restore(self) -> None:
+        """Restore it, unless another server runs a batch."""
+        if self._published and not self._servers.since(Field.RUNNING):
+            for slot in self._published:
+                slot.set_level(Field.USUAL)
+        if time.monotonic() >= self._due:
+            self._due = time.monotonic() + _REFRESH_SECONDS
+            self._refresh()
+
+    def _refresh(self) -> None:
+        self._servers.refresh()
+        _map(self._folder, _LEARNER, self._slots)
+        self._published = [
+            slot
+            for slot in self._slots.values()
+            if slot[Field.PROCESS] and slot.alive and start_of(slot[Field.PROCESS]) == slot[Field.STARTED]
+        ]
+
+    def close(self) -> None:
+        """Restore the priority, and unmap all slots."""
+        self.restore()
+        for slot in self._slots.values():
+            slot.close()
+        self._servers.close()
+
+
 @contextlib.contextmanager
 def hold_server(state_dir: Path, slo: timedelta) -> Iterator[ServerMark]:
     """Hold a server's slot; raises as `hold_state_directory` does where the state directory cannot be written."""
-    with _hold(state_dir, _SERVER) as slot:
-        yield ServerMark(slot, slo)
+    with _hold(state_dir, _SERVER) as slot, contextlib.closing(Training(state_dir)) as training:
+        yield ServerMark(slot, slo, training)
 
 
 @contextlib.contextmanager
@@ -222,6 +293,16 @@ def _taken(path: Path) -> Slot | None:
         raise
     slot[Field.FORM] = _FORM
     return slot
+
+
+def _map(folder: Path, kind: str, slots: dict[str, Slot]) -> None:
+    """Map the slots of new holders; one that cannot be read now is tried again at the next call."""
+    with contextlib.suppress(OSError):
+        for path in folder.iterdir():
+            if path.name not in slots and path.name.startswith(kind):
+                slot = _seen(path)
+                if slot is not None:
+                    slots[path.name] = slot
 
 
 def _seen(path: Path) -> Slot | None:

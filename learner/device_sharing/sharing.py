@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -16,7 +17,7 @@ from prometheus_client import Histogram
 from torch import nn
 
 from learner.config import DeviceSharingSettings
-from learner.device_sharing.cpu_priority import nice_level, step_back
+from learner.device_sharing.cpu_priority import can_restore, nice_level, step_back
 from learner.device_sharing.launch_depth import LaunchLimiter
 from learner.device_sharing.layer_hooks import call_between_layers
 from learner.device_sharing.lease import Field, Servers, Slot, hold_learner
@@ -59,7 +60,8 @@ class DeviceSharingSpec:
 class DeviceSharing:
     """Device sharing of one rank. Used by the training thread.
 
-    On a CPU it also lowers the priority of training (`step_back`) once there has been a server.
+    On a CPU it also lets servers lower the priority of training while they run a batch; where the priority could not
+    be raised again, it is lowered once, when the first server is seen.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class DeviceSharing:
         self._cpu = device.type == "cpu"
         self._field = Field.RUNNING if self._cpu else Field.WAITING
         self._scheduling: str | None = None
+        self._restorable, self._usual = False, 0
         self._budget = TrainingBudget(spec.settings.least)
         self._controller = MicroBatchController(spec.slo.total_seconds())
         self._limit: int | None = None
@@ -186,12 +189,20 @@ class DeviceSharing:
             self._budget.trained(seconds)
 
     def _refresh(self) -> None:
-        """Map new servers, and on a CPU lower the priority of training for the first one."""
+        """Map new servers; on a CPU let them set the priority of training, and restore it where one died in a batch."""
         self._refresh_due = time.monotonic() + _INTERVAL_SECONDS
         self._servers.refresh()
-        if self._cpu and self._scheduling is None and self._servers.alive:
-            self._scheduling = step_back(nice_level(self._spec.settings.least))
+        if not self._cpu or not (self._servers.alive or self._slot[Field.PROCESS]):
+            return
+        if self._scheduling is None:
+            nice, self._usual = nice_level(self._spec.settings.least), os.getpriority(os.PRIO_PROCESS, 0)
+            self._restorable = can_restore()
+            self._scheduling = f"nice {nice} while a batch runs" if self._restorable else step_back(nice)
             log.info("training waits for serving: %s", self._scheduling)
+        if self._restorable:
+            self._slot.publish_threads(max(self._usual, nice_level(self._spec.settings.least)), self._usual)
+            if not self._servers.since(self._field):
+                self._slot.set_level(Field.USUAL)
 
     def _wait(self, since: int, longest: float) -> None:
         self._launches.drain()

@@ -103,7 +103,7 @@ class DeviceSharingReport(msgspec.Struct, frozen=True, kw_only=True):
     micro_batch_size: int | None = None
     """Current micro-batch size in events; None: all of a step."""
     scheduling: str | None = None
-    """CPU priority of training while it shares cores with serving, such as `nice 19`; None: unchanged."""
+    """CPU priority of training on shared cores, such as `nice 19 while a batch runs`; None: unchanged."""
 
 
 class DeviceReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -25,7 +25,7 @@ def run():
 child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
 thread = threading.Thread(target=run)
 thread.start()
-print(step_back(7))
+print(step_back(19))
 later = threading.Thread(target=run)
 later.start()
 stay.set()
@@ -40,14 +40,14 @@ child.communicate()
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a level is a process' own")
 @pytest.mark.parametrize("leads", [True, False])
 @pytest.mark.process
-def test_all_threads_and_children_step_back_and_the_session_if_it_is_their_own(leads: bool) -> None:
+def test_all_threads_and_children_step_back_to_a_moderate_level_and_the_session_if_it_is_their_own(leads: bool) -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, start_new_session=leads)
     assert done.returncode == 0, done.stderr
     said, levels, session = done.stdout.splitlines()
-    assert levels.split() == ["7"] * 4
+    assert levels.split() == ["5"] * 4
     grouped = leads and session != ""
-    assert said == ("nice 7, its session too" if grouped else "nice 7")
-    assert (session == "7") == grouped
+    assert said == ("nice 5, its session too" if grouped else "nice 5")
+    assert (session == "5") == grouped
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a level is a process' own")

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anabranch.core.errors import DependencyError, SettingsError
+from learner.device_sharing.cpu_priority import can_restore
 from learner.device_sharing.lease import FOLDER, Field, Servers, hold_learner, hold_server, learners
 
 SLO = timedelta(milliseconds=20)
@@ -212,3 +213,60 @@ def test_a_learner_goes_on_when_there_are_no_descriptors_to_find_servers(
         servers.refresh()
         assert servers.alive == 1
     servers.close()
+
+
+LEARNER = """
+import sys, threading
+from pathlib import Path
+from learner.device_sharing.lease import hold_learner
+
+with hold_learner(Path(sys.argv[1])) as slot:
+    python_thread = threading.Thread(target=threading.Event().wait, daemon=True)
+    python_thread.start()
+    slot.publish_threads(19, 0)
+    print(python_thread.native_id, flush=True)
+    sys.stdin.readline()
+"""
+
+
+@pytest.mark.skipif(not can_restore(), reason="priorities cannot be raised here")
+@pytest.mark.process
+def test_computing_threads_have_a_low_priority_while_any_server_runs_a_batch_and_no_longer(tmp_path: Path) -> None:
+    with (
+        subprocess.Popen(
+            [sys.executable, "-c", LEARNER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as learner,
+        hold_server(tmp_path, SLO) as first,
+        hold_server(tmp_path, SLO) as second,
+    ):
+        assert learner.stdout is not None
+        other_thread = int(learner.stdout.readline())
+
+        def nice() -> tuple[int, int]:
+            return tuple(os.getpriority(os.PRIO_PROCESS, thread) for thread in (learner.pid, other_thread))
+
+        for mark in (first, second):
+            mark.run()
+            mark.rest()  # maps what is there
+        assert nice() == (0, 0)
+        first.run()
+        assert nice() == (19, 0)
+        second.run()
+        first.rest()
+        assert nice() == (19, 0)
+        second.rest()
+        assert nice() == (0, 0)
+        second.run()
+        learner.kill()
+        learner.wait()
+        second.rest()
+
+
+def test_a_process_of_another_pid_space_is_left_alone(tmp_path: Path) -> None:
+    with hold_learner(tmp_path) as slot, hold_server(tmp_path, SLO) as mark:
+        slot.publish_threads(19, os.getpriority(os.PRIO_PROCESS, 0))
+        slot[Field.STARTED] += 1
+        for _ in range(2):
+            mark.run()
+            assert os.getpriority(os.PRIO_PROCESS, 0) != 19
+            mark.rest()

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ingest.events.schema import Schema
 from ingest.kafka.fake import fake_columns
 from learner.config import DeviceSharingSettings, LearnerSettings
+from learner.device_sharing.cpu_priority import can_restore
 from learner.device_sharing.lease import Field, Servers, hold_learner, hold_server, learners
 from learner.device_sharing.sharing import DeviceSharing, DeviceSharingSpec, device_sharing
 from learner.model.device import choose_precision
@@ -142,8 +143,11 @@ def test_training_stops_while_a_request_is_answered(begin: Callable[..., Learner
             learner.until(lambda: (report := learner.report) is not None and report.time > seconds.time + 1)
             assert steps_of(learner) == steps
             assert is_yielding(learner)
-            assert os.getpriority(os.PRIO_PROCESS, learner.process.pid) == 19
             mark.rest()
+            mark.run()
+            assert os.getpriority(os.PRIO_PROCESS, learner.process.pid) == (19 if can_restore() else 5)
+            mark.rest()
+            assert os.getpriority(os.PRIO_PROCESS, learner.process.pid) == (0 if can_restore() else 5)
         learner.until(lambda: steps_of(learner) > steps)
     learner.until(lambda: (report := learner.report) and report.device_sharing and report.device_sharing.servers == 0)
     report = learner.report
@@ -166,11 +170,14 @@ def test_training_goes_on_at_once_when_the_server_is_killed(begin: Callable[...,
     server.stdout.readline()
     learner.until(lambda: is_yielding(learner))
     steps = steps_of(learner)
+    if can_restore():
+        os.setpriority(os.PRIO_PROCESS, learner.process.pid, 19)  # as a server does that is killed in a batch
     server.kill()
     server.communicate()
     killed = time.monotonic()
     learner.until(lambda: steps_of(learner) > steps)
     assert time.monotonic() - killed < 25, "serving.timeout is 30 s: it was not waited for"
+    learner.until(lambda: os.getpriority(os.PRIO_PROCESS, learner.process.pid) == (0 if can_restore() else 5))
 
 
 def test_a_learner_that_yields_stops_in_time_and_makes_its_last_checkpoint(begin: Callable[..., Learner]) -> None:

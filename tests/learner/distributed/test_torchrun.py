@@ -71,6 +71,7 @@ torchrun.JOIN_TIMEOUT = timedelta(seconds=1)
 sys.exit(main(["-c", sys.argv[1]]))
 """
 """A rank that waits a second for the others."""
+PACKAGES = "anabranch|ingest|learner|replay|serving"
 
 
 class Host:
@@ -104,7 +105,7 @@ class Host:
     @property
     def raised_in(self) -> list[str]:
         """The lines of tracebacks in its log that name our code."""
-        return re.findall(r'^ *File ".*/(?:anabranch|ingest|learner|replay|serving)/.*$', self.log, re.MULTILINE)
+        return re.findall(rf'^ *File "{re.escape(str(Path.cwd()))}/(?:{PACKAGES})/.*$', self.log, re.MULTILINE)
 
     @property
     def ranks(self) -> list[forkserver.Child]:

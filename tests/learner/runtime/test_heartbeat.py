@@ -1,14 +1,17 @@
 """A loop that hangs is a problem, in `/healthz` too; one that starts, works or waits is not."""
 
 import json
+import sys
+import time
 import urllib.error
 import urllib.request
 from typing import Any
 
+import pytest
 from prometheus_client import CollectorRegistry
 
 from learner.metrics import LearnerMetrics
-from learner.runtime.heartbeat import PATIENCE, Heartbeat
+from learner.runtime.heartbeat import PATIENCE, Heartbeat, processor_times
 from learner.runtime.status_server import serve_status
 
 
@@ -57,3 +60,30 @@ def test_livez_fails_for_a_loop_that_hangs_and_for_no_other_problem() -> None:
         assert asked(port, "livez") == (200, {"ok": True, "problems": []})
         now = PATIENCE.total_seconds()
         assert asked(port, "livez") == (503, {"ok": False, "problems": [heartbeat.problem]})
+
+
+def test_a_loop_that_gets_little_of_the_processor_says_so_and_one_that_gets_half_or_rests_does_not() -> None:
+    now, ran, waited = 0.0, 0.0, 0.0
+    heartbeat = Heartbeat(LearnerMetrics(CollectorRegistry()).heartbeat, lambda: now, lambda: (ran, waited))
+
+    def pass_seconds(seconds: int, got: float, asked: float) -> None:
+        nonlocal now, ran, waited
+        for _ in range(seconds):
+            now, ran, waited = now + 1, ran + got * asked, waited + (1 - got) * asked
+            heartbeat.beat()
+
+    pass_seconds(20, got=0.5, asked=1)
+    assert heartbeat.warning is None
+    pass_seconds(20, got=0.03, asked=1)
+    assert heartbeat.warning is not None
+    assert heartbeat.warning.startswith("training has got 3% of the processor time that it asked for in the last 10 s")
+    pass_seconds(20, got=0.03, asked=0.1)
+    assert heartbeat.warning is None, "a loop that waits for events asks for little"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's count")
+def test_the_processor_time_of_a_thread_is_what_it_has_used() -> None:
+    began, before = time.thread_time(), processor_times()[0]
+    while time.thread_time() - began < 0.05:
+        pass
+    assert 0.04 < processor_times()[0] - before < 0.2
