@@ -40,8 +40,9 @@ Which settings, commands, metrics and files are there? This page has all of them
 
 Unknown keys are errors that name the nearest known key. A duration is written as `"250ms"`, `"30s"`, `"10m"`, `"2h"` or
 `"1d"`, a size as `"256MB"` (10^6) or `"256MiB"` (2^20). Instead of any string, `{env = "NAME"}` takes the value of a
-variable of the environment and `{file = "path"}` the contents of a file, relative to the config's folder; such values,
-tokens and properties are never printed. Below `model.args`, which every version contains, both are refused.
+variable of the environment and `{file = "path"}` the contents of a file, relative to the config's folder; no error in
+the settings and no command prints such values, nor tokens and properties. Where every version contains a setting (in
+`[model]`, `[schema]`, `[learner]` and others), both are refused.
 """
 
 _PROPERTIES = """\

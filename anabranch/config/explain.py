@@ -13,9 +13,6 @@ from pydantic_core import ErrorDetails
 from anabranch.config.model import Pipeline, alternatives
 from anabranch.core.settings import documented_fields
 
-_SECRET_KEYS = {"password", "properties", "storage", "token", "tokens", "url"}
-"""Keys whose values, and those below them, are not printed."""
-
 
 class Fault(NamedTuple):
     """One thing that is wrong with a config: the keys that lead to it, and a sentence that explains it."""
@@ -43,8 +40,42 @@ def sentence_of(
     if isinstance(error["input"], Mapping):
         return f"{origin}: {key}: {message}"
     shared = any(secret[: len(location)] == location[: len(secret)] for secret in secrets)
-    hidden = shared or isinstance(error["input"], SecretStr) or bool(_SECRET_KEYS & set(location))
+    # An address that is refused may be refused because it has a password.
+    hidden = shared or isinstance(error["input"], SecretStr) or location[-1] == "url" or _may_be_secret(location)
     return f"{origin}: {key} = {'(hidden)' if hidden else repr(error['input'])}: {message}"
+
+
+def without(sentence: str, secrets: Iterable[str]) -> str:
+    """Return a sentence with (hidden) in place of each secret value."""
+    for secret in sorted(filter(None, secrets), key=len, reverse=True):
+        sentence = sentence.replace(secret, "(hidden)")
+    return sentence
+
+
+def _may_be_secret(location: tuple[str, ...]) -> bool:
+    """Return whether the value at these keys is a secret by its type, or something below it is."""
+    types: list[Any] = [Pipeline]
+    for key in location:
+        types = [inner for type_ in types for inner in _below(type_, key)]
+        if SecretStr in types:
+            return True
+    return any(map(_has_secret, types))
+
+
+def _below(kind: Any, key: str) -> list[Any]:
+    """Return the types that the value of a key may have in a value of type `kind`."""
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        fields = kind.model_fields.items()
+        return [
+            each for name, field in fields if key == (field.alias or name) for each in alternatives(field.annotation)
+        ]
+    return alternatives(get_args(kind)[-1]) if get_origin(kind) in (dict, list, tuple) else []
+
+
+def _has_secret(kind: Any) -> bool:
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return any(_has_secret(each) for field in kind.model_fields.values() for each in alternatives(field.annotation))
+    return kind is SecretStr or (get_origin(kind) is dict and any(map(_has_secret, alternatives(get_args(kind)[1]))))
 
 
 def rank(error: ErrorDetails) -> int:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from anabranch.config.explain import Fault, key_of, rank, sentence_of
+from anabranch.config.explain import Fault, key_of, rank, sentence_of, without
 from anabranch.config.label_checks import label_conflicts
 from anabranch.config.model import Pipeline
 from anabranch.config.overrides import apply_overrides, origin_of
@@ -20,12 +20,10 @@ from anabranch.core.net import is_loopback
 from learner.compatibility import conflicts, facts, stage_conflicts
 from learner.sections.search import search_conflicts
 from learner.sections.teacher import teacher_conflicts
+from learner.state_dir.origin import is_published
 
-_PUBLISHED = ("model", "args")
-_NOTHING_HIDDEN = (
-    "arguments of the factory stand in every version and in errors, so they hold no secrets; "
-    "have the factory read {} itself"
-)
+_NOTHING_HIDDEN = "it stands in every version and in errors, so it holds no secret; write the value, or have "
+_NOTHING_HIDDEN += "the model's code read {} itself"
 
 
 class Config:
@@ -100,13 +98,14 @@ def examine_config(path: Path, environment: Mapping[str, str] = os.environ) -> E
             locations = [key_of(resolved, error) for error in errors]
             for location in locations:
                 _remove(resolved, location)
-    if pipeline is None:
-        return Examined(None, faults, set(secrets.values()))
-    faults += [
-        Fault(location, f"{origin_of(path, location, overrides)}: {sentence}")
-        for location, sentence in _conflicts(pipeline)
-    ]
-    return Examined(Config(pipeline, path), faults, set(secrets.values()))
+    if pipeline is not None:
+        faults += [
+            Fault(location, f"{origin_of(path, location, overrides)}: {sentence}")
+            for location, sentence in _conflicts(pipeline)
+        ]
+    hidden = set(secrets.values())
+    faults = [Fault(location, without(sentence, hidden)) for location, sentence in faults]
+    return Examined(None if pipeline is None else Config(pipeline, path), faults, hidden)
 
 
 def _conflicts(pipeline: Pipeline) -> Iterator[tuple[tuple[str, ...], str]]:
@@ -173,7 +172,7 @@ def _resolve(
 ) -> Any:
     """Replace `{env = "NAME"}` and `{file = "path"}` by what they name, and add each to `secrets`.
 
-    Below `model.args` they are a fault: they name a secret, and versions contain the arguments.
+    Where versions contain the value they are a fault: they name a secret.
     """
     if isinstance(value, list):
         items = enumerate(value)
@@ -182,7 +181,7 @@ def _resolve(
         return value
     if value.keys() == {"env"} or value.keys() == {"file"}:
         ((kind, name),) = value.items()
-        if isinstance(name, str) and location[:2] == _PUBLISHED:
+        if isinstance(name, str) and is_published(location):
             faults.append(Fault(location, f"{'.'.join(location)}: {_NOTHING_HIDDEN.format(name)}"))
             return ""
         if isinstance(name, str):

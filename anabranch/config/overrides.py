@@ -10,6 +10,7 @@ from pydantic import BaseModel, SecretStr
 from anabranch.config.explain import Fault, nearest_key
 from anabranch.config.model import Pipeline, alternatives
 from anabranch.core.errors import SettingsError
+from learner.state_dir.origin import is_published
 
 ENVIRONMENT_PREFIX = "ANABRANCH__"
 _TESTS_PREFIX = "ANABRANCH_TEST_"
@@ -52,6 +53,11 @@ def _override_one(document: dict[str, Any], name: str, text: str) -> tuple[str, 
             raise SettingsError(f"{name}: {key} is a value, not a section")
     key, kind = _step(kind, last, table, name)
     value = _value(text, kind)
+    if _has_free_text(value, kind) and is_published((*keys, key)):
+        raise SettingsError(
+            f"{name}: a text of the environment may be a secret, and {'.'.join((*keys, key))} stands in every version "
+            "and in errors; write it into the file, or have the model's code read a variable of its own"
+        )
     if isinstance(value, str) and isinstance(table.get(key), dict) and _is_named(kind):
         # Other variables may have set its arguments before.
         table[key]["name"] = value
@@ -82,6 +88,23 @@ def _step(kind: Any, part: str, table: Mapping[str, Any], name: str) -> tuple[st
     key = next((key for key in table if key.lower() == part.lower()), part.lower())
     inner = next((get_args(type_)[1] for type_ in types if get_origin(type_) is dict), Any)
     return key, inner
+
+
+def _has_free_text(value: Any, kind: Any) -> bool:
+    """Return whether a value has text where no section says what it is, such as in the arguments of a factory."""
+    types = alternatives(kind)
+    if isinstance(value, str):
+        return Any in types
+    if isinstance(value, list):
+        return any(_has_free_text(item, kind) for item in value)
+    if not isinstance(value, dict):
+        return False
+    known: dict[str, Any] = {}
+    inner: Any = next((get_args(type_)[1] for type_ in types if get_origin(type_) is dict), Any)
+    for type_ in types:
+        if isinstance(type_, type) and issubclass(type_, BaseModel):
+            known |= {field.alias or name: field.annotation for name, field in type_.model_fields.items()}
+    return any(_has_free_text(item, known.get(name, inner)) for name, item in value.items())
 
 
 def _value(text: str, kind: Any) -> Any:

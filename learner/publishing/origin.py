@@ -15,32 +15,11 @@ from pydantic import BaseModel
 
 from ingest.config import StreamSettings
 from learner.config import TASK_NAMES, GateSettings, LearnerSettings, ModelSettings
-from learner.state_dir.origin import VersionOrigin
+from learner.state_dir.origin import UNPUBLISHED, VersionOrigin
 from replay.config import ReplaySettings
 
 _WHOLE = {"model.args", "model.teacher.args"}
 """Keys whose tables are values."""
-_UNUSED: dict[str, Any] = {
-    "learner": {"profile", "standby", "stop_timeout", "status"},
-    "model": {
-        "channels_last": True,
-        "teacher": {"url", "token", "ca", "timeout", "request_rows", "retries"},
-    },
-    "replay": {"redis": {"url"}, "device_memory": True},
-    "stream": {
-        "bootstrap_servers": True,
-        "dead_letter_topic": True,
-        "group_id": True,
-        "registry": True,
-        "client": True,
-        "buffer_bytes": True,
-        "properties": True,
-        "on_gap": True,
-        "labels": {"bytes"},
-        "backfill": {"storage", "files"},
-    },
-}
-"""Settings on which no weights depend, or that have secrets or paths of a machine."""
 
 
 def settings_of_weights(
@@ -52,7 +31,7 @@ def settings_of_weights(
 ) -> dict[str, Any]:
     """Return the settings on which weights depend, as JSON values by dotted key; the schema has its own digest."""
     sections: dict[str, BaseModel] = {"stream": stream, "model": model, "learner": learner, "replay": replay}
-    tree = {name: section.model_dump(mode="json", exclude=_UNUSED[name]) for name, section in sections.items()}
+    tree = {name: section.model_dump(mode="json", exclude=UNPUBLISHED[name]) for name, section in sections.items()}
     tree["gate"] = {"holdout_fraction": gate.holdout_fraction, "holdout_rows": gate.holdout_rows}
     if stream.backfill is not None:
         tree["stream"]["backfill"]["files"] = [Path(file).name for file in stream.backfill.files]

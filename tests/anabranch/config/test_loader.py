@@ -1,15 +1,21 @@
 """`pipeline.toml`: what is read from it, and one sentence for everything that is wrong with it."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any, get_args, get_origin
 
 import pytest
+from pydantic import BaseModel
 
-from anabranch.config.loader import Config, load_config
+from anabranch.commands.config import render_toml, resolved_config
+from anabranch.config.loader import Config, examine_config, load_config
+from anabranch.config.model import Pipeline, alternatives
 from anabranch.core.errors import SettingsError
 from ingest.feature_settings import HashBuckets, TokenizerFile, Vocabulary
+from learner.publishing.origin import settings_of_weights
+from learner.state_dir.version import reference_to
 
 TEMPLATE = Path(__file__).parents[3] / "anabranch" / "commands" / "template" / "pipeline.toml"
 SMALLEST = {
@@ -266,8 +272,8 @@ class TestValues:
     ) -> None:
         monkeypatch.setenv("HUB_TOKEN", "hunter-2")
         assert refused({"model": f'factory = "m:b"\nargs = {args}'}) == (
-            f"{key}: arguments of the factory stand in every version and in errors, so they hold no secrets; "
-            f"have the factory read {name} itself"
+            f"{key}: it stands in every version and in errors, so it holds no secret; write the value, or have the "
+            f"model's code read {name} itself"
         )
 
     def test_the_nearest_of_the_values_is_named(self, refused: Callable[..., str]) -> None:
@@ -447,13 +453,11 @@ class TestSecrets:
     @pytest.mark.parametrize(
         ("section", "body"),
         [
-            ("stream", 'topics = [{env = "S"}]'),
-            ("stream", 'topics = ["a", {env = "S"}]\nformat = "json"'),
-            ("stream", 'topics = {env = "S"}'),
-            ("stream", 'topics = ["a"]\nstart = {env = "S"}'),
-            ("learner", 'batch_size = {env = "S"}'),
-            ("schema.label", 'name = "y"\nclasses = {env = "S"}'),
-            ("schema.label", 'name = "y"\nclasses = [{env = "S"}]'),
+            ("serving", 'port = {env = "S"}'),
+            ("serving", 'tokens = "hunter 2"'),
+            ("", 'name = "d"\nserving = "hunter 2"'),
+            ("storage", 'url = "s3://b"\noptions = "hunter 2"'),
+            ("stream.registry", 'url = "https://r"\nuser = "a"\npassword = ["hunter 2"]'),
             ("serving.tokens", 'read = ["hunter 2"]'),
             ("stream.properties", '"sasl.password" = ["hunter 2"]'),
             ("stream.properties", '"sasl.passwort" = "hunter 2"'),
@@ -468,6 +472,73 @@ class TestSecrets:
         assert "(hidden)" in str(error)
         assert "hunter" not in str(error)
         assert (error.__cause__, error.__suppress_context__) == (None, True)
+
+
+def leaves(section: type[BaseModel] = Pipeline, above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Yield the keys that lead to each setting; NAME where the user gives the name."""
+    for name, field in section.model_fields.items():
+        location = (*above, field.alias or name)
+        kinds = alternatives(field.annotation)
+        inner = [each for kind in kinds if get_origin(kind) is dict for each in alternatives(get_args(kind)[1])]
+        models = [kind for kind in (*kinds, *inner) if isinstance(kind, type) and issubclass(kind, BaseModel)]
+        for model in models:
+            yield from leaves(model, (*location, *(["NAME"] if model in inner else [])))
+        if not models:
+            yield (*location, *(["NAME"] if inner else []))
+
+
+LEAVES = sorted(set(leaves()))
+
+
+@pytest.mark.slow
+def test_a_secret_at_any_key_is_refused_or_leaves_with_no_version_and_no_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, secret, taken = tmp_path / "pipeline.toml", "hunter2", set()
+    monkeypatch.setenv("S", secret)
+    for location in LEAVES:
+        document: dict[str, Any] = {
+            "name": "d",
+            "stream": {"topics": ["a"]},
+            "schema": {"features": {"x": {"dtype": "float32"}}, "label": {"name": "y", "classes": 2}},
+            "model": {"factory": "m:build"},
+        }
+        table = document
+        for key in location[:-1]:
+            table = table.setdefault(key, {})
+        table[location[-1]] = {"env": "S"}
+        path.write_text(render_toml(document))
+        examined = examine_config(path)
+        assert secret not in " ".join(sentence for _, sentence in examined.faults), location
+        if examined.config is None or examined.faults:
+            continue
+        taken.add(location)
+        pipeline = examined.config.pipeline
+        sections = pipeline.stream, pipeline.model, pipeline.learner, pipeline.replay, pipeline.gate
+        published = settings_of_weights(*sections), reference_to(pipeline.model), pipeline.events, pipeline.name
+        assert secret not in f"{published} {resolved_config(path)}", location
+    assert {("serving", "tokens", "read"), ("lineage", "sign_key"), ("state_dir",)} <= taken
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "key"),
+    [
+        ("MODEL__ARGS__HUB_TOKEN", "hunter2", "model.args.hub_token"),
+        ("MODEL__ARGS", '{layers = 3, hub = {token = "hunter2"}}', "model.args"),
+        ("MODEL__TEACHER", '{factory = "m:t", args = {keys = ["hunter2"]}}', "model.teacher"),
+        ("MODEL__TEACHER__ARGS__TOKEN", "hunter2", "model.teacher.args.token"),
+        ("MODEL__TEACHER__VERSION__ARGS__TOKEN", "hunter2", "model.teacher.version.args.token"),
+        ("LEARNER__OPTIMIZER__TOKEN", "hunter2", "learner.optimizer.token"),
+    ],
+)
+def test_a_text_of_the_environment_is_no_argument_that_versions_contain(
+    refused: Callable[..., str], variable: str, text: str, key: str
+) -> None:
+    sentence = refused(None, {f"ANABRANCH__{variable}": text})
+    assert sentence.startswith(
+        f"ANABRANCH__{variable}: a text of the environment may be a secret, and {key} stands in "
+    )
+    assert "hunter2" not in sentence
 
 
 def test_files_of_the_history_are_relative_to_the_folder_of_the_config(load: Callable[..., Config]) -> None:
