@@ -26,6 +26,7 @@ from learner.labels.label_join import LabelJoin
 from learner.labels.ready import Resolution
 from learner.state_dir.report import LabelReport
 from learner.strategies.early_negatives import EARLY, Early
+from learner.stream.aligned_reading import AlignedReading
 from learner.stream.batch import Batch, Decided
 from learner.stream.batches import MOST_LATE
 from learner.stream.label_times import NEVER, LabelClock, LabelLags, LabelsThrough, StreamTimes
@@ -92,6 +93,9 @@ class LateLabels:
         self._clock = clock or LabelClock()
         self._times = StreamTimes(settings.topics, self._clock)
         self._label_topics = frozenset(settings.topics)
+        self._aligned = AlignedReading(round(settings.wait.total_seconds() * 1000), self._clock.monotonic)
+        self.ahead: frozenset[int] = frozenset()
+        """The indexes of the partitions that are not to be read now: others are behind them."""
         self._through = LabelsThrough()
         self._ready_since: float | None = None
         self._advance_at = 0.0
@@ -205,6 +209,7 @@ class LateLabels:
             return
         self._advance_at = now + _ADVANCE_SECONDS
         labels_ms, events_ms = self._times.now(partitions, self._ledger, ends_time)
+        self.ahead = self._aligned.ahead(self.join.taken, partitions, self._ledger, self._times.of)
         if labels_ms is None:
             self.join.tidy()
         else:

@@ -30,6 +30,7 @@ from ingest.transport.protocol import (
     Failed,
     FromIngest,
     HistoryProgress,
+    Hold,
     LagReport,
     PartitionsOpened,
     Pause,
@@ -90,6 +91,7 @@ class BlockReader:
         self._process = IngestProcess(BlockLayout(Schema(schema, stream.labels)), stream, program)
         self._cursors = CursorTable()
         self._paused = False
+        self._held: frozenset[int] = frozenset()
         self._is_skipping = False
         self._opened = False
         self._inbox: deque[FromIngest] = deque()
@@ -235,6 +237,13 @@ class BlockReader:
         self._paused = False
         self._process.send(Resume())
 
+    def hold(self, partitions: frozenset[int]) -> None:
+        """Do not read these partitions, by index, until another call names others; `poll` still returns blocks of them
+        that were read before."""
+        if partitions != self._held:
+            self._held = partitions
+            self._process.send(Hold(sorted(partitions)))
+
     def pass_over(self) -> None:
         """Continue at the end of every partition; a block covers the skipped offsets. Does nothing while it skips."""
         if not self._is_skipping:
@@ -274,6 +283,8 @@ class BlockReader:
         )
         if self._paused:
             self._process.send(Pause())
+        if self._held:
+            self._process.send(Hold(sorted(self._held)))
         if self._is_skipping:
             self._process.send(SkipToEnd())
 

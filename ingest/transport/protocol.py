@@ -44,6 +44,12 @@ class Resume(msgspec.Struct, frozen=True, tag=True):
     """Continue reading."""
 
 
+class Hold(msgspec.Struct, frozen=True, tag=True):
+    """Do not read these partitions, by index, and read all others, until another one comes."""
+
+    partitions: list[int]
+
+
 class Commit(msgspec.Struct, frozen=True, tag=True):
     """Write positions for lag tools: `(index of the partition, offset)`."""
 
@@ -125,7 +131,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     sentence: str
 
 
-ToIngest = Begin | Release | Pause | Resume | Commit | SkipToEnd | Stop
+ToIngest = Begin | Release | Pause | Resume | Hold | Commit | SkipToEnd | Stop
 FromIngest = PartitionsOpened | BlockReady | LagReport | SkippedToEnd | Failed
 
 _to_ingest = msgspec.msgpack.Decoder(ToIngest)

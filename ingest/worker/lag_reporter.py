@@ -100,7 +100,7 @@ class LagReporter:
             {
                 self._table.partitions[index]: self._table.positions[index]
                 for index in self._table.read
-                if index not in self._table.paused
+                if index not in self._table.paused and index not in self._table.held
             },
             ends,
             seconds,

@@ -35,6 +35,8 @@ class PartitionTable:
         self._logged: set[int] = set()
         self.paused: set[int] = set()
         """The indexes of the partitions whose next message cannot be decoded yet; they are not fetched."""
+        self.held: frozenset[int] = frozenset()
+        """The indexes of the partitions that the learner does not want to have now; they are not fetched."""
 
     def restore(
         self, positions: Sequence[tuple[TopicPartition, Position]], marks: Sequence[PartitionFingerprint]
@@ -52,7 +54,7 @@ class PartitionTable:
 
     def assign(self) -> None:
         """Make the client fetch from the positions on."""
-        paused = [self.partitions[index] for index in self.read if index in self.paused]
+        paused = [self.partitions[index] for index in self.read if index in self.paused or index in self.held]
         self._client.assign({self.partitions[index]: self.positions[index].offset for index in self.read}, paused)
 
     def refresh(self, start: str, *, due: bool) -> int | None:

@@ -25,6 +25,7 @@ from ingest.schema_registry.cache import WriterSchemas
 from ingest.transport.protocol import (
     BlockReady,
     Commit,
+    Hold,
     PartitionsOpened,
     Pause,
     Release,
@@ -95,6 +96,8 @@ class IngestWorker:
         self._connection = connection
         self._free = list(range(ring.slots))
         self._paused = False
+        self._held: frozenset[int] = frozenset()
+        """The partitions that are to be held once all fetched messages are in blocks."""
         self._is_skipping = False
         self._table = PartitionTable(stream, client)
         self._reporter = LagReporter(client, self._table, connection, history, lambda: self._history.problem)
@@ -141,6 +144,9 @@ class IngestWorker:
                 if self._is_skipping:
                     self._skip_to_end()
                     continue
+                if self._held != self._table.held:
+                    self._table.held = self._held
+                    self._table.assign()
                 if self._history.read():
                     backoff.reset()
                     self._reporter.report_if_due()
@@ -274,6 +280,8 @@ class IngestWorker:
                 self._paused = True
             case Resume():
                 self._paused = False
+            case Hold(partitions):
+                self._held = frozenset(partitions)
             case SkipToEnd():
                 self._is_skipping = True
             case Commit(positions):

@@ -126,6 +126,11 @@ class LabelJoin:
         return self.payload.slots
 
     @property
+    def taken(self) -> float:
+        """The share of the space for events, or of that for kept labels, that is taken, whichever is more."""
+        return max(len(self._table) / self.slots, len(self._labels) / self._labels.limit)
+
+    @property
     def needs_checkpoint(self) -> bool:
         """Whether space runs low, and a checkpoint lets space be used again."""
         return self._events.needs_checkpoint

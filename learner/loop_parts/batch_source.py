@@ -50,6 +50,7 @@ class BatchSource:
         late, source = self._parts.late, self._parts.source
         assert late is not None
         late.advance(source.partitions, source.ends_time)
+        source.hold(late.ahead)
         decided = late.take(source.partitions)
         if decided is None and late.full:
             late.make_room()

@@ -71,13 +71,17 @@ class StreamTimes:
         for index, (partition, account) in enumerate(zip(partitions, ledger.partitions, strict=False)):
             if not partition.read:
                 continue
-            reached = min(wall_ms, int(np.median(self._last.get(index, _NO_MESSAGES))))
+            reached = min(wall_ms, self.of(index))
             if asked is not None and partition.end is not None and account.position.offset >= partition.end:
                 reached = max(reached, asked)
             labels = partition.name.topic in self._label_topics
             lowest[labels] = min(reached, lowest.get(labels, reached))
         labels_ms, events_ms = lowest.get(True, NEVER), lowest.get(False, NEVER)
         return (None if labels_ms == NEVER else labels_ms), (None if events_ms == NEVER else events_ms)
+
+    def of(self, index: int) -> int:
+        """Return the middle one of the last record times of a partition, in ms; `NEVER` before there are enough."""
+        return int(np.median(self._last.get(index, _NO_MESSAGES)))
 
     @property
     def _wall_ms(self) -> int:

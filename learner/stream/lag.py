@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from anabranch.core.host_clock import HOST_CLOCK
 from ingest.config import LagPolicySettings
 from ingest.events.block import Array, Outcome, SkipReason
 from ingest.events.identity import identity_hash, keyed_hash, partition_base
@@ -106,7 +107,7 @@ class LagPolicy:
         unlabelled: bool = False,
         only_full: bool = False,
         clock: Callable[[], float] = time.monotonic,
-        wall: Callable[[], float] = time.time,
+        wall: Callable[[], float] = HOST_CLOCK.now,
     ) -> None:
         """`seed`: 128 secret bits, which choose the events of a sample. With `reads`, `skip-to-latest` reads the events
         that it skips: there may be tombstones among them.

@@ -391,6 +391,26 @@ def test_partitions_that_are_added_are_read_from_their_beginning(
         assert [(partition, offset) for partition, offset, *_ in read(source, 3)] == [(1, 0), (1, 1), (1, 2)]
 
 
+def test_a_partition_that_is_held_is_not_read_until_it_is_released_by_another_process_either(
+    kafka: Any, make_topic: Callable[..., str], produce: Callable[..., list[int]]
+) -> None:
+    topic = make_topic(partitions=2)
+    with opened(kafka.bootstrap, topic) as source:
+        source.hold(frozenset({0}))
+        for after_kill in range(2):
+            if after_kill:
+                assert source._process.popen is not None
+                source._process.popen.kill()
+                source._process.popen.wait()
+            for _ in range(3):
+                produce(kafka.bootstrap, topic, [GOOD] * 3, partition=0)
+                produce(kafka.bootstrap, topic, [GOOD] * 3, partition=1)
+                assert {partition for partition, *_ in read(source, 3)} == {1}
+        source.hold(frozenset())
+        assert [(partition, offset) for partition, offset, *_ in read(source, 18)] == [(0, n) for n in range(18)]
+        assert source.problem is None
+
+
 def test_a_killed_ingest_process_loses_nothing_and_repeats_nothing(
     kafka: Any, make_topic: Callable[..., str], produce: Callable[..., list[int]]
 ) -> None:

@@ -30,6 +30,7 @@ from ingest.transport.protocol import (
     BlockReady,
     Commit,
     FromIngest,
+    Hold,
     LagReport,
     PartitionsOpened,
     Pause,
@@ -305,6 +306,30 @@ class Held(FakeClient):
 
     def open(self) -> None:
         assert self.may.wait(20)
+
+
+def test_a_partition_that_is_held_is_read_once_it_is_released_and_is_not_stalled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lag_reporter, "LAG_SECONDS", 0.0)
+    monkeypatch.setattr(stalls, "STALLED_SECONDS", 0.0)
+    topics = {P0: FakePartition(), P1: FakePartition()}
+    for partition in topics.values():
+        partition.append(message(0, 1))
+    client = Held(topics)
+    with learner(client) as end:
+        send(end.connection, Hold([0]))
+        client.may.set()
+        for offset in range(3):
+            block, slot = end.block()
+            assert (block.columns["partition"].tolist(), block.columns["offset"].tolist()) == ([1], [offset])
+            send(end.connection, Release(slot))
+            topics[P1].append(message(0, 1))
+        assert end.block()[0].columns["offset"].tolist() == [3]
+        assert {report.problem for report in end.broker} <= {None}
+        send(end.connection, Hold([]))
+        block, _ = end.block()
+        assert (block.columns["partition"].tolist(), block.columns["offset"].tolist()) == ([0], [0])
 
 
 class TestPassingOver:
