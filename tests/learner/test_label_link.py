@@ -247,7 +247,8 @@ def test_a_loop_that_does_not_read_since_the_join_is_full_makes_room(
 ) -> None:
     monkeypatch.setattr("learner.labels.payload_file._MEMORY_BYTES", 0)
     source: Any = BatchSource.__new__(BatchSource)
-    source._parts = SimpleNamespace(late=bench.late, source=SimpleNamespace(partitions=[], ends_time=None))
+    reader = SimpleNamespace(partitions=[], ends_time=None, hold=lambda partitions: None)
+    source._parts = SimpleNamespace(late=bench.late, source=reader)
     stop, join = threading.Event(), bench.late.join
     bench.arrive(*range(join.slots * 7 // 8))
     monkeypatch.setattr(LateLabels, "most_rows", join.slots // 8)
