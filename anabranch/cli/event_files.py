@@ -70,7 +70,7 @@ def backtest(
 ) -> int:
     """Train on the events of a file, without Kafka, and print the accuracy on each before it is trained on.
 
-    Old events are replayed uniformly at learner.replay_ratio. No version is published.
+    The step and the store are the learner's, with all its settings. No version is published.
     """
 
     def start() -> None:

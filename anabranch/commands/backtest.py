@@ -1,26 +1,29 @@
 """`anabranch backtest`: the learner's training step on the events of a file, without Kafka.
 
-Each batch is scored before the model is trained on it, so that every accuracy is that on events not seen before. Old
-events are replayed from a uniform sample in memory, at `learner.replay_ratio` (1 for "auto"), whatever
-`replay.admission` and `replay.sampling` are. With the time of each label, an event is scored when it comes and trained
-on when its label comes, or as `[stream.labels]` says. No version is published, and nothing is written.
+Each batch is scored before the model is trained on it, so that every accuracy is that on events not seen before. The
+step and the store are those of the learner, with all settings of `[learner]` and `[replay]`. With the time of each
+label, an event is scored when it comes and trained on when its label comes, or as `[stream.labels]` says. No version is
+published, and nothing is written.
 """
 
+import contextlib
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
-import torch
+from numpy.typing import NDArray
 from pydantic import ValidationError
 from rich.console import Group, RenderableType
 from rich.table import Table
 
 from anabranch.commands.backtesting.delayed_labels import POLICIES, DelayedRun, LabelDelay, Policy
 from anabranch.commands.backtesting.runs import BacktestPoint, BacktestRun, LabelledRun, without_replay
+from anabranch.commands.backtesting.training import BacktestTraining, Numbering, rows_of, without_teacher
 from anabranch.commands.event_files.files import EventFile, FileRecord, SourceFormat, open_source
 from anabranch.config.loader import Config
 from anabranch.core.errors import SettingsError
@@ -62,6 +65,8 @@ class BacktestResult:
     points: list[BacktestPoint] = field(default_factory=list)
     events: int = 0
     """Events that the model was scored on."""
+    held_out: int = 0
+    """Events that were neither scored nor trained on: with replay_ratio = "auto" they measure forgetting."""
     skipped: int = 0
     """Events without a label, or that the pipeline cannot use."""
     first_fault: str | None = None
@@ -82,7 +87,7 @@ class _ComparedRun:
 
     def comparison(self) -> BacktestComparison:
         """Return its score over all events."""
-        last = self.run.points[-1]
+        last = self.run.score.points[-1]
         ended = (self.run.labelled, self.run.timed_out) if isinstance(self.run, DelayedRun) else ()
         return BacktestComparison(self.policy, self.replay, last.overall, last.overall_loss, *ended)
 
@@ -114,17 +119,25 @@ def backtest(
     """
     device = choose_device(config.pipeline.learner.device)
     with without_denormals(device):
-        spec = deployment_of(config)
+        spec = without_teacher(deployment_of(config))
         schema = Schema(spec.events if label_time is None else _with_label_time(config, label_time))
-        runs = _runs(config, spec, device, label_time, compare=compare)
+        held_out = _held_out(spec)
         result = BacktestResult("absolute error" if schema.label.classes is None else "accuracy")
-        with open_source(path, kind, delimiter, schema, checked=True) as source:
+        with contextlib.ExitStack() as stack:
+            training = partial(BacktestTraining, device=device, name=path.name, stack=stack)
+            runs = _runs(config, spec, training, label_time, compare=compare)
+            source = stack.enter_context(open_source(path, kind, delimiter, schema, checked=True))
             for columns in _batches(source, schema, spec.learner.batch_size, result):
+                held_B = held_out(len(columns["label"]))
+                new, held = (columns, {}) if not held_B.any() else (rows_of(columns, ~held_B), rows_of(columns, held_B))
                 for each in runs:
-                    each.run.add(columns)
-                result.events += len(columns["label"])
-    points = runs[0].run.points
+                    each.run.add(new, held)
+                result.held_out += int(held_B.sum())
+                result.events += int((~held_B).sum())
+    points = runs[0].run.score.points
     if not points:
+        if result.events:
+            raise SettingsError(f"no event of {path} could be scored: {runs[0].run.training.problem}")
         why = f"; the first that cannot be used: {result.first_fault}" if result.first_fault else ""
         raise SettingsError(f"{path} has no event with a label that the pipeline can use{why}")
     result.points = _thinned(points, every or max(1, result.events // 20))
@@ -156,23 +169,37 @@ def _table(*names: str) -> Table:
 
 
 def _runs(
-    config: Config, spec: LearnerSpec, device: torch.device, label_time: str | None, *, compare: bool
+    config: Config,
+    spec: LearnerSpec,
+    training: Callable[[LearnerSpec], BacktestTraining],
+    label_time: str | None,
+    *,
+    compare: bool,
 ) -> list[_ComparedRun]:
     """Return the run of the settings, and with `compare` the others."""
     replays = spec.learner.strategy.replays
     specs = [spec, without_replay(spec)] if compare and replays else [spec]
     labels = config.pipeline.stream.labels
     if label_time is None or labels is None:
-        return [_ComparedRun(LabelledRun(each, device), "labelled", replays and each is spec) for each in specs]
+        return [_ComparedRun(LabelledRun(training(each)), "labelled", replays and each is spec) for each in specs]
     delay = LabelDelay(f"{_FEATURE}{label_time}", labels.wait.total_seconds(), labels.unmatched)
     own: Policy = "wait" if labels.early == "none" else labels.early
     binary = Schema(spec.events).label.one_of == 2
     others = [policy for policy in POLICIES if policy != own] if compare and binary else []
     return [
-        _ComparedRun(DelayedRun(each, device, policy, delay), policy, replays and each is spec)
+        _ComparedRun(
+            DelayedRun(training(each), each.learner.strategy.name, policy, delay), policy, replays and each is spec
+        )
         for policy in (own, *others)
         for each in specs
     ]
+
+
+def _held_out(spec: LearnerSpec) -> Callable[[int], NDArray[np.bool_]]:
+    """Return what chooses which of the next events are held out, bool `[B]`, as many as of a stream."""
+    measures = spec.learner.strategy.replays and spec.learner.replay_ratio == "auto"
+    random, fraction = np.random.default_rng(spec.seed), spec.gate.holdout_fraction if measures else 0.0
+    return lambda rows: random.random(rows) < fraction
 
 
 def _with_label_time(config: Config, column: str) -> SchemaSettings:
@@ -201,10 +228,11 @@ def _thinned(points: Sequence[BacktestPoint], every: int) -> list[BacktestPoint]
 def _batches(source: EventFile, schema: Schema, rows: int, result: BacktestResult) -> Iterator[Mapping[str, Array]]:
     """Yield the columns of `rows` labelled events at a time, at the end of those that are left."""
     left: dict[str, Array] = {}
+    numbering = Numbering()
     for decoded in _decoded(source, schema, rows, result):
         labelled = np.asarray(decoded.columns["labelled"], np.bool_)
         result.skipped += int((~labelled).sum())
-        new = {name: column[labelled] for name, column in decoded.columns.items()}
+        new = numbering.add({name: column[labelled] for name, column in decoded.columns.items()})
         left = {name: np.concatenate([left[name], column]) for name, column in new.items()} if left else new
         while len(left["label"]) >= rows:
             yield {name: column[:rows] for name, column in left.items()}

@@ -4,7 +4,7 @@ Legend: B events of a batch, W events that wait, n events of a call.
 """
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,13 +12,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from anabranch.commands.backtesting.runs import ReplayedTraining
+from anabranch.commands.backtesting.runs import Score
+from anabranch.commands.backtesting.training import BacktestTraining, batch_of, rows_of
 from ingest.events.block import Array
-from learner.build import LearnerSpec
-from learner.evaluation.prequential import scored
+from learner.evaluation.prequential import NOT_SCORED, Scored, scored
 from learner.model.factory import forward
 from learner.strategies.base import eval_mode
 from learner.strategies.early_negatives import EARLY, Early, check_early
+from replay.reservoir.pending_events import WAITED
 
 Policy = Literal["wait", "negative", "negative-then-correct"]
 """What is trained on before the label comes: nothing; the event as a negative, and again as a positive when its label
@@ -50,32 +51,41 @@ class DelayedRun:
     before it is scored.
     """
 
-    def __init__(self, spec: LearnerSpec, device: torch.device, policy: Policy, delay: LabelDelay) -> None:
-        """Raises SettingsError where the policy does not fit the labels or the strategy."""
-        self._training = ReplayedTraining(spec, device)
-        self.points = self._training.points
-        self._policy, self._delay, self._batch_size = policy, delay, spec.learner.batch_size
-        setup, strategy = self._training.setup, spec.learner.strategy
+    def __init__(self, training: BacktestTraining, strategy: str, policy: Policy, delay: LabelDelay) -> None:
+        """Take what trains; raises SettingsError where the policy does not fit the labels or the named strategy."""
+        self.training = training
+        setup = training.setup
+        self.score = Score(regression=setup.schema.label.classes is None)
+        self._policy, self._delay = policy, delay
         if policy != "wait":
-            check_early(setup.task, setup.schema.label, setup.strategy, strategy.name)
+            check_early(setup.task, setup.schema.label, setup.strategy, strategy)
+        training.step.scored = lambda _batch, _result: self._take_scored()
+        if policy == "negative":  # the same events without importance weights
+            training.step.copied = lambda columns: training.trainer.examples(
+                {name: column for name, column in columns.items() if name != EARLY}
+            )
         self._clock = -np.inf
         self._waiting: dict[str, Array] = {}
         self._queue: deque[dict[str, Array]] = deque()
         """Events to train on, in parts."""
+        self._unobserved = NOT_SCORED
+        """The scores of events whose label is known since the last step, by their predictions from before."""
         self.labelled = self.timed_out = 0
         """Events whose label came in time, and others that have waited in vain."""
 
-    def add(self, columns: Mapping[str, Array]) -> None:
+    def add(self, columns: Mapping[str, Array], held_out: Mapping[str, Array]) -> None:
         """Train on the events whose label has come, score the new ones, and train on those too if they are early."""
+        if not columns:
+            return
         time_B = columns["time"].astype(np.float64)
         self._clock = max(self._clock, float(time_B[0]))
-        final = self._decided()
+        self._decide()
         self._train()
-        if final:
-            self._store(final)
         output_B = self._predict(columns)
-        self._training.measure(len(time_B), scored(self._training.setup.task, output_B, columns["label"]))
+        self.score.add(len(time_B), scored(self.training.setup.task, output_B, columns["label"]))
         self._wait(columns, time_B, output_B)
+        if held_out:
+            self.training.take(batch_of({}, held_out=held_out))
         if self._policy != "wait":
             self._enqueue(_relabelled(columns, 0), Early.NEGATIVE)
             self._train()
@@ -83,9 +93,9 @@ class DelayedRun:
 
     def _predict(self, columns: Mapping[str, Array]) -> NDArray[np.float32]:
         """Return the model's output for the events as it is now, in evaluation mode."""
-        new = self._training.trainer.examples(columns)
-        with eval_mode(self._training.trainer.model), torch.no_grad():
-            output_B: NDArray[np.float32] = forward(self._training.trainer.model, new.features).float().cpu().numpy()
+        new = self.training.trainer.examples(columns)
+        with eval_mode(self.training.trainer.model), torch.no_grad():
+            output_B: NDArray[np.float32] = forward(self.training.trainer.model, new.features).float().cpu().numpy()
         return output_B
 
     def _wait(self, columns: Mapping[str, Array], time_B: NDArray[np.float64], output_B: NDArray[np.float32]) -> None:
@@ -94,62 +104,77 @@ class DelayedRun:
         last_B = time_B + self._delay.wait_seconds
         in_time_B = (label_B > 0) & (label_B <= last_B)
         due_B = np.where(in_time_B, label_B, last_B)
-        new = {**columns, _DUE: due_B, _IN_TIME: in_time_B, _OUTPUT: output_B}
+        new = {**columns, WAITED: np.ones(len(time_B), np.bool_)}
+        new |= {_DUE: due_B, _IN_TIME: in_time_B, _OUTPUT: output_B}
         self._waiting = _joined(self._waiting, new) if self._waiting else new
 
-    def _decided(self) -> dict[str, Array]:
-        """Remove the events that are due, enqueue those to train on, and return those with their final label."""
+    def _decide(self) -> None:
+        """Remove the events that are due: enqueue those to train on, and store those that are not trained on again."""
         if not self._waiting:
-            return {}
+            return
         due_W = self._waiting[_DUE].astype(np.float64) <= self._clock
         if not due_W.any():
-            return {}
+            return
         order = np.flatnonzero(due_W)[np.argsort(self._waiting[_DUE][due_W], kind="stable")]
         due = {name: column[order] for name, column in self._waiting.items()}
         self._waiting = {name: column[~due_W] for name, column in self._waiting.items()}
-        in_time = due[_IN_TIME].astype(np.bool_)
+        in_time = due.pop(_IN_TIME).astype(np.bool_)
+        output_n = due.pop(_OUTPUT).astype(np.float32)
+        del due[_DUE]
         self.labelled += int(in_time.sum())
         self.timed_out += int((~in_time).sum())
-        negative = self._policy != "wait" or self._delay.unmatched == "negative"
-        if negative:
-            due["label"][~in_time] = 0
-        final = due if negative else {name: column[in_time] for name, column in due.items()}
+        known = in_time
+        if self._policy != "wait" or self._delay.unmatched == "negative":
+            due["label"][~in_time], known = 0, np.ones_like(in_time)
+        if known.any():
+            self._unobserved += scored(self.training.setup.task, output_n[known], due["label"][known])
         if self._policy == "wait":
-            self._enqueue(final, Early.PLAIN)
+            self._enqueue(rows_of(due, known), Early.PLAIN)
         else:
-            positive = final["label"] == 1
-            self._enqueue({name: column[positive] for name, column in final.items()}, Early.CORRECTED)
-        return final
+            positive = due["label"] == 1
+            self._enqueue(rows_of(due, positive), Early.CORRECTED)
+            self._store(rows_of(due, ~positive))
+        if self._delay.unmatched == "store" and not known.all():
+            due["labelled"] = known
+            self._store(rows_of(due, ~known))
+
+    def _take_scored(self) -> Scored:
+        known, self._unobserved = self._unobserved, NOT_SCORED
+        return known
 
     def _enqueue(self, columns: Mapping[str, Array], kind: Early) -> None:
-        names = [name for name in columns if name not in (_DUE, _IN_TIME, _OUTPUT)]
-        rows = {name: columns[name] for name in names}
-        if self._policy == "negative-then-correct":
-            rows[EARLY] = np.full(len(rows["label"]), kind, np.uint8)
-        if len(rows["label"]):
-            self._queue.append(rows)
+        if not columns:
+            return
+        rows = dict(columns)
+        if self._policy != "wait":
+            rows |= {WAITED: np.ones(len(rows["label"]), np.bool_), EARLY: np.full(len(rows["label"]), kind, np.uint8)}
+        self._queue.append(rows)
 
     def _train(self) -> None:
         """Train on the enqueued events in steps of a full batch; the others wait for more."""
-        size = self._batch_size
+        size = self.training.batch_size
         count = sum(len(part["label"]) for part in self._queue)
         if count < size:
             return
         rows = dict(self._queue[0]) if len(self._queue) == 1 else _joined(*self._queue)
         self._queue.clear()
         last = count - count % size
-        for begin in range(0, last, size):
-            part = {name: column[begin : begin + size] for name, column in rows.items()}
-            self._training.step(self._training.trainer.examples(part))
+        for part in _split(rows, size):
+            if len(part["label"]) == size:
+                self.training.take(batch_of(part))
         if last < count:
             self._queue.append({name: column[last:] for name, column in rows.items()})
 
-    def _store(self, final: Mapping[str, Array]) -> None:
-        """Hold events for replay with their final label."""
-        trainer = self._training.trainer
-        if len(final["label"]):
-            output = torch.from_numpy(np.ascontiguousarray(final[_OUTPUT])).to(trainer.device)
-            self._training.store(trainer.examples(final), output)
+    def _store(self, columns: Mapping[str, Array]) -> None:
+        """Store events without training on them."""
+        if columns:
+            for part in _split(columns, self.training.batch_size):
+                self.training.take(batch_of({}, part))
+
+
+def _split(columns: Mapping[str, Array], size: int) -> Iterator[dict[str, Array]]:
+    for begin in range(0, len(columns["label"]), size):
+        yield {name: column[begin : begin + size] for name, column in columns.items()}
 
 
 def _relabelled(columns: Mapping[str, Array], label: int) -> dict[str, Array]:

@@ -5,17 +5,20 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
-import torch
 
 from anabranch.cli import app as cli
 from anabranch.commands.backtest import backtest
-from anabranch.commands.backtesting.reservoir import UniformSample
+from anabranch.commands.backtesting import training
 from anabranch.config.loader import load_config
-from learner.strategies.examples import Examples
+from anabranch.core.errors import SettingsError
+from ingest.feature_settings import Number
+from learner.loop_parts.learning_step import LearningStep
+from replay.build import build_store
+from replay.store import Store
 
 
 @pytest.fixture(autouse=True)
@@ -91,19 +94,6 @@ def test_a_file_without_labels_is_one_sentence(run: Callable[..., Any], example:
     code, out, err = run(example / "none.jsonl")
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert "has no event with a label" in err
-
-
-def test_the_reservoir_is_a_uniform_sample_of_all_events() -> None:
-    reservoir = UniformSample(seed=0, capacity=100)
-    for begin in range(0, 1000, 7):
-        values = torch.arange(begin, min(begin + 7, 1000)).float()
-        reservoir.add(Examples({"x": values}, values.long(), torch.ones(len(values))))
-    first, second = reservoir.sample((50, 50))
-    sampled = torch.cat([first.label_B, second.label_B])
-    assert len(sampled.unique()) == 100
-    assert torch.equal(first.features["x"].long(), first.label_B)
-    assert 400 < sampled.float().mean() < 600
-    assert UniformSample(seed=0).sample((5,)) == []
 
 
 @pytest.fixture
@@ -205,3 +195,186 @@ def test_what_delays_no_label_is_one_sentence(
     code, _, err = run(file, "--label-time", column)
     assert (code, err.count("\n")) == (2, 1)
     assert sentence in err
+
+
+TABLE = """
+name = "table"
+[stream]
+topics = ["none"]
+[schema.features.x]
+{feature}
+[schema.label]
+name = "y"
+classes = 2
+[model]
+factory = "my_model:build"
+[learner]
+batch_size = 32
+[learner.optimizer]
+name = "adamw"
+lr = 0.02
+"""
+MODEL = """
+from torch import nn
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        {parts}
+    def forward(self, x):
+        {forward}
+def build():
+    return Model()
+"""
+LINEAR = "self.out = nn.Linear(3, 2)", "return self.out(x)"
+EMBEDDED = "self.table, self.out = nn.Embedding(64, 8), nn.Linear(8, 2)", "return self.out(self.table(x))"
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Callable[..., Path]:
+    """Writes a pipeline with one feature, a model and 3,000 events of two classes; returns the file of the events."""
+
+    def write(feature: str, model: tuple[str, str], value: Callable[[int, Any], Any], more: str = "") -> Path:
+        (tmp_path / "pipeline.toml").write_text(TABLE.format(feature=feature) + more)
+        (tmp_path / "my_model.py").write_text(MODEL.format(parts=model[0], forward=model[1]))
+        random, path = np.random.default_rng(0), tmp_path / "table.jsonl"
+        label = random.integers(2, size=3000).tolist()
+        path.write_text("".join(json.dumps({"x": value(each, random), "y": each}) + "\n" for each in label))
+        return path
+
+    return write
+
+
+def vector(label: int, random: Any) -> list[float]:
+    return [float(each) for each in random.standard_normal(3) + 2 * (2 * label - 1)]
+
+
+def user(label: int, random: Any) -> str:
+    return f"u{2 * random.integers(20) + label}"
+
+
+FLOATS = 'dtype = "float32"\nshape = [3]'
+
+
+def overall(file: Path, **options: Any) -> float:
+    return backtest(load_config(file.parent / "pipeline.toml", {}), file, **options).runs[0].overall
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("feature", "model", "value"),
+    [
+        (f'{FLOATS}\nscale = "standard"', LINEAR, vector),
+        (f'{FLOATS}\nscale = "robust"', LINEAR, vector),
+        (f'{FLOATS}\nscale = "quantile"', LINEAR, vector),
+        ('dtype = "string"\nencode = {learn = 64, min_count = 1}', EMBEDDED, user),
+    ],
+    ids=["standard", "robust", "quantile", "vocabulary"],
+)
+def test_features_are_learned_as_in_the_pipeline(
+    table: Callable[..., Path], feature: str, model: tuple[str, str], value: Callable[..., Any]
+) -> None:
+    assert overall(table(feature, model, value)) > 0.9, "0.5 to 0.75 without them"
+
+
+@pytest.mark.slow
+def test_intercepts_are_learned_as_in_the_pipeline(table: Callable[..., Path]) -> None:
+    more = "[schema.features.z]\ndtype = 'float32'\ndefault = 0.0\n"
+    bias = "self.bias = nn.Parameter(torch.zeros(2))", "return self.bias.expand(len(z), 2)"
+    file = table('dtype = "string"\nencode = {learn = 64, min_count = 1}\nintercept = true', bias, user, more)
+    text = (file.parent / "my_model.py").read_text().replace("forward(self, x)", "forward(self, z)")
+    (file.parent / "my_model.py").write_text("import torch\n" + text)
+    assert overall(file) > 0.9, "the constant of the model alone is at 0.5"
+
+
+BY_CLASS = '[replay]\nadmission = "class-balanced"\nsampling = "loss"\ncapacity = 100\n'
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", get_args(Number))
+@pytest.mark.parametrize("replay", ["", BY_CLASS], ids=["uniform", "by class and loss"])
+def test_every_dtype_of_the_schema_is_replayed(table: Callable[..., Path], dtype: str, replay: str) -> None:
+    """The class is whether the value is at least 60, or true."""
+
+    def value(label: int, random: Any) -> bool | float | int:
+        number = 60 * label + int(random.integers(60))
+        return bool(label) if dtype == "bool" else float(number) if dtype.startswith("float") else number
+
+    whole = "self.norm, self.out = nn.BatchNorm1d(1), nn.Linear(1, 2)", "return self.out(self.norm(x.float()[:, None]))"
+    assert overall(table(f'dtype = "{dtype}"', whole, value, replay)) > 0.9
+
+
+class TestTheStoreOfABacktest:
+    """It is that of the pipeline."""
+
+    @pytest.fixture
+    def stores(self, monkeypatch: pytest.MonkeyPatch) -> list[Store]:
+        """Those that backtests have built."""
+        built: list[Store] = []
+
+        def build(*given: Any, **named: Any) -> Store:
+            built.append(build_store(*given, **named))
+            return built[-1]
+
+        monkeypatch.setattr(training, "build_store", build)
+        return built
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("tier", ["", 'disk = {bytes = "1MB"}\n', 'redis = {url = "redis://h:1", bytes = "1MB"}\n'])
+    def test_holds_what_the_settings_say_in_memory(
+        self, table: Callable[..., Path], stores: list[Store], tier: str
+    ) -> None:
+        file = table(FLOATS, LINEAR, vector, BY_CLASS + tier)
+        before = {*file.parent.iterdir()}
+        assert overall(file) > 0.9
+        (store,) = stores
+        assert (store.capacity, list(store.tiers.bounds)) == (100, ["device"])
+        assert {*file.parent.rglob("*")} - before <= {*file.parent.rglob("__pycache__/**")} | {
+            file.parent / "__pycache__"
+        }
+
+    @pytest.mark.slow
+    def test_replays_by_the_ratio_that_is_measured(
+        self, table: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A stream that forgets nothing replays nothing; a part is held out, by which that is measured."""
+        replayed = []
+        take = LearningStep.take
+
+        def counted(step: LearningStep, *given: Any) -> Any:
+            replayed.append(0 if (result := take(step, *given)) is None else result.replayed)
+            return result
+
+        monkeypatch.setattr(LearningStep, "take", counted)
+        file = table(FLOATS, LINEAR, vector, 'replay_ratio = "auto"\n[gate]\nholdout_fraction = 0.1\n')
+        text = (file.parent / "pipeline.toml").read_text().replace('replay_ratio = "auto"\n', "")
+        text = text.replace("[learner]\n", '[learner]\nreplay_ratio = "auto"\n')
+        (file.parent / "pipeline.toml").write_text(text)
+        result = backtest(load_config(file.parent / "pipeline.toml", {}), file, compare=True)
+        assert sum(replayed) == 0
+        assert result.runs[0].overall == result.runs[1].overall
+        assert result.events + result.held_out == 3000
+        assert 200 < result.held_out < 400
+
+
+@pytest.mark.slow
+def test_a_run_is_the_same_beside_others(table: Callable[..., Path]) -> None:
+    dropped = "self.drop, self.out = nn.Dropout(0.5), nn.Linear(3, 2)", "return self.out(self.drop(x))"
+    file = table(FLOATS, dropped, vector)
+    assert overall(file) == overall(file, compare=True)
+
+
+@pytest.mark.slow
+def test_events_on_which_the_model_raises_are_left_out(table: Callable[..., Path], caplog: Any) -> None:
+    raising = LINEAR[0], "assert (x[:, 0] < 4.0).all()\n        return self.out(x)"
+    file = table(FLOATS, raising, vector)
+    assert overall(file) > 0.9
+    assert "the model raises on table.jsonl[0]@" in caplog.text
+
+
+def test_a_model_that_raises_on_all_events_is_named(table: Callable[..., Path]) -> None:
+    raising = LINEAR[0], "assert not (x != 0).any(), 'only zeros'\n        return self.out(x)"
+    file = table(FLOATS, raising, vector)
+    with pytest.raises(
+        SettingsError, match=r"no event of .*table.jsonl could be scored: the model raised on .*only zeros"
+    ):
+        overall(file)
