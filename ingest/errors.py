@@ -6,7 +6,8 @@ AnabranchError
 |   |   |-- HistoryError     a file of the history is missing, changed or damaged
 |   |   `-- RecreatedError   a topic was deleted and created again
 |   |       `-- TruncatedError   a partition's log lost its end; reading continues as a new incarnation
-|   `-- MissingSchemaError   the Schema Registry has no such schema
+|   |-- MissingSchemaError   the Schema Registry has no such schema
+|   `-- OversizedSchemaError a schema is longer than any that is read
 `-- DependencyError          something outside cannot be reached: wait or fix it, then start again (exit 3)
     |-- BrokerError          Kafka is unreachable, or has no such topic
     |   |-- CodecError       the client lacks the package that decompresses the messages
@@ -54,6 +55,10 @@ class CredentialsError(BrokerError):
 
 class MissingSchemaError(SettingsError):
     """The Schema Registry answers that it has no schema of this id, or no such subject."""
+
+
+class OversizedSchemaError(SettingsError):
+    """A schema of the Schema Registry has more bytes, or refers to more others, than are read."""
 
 
 class RegistryError(DependencyError):

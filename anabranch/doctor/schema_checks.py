@@ -12,7 +12,13 @@ from anabranch.core.failures import DamagedError, decoded
 from anabranch.core.files import MOST_BYTES, read_file
 from anabranch.doctor.findings import CheckContext, Finding, found, ok
 from ingest.config import SchemaSettings, StreamSettings
-from ingest.errors import MissingSchemaError, RegistryCertificateError, RegistryCredentialsError, RegistryError
+from ingest.errors import (
+    MissingSchemaError,
+    OversizedSchemaError,
+    RegistryCertificateError,
+    RegistryCredentialsError,
+    RegistryError,
+)
 from ingest.events.schema import Schema
 from ingest.events.tokenizer import TokenizerEncoder
 from ingest.formats.registry import FORMATS, make_decoder
@@ -97,6 +103,8 @@ def _newest(client: "RegistryClient", stream: StreamSettings) -> WriterSchema | 
     subject = str(stream.registry.subject)
     try:
         return client.newest(subject)
+    except OversizedSchemaError as exc:
+        return found("registry.schema", f"{_sentence(exc)}.")
     except MissingSchemaError:
         subjects = client.subjects()
         close = difflib.get_close_matches(subject, subjects, n=1)

@@ -3,6 +3,7 @@
 Messages are grouped by their writer schema, and each group is decoded by the decoder of its schema.
 """
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from itertools import repeat
 from operator import methodcaller
@@ -10,17 +11,24 @@ from typing import NamedTuple
 
 import numpy as np
 
+from anabranch.core.failures import panics_are_errors
 from ingest.events.schema import Schema
 from ingest.formats.base import WHOLE_MESSAGE, Decoded, Headers, RecordDecoder, Reject, joined, nothing
 from ingest.schema_registry.cache import SchemaId, WriterSchemas
 from ingest.schema_registry.message_ids import FIRST_MESSAGE, HEADER, SchemaIdError, locate
+from ingest.schema_registry.sized_cache import SizedCache
 from ingest.schema_registry.writer_schema import SchemaKind, UnfitSchemaError, WriterSchema
+
+log = logging.getLogger(__name__)
 
 MakeDecoder = Callable[[WriterSchema, Schema, tuple[int, ...]], RecordDecoder]
 _Writer = tuple[SchemaId, tuple[int, ...]]
 """The id of a writer schema, and the indexes of the message type in it."""
 
-_MOST_DECODERS = 1_000
+_MOST_DECODER_BYTES = 64_000_000
+"""Bytes of the schemas whose decoders are kept, each with as much as a small schema takes in a decoder."""
+_DECODER_BYTES = 64_000
+_LONGEST_REASON = 300
 _NO_ID = "it has no schema id: neither the header __value_schema_id, nor a value that begins with a byte 0 or 1"
 _WITH_FALLBACK = "stream.registry.fallback = true reads such messages with the subject's newest schema"
 
@@ -51,7 +59,7 @@ class RegisteredFormat:
         self._kind = kind
         self._schemas = schemas
         self._make_decoder = make_decoder
-        self._decoders: dict[tuple[WriterSchema, tuple[int, ...]], RecordDecoder | str] = {}
+        self._decoders = SizedCache[tuple[WriterSchema, tuple[int, ...]], RecordDecoder | str](_MOST_DECODER_BYTES)
 
     def decode(self, values: Sequence[bytes], headers: Sequence[Headers] = ()) -> Decoded:
         """Decode M message values, each one event, a reject, or deferred."""
@@ -141,16 +149,20 @@ class RegisteredFormat:
         """Return the decoder of a writer schema, or why its messages cannot be used."""
         decoder = self._decoders.get((writer, indexes))
         if decoder is None:
-            if len(self._decoders) >= _MOST_DECODERS:
-                self._decoders.clear()
             try:
                 if writer.kind != self._kind:
                     sentence = (
                         f'schema {writer.id} is of the format "{writer.kind}", but stream.format = "{self._kind}"'
                     )
                     raise UnfitSchemaError(sentence)
-                decoder = self._make_decoder(writer, self._schema, indexes)
+                with panics_are_errors():
+                    decoder = self._make_decoder(writer, self._schema, indexes)
             except UnfitSchemaError as exc:
                 decoder = str(exc)
-            self._decoders[writer, indexes] = decoder
+            except MemoryError:
+                raise
+            except Exception as exc:
+                log.exception("a bug in reading the schema %s: its messages are dead-lettered", writer.id)
+                decoder = f"the schema {writer.id} cannot be read: {type(exc).__name__}: {exc}"[:_LONGEST_REASON]
+            self._decoders.put((writer, indexes), decoder, writer.size + _DECODER_BYTES)
         return decoder

@@ -1,4 +1,4 @@
-"""Writer schemas by id, fetched in the background and kept as long as the process runs."""
+"""Writer schemas by id, fetched in the background and kept, within bounds, as long as the process runs."""
 
 import logging
 import math
@@ -12,8 +12,9 @@ from anabranch.core.backoff import Backoff
 from anabranch.core.errors import SettingsError
 from anabranch.core.job_thread import JobThread
 from ingest.config import StreamSettings
-from ingest.errors import MissingSchemaError, RegistryError
+from ingest.errors import MissingSchemaError, OversizedSchemaError, RegistryError
 from ingest.registry_settings import RegistrySettings
+from ingest.schema_registry.sized_cache import SizedCache
 from ingest.schema_registry.writer_schema import WriterSchema
 
 if TYPE_CHECKING:
@@ -29,6 +30,16 @@ _LAGGING_SECONDS = 10.0
 """How long an id is asked for again: servers of a registry may lag behind the one that the producer has asked."""
 _FEW_MISSING = 3
 """Ids that were given up lately. After them, an id is asked for again once: such messages have no ids of a registry."""
+_MANY_MISSING = 20
+"""Ids that were given up lately, or are asked for again. After them, no other one is asked for again."""
+_MOST_AWAITED = 100
+"""Ids that are asked for at once: the messages of others wait behind theirs."""
+_MOST_IN_A_ROW = 200
+"""Ids that the registry lacked in a row. After them, new ones are asked for one at a time, others rejected at once."""
+_NEXT_SECONDS = 0.1
+"""Time between two of them: messages wait for each."""
+_MOST_BYTES = 64_000_000
+"""Bytes of the schemas that are kept."""
 _MOST_TIMES = 2
 """How often an id may be given up. After that it is asked for again once: else its messages would hold up others."""
 _MISSING_SECONDS = 30.0
@@ -86,12 +97,15 @@ class WriterSchemas:
         self._wait_seconds = min(settings.timeout.total_seconds(), _LONGEST_WAIT_SECONDS)
         self._thread = JobThread("registry")
         self._lock = threading.Lock()
-        self._schemas: dict[SchemaId, WriterSchema] = {}
+        self._schemas = SizedCache[SchemaId, WriterSchema](_MOST_BYTES)
         self._missing: dict[SchemaId, _MissingSchema] = {}
         self._awaited: dict[SchemaId, None] = {}
         """Ids that were looked up and not found yet, in the order in which the registry is asked for them."""
         self._unsure: dict[SchemaId, tuple[float, float]] = {}
         """Awaited ids that the registry lacked, and when it was first asked for them by the clock, and last in fact."""
+        self._missing_in_a_row = 0
+        self._next_at = 0.0
+        """When the next id is asked for while all are missing."""
         self._closing = threading.Event()
         self._newest_until = 0.0
         self._retry_at = 0.0
@@ -103,12 +117,13 @@ class WriterSchemas:
     def find(self, ids: Iterable[SchemaId]) -> dict[SchemaId, WriterSchema | str | None]:
         """Return for each id its schema, or why the registry has none, or None while the registry is away.
 
-        Waits two seconds at most, and not at all for a registry that has just not answered.
+        Waits two seconds at most, and not at all for a registry that has just not answered. Of ids that were never
+        looked up, most are rejected without a request while the registry lacks one after the other.
         """
         if self._clock() >= self._newest_until and None in self._schemas:
             self._await([None])  # the one of before is used meanwhile
         found = {schema_id: self._found(schema_id) for schema_id in ids}
-        self._await([schema_id for schema_id, schema in found.items() if schema is None])
+        found |= self._await([schema_id for schema_id, schema in found.items() if schema is None])
         self.fetch_if_due()
         if None in found.values() and self.problem is None:
             self._thread.wait(self._wait_seconds)
@@ -117,7 +132,6 @@ class WriterSchemas:
 
     def fetch_if_due(self) -> None:
         """Ask the registry again for what is awaited, in the background, unless the back-off is not over."""
-        self._thread.raise_bug()
         if self._awaited and not self._thread.busy and self._clock() >= self._retry_at:
             self._thread.submit(self._fetch)
 
@@ -132,9 +146,23 @@ class WriterSchemas:
             missing = self._missing.get(schema_id, _NEVER)
             return self._schemas.get(schema_id) or (missing.sentence if self._clock() < missing.until else None)
 
-    def _await(self, ids: Iterable[SchemaId]) -> None:
+    def _await(self, ids: Iterable[SchemaId]) -> dict[SchemaId, str]:
+        """Let the registry be asked for ids; return those that it is not to be asked for, and why."""
+        refused: dict[SchemaId, str] = {}
         with self._lock:
-            self._awaited |= dict.fromkeys(ids)
+            for schema_id in ids:
+                if schema_id in self._awaited or (schema_id is not None and len(self._awaited) >= _MOST_AWAITED):
+                    continue
+                if schema_id is not None and self._missing_in_a_row >= _MOST_IN_A_ROW:
+                    if self._clock() < self._next_at:
+                        refused[schema_id] = (
+                            f"the registry at {self.settings.url} lacked the last {self._missing_in_a_row} schemas "
+                            "that it was asked for, and is asked for few others"
+                        )
+                        continue
+                    self._next_at = self._clock() + _NEXT_SECONDS
+                self._awaited[schema_id] = None
+        return refused
 
     def _fetch(self) -> None:
         """Ask for awaited schemas for a few seconds; runs in the background thread.
@@ -152,8 +180,12 @@ class WriterSchemas:
                     answered = True
                 elif not again:  # later than that, in the next round: new ids come first
                     awaited.append(schema_id)
-            except RegistryError as exc:
+            except Exception as exc:
                 problem = str(exc)
+                if not isinstance(exc, RegistryError):
+                    # A message of this schema waits, as while the registry is away; all others go on.
+                    log.exception("a bug in reading the schema %s", schema_id)
+                    problem = f"a bug in reading the schema {schema_id} of the registry: {type(exc).__name__}: {exc}"
                 with self._lock:  # the others come before it next time
                     del self._awaited[schema_id]
                     self._awaited[schema_id] = None
@@ -187,12 +219,16 @@ class WriterSchemas:
                 if self._may_be_new(schema_id):
                     return False
                 schema = str(exc)
+            except OversizedSchemaError as exc:
+                schema = str(exc)
         self._unsure.pop(schema_id, None)
         with self._lock:
             del self._awaited[schema_id]
             if isinstance(schema, WriterSchema):
-                self._schemas[schema_id] = schema
+                self._schemas.put(schema_id, schema, schema.size)
+                self._missing_in_a_row = 0
                 return True
+            self._missing_in_a_row += 1
             if len(self._missing) >= _MOST_MISSING:
                 self._missing.clear()
             times = self._missing.get(schema_id, _NEVER).times + 1
@@ -212,6 +248,8 @@ class WriterSchemas:
         with self._lock:
             given_up = sum(now < missing.until for missing in self._missing.values())
             times = self._missing.get(schema_id, _NEVER).times
+        if given_up >= _MANY_MISSING or len(self._unsure) > _MANY_MISSING:
+            return False
         may_lag = self._is_patient and isinstance(schema_id, int) and given_up < _FEW_MISSING and times < _MOST_TIMES
         return not again or (may_lag and now < first + _LAGGING_SECONDS)
 
@@ -220,7 +258,7 @@ class WriterSchemas:
         assert self.settings.subject is not None
         try:
             schema = self._client.newest(self.settings.subject)
-        except MissingSchemaError as exc:
+        except (MissingSchemaError, OversizedSchemaError) as exc:
             raise RegistryError(f"{exc}: check stream.registry.subject") from exc
         self._newest_until = self._clock() + _NEWEST_SECONDS
         return schema

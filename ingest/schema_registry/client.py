@@ -15,14 +15,22 @@ from urllib.parse import quote
 import httpx
 
 from anabranch.core.durations import format_duration
-from anabranch.core.errors import SettingsError
+from anabranch.core.errors import AnabranchError, SettingsError
 from anabranch.core.socket_deadline import SocketDeadline
-from ingest.errors import MissingSchemaError, RegistryCertificateError, RegistryCredentialsError, RegistryError
+from ingest.errors import (
+    MissingSchemaError,
+    OversizedSchemaError,
+    RegistryCertificateError,
+    RegistryCredentialsError,
+    RegistryError,
+)
 from ingest.registry_settings import RegistrySettings
 from ingest.schema_registry.writer_schema import Reference, SchemaKind, WriterSchema
 
 _MOST_BYTES = 4_000_000
 """Bytes of the longest answer that is read."""
+_MOST_SCHEMA_BYTES = 8_000_000
+"""Bytes of a schema with all that it refers to."""
 _MOST_REDIRECTS = 3
 _MOST_REFERENCES = 200
 _KINDS: dict[str, SchemaKind] = {"AVRO": "avro", "PROTOBUF": "protobuf", "JSON": "json-schema"}
@@ -73,6 +81,7 @@ class RegistryClient:
 
         Raises:
             MissingSchemaError: the registry has none.
+            OversizedSchemaError: it is too long.
         """
         path = f"/schemas/{'ids' if isinstance(schema_id, int) else 'guids'}/{schema_id}"
         try:
@@ -90,6 +99,7 @@ class RegistryClient:
 
         Raises:
             MissingSchemaError: the registry answers that it has no such subject.
+            OversizedSchemaError: its schema is too long.
         """
         answer = self._get(f"/subjects/{quote(subject, safe='')}/versions/latest", self._parameters)
         version = answer.get("version")
@@ -113,28 +123,41 @@ class RegistryClient:
             raise RegistryError(f"{self._named} answers with no schema for {schema_id}: check stream.registry.url")
         references: dict[tuple[str, str, int], Reference] = {}
         try:
-            self._add_references(answer, references, set())
+            self._add_references(answer, references, {("", "", 0): len(text)})
         except (KeyError, TypeError, ValueError) as exc:
             raise RegistryError(f"{self._named} answers with references that cannot be read, for {schema_id}") from exc
         return WriterSchema(schema_id, kind, text, tuple(references.values()))
 
     def _add_references(
-        self, answer: dict[str, Any], found: dict[tuple[str, str, int], Reference], begun: set[tuple[str, str, int]]
+        self,
+        answer: dict[str, Any],
+        found: dict[tuple[str, str, int], Reference],
+        begun: dict[tuple[str, str, int], int],
     ) -> None:
-        """Add what a schema refers to, those that they refer to first."""
+        """Add what a schema refers to, those that they refer to first; `begun` has the bytes of all so far."""
         for each in answer.get("references") or ():
-            key = str(each["name"]), str(each["subject"]), int(each["version"])
+            key = str(each["name"]), str(each["subject"]), each["version"]
+            if type(key[2]) is not int:
+                raise ValueError(f"the version {key[2]!r} is no number")
             if key in found or key in begun:
                 continue
-            if len(begun) >= _MOST_REFERENCES:
-                raise RegistryError(f"{self._named} has a schema that refers to more than {_MOST_REFERENCES} others")
-            begun.add(key)
+            if len(begun) > _MOST_REFERENCES:
+                raise OversizedSchemaError(
+                    f"{self._named} has a schema that refers to more than {_MOST_REFERENCES} others"
+                )
+            begun[key] = 0
             try:
                 # A schema that was deleted is still referred to.
                 path = f"/subjects/{quote(key[1], safe='')}/versions/{key[2]}"
                 inner = self._get(path, {"deleted": "true", **self._parameters})
             except MissingSchemaError as exc:
                 raise RegistryError(f"{self._named} lacks a schema that another one refers to: {exc}") from exc
+            begun[key] = len(str(inner.get("schema")))
+            if sum(begun.values()) > _MOST_SCHEMA_BYTES:
+                raise OversizedSchemaError(
+                    f"{self._named} has a schema that has more than {_MOST_SCHEMA_BYTES} bytes with those that it "
+                    "refers to"
+                )
             self._add_references(inner, found, begun)
             found[key] = Reference(key[0], str(inner.get("schema")))
 
@@ -149,7 +172,7 @@ class RegistryClient:
                 "GET", f"{self._settings.url}{path}", params=parameters or None, extensions={"trace": self._watch}
             )
             with self._deadline.ends_within(self._seconds):
-                status, body = self._fetch(request)
+                status, body = self._fetch(request, OversizedSchemaError if kind is dict else RegistryError)
         except httpx.TimeoutException as exc:
             raise self._unanswered() from exc
         except (httpx.HTTPError, httpx.InvalidURL) as exc:
@@ -179,11 +202,11 @@ class RegistryClient:
             raise error(f"{self._named} {what} for {path}: is stream.registry.url right?")
         return answer
 
-    def _fetch(self, request: httpx.Request) -> tuple[int, bytes]:
-        """Return status and body, after redirects within the host."""
+    def _fetch(self, request: httpx.Request, too_long: type[AnabranchError]) -> tuple[int, bytes]:
+        """Return status and body, after redirects within the host; raise `too_long` where the body is."""
         for _ in range(_MOST_REDIRECTS + 1):
             with contextlib.closing(self._http.send(request, stream=True)) as response:
-                body = self._read(response)
+                body = self._read(response, too_long if response.status_code == 200 else RegistryError)
             if response.next_request is None:
                 return response.status_code, body
             if _origin(response.next_request.url) != _origin(request.url):
@@ -198,12 +221,12 @@ class RegistryClient:
         if event == "connection.connect_tcp.complete":
             self._deadline.watch(info["return_value"].get_extra_info("socket"))
 
-    def _read(self, response: httpx.Response) -> bytes:
+    def _read(self, response: httpx.Response, too_long: type[AnabranchError]) -> bytes:
         body = bytearray()
         for part in response.iter_raw():
             body += part
             if len(body) > _MOST_BYTES:
-                raise RegistryError(f"{self._named} answers with more than {_MOST_BYTES} bytes, which are not read")
+                raise too_long(f"{self._named} answers with more than {_MOST_BYTES} bytes, which are not read")
         return bytes(body)
 
     def _unanswered(self) -> RegistryError:

@@ -33,3 +33,8 @@ class WriterSchema:
     kind: SchemaKind
     text: str
     references: tuple[Reference, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """Characters of it and of what it refers to."""
+        return len(self.text) + sum(len(each.text) for each in self.references)

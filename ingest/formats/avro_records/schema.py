@@ -254,7 +254,7 @@ def _definition(text: Mapping[str, Any], namespace: str, names: dict[str, AvroTy
     elif kind == "enum":
         parsed = AvroType("enum", f"enum {short}", symbols=tuple(map(str, text["symbols"])))
     else:
-        parsed = _with_logical(AvroType("fixed", f"fixed {short}", size=max(0, int(text["size"]))), text)
+        parsed = _with_logical(AvroType("fixed", f"fixed {short}", size=max(0, _whole(text["size"]))), text)
     names[full] = parsed
     return parsed
 
@@ -264,7 +264,13 @@ def _with_logical(parsed: AvroType, text: Mapping[str, Any]) -> AvroType:
     if logical in (*TIMESTAMPS, *NO_TIMES) and parsed.kind == "long":
         return replace(parsed, logical=logical, name=logical)
     if logical == "decimal" and parsed.kind in ("bytes", "fixed"):
-        precision, scale = int(text["precision"]), int(text.get("scale", 0))
+        precision, scale = _whole(text["precision"]), _whole(text.get("scale", 0))
         if 0 <= scale <= precision <= _MOST_PRECISION:
             return replace(parsed, logical="decimal", name="decimal", precision=precision, scale=scale)
     return parsed
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int:
+        raise ValueError(f"{str(value)[:_LONGEST_NAME]} is no whole number")
+    return value

@@ -32,8 +32,10 @@ def schemas_of(registry: Registry, clock: Callable[[], float]) -> Iterator[Write
     settings = RegistrySettings(url=registry.url, subject="payments-value", timeout=timedelta(seconds=PATIENCE_SECONDS))
     backoff = Backoff(timedelta(seconds=10), timedelta(seconds=10))
     schemas = WriterSchemas(settings, RegistryClient(settings), backoff=backoff, clock=clock)
-    yield schemas
-    schemas.close()
+    try:
+        yield schemas
+    finally:
+        schemas.close()
 
 
 def text_of(found: WriterSchema | str | None) -> str:
@@ -284,9 +286,80 @@ def test_a_lookup_waits_two_seconds_at_most(registry, monkeypatch):
         assert text_of(schemas.find([number])[number]) == "one"
 
 
-def test_a_bug_of_the_background_thread_is_raised_instead_of_waiting_forever(registry, monkeypatch):
+def test_a_bug_in_reading_one_answer_keeps_no_other_schema_back(registry, monkeypatch, caplog):
+    good = registry.register("payments-value", "one")
     with schemas_of(registry, Clock()) as schemas:
-        monkeypatch.setattr(schemas._client, "schema", lambda schema_id: 1 // 0)
-        schemas.find([1])
-        with pytest.raises(ZeroDivisionError):
-            schemas.find([1])
+        schema = schemas._client.schema
+        monkeypatch.setattr(schemas._client, "schema", lambda number: schema(number) if number == good else 1 // 0)
+        assert schemas.find([7])[7] is None
+        assert schemas.problem == (
+            "a bug in reading the schema 7 of the registry: ZeroDivisionError: integer division or modulo by zero"
+        )
+        schemas.find([good])
+        schemas._retry_at = 0.0
+        fetched(schemas)
+        assert text_of(schemas.find([good])[good]) == "one"
+        assert caplog.messages[0] == "a bug in reading the schema 7"
+
+
+def test_the_schemas_that_are_kept_are_bounded_in_bytes_and_those_in_use_stay(registry, monkeypatch):
+    monkeypatch.setattr("ingest.schema_registry.cache._MOST_BYTES", 250)
+    used = registry.register("payments-value", "u" * 100)
+    others = [registry.register("payments-value", f"{number}" * 50) for number in range(10, 20)]
+    with schemas_of(registry, Clock()) as schemas:
+        for number in others:
+            assert text_of(schemas.find([used])[used]) == "u" * 100
+            assert text_of(schemas.find([number])[number])
+        assert schemas._schemas._bytes <= 250
+    assert registry.paths().count(f"/schemas/ids/{used}") == 1
+
+
+def test_a_schema_that_is_too_long_rejects_its_messages_and_waits_for_nothing(registry):
+    registry.register("payments-value", "x" * 4_000_000)
+    with schemas_of(registry, Clock()) as schemas:
+        assert "answers with more than 4000000 bytes" in str(schemas.find([1])[1])
+        assert schemas.problem is None
+
+
+class TestIdsThatNoRegistryHas:
+    """Messages whose first bytes are no ids, or are those of an attacker: each has another id."""
+
+    @pytest.fixture(autouse=True)
+    def few(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("ingest.schema_registry.cache._LAGGING_SECONDS", 0.0)
+        monkeypatch.setattr("ingest.schema_registry.cache._MANY_MISSING", 5)
+        monkeypatch.setattr("ingest.schema_registry.cache._MOST_IN_A_ROW", 20)
+
+    def decided(self, schemas: WriterSchemas, ids: range) -> dict[object, str]:
+        """Look ids up until each is decided, and return the reasons."""
+        reasons: dict[object, str] = {}
+        left: list[int] = list(ids)
+        while left:
+            found = schemas.find(left)
+            reasons |= {schema_id: why for schema_id, why in found.items() if isinstance(why, str)}
+            left = [schema_id for schema_id in left if found[schema_id] is None]
+        return reasons
+
+    def test_are_rejected_with_few_requests_once_many_in_a_row_were_missing(self, registry):
+        clock = Clock()
+        with schemas_of(registry, clock) as schemas:
+            self.decided(schemas, range(1000, 1020))
+            asked = len(registry.requests)
+            assert asked <= 20 + 5 + 5
+            reasons = self.decided(schemas, range(2000, 6000))
+            assert len(registry.requests) == asked + 1
+            assert len(reasons) == 4000
+            assert " schemas that it was asked for, and is asked for few others" in reasons[5999]
+            clock.now += 0.2
+            self.decided(schemas, range(6000, 7000))
+            assert len(registry.requests) == asked + 2
+
+    def test_end_with_the_first_id_that_it_has(self, registry):
+        clock = Clock()
+        with schemas_of(registry, clock) as schemas:
+            self.decided(schemas, range(1000, 1030))
+            clock.now += 0.2
+            number = registry.register("payments-value", "one")
+            assert text_of(schemas.find([number])[number]) == "one"
+            other = registry.register("payments-value", "two")
+            assert text_of(schemas.find([other])[other]) == "two"

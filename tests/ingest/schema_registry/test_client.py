@@ -10,7 +10,13 @@ import pytest
 from pydantic import SecretStr
 
 from anabranch.core.errors import SettingsError
-from ingest.errors import MissingSchemaError, RegistryCertificateError, RegistryCredentialsError, RegistryError
+from ingest.errors import (
+    MissingSchemaError,
+    OversizedSchemaError,
+    RegistryCertificateError,
+    RegistryCredentialsError,
+    RegistryError,
+)
 from ingest.registry_settings import RegistrySettings
 from ingest.schema_registry.client import RegistryClient
 from ingest.schema_registry.writer_schema import Reference, WriterSchema
@@ -65,6 +71,28 @@ class TestSchemas:
         number = registry.register("b", "b", references=[{"name": "a", "subject": "a", "version": 1}])
         client = client_of(registry)
         assert {reference.name for reference in client.schema(number).references} == {"a", "b"}
+        client.close()
+
+    def test_one_that_is_too_long_with_its_references_is_none_that_is_read(self, registry):
+        registry.register("a", "a" * 3_000_000)
+        registry.register("b", "b" * 3_000_000)
+        references = [{"name": name, "subject": name, "version": 1} for name in "ab"]
+        fits = registry.register("c", "c" * 1_000_000, references=references)
+        large = registry.register("c", "c" * 3_000_000, references=references)
+        client = client_of(registry)
+        assert client.schema(fits).size == 7_000_000
+        with pytest.raises(OversizedSchemaError, match="more than 8000000 bytes with those that it refers to"):
+            client.schema(large)
+        client.close()
+
+    @pytest.mark.parametrize("version", ["1e999", '"1"', "true", "null", "[]"])
+    def test_references_that_cannot_be_read_are_no_answer(self, registry, version):
+        registry.register("a", RECORD)
+        references = f'[{{"name": "a", "subject": "b", "version": {version}}}]'
+        registry.faults.body = f'{{"schema": "{{}}", "references": {references}}}'.encode()
+        client = client_of(registry)
+        with pytest.raises(RegistryError, match="answers with references that cannot be read, for 1"):
+            client.schema(1)
         client.close()
 
     def test_the_name_of_a_subject_may_hold_any_character(self, registry):
@@ -134,7 +162,7 @@ class TestARegistryThatGivesNoAnswer:
             ({"body": b'{"schema": "", "references": [{"name": "a"}]}'}, "references that cannot be read"),
             ({"body": b'{"schema": "", "references": 7}'}, "references that cannot be read"),
             ({"body": b"[" * 100_000}, "answers with something else than a schema"),
-            ({"body_bytes": 5_000_000}, "answers with more than 4000000 bytes"),
+            ({"body_bytes": 5_000_000, "status": 502}, "answers with more than 4000000 bytes"),
         ],
     )
     def test_is_an_error_with_one_sentence(self, registry, fault, sentence):
