@@ -40,8 +40,8 @@ def predict(
         with open_source(path, kind, delimiter, schema, checked=True) as source:
             for record in source:
                 event = _event(record)
-                tensors = [_tensor(feature, event, inputs, record.location) for feature in schema.features]
-                reply = _ask(connection, "POST", f"{url}/infer", json.dumps({"inputs": tensors}), headers)
+                body = json.dumps({"inputs": tensors_of(schema, event, inputs, record.location)}, allow_nan=False)
+                reply = _ask(connection, "POST", f"{url}/infer", body, headers)
                 yield {
                     "version": reply["model_version"],
                     **{output["name"]: _first(output) for output in reply["outputs"]},
@@ -72,11 +72,25 @@ def _event(record: FileRecord) -> Mapping[str, Any]:
         raise SettingsError(f"{record.location}: it is not a JSON object: {exc}") from exc
 
 
+def tensors_of(
+    schema: Schema, event: Mapping[str, Any], inputs: Mapping[str, Any], location: str
+) -> list[dict[str, Any]]:
+    """Return the features of one event as input tensors of the Open Inference Protocol.
+
+    A feature that it lacks and that has a default, or may be missing, is left out: serving fills it in.
+
+    Raises:
+        SettingsError: another feature is missing; the sentence names it and the location.
+    """
+    given = [feature for feature in schema.features if event.get(feature.name) is not None or feature.default is None]
+    return [_tensor(feature, event, inputs, location) for feature in given]
+
+
 def _tensor(feature: Feature, event: Mapping[str, Any], inputs: Mapping[str, Any], location: str) -> dict[str, Any]:
-    """Return a feature of one event as an input tensor of the open inference protocol."""
-    if feature.name not in event:
+    value = event.get(feature.name)
+    if value is None:
         raise SettingsError(f'{location}: the feature "{feature.name}" is missing')
-    data = np.asarray(event[feature.name], object).ravel().tolist()
+    data = [None if each != each else each for each in np.asarray(value, object).ravel().tolist()]  # JSON has no NaN
     datatype = inputs[feature.name]["datatype"]
     return {"name": feature.name, "datatype": datatype, "shape": [1, *feature.shape], "data": data}
 

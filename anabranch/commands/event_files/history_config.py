@@ -167,6 +167,8 @@ def _lines(
     numbers = sum(math.prod(shape) for _, shape in columns.numbers.values())
     words = ", ".join(f"{name} = {_BUCKETS}" for name in columns.words)
     yield f"args = {{numbers = {numbers}, words = {{{words}}}, outputs = {outputs}}}"
+    if "classes" not in described:
+        yield 'task = "regression"'
 
 
 def _features(columns: _Columns) -> Iterator[str]:
@@ -212,9 +214,11 @@ class Tabular(nn.Module):
     def forward(self, **features: Tensor) -> Tensor:
         """Return the output float32 `[B, outputs]`, or `[B]` of a regression."""
         numbers = [value for name, value in features.items() if name not in self.names]
-        parts = [value.float().asinh().reshape(len(value), -1) for value in numbers]  # large values become small ones
+        # asinh: large values become small ones. shape[0], not len(): an export takes any number of rows.
+        parts = [value.float().asinh().reshape(value.shape[0], -1) for value in numbers]
         parts += [embed(features[name]) for name, embed in zip(self.names, self.words, strict=True)]
-        return self.body(torch.cat(parts, dim=1)).squeeze(1)
+        output = self.body(torch.cat(parts, dim=1))
+        return output[:, 0] if output.shape[1] == 1 else output
 
 
 def build(numbers: int, words: dict[str, int], outputs: int, hidden: int = 64) -> nn.Module:

@@ -175,14 +175,16 @@ def _written(program: "ExportedProgram", path: Path, form: ProgramFormat, versio
     outputs = list(version.run(version.zeros(1)))
     try:
         converted = torch.onnx.export(program, dynamo=True, input_names=names, output_names=outputs, verbose=False)
-    except Exception as exc:  # operators that ONNX lacks, in as many forms as torch has
+        assert converted is not None
+        size = sum(value.nbytes for value in program.state_dict.values())
+        converted.save(path, external_data=size > _ONE_FILE)
+        session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    except OSError:
+        raise
+    except Exception as exc:  # operators that ONNX lacks, or that the runtime refuses, in as many forms as there are
         raise SettingsError(
             f"version {version.number} cannot be exported to ONNX; try --format torch: {_first_line(exc)}"
         ) from exc
-    assert converted is not None
-    size = sum(value.nbytes for value in program.state_dict.values())
-    converted.save(path, external_data=size > _ONE_FILE)
-    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     return lambda batch: dict(zip(outputs, session.run(outputs, dict(batch)), strict=True))
 
 

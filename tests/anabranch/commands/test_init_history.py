@@ -80,6 +80,7 @@ def test_the_pipeline_fits_the_files_and_its_model_fits_the_schema(
 def test_a_label_of_floats_is_a_regression_and_one_of_strings_has_its_classes(history: Path) -> None:
     regression = loaded(history, "amount").pipeline
     assert (regression.events.label.classes, regression.model.args["outputs"]) == (None, 1)
+    assert regression.model.task == "regression"
     write_history(history.parent / "b", f"{history}/*.parquet", "country")
     words = load_config(history.parent / "b" / "pipeline.toml", {}).pipeline
     assert words.events.label.classes == ("CH", "DE")

@@ -6,14 +6,17 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from anabranch.cli import app as cli
+from anabranch.commands.predict import tensors_of
 from anabranch.config.loader import Config, load_config
 from ingest.events.schema import Schema
 from learner.state_dir.version import Manifest, ModelReference, Verdict, Versions
+from serving.protocol.codec import Signature
 from serving.reporting.report import ServingReport, read_report
 from tests.pipelines import Part
 
@@ -80,6 +83,35 @@ def test_each_event_gets_a_prediction_with_its_version(config: Config, capsys: p
     for event, sentence in (({"z": 1}, 'the feature "x" is missing'), ({"x": [1, 2]}, "the server answered 400")):
         assert cli.main(["predict", str(write(config, event)), "-c", str(config.path)]) == 2
         assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("keys", "event", "given"),
+    [
+        ("default = [1.0, 2.0]", {}, None),
+        ("default = [1.0, 2.0]", {"x": None}, None),
+        ('missing = "mean"', {}, None),
+        ('missing = "mean"', {"x": [1.5, float("nan")]}, [1.5, None]),
+        ('missing = "mean"', {"x": [None, 2.5]}, [None, 2.5]),
+        ("", {"x": [1.5, 2.5]}, [1.5, 2.5]),
+    ],
+)
+def test_a_feature_that_an_event_lacks_is_left_to_serving_as_over_http(
+    tmp_path: Path, keys: str, event: dict[str, object], given: list[object] | None
+) -> None:
+    path = tmp_path / "pipeline.toml"
+    path.write_text(
+        'name = "d"\n[stream]\ntopics = ["a"]\n[model]\nfactory = "m:b"\n[schema.label]\nname = "y"\nclasses = 2\n'
+        f'[schema.features.x]\ndtype = "float32"\nshape = [2]\n{keys}\n[schema.features.z]\ndtype = "float32"\n'
+    )
+    schema = Schema(load_config(path).pipeline.events)
+    signature = Signature(schema, [], 8)
+    inputs = {spec.name: spec.metadata() for spec in signature.inputs.values()}
+    tensors = tensors_of(schema, {"z": 0.0, **event}, inputs, "line 1")
+    assert [tensor["data"] for tensor in tensors if tensor["name"] == "x"] == ([] if given is None else [given])
+    request = signature.decode(json.dumps({"inputs": tensors}).encode(), None)
+    expected = np.array([1, 2] if "default" in keys else [np.nan] * 2) if given is None else given
+    np.testing.assert_array_equal(request.features["x"][0], np.array(expected, np.float32))
 
 
 def test_without_a_server_it_says_how_to_start_one(config: Config, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,17 +1,24 @@
 """`anabranch versions export --format`: what cannot be exported as a program is refused, and nothing is written."""
 
+import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from torch import nn
 
 from anabranch.commands.exporting import program
 from anabranch.commands.exporting.program import export_program
+from anabranch.commands.init import write_example, write_history
+from anabranch.commands.subject.pipeline import SubjectOptions, write_subject
+from anabranch.commands.version_files import export_version
 from anabranch.config.loader import Config, load_config
 from anabranch.core.errors import SettingsError
 from ingest.events.schema import Schema
@@ -24,6 +31,9 @@ from learner.model.trained_set import trained_state
 from learner.state_dir.bases import bases_in
 from learner.state_dir.version import Manifest, Verdict, Versions, reference_to
 from learner.strategies.registry import build_strategy
+from serving.model.deployment import Deployment
+from serving.model.loaded_version import load_version
+from tests.support.registry_server import Registry
 
 CPU = torch.device("cpu")
 
@@ -112,41 +122,46 @@ def published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
         (tmp_path / "program_model.py").write_text(MODEL.format(output) if source is None else source)
         (tmp_path / "pipeline.toml").write_text(pipeline)
         config = load_config(tmp_path / "pipeline.toml", {})
-        model, schema = config.pipeline.model, Schema(config.pipeline.events)
-        module = build_on_device(model, config.folder, CPU, schema)
-        if (learned := features_of(module)) is not None:
-            random = np.random.default_rng(0)
-            columns = {f"feature.{each.name}": each.example(40) for each in schema.features}
-            columns["feature.amount"] = random.lognormal(0, 1, 40).astype(np.float32)
-            columns["feature.who"] = random.integers(0, 8, 40)
-            columns["feature.group"] = random.integers(0, 8, 40)
-            columns |= {"time_ms": np.zeros(40, np.int64), "weight": np.ones(40, np.float32)}
-            learned.observe(columns, Residual(torch.randn(40, 3), torch.ones(40, 3)))
-        build_strategy(config.pipeline.learner.strategy, model, make_task(model.task)).extend(
-            module, model, schema, CPU
-        )
-        weights = trained_state(module)
-        manifest = Manifest(
-            number=1,
-            generation=1,
-            parent=None,
-            time=1.7e9,
-            step=1,
-            trained_through={},
-            metrics={},
-            schema=schema.digest,
-            encoders={},
-            model=reference_to(model),
-            parts=parts_in(weights),
-            base=write_base(bases_in(config.state_dir), module),
-            files={},
-        )
-        Versions(config.state_dir / "versions").write(weights, manifest, Verdict("pass"))
+        write_version(config)
         return config
 
-    sys.modules.pop("program_model", None)
+    for name in ("program_model", "my_model"):
+        sys.modules.pop(name, None)
     yield publish
-    sys.modules.pop("program_model", None)
+    for name in ("program_model", "my_model"):
+        sys.modules.pop(name, None)
+
+
+def write_version(config: Config) -> None:
+    """Write version 1 of a pipeline, with its first weights; where features are learned, of 40 random events."""
+    model, schema = config.pipeline.model, Schema(config.pipeline.events)
+    module = build_on_device(model, config.folder, CPU, schema)
+    if (learned := features_of(module)) is not None:
+        random = np.random.default_rng(0)
+        columns = {f"feature.{each.name}": each.example(40) for each in schema.features}
+        columns["feature.amount"] = random.lognormal(0, 1, 40).astype(np.float32)
+        columns["feature.who"] = random.integers(0, 8, 40)
+        columns["feature.group"] = random.integers(0, 8, 40)
+        columns |= {"time_ms": np.zeros(40, np.int64), "weight": np.ones(40, np.float32)}
+        learned.observe(columns, Residual(torch.randn(40, 3), torch.ones(40, 3)))
+    build_strategy(config.pipeline.learner.strategy, model, make_task(model.task)).extend(module, model, schema, CPU)
+    weights = trained_state(module)
+    manifest = Manifest(
+        number=1,
+        generation=1,
+        parent=None,
+        time=1.7e9,
+        step=1,
+        trained_through={},
+        metrics={},
+        schema=schema.digest,
+        encoders={},
+        model=reference_to(model),
+        parts=parts_in(weights),
+        base=write_base(bases_in(config.state_dir), module),
+        files={},
+    )
+    Versions(config.state_dir / "versions").write(weights, manifest, Verdict("pass"))
 
 
 def refused(config: Config, folder: Path, form: Any = "torch") -> str:
@@ -178,6 +193,60 @@ def test_a_program_has_what_was_learned_of_features(
     exported = export_program(config, "latest", tmp_path / "program", form)
     assert exported.rows == 74
     assert exported.difference < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("published")
+@pytest.mark.parametrize("form", ["torch", "onnx"])
+@pytest.mark.parametrize("kind", ["example", "history", "history of a regression", "subject"])
+def test_what_init_writes_can_be_exported(tmp_path: Path, registry: Registry, kind: str, form: Any) -> None:
+    pytest.importorskip("onnxscript" if form == "onnx" else "torch")
+    folder = tmp_path / "pipeline"
+    if kind == "example":
+        write_example(folder)
+    elif kind == "subject":
+        fields = [("amount", "double"), ("merchant", "string"), ("fraud", "int")]
+        text = {"type": "record", "name": "P", "fields": [{"name": name, "type": type_} for name, type_ in fields]}
+        registry.register("payments-value", json.dumps(text), "AVRO")
+        write_subject(folder, SubjectOptions("payments-value", registry.url, "fraud", "2"), {}, force=True)
+    else:
+        columns: dict[str, Any] = {"amount": [0.5] * 6, "pixels": np.ones((6, 3)).tolist(), "country": ["CH"] * 6}
+        columns |= {"fraud": [0, 1] * 3, "price": [0.5, 1.5] * 3}
+        table = pa.table(columns).set_column(1, "pixels", pa.array(columns["pixels"], pa.list_(pa.float32(), 3)))
+        pq.write_table(table, tmp_path / "part-0.parquet")
+        write_history(folder, f"{tmp_path}/*.parquet", "fraud" if kind == "history" else "price")
+    config = load_config(folder / "pipeline.toml", {})
+    write_version(config)
+    assert export_program(config, "latest", tmp_path / "program", form).rows == 74
+
+
+GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "rollout.md"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("learns", [False, True])
+def test_exported_weights_load_and_answer_as_the_guide_says(
+    published: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, learns: bool
+) -> None:
+    more = {"pipeline": PIPELINE.replace("[schema.label]", f"{LEARNED}[schema.label]"), "source": LEARNED_MODEL}
+    config = published(**(more if learns else {}))
+    export_version(config, "latest", tmp_path / "weights")
+    text = GUIDE.read_text().partition("## Compare and export versions")[2]
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    scope: dict[str, Any] = {}
+    exec(blocks[learns].replace("my_model", "program_model"), scope)
+    pipeline = config.pipeline
+    schema = Schema(pipeline.events)
+    deployment = Deployment("numbers", schema, pipeline.model, config.folder, config.state_dir, CPU)
+    version = load_version(deployment, deployment.versions.manifest(1), 8)
+    events = {each.name: each.example(8) for each in schema.features}
+    if learns:
+        events["amount"] = np.array([0.1, 1, 2, 3, 4, 5, np.nan, 9], np.float32)
+    features = {name: torch.from_numpy(array) for name, array in events.items()}
+    with torch.no_grad():
+        output = scope["model"](**features)
+    np.testing.assert_allclose(output.softmax(1).numpy(), version.run(events)["probabilities"], rtol=1e-5)
 
 
 @pytest.mark.slow
