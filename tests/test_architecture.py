@@ -33,7 +33,7 @@ ALLOWED_IN = {
     "httpx": {"ingest/schema_registry/client.py"},
     "jsonschema_rs": {"ingest/formats/json_schema.py"},
     "kafka": {"ingest"},
-    "mlflow": {"learner/registration/registry.py"},
+    "mlflow": {"learner/registration/mlflow_client.py"},
     "onnx": set(),
     "onnxruntime": {"anabranch/commands/exporting/program.py"},
     "onnxscript": set(),

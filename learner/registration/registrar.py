@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class Registry(Protocol):
-    """What `MlflowRegistry` does; the errors are those of its methods."""
+    """What `MlflowRegistry` does; the errors are those of the methods of `mlflow_client.py`."""
 
     def register(self, version: Registration) -> str:
         """Register a version once, and return the number that it has in the registry."""
@@ -43,6 +43,10 @@ class Registry(Protocol):
 
     def tag(self, registered: str, key: str, value: str) -> None:
         """Set a tag of a registered version."""
+        ...
+
+    def close(self) -> None:
+        """End what is being asked, and ask nothing any more. Any thread may call this."""
         ...
 
 
@@ -111,6 +115,7 @@ class Registrar:
 
     def __exit__(self, *_: object) -> None:
         self._stopping = True
+        self._registry.close()
         self._wake.set()
         self._thread.join(_LONGEST_END.total_seconds())  # a request that hangs does not delay the end
 
@@ -128,6 +133,8 @@ class Registrar:
         try:
             self._send()
         except RegistrationError as exc:
+            if self._stopping:
+                return
             self._retry_at = self._clock() + self._backoff.next()
             if self.warning is None:
                 log.warning("%s; it is tried again", exc)

@@ -1,153 +1,153 @@
-"""The registry of MLflow, by its own client. The only module that imports it."""
+"""The registry of MLflow, whose client runs in a process of its own: its answers are bounded in bytes and time."""
 
 import contextlib
 import os
-from collections.abc import Iterator
-from typing import Any
+import selectors
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+from typing import NoReturn
 
+import msgspec
+from typing_extensions import override
+
+from anabranch.core.durations import format_duration
 from anabranch.core.errors import SettingsError
 from learner.errors import RegistrationError, RegistrationRefusedError
 from learner.registration.lineage import Registration
+from learner.registration.messages import Answer, Call, Opening
+from learner.registration.registrar import Registry
 from learner.sections.mlflow_settings import MlflowSettings
 
-_ENVIRONMENT = {
-    "MLFLOW_DISABLE_TELEMETRY": "true",  # no request to others than the server of the settings
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",  # `Registrar` retries
-    "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
-    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
-}
-"""Settings of the client, which it takes from the environment alone; those of the user come first."""
-_REFUSALS = {"INVALID_PARAMETER_VALUE", "BAD_REQUEST", "MALFORMED_REQUEST", "INVALID_STATE"}
-_EXISTS = "RESOURCE_ALREADY_EXISTS"
-_ABSENT = "RESOURCE_DOES_NOT_EXIST"
-_IDENTITY = "anabranch.identity"
-_MOST_METRICS = 1000
-"""Metrics of one request; MLflow refuses more."""
-_MILLISECONDS = 1000
+_LONGEST_START = timedelta(seconds=60)
+"""The client is imported meanwhile."""
+_LONGEST_CALL = timedelta(minutes=2)
+"""Of one call, which makes up to eight requests."""
+_LONGEST_CLOSE = timedelta(seconds=1)
+_MOST_BYTES = 65536
+"""Of an answer."""
 
 
-class MlflowRegistry:
-    """A registered model. Its methods make requests, may take long, and may be repeated: used by one thread."""
+class MlflowRegistry(Registry):
+    """A registered model; see `mlflow_client.py`. A call that takes too long ends the process, and the next starts it.
+
+    Used by one thread, except `close`.
+    """
 
     def __init__(self, settings: MlflowSettings, name: str, source: str) -> None:
-        """Import the client, and connect to nothing; `name` is the pipeline's, `source` a URL with `{number}` in it.
+        """Start the process, which connects to nothing; `name` is the pipeline's, `source` a URL with `{number}` in it.
 
         Raises:
             SettingsError: the client is not installed, or it refuses `tracking_uri`.
         """
-        for variable, value in _ENVIRONMENT.items():
-            os.environ.setdefault(variable, value)
+        self._location = settings.tracking_uri
+        self._opening = Opening(settings.model_dump(mode="json"), name, source)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._is_closed = False
+        self._lock = threading.Lock()
+        """Held during a call."""
         try:
-            # Imported here since it is an extra, which takes a second.
-            from mlflow import MlflowClient
-            from mlflow.exceptions import MlflowException
-        except ImportError as exc:
-            raise SettingsError(
-                f'[mlflow] needs mlflow-skinny ({exc}): pip install "anabranch[mlflow]", or take the section out'
-            ) from exc
-        self._error: type[Exception] = MlflowException
-        self.location = settings.tracking_uri
-        try:
-            self._client: MlflowClient = MlflowClient(settings.tracking_uri, settings.tracking_uri)
-        except MlflowException as exc:
-            raise SettingsError(f'mlflow.tracking_uri = "{settings.tracking_uri}": {_brief(exc)}') from exc
-        self._model = settings.registered_model or name
-        self._experiment = settings.experiment or name
-        self._alias = settings.alias
-        self._source = source
-        self._experiment_id: str | None = None
-        self._has_model = False
+            self._start()
+        except RegistrationError as exc:
+            raise SettingsError(f"[mlflow] cannot be used: {exc}") from exc
 
+    @override
     def register(self, version: Registration) -> str:
-        """Register a version, unless it is registered already, and return the number that it has in MLflow.
+        result = self._call(Call("register", version=version))
+        assert result is not None
+        return result
 
-        A crash after any step is no harm: the next attempt finds what there is by the identity.
-
-        1. The experiment and the registered model, once.
-        2. A run with the version's numbers.
-        3. The model version, which names the run.
-
-        Raises:
-            RegistrationError: it failed, and may succeed later.
-            RegistrationRefusedError: it would fail again.
-        """
-        with self._errors(f"version {version.number} cannot be registered at {self.location}"):
-            experiment = self._open()
-            run = self._run(experiment, version)
-            for found in self._client.search_model_versions(f"run_id = '{run}'"):
-                if found.name == self._model:
-                    return str(found.version)
-            made = self._client.create_model_version(
-                self._model,
-                self._source.replace("{number}", str(version.number)),
-                run,
-                tags=version.tags,
-                description=f"Version {version.number} of {version.tags['anabranch.pipeline']}",
-                await_creation_for=0,
-            )
-            return str(made.version)
-
+    @override
     def move_alias(self, registered: str) -> None:
-        """Let the alias name a registered version; raises as `register` does."""
-        with self._errors(
-            f"the alias {self._alias} cannot be moved to {self._model} {registered} at {self.location}", _ABSENT
-        ):
-            self._client.set_registered_model_alias(self._model, self._alias, registered)
+        self._call(Call("move_alias", [registered]))
 
+    @override
     def tag(self, registered: str, key: str, value: str) -> None:
-        """Set a tag of a registered version; raises as `register` does."""
-        with self._errors(f"{self._model} {registered} cannot be tagged at {self.location}", _ABSENT):
-            self._client.set_model_version_tag(self._model, registered, key, value)
+        self._call(Call("tag", [registered, key, value]))
 
-    def _open(self) -> str:
-        """Return the id of the experiment; make it and the registered model where there are none."""
-        if self._experiment_id is None:
-            found = self._client.get_experiment_by_name(self._experiment)
-            self._experiment_id = (
-                str(found.experiment_id) if found is not None else self._client.create_experiment(self._experiment)
-            )
-        if not self._has_model:
-            try:
-                self._client.create_registered_model(self._model)
-            except self._error as exc:
-                if getattr(exc, "error_code", None) != _EXISTS:
-                    raise
-            self._has_model = True
-        return self._experiment_id
+    @override
+    def close(self) -> None:
+        self._is_closed = True
+        if (process := self._process) is not None:
+            process.kill()  # so that a call ends
+        if self._lock.acquire(timeout=_LONGEST_CLOSE.total_seconds()):
+            self._end()
+            self._lock.release()
 
-    def _run(self, experiment: str, version: Registration) -> str:
-        """Return the id of the run of a version, which is made where there is none."""
-        from mlflow.entities import Metric
+    def _start(self) -> None:
+        # -P: a folder named learner in the working directory must not shadow this package.
+        command = [sys.executable, "-P", "-m", "learner.registration.mlflow_client"]
+        # A session of its own: a terminal sends SIGINT to all of one, and this ends with stdin.
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+        self._ask(self._opening, _LONGEST_START)
 
-        found = self._client.search_runs([experiment], f"tags.`{_IDENTITY}` = '{version.identity}'", max_results=1)
-        milliseconds = round(version.time * _MILLISECONDS)
-        run: Any = (
-            found[0]
-            if found
-            else self._client.create_run(
-                experiment, milliseconds, tags=version.tags, run_name=f"version {version.number}"
-            )
-        )
-        identity = str(run.info.run_id)
-        if run.info.status != "FINISHED":
-            metrics = [Metric(name, value, milliseconds, version.step) for name, value in version.metrics.items()]
-            self._client.log_batch(identity, metrics[:_MOST_METRICS])
-            self._client.set_terminated(identity, end_time=milliseconds)
-        return identity
+    def _call(self, call: Call) -> str | None:
+        with self._lock:
+            if self._is_closed:
+                raise RegistrationError(f"{self._named} is not used any more")
+            if self._process is None:
+                try:
+                    self._start()
+                except SettingsError as exc:
+                    raise RegistrationError(str(exc)) from exc
+            return self._ask(call, _LONGEST_CALL)
 
-    @contextlib.contextmanager
-    def _errors(self, what: str, *refusals: str) -> Iterator[None]:
-        """Translate errors; those with a code of `refusals`, too, are not tried again."""
+    def _ask(self, message: Opening | Call, longest: timedelta) -> str | None:
+        process = self._process
+        assert process is not None
+        assert process.stdin is not None
         try:
-            yield
-        except self._error as exc:
-            self._experiment_id, self._has_model = None, False  # they may have been deleted
-            code = getattr(exc, "error_code", None)
-            kind = RegistrationRefusedError if code in {*_REFUSALS, *refusals} else RegistrationError
-            raise kind(f"{what}: {_brief(exc)}") from exc
-        except OSError as exc:  # of requests that the client does not translate
-            raise RegistrationError(f"{what}: {_brief(exc)}") from exc
+            process.stdin.write(msgspec.json.encode(message) + b"\n")
+            process.stdin.flush()
+            answer = msgspec.json.decode(self._line(process, longest), type=Answer)
+        except (BrokenPipeError, msgspec.MsgspecError, EOFError) as exc:
+            self._end()
+            raise RegistrationError(
+                f"{self._named} is not used for now: the process of its client has ended with code {process.returncode}"
+            ) from exc
+        if answer.kind:
+            self._raise(answer)
+        return answer.result
 
+    def _line(self, process: subprocess.Popen[bytes], longest: timedelta) -> bytes:
+        """Return the next line; EOFError where the process ends before, or the line is too long."""
+        assert process.stdout is not None
+        until, line = time.monotonic() + longest.total_seconds(), b""
+        with selectors.DefaultSelector() as selector:
+            selector.register(process.stdout, selectors.EVENT_READ)
+            while not line.endswith(b"\n"):
+                if not selector.select(until - time.monotonic()):
+                    self._end()
+                    raise RegistrationError(f"{self._named} does not answer within {format_duration(longest)}")
+                piece = os.read(process.stdout.fileno(), _MOST_BYTES)
+                line += piece
+                if not piece or len(line) > _MOST_BYTES:
+                    raise EOFError
+        return line
 
-def _brief(exc: Exception) -> str:
-    return " ".join(str(exc).split())[:500]
+    def _raise(self, answer: Answer) -> NoReturn:
+        match answer.kind:
+            case "refused":
+                raise RegistrationRefusedError(answer.error)
+            case "settings":
+                self._end()
+                raise SettingsError(answer.error)
+            case _:
+                raise RegistrationError(answer.error)
+
+    def _end(self) -> None:
+        """End the process."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                assert pipe is not None
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+
+    @property
+    def _named(self) -> str:
+        return f"MLflow at {self._location}"

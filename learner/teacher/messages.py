@@ -119,10 +119,12 @@ def _is_kept(array: Array, dtype: Any) -> NDArray[np.bool_]:
     """Return which values stay what they are in a dtype."""
     with np.errstate(over="ignore", invalid="ignore"):
         sent = array.astype(dtype)
+        kept: NDArray[np.bool_]
         if array.dtype.kind == sent.dtype.kind == "f":
-            return np.isfinite(sent) | ~np.isfinite(array)
-        # A negative number may come back from a type without a sign.
-        return np.asarray((sent.astype(array.dtype) == array) & ((sent < 0) == (array < 0)))
+            kept = np.isfinite(sent) | ~np.isfinite(array)
+        else:  # a negative number may come back from a type without a sign
+            kept = np.equal(sent.astype(array.dtype), array) & np.equal(np.less(sent, 0), np.less(array, 0))
+    return kept
 
 
 def write_request(metadata: ModelMetadata, arrays: Mapping[str, Array], output: str) -> tuple[bytes, int | None]:

@@ -36,6 +36,11 @@ _RECORD_EVERY = timedelta(seconds=1)
 """With `tracing.setup`, whose processor may have spans wait once more."""
 _DELAY = "OTEL_BSP_SCHEDULE_DELAY"
 _LONGEST_DELAY = 3_600_000
+_OWN_SESSIONS = (
+    "OTEL_PYTHON_EXPORTER_OTLP_HTTP_CREDENTIAL_PROVIDER",
+    "OTEL_PYTHON_EXPORTER_OTLP_HTTP_TRACES_CREDENTIAL_PROVIDER",
+)
+"""Variables that name what makes the session of an exporter."""
 _LONGEST_END = timedelta(seconds=2)
 """How long the end of a process waits for the last spans."""
 
@@ -119,7 +124,11 @@ def _otlp_exporter() -> "SpanExporter":
         raise ValueError(f'OTEL_EXPORTER_OTLP_PROTOCOL is "{protocol}"; set it to http/protobuf or grpc')
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as Http
 
-    return Http()
+    if any(os.environ.get(name) for name in _OWN_SESSIONS):
+        return Http()  # the user's own
+    from anabranch.core.tracing.otlp_session import BoundedSession
+
+    return Http(session=BoundedSession())
 
 
 class BackgroundExport:

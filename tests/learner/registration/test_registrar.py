@@ -14,8 +14,8 @@ from pydantic import ValidationError
 from anabranch.core.errors import SettingsError
 from learner.registration import registrar as module
 from learner.registration.lineage import Registration
+from learner.registration.mlflow_client import MlflowClientRegistry
 from learner.registration.registrar import NAME, WITHDRAWN, Registrar
-from learner.registration.registry import MlflowRegistry
 from learner.sections.mlflow_settings import MlflowSettings
 from learner.state_dir.trained_through import NewlyTrained, PartitionProgress
 from learner.state_dir.version import Manifest, ModelReference, RegistryState, Verdict, Versions
@@ -81,7 +81,7 @@ def start(versions: Versions, mlflow: MlflowServer, counted: Counter[str], clock
     versions.path.mkdir()
 
     def make() -> Registrar:
-        registry = MlflowRegistry(MlflowSettings(tracking_uri=mlflow.url), "digits", SOURCE)
+        registry = MlflowClientRegistry(MlflowSettings(tracking_uri=mlflow.url), "digits", SOURCE)
         return Registrar(registry, versions, "digits", count=lambda outcome: counted.update([outcome]), clock=clock)
 
     return make
@@ -329,4 +329,4 @@ def test_settings_say_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
         MlflowSettings(tracking_uri="http://m", alias="v1")
     monkeypatch.setitem(sys.modules, "mlflow", None)
     with pytest.raises(SettingsError, match=r'pip install "anabranch\[mlflow\]"'):
-        MlflowRegistry(MlflowSettings(tracking_uri="http://m"), "digits", SOURCE)
+        MlflowClientRegistry(MlflowSettings(tracking_uri="http://m"), "digits", SOURCE)
