@@ -314,4 +314,4 @@ class HoldOut(Section):
 
     fraction: Annotated[float, Field(ge=0, lt=1)]
     seed: Annotated[int, Field(ge=0, lt=2**128, repr=False)]
-    """Of the choice: who does not know it cannot tell which events are held out."""
+    """Of the choice: without it nobody can compute which events are held out."""

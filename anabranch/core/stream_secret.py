@@ -1,7 +1,7 @@
 """The secret of a state directory, by which events are held out, kept and sampled.
 
-The choice has to be the same after each start, and unknown to those who send events: whoever knew it could send bad
-events that no gate looks at. So it depends on 32 random bytes in the file `secret.key`, which only its owner may read,
+The choice has to be the same after each start, and unknown to those who send events: with it they could send bad
+events that no gate scores. So it depends on 32 random bytes in the file `secret.key`, which only its owner may read,
 and not on `seed`, which is public.
 """
 
@@ -21,7 +21,7 @@ SECRET_BYTES = 32
 
 
 class StreamSecret:
-    """32 secret bytes, from which each use derives a number of its own."""
+    """32 secret bytes, from which each use derives a separate number."""
 
     def __init__(self, value: bytes) -> None:
         self.value = value

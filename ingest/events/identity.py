@@ -55,7 +55,7 @@ def identity_hash(base: NDArray[np.uint64], offset: NDArray[np.int64], row: NDAr
 
 
 def keyed_hash(value: NDArray[np.uint64], seed: int) -> NDArray[np.uint64]:
-    """Hash N values, uint64 `[N]`, under a seed of 128 bits: who does not know it cannot tell any bit of the result.
+    """Hash N values, uint64 `[N]`, under a seed of 128 bits, without which nobody can compute a bit of the result.
 
     SipHash-1-3 (Aumasson and Bernstein 2012, "SipHash: a fast short-input PRF") of the eight bytes of each value.
     """
