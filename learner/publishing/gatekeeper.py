@@ -97,7 +97,7 @@ class QualityGate:
             log.info("version %d may be served, after none could", number)
         baseline = Baseline(number, weights, rows.hashes)
         if len(rows):
-            baseline.set_scores(rows.columns["hash"].astype(np.uint64), scores_G)
+            baseline.set_scores(rows.columns, scores_G)
         if self._last_good is None:
             self._last_good = baseline
         elif self._first_on_probation is None:

@@ -478,3 +478,29 @@ def test_the_baselines_score_each_event_once(bench: Bench, monkeypatch: pytest.M
     bench.hold_out(8)
     bench.publish(BAD)
     assert sorted(scored) == [8, 8, 8, 208], "near future, served version, best version, and candidate"
+
+
+@pytest.mark.parametrize("multi", [False, True])
+def test_a_version_does_not_fail_against_itself_when_held_out_events_get_other_labels(
+    tmp_path: Path, multi: bool
+) -> None:
+    label = {"name": "y", "classes": 3, "multi": multi}
+    schema = Schema(
+        SchemaSettings.model_validate({"features": {"x": {"dtype": "float32", "shape": [3]}}, "label": label})
+    )
+    bench = Bench(tmp_path / "versions", schema, MultiLabel() if multi else Classification())
+    bench.hold_out(200)
+    for _ in range(2):
+        bench.publish(GOOD)
+    late = np.arange(0, 200, 10)
+    again = {name: column[late] for name, column in bench.holdout.held.columns.items()}
+    again["row"] = np.zeros(len(late), np.int32)
+    again["label"] = ~again["label"] if multi else (again["label"] + 1) % 3
+    bench.holdout.relabel(again, [TopicPartition("events", 0)])
+    assert [bench.publish(GOOD) for _ in range(2)] == ["pass", "pass"]
+    assert bench.publish(BAD) == "fail"
+    served = bench.gate._served
+    assert served is not None
+    fresh = bench.gate._scorer.score(GOOD, bench.holdout.held.columns)
+    assert served.scores(bench.gate._scorer, bench.holdout.held.columns).tolist() == fresh.tolist()
+    assert fresh.mean() < 0.95
