@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol
 from typing_extensions import override
 
 from learner.config import LearnerSettings
+from learner.evaluation.winsorizing import Winsorizer
 
 Phase = Literal["off", "trial", "on"]
 
@@ -136,7 +137,7 @@ class AdaptiveReplayRatio(Ratio):
         """
         self._cost = _COST * (1 - old_weight) / old_weight if old_weight else math.inf
         self._bounded = bounded
-        self._new, self._old = _DecayedMean(), _DecayedMean()
+        self._new, self._old = _DecayedMean(bounded=bounded), _DecayedMean(bounded=bounded)
         self._phase: Phase = "off"
         self._bar = self._cost
         self._left = 0
@@ -243,7 +244,8 @@ class AdaptiveReplayRatio(Ratio):
     def restore(self, state: Mapping[str, Any]) -> None:
         if not state:  # of a fixed ratio
             return
-        self._new, self._old = _DecayedMean(*state["new"]), _DecayedMean(*state["old"])
+        self._new.restore(state["new"])
+        self._old.restore(state["old"])
         self._phase, self._left, self.now = state["phase"], state["left"], state["now"]
         self._bar = self._cost if state["bar"] is None else max(self._cost, state["bar"])
         self._without, self._with = state["without"], state["with"]
@@ -253,16 +255,21 @@ class AdaptiveReplayRatio(Ratio):
 
 
 class _DecayedMean:
-    """A mean in which a step counts half as much as one `_HALF_LIFE` steps later."""
+    """A mean in which a step counts half as much as one `_HALF_LIFE` steps later; unless bounded, of winsorised
+    values."""
 
-    def __init__(self, weight: float = 0.0, total: float = 0.0, seen: int = 0) -> None:
-        self._weight, self._total, self.seen = weight, total, seen
+    def __init__(self, *, bounded: bool) -> None:
+        self._weight, self._total, self.seen = 0.0, 0.0, 0
+        self._winsorizer = None if bounded else Winsorizer()
 
     def add(self, scored: ScoreSum, steps: int) -> None:
         """Add scores, `steps` steps after the last ones."""
+        score = scored.score
+        if self._winsorizer is not None and scored.rows:
+            score = self._winsorizer.add(score / scored.rows) * scored.rows
         factor = 0.5 ** (steps / _HALF_LIFE)
         self._weight = self._weight * factor + scored.rows
-        self._total = self._total * factor + scored.score
+        self._total = self._total * factor + score
         self.seen += scored.rows
 
     @property
@@ -279,5 +286,10 @@ class _DecayedMean:
         spread = math.sqrt(max(0.0, mean * (1 - mean))) if bounded else abs(mean)
         return 2 * spread / math.sqrt(self._weight) if self._weight else math.inf
 
-    def state(self) -> tuple[float, float, int]:
-        return self._weight, self._total, self.seen
+    def state(self) -> tuple[float, float, int, list[float]]:
+        return self._weight, self._total, self.seen, [] if self._winsorizer is None else self._winsorizer.state()
+
+    def restore(self, state: tuple[float, float, int, list[float]]) -> None:
+        self._weight, self._total, self.seen, recent = state
+        if self._winsorizer is not None:
+            self._winsorizer.restore(recent)

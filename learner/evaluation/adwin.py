@@ -8,6 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from learner.evaluation.winsorizing import FEWEST, Winsorizer, winsorized
+
 _PER_ROW = 5
 """Buckets of one size, beyond which the two oldest become one of twice the size."""
 _SHORTEST = 5
@@ -52,7 +56,8 @@ class Adwin:
         Args:
             delta: chance of splitting a window in which nothing has changed.
             every: values between two checks.
-            bounded: whether values are between 0 and 1; if not, the bound depends on their variance.
+            bounded: whether values are between 0 and 1; if not, the bound depends on their variance, and values are
+                winsorised: one of any size would make the variance too large for a change to be found.
         """
         self._delta = delta
         self._every = every
@@ -60,6 +65,11 @@ class Adwin:
         self._rows: list[list[_Bucket]] = []  # by size, 1, 2, 4, ...; in each the oldest first
         self._all: _Bucket | None = None
         self._since = 0
+        self._winsorizer = None if bounded else Winsorizer()
+        self._first: list[tuple[float, float]] = []
+        """The first values, which are bounded once their size is known."""
+        self.added = 0.0
+        """The total that was added last, as it counts."""
 
     def add(self, total: float, weight: float = 1.0) -> float:
         """Add one value: the mean of `weight` observations that sum to `total`.
@@ -67,17 +77,38 @@ class Adwin:
         Returns:
             By how much the mean has changed, newer less older part, when the older has been dropped; else 0.
         """
+        if self._winsorizer is not None:
+            value = self._winsorizer.add(total / weight)
+            if self._all is None or self._first:
+                self._first.append((total, weight))
+            total = value * weight
+            if len(self._first) == FEWEST:
+                self._begin_again()
+                return 0.0
+        self.added = total
+        self._append(total, weight)
+        self._since += 1
+        if self._since < self._every:
+            return 0.0
+        self._since = 0
+        return self._shorten()
+
+    def _begin_again(self) -> None:
+        """Put the first values into the window once more, bounded by the median of all of them."""
+        first, self._first, self._rows, self._all = self._first, [], [], None
+        sizes = winsorized(np.array([total / weight for total, weight in first]))
+        for value, (_, weight) in zip(sizes.tolist(), first, strict=True):
+            self.added = value * weight
+            self._append(self.added, weight)
+        self._since += 1
+
+    def _append(self, total: float, weight: float) -> None:
         bucket = _Bucket(1, weight, total, 0.0)
         self._all = bucket if self._all is None else self._all.joined(bucket)
         if not self._rows:
             self._rows.append([])
         self._rows[0].append(bucket)
         self._compress()
-        self._since += 1
-        if self._since < self._every:
-            return 0.0
-        self._since = 0
-        return self._shorten()
 
     @property
     def mean(self) -> float | None:
@@ -97,13 +128,23 @@ class Adwin:
     def state(self) -> dict[str, Any]:
         """Return plain numbers, for a checkpoint."""
         rows = [[bucket.summary for bucket in row] for row in self._rows]
-        return {"rows": rows, "all": None if self._all is None else self._all.summary, "since": self._since}
+        state: dict[str, Any] = {
+            "rows": rows,
+            "all": None if self._all is None else self._all.summary,
+            "since": self._since,
+        }
+        if self._winsorizer is not None:
+            state |= {"recent": self._winsorizer.state(), "first": self._first}
+        return state
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore the window of a checkpoint."""
         self._rows = [[_Bucket(*summary) for summary in row] for row in state["rows"]]
         self._all = None if state["all"] is None else _Bucket(*state["all"])
         self._since = state["since"]
+        if self._winsorizer is not None:
+            self._winsorizer.restore(state["recent"])
+            self._first = [(total, weight) for total, weight in state["first"]]
 
     def _compress(self) -> None:
         for size, row in enumerate(self._rows):

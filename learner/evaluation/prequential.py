@@ -60,12 +60,12 @@ class Prequential:
         if math.isfinite(scored.score):
             self._score.add(scored.score, scored.rows)
             self._scored += scored.rows
-            self._total += scored.score
+            self._total += self._score.added
         # A strategy may leave out events that make the task's own loss of a step infinite.
         loss = scored.loss if math.isfinite(scored.loss) else (self._loss.mean or 0.0) * scored.rows
         self._loss.add(loss, scored.rows)
         self._rows += scored.rows
-        self._total_loss += loss
+        self._total_loss += self._loss.added
 
     @property
     def mean(self) -> float | None:

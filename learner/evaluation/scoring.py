@@ -20,6 +20,7 @@ from ingest.events.schema import IGNORED, Schema
 from learner.evaluation.chunks import Chunks
 from learner.evaluation.holdout import YOUNG, HoldoutRows
 from learner.evaluation.resident_models import ResidentModels
+from learner.evaluation.winsorizing import winsorized
 from learner.model.device import Precision
 from learner.model.factory import forward
 from learner.model.faulty_events import Check, may_be_of_events, raising, works_on_zeros
@@ -58,6 +59,8 @@ def evaluation_of(scores_G: NDArray[np.float64], schema: Schema, rows: HoldoutRo
     if total < 2 * YOUNG:
         return Evaluation()
     young = total // YOUNG
+    if not schema.label.classes:
+        scores_G = winsorized(scores_G)
     windows = {"new": float(scores_G[total - young :].mean()), "old": float(scores_G[: total - young].mean())}
     classes: dict[str, float] = {}
     if schema.label.classes:

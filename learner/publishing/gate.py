@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from learner.config import GateSettings
 from learner.evaluation.scoring import Scores
+from learner.evaluation.winsorizing import limit_of
 from learner.state_dir.version import Verdict
 
 Marks = NDArray[np.bool_]
@@ -30,7 +31,10 @@ _LEAST = 1e-12
 
 @dataclass(frozen=True)
 class Drop:
-    """How much worse a candidate scores than a baseline on the same events: absolute for accuracy, else relative."""
+    """How much worse a candidate scores than a baseline on the same events: absolute for accuracy, else relative.
+
+    Of errors, the means are of winsorised ones.
+    """
 
     rows: int
     candidate: float
@@ -88,11 +92,21 @@ class GateInput:
 
 
 def compare(candidate_G: Scores, baseline_G: Scores, *, bounded: bool) -> Drop:
-    """Compare scores of the same G events, at least one, all finite; `bounded`: scores are between 0 and 1."""
+    """Compare scores of the same G events, at least one, all finite.
+
+    Where scores are not `bounded`, between 0 and 1, those of both versions are winsorised by one limit, and events on
+    which both are beyond it are left out: their labels are wrong, or no version can predict them, and a single one of
+    them would make each difference small.
+    """
+    rows = len(candidate_G)
+    if not bounded:
+        limit = limit_of(np.concatenate([candidate_G, baseline_G]))
+        either_G = (np.abs(candidate_G) <= limit) | (np.abs(baseline_G) <= limit)
+        candidate_G, baseline_G = (np.clip(each[either_G], -limit, limit) for each in (candidate_G, baseline_G))
     difference_G = baseline_G - candidate_G
-    rows, baseline = len(difference_G), float(baseline_G.mean())
+    counted, baseline = len(difference_G), float(baseline_G.mean())
     unit = 1.0 if bounded else max(abs(baseline), _LEAST)
-    error = float(difference_G.std(ddof=1)) / math.sqrt(rows) if rows > 1 else math.inf
+    error = float(difference_G.std(ddof=1)) / math.sqrt(counted) if counted > 1 else math.inf
     return Drop(rows, float(candidate_G.mean()), baseline, float(difference_G.mean()) / unit, error / unit)
 
 

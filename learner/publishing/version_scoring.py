@@ -14,6 +14,7 @@ from ingest.events.schema import Schema
 from learner.evaluation.forgetting_metric import ForgettingState, retention_of
 from learner.evaluation.holdout import HoldoutRows
 from learner.evaluation.scoring import Evaluation, Scorer, Scores, evaluation_of, newcomers
+from learner.evaluation.winsorizing import winsorized
 
 _SHARE = 4
 """Scoring uses at most 1 / `_SHARE` of a core or CUDA device; versions due meanwhile are skipped."""
@@ -65,7 +66,8 @@ class VersionScoring:
         if fresh and len(fresh["label"]):
             scores, raised = self._scorer.score_and_find(weights, fresh)
             stays = ~np.isin(fresh["hash"].astype(np.uint64), raised)
-            total = float(np.sum(scores[stays]))
+            scores = scores[stays] if self._scorer.bounded else winsorized(scores[stays])
+            total = float(np.sum(scores))
             if math.isfinite(total) and stays.any():
                 self.retention = self.retention.with_near(int(np.count_nonzero(stays)), total)
 

@@ -195,3 +195,43 @@ def test_a_drop_is_the_difference_of_the_means_and_its_upper_limit_is_larger(
 def test_a_drop_far_above_the_limit_never_passes(seed: int, drop: float) -> None:
     served = scores(0.9, seed)
     assert verdict(worse(served, drop, OLD, seed), served).verdict == "fail"
+
+
+def errors(label: np.ndarray, noise: float, seed: int) -> Scores:
+    """Return minus the error on each event of a model whose predictions are off the events' true values by `noise`."""
+    true = np.random.default_rng(0).normal(size=len(label))
+    return -np.abs(true + noise * np.random.default_rng(seed).normal(size=len(label)) - label)
+
+
+@pytest.mark.parametrize("value", [0.0, 1e3, 1e6, 1e30])
+@pytest.mark.parametrize("share", [0.001, 0.05, 0.2])
+def test_labels_of_any_size_make_no_worse_model_of_a_regression_pass(value: float, share: float) -> None:
+    label = np.random.default_rng(0).normal(size=EVENTS)
+    label[np.random.default_rng(9).random(EVENTS) < share] += value
+    served = errors(label, 0.1, seed=1)
+    found = verdict(errors(label, 1.0, seed=2), served, bounded=False)
+    assert found.verdict == "fail"
+    assert 4 < found.numbers["old_drop"] < 10
+    assert all(math.isfinite(number) for number in found.numbers.values())
+    assert verdict(errors(label, 0.07, seed=3), served, bounded=False).verdict == "pass"
+
+
+def test_events_that_most_models_predict_exactly_do_not_hide_the_others() -> None:
+    served = np.where(np.arange(EVENTS) % 10 < 8, 0.0, -0.1 - np.random.default_rng(0).random(EVENTS))
+    assert verdict(served, served, bounded=False).verdict == "pass"
+    found = verdict(2 * served, served, bounded=False)
+    assert found.verdict == "fail"
+    assert found.numbers["old_drop"] == pytest.approx(1.0)
+    assert verdict(np.zeros(EVENTS), np.zeros(EVENTS), bounded=False).verdict == "pass"
+
+
+def test_two_equal_models_of_a_regression_fail_as_rarely_as_their_limits_say() -> None:
+    """A normal and a heavy-tailed error, where some events are beyond the limit of one model, and of both."""
+    for seed, draw in enumerate((np.random.default_rng(5).normal, np.random.default_rng(6).standard_cauchy)):
+        shared = np.random.default_rng(seed).normal(size=(200, EVENTS))
+        failed = 0
+        for each in shared:
+            served, candidate = (-np.abs(each + 0.05 * draw(size=EVENTS)) for _ in range(2))
+            drop = compare(candidate, served, bounded=False)
+            failed += drop.possible(0.0)
+        assert failed <= 6, "1 % of 200, and chance"
