@@ -16,7 +16,7 @@ from pydantic import (
 from anabranch.core.durations import PositiveDuration
 from anabranch.core.settings import Section
 from ingest.backfill_settings import BackfillSettings
-from ingest.feature_settings import CrossSettings, FeatureSettings, LearnedVocabulary, Number
+from ingest.feature_settings import CrossSettings, FeatureSettings, LearnedVocabulary, Number, check_bounds
 from ingest.kafka_properties import check, check_name
 from ingest.label_stream_settings import LabelStreamSettings, Name, TopicName
 from ingest.registry_settings import REGISTRY_FORMATS, RegistrySettings
@@ -206,6 +206,17 @@ class LabelSettings(Section):
     length: Annotated[int, Field(ge=1, le=8192)] | None = None
     """Positions of a label that is a list with one class for each, such as for each word of a text. Longer lists are
     cut off at the end; positions that are null or missing train nothing. Absent: an event has one label."""
+    min: int | float | None = None
+    """Smallest label of a regression. An event with a smaller one is dead-lettered."""
+    max: int | float | None = None
+    """Largest label of a regression, likewise."""
+
+    @model_validator(mode="after")
+    def _bounds_are_of_a_number(self) -> Self:
+        if self.classes is not None and (self.min is not None or self.max is not None):
+            raise ValueError("min and max are bounds of a number, but labels are classes, which have their own")
+        check_bounds(self.dtype, self.min, self.max)
+        return self
 
     @model_validator(mode="after")
     def _length_is_of_classes(self) -> Self:
@@ -237,6 +248,13 @@ class FieldSettings(Section):
     """Name of the field in the message."""
 
 
+class WeightSettings(FieldSettings):
+    """The field with an event's weight."""
+
+    max: Annotated[float, Field(gt=0, lt=3e38)] = 100.0
+    """Larger weights count as this one: the store for replay would hold nothing but such events."""
+
+
 class SchemaSettings(Section):
     """The fields of an event."""
 
@@ -251,7 +269,7 @@ class SchemaSettings(Section):
     partition, and without a group all of a key are held out, or none."""
     time: FieldSettings | None = None
     """Field with the event's own time (seconds since 1970), kept with it; freshness goes by the record's timestamp."""
-    weight: FieldSettings | None = None
+    weight: WeightSettings | None = None
     """Field with the event's weight in the loss (not negative), which is also its chance to be kept for replay."""
     group: FieldSettings | None = None
     """Field by which events belong together (a string or a whole number): all of a group are held out, or none."""

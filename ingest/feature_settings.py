@@ -14,6 +14,7 @@ Number = Literal[
 ]
 
 
+_MOST_OF_FLOATS = {"float16": 65504.0, "float32": 3.4028234663852886e38, "float64": 1.7976931348623157e308}
 _WHOLE = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32")
 """Numbers that a learned vocabulary takes: all are int64 too."""
 
@@ -117,10 +118,10 @@ class FeatureSettings(Section):
     gets a number added for each class, which is learned of each group from its first event on."""
     default: bool | int | float | str | list[object] | None = None
     """Value of events that lack the feature; without one the feature is required."""
-    min: int | None = None
-    """Smallest value of an integer feature. An event with a smaller one is dead-lettered, a request refused (400)."""
-    max: int | None = None
-    """Largest value of an integer feature, likewise: `max = 6` for an embedding of 7 rows."""
+    min: int | float | None = None
+    """Smallest value of a number. An event with a smaller one is dead-lettered, a request refused (400)."""
+    max: int | float | None = None
+    """Largest value of a number, likewise: `max = 6` for an embedding of 7 rows."""
 
     @model_validator(mode="after")
     def _strings_are_encoded(self) -> Self:
@@ -176,19 +177,32 @@ class FeatureSettings(Section):
 
     @model_validator(mode="after")
     def _bounds_are_values_of_the_dtype(self) -> Self:
-        if self.min is None and self.max is None:
-            return self
-        unsigned, _, bits = self.dtype.partition("int")
-        if not bits.isdigit():
-            raise ValueError(f"min and max are bounds of whole numbers, but dtype is {self.dtype}")
-        lowest = 0 if unsigned else -(2 ** (int(bits) - 1))
-        highest = lowest + 2 ** int(bits) - 1
-        for name, bound in (("min", self.min), ("max", self.max)):
-            if bound is not None and not lowest <= bound <= highest:
-                raise ValueError(f"{name} = {bound} is no {self.dtype}, which is {lowest}..{highest}")
-        if self.min is not None and self.max is not None and self.min > self.max:
-            raise ValueError(f"min = {self.min} is larger than max = {self.max}")
+        check_bounds(self.dtype, self.min, self.max)
         return self
+
+
+def check_bounds(dtype: str, lowest: float | None, highest: float | None) -> None:
+    """Raise ValueError where `min` and `max` of a dtype are no values of it, or exclude all."""
+    for name, bound in (("min", lowest), ("max", highest)):
+        if bound is not None:
+            _check_bound(name, bound, dtype)
+    if lowest is not None and highest is not None and lowest > highest:
+        raise ValueError(f"min = {lowest} is larger than max = {highest}")
+
+
+def _check_bound(name: str, bound: float, dtype: str) -> None:
+    if dtype.startswith("float"):
+        most = _MOST_OF_FLOATS[dtype]
+        if not -most <= bound <= most:  # NaN is neither
+            raise ValueError(f"{name} = {bound} is no {dtype}, which is {-most:.5g}..{most:.5g}")
+        return
+    unsigned, _, bits = dtype.partition("int")
+    if not bits.isdigit():
+        raise ValueError(f"min and max are bounds of numbers, but dtype is {dtype}")
+    lowest = 0 if unsigned else -(2 ** (int(bits) - 1))
+    highest = lowest + 2 ** int(bits) - 1
+    if not isinstance(bound, int) or not lowest <= bound <= highest:
+        raise ValueError(f"{name} = {bound} is no {dtype}, which is {lowest}..{highest}")
 
 
 def _cross_encoding(value: object) -> str | None:

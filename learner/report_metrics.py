@@ -224,6 +224,11 @@ REPORT_METRICS: Sequence[StateGauge[LearnerReport]] = (
         lambda report: report.exchanged_bytes,
     ),
     StateCounter(
+        "anabranch_ingest_overweight_rows",
+        "Events whose weight was larger than schema.weight.max, and was lowered to it.",
+        lambda report: report.overweight,
+    ),
+    StateCounter(
         "anabranch_learner_clipped_values",
         "Values of a learned number that its statistics took for nearer ones, since they are far from the others.",
         lambda report: report.clipped,

@@ -175,6 +175,7 @@ class Reporter:
             outcomes=loop.ledger.outcomes,
             skipped=loop.ledger.skipped,
             unknown_fields=parts.source.unknown_fields,
+            overweight=parts.source.overweight,
             clipped={} if self._features is None else self._features.clipped,
             letters_dropped=dict(parts.source.letters_dropped),
             lag_seconds=parts.lag.seconds,

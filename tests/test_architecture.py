@@ -108,8 +108,7 @@ WALL_CLOCK = {
     "learner/checkpointing/checkpointer.py": "a checkpoint's time, for display",
     "learner/object_storage/uploads.py": "how long ago a folder was written that the object store lacks, for display",
     "learner/publishing/hold.py": "since when nothing has passed, for display",
-    "learner/stream/label_times.py": "compares with the record times of the stream",
-    "learner/labels/join_checkpoint.py": "compares with the record times of the stream",
+    "anabranch/core/host_clock.py": "compares with the record times of the stream",
     "learner/undo/going_back.py": "a record's time, for display",
     "learner/stream/lag.py": "a checkpoint keeps since when events wait, and they waited while no learner ran",
     "learner/publishing/publisher.py": "a version's time, for display",
@@ -166,7 +165,7 @@ KEYS_ADDED = words("""
     schema.label.length schema.features.*.encode.words
     stream.labels.topics stream.labels.key stream.labels.name stream.labels.wait stream.labels.unmatched
     stream.labels.early stream.labels.take_back stream.labels.bytes
-    schema.features.*.min schema.features.*.max
+    schema.features.*.min schema.features.*.max schema.label.min schema.label.max schema.weight.max
     schema.features.*.encode.tokenizer schema.features.*.encode.length
     schema.features.*.encode.learn schema.features.*.encode.min_count schema.features.*.encode.expire
     schema.features.*.intercept schema.features.*.scale schema.features.*.missing schema.features.*.cycles
@@ -212,7 +211,7 @@ METRICS_ADDED = words("""
     anabranch_storage_lag_seconds anabranch_storage_uploaded_bytes_total anabranch_storage_failures_total
     anabranch_learner_absolute_error anabranch_learner_non_finite_steps_total anabranch_versions_published_total
     anabranch_learner_raised_rows_total anabranch_learner_exchanged_bytes_total
-    anabranch_learner_clipped_values_total
+    anabranch_learner_clipped_values_total anabranch_ingest_overweight_rows_total
     anabranch_learner_seen_through_offset anabranch_learner_waiting_rows anabranch_learner_waiting_bytes
     anabranch_learner_waited_rows anabranch_learner_kept_labels anabranch_learner_labels_total
     anabranch_learner_label_lag_seconds

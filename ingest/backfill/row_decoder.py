@@ -5,6 +5,7 @@ Legend: K rows.
 
 import contextlib
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -67,7 +68,7 @@ class RowDecoder(Decoder):
                 Reject(int(row), 0, "it is not valid Arrow data, such as text that is not UTF-8")
                 for row in np.flatnonzero(invalid)
             ]
-            return Decoded(decoded.message, decoded.row, decoded.columns, sorted([*decoded.rejects, *rejects]))
+            return replace(decoded, rejects=sorted([*decoded.rejects, *rejects]))
         faults = Faults(rows)
         arrays = {
             field.name: _single(table.column(field.name)) for field in self._fields if field.name in table.schema.names

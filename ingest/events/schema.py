@@ -30,8 +30,8 @@ class Feature:
     encoder: Encoder | None
     default: NDArray[np.generic] | None
     """Value of events that lack the feature, `[*column_shape]` and encoded; None: the feature is required."""
-    min: int | None = None
-    max: int | None = None
+    min: float | None = None
+    max: float | None = None
     may_be_nan: bool = False
     """Whether a value may be missing, which a column has as NaN."""
 
@@ -62,29 +62,43 @@ class Feature:
     @property
     def allowed(self) -> str:
         """The values between `min` and `max`, in words."""
-        if self.min is None or self.max is None:
-            return f"{self.min} or more" if self.max is None else f"{self.max} or less"
-        return f"in {self.min}..{self.max}"
+        return allowed(self.min, self.max)
 
     @property
-    def filler(self) -> int:
-        """A value that is allowed: 0, or the bound that is nearest to it."""
+    def filler(self) -> float:
+        """A value that is allowed: 0, or the bound that is nearest to it; an int where the dtype is one."""
         filler = max(0, 0 if self.min is None else self.min)
         return filler if self.max is None else min(filler, self.max)
+
+    def within(self, values: NDArray[Any]) -> NDArray[Any]:
+        """Return numbers, those outside `min` and `max` as the nearest of these."""
+        return np.clip(values, -np.inf if self.min is None else self.min, np.inf if self.max is None else self.max)
 
     def outside(self, column: NDArray[np.generic]) -> NDArray[np.bool_] | None:
         """Return which of N events have a value below `min` or above `max`, bool `[N]`; None: there are none.
 
         `column` is `[N, *shape]`.
         """
-        if self.min is None and self.max is None:
-            return None
-        outside = np.zeros(column.shape, np.bool_)
-        if self.min is not None:
-            outside |= np.less(column, self.min)
-        if self.max is not None:
-            outside |= np.greater(column, self.max)
-        return np.asarray(outside.reshape(len(column), -1).any(axis=1)) if outside.any() else None
+        return outside(column, self.min, self.max)
+
+
+def allowed(lowest: float | None, highest: float | None) -> str:
+    """Return the values between two bounds in words; None is no bound."""
+    if lowest is None or highest is None:
+        return f"{lowest} or more" if highest is None else f"{highest} or less"
+    return f"in {lowest}..{highest}"
+
+
+def outside(column: NDArray[np.generic], lowest: float | None, highest: float | None) -> NDArray[np.bool_] | None:
+    """Return which of N events have a value in `[N, ...]` below or above a bound, bool `[N]`; None: there are none."""
+    if lowest is None and highest is None:
+        return None
+    found = np.zeros(column.shape, np.bool_)
+    if lowest is not None:
+        found |= np.less(column, lowest)
+    if highest is not None:
+        found |= np.greater(column, highest)
+    return np.asarray(found.reshape(len(column), -1).any(axis=1)) if found.any() else None
 
 
 IGNORED = -100
@@ -105,6 +119,8 @@ class Label:
     wire: np.dtype[np.generic]
     multi: bool = False
     length: int | None = None
+    min: float | None = None
+    max: float | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -143,6 +159,7 @@ class Schema:
         self.key = settings.key.name if settings.key else None
         self.time = settings.time.name if settings.time else None
         self.weight = settings.weight.name if settings.weight else None
+        self.most_weight = settings.weight.max if settings.weight else None
         self.group = settings.group.name if settings.group else None
         key = labels.key if labels is not None else None
         self.join = None if key in (None, self.key, self.group) else key
@@ -168,10 +185,10 @@ class Schema:
         """SHA-256 over the schema's canonical JSON; two schemas with one digest have the same columns.
 
         What has its default is left out, so that a setting which is added later changes no digest. So are the bounds of
-        integers, which decide which events are accepted, and of a learned vocabulary all but its size: they change no
+        numbers, which decide which events are accepted, and of a learned vocabulary all but its size: they change no
         column. A tokenizer counts by its contents.
         """
-        bounds = {"features": {"__all__": {"min", "max"}}}
+        bounds = {"features": {"__all__": {"min", "max"}}, "label": {"min", "max"}, "weight": {"max"}}
         settings = self.settings.model_dump(mode="json", exclude_defaults=True, exclude=bounds)
         for name, identity in self.encoders.items():
             settings["features"][name]["encode"] = identity
@@ -209,7 +226,7 @@ def _feature(name: str, settings: FeatureSettings) -> Feature:
         np.full(settings.shape, np.nan, dtype) if missing else _constant(name, "default", settings, encoder, dtype)
     )
     feature = Feature(name, dtype, settings.shape, encoder, default, settings.min, settings.max, missing)
-    if default is not None and feature.outside(default[None]) is not None:
+    if default is not None and feature.outside(default[None]) is not None:  # NaN is within any bounds
         raise SettingsError(f"schema.features.{name}.default = {settings.default!r} is not {feature.allowed}")
     return feature
 
@@ -250,4 +267,6 @@ def _label(settings: LabelSettings) -> Label:
     classes = len(names) if names else settings.classes if isinstance(settings.classes, int) else None
     wire = np.dtype(settings.dtype)
     dtype = np.dtype(np.bool_ if settings.multi else np.int64) if classes else wire
-    return Label(settings.name, dtype, classes, names, wire, settings.multi, settings.length)
+    return Label(
+        settings.name, dtype, classes, names, wire, settings.multi, settings.length, settings.min, settings.max
+    )

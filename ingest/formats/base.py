@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ingest.events.block import Array, BlockLayout
-from ingest.events.schema import IGNORED, Schema
+from ingest.events.schema import IGNORED, Schema, allowed, outside
 
 WHOLE_MESSAGE = -1
 Headers = Sequence[tuple[str, bytes]]
@@ -37,6 +37,7 @@ class Decoded:
         rejects: events that cannot be used, in the order of (message, row).
         unknown_fields: messages with fields that the schema does not know.
         deferred: messages that cannot be decoded yet, since the registry is away; they have neither events nor rejects.
+        overweight: of each event whose weight was larger than `schema.weight.max`, and is that now, its message.
     """
 
     message: NDArray[np.int32]
@@ -45,12 +46,14 @@ class Decoded:
     rejects: Sequence[Reject]
     unknown_fields: int = 0
     deferred: Sequence[int] = ()
+    overweight: Sequence[int] = ()
 
     def at(self, indexes: NDArray[np.int32]) -> "Decoded":
         """Return the same with other message indexes: message i becomes `indexes[i]`, in ascending order."""
         rejects = [Reject(int(indexes[each.message]), each.row, each.reason) for each in self.rejects]
         deferred = [int(indexes[message]) for message in self.deferred]
-        return Decoded(indexes[self.message], self.row, self.columns, rejects, self.unknown_fields, deferred)
+        heavy = [int(indexes[message]) for message in self.overweight]
+        return Decoded(indexes[self.message], self.row, self.columns, rejects, self.unknown_fields, deferred, heavy)
 
     def without(self, bad: NDArray[np.bool_], reason: str) -> "Decoded":
         """Return the same with the events of the mask `[N]` rejected for `reason`."""
@@ -63,6 +66,7 @@ class Decoded:
             sorted([*self.rejects, *rejects]),
             self.unknown_fields,
             self.deferred,
+            self.overweight,
         )
 
 
@@ -83,7 +87,8 @@ def joined(parts: Sequence[Decoded]) -> Decoded:
     columns = {name: np.concatenate([part.columns[name] for part in parts])[order] for name in parts[0].columns}
     rejects = sorted(reject for part in parts for reject in part.rejects)
     unknown, deferred = sum(part.unknown_fields for part in parts), sorted(i for part in parts for i in part.deferred)
-    return Decoded(message[order], row[order], columns, rejects, unknown, deferred)
+    heavy = sorted(i for part in parts for i in part.overweight)
+    return Decoded(message[order], row[order], columns, rejects, unknown, deferred, heavy)
 
 
 class Format(Protocol):
@@ -109,6 +114,7 @@ class RecordDecoder(Protocol):
 def reject_unusable_numbers(decoded: Decoded, schema: Schema) -> Decoded:
     """Reject events with NaN or infinity, a number out of range or a negative weight, in every format.
 
+    Weights above `schema.weight.max` become that.
     A missing label is no fault; its value in the column is `schema.label.missing`.
     """
     optional = {f"feature.{feature.name}" for feature in schema.features if feature.may_be_nan}
@@ -121,12 +127,16 @@ def reject_unusable_numbers(decoded: Decoded, schema: Schema) -> Decoded:
             field = {"time": schema.time, "weight": schema.weight}.get(name, name.removeprefix("feature."))
             return reject_unusable_numbers(decoded.without(bad, f"{field} is NaN, infinite or too large"), schema)
     for feature in schema.features:
-        outside = feature.outside(decoded.columns[f"feature.{feature.name}"])
-        if outside is not None:
-            return reject_unusable_numbers(decoded.without(outside, f"{feature.name} is not {feature.allowed}"), schema)
+        beyond = feature.outside(decoded.columns[f"feature.{feature.name}"])
+        if beyond is not None:
+            return reject_unusable_numbers(decoded.without(beyond, f"{feature.name} is not {feature.allowed}"), schema)
     negative = np.less(decoded.columns["weight"], 0)
     if negative.any():
         return reject_unusable_numbers(decoded.without(negative, f"{schema.weight} is negative"), schema)
+    if schema.most_weight is not None and (heavy := np.greater(decoded.columns["weight"], schema.most_weight)).any():
+        weight = np.minimum(decoded.columns["weight"], np.float32(schema.most_weight))
+        columns = {**decoded.columns, "weight": weight}
+        decoded = replace(decoded, columns=columns, overweight=decoded.message[heavy].tolist())
     if schema.label.multi:
         return decoded
     label, labelled = decoded.columns["label"], decoded.columns["labelled"].astype(np.bool_)
@@ -137,6 +147,11 @@ def reject_unusable_numbers(decoded: Decoded, schema: Schema) -> Decoded:
         decoded, expected = replace(decoded, columns=columns), f"in 0..{(schema.label.classes or 0) - 1}"
     elif schema.label.classes is None:
         bad, expected = labelled & ~np.isfinite(label.astype(np.float64)), "finite"
+        far = outside(label, schema.label.min, schema.label.max)
+        if far is not None and (far & labelled & ~bad).any():
+            far &= labelled & ~bad
+            reason = f"{schema.label.name} is not {allowed(schema.label.min, schema.label.max)}"
+            return reject_unusable_numbers(decoded.without(far, reason), schema)
     else:
         bad = labelled & (np.less(label, 0) | np.greater_equal(label, schema.label.classes))
         expected = f"in 0..{schema.label.classes - 1}"

@@ -109,6 +109,8 @@ class BlockReader:
         self.history: HistoryProgress | None = None
         """How far the history was read, as last reported."""
         self.unknown_fields = 0
+        self.overweight = 0
+        """Events whose weight was larger than `schema.weight.max`."""
         """Messages so far with fields that the schema does not know."""
         self.letters_dropped: Counter[str] = Counter()
         """Dead letters so far that were not written, by reason."""
@@ -328,6 +330,7 @@ class BlockReader:
                 block = SharedBlock(ring.views(slot, rows), coverage, slot, ring, contexts=contexts)
                 count_left_out("links", message.contexts_left_out)
                 self.unknown_fields += unknown_fields
+                self.overweight += message.overweight
                 self.letters_dropped.update(letters_dropped)
                 self._cursors.advance(block)
                 return block

@@ -91,6 +91,8 @@ class BlockReady(msgspec.Struct, frozen=True, tag=True):
     """Sampled trace contexts of messages, each with its row."""
     contexts_left_out: int = 0
     """How many of them are too many for a block."""
+    overweight: int = 0
+    """Events whose weight was larger than `schema.weight.max`, and is that now."""
 
 
 class HistoryProgress(msgspec.Struct, frozen=True):

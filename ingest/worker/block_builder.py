@@ -38,8 +38,9 @@ _LONGEST_ROWS = 4_000
 _MOST_LETTERED = 3
 """A message that was a dead letter this often is in a loop: pipelines read each other's dead letters."""
 _SOURCE = "anabranch-source"
-_MOST_AHEAD_MS = 86_400_000
-"""A record time further ahead of the clock is a mistake, for example microseconds."""
+_LOG_SECONDS = 60.0
+_MOST_AHEAD_MS = 300_000
+"""A record time further ahead of the clock is a mistake: local time written as UTC, or microseconds."""
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +78,8 @@ class Assembled:
     letters: Sequence[DeadLetter]
     looped: int
     unknown_fields: int
+    overweight: int
+    """Events whose weight was larger than `schema.weight.max`, and is that now."""
     fault: str | None
     """What the decoder raised, which is a bug in it; messages that it cannot decode are among the letters."""
     incoming: Sequence[Incoming]
@@ -89,7 +92,7 @@ class Assembled:
 
 
 class BlockBuilder:
-    """Decodes messages, rejects bad ones, holds events out; keeps no state between calls."""
+    """Decodes messages, rejects bad ones, holds events out; keeps nothing of messages between calls."""
 
     def __init__(
         self, schema: Schema, stream: StreamSettings, hold_out: HoldOut, schemas: WriterSchemas | None = None
@@ -100,6 +103,7 @@ class BlockBuilder:
         self._layout = BlockLayout(schema)
         self._skip_unlabelled = stream.unlabelled == "skip"
         self._hold_out = hold_out
+        self._most_weight, self._next_log = schema.most_weight or 0.0, 0.0
         self._keyed = schema.key is not None
         self._label_topics = stream.label_topics
         self._label_decoder: ValueDecoder | None = None
@@ -151,7 +155,8 @@ class BlockBuilder:
             fresh = (columns["offset"] != offset) | np.greater_equal(columns["row"], row)
             columns, message = {name: column[fresh] for name, column in columns.items()}, message[fresh]
         rows = np.bincount(part[message], minlength=len(incoming)).tolist()
-        return Assembled(columns, rows, letters, looped, decoded.unknown_fields, fault, incoming)
+        heavy = self._count_overweight(decoded, incoming, part, firsts)
+        return Assembled(columns, rows, letters, looped, decoded.unknown_fields, heavy, fault, incoming)
 
     def assemble_history(self, rows: HistoryRows, indexes: Sequence[int]) -> Assembled:
         """Return rows of files; `indexes` are those of their partitions, in order."""
@@ -172,7 +177,24 @@ class BlockBuilder:
             for reject in rows.decoded.rejects
             if not again[reject.message]
         ]
-        return Assembled(columns, list(rows.counts.values()), letters, 0, rows.decoded.unknown_fields, None, source)
+        heavy, unknown = len(rows.decoded.overweight), rows.decoded.unknown_fields
+        return Assembled(columns, list(rows.counts.values()), letters, 0, unknown, heavy, None, source)
+
+    def _count_overweight(
+        self, decoded: Decoded, incoming: Sequence[Incoming], part: NDArray[np.intp], firsts: Sequence[int]
+    ) -> int:
+        """Return the events with a weight that was too large, and log the first of them, once a minute at most."""
+        if decoded.overweight and time.monotonic() >= self._next_log:
+            self._next_log = time.monotonic() + _LOG_SECONDS
+            message = decoded.overweight[0]
+            index = int(part[message])
+            of, at = incoming[index].messages, message - firsts[index]
+            log.warning(
+                "%s[%d]@%d and %d others of %d messages have a weight above schema.weight.max = %g, and count as that",
+                *(of.partition.topic, of.partition.partition, of.offsets[at]),
+                *(len(decoded.overweight) - 1, len(part), self._most_weight),
+            )
+        return len(decoded.overweight)
 
     def _tombstones(self, incoming: Sequence[Incoming]) -> dict[int, bytes]:
         """Return the keys of messages with a key and a null value, by the index of the message among all."""
@@ -299,7 +321,7 @@ def _of_all(numbers: Sequence[Sequence[int]]) -> NDArray[np.int64]:
 
 
 def _believable(times_ms: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Replace record times of the far future by now: with one of them, all real events would count as old."""
+    """Replace record times of the future by now: with them, all real events would count as old."""
     now = int(time.time() * 1000)
     ahead = times_ms > now + _MOST_AHEAD_MS
     return np.where(ahead, now, times_ms) if ahead.any() else times_ms

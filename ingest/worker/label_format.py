@@ -1,6 +1,7 @@
 """Decodes the messages of label topics: see `[stream.labels]`."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -38,4 +39,4 @@ class LabelFormat:
         columns = {name: zeros[name] for name in (*self._schema.payload(), *self._hashes)}
         columns |= {name: labels.columns[name] for name in ("label", "labelled", "weight")}
         columns[self._schema.join_column] = labels.columns["key_hash"]
-        return Decoded(labels.message, labels.row, columns, labels.rejects, labels.unknown_fields, labels.deferred)
+        return replace(labels, columns=columns)

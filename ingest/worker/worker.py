@@ -304,7 +304,7 @@ class IngestWorker:
 
     def _write_blocks(self, assembled: Assembled, cover: Cover) -> None:
         """Write rows into slots."""
-        total, unknown = len(assembled), assembled.unknown_fields
+        total, unknown, heavy = len(assembled), assembled.unknown_fields, assembled.overweight
         contexts = contexts_of(assembled) if self._traced else []
         for begin, end in _pieces(total, self._ring.rows):
             while not self._free:
@@ -313,8 +313,8 @@ class IngestWorker:
             self._ring.write(slot, assembled.columns, begin, end)
             coverage, dropped = tuple(cover(begin, end)), self._letters.take_dropped()
             own, left_out = of_block(contexts, begin, end)
-            send(self._connection, BlockReady(slot, end - begin, coverage, unknown, dropped, own, left_out))
-            unknown = 0
+            send(self._connection, BlockReady(slot, end - begin, coverage, unknown, dropped, own, left_out, heavy))
+            unknown = heavy = 0
 
     def _back_off(self, backoff: Backoff, problem: str) -> None:
         """Report a problem, and handle the learner's messages until the back-off's next delay is over."""

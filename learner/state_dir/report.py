@@ -241,6 +241,8 @@ class LearnerReport(msgspec.Struct, frozen=True, kw_only=True):
     """Skipped events by reason."""
     unknown_fields: int = 0
     """Events with fields that the schema does not have."""
+    overweight: int = 0
+    """Events since the start whose weight was larger than `schema.weight.max`, and was lowered to it."""
     clipped: dict[str, int] = {}
     """By learned number, values since the start that it learned from as if they were nearer to the others."""
     letters_dropped: dict[str, int] = {}

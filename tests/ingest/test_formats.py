@@ -316,6 +316,17 @@ class TestJson:
         assert [(reject.message, reject.row) for reject in decoded.rejects] in ([(0, WHOLE_MESSAGE)], [(0, 0)])
         assert reason in decoded.rejects[0].reason
 
+    def test_numbers_outside_the_bounds_of_a_float_or_a_label_are_rejected(self, make_schema: MakeSchema) -> None:
+        label = {"name": "y", "dtype": "float64", "min": -10, "max": 10.5}
+        schema = make_schema({"x": {"dtype": "float32", "max": 100}}, label)
+        pairs = [(1, 10.5), (101, 0), (3.4e38, 0), (0, 10.6), (100, -10), (0, -1e15), (-3.4e38, 0), (0, 1e300)]
+        decoded = FORMATS["json"](schema).decode([b'{"x": %g, "y": %.17g}' % pair for pair in pairs])
+        assert decoded.message.tolist() == [0, 4, 6]
+        assert {reject.message: reject.reason for reject in decoded.rejects} == {
+            **dict.fromkeys((1, 2), "x is not 100 or less"),
+            **dict.fromkeys((3, 5, 7), "y is not in -10..10.5"),
+        }
+
     def test_unknown_fields_are_ignored_and_counted(self, schema: Schema) -> None:
         values = [b'{"x": [1, 2, 3], "y": 1, "z": {"deep": []}}', b'{"x": [1, 2, 3], "y": 1}']
         decoded = FORMATS["json"](schema).decode(values)

@@ -97,7 +97,7 @@ class Stream:
         """Blocks whose events have no label."""
         self.change: Callable[[Columns], None] | None = None
         """Changes the events of a block."""
-        self.unknown_fields = 0
+        self.unknown_fields = self.overweight = 0
         self.letters_dropped: Counter[str] = Counter()
         self.ends_time: float | None = None
         self.reads_history = False

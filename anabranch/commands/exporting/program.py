@@ -220,7 +220,7 @@ def _rows(schema: Schema, rows: int, generator: np.random.Generator) -> dict[str
 def _column(feature: Feature, shape: tuple[int, ...], generator: np.random.Generator) -> Array:
     kind = feature.dtype.kind
     if kind == "f":
-        return generator.standard_normal(shape).astype(feature.dtype)
+        return feature.within(generator.standard_normal(shape)).astype(feature.dtype)
     if feature.encoder is not None:
         return generator.integers(0, feature.encoder.size, shape).astype(feature.dtype)
     if kind == "b":
@@ -228,7 +228,7 @@ def _column(feature: Feature, shape: tuple[int, ...], generator: np.random.Gener
     # Integers may be indices: between the bounds, or the filler alone.
     if feature.max is None:
         return np.full(shape, feature.filler, feature.dtype)
-    return generator.integers(feature.filler, feature.max, shape, endpoint=True).astype(feature.dtype)
+    return generator.integers(int(feature.filler), int(feature.max), shape, endpoint=True).astype(feature.dtype)
 
 
 def _tensors(batch: Mapping[str, Array]) -> list[Tensor]:

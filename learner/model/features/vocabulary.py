@@ -29,9 +29,17 @@ from learner.model.features.mixing import mixed
 
 EMPTY = 2**63 - 1
 """In place of a key where there is none."""
-_STEP, _CLOCK, _ADDED, _USED = range(4)
+_STEP, _CLOCK, _ADDED, _USED, _BEHIND = range(5)
 _TIMES = 9
-"""Batches whose middle time is the clock."""
+"""Batches by whose middle time the clock goes."""
+_SLEW = 1 / 1024
+"""Of `expire`: how far the clock may move in a batch besides twice what the time usually does from batch to batch."""
+_USUAL = 1 / 8
+"""Of `expire`: what that may be at most."""
+_CONFIRMED = 256
+"""Batches in a row by which a step of time is believed."""
+_EXPIRE_MS = 30 * 86_400_000.0
+"""In place of `expire` where there is none, which a later start may set."""
 _OLDEST = 1024
 _WINDOW = 32
 """Keys without a row, for each row of the table, that are counted before all counts are halved."""
@@ -78,12 +86,13 @@ class VocabularyTable(nn.Module):
         self.shared = max(1, self.size // _SHARED)
         """How many of the first rows are shared by keys without a row."""
         self._min_count = settings.min_count
-        self._expire_ms = None if settings.expire is None else settings.expire.total_seconds() * 1000
+        self._expires = settings.expire is not None
+        self._expire_ms = _EXPIRE_MS if settings.expire is None else settings.expire.total_seconds() * 1000
         self.register_buffer("keys", torch.full((self.size - self.shared,), EMPTY))
         self.register_buffer("rows", torch.zeros(self.size - self.shared, dtype=torch.int64))
         by_row = {name: torch.zeros(self.size, dtype=torch.int64) for name in ("seen_step", "seen_ms", "count")}
         sketch = torch.zeros(count_sketch.DEPTH, count_sketch.width_for(self.size), dtype=torch.uint8)
-        totals, times = torch.zeros(4, dtype=torch.int64), torch.zeros(_TIMES, dtype=torch.int64)
+        totals, times = torch.zeros(5, dtype=torch.int64), torch.zeros(_TIMES, dtype=torch.int64)
         self.state = HostState(**by_row, sketch=sketch, totals=totals, times=times)
         self._cache: _Cache | None = None
         self.marker: int | None = None
@@ -126,16 +135,33 @@ class VocabularyTable(nn.Module):
         return Restarted(rows, self._shared_row(torch.tensor([*fresh], dtype=torch.int64)).numpy())
 
     def _advance(self, time_ms: int) -> None:
-        """Set the clock, which a few batches with a wrong time do not change.
+        """Move the clock towards the middle time of the last batches, in both directions.
+
+        Times are those that senders write. A step of time would expire whatever is not in the batches that have it, so
+        the clock follows slowly: of a thousand batches without a value, it moves by `expire`. It follows at once where
+        the time moves like this from batch to batch, as it does where there is one an hour; and where the step has
+        lasted for many batches, in which values are seen as of then.
 
         It starts once most times are known; what was seen before counts as seen then.
         """
         totals, times = self.state["totals"], self.state["times"]
-        times[totals[_STEP] % _TIMES] = time_ms
-        middle = int(np.sort(times)[_TIMES // 2])
-        if totals[_CLOCK] == 0:
-            self.state["seen_ms"][:] = middle
-        totals[_CLOCK] = max(int(totals[_CLOCK]), middle)
+        step = int(totals[_STEP])
+        times[step % _TIMES] = time_ms
+        middle, clock = int(np.sort(times)[_TIMES // 2]), int(totals[_CLOCK])
+        if clock == 0:
+            self.state["seen_ms"][:] = totals[_CLOCK] = middle
+            return
+        between = np.diff(np.roll(times, -1 - step % _TIMES))
+        usual = min(max(int(np.sort(between)[(_TIMES - 2) // 2]), 0), self._expire_ms * _USUAL)
+        slew = self._expire_ms * _SLEW
+        moved = int(np.clip(middle - clock, -slew, 2 * usual + slew))
+        totals[_BEHIND] = totals[_BEHIND] + 1 if clock + moved < middle else 0
+        if totals[_BEHIND] > _CONFIRMED:
+            since = self.state["seen_step"] > step - _CONFIRMED
+            self.state["seen_ms"][since] += middle - clock
+            moved = middle - clock
+            totals[_BEHIND] = 0
+        totals[_CLOCK] = clock + moved
 
     def _see(self, rows: Ints, counts: Ints) -> None:
         state = self.state
@@ -144,7 +170,7 @@ class VocabularyTable(nn.Module):
 
     def _expired(self, cache: _Cache) -> set[int]:
         """Free the rows whose key was not seen for too long, and return them."""
-        if self._expire_ms is None:
+        if not self._expires:
             return set()
         seen_ms, before = self.state["seen_ms"], int(self.state["totals"][_CLOCK]) - self._expire_ms
         oldest = self._oldest(cache, set(), 1)

@@ -97,10 +97,33 @@ def test_bounds_are_inclusive_and_either_may_be_absent(bounds, allowed, filler, 
     assert allowed is None or feature.allowed == allowed
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_a_float_may_be_bounded_and_a_missing_value_is_within_any_bounds(dtype):
+    features = {"x": {"dtype": dtype, "shape": [2], "min": -1.5, "max": 1000, "missing": "mean"}}
+    (feature,) = schema_of(features).features
+    column = np.array([[-1.5, 1000], [np.nan, 0], [-1.6, 0], [0, np.inf]], dtype)
+    assert feature.outside(column).tolist() == [False, False, True, True]
+    assert (feature.allowed, feature.filler) == ("in -1.5..1000", 0)
+    assert schema_of(features).digest == schema_of({"x": {"dtype": dtype, "shape": [2], "missing": "mean"}}).digest
+
+
+def test_bounds_of_labels_are_for_numbers_and_change_no_digest():
+    label = {"name": "y", "dtype": "float32"}
+    features = {"x": {"dtype": "int8"}}
+    bounded = schema_of(features, label={**label, "min": 0, "max": 1e6})
+    assert bounded.digest == schema_of(features, label=label).digest
+    with pytest.raises(ValueError, match="min and max are bounds of a number, but labels are classes"):
+        schema_of(features, label={"name": "y", "classes": 2, "max": 1})
+    with pytest.raises(ValueError, match="min = 2 is larger than max = 1"):
+        schema_of(features, label={**label, "min": 2, "max": 1})
+
+
 @pytest.mark.parametrize(
     ("feature", "sentence"),
     [
-        ({"dtype": "float32", "min": 0}, "min and max are bounds of whole numbers, but dtype is float32"),
+        ({"dtype": "float16", "max": 1e6}, "max = 1000000.0 is no float16, which is -65504..65504"),
+        ({"dtype": "float32", "min": float("nan")}, "min = nan is no float32"),
+        ({"dtype": "int8", "min": 0.5}, "min = 0.5 is no int8"),
         ({"dtype": "bool", "max": 1}, "but dtype is bool"),
         ({"dtype": "string", "encode": {"hash": 4}, "max": 1}, "but dtype is string"),
         ({"dtype": "int8", "min": 2, "max": 1}, "min = 2 is larger than max = 1"),

@@ -86,14 +86,32 @@ def test_records_from_before_the_switch_are_left_to_files_by_their_time_and_not_
     assert len(found.letters) == own
 
 
-def test_a_record_time_of_the_far_future_counts_as_now_and_dead_letters_carry_the_original(schema: Schema) -> None:
+def test_a_record_time_of_the_future_counts_as_now_and_dead_letters_carry_the_original(schema: Schema) -> None:
     now = int(time.time() * 1000)
-    soon, microseconds = now + 3_600_000, now * 1000
-    assembled = assemble(schema, [GOOD, GOOD, b"bad"], times_ms=[soon, microseconds, microseconds])
+    soon, other_zone, microseconds = now + 60_000, now + 8 * 3_600_000, now * 1000
+    times_ms = [soon, other_zone, microseconds, microseconds]
+    assembled = assemble(schema, [GOOD, GOOD, GOOD, b"bad"], times_ms=times_ms)
     first, *others = assembled.columns["time_ms"].tolist()
     assert first == soon
     assert all(now <= each <= time.time() * 1000 for each in others)
     assert dict(assembled.letters[0].added)["anabranch-time"] == str(microseconds).encode()
+
+
+def test_a_weight_above_the_largest_counts_as_that_and_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    weight = {"name": "w", "max": 10}
+    features = {"x": {"dtype": "float32", "shape": [3]}}
+    schema = Schema(
+        SchemaSettings.model_validate({"features": features, "label": {"name": "y", "classes": 3}, "weight": weight})
+    )
+    values = [b'{"x": [1, 2, 3], "y": 1, "w": %s}' % w for w in (b"1", b"1e30", b"10", b"10.5", b"-1", b"1e39")]
+    with caplog.at_level("WARNING"):
+        assembled = assemble(schema, values)
+    assert assembled.columns["weight"][:4].tolist() == [1, 10, 10, 10]
+    assert assembled.columns["outcome"].tolist()[4:] == [Outcome.DEAD_LETTERED] * 2
+    assert assembled.overweight == 2
+    assert caplog.messages == [
+        "events[3]@101 and 1 others of 6 messages have a weight above schema.weight.max = 10, and count as that"
+    ]
 
 
 def test_a_dead_letter_is_the_message_with_its_reason_and_source(schema: Schema) -> None:

@@ -112,7 +112,7 @@ def _value(schema: Schema, feature: Feature, random: np.random.Generator, digits
     elif feature.dtype.kind == "b":
         flat = random.integers(2, size=count).astype(bool)
     elif feature.dtype.kind == "f":
-        flat = random.standard_normal(count).round(digits)
+        flat = feature.within(random.standard_normal(count).round(digits))
         if feature.may_be_nan:
             flat[random.random(count) < _MISSING] = np.nan
     elif isinstance(settings.encode, LearnedVocabulary):
@@ -122,7 +122,7 @@ def _value(schema: Schema, feature: Feature, random: np.random.Generator, digits
         lowest, most = _range(feature, _AMOUNTS)
         flat = lowest + random.integers(most, size=count)
     elif feature.min is not None and feature.max is not None:
-        flat = random.integers(feature.min, feature.max, count, endpoint=True)
+        flat = random.integers(int(feature.min), int(feature.max), count, endpoint=True)
     else:  # an id may have no row in the model's embedding
         flat = np.full(count, feature.filler)
     return flat.reshape(feature.shape).tolist()
@@ -130,8 +130,8 @@ def _value(schema: Schema, feature: Feature, random: np.random.Generator, digits
 
 def _range(feature: Feature, most: int) -> tuple[int, int]:
     """Return the lowest of at most `most` whole numbers that the feature may have, and how many there are."""
-    limit = feature.max if feature.max is not None else int(np.iinfo(np.dtype(feature.dtype.name)).max)
-    lowest = feature.filler if feature.min is None else feature.min
+    limit = int(np.iinfo(np.dtype(feature.dtype.name)).max if feature.max is None else feature.max)
+    lowest = int(feature.filler if feature.min is None else feature.min)
     return lowest, min(most, limit - lowest + 1)
 
 
