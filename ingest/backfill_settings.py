@@ -15,6 +15,12 @@ SUFFIXES: dict[str, FileFormat] = {".parquet": "parquet", ".pq": "parquet", ".js
 _HistoryName = Annotated[str, written("[A-Za-z0-9._-]{1,200}", 'letters, digits, ".", "_" and "-", 200 at most')]
 
 
+def _written_format(name: str) -> FileFormat | None:
+    """Return the format that the end of a name says; JSON lines may be compressed with gzip."""
+    written = SUFFIXES.get(PurePosixPath(name.removesuffix(".gz")).suffix)
+    return None if written == "parquet" and name.endswith(".gz") else written
+
+
 def _until(value: object) -> object:
     if isinstance(value, date):
         return value.isoformat()
@@ -44,7 +50,8 @@ class BackfillSettings(Section):
     """Globs, relative to the settings' folder, or URLs (`s3://`, `gs://`, `az://`, `https://`: with the extra
     `storage`). The files are listed once, at the first start."""
     format: FileFormat | None = None
-    """Format of the files; by default their suffix says it (`.parquet`, `.pq`, `.jsonl`, `.ndjson`)."""
+    """Format of the files; by default their suffix says it (`.parquet`, `.pq`, `.jsonl`, `.ndjson`, the last two also
+    with `.gz`). Files of JSON lines may be compressed with gzip whatever their name is."""
     order: Literal["name", "time", "given"] = "name"
     """Order of the files: by name, by the earliest value of the column `time`, or as `files` lists them."""
     time: Annotated[str, Field(min_length=1)] | None = None
@@ -75,7 +82,7 @@ class BackfillSettings(Section):
 
     def format_of(self, name: str) -> FileFormat:
         """Return the format of a file; `format` is set, or all patterns end with a suffix that says it."""
-        return self.format or SUFFIXES[PurePosixPath(name).suffix]
+        return self.format or _written_format(name) or "parquet"
 
     def below(self, folder: Path) -> Self:
         """Return the section with relative patterns below a folder."""
@@ -89,7 +96,7 @@ class BackfillSettings(Section):
     @model_validator(mode="after")
     def _formats_are_clear(self) -> Self:
         for pattern in self.files if self.format is None else ():
-            if PurePosixPath(pattern).suffix not in SUFFIXES:
+            if _written_format(pattern) is None:
                 raise ValueError(
                     f'files: "{pattern}" does not end with {", ".join(SUFFIXES)}; end it so, or set format = "parquet" '
                     'or "jsonl"'

@@ -131,6 +131,11 @@ class StreamSettings(Section):
         return self.labels.topics if self.labels is not None else ()
 
     @property
+    def needs_label(self) -> bool:
+        """Whether an event without a label is skipped."""
+        return self.unlabelled == "skip" and self.labels is None
+
+    @property
     def all_topics(self) -> tuple[str, ...]:
         """The topics of events and of labels."""
         return self.topics + self.label_topics

@@ -22,6 +22,7 @@ from learner.runtime.heartbeat import Heartbeat
 from learner.state_dir.lock import check_generation
 from learner.state_dir.report import DeviceHealthReport, LearnerReport, write_report
 from learner.stream.backfill_rate import BackfillRate
+from learner.stream.unusable_sources import unusable_sources
 from replay.background_store import BackgroundStore
 from replay.store import Store
 
@@ -87,6 +88,7 @@ class Reporter:
         )
         self._marks: deque[tuple[float, ...]] = deque(maxlen=_RATE_MARKS)
         self._marks.append(self._mark())
+        self._unusable: list[str] = []
         self.problem: str | None = None
         """One sentence when the last report could not be written."""
         publisher, others = parts.publisher, (parts.publisher.canary, store, unused_device, health, fleet)
@@ -109,7 +111,7 @@ class Reporter:
 
     def problems(self) -> list[str]:
         """One sentence for each component that does not work as it should. Thread-safe, also while the loop hangs."""
-        return [problem for component in self._monitored if (problem := component.problem)]
+        return [problem for component in self._monitored if (problem := component.problem)] + self._unusable
 
     def hang(self) -> str | None:
         """One sentence while the training loop hangs. Thread-safe."""
@@ -158,6 +160,8 @@ class Reporter:
 
     def _report(self, store: Store | None) -> LearnerReport:
         loop, parts, publisher = self._loop, self._parts, self._parts.publisher
+        partitions = dict(loop.ledger.reports())
+        self._unusable = unusable_sources(partitions)
         scoring, windows, rates, lag_time = publisher.scoring, self._windows(), self._rates(), parts.source.ends_time
         return LearnerReport(
             pid=os.getpid(),
@@ -181,7 +185,7 @@ class Reporter:
             lag_seconds=parts.lag.seconds,
             lag_age_seconds=None if lag_time is None else time.monotonic() - lag_time,
             behind=parts.lag.behind,
-            partitions=dict(loop.ledger.reports()),
+            partitions=partitions,
             labels=None if parts.late is None else parts.late.report(),
             teacher=None if parts.teacher is None else parts.teacher.report,
             backfill=self._backfill.report(parts.source.history),

@@ -120,6 +120,7 @@ FINDINGS: dict[str, FindingType] = {
         unreachable=True,
     ),
     "backfill.schema": FindingType("problem", "Fix [schema] or [stream.backfill], or leave the file out."),
+    "backfill.label": FindingType("problem", "Write the label into the files as a column, or fix schema.label.name."),
     "backfill.identity": FindingType("problem", "Fix stream.backfill.identity, or have the sink write these columns."),
     "backfill.line": FindingType("warning", "Nothing, if it may be dead-lettered; else fix [schema], or the file."),
     "backfill.damaged": FindingType("problem", "Write the file again, or leave it out of stream.backfill.files."),

@@ -18,4 +18,4 @@ def history_of(stream: StreamSettings, schema: Schema, seed: int) -> HistorySour
         raise SettingsError("[stream.backfill] needs pyarrow: pip install 'anabranch[arrow]'") from exc
     if stream.backfill.identity is not None:
         return KafkaHistory(stream, schema)
-    return FileHistory(stream.backfill, schema, seed, int(stream.max_message_bytes))
+    return FileHistory(stream.backfill, schema, seed, int(stream.max_message_bytes), need_label=stream.needs_label)

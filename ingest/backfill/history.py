@@ -40,8 +40,14 @@ class _Chunk:
 class FileHistory:
     """The files of `[stream.backfill]`, pass after pass. Used by one thread; another one reads a chunk ahead."""
 
-    def __init__(self, settings: BackfillSettings, schema: Schema, seed: int, longest: int) -> None:
-        """`seed` orders the rows of shuffled windows; JSON lines of more than `longest` bytes are rejected."""
+    def __init__(
+        self, settings: BackfillSettings, schema: Schema, seed: int, longest: int, *, need_label: bool = False
+    ) -> None:
+        """`seed` orders the rows of shuffled windows; JSON lines of more than `longest` bytes are rejected.
+
+        `need_label`: rows without a label are skipped.
+        """
+        self._need_label = need_label
         self._settings = settings
         self._seed = seed
         self._own_time = schema.time
@@ -70,11 +76,11 @@ class FileHistory:
         files have all events: True if they have lost records from before.
 
         Raises:
-            SettingsError: a pattern matches no file, or a file has another schema.
+            SettingsError: a pattern matches no file, a file has another schema, or no file has labels.
             HistoryError: a file cannot be decoded.
             HistoryAwayError: the storage does not answer.
         """
-        files = self._open_files.listed()
+        files = self._open_files.listed(need_label=self._need_label)
         if switch is not None:
             until_ms = switch.until_ms if lost is None else self._moved(files, switch.until_ms, lost=lost)
             switch = msgspec.structs.replace(switch, until_ms=until_ms, own=self.times == self._own_time)

@@ -1,5 +1,6 @@
 """Rows of a file of JSON lines: each line is a row, decoded as a message of `stream.format = "json"` is."""
 
+import re
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Any, BinaryIO
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from ingest.backfill.row_tables import CHUNK_ROWS, Decoder, FileRows, RowTables, Seek
+from ingest.backfill.text_files import BYTE_ORDER_MARK, other_than_lines, start_of, unpacked
 from ingest.events.schema import Schema
 from ingest.formats.base import WHOLE_MESSAGE, Decoded, Reject, joined
 from ingest.formats.json import JsonFormat
@@ -20,26 +22,43 @@ LINE = "line"
 _CHUNK_BYTES = 4_000_000
 """Bytes of lines that are decoded together; decoded values may take many times as much memory."""
 _COUNT_BYTES = 1 << 20
+_BLANK = re.compile(rb"\n[ \t\r\x0b\x0c]*(?=\n)")
 _TYPE = pa.large_binary()
 
 
 class JsonlRows(RowTables):
     """An open file of JSON lines."""
 
-    def __init__(self, file: BinaryIO, longest: int) -> None:
-        """Of a line with more than `longest` bytes, only one byte more is read."""
-        self._file = file
+    def __init__(self, file: BinaryIO, name: str, longest: int) -> None:
+        """Read the first bytes; of a line with more than `longest` bytes, only one byte more is read."""
+        self._file = unpacked(file, name)
         self._longest = longest
+        self._begin = len(BYTE_ORDER_MARK) * start_of(self._file).startswith(BYTE_ORDER_MARK)
 
     @property
     @override
     def rows(self) -> int:
-        """Number of lines; counts them."""
-        self._file.seek(0)
-        count, last = 0, b"\n"
+        """Number of lines that are not blank; counts them."""
+        self._file.seek(self._begin)
+        count, is_open = 0, False
         while part := self._file.read(_COUNT_BYTES):
-            count, last = count + part.count(b"\n"), part[-1:]
-        return count + (last != b"\n")
+            first, last = part.find(b"\n"), part.rfind(b"\n")
+            if first < 0:
+                is_open |= bool(part.strip())
+                continue
+            count += is_open or bool(part[:first].strip())
+            between = part[first : last + 1]
+            count += between.count(b"\n") - 1 - len(_BLANK.findall(between))
+            is_open = bool(part[last + 1 :].strip())
+        return count + is_open
+
+    @override
+    def problem(self) -> str | None:
+        self._file.seek(self._begin)
+        first = self._line()
+        if first is None or len(first[0]) > self._longest:
+            return None
+        return other_than_lines(first[0], lambda: None if (line := self._line()) is None else line[0])
 
     @property
     @override
@@ -48,7 +67,7 @@ class JsonlRows(RowTables):
 
     @override
     def tables(self, columns: Sequence[str], row: int, hint: Seek | None = None) -> Iterator[FileRows]:
-        at, byte = (hint.row, hint.byte) if hint is not None else (0, 0)
+        at, byte = (hint.row, hint.byte) if hint is not None else (0, self._begin)
         self._file.seek(byte)
         while at < row and (line := self._line()) is not None:
             at, byte = at + 1, byte + line[1]
@@ -64,13 +83,19 @@ class JsonlRows(RowTables):
             at, byte = at + len(lines), byte + size
 
     def _line(self) -> tuple[bytes, int] | None:
-        """Return the next line without its end, and its bytes in the file; None at the end of the file."""
-        line = self._file.readline(self._longest + 2)
-        size = len(line)
-        end = line[-1:] == b"\n"
-        while not end and (more := self._file.readline(_COUNT_BYTES)):
-            size, end = size + len(more), more[-1:] == b"\n"
-        return (line.rstrip(b"\r\n"), size) if size else None
+        """Return the next line that is not blank, without its end, and its bytes with the blank ones before it.
+
+        None at the end of the file.
+        """
+        size = 0
+        while line := self._file.readline(self._longest + 2):
+            size += len(line)
+            end, blank = line[-1:] == b"\n", not line.strip()
+            while not end and (more := self._file.readline(_COUNT_BYTES)):
+                size, end, blank = size + len(more), more[-1:] == b"\n", blank and not more.strip()
+            if not blank:
+                return line.rstrip(b"\r\n"), size
+        return None
 
     @override
     def close(self) -> None:

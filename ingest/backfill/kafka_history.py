@@ -54,6 +54,7 @@ class KafkaHistory:
         self._settings = settings
         self._topics = stream.topics
         self._identity = settings.identity
+        self._need_label = stream.needs_label
         self.times = settings.time or schema.time
         """The column of record times, if there is one."""
         self._open_files = RowFiles(settings, schema, self.times, 0)
@@ -88,7 +89,8 @@ class KafkaHistory:
     def list_files(self, switch: Switch | None, *, lost: bool | None = None) -> None:
         """List the files; raises as `FileHistory.list_files`. Rows are left to the topics by their offsets."""
         del switch, lost
-        self._files = [msgspec.structs.replace(mark, identity=True) for mark in self._open_files.listed()]
+        files = self._open_files.listed(need_label=self._need_label)
+        self._files = [msgspec.structs.replace(mark, identity=True) for mark in files]
 
     def restore(
         self, positions: Sequence[tuple[TopicPartition, Position]], marks: Sequence[PartitionFingerprint]

@@ -2,6 +2,7 @@
 
 import errno
 import time
+import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -43,6 +44,7 @@ class RowFiles:
         """Take `time`, the column of record times; see `LineDecoder`."""
         self._settings = settings
         self._time = time
+        self._label = schema.label.name
         self._longest = longest
         self.chunk_rows = max(1, min(CHUNK_ROWS, CHUNK_BYTES // BlockLayout(schema).row_bytes()))
         """Most rows that are decoded together."""
@@ -55,11 +57,14 @@ class RowFiles:
         """Return the decoder of a file."""
         return self._decoders[self._settings.format_of(mark.name)]
 
-    def listed(self) -> list[FileMark]:
+    def listed(self, *, need_label: bool) -> list[FileMark]:
         """List the files in the order in which they are read, check their schemas, and count their rows.
 
+        `need_label`: whether rows without a label are skipped.
+
         Raises:
-            SettingsError: a pattern matches no file, or a file has another schema or times in another unit.
+            SettingsError: a pattern matches no file, a file has another schema or times in another unit, or no file has
+                labels and they need some.
             HistoryError: a file cannot be decoded.
             HistoryAwayError: the storage does not answer.
         """
@@ -67,7 +72,10 @@ class RowFiles:
             found = list(pool.map(self._inspected, listed(self._settings)))
         if self._settings.order == "time":
             found.sort(key=lambda each: each[1])
-        return [mark for mark, _ in found]
+        marks = [mark for mark, _ in found]
+        if need_label and (problem := self.no_labels(marks)):
+            raise SettingsError(f"stream.backfill.files: {problem}; name another label, or add the column to the files")
+        return marks
 
     @contextmanager
     def opened(self, mark: FileMark) -> Iterator[RowTables]:
@@ -77,13 +85,15 @@ class RowFiles:
         try:
             with store.open(mark) as file:
                 is_parquet = self._settings.format_of(mark.name) == "parquet"
-                rows: RowTables = ParquetRows(file, self.chunk_rows) if is_parquet else JsonlRows(file, self._longest)
+                rows: RowTables = (
+                    ParquetRows(file, self.chunk_rows) if is_parquet else JsonlRows(file, mark.name, self._longest)
+                )
                 try:
                     self._check_schema(mark, rows)
                     yield rows
                 finally:
                     rows.close()
-        except (pa.ArrowException, OSError, ValueError) as exc:
+        except (pa.ArrowException, OSError, ValueError, EOFError, zlib.error) as exc:
             if isinstance(exc, OSError) and exc.errno in _AWAY:
                 raise HistoryAwayError(
                     f"{mark.name} cannot be read: {exc.strerror}; reading it is tried again"
@@ -123,6 +133,17 @@ class RowFiles:
                 "which is read as seconds since 1970 and seems to have milliseconds; write seconds, or a timestamp"
             )
 
+    def no_labels(self, marks: Sequence[FileMark]) -> str | None:
+        """Return that no file has a column for the label, if so; each may lack it, and its rows have none then."""
+        for mark in marks:
+            with self.opened(mark) as rows:
+                if self._label in self.decoder(mark).columns_in(rows.schema) or LINE in rows.schema.names:
+                    return None
+        name = f"no file has the column {self._label} of [schema.label], so that nothing can be learned from their rows"
+        folders = (folder for mark in marks for folder in mark.name.split("/"))
+        part = next((folder for folder in folders if folder.startswith(f"{self._label}=")), None)
+        return name if part is None else f"{name}; their paths have it ({part}), which is not read"
+
     def latest_time(self, marks: Sequence[FileMark], enough: int) -> int:
         """Return the latest time in files, in milliseconds since 1970, or one that is at least `enough`; 0 for none.
 
@@ -150,6 +171,10 @@ class RowFiles:
             yield decoder.times_ms(part.table)
 
     def _check_schema(self, mark: FileMark, rows: RowTables) -> None:
+        if (other := rows.problem()) is not None:
+            raise SettingsError(
+                f"stream.backfill.files: {mark.name} cannot be read as JSON lines: {other}, or leave the file out"
+            )
         problem = self.decoder(mark).problem(rows.schema)
         if problem is not None:
             raise SettingsError(

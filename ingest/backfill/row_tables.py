@@ -51,6 +51,10 @@ class RowTables(ABC):
     def schema(self) -> Any:
         """The Arrow schema of the rows."""
 
+    def problem(self) -> str | None:
+        """Return why the file as a whole has no rows of its format, if so."""
+        return None
+
     @abstractmethod
     def tables(self, columns: Sequence[str], row: int, hint: Seek | None = None) -> Iterator[FileRows]:
         """Yield tables of consecutive rows from `row` on; `hint` is of this row or an earlier one, if any is known."""

@@ -1016,6 +1016,22 @@ class TestHistory:
             server.shutdown()
             thread.join()
 
+    @pytest.mark.finds("backfill.label")
+    def test_files_without_the_label_are_none_that_fit(
+        self, diagnose: Callable[..., list[Finding]], lake: Path, setting: Callable[..., None]
+    ) -> None:
+        for number in range(2):
+            path = lake / f"part-{number}.parquet"
+            (lake / f"y={number}").mkdir()
+            pyarrow.parquet.write_table(pyarrow.parquet.read_table(path).drop(["y"]), lake / f"y={number}" / path.name)
+            path.unlink()
+        setting("stream.backfill.files", [f"{lake}/**/*.parquet"])
+        finding = only(diagnose("history"), "backfill.label")
+        assert finding.message.startswith("No file has the column y of [schema.label], so that nothing can be learned")
+        assert finding.message.endswith("their paths have it (y=0), which is not read.")
+        setting("stream.unlabelled", "store")
+        assert kinds(diagnose("history")) == []
+
     @pytest.mark.finds("backfill.identity")
     def test_files_without_the_offsets_of_kafka(
         self, diagnose: Callable[..., list[Finding]], lake: Path, setting: Callable[..., None]

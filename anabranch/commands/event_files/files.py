@@ -5,8 +5,8 @@ JSON lines and CSV may be gzipped. Memory is bounded by a line, or by a row grou
 
 import contextlib
 import csv
-import gzip
 import io
+import itertools
 import sys
 import zlib
 from collections.abc import Iterator
@@ -19,6 +19,7 @@ import msgspec
 
 from anabranch.commands.event_files.columns import Columns, cell_reader
 from anabranch.core.errors import SettingsError
+from ingest.backfill.text_files import BYTE_ORDER_MARK, other_format, other_than_lines, start_of, unpacked
 from ingest.events.schema import Schema
 
 STDIN = Path("-")
@@ -84,9 +85,7 @@ def open_source(
                 yield _Parquet(path, name, schema, stack, checked=checked)
                 return
             raw = sys.stdin.buffer if path == STDIN else stack.enter_context(path.open("rb"))
-            file: BinaryIO = raw
-            if path.suffix == ".gz":
-                file = stack.enter_context(gzip.open(raw, "rb"))
+            file = unpacked(raw, path.name)
             total = None if path == STDIN else path.stat().st_size
             if kind == "csv":
                 delimiter = delimiter or ("\t" if stem.suffix.lower() == ".tsv" else ",")
@@ -94,14 +93,15 @@ def open_source(
                     raise SettingsError(f"--delimiter {delimiter!r}: it is one character")
                 yield _Csv(file, raw, total, delimiter, name, schema, checked=checked)
             else:
-                yield _JsonLines(file, raw, total, checked=checked)
+                yield _JsonLines(file, raw, total, name, checked=checked)
         except (OSError, EOFError, zlib.error) as exc:
             raise SettingsError(f"{name} cannot be read: {getattr(exc, 'strerror', None) or exc}") from exc
 
 
 class _JsonLines:
-    def __init__(self, file: BinaryIO, raw: BinaryIO, total: int | None, *, checked: bool) -> None:
+    def __init__(self, file: BinaryIO, raw: BinaryIO, total: int | None, name: str, *, checked: bool) -> None:
         self.left_out: list[str] = []
+        self._name = name
         self._file = file
         self._raw = raw
         self._checked = checked
@@ -111,10 +111,31 @@ class _JsonLines:
         return self._raw.tell() if self.total is not None else 0
 
     def __iter__(self) -> Iterator[FileRecord]:
+        if not self._checked:
+            for number, line in enumerate(self._file, start=1):
+                yield FileRecord(f"line {number}", line.rstrip(b"\r\n"))
+            return
+        lines, ahead = self._lines(), list[tuple[int, bytes]]()
+        first = next(lines, None)
+        if first is None:
+            return
+
+        def following() -> bytes | None:
+            ahead.extend(itertools.islice(lines, 1))
+            return ahead[0][1] if ahead else None
+
+        why = other_than_lines(first[1], following)
+        if why is not None:
+            raise SettingsError(f"{self._name} cannot be read as JSON lines: {why}")
+        for number, line in itertools.chain([first], ahead, lines):
+            yield FileRecord(f"line {number}", line)
+
+    def _lines(self) -> Iterator[tuple[int, bytes]]:
+        """Yield the lines that are not blank, with their numbers."""
         for number, line in enumerate(self._file, start=1):
-            content = line.rstrip(b"\r\n")
-            if content.strip() or not self._checked:
-                yield FileRecord(f"line {number}", content)
+            content = line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
+            if content.strip():
+                yield number, content.rstrip(b"\r\n")
 
 
 class _Csv:
@@ -130,6 +151,9 @@ class _Csv:
         checked: bool,
     ) -> None:
         csv.field_size_limit(_MAX_CELL_BYTES)
+        what = other_format(start_of(file))
+        if what is not None:
+            raise SettingsError(f"{name} cannot be read as CSV: it is {what}; write it as UTF-8")
         self._raw = raw
         self._name = name
         self.total = total

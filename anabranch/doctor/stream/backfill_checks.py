@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from anabranch.core.durations import format_duration
 from anabranch.core.errors import SettingsError
@@ -16,6 +16,9 @@ from ingest.errors import BrokerError, HistoryAwayError, HistoryError
 from ingest.events.schema import Schema
 from ingest.kafka.topic_inspector import Inspector
 from learner.state_dir.report import LearnerReport, read_report
+
+if TYPE_CHECKING:
+    from ingest.backfill.open_files import RowFiles
 
 _AT_ONCE = 16
 _NAMED = 3
@@ -48,6 +51,8 @@ def check_history(context: CheckContext) -> Iterator[Finding]:
         marks = listed(settings)
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             inspected = list(pool.map(lambda mark: _inspect(mark, stream, schema), marks))
+        fair = not any(each.fault for each in inspected)
+        problem = _files(stream, schema).no_labels(marks) if fair and stream.needs_label else None
     except ImportError:  # a finding of the check of the installation
         return
     except HistoryAwayError as exc:
@@ -63,20 +68,28 @@ def check_history(context: CheckContext) -> Iterator[Finding]:
         yield found("backfill.others", f"{len(faults) - _NAMED:,} more of {len(inspected):,} files cannot be used.")
     if faults:
         return
+    if problem is not None:
+        yield found("backfill.label", f"{problem[0].upper()}{problem[1:]}.")
+        return
     rows = sum(each.rows or 0 for each in inspected)
     counted = f" with {rows:,} rows" if rows and all(each.rows is not None for each in inspected) else ""
     yield ok(f"The history has {len(inspected):,} file{'s' * (len(inspected) != 1)}{counted}, which fit [schema].")
     yield from _check_retention(stream, rows * settings.epochs, read_report(context.config.state_dir))
 
 
-def _inspect(mark: FileMark, stream: StreamSettings, schema: Schema) -> _Inspected:
-    """Open a file as ingest does."""
+def _files(stream: StreamSettings, schema: Schema) -> "RowFiles":
     # Imported here since it needs pyarrow, which is an extra.
     from ingest.backfill.open_files import RowFiles
 
     settings = stream.backfill
     assert settings is not None
-    files = RowFiles(settings, schema, settings.time or schema.time, int(stream.max_message_bytes))
+    return RowFiles(settings, schema, settings.time or schema.time, int(stream.max_message_bytes))
+
+
+def _inspect(mark: FileMark, stream: StreamSettings, schema: Schema) -> _Inspected:
+    """Open a file as ingest does."""
+    settings, files = stream.backfill, _files(stream, schema)
+    assert settings is not None
     try:
         with files.opened(mark) as rows:
             files.check_times(mark, rows)
