@@ -12,8 +12,11 @@ from anabranch.core.failures import DamagedError
 MOST_BYTES = 256 * 2**20
 """The largest manifest or report; a larger file is damaged."""
 _PART_BYTES = 2**20
+MOST_NUMBER = 10**18 - 1
+"""The highest number of a folder."""
 _NUMBER = re.compile("0|[1-9][0-9]{0,17}")
-_NAME = re.compile("[A-Za-z0-9._-]+")
+_NAME = re.compile("[A-Za-z0-9._-]{1,200}")
+"""File systems take 255 bytes, and a temporary name is longer."""
 
 
 def sync_directory(path: Path) -> None:

@@ -17,7 +17,7 @@ from learner.runtime.shutdown import Deadline
 from learner.state_dir.checkpoint import Checkpoints
 from replay.background_store import BackgroundStore
 from replay.erasure.erased_events import ErasedEvents
-from replay.erasure.erasure_log import ErasureLog, now
+from replay.erasure.erasure_log import COMMAND, ErasureLog, now
 from replay.erasure.log_file import Applied
 
 _SLOTS_AT_ONCE = 4096
@@ -26,6 +26,10 @@ _PATIENCE_SECONDS = 10.0
 """How long the object store may have erased events before that is a problem."""
 _REQUEST_SECONDS = 10.0
 """Between two checkpoints that are made only because the object store has erased events."""
+_GATHER_TIMES = 50
+"""Records of tombstones are gathered for so many times as long as the last rewrite of the checkpoints took."""
+_LONGEST_GATHERING = 60.0
+"""Seconds, at most; but at least as long as the rewrite took."""
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +72,12 @@ class BackgroundErasure:
         self._request_at: float | None = None
         """When a checkpoint is requested for the object store; None where none is needed."""
         self._requested_at = float("-inf")
+        self._rewrite_seconds = 0.0
+        self._gather_until = float("-inf")
+        """Until when records of tombstones are gathered, by the monotonic clock. None of their events is used any more
+        meanwhile, and they do not count as erased yet."""
+        self._gathered = 0
+        """The last record that was looked at since, none of which is a command's."""
         self._work: Iterator[None] | None = None
         self._retry_at: float | None = None
         """When the work that has failed is tried again; None where none has failed."""
@@ -91,7 +101,7 @@ class BackgroundErasure:
         """
         if self._work is None and (self._retry_at is None or time.monotonic() >= self._retry_at):
             if self._files_through < through:
-                self._work = self._erase(through) if not self._checkpointer.busy else None
+                self._work = self._erase(through) if not self._checkpointer.busy and self._is_due(through) else None
             elif self.through < through:
                 self._confirm()
             elif self._log.is_long:
@@ -106,8 +116,17 @@ class BackgroundErasure:
     def finish(self, through: int, deadline: Deadline) -> None:
         """Apply all records up to `through` to files before the deadline; the next start applies the rest."""
         while self._files_through < through and deadline.left > 0 and self._retry_at is None:
+            self._gather_until = float("-inf")
             self.advance(through)
             self._checkpointer.wait(deadline)
+
+    def _is_due(self, through: int) -> bool:
+        """Return whether the files are to be rewritten now: at once for a command, which waits for it."""
+        if time.monotonic() >= self._gather_until or self._files_through < self._log.through:
+            return True
+        first = max(self._files_through, self._gathered)
+        self._gathered = through
+        return any(record.by == COMMAND for record in self._log.since(first)[: through - first])
 
     def _erase(self, through: int) -> Iterator[None]:
         """Erase the events of records up to `through` from checkpoints and tiers; yields between the pieces.
@@ -132,7 +151,13 @@ class BackgroundErasure:
         named = dict[str, NDArray[np.int64]]()
         # Checkpoints that begin from now on name slots that the join uses now, or writes from now on.
         begun = join.begin_overwrite if join is not None else _nothing
-        error = yield from self._run(lambda: named.update(eraser.run(current).named), begun)
+
+        def rewrite() -> None:
+            begin = time.monotonic()
+            named.update(eraser.run(current).named)
+            self._rewrite_seconds = time.monotonic() - begin
+
+        error = yield from self._run(rewrite, begun)
         if self._background_store is not None and error is None:
             yield from _erase_slots(self._background_store, named.get(file.id, none) if file is not None else none)
             tiers = self._background_store.flush().tiers
@@ -147,6 +172,8 @@ class BackgroundErasure:
             return
         self._removed = self._removed[0] + store, self._removed[1] + holdout
         self._files_through, self._applied_at = through, time.monotonic()
+        seconds = self._rewrite_seconds
+        self._gather_until = self._applied_at + max(seconds, min(_GATHER_TIMES * seconds, _LONGEST_GATHERING))
         if self._mirror is not None:
             self._mirror.erase(through)
             self._request_at = max(self._applied_at, self._requested_at + _REQUEST_SECONDS)

@@ -164,8 +164,8 @@ class BucketFolder(Folder):
         return self._storage.generations()[self._number] if self._begun is None else self._begun
 
     def _copy(self, path: str) -> Path:
-        """Return the path of the local copy of an object."""
-        return self._storage.fetched / path.replace("/", "_")
+        """Return the path of the local copy of an object, whose own path may be no name of a file."""
+        return self._storage.fetched / hashlib.sha256(path.encode()).hexdigest()
 
     def _rewrite(self, manifest: bytes, without: str | None = None) -> None:
         """Write the list of files and the manifest again, into the folder of this lease.

@@ -16,13 +16,14 @@ Paths have the generation of their writer, so that one that was fenced off chang
 that is written once more gets a new generation: late requests of the earlier attempt hit none of its paths.
 """
 
+import logging
 import re
 from typing import Literal
 
 import msgspec
 
 from anabranch.core.failures import DamagedError, damage_is, decoded
-from anabranch.core.files import MOST_BYTES
+from anabranch.core.files import MOST_BYTES, MOST_NUMBER
 from anabranch.core.object_store.bucket import Bucket
 from learner.errors import StorageError
 
@@ -31,7 +32,12 @@ OBJECTS = "objects.json"
 BASES_PREFIX = "bases"
 FORMAT = 2
 Kind = Literal["checkpoints", "versions"]
+_LONGEST = 200
+"""Characters of a wrong entry in a log line."""
 _GENERATION = re.compile(r"(?:checkpoints|versions|files|bases)/[0-9a-f]+-([0-9]+)(?:[-/]|$)")
+
+
+log = logging.getLogger(__name__)
 
 
 class StoredFile(msgspec.Struct, frozen=True):
@@ -158,4 +164,17 @@ def decode_head(bucket: Bucket, content: bytes) -> BucketHead:
             f"{bucket.url}/{HEAD} is of format {head.format}, and this release reads {FORMAT}; use the release that "
             "wrote it, or another storage.url"
         )
-    return head
+    usable = {each: _usable(getattr(head, each)) for each in ("checkpoints", "set_aside", "versions")}
+    wrong = [f"{each} {number}" for each, kept in usable.items() for number in getattr(head, each).keys() - kept.keys()]
+    if wrong:
+        log.warning("%s/%s lists what no learner writes, which is left out: %s", bucket.url, HEAD, wrong[0][:_LONGEST])
+    return msgspec.structs.replace(head, **usable) if wrong else head
+
+
+def _usable(folders: dict[int, int]) -> dict[int, int]:
+    """Return those of the folders whose number and generation a learner may have written."""
+    return {
+        number: generation
+        for number, generation in folders.items()
+        if 0 < number <= MOST_NUMBER and 0 <= generation <= MOST_NUMBER
+    }

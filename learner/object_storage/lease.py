@@ -17,6 +17,7 @@ from typing import NamedTuple
 import msgspec
 
 from anabranch.core.backoff import Backoff
+from anabranch.core.files import MOST_NUMBER
 from anabranch.core.object_store.bucket import Bucket, BucketAwayError, ReplacedError
 from learner.errors import SecondLearnerError, StorageError
 from learner.object_storage.head import HEAD, BucketHead, HeadReader
@@ -206,6 +207,11 @@ class Lease:
                 topics=list(self._owner.topics),
             )
             return new, self._bucket.create(HEAD, msgspec.json.encode(new))
+        if not 0 <= head.generation < MOST_NUMBER:
+            raise StorageError(
+                f"{self._bucket.url}/{HEAD} is of generation {head.generation}, which no learner writes; restore an "
+                "earlier one, or use another storage.url"
+            )
         new = msgspec.structs.replace(
             head,
             generation=max(head.generation, known) + 1,

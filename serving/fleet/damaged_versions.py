@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from anabranch.core.backoff import Backoff
-from anabranch.core.failures import DamagedError
+from anabranch.core.failures import DamagedError, Failure, failure_of
 
 _FIRST_PAUSE = timedelta(seconds=10)
 _LONGEST_PAUSE = timedelta(minutes=10)
@@ -31,10 +31,12 @@ class DamagedVersions:
 
     @contextlib.contextmanager
     def catching(self, number: int) -> Iterator[None]:
-        """Set a version aside when it is damaged, or a file of it is missing."""
+        """Set a version aside when it is damaged, or a file of it is missing or cannot have its name."""
         try:
             yield
-        except (DamagedError, FileNotFoundError) as exc:
+        except (DamagedError, OSError) as exc:
+            if failure_of(exc) is not Failure.DAMAGED:
+                raise
             failures = 1 + (self._found[number].failures if number in self._found else 0)
             until = self._clock() + self._backoff.seconds_after(failures)
             self._found[number] = _Damage(f"version {number} cannot be copied: {exc}", failures, until)

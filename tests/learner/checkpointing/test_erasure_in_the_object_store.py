@@ -3,10 +3,12 @@
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import pytest
 
 from learner.checkpointing.background_erasure import BackgroundErasure
+from learner.checkpointing.erase_checkpoints import Eraser
 from learner.runtime.shutdown import Deadline
 from replay.erasure.erased_events import ByRange
 from tests.learner.learner_bench import LearnerBench
@@ -38,8 +40,8 @@ class ErasureBench:
             self.log, bench.checkpoints, folder, None, self.checkpointer, dict, self.mirror
         )
 
-    def append(self) -> int:
-        return self.log.append([ByRange(time=0.0, by="command", partition="t#0[0]", first=1, last=2)])[0].number
+    def append(self, by: str = "command") -> int:
+        return self.log.append([ByRange(time=0.0, by=by, partition="t#0[0]", first=1, last=2)])[0].number
 
     def apply(self, number: int) -> None:
         """Erase the events of all records up to a number from the files of this host."""
@@ -99,3 +101,42 @@ def test_a_long_wait_is_a_problem_until_it_is_over(bench: ErasureBench, monkeypa
     bench.mirror.has_all = True
     bench.erasure.advance(number)
     assert bench.erasure.problem is None
+
+
+def test_tombstones_are_gathered_the_longer_the_more_a_rewrite_takes_and_a_command_is_not(
+    bench: ErasureBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.mirror.has_all, now, rewrites = True, 1000.0, list[float]()
+    rewrite = Eraser.run
+
+    def slow(eraser: Eraser, *args: Any) -> Any:
+        nonlocal now
+        rewrites.append(now)
+        now += 0.5  # of the rewrite
+        return rewrite(eraser, *args)
+
+    def advance() -> None:
+        bench.erasure.advance(bench.log.count)
+        while bench.erasure._work is not None:
+            bench.checkpointer.wait(Deadline(timedelta(seconds=60)))
+            bench.erasure.advance(bench.log.count)
+
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    monkeypatch.setattr(Eraser, "run", slow)
+    for _ in range(500):
+        bench.append(by="events#0[0]@7")
+        advance()
+        now += 0.2
+    assert len(rewrites) == 4, "100 s, of which each rewrite takes half a second, and 25 s between two"
+    assert bench.erasure.through < bench.log.count, "what is not rewritten is not said to be erased"
+    number = bench.append()
+    advance()
+    assert bench.erasure.through == number == bench.log.through
+    now += 25.0
+    bench.append(by="events#0[0]@8")
+    advance()
+    bench.append(by="events#0[0]@9")
+    advance()
+    assert bench.erasure.through == number + 1
+    bench.erasure.finish(number + 2, Deadline(timedelta(seconds=20)))
+    assert bench.erasure.through == number + 2, "the end of the learner waits for no more tombstones"

@@ -1,5 +1,6 @@
 import errno
 import hashlib
+import json
 from datetime import timedelta
 from pathlib import Path
 
@@ -89,7 +90,23 @@ def test_a_damaged_version_is_not_served_and_the_next_one_is(learning, hosts):
     assert host.follower.problems == []
 
 
-@pytest.mark.parametrize("name", ["../../escape", "manifest.json"])
+@pytest.mark.parametrize("number", [-1, 0, 10**18, 10**19, 2**70])
+def test_a_head_that_lists_what_no_learner_writes_does_not_keep_versions_away(learning, hosts, number, caplog):
+    learning.publish(1)
+    bucket, path = learning.uploader.bucket, f"versions/{number}-1/"
+    for each in ("manifest.json", "model.safetensors", "verdict.json"):
+        bucket.write(path + each, bucket.read(learning.uploader.path(1, each)))
+    head = json.loads(bucket.read("head.json"))
+    head["versions"] |= {str(number): 1, "7": -1, "8": 2**70}
+    bucket.write("head.json", json.dumps(head).encode())
+    host = hosts("a")
+    host.follow()
+    assert host.judged() == [1]
+    assert host.follower.problems == []
+    assert "lists what no learner writes, which is left out: versions " in caplog.text
+
+
+@pytest.mark.parametrize("name", ["../../escape", "manifest.json", "a" * 201, "a" * 10_000])
 def test_a_manifest_cannot_name_files_elsewhere(learning, hosts, name):
     learning.publish(1)
     path = learning.uploader.path(1, "manifest.json")
@@ -99,6 +116,9 @@ def test_a_manifest_cannot_name_files_elsewhere(learning, hosts, name):
     assert not host.follower.poll()
     assert host.follower.problems[0].startswith("version 1 cannot be copied: ")
     assert host.versions.numbers() == []
+    learning.publish(2)
+    host.follow()
+    assert host.judged() == [2]
 
 
 def test_a_version_that_a_new_learner_numbers_alike_replaces_the_old_one(learning, hosts):
