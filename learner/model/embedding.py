@@ -47,7 +47,7 @@ class Embedding:
 
     def _capture(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
         if self._capturing and isinstance(output, Tensor) and output.ndim:
-            self._capturing, self._captured = False, output.detach().reshape(len(output), -1).float()
+            self._capturing, self._captured = False, embedding_of(output)
 
 
 class TaskEmbedding:
@@ -93,11 +93,17 @@ class TaskEmbedding:
     def _capture(self, _model: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         if self._capturing:
             self._capturing = False
-            self._features = dict(zip(self._names, inputs, strict=True)) if inputs else dict(named)
+            features = dict(zip(self._names, inputs, strict=True)) if inputs else named
+            self._features = {name: value.clone() for name, value in features.items()}
 
 
 Embeddings = Embedding | TaskEmbedding
 """A source of embeddings."""
+
+
+def embedding_of(output: Tensor) -> Tensor:
+    """Return a module's output as embeddings, float32 `[B, D]`: a copy, for the modules after it may write into it."""
+    return output.detach().reshape(len(output), -1).to(torch.float32, copy=True)
 
 
 def _described(value: object) -> str:

@@ -1,6 +1,7 @@
 """Builds and checks the module that `[model]` names; used by the learner and by serving."""
 
 import contextlib
+import functools
 import importlib
 import inspect
 import sys
@@ -35,6 +36,7 @@ _OTHERS = (
 """Path prefixes of frames that are not the user's: ours, torch's and those of the import system."""
 FOLDER = "config_folder"
 """The parameter of a factory that gets the config's folder."""
+_GETS_COPIES = ("loss", "score", "distil")
 _CHECK_ROWS = 3
 """Events of the check at start: more than one, so that an output without the batch dimension is noticed."""
 
@@ -140,7 +142,16 @@ def _imported(key: str, reference: str, folder: Path) -> Callable[..., object]:
 
 
 def forward(model: nn.Module, features: Mapping[str, Tensor]) -> Tensor:
-    """Return the model's output for a batch: a single feature is passed by position, several by name."""
+    """Return the model's output for a batch, as `run_on` does.
+
+    The model gets copies, and may write into them: the features are in the memory of the store, of the holdout set, or
+    of a request, and are read again.
+    """
+    return run_on(model, {name: value.clone() for name, value in features.items()})
+
+
+def run_on(model: nn.Module, features: Mapping[str, Tensor]) -> Tensor:
+    """Return the model's output; a single feature is passed by position, several by name, in the memory given."""
     if len(features) == 1:
         (only,) = features.values()
         output: Tensor = model(only)
@@ -317,7 +328,19 @@ def make_task(name: str, folder: Path = Path()) -> Task:
     lacking = [method for method in METHODS if not callable(getattr(task, method, None))]
     if lacking:
         raise ModelError(f'model.task = "{name}": {type(task).__name__} has no method {lacking[0]}')
+    for method in _GETS_COPIES:
+        if (own := getattr(task, method, None)) is not None:
+            object.__setattr__(task, method, _on_copies(own))
     return cast("Task", task)
+
+
+def _on_copies(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a method of the user's task that gets copies: it may write into outputs and labels, which are stored."""
+
+    def run(output_B: Tensor, other_B: Tensor, *more: float) -> Tensor:
+        return method(output_B.clone(), other_B.clone(), *more)
+
+    return functools.update_wrapper(run, method, assigned=())
 
 
 def sample(schema: Schema, rows: int, device: torch.device) -> dict[str, Tensor]:

@@ -55,8 +55,9 @@ class Distillation(NoReplay):
 
     def _teacher_output(self, new: Examples) -> Tensor:
         """Return the snapshot's output in evaluation mode."""
-        features, model = new.features, self.learner.model
-        arguments, named = (tuple(features.values()), {}) if len(features) == 1 else ((), dict(features))
+        model = self.learner.model
+        features = {name: value.clone() for name, value in new.features.items()}  # the model may write into them
+        arguments, named = (tuple(features.values()), {}) if len(features) == 1 else ((), features)
         with eval_mode(model), torch.no_grad():
             target: Tensor = functional_call(model, self._teacher, arguments, named)
         return target

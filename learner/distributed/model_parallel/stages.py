@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from anabranch.core.errors import SettingsError
 from learner.model.device import Precision
-from learner.model.factory import forward
+from learner.model.factory import run_on
 from learner.training.step_snapshot import Snapshots
 
 _WAY_OUT = "write the model as modules that run one after the other, each on the output of the one before alone"
@@ -131,7 +131,7 @@ def _run(
     device, rows = first.device, len(first)
     try:
         with Snapshots(model, device).taken() as before, torch.no_grad(), precision.autocast(device):
-            output = forward(model.eval(), features)
+            output = run_on(model.eval(), features)
             before.restore()
     finally:
         model.train(was_training)

@@ -15,6 +15,7 @@ from torch.nn import functional
 from typing_extensions import override
 
 from learner.errors import ModelError
+from learner.model.embedding import embedding_of
 from learner.model.growing.parts import Pool, Run
 from learner.model.growing.router import Chosen, fixed
 
@@ -157,7 +158,7 @@ class ColumnPool(Pool):
 
     def _embedding_ran(self, _module: nn.Module, _inputs: Any, output: Tensor) -> None:
         if self._inputs is not None:
-            self._embedding = output.reshape(len(output), -1).float()
+            self._embedding = embedding_of(output)
 
 
 def leaves_of(model: nn.Module) -> list[nn.Module]:

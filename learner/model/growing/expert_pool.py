@@ -18,6 +18,7 @@ from torch.nn import functional
 from typing_extensions import override
 
 from learner.errors import ModelError
+from learner.model.embedding import embedding_of
 from learner.model.growing.parts import Pool, Run
 from learner.model.growing.router import Chosen, fixed
 
@@ -245,9 +246,7 @@ class ExpertPool(Pool):
         now = self._passes[0] if self._passes else None
         if now is None or now.embedding_BD is not None or not isinstance(output, Tensor) or not output.ndim:
             return
-        now.embedding_BD = output
-        if output.ndim != 2 or output.dtype is not torch.float32 or output.requires_grad:
-            now.embedding_BD = output.detach().reshape(len(output), -1).float()
+        now.embedding_BD = embedding_of(output)
         if now.chosen is None:
             if now.choose is None:
                 raise _EmbeddingReached
