@@ -84,7 +84,7 @@ class StrategyContext:
         embed: runs the model on features; returns embeddings, float32 `[B, D]`, and its output. None when no module is
             named.
         ranks: the number of ranks.
-        reset_optimizer: discards what the optimizer keeps of each weight.
+        reset_optimizer: discards what the optimizer keeps of each weight; returns what restores it.
         adds_old: whether old events add to the loss of new ones, instead of sharing one mean with them.
     """
 
@@ -96,7 +96,7 @@ class StrategyContext:
     probe: Tensors
     embed: Callable[[Tensors], tuple[Tensor, Tensor]] | None = None
     ranks: int = 1
-    reset_optimizer: Callable[[], object] = bool
+    reset_optimizer: Callable[[], Callable[[], object]] = lambda: bool
     adds_old: bool = False
 
     @cached_property
@@ -165,6 +165,10 @@ class Strategy:
 
     def on_step_start(self) -> None:
         """Prepare for a step, or for its retry: discard everything that `backward` has added."""
+
+    def give_up(self) -> None:
+        """Undo what the passes since the last `after_step` have changed in the strategy or the model, besides gradients
+        and buffers: the step is not taken. May be called several times."""
 
     def transform_gradients(self, scale: Tensor | float, /) -> None:
         """Change the gradients of the whole step, which are averaged over the ranks and no longer scaled.

@@ -1,7 +1,7 @@
 """From gradients to weights: norm, loss scale, learning rate and optimizer."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -107,10 +107,18 @@ class OptimizerStep:
         finally:
             del optimizer.found_inf
 
-    def reset(self) -> None:
-        """Discard what the optimizer keeps of each weight, such as momentum."""
+    def reset(self) -> Callable[[], None]:
+        """Discard what the optimizer keeps of each weight, such as momentum; return what restores it."""
+        kept, had_state = dict(self.optimizer.state), self._has_state
+
+        def restore() -> None:
+            self.optimizer.state.clear()
+            self.optimizer.state.update(kept)
+            self._has_state = had_state
+
         self.optimizer.state.clear()
         self._has_state = False
+        return restore
 
     def restart_rows(self, weight: Tensor, rows: Tensor, like: Tensor) -> None:
         """Let rows of a weight `[N, ...]` begin again: with the values of other rows, and without optimizer state."""

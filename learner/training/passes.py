@@ -133,6 +133,7 @@ class Passes:
             applied = decide(outputs, before, self._ranks, on_device, self._fallback, self.before_wait)
             if not outputs.finite:
                 before.restore_buffers()
+                self.strategy.give_up()
                 self._ranks.reset_comm_state()
             elif self.strategy.learns_gradient and not applied:
                 self.update.apply()
@@ -172,6 +173,7 @@ class Passes:
                 size = halve_micro_batch(rows, self.micro_batch_size, self.device, self._ranks.world, message)
             except MemoryShortageError:
                 self.micro_batch_size, self.warning = size_before
+                self.strategy.give_up()
                 raise
             self.micro_batch_size, self.warning = size, oom_warning(self.device, size)
 

@@ -126,9 +126,9 @@ class Trainer(TrainerState):
             adds_old=adds_old,
         )
 
-    def _reset_optimizer(self) -> None:
-        self.update.reset()
+    def _reset_optimizer(self) -> Callable[[], None]:
         self._ranks.reset_comm_state()
+        return self.update.reset()
 
     @property
     def micro_batch_size(self) -> int | None:

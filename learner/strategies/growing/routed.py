@@ -5,7 +5,7 @@ Legend: B events, C classes, D dimensions of an embedding, P prototypes: one for
 
 import abc
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,6 +47,11 @@ class RoutedParts(Strategy, abc.ABC):
         self._present: list[int] = []
         """Classes of this step."""
         self._embedding: list[Tensor] = []
+        self._undo: Callable[[], None] | None = None
+        """Undoes what this step has changed: it is taken only once all its numbers are known."""
+        self._restore_optimizer: Callable[[], object] | None = None
+        self._opened_for: str | None = None
+        """Why this step has opened a part."""
 
     def setup(self, learner: StrategyContext) -> None:
         """Find the parts of the model, and start with empty sums."""
@@ -101,19 +106,47 @@ class RoutedParts(Strategy, abc.ABC):
         if not set(self._present) <= set(self._classes):
             self._set_classes(sorted({*self._classes, *self._present}))
         self._update_router()
+        self._undo = None
+        self._log_opened()
+
+    def give_up(self) -> None:
+        """Close what this step has opened."""
+        if self._undo is not None:
+            self._undo()
+            self._undo = None
 
     def on_drift(self) -> None:
         """Freeze the open part, unless it is too young; called by every rank."""
         self._grow("the stream has changed")
+        self._log_opened()
 
     def _open_for(self, classes: list[int]) -> None:
-        """Freeze the open part where there are new classes, and let the open one predict all that are there."""
+        """Freeze the open part where there are new classes, and let the open one predict all that are there; once for
+        all micro-batches of a step."""
+        self._present = classes
+        if set(classes) <= set(self._classes) or self._undo is not None:
+            return
+        self._undo = self._restoring()
         new = [each for each in classes if each not in self._seen]
         if new and self._seen:
             self._grow(f"classes {', '.join(map(str, new))} are new")
-        self._present = classes
-        if not set(classes) <= set(self._classes):
-            self._pool.open_to([*self._classes, *classes])
+        self._pool.open_to([*self._classes, *classes])
+
+    def _restoring(self) -> Callable[[], None]:
+        """Return what restores the parts, the sums and the optimizer as they are now."""
+        weights = {weight: weight.detach().clone() for weight in self._pool.parameters()}
+        sums, state = {name: value.clone() for name, value in self.tensors().items()}, self.state()
+        warning, self._restore_optimizer = self.warning, None
+
+        def restore() -> None:
+            for weight, value in weights.items():
+                weight.data = value
+            self.restore(sums, state)
+            self._opened_for, self.warning = None, warning
+            if self._restore_optimizer is not None:
+                self._restore_optimizer()
+
+        return restore
 
     def _grow(self, reason: str) -> None:
         if self._sums[0].sum().item() < self._least:
@@ -134,9 +167,14 @@ class RoutedParts(Strategy, abc.ABC):
         for total in (*self._sums, self._product_DD):
             total.zero_()
         self._pool.freeze_open()
-        self.learner.reset_optimizer()
+        self._restore_optimizer = self.learner.reset_optimizer()
         self._set_classes([])
-        log.info("%s: part %d of the model is opened, and the one before it is frozen", reason, self._pool.size)
+        self._opened_for = reason
+
+    def _log_opened(self) -> None:
+        reason, self._opened_for = self._opened_for, None
+        if reason is not None:
+            log.info("%s: part %d of the model is opened, and the one before it is frozen", reason, self._pool.size)
 
     def _open_means(self) -> Tensor:
         count_C, sum_CD = self._sums

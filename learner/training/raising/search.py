@@ -48,8 +48,9 @@ class RaisingSearch:
             self.undo(before)
 
     def undo(self, before: StepSnapshot) -> None:
-        """Undo a pass: clear gradients, restore buffers and random generators, reset sharded modules."""
+        """Undo a pass: clear gradients, restore strategy, buffers and random generators, reset sharded modules."""
         self._fallback.abandon()
+        self._passes.strategy.give_up()
         self._passes.update.give_up()
         before.restore()
 

@@ -1,0 +1,131 @@
+"""A step that is not taken leaves model, optimizer and strategy as they were, whatever its events would have begun."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ingest.config import SchemaSettings
+from ingest.events.schema import Schema
+from learner.config import LearnerSettings
+from learner.model.device import choose_precision
+from learner.model.embedding import Embedding
+from learner.model.faulty_events import RaisingEventsError
+from learner.model.growing.parts import pool_of
+from learner.model.task import Classification
+from learner.strategies.examples import Examples
+from learner.strategies.registry import STRATEGIES
+from learner.training.trainer import Trainer
+from tests.support.strategies import extended, small_strategy
+
+CPU = torch.device("cpu")
+SCHEMA = Schema(
+    SchemaSettings.model_validate(
+        {"features": {"x": {"dtype": "float32", "shape": [4]}}, "label": {"name": "y", "classes": 6}}
+    )
+)
+RAISES, NOT_FINITE = 1e7, float("nan")
+
+
+class Guard(nn.Module):
+    """Raises on large values, and runs out of memory at the pass `short_at`."""
+
+    passes, short_at = 0, -1
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += 1
+        if self.passes == self.short_at:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes.")
+        if (x > 1e6).any():
+            raise ValueError("out of range")
+        return x
+
+
+def make(name: str) -> Trainer:
+    torch.manual_seed(0)
+    model = nn.Sequential(Guard(), nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 6))
+    least = {"least": 20} if name in ("experts", "progressive") else {}
+    strategy = extended(small_strategy(name, **least), model, SCHEMA, embedding="2")
+    settings = LearnerSettings.model_validate({"optimizer": {"name": "adamw", "lr": 0.02}})
+    embedding = Embedding(model, "2") if strategy.embeds else None
+    if embedding is not None:
+        embedding.capture_next()
+    precision = choose_precision("fp32", CPU)
+    return Trainer(model, Classification(), strategy, SCHEMA, settings, CPU, precision, embedding)
+
+
+@pytest.fixture
+def events() -> Callable[..., Examples]:
+    generator = torch.Generator().manual_seed(1)
+
+    def some(*classes: int, n: int = 16) -> Examples:
+        label_B = torch.tensor(classes)[torch.arange(n) % len(classes)]
+        return Examples({"x": torch.randn(n, 4, generator=generator) + label_B[:, None]}, label_B, torch.ones(n))
+
+    return some
+
+
+def state_of(trainer: Trainer) -> tuple[dict[str, list[Any]], Any]:
+    tensors = {
+        f"{part}.{name}": value.tolist() for part, named in trainer.tensors().items() for name, value in named.items()
+    }
+    return tensors, (trainer.strategy.state(), trainer.warning)
+
+
+@pytest.mark.parametrize("value", [RAISES, NOT_FINITE], ids=["raises", "not finite"])
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_events_of_a_new_class_change_nothing(name: str, value: float, events: Callable[..., Examples]) -> None:
+    trainer = make(name)
+    for _ in range(4):
+        assert trainer.step(events(0, 1)).finite
+    before = state_of(trainer)
+    for new_class in (2, 3, 4):
+        bad = events(new_class, n=2)
+        bad.features["x"][:] = value
+        if value == RAISES:
+            with pytest.raises(RaisingEventsError):
+                trainer.step(bad)
+        else:
+            assert not trainer.step(bad).finite
+        assert state_of(trainer) == before
+
+
+@pytest.mark.parametrize("name", ["experts", "progressive"])
+def test_good_events_of_a_new_class_open_one_part_with_the_others_left_out(
+    name: str, events: Callable[..., Examples]
+) -> None:
+    trainer = make(name)
+    for _ in range(4):
+        assert trainer.step(events(0, 1)).finite
+    mixed = events(2, n=8)
+    mixed.features["x"][3] = RAISES
+    with pytest.raises(RaisingEventsError) as caught:
+        trainer.step(mixed)
+    assert caught.value.indices == [3]
+    pool = pool_of(trainer.model)
+    assert pool is not None
+    assert pool.size == 1
+    assert trainer.step(events(2, n=8)).finite
+    assert pool.size == 2
+
+
+@pytest.mark.parametrize("name", ["experts", "progressive"])
+def test_a_step_that_is_repeated_after_running_out_of_memory_opens_one_part(
+    name: str, events: Callable[..., Examples]
+) -> None:
+    """The second of its micro-batches runs out of memory, after the first has opened the part."""
+    trainer = make(name)
+    for _ in range(4):
+        assert trainer.step(events(0, 1)).finite
+    guard = trainer.model[0]  # type: ignore[index]
+    assert isinstance(guard, Guard)
+    trainer.set_micro_batch_size(8)
+    guard.short_at = guard.passes + 2
+    assert trainer.step(events(2, 3, n=16)).finite
+    pool = pool_of(trainer.model)
+    assert pool is not None
+    assert (pool.size, trainer.micro_batch_size) == (2, 4)
+    assert guard.passes > guard.short_at + 2
+    assert trainer.strategy.state()["seen"] == [0, 1, 2, 3]
