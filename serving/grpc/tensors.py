@@ -9,6 +9,7 @@ from serving.errors import BadRequestError, shorten
 from serving.grpc.messages import MESSAGES
 from serving.protocol.bodies import Parameters, RequestedOutput
 from serving.protocol.codec import GivenInput, Request, Signature
+from serving.protocol.parameters import check_served
 from serving.protocol.tensors import Array, TensorSpec, check_finite, read_binary, write_binary
 
 _CONTENTS = {
@@ -42,6 +43,8 @@ def read_request(signature: Signature, message: Any) -> Request:
     for name, items in (("parameters", message.parameters), ("outputs", message.outputs)):
         if len(items) > _MOST_ITEMS:
             raise BadRequestError(f"there are {len(items)} {name}; there may be {_MOST_ITEMS}")
+    for tensor in inputs:
+        check_served(_parameters(tensor.parameters), f"input {shorten(tensor.name)!r}")
     given = [GivenInput(tensor.name, tensor.datatype, _shape(tensor)) for tensor in inputs]
 
     def read(index: int, spec: TensorSpec, rows: int) -> Array:
@@ -51,7 +54,7 @@ def read_request(signature: Signature, message: Any) -> Request:
             raise BadRequestError(f"input {spec.name!r} has contents besides raw_input_contents")
         return read_binary(spec, memoryview(raw[index]), rows)
 
-    requested = [RequestedOutput(output.name) for output in message.outputs]
+    requested = [RequestedOutput(output.name, _parameters(output.parameters)) for output in message.outputs]
     return signature.request(given, read, _parameters(message.parameters), requested, message.id or None)
 
 

@@ -58,6 +58,7 @@ _HEADER_LENGTH = HEADER_LENGTH.encode()
 _TRACEPARENT, _TRACESTATE = TRACEPARENT.encode(), TRACESTATE.encode()
 _ROUTE = "/v2/models/{name}/infer"
 _ROUTE_OF_VERSION = "/v2/models/{name}/versions/{version}/infer"
+_PROBES = ("/live", "/ready")
 _LONGEST_PATH = 256
 """Characters of the path that a span has: thousands of spans may wait for their export."""
 _LARGE_REPLY = 65_536
@@ -236,7 +237,8 @@ class _Api:
 
 def _route(path: str, method: str, endpoint: Callable[..., Any]) -> Route:
     route = Route(path, endpoint)
-    route.methods = {method.upper()}  # without HEAD, which Starlette adds to GET
+    # Starlette adds HEAD to each GET; only probes ask in this way.
+    route.methods = {method.upper(), *(["HEAD"] if path.endswith(_PROBES) else [])}
     return route
 
 

@@ -14,7 +14,14 @@ from ingest.events.schema import Feature, Schema
 from ingest.events.tokenizer import UnencodableError
 from serving.errors import BadRequestError, TooLargeError, shorten
 from serving.protocol.bodies import InferBody, InputTensor, OutputTensor, Parameters, ReplyBody, RequestedOutput
-from serving.protocol.parameters import ABSENT, decode_json, read_freshness, read_parameters
+from serving.protocol.parameters import (
+    ABSENT,
+    check_served,
+    decode_json,
+    read_flag,
+    read_freshness,
+    read_parameters,
+)
 from serving.protocol.tensors import DATATYPES, Array, TensorSpec, read_binary, read_json, write_binary, write_json
 
 HEADER_LENGTH = "inference-header-content-length"
@@ -176,8 +183,10 @@ class Signature:
                 raise BadRequestError(f"input {name!r} has datatype {spec.datatype}, not {shorten(datatype)!r}")
             if tuple(shape[1:]) != spec.shape or not shape:
                 raise BadRequestError(f"input {name!r} has shape {[-1, *spec.shape]}, not {shape}")
+            if shape[0] < 1:
+                raise BadRequestError(f"input {name!r} has {shape[0]} rows; it needs one at least")
             if rows is not None and shape[0] != rows:
-                raise BadRequestError(f"input {name!r} has {shape[0]} rows, but another has {rows}")
+                raise BadRequestError(f"input {name!r} has {shape[0]} rows, but input {inputs[0].name!r} has {rows}")
             rows = shape[0]
         if rows is None:
             raise BadRequestError(f"the request has no inputs; inputs are {', '.join(self.inputs)}")
@@ -215,16 +224,14 @@ class Signature:
             name: _column(feature, arrays[name]) if name in arrays else _default(feature, rows)
             for name, feature in self.features.items()
         }
-        embed = self._embed(parameters)
-        outputs = self._requested_outputs(requested, parameters.get("binary_data_output") is True, embed)
+        embed = self._embed(check_served(parameters, "the request"))
+        outputs = self._requested_outputs(requested, read_flag(parameters, "binary_data_output", False), embed)
         through, timeout_ms = read_freshness(parameters) if parameters else ({}, None)
         embed = embed and EMBEDDING not in self.outputs  # otherwise the model predicts it anyway
         return Request(features, rows, id_, outputs, through, timeout_ms, embed)
 
     def _embed(self, parameters: Parameters) -> bool:
-        embed = parameters.get("return_embedding", False)
-        if not isinstance(embed, bool):
-            raise BadRequestError(f"return_embedding is {shorten(repr(embed))}; write true or false")
+        embed = read_flag(parameters, "return_embedding", False)
         if embed and not self._embeds and EMBEDDING not in self.outputs:
             raise BadRequestError(
                 "return_embedding: this model has no embedding; name one of its modules in model.embedding, "
@@ -243,11 +250,16 @@ class Signature:
         outputs = {EMBEDDING: binary} if embed else {}
         if not requested:
             return dict.fromkeys(self.outputs, binary) | outputs
+        seen = set[str]()
         for output in requested:
             if output.name not in self.outputs and output.name not in outputs:
                 name = shorten(output.name)
                 raise BadRequestError(f"there is no output {name!r}; outputs are {', '.join(self.outputs)}")
-            outputs[output.name] = bool((output.parameters or {}).get("binary_data", binary))
+            if output.name in seen:
+                raise BadRequestError(f"output {output.name!r} is requested twice")
+            seen.add(output.name)
+            parameters = check_served(output.parameters or {}, f"output {output.name!r}")
+            outputs[output.name] = read_flag(parameters, "binary_data", binary)
         return outputs
 
     def _output(self, array: Array, name: str, binary: bool, blobs: list[bytes]) -> OutputTensor:
@@ -282,7 +294,8 @@ def _read_tensors(
     for tensor in tensors:
         spec = specs[tensor.name]
         data = bytes(tensor.data)
-        size = read_parameters(tensor.parameters).get("binary_data_size")
+        parameters = check_served(read_parameters(tensor.parameters), f"input {tensor.name!r}")
+        size = parameters.get("binary_data_size")
         if size is None:
             if not data:
                 raise BadRequestError(f"input {tensor.name!r} has neither data nor binary_data_size")

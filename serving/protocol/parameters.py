@@ -15,6 +15,19 @@ _MOST_PARAMETERS = 64
 _LONGEST_PARAMETERS = 131_072
 _LONGEST_THROUGH = 65_536
 """Bytes, or characters, of JSON: longer ones are refused before they are parsed."""
+_UNSERVED = {
+    "classification": "ask for the output itself, and take its largest elements",
+    "priority": "all requests have the same",
+    "sequence_id": "requests share no state",
+    "sequence_start": "requests share no state",
+    "sequence_end": "requests share no state",
+    "shared_memory_region": "tensors are sent in requests and replies",
+    "shared_memory_byte_size": "tensors are sent in requests and replies",
+    "shared_memory_offset": "tensors are sent in requests and replies",
+    "timeout": "end the call in the client; timeout_ms bounds the wait for a version",
+}
+"""What other servers of the protocol do with a request, with the way out: a client that asks for it must not believe
+that it was done."""
 ABSENT = (b"", b"null")
 """The JSON of a member that was not sent, or is null."""
 
@@ -37,6 +50,31 @@ def read_parameters(text: msgspec.Raw) -> Parameters:
     return parameters
 
 
+def check_served(parameters: Parameters, of: str) -> Parameters:
+    """Return the parameters of a request or of one of its tensors; those that this server ignores change no answer.
+
+    Raises:
+        BadRequestError: one of them asks for what this server does not do.
+    """
+    for name, value in parameters.items():
+        if name in _UNSERVED and value:
+            raise BadRequestError(
+                f"{of} has the parameter {name} = {shorten(repr(value))}, which this server does not serve: "
+                f"{_UNSERVED[name]}"
+            )
+    return parameters
+
+
+def read_flag(parameters: Parameters, name: str, default: bool) -> bool:
+    """Return a parameter that is true or false; raises BadRequestError where it is something else."""
+    value = parameters.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise BadRequestError(f"{name} is {shorten(repr(value))}; write true or false")
+    return value
+
+
 def decode_json(decoder: msgspec.json.Decoder[_T], text: _Text, otherwise: str) -> _T:
     """Decode JSON, or raise BadRequestError with the sentence that begins with `otherwise`."""
     try:
@@ -57,6 +95,8 @@ def read_freshness(parameters: Parameters) -> tuple[dict[str, int], float | None
         raise BadRequestError(f"min_trained_through has {len(through)} characters; it may have {_LONGEST_THROUGH}")
     if timeout_ms is not None and (isinstance(timeout_ms, bool | str) or timeout_ms < 0):
         raise BadRequestError(f"timeout_ms is {shorten(repr(timeout_ms))}; write a number of milliseconds")
+    if timeout_ms is not None and through is None:
+        raise BadRequestError("timeout_ms bounds the wait for min_trained_through, which the request does not have")
     if timeout_ms is not None:
         timeout_ms = min(timeout_ms, _LONGEST_TIMEOUT_MS)
     try:

@@ -345,6 +345,20 @@ async def exchange(address: str, request: bytes) -> bytes:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("ready", [True, False])
+def test_probes_may_ask_with_head(deploy: Any, served: Served, ready: bool) -> None:
+    publisher = deploy("number")
+    if ready:
+        publisher.publish(7)
+    with served(publisher, ready=ready) as server:
+        for path in ("/v2/health/live", "/v2/health/ready", "/v2/models/tiny/ready"):
+            got, asked = httpx.get(server.url + path), httpx.head(server.url + path)
+            assert (asked.status_code, asked.content) == (got.status_code, b"")
+            assert asked.status_code == (200 if ready or path.endswith("live") else 503)
+        assert httpx.head(server.url + "/metrics").status_code == 405
+
+
+@pytest.mark.slow
 def test_an_input_that_breaks_the_model_is_a_400_and_affects_no_other(
     deploy: Any, served: Served, body_of: Body
 ) -> None:

@@ -152,7 +152,19 @@ def test_each_refusal_has_its_status_and_sentence(called: tuple[Any, Calls]) -> 
     through = infer()
     through.parameters["min_trained_through"].string_param = "events:0=99"
     through.parameters["timeout_ms"].int64_param = 1
+    classes = infer(outputs=[{"name": "prediction"}])
+    classes.outputs[0].parameters["classification"].int64_param = 2
+    sequence, region = infer(), infer()
+    sequence.parameters["sequence_id"].int64_param = 7
+    region.inputs[0].parameters["shared_memory_region"].string_param = "a"
     for message, code, sentence in [
+        (
+            classes,
+            invalid,
+            "output 'prediction' has the parameter classification = 2, which this server does not serve",
+        ),
+        (sequence, invalid, "the request has the parameter sequence_id = 7"),
+        (region, invalid, "input 'x' has the parameter shared_memory_region = 'a'"),
         (infer(name="other"), missing, "there is no model 'other'"),
         (infer(model_version="8"), missing, "version 8 is not resident"),
         (infer(X[:, :3]), invalid, "input 'x' has shape [-1, 4], not [3, 3]"),
