@@ -2,10 +2,13 @@
 
 import ast
 import os
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
-from importlib.metadata import distributions
+from importlib.metadata import distributions, packages_distributions
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -271,8 +274,8 @@ def nodes_of(path: Path, *names: str) -> Iterator[ast.AST]:
         yield from ast.walk(ast.parse(text))
 
 
-def imports(path: Path) -> Iterator[str]:
-    for node in nodes_of(path, *ALLOWED_IN):
+def imports(path: Path, *containing: str) -> Iterator[str]:
+    for node in nodes_of(path, *(containing or ALLOWED_IN)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
@@ -296,6 +299,19 @@ def test_each_third_party_is_known_to_one_part_of_the_house():
             if allowed is not None and not any(module == part or module.startswith(f"{part}/") for part in allowed):
                 strangers.append(f"{module} imports {name}")
     assert strangers == []
+
+
+@pytest.mark.slow
+def test_each_third_party_that_is_imported_is_declared():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = {
+        re.split(r"[^\w-]", requirement)[0].replace("-", "_")
+        for requirement in [*project["dependencies"], *chain(*project["optional-dependencies"].values())]
+    }
+    suppliers = {root: [name.replace("-", "_") for name in names] for root, names in packages_distributions().items()}
+    roots = {name.partition(".")[0] for path in FILES for name in imports(path, "import")}
+    strangers = roots - set(sys.stdlib_module_names) - set(PACKAGES)
+    assert {name: suppliers.get(name) for name in strangers if not declared & set(suppliers.get(name, []))} == {}
 
 
 def asks_for_the_time_of_day(path: Path) -> bool:

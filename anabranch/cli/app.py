@@ -25,6 +25,8 @@ from anabranch.runtime.lifecycle import Exit
 if TYPE_CHECKING:
     from anabranch.commands.produce import Produced
 
+_HELP: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
+
 app = typer.Typer(
     name="anabranch",
     help="Keeps a PyTorch model learning from a Kafka stream while it serves it.",
@@ -32,7 +34,7 @@ app = typer.Typer(
     no_args_is_help=True,
     # Tracebacks with the values of variables would print secrets.
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings=_HELP,
 )
 UsageError: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "UsageError")
 """Click's, from wherever typer has it: some versions have their own copy."""
@@ -46,7 +48,7 @@ def command_tree() -> Any:
     while waiting:
         command = waiting.pop()
         waiting += getattr(command, "commands", {}).values()
-        help_option = command.get_help_option(typer.Context(command))
+        help_option = command.get_help_option(typer.Context(command, **_HELP))
         for parameter in (*command.params, help_option):
             if getattr(parameter, "is_flag", False):
                 parameter.metavar = ""

@@ -57,6 +57,11 @@ def test_help_names_no_value_for_a_flag(anabranch, command):
     assert "<bool>" not in anabranch(*command.split(), "--help")[1]
 
 
+@pytest.mark.parametrize("command", COMMANDS, ids=str)
+def test_the_short_option_of_help_is_the_long_one(anabranch, command):
+    assert anabranch(*command.split(), "-h") == anabranch(*command.split(), "--help")
+
+
 def test_the_shell_completes_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("_ANABRANCH_COMPLETE", "complete_bash")
     monkeypatch.setenv("COMP_WORDS", "anabranch ver")
