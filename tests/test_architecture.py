@@ -90,6 +90,7 @@ ALLOWED_IN = {
 
 WALL_CLOCK = {
     "anabranch/core/tracing/tracer.py": "the time of a span",
+    "anabranch/core/host_clock.py": "the one clock that vouches for times of the stream",
     "anabranch/demo/load_generator.py": "compares with the record times of the stream",
     "anabranch/demo/producer.py": "compares with the record times of the stream",
     "anabranch/doctor/kafka_checks.py": "checks whether the two machines' clocks agree",
@@ -111,9 +112,7 @@ WALL_CLOCK = {
     "learner/checkpointing/checkpointer.py": "a checkpoint's time, for display",
     "learner/object_storage/uploads.py": "how long ago a folder was written that the object store lacks, for display",
     "learner/publishing/hold.py": "since when nothing has passed, for display",
-    "anabranch/core/host_clock.py": "compares with the record times of the stream",
     "learner/undo/going_back.py": "a record's time, for display",
-    "learner/stream/lag.py": "a checkpoint keeps since when events wait, and they waited while no learner ran",
     "learner/publishing/publisher.py": "a version's time, for display",
     "learner/reporter.py": "a report's time",
     "replay/erasure/erasure_log.py": "a record's time, for display",

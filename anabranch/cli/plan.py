@@ -17,23 +17,22 @@ Cores = Annotated[float | None, typer.Option(min=0.01, metavar="N", help="Cores 
 DriveTbw = Annotated[
     float | None, typer.Option(min=0.001, metavar="TB", help="Terabytes that may be written to the drive.")
 ]
-Calibrate = Annotated[
+NoCalibrate = Annotated[
     bool,
     typer.Option(
-        "--calibrate/--no-calibrate",
-        help="Run the pipeline on synthetic events first, or plan from the model's size alone.",
+        "--no-calibrate", help="Plan from the model's size alone, without running the pipeline on synthetic events."
     ),
 ]
 
 
 def plan(
     pipeline: Annotated[Path, typer.Argument(metavar="FILE", help="The pipeline's file.")] = PIPELINE,
-    rate: Annotated[float, typer.Option(min=0.001, help="Events a second.")] = 1000.0,
+    rate: Annotated[float, typer.Option(min=0.001, metavar="N", help="Events a second.")] = 1000.0,
     event_bytes: EventBytes = None,
     events_per_message: Annotated[
         int, typer.Option(min=1, metavar="N", help="Events of a message, of the formats rows and arrow.")
     ] = 1,
-    days: Annotated[float, typer.Option(min=1, help="The day to plan for, besides the first one.")] = 30.0,
+    days: Annotated[float, typer.Option(min=1, metavar="N", help="The day to plan for, besides the first one.")] = 30.0,
     requests_per_second: Annotated[
         float, typer.Option(min=0, metavar="N", help="Requests of one row a second to serving.")
     ] = 0.0,
@@ -42,8 +41,8 @@ def plan(
     ] = None,
     cores: Cores = None,
     drive_tbw: DriveTbw = None,
-    calibrate: Calibrate = True,
-    seconds: Annotated[float, typer.Option(min=2, help="Time of the calibration.")] = 60.0,
+    no_calibrate: NoCalibrate = False,
+    seconds: Annotated[float, typer.Option(min=2, metavar="S", help="Time of the calibration.")] = 60.0,
     from_run: Annotated[
         bool, typer.Option("--from-run", help="Take constants of the reports in state_dir instead of a calibration.")
     ] = False,
@@ -77,7 +76,7 @@ def plan(
         found = plan_pipeline(
             load_config(pipeline),
             load,
-            seconds=seconds if calibrate else None,
+            seconds=None if no_calibrate else seconds,
             from_run=from_run,
             say=lambda sentence: sys.stderr.write(f"anabranch plan: {sentence}\n"),
         )

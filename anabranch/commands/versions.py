@@ -20,7 +20,7 @@ from learner.state_dir.trained_through import format_trained_through
 from learner.state_dir.version import Manifest, RegistryState, Verdict, Versions
 from serving.rollout.eligibility import Requirements, refusal, requirements_of
 
-_NARROW = ("version", "time", "step", "verdict", "metrics", "state")
+_NARROW = ("version", "time", "step", "verdict", "now", "state")
 _WIDEST = 10_000
 _STYLES = {"pass": "green", "fail": "red", "inconclusive": "yellow"}
 
@@ -128,7 +128,7 @@ class _VersionTable:
         self._rows = [_row(one) for one in listed]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        wide = self._table(list(self._rows[0]))
+        wide = self._table([name for name in self._rows[0] if name != "now"])
         fits = Measurement.get(console, options.update_width(_WIDEST), wide).maximum <= options.max_width
         yield wide if fits else self._table(_NARROW)
 
@@ -157,6 +157,7 @@ def _row(one: Listed) -> dict[str, RenderableType]:
         "trained through": _trained(manifest) if manifest else "",
         "size": _size(one.bytes),
         "metrics": _metrics(manifest) if manifest else "",
+        "now": f"{manifest.metrics['now']:.4g}" if manifest and "now" in manifest.metrics else "",
         "state": Text(", ".join([*one.marks, *(["refused"] if one.refused else [])])),
     }
 

@@ -30,10 +30,10 @@ from ingest.transport.protocol import (
     Failed,
     FromIngest,
     HistoryProgress,
-    Hold,
     LagReport,
     PartitionsOpened,
     Pause,
+    PausePartitions,
     Release,
     Resume,
     SkippedToEnd,
@@ -244,7 +244,7 @@ class BlockReader:
         that were read before."""
         if partitions != self._held:
             self._held = partitions
-            self._process.send(Hold(sorted(partitions)))
+            self._process.send(PausePartitions(sorted(partitions)))
 
     def pass_over(self) -> None:
         """Continue at the end of every partition; a block covers the skipped offsets. Does nothing while it skips."""
@@ -286,7 +286,7 @@ class BlockReader:
         if self._paused:
             self._process.send(Pause())
         if self._held:
-            self._process.send(Hold(sorted(self._held)))
+            self._process.send(PausePartitions(sorted(self._held)))
         if self._is_skipping:
             self._process.send(SkipToEnd())
 

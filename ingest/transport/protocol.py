@@ -44,7 +44,7 @@ class Resume(msgspec.Struct, frozen=True, tag=True):
     """Continue reading."""
 
 
-class Hold(msgspec.Struct, frozen=True, tag=True):
+class PausePartitions(msgspec.Struct, frozen=True, tag=True):
     """Do not read these partitions, by index, and read all others, until another one comes."""
 
     partitions: list[int]
@@ -133,7 +133,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     sentence: str
 
 
-ToIngest = Begin | Release | Pause | Resume | Hold | Commit | SkipToEnd | Stop
+ToIngest = Begin | Release | Pause | Resume | PausePartitions | Commit | SkipToEnd | Stop
 FromIngest = PartitionsOpened | BlockReady | LagReport | SkippedToEnd | Failed
 
 _to_ingest = msgspec.msgpack.Decoder(ToIngest)

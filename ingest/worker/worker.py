@@ -25,9 +25,9 @@ from ingest.schema_registry.cache import WriterSchemas
 from ingest.transport.protocol import (
     BlockReady,
     Commit,
-    Hold,
     PartitionsOpened,
     Pause,
+    PausePartitions,
     Release,
     Resume,
     SkippedToEnd,
@@ -280,7 +280,7 @@ class IngestWorker:
                 self._paused = True
             case Resume():
                 self._paused = False
-            case Hold(partitions):
+            case PausePartitions(partitions):
                 self._held = frozenset(partitions)
             case SkipToEnd():
                 self._is_skipping = True

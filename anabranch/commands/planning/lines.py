@@ -74,8 +74,8 @@ def written(value: float, unit: Unit) -> str:
 def size(value: float) -> str:
     """Return bytes with three digits."""
     for scale, unit in _SCALES:
-        if abs(value) >= scale:
-            return f"{value / scale:,.3g} {unit}" if abs(value) < 1000 * scale else f"{value / scale:,.0f} {unit}"
+        if abs(value) >= 0.9995 * scale:  # three digits of what is less are 1,000 of the smaller unit
+            return f"{value / scale:,.3g} {unit}" if abs(value) < 999.5 * scale else f"{value / scale:,.0f} {unit}"
     return f"{value:,.0f} B"
 
 

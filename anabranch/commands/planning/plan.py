@@ -42,6 +42,10 @@ class Plan(msgspec.Struct):
         found: dict[str, Any] = msgspec.to_builtins(self)
         return found
 
+    def unknown(self) -> list[str]:
+        """Return the sections with a line that has no value, since a constant of it was not measured."""
+        return [each.name for each in self.sections.values() if any(line.value is None for line in each.lines)]
+
     def exit_code(self) -> Exit:
         """Return DONE where every promise holds, else UNHEALTHY."""
         return Exit.UNHEALTHY if self.warnings else Exit.DONE
@@ -103,15 +107,20 @@ def render_plan(plan: Plan, *, explain: bool) -> RenderableType:
     """Return the plan as tables; with `explain`, each line with its formula."""
     parts: list[RenderableType] = []
     for section in plan.sections.values():
+        if not (lines := [line for line in section.lines if line.value is not None]):
+            continue
         table = Table.grid(padding=(0, 2))
         table.add_column(no_wrap=True, min_width=34)
         table.add_column(justify="right", no_wrap=True, min_width=14)
         table.add_column(overflow="fold", style="dim")
-        for line in section.lines:
+        for line in lines:
             table.add_row(Text(f"  {line.name}"), line.text, Text(line.formula if explain else ""))
         parts += [Text(section.name, style="bold"), table, Text()]
     parts += [Text(f"measured with a difference: {each}", style="dim") for each in plan.constants.differences]
     parts += [Text(f"warning: {sentence}.", style="yellow") for sentence in plan.warnings]
+    unknown = plan.unknown()
+    if unknown:
+        parts.append(Text(f"not complete, since constants of it were not measured: {'; '.join(unknown)}", style="dim"))
     if not plan.warnings:
-        parts.append(Text("every promise holds"))
+        parts.append(Text("nothing that was measured breaks a promise" if unknown else "every promise holds"))
     return Group(*parts)

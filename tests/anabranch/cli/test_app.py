@@ -53,6 +53,12 @@ def test_help_shows_all_of_its_texts(anabranch, command, monkeypatch):
 
 
 @pytest.mark.parametrize("command", ["", "versions", *COMMANDS])
+def test_help_cuts_no_name_at_80_columns(anabranch, command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert "\N{HORIZONTAL ELLIPSIS}" not in anabranch(*command.split(), "--help")[1]
+
+
+@pytest.mark.parametrize("command", ["", "versions", *COMMANDS])
 def test_help_names_no_value_for_a_flag(anabranch, command):
     assert "<bool>" not in anabranch(*command.split(), "--help")[1]
 

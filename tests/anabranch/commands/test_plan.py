@@ -1,5 +1,6 @@
 """`anabranch plan`: the arithmetic of its lines, its warnings, and a calibration of a small pipeline."""
 
+import io
 import json
 import math
 import os
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from anabranch.commands.planning import segment_writes
 from anabranch.commands.planning.calibrating.differences import differences_of
@@ -20,7 +22,8 @@ from anabranch.commands.planning.calibrating.synthetic_events import Synthetic, 
 from anabranch.commands.planning.calibrating.synthetic_pipeline import CalibrationSpec, calibrated
 from anabranch.commands.planning.constants import Constants, Load
 from anabranch.commands.planning.disk import DAY
-from anabranch.commands.planning.plan import Plan, make_plan
+from anabranch.commands.planning.lines import size
+from anabranch.commands.planning.plan import Plan, make_plan, render_plan
 from anabranch.commands.planning.run_constants import process_sizes
 from anabranch.commands.planning.speed import RATE, limited_by
 from anabranch.commands.planning.store_size import ENTRY_BYTES, PlannedStore, admitted
@@ -289,6 +292,24 @@ def test_lines_that_were_not_measured_have_no_value_and_no_total(tmp_path: Path)
     assert plan.sections["saturation"].value(RATE) is None
     assert not plan.warnings
     assert json.loads(json.dumps(plan.document()))["constants"]["source"] == "model"
+    console = Console(file=io.StringIO(), width=80)
+    console.print(render_plan(plan, explain=False))
+    shown = " ".join(console.file.getvalue().split())
+    assert "every promise holds" not in shown
+    assert "ingest process" not in shown, "a line without a value says nothing"
+    for sentence in (
+        "not complete, since constants of it were not measured: host memory; disk writes, first day; ",
+        "rate at which it saturates nothing that was measured breaks a promise",
+    ):
+        assert sentence in shown
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0 B"), (999, "999 B"), (999_499, "999 kB"), (999_600, "1 MB"), (1e6, "1 MB"), (5e15, "5,000 TB")],
+)
+def test_a_size_has_three_digits_and_the_unit_that_needs_no_exponent(value: float, text: str) -> None:
+    assert size(value) == text
 
 
 def test_tiers_hit_in_the_proportion_of_their_rows(tmp_path: Path) -> None:
@@ -322,8 +343,8 @@ def test_json_events_have_the_size_that_is_asked_for_or_the_smallest_possible() 
     described = {"features": {"x": {"dtype": "float64", "shape": [50]}}, "label": {"name": "y", "dtype": "float32"}}
     schema = Schema(SchemaSettings.model_validate(described))
     stream = StreamSettings.model_validate({"topics": ["t"]})
-    for size in (400, 1_000, 5_000):
-        assert synthetic_messages(schema, stream, size, 1).event_bytes == pytest.approx(size, rel=0.1)
+    for wanted in (400, 1_000, 5_000):
+        assert synthetic_messages(schema, stream, wanted, 1).event_bytes == pytest.approx(wanted, rel=0.1)
     assert synthetic_messages(schema, stream, 10, 1).event_bytes > 100
     with pytest.raises(SettingsError, match="one event"):
         synthetic_messages(schema, stream, None, 2)

@@ -35,7 +35,7 @@ def publish(config):
     """Publishes a version: `publish(7, verdict="fail", schema="other")`."""
     versions = Versions(config.state_dir / "versions")
 
-    def write(number, verdict="pass", reasons=(), schema=None, args=None, weights=None, base=None):
+    def write(number, verdict="pass", reasons=(), schema=None, args=None, weights=None, base=None, metrics=None):
         manifest = Manifest(
             number=number,
             generation=2,
@@ -43,7 +43,7 @@ def publish(config):
             time=1_700_000_000.0 + number,
             step=number * 100,
             trained_through={"events:0": PartitionProgress(number * 10)},
-            metrics={"now": 0.875},
+            metrics=metrics or {"now": 0.875},
             schema=schema or Schema(config.pipeline.events).digest,
             encoders={},
             model=ModelReference("my_model:build", {"hidden": 128} if args is None else args, "classification"),
@@ -89,14 +89,16 @@ class TestLs:
         for fact in ("9", "2023-11-14 22:13:29Z", "900", "pass", "8", "events:0=90", "0.4 MB", "now 0.875"):
             assert fact in line
 
-    def test_at_80_columns_no_word_is_broken(self, config: Config, publish: Callable[..., Versions]) -> None:
+    def test_at_80_columns_each_version_is_one_line(self, config: Config, publish: Callable[..., Versions]) -> None:
+        windows = {"now": 0.875} | {f"class {number}": 0.5 for number in range(10)}
         for number in range(4711, 4714):
-            publish(number, "inconclusive")
+            publish(number, "inconclusive", metrics=windows)
         console = Console(file=io.StringIO(), width=80)
         console.print(render_list(list_versions(config, None)))
         lines = console.file.getvalue().splitlines()
         assert max(map(len, lines)) <= 80
-        for fact in ("4713", "2023-11-14 23:31:53Z", "471,300", "inconclusive", "now 0.875"):
+        assert len(lines) == 4
+        for fact in ("4713", "2023-11-14 23:31:53Z", "471,300", "inconclusive", "0.875"):
             assert fact in lines[1]
 
     def test_piped_each_version_is_one_line(

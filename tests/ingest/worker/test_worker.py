@@ -30,10 +30,10 @@ from ingest.transport.protocol import (
     BlockReady,
     Commit,
     FromIngest,
-    Hold,
     LagReport,
     PartitionsOpened,
     Pause,
+    PausePartitions,
     Release,
     Resume,
     SkippedToEnd,
@@ -318,7 +318,7 @@ def test_a_partition_that_is_held_is_read_once_it_is_released_and_is_not_stalled
         partition.append(message(0, 1))
     client = Held(topics)
     with learner(client) as end:
-        send(end.connection, Hold([0]))
+        send(end.connection, PausePartitions([0]))
         client.may.set()
         for offset in range(3):
             block, slot = end.block()
@@ -327,7 +327,7 @@ def test_a_partition_that_is_held_is_read_once_it_is_released_and_is_not_stalled
             topics[P1].append(message(0, 1))
         assert end.block()[0].columns["offset"].tolist() == [3]
         assert {report.problem for report in end.broker} <= {None}
-        send(end.connection, Hold([]))
+        send(end.connection, PausePartitions([]))
         block, _ = end.block()
         assert (block.columns["partition"].tolist(), block.columns["offset"].tolist()) == ([0], [0])
 
