@@ -84,7 +84,7 @@ def by_json_schema(schema: Schema, texts: Sequence[str]) -> Decoded:
 
 
 def by_file(schema: Schema, texts: Sequence[str]) -> Decoded:
-    return RowDecoder(schema, None).decode(pa.table({"text": pa.array(texts), "y": [0] * len(texts)}))
+    return RowDecoder(schema, None, 1_000_000).decode(pa.table({"text": pa.array(texts), "y": [0] * len(texts)}))
 
 
 READ: dict[str, Callable[[Schema, Sequence[str]], Decoded]] = {

@@ -196,9 +196,9 @@ class FileHistory:
         left = None if mark.until_ms is None else np.greater_equal(times_ms, mark.until_ms)
         if left is not None and left.any():
             read = np.flatnonzero(~left)
-            decoded = decoder.decode(table.take(pa.array(read))).at(read.astype(np.int32))
+            decoded = decoder.decode_all(table.take(pa.array(read))).at(read.astype(np.int32))
         else:
-            left, decoded = None, decoder.decode(table)
+            left, decoded = None, decoder.decode_all(table)
         return HistoryRows(
             decoded,
             {name: table.num_rows},

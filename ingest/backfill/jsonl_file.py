@@ -107,6 +107,7 @@ class LineDecoder(Decoder):
 
     def __init__(self, schema: Schema, time: str | None, longest: int) -> None:
         """Take `time`, the field of record times if there is one; longer lines than `longest` bytes are rejected."""
+        super().__init__(schema)
         self._format = JsonFormat(schema)
         self._longest = longest
         kind = msgspec.defstruct("Time", [("time", float | str | None, None)], rename={"time": time or ""})

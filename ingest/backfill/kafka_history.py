@@ -57,7 +57,7 @@ class KafkaHistory:
         self._need_label = stream.needs_label
         self.times = settings.time or schema.time
         """The column of record times, if there is one."""
-        self._open_files = RowFiles(settings, schema, self.times, 0)
+        self._open_files = RowFiles(settings, schema, self.times, int(stream.max_message_bytes))
         self._files: list[FileMark] = []
         self._index: KafkaIndex | None = None
         self._next: dict[TopicPartition, int] = {}
@@ -258,7 +258,7 @@ class KafkaHistory:
         present, counts = np.unique(part, return_counts=True)
         last = np.cumsum(counts) - 1
         return HistoryRows(
-            decoder.decode(table),
+            decoder.decode_all(table),
             {names[index]: int(count) for index, count in zip(present, counts, strict=True)},
             {names[index]: int(offset[at]) + 1 for index, at in zip(present, last, strict=True)},
             offset,

@@ -49,7 +49,7 @@ class RowFiles:
         self.chunk_rows = max(1, min(CHUNK_ROWS, CHUNK_BYTES // BlockLayout(schema).row_bytes()))
         """Most rows that are decoded together."""
         self._decoders: dict[FileFormat, Decoder] = {
-            "parquet": RowDecoder(schema, time),
+            "parquet": RowDecoder(schema, time, longest),
             "jsonl": LineDecoder(schema, time, longest),
         }
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 from pyarrow import types
 from typing_extensions import override
@@ -26,9 +27,11 @@ _PER_MS = {"us": 1_000, "ns": 1_000_000}
 class RowDecoder(Decoder):
     """Decodes rows of Arrow tables, whose types have been checked by `problem`."""
 
-    def __init__(self, schema: Schema, time: str | None) -> None:
-        """Take `time`, the column of record times if there is one."""
-        self._schema = schema
+    def __init__(self, schema: Schema, time: str | None, longest: int) -> None:
+        """Take `time`, the column of record times if there is one; rows with a text of more than `longest` bytes are
+        rejected."""
+        super().__init__(schema)
+        self._longest = longest
         self._fields: tuple[ArrowField, ...] = tuple(fields_of(schema))
         self._layout = BlockLayout(schema)
         self._time = time
@@ -60,13 +63,17 @@ class RowDecoder(Decoder):
     @override
     def decode(self, table: Any) -> Decoded:
         rows = table.num_rows
-        invalid = _invalid_rows(table)
-        if invalid.any():
-            good = np.flatnonzero(~invalid)
+        invalid, long = _invalid_rows(table), _rows_with_texts(table, self._longest)
+        if invalid.any() or long.any():
+            good = np.flatnonzero(~(invalid | long))
             decoded = self.decode(table.take(pa.array(good))).at(good.astype(np.int32))
             rejects = [
                 Reject(int(row), 0, "it is not valid Arrow data, such as text that is not UTF-8")
                 for row in np.flatnonzero(invalid)
+            ]
+            rejects += [
+                Reject(int(row), 0, f"oversized: a text of more than {self._longest} bytes")
+                for row in np.flatnonzero(long & ~invalid)
             ]
             return replace(decoded, rejects=sorted([*decoded.rejects, *rejects]))
         faults = Faults(rows)
@@ -105,7 +112,8 @@ class RowDecoder(Decoder):
     @override
     def text(self, table: Any, row: int) -> bytes:
         cells = table.slice(row, 1)
-        return json.dumps(dict(zip(cells.column_names, map(_value, cells.columns), strict=True)), default=str).encode()
+        values = {name: _shortened(_value(cells.column(name)), self._longest) for name in cells.column_names}
+        return json.dumps(values, default=str).encode()
 
 
 def _single(column: Any) -> Any:
@@ -124,6 +132,19 @@ def _value(cell: Any) -> Any:
             return cell.cast(pa.string()).to_pylist()[0]
         return cell.cast(pa.binary()).to_pylist()[0].decode(errors="replace")
     return f"a value of Arrow type {cell.type} that cannot be written"
+
+
+def _shortened(value: Any, longest: int) -> Any:
+    return value[:longest] if isinstance(value, str) else value
+
+
+def _rows_with_texts(table: Any, longest: int) -> NDArray[np.bool_]:
+    """Return which rows have a text of more than `longest` bytes, bool `[K]`."""
+    found = np.zeros(table.num_rows, np.bool_)
+    for name, kind in zip(table.schema.names, table.schema.types, strict=True):
+        if types.is_string(kind) or types.is_large_string(kind):
+            found |= pc.greater(pc.binary_length(table.column(name)), longest).fill_null(False).to_numpy()
+    return found
 
 
 def _invalid_rows(table: Any) -> NDArray[np.bool_]:

@@ -1,5 +1,6 @@
 """The contract of a file's rows and of their decoder, whatever the format."""
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -8,12 +9,18 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ingest.formats.base import Decoded
+from anabranch.core.failures import panics_are_errors
+from ingest.events.schema import Schema
+from ingest.events.tokenizer import UnencodableError
+from ingest.formats.base import Decoded, Reject, joined, nothing
 
 CHUNK_ROWS = 32_768
 """Most rows that are decoded together: calls of numpy cost little then."""
 CHUNK_BYTES = 8_000_000
 """Most bytes of events that are decoded together."""
+
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -67,6 +74,10 @@ class RowTables(ABC):
 class Decoder(ABC):
     """Decodes K rows of a table; a bad row raises nothing: it becomes a reject."""
 
+    def __init__(self, schema: Schema) -> None:
+        """Take the fields of the rows."""
+        self._schema = schema
+
     @abstractmethod
     def columns_in(self, schema: Any) -> list[str]:
         """Return the columns of an Arrow schema that are read."""
@@ -78,6 +89,32 @@ class Decoder(ABC):
     @abstractmethod
     def decode(self, table: Any) -> Decoded:
         """Decode K rows: message `k` is row `k`."""
+
+    def decode_all(self, table: Any) -> Decoded:
+        """Decode K rows as `decode` does; where it raises, decode each alone, and reject those that make it raise."""
+        try:
+            with panics_are_errors():
+                return self.decode(table)
+        except MemoryError:
+            raise  # not caused by a row
+        except UnencodableError:
+            pass  # which row's it is shows below
+        except Exception:
+            log.exception("a bug in decoding: the rows are decoded one by one, those that raise are dead-lettered")
+        return joined(
+            [nothing(self._schema), *(self._decode_one(table.slice(row, 1), row) for row in range(table.num_rows))]
+        )
+
+    def _decode_one(self, row: Any, index: int) -> Decoded:
+        try:
+            with panics_are_errors():
+                return self.decode(row).at(np.array([index], np.int32))
+        except MemoryError:
+            raise
+        except UnencodableError as exc:
+            return nothing(self._schema, [Reject(index, 0, str(exc))])
+        except Exception as exc:  # noqa: BLE001 logged for all rows, and named in the dead letter
+            return nothing(self._schema, [Reject(index, 0, f"internal: {type(exc).__name__}: {exc}")])
 
     @abstractmethod
     def times_ms(self, table: Any) -> NDArray[np.int64]:

@@ -97,7 +97,7 @@ def _inspect(mark: FileMark, stream: StreamSettings, schema: Schema) -> _Inspect
                 return _Inspected(rows.rows, _check_identity(mark, rows.schema.names, settings))
             decoder = files.decoder(mark)
             for part in rows.tables(decoder.columns_in(rows.schema), 0):
-                rejects = decoder.decode(part.table.slice(0, _LINES)).rejects
+                rejects = decoder.decode_all(part.table.slice(0, _LINES)).rejects
                 if rejects:
                     message = f"{mark.name}: line {rejects[0].message + 1} cannot be used: {rejects[0].reason}."
                     return _Inspected(None, found("backfill.line", message))

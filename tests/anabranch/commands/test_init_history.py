@@ -51,7 +51,7 @@ def test_the_pipeline_fits_the_files_and_its_model_fits_the_schema(
 ) -> None:
     config = loaded(history)
     pipeline, schema = config.pipeline, Schema(config.pipeline.events)
-    assert RowDecoder(schema, None).problem(pq.read_schema(history / "part-0.parquet")) is None
+    assert RowDecoder(schema, None, 1_000_000).problem(pq.read_schema(history / "part-0.parquet")) is None
     assert pipeline.name == "fraud-eu"
     assert pipeline.stream.backfill is not None
     assert pipeline.stream.backfill.files == (f"{history}/*.parquet",)
