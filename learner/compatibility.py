@@ -82,7 +82,7 @@ _PREDICTS = "all replicas have to run a sharded model, and only the first predic
 _CLOSED_FORM = "this strategy computes weights from labels, and takes no gradient of a loss"
 _OF_SOME_CLASSES = "this strategy trains a part for some classes alone, and a teacher's outputs are of all"
 _ANSWERS = "whether a server's outputs come in time depends on a clock"
-_WEIGHED = "weights of events whose label has not come apply to the output, and so to the teacher's part of the loss"
+_WEIGHED = "weights of events whose label comes late apply to the output, and so to the teacher's part of the loss"
 _WEIGHED_EARLY = "a label that comes later takes back what an early one taught, and challengers began in between"
 _SHAPES = "it keeps averages over rows and columns, and each shard has a part of them"
 _PACKED = "weights of 4 bits are packed bytes, which cannot be gathered in another precision"
@@ -139,7 +139,7 @@ _RAW = "a teacher gets the features as they are in events, and has not learned w
 
 _NO_RESIDUAL = "intercepts are for outputs whose distance from the label is known"
 _OUTPUTS_OF_ALL = "intercepts learn from the outputs of all events, and each replica has a part of them"
-_TAKEN_BACK = "a label that comes later takes back what an early one taught, and intercepts have learned from it"
+_TAKEN_BACK = "each event would count as a negative in its group until its label comes, which has no weight there"
 
 _LEARNED, _VOCABULARY = "a learned input of [schema]", "an input of [schema] with encode.learn"
 _INTERCEPT = "a feature of [schema] with intercept"
@@ -194,6 +194,7 @@ _OF_SEARCH = (
             ("model.teacher", Except(), _TAUGHT, "take the section out"),
             ("model.adapter.kind", Except(), _PARTS_ADAPTED, "take the section out"),
             ("stream.labels.early", Except("none"), _WEIGHED_EARLY, 'write "none"'),
+            ("stream.labels.take_back", _ON, _WEIGHED_EARLY, "set it to false"),
         )
     ),
     Conflict(_SEARCH, (True,), _LEARNED, Except(), _STATISTICS_ONCE, "take [search] out"),
@@ -257,6 +258,7 @@ RULES = (
     Conflict("model.teacher", Except(), "learner.strategy", _GROWS, _OF_SOME_CLASSES, "take the section out"),
     Conflict("learner.deterministic", _ON, "model.teacher", ("url",), _ANSWERS, "set it to false"),
     Conflict("model.teacher", Except(), "stream.labels.early", Except("none"), _WEIGHED, "take the section out"),
+    Conflict("model.teacher", Except(), "stream.labels.take_back", _ON, _WEIGHED, "take the section out"),
     Conflict("learner.sharding", ("zero1",), "torchrun --nnodes", _MANY, _UNPICKLES, 'write "none" or "fsdp"'),
     Conflict(
         "stream.lag_policy.action", Except("train-all"), "learner.deterministic", _ON, _BY_CLOCK, 'write "train-all"'
@@ -304,6 +306,7 @@ def facts(
         "stream.lag_policy.action": stream.lag_policy.action,
         "stream.labels": stream.labels is not None,
         "stream.labels.early": None if stream.labels is None else stream.labels.early,
+        "stream.labels.take_back": stream.labels is not None and stream.labels.take_back,
         "stream.backfill.identity": stream.backfill is not None and stream.backfill.identity is not None,
     }
 

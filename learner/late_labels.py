@@ -41,7 +41,9 @@ _AT_ONCE_SECONDS = 0.001
 """... where it takes longer than this."""
 _OUTPUT, _WAITING_INDEX = "event_time_output", "waiting_index"
 """Columns of a step that trains on early negatives: the output for the other events, and the index among `waiting`."""
-_TIMED_OUT, _HELD_OUT = np.uint8(Outcome.TIMED_OUT), np.uint8(Outcome.HELD_OUT)
+_TIMED_OUT, _HELD_OUT, _STORED_ONLY = (
+    np.uint8(outcome) for outcome in (Outcome.TIMED_OUT, Outcome.HELD_OUT, Outcome.STORED_ONLY)
+)
 """Outcomes of events that timed out, and were used as negatives then. Comparisons with the enumerations are slow."""
 _PARTS = 32
 """A batch has at most 1 / `_PARTS` of the events that the join has space for."""
@@ -107,6 +109,8 @@ class LateLabels:
         self._oldest: dict[int, int] = {}
         """By index of the partition, an offset before which no event waits: the first that does, as last searched."""
         self._search_at, self._searched = 0.0, 0
+        self._repeated: set[tuple[int, ...]] = set()
+        """Partition, offset and row of the events whose correction is in another step, since one was not finite."""
         self._unobserved = NOT_SCORED
         """The scores of decided events since the last step: nothing was left to train on."""
 
@@ -160,10 +164,10 @@ class LateLabels:
         """Predict the events of a batch that begin to wait, before the step trains.
 
         With `early`, those are returned as events to train on too, as negatives, save those that will be held out and
-        those whose label is there already.
+        those whose label is there already; none while events are stored only.
         """
         self._predictions = self._predictor.predict(batch.waiting) if batch.waiting else None
-        if not batch.waiting or not self._early:
+        if not batch.waiting or not self._early or self._lag.stores_only:
             return batch
         chosen = self.join.waits(self._keyed(batch.waiting)) & ~self._held_out(batch.waiting, partitions)
         indices = np.flatnonzero(chosen)[: max(0, self._step_size - len(batch))]
@@ -180,13 +184,16 @@ class LateLabels:
         return replace(batch, new=early)
 
     def settle(self, batch: Batch, *, finite: bool) -> None:
-        """Remove decided events of a batch from the join, and add events and labels that have come; called once the
-        ledger has moved. `finite`: whether the step was taken."""
+        """Count how the decided events of a batch ended, remove them from the join, and add events and labels that have
+        come; called once the ledger has moved.
+
+        `finite`: whether the step was taken. If not, corrections of negatives are in another step once more: without
+        them the negatives would stay.
+        """
         for span in batch.spans:
             self._times.add(span.columns)
         if batch.decided is not None:
-            ends = batch.decided.ends(Outcome.TRAINED if finite else Outcome.SKIPPED)
-            self.join.settle((ends == _TIMED_OUT) | (ends == _HELD_OUT))
+            self._end(batch.decided, finite=finite)
             self._through.settle(len(batch.decided.span.trained))
             if not batch.new:  # no step has observed their scores
                 self._unobserved += self._scores_of(batch.decided)
@@ -304,6 +311,19 @@ class LateLabels:
             self._unobserved = Scored(**state["unobserved"])
             self._through.restore(state["through"], self.join.ready, self._label_positions)
             self._end_erased()
+
+    def _end(self, decided: Decided, *, finite: bool) -> None:
+        outcome, reason = (Outcome.TRAINED, SkipReason.NONE) if finite else (Outcome.SKIPPED, SkipReason.NON_FINITE)
+        corrects = decided.corrects & decided.span.trained
+        again = np.zeros(len(corrects), np.bool_)
+        for row in np.flatnonzero(corrects).tolist():
+            name = tuple(int(decided.span.columns[part][row]) for part in ("partition", "offset", "row"))
+            again[row] = not finite and name not in self._repeated
+            (self._repeated.add if again[row] else self._repeated.discard)(name)
+        decided.ended[again] = False
+        self._ledger.end(decided, outcome, reason)
+        ends, stored = decided.ends(outcome), decided.span.columns["outcome"] == _STORED_ONLY
+        self.join.settle((ends == _TIMED_OUT) | (ends == _HELD_OUT) | stored, stored=stored, again=again)
 
     def _add_oldest(self, columns: Mapping[str, Array]) -> None:
         """Add the first event of each partition in which none has waited; those of the others are not older."""

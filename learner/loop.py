@@ -169,8 +169,6 @@ class TrainingLoop:
         outcome, reason = (Outcome.TRAINED, SkipReason.NONE) if finite else (Outcome.SKIPPED, SkipReason.NON_FINITE)
         for span in batch.spans:
             self.ledger.advance(span, outcome, reason)
-        if batch.decided is not None:
-            self.ledger.end(batch.decided, outcome, reason)
         if self._late is not None:
             self._late.settle(batch, finite=finite)
         if self.ledger.full:

@@ -262,7 +262,8 @@ class StoreFeed:
         if result is not None and finite:
             self._add_outputs(step, new, replay.sample, result)
         new = self._final(new, names)
-        columns = _first_read(_in_order(new, _with_unknown_outputs(batch.stored_only, self._store.fields)))
+        stored_only = self._final(dict(batch.stored_only), names)
+        columns = _first_read(_in_order(new, _with_unknown_outputs(stored_only, self._store.fields)))
         if columns:
             embedding = columns.get(_EMBEDDING)
             self._store.add(columns, names, None if embedding is None else embedding.astype(np.float32, copy=False))

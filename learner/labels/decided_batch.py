@@ -61,7 +61,8 @@ def fate_of(
         ready: the events.
         settings: `[stream.labels]`.
         held_out: bool `[N]`, which go to the holdout set if they have a label.
-        stores_only: whether events to train on are stored without training.
+        stores_only: whether events to train on are stored without training, save those of which a negative was
+            trained on: that is corrected.
     """
     columns, timed_out = dict(ready.columns), ready.resolution == Resolution.TIMED_OUT
     labelled = ~timed_out
@@ -70,12 +71,13 @@ def fate_of(
         columns["labelled"] = labelled = np.ones_like(timed_out)
     final = np.where(timed_out, _TIMED_OUT, _TRAINED)
     outcome, reason, early = (np.zeros(len(ready), np.uint8) for _ in range(3))
-    held_out = held_out & labelled
+    # What was trained on is not held out, should the choice have changed since.
+    held_out = held_out & labelled & ~ready.early
     stored = settings.unmatched == "store"
     outcome[~labelled] = _STORED_ONLY if stored else _SKIPPED
     reason[~labelled] = np.uint8(SkipReason.NONE if stored else SkipReason.TIMED_OUT)
     if stores_only:
-        outcome[labelled] = _STORED_ONLY
+        outcome[labelled & ~ready.early] = _STORED_ONLY
     ended, relabelled = np.ones(len(ready), np.bool_), np.zeros(len(ready), np.bool_)
     if ready.early.any() or (ready.resolution == Resolution.CORRECTED).any():
         positive = labelled & (columns["label"] == 1)
@@ -86,7 +88,8 @@ def fate_of(
         # Trained on as a negative when it came, and it is one: nothing is left but to store it with its label.
         negative = ready.early & ~positive
         outcome[negative] = final[negative]
-        outcome[taken_back] = np.where(positive & ~held_out, _PENDING, _SKIPPED)[taken_back]
+        undone = np.where(ready.stored, _STORED_ONLY, _PENDING)
+        outcome[taken_back] = np.where(positive & ~held_out, undone, _SKIPPED)[taken_back]
         relabelled = held_out & taken_back & positive
         held_out = held_out & ended
     outcome[held_out] = _HELD_OUT
@@ -101,7 +104,9 @@ def decided_batch(ready: Ready, fate: Fate) -> Batch:
     identity |= {"outcome": fate.outcome, "reason": fate.reason}
     identity["time_ms"] = np.add(identity["time_ms"], ready.waited_ms)
     columns = {**fate.columns, WAITED: np.ones(len(ready), np.bool_)}
-    new = _of({**columns, EARLY: fate.early} if fate.early.any() else columns, trained)
+    if fate.early.any():
+        columns[EARLY] = fate.early
+    new = _of(columns, trained)
     decided = Decided(
         span=Span(identity, trained, {}, {}, {}, {}),
         outcome=fate.final,
@@ -109,6 +114,7 @@ def decided_batch(ready: Ready, fate: Fate) -> Batch:
         predictions=ready.predictions,
         label=fate.columns["label"],
         scored=fate.scored,
+        corrects=trained & (fate.early != Early.PLAIN),
     )
     return Batch(
         new=new,
@@ -149,4 +155,5 @@ def _with_damaged(decided: Decided, damaged: Mapping[str, Array]) -> Decided:
         predictions=longer(decided.predictions),
         label=longer(decided.label),
         scored=longer(decided.scored),
+        corrects=longer(decided.corrects),
     )

@@ -33,7 +33,7 @@ from learner.labels.kept_labels import MOST_OF_KEY, KeptLabels
 from learner.labels.matching import Matching
 from learner.labels.ready import Ready, Resolution
 from learner.labels.waiting_events import WaitingEvents
-from learner.labels.waiting_table import Wait
+from learner.labels.waiting_table import Before, Wait
 from replay.snapshot import TierRef
 
 _RESERVE = 8
@@ -204,7 +204,10 @@ class LabelJoin:
             predictions = np.full((count, *self._output_shape), np.nan, np.float32)
         ids = self._events.add(columns, predictions)
         waits[self._matching.find_labels(ids)] = False
-        self._table.early[ids[waits]] = self._early if early is None else early[waits]
+        if early is None:
+            early = np.full(count, self._early)
+        if (waits & early).any():
+            self._table.set_before(ids[waits & early], Before.EARLY)
         self._events.wait(ids[waits])
         return waits
 
@@ -265,22 +268,46 @@ class LabelJoin:
         self._taken = len(ids)
         return self._ready(ids, decided, columns, predictions, valid)
 
-    def settle(self, negative: NDArray[np.bool_] | None = None) -> None:
+    def settle(
+        self,
+        negative: NDArray[np.bool_] | None = None,
+        *,
+        stored: NDArray[np.bool_] | None = None,
+        again: NDArray[np.bool_] | None = None,
+    ) -> None:
         """Remove the taken events: they were trained on, stored, held out or skipped.
 
-        `negative` is which of those that `take` returned were trained on, or held out, as negatives, bool `[N]`, which
-        may be followed by damaged ones; None: all that timed out. With `take_back` only these are kept.
+        The arguments say which of those that `take` returned, bool `[N]`, which may be followed by damaged ones.
+
+        Args:
+            negative: were trained on, stored or held out as negatives; None: all that timed out. With `take_back` only
+                these are kept.
+            stored: those of them that were stored and not trained on; None: none.
+            again: stay, and are returned once more with the same label: their step was not taken; None: none.
         """
-        ids = self._decisions.first(self._taken)["id"].astype(np.int32) if self._taken else np.empty(0, np.int32)
+        decided = self._decisions.first(self._taken)
+        ids = decided["id"].astype(np.int32) if decided else np.empty(0, np.int32)
         self._decisions.pop(self._taken)
         self._taken = 0
-        self.counts.damaged += int(np.count_nonzero(~self._valid[: len(ids)]))
-        kept = (self._table.state[ids] == Wait.TIMED_OUT) & self._valid[: len(ids)] & self._take_back
+        valid = self._valid[: len(ids)]
+        self.counts.damaged += int(np.count_nonzero(~valid))
+
+        def of_taken(rows: NDArray[np.bool_]) -> NDArray[np.bool_]:
+            spread = np.zeros(len(ids), np.bool_)
+            spread[valid] = rows[: np.count_nonzero(valid)]
+            return spread
+
+        kept = (self._table.state[ids] == Wait.TIMED_OUT) & valid & self._take_back
         if negative is not None:
-            valid = np.flatnonzero(self._valid[: len(ids)])
-            kept[valid] &= negative[: len(valid)]
-        self._events.remove(ids[~kept])
+            kept &= of_taken(negative)
+        repeated = np.zeros(len(ids), np.bool_) if again is None else of_taken(again)
+        if repeated.any():
+            columns = (decided[name][repeated] for name in ("resolution", "waited_ms", "value"))
+            self._decisions.push(ids[repeated], *columns)
+        self._events.remove(ids[~(kept | repeated)])
         if kept.any():
+            if stored is not None and (only_stored := kept & of_taken(stored)).any():
+                self._table.set_before(ids[only_stored], Before.STORED)
             self._events.keep(ids[kept])
             self._matching.find_labels(ids[kept])
 
@@ -393,7 +420,8 @@ class LabelJoin:
             resolution=resolution[valid],
             predictions=predictions[valid],
             waited_ms=decided["waited_ms"].astype(np.int64)[valid],
-            early=self._table.early[ids[valid]],
+            early=self._table.before[ids[valid]] == Before.EARLY,
+            stored=self._table.before[ids[valid]] == Before.STORED,
             taken_back=self._table.state[ids[valid]] == Wait.TAKEN_BACK,
             damaged={
                 **self._table.identity_columns(ids[~valid]),

@@ -16,7 +16,7 @@ from learner.labels.join_counts import JoinCounts
 from learner.labels.kept_labels import KeptLabels
 from learner.labels.ready import Resolution
 from learner.labels.waiting_events import WaitingEvents
-from learner.labels.waiting_table import Wait
+from learner.labels.waiting_table import Before, Wait
 
 _BEFORE_ALL = -(2**62)
 _LABEL_COLUMNS = ("key_hash", "label", "time_ms", "partition", "offset")
@@ -131,7 +131,8 @@ class Matching:
 
     def _decide(self, ids: Ids, labels: Ids) -> None:
         again = self._table.state[ids] == Wait.TAKEN_BACK
-        resolution = np.where(again | self._table.early[ids], Resolution.CORRECTED, Resolution.LABELLED)
+        early = self._table.before[ids] == Before.EARLY
+        resolution = np.where(again | early, Resolution.CORRECTED, Resolution.LABELLED)
         waited = self._labels.time_ms[labels] - self._table.time_ms[ids]
         self._decisions.push(ids, resolution.astype(np.uint8), waited, self._labels.value[labels])
         self._counts.matched += int(np.count_nonzero(~again))

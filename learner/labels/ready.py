@@ -37,6 +37,7 @@ class Ready:
         waited_ms: int64 `[N]`: the record time of the label minus that of the event, which is negative if the label's
             is earlier; of TIMED_OUT events the time that they waited.
         early: bool `[N]`: the event waited with `early`, so that the caller trained on it as a negative on arrival.
+        stored: bool `[N]`: the event timed out as a negative, which was stored and not trained on.
         taken_back: bool `[N]`: the event was returned as TIMED_OUT before, so that it has ended already.
         damaged: `partition`, `offset`, `time_ms`, `key_hash` and `taken_back` of events that were to be returned and
             whose payload is damaged, each `[D]`; they must not be trained on, and `settle` removes them as well.
@@ -47,6 +48,7 @@ class Ready:
     predictions: NDArray[np.float32]
     waited_ms: NDArray[np.int64]
     early: NDArray[np.bool_]
+    stored: NDArray[np.bool_]
     taken_back: NDArray[np.bool_]
     damaged: Mapping[str, Array]
 

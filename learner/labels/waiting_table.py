@@ -26,7 +26,7 @@ WAITING = np.dtype(
         ("offset", "i8"),
         ("partition", "i4"),
         ("slot", "i4"),
-        ("early", "u1"),
+        ("before", "u1"),
     ]
 )
 """An event without its payload, as in checkpoints, 41 bytes: `key` is that of labels, `key_hash` that of erasures."""
@@ -47,6 +47,16 @@ class Wait(IntEnum):
     """It was returned as timed out, and is kept for its label."""
     TAKEN_BACK = 5
     """It was returned as timed out, then its label came; it is returned again next."""
+
+
+class Before(IntEnum):
+    """What became of an event before its label came."""
+
+    NOTHING = 0
+    EARLY = 1
+    """It was trained on as a negative on arrival."""
+    STORED = 2
+    """It timed out as a negative, which was stored and not trained on."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +80,8 @@ class WaitingTable:
     """At most `most` events, found by their numbers; used by one thread.
 
     Attributes:
-        key, time_ms, offset, partition, slot, state, early: of each event, by its number. `state` is a `Wait`, and is
-            set by `change` alone; `early` is whether the caller trained on the event as a negative on arrival.
+        key, time_ms, offset, partition, slot, state, before: of each event, by its number. `state` is a `Wait`, and is
+            set by `change` alone; `before` is a `Before`, and is set by `set_before` alone.
         counts: events by state.
     """
 
@@ -81,7 +91,7 @@ class WaitingTable:
         self.key, self._key_hash = np.zeros(limit, np.uint64), np.zeros(0, np.uint64)
         self.time_ms, self.offset = np.zeros(limit, np.int64), np.zeros(limit, np.int64)
         self.partition, self.slot = np.zeros(limit, np.int32), np.zeros(limit, np.int32)
-        self.state, self.early = np.zeros(limit, np.uint8), np.zeros(limit, np.bool_)
+        self.state, self.before = np.zeros(limit, np.uint8), np.zeros(limit, np.uint8)
         self.counts = np.zeros(len(Wait), np.int64)
         self._numbers = Numbers(limit)
         self._gone: list[Ids] = []
@@ -92,7 +102,7 @@ class WaitingTable:
         self._new: list[Ids] = []
         """Events since, in order."""
         self._moved: list[Ids] = []
-        """Events whose slot has changed since."""
+        """Events whose slot, or `before`, has changed since."""
 
     def __len__(self) -> int:
         return int(self.counts[Wait.WAITING :].sum())
@@ -115,7 +125,7 @@ class WaitingTable:
     @property
     def nbytes(self) -> int:
         """Bytes of memory: of the arrays up to the highest number that was used, and of the lists."""
-        columns = (self.key, self.time_ms, self.offset, self.partition, self.slot, self.state, self.early)
+        columns = (self.key, self.time_ms, self.offset, self.partition, self.slot, self.state, self.before)
         each = sum(column.itemsize for column in columns) + 8 * self.own_keys
         lists = [self._base_ids, *self._new, *self._gone, *self._moved]
         return self._numbers.used * each + self._numbers.nbytes + sum(ids.nbytes for ids in lists)
@@ -129,7 +139,7 @@ class WaitingTable:
             self._key_hash[ids] = columns["key_hash"]
         self.key[ids] = columns.get("label_key", columns["key_hash"])
         self.time_ms[ids], self.offset[ids] = columns["time_ms"], columns["offset"]
-        self.partition[ids], self.early[ids] = columns["partition"], False
+        self.partition[ids], self.before[ids] = columns["partition"], Before.NOTHING
         self.state[ids] = Wait.WAITING
         self.counts[Wait.WAITING] += len(ids)
         if self._base is not None:
@@ -141,6 +151,12 @@ class WaitingTable:
         self.counts -= np.bincount(self.state[ids], minlength=len(Wait))
         self.state[ids] = state
         self.counts[state] += len(ids)
+
+    def set_before(self, ids: Ids, before: Before) -> None:
+        """Set what became of n events before their label came."""
+        self.before[ids] = before
+        if self._base is not None:
+            self._moved.append(ids)
 
     def move(self, ids: Ids, slots: NDArray[np.int32]) -> None:
         """Set other slots for n events."""
@@ -226,7 +242,7 @@ class WaitingTable:
         if own:
             self._begin_own_keys()
             self._key_hash[ids] = entries["key_hash"]
-        for name in ("key", "time_ms", "offset", "partition", "slot", "early"):
+        for name in ("key", "time_ms", "offset", "partition", "slot", "before"):
             getattr(self, name)[ids] = entries[name]
         self.state[ids] = state
         self.counts += np.bincount(state, minlength=len(Wait))
@@ -248,7 +264,7 @@ class WaitingTable:
         entries = np.zeros(len(ids), WAITING)
         for name, column in self.identity_columns(ids).items():
             entries[name] = column
-        entries["key"], entries["slot"], entries["early"] = self.key[ids], self.slot[ids], self.early[ids]
+        entries["key"], entries["slot"], entries["before"] = self.key[ids], self.slot[ids], self.before[ids]
         return entries
 
 

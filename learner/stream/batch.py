@@ -46,6 +46,7 @@ class Decided:
         predictions: the model's output when each event came, float32 `[K, *output]`, NaN where there was none.
         label: the labels `[K, ...]` that the predictions are compared with.
         scored: bool `[K]`, which have such a label and are not held out.
+        corrects: bool `[K]`, which undo a negative that was trained on before.
     """
 
     span: Span
@@ -54,6 +55,7 @@ class Decided:
     predictions: NDArray[np.float32]
     label: Array
     scored: NDArray[np.bool_]
+    corrects: NDArray[np.bool_]
 
     def ends(self, outcome: Outcome) -> NDArray[np.uint8]:
         """Return how each event ends, uint8 `[K]`, where those of the batch are TRAINED or SKIPPED."""

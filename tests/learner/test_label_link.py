@@ -27,6 +27,7 @@ from learner.late_labels import LateLabels
 from learner.loop_parts.batch_source import BatchSource
 from learner.model.device import Precision
 from learner.model.task import Classification
+from learner.strategies.early_negatives import EARLY, Early
 from learner.stream.batch import Batch, Span
 from learner.stream.label_times import LabelClock
 from learner.stream.lag import LagPolicy
@@ -106,7 +107,6 @@ class Bench:
         if batch is None:
             return []
         assert batch.decided is not None
-        self.ledger.end(batch.decided, Outcome.TRAINED if finite else Outcome.SKIPPED)
         self.late.settle(batch, finite=finite)
         return sorted(batch.new["offset"].tolist()) if batch.new else []
 
@@ -302,9 +302,65 @@ def test_only_events_that_were_used_as_negatives_are_taken_back(
     bench.time_out()
     bench.step(finite=used != "skipped")
     bench.arrive(*range(2), partition=1)
-    counts, taken_back = bench.late.join.counts, 2 if used in ("trained on", "held out") else 0
+    counts, taken_back = bench.late.join.counts, 2 if used != "skipped" else 0
     assert (counts.timed_out, counts.taken_back, bench.late.join.ready) == (2, taken_back, taken_back)
     assert bench.ledger.partitions[0].waiting == 0
+    bench.late.join.close()
+
+
+def test_a_negative_that_was_only_stored_is_replaced_in_the_store_when_its_label_comes(
+    taking_back: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LagPolicy, "stores_only", True)
+    taking_back.arrive(*range(3))
+    taking_back.time_out()
+    taking_back.step()
+    monkeypatch.setattr(LagPolicy, "stores_only", False)  # it was not trained on, and so there is nothing to undo
+    taking_back.arrive(*range(3), partition=1)
+    taking_back.take()
+    taking_back.clock.now += 1.0
+    batch = taking_back.take()
+    assert batch is not None
+    assert batch.new == {}
+    assert (batch.stored_only["offset"].tolist(), batch.stored_only["label"].tolist()) == ([1], [1])
+    assert batch.stored_only[EARLY].tolist() == [Early.TAKEN_BACK]
+    taking_back.late.settle(batch, finite=True)
+    assert len(taking_back.late.join._table) == 0
+
+
+def test_while_events_are_stored_only_none_is_trained_on_before_its_label(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(tmp_path / "labels", unmatched="negative", early="negative-then-correct")
+    assert bench.arrive(0, 1).new[EARLY].tolist() == [Early.NEGATIVE] * 2
+    monkeypatch.setattr(LagPolicy, "stores_only", True)
+    assert bench.arrive(3, 4).new == {}
+    bench.arrive(0, 1, 3, 4, partition=1)
+    batch = bench.take()
+    assert batch is not None
+    assert batch.new["offset"].tolist() == [1], "a negative that was trained on is corrected all the same"
+    assert batch.new[EARLY].tolist() == [Early.CORRECTED]
+    assert sorted(batch.stored_only["offset"].tolist()) == [0, 3, 4]
+    bench.late.join.close()
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_correction_whose_step_is_not_finite_is_in_another_step_once_more(tmp_path: Path, early: bool) -> None:
+    settings = {"early": "negative-then-correct"} if early else {"take_back": True}
+    bench = Bench(tmp_path / "labels", unmatched="negative", **settings)
+    bench.late._max_delay = 0.0
+    bench.arrive(*range(5))
+    if not early:
+        bench.late.join.advance(5_000 + 3_600_001)
+        assert bench.step() + bench.step() == [0, 1, 2, 3, 4]
+    bench.arrive(*range(5), partition=1)
+    waiting = []
+    for _ in range(3):
+        waiting.append((bench.step(finite=False), bench.ledger.partitions[0].waiting))
+    # Events 1 and 4 are the positives. A step has four events: 4 was in none early, and there is nothing to correct.
+    assert waiting == ([([1], 2), ([1, 4], 0), ([], 0)] if early else [([1], 0), ([1, 4], 0), ([4], 0)])
+    assert bench.step() == []
+    assert (bench.late.join.ready, bench.late.join.waiting, bench.late._repeated) == (0, 0, set())
     bench.late.join.close()
 
 

@@ -75,6 +75,16 @@ def test_an_event_that_is_taken_back_replaces_the_stored_negative(schema: Schema
     assert added["waited"].tolist() == [True, False, True]
 
 
+def test_a_positive_that_is_only_stored_replaces_the_stored_negative(schema: Schema) -> None:
+    store, strategy = _RecordedStore(), SimpleNamespace(keeps_output=True)
+    part: Any = SimpleNamespace()
+    feed = StoreFeed(store, strategy, part, part, batch_size=1, step_size=1, timer=part)  # type: ignore[arg-type]
+    stored = {**fake_columns(schema, [7, 9], label=[1]), EARLY: np.array([0, 3], np.uint8)}
+    feed.add(0, Batch({}, stored, {}, []), NOTHING, None, [])
+    (added,) = store.added
+    assert (store.removed, added["offset"].tolist(), EARLY in added) == ([[9]], [7, 9], False)
+
+
 def test_a_step_for_which_nothing_is_planned_keeps_its_debt_and_is_no_sample_in_the_metrics() -> None:
     store: Any = SimpleNamespace(sample=lambda _step, _n: None, planned=lambda _step: 0)
     monitor: Any = SimpleNamespace(measures=False, adjustments=SimpleNamespace(replay_ratio=1.5))

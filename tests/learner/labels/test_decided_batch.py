@@ -22,6 +22,7 @@ def ready(
     labels: Sequence[int],
     early: Sequence[bool] = (),
     taken_back: Sequence[bool] = (),
+    stored: Sequence[bool] = (),
     damaged: int = 0,
     *,
     damaged_again: bool = False,
@@ -51,6 +52,7 @@ def ready(
         predictions=np.zeros((n, 2), np.float32),
         waited_ms=np.full(n, 50),
         early=np.array([*early, *[False] * (n - len(early))], np.bool_),
+        stored=np.array([*stored, *[False] * (n - len(stored))], np.bool_),
         taken_back=np.array([*taken_back, *[False] * (n - len(taken_back))], np.bool_),
         damaged=gone if damaged else {},
     )
@@ -125,6 +127,19 @@ def test_while_the_learner_is_behind_and_stores_only_no_event_is_trained_on() ->
     batch = decide(ready([LABELLED, TIMED_OUT], [1, -1]), stores_only=True)
     assert (offsets(batch.new), offsets(batch.stored_only)) == ([], [0])
     assert outcomes(batch) == [Outcome.STORED_ONLY, Outcome.SKIPPED]
+
+
+def test_while_events_are_stored_only_early_negatives_are_corrected_all_the_same() -> None:
+    events = ready([CORRECTED, CORRECTED, LABELLED, TIMED_OUT], [1, 0, 1, -1], [True, True, False, True])
+    batch = decide(events, stores_only=True, unmatched="negative", early="negative-then-correct")
+    assert (offsets(batch.new), batch.new[EARLY].tolist()) == ([0], [Early.CORRECTED])
+    assert offsets(batch.stored_only) == [1, 2, 3]
+
+
+def test_an_event_that_was_trained_on_early_is_not_held_out_where_the_choice_has_changed_since() -> None:
+    events = ready([CORRECTED, CORRECTED], [1, 0], [True, True])
+    batch = decide(events, held_out=[0, 1], unmatched="negative", early="negative-then-correct")
+    assert (offsets(batch.new), offsets(batch.held_out), offsets(batch.stored_only)) == ([0], [], [1])
 
 
 def test_an_early_negative_that_is_one_is_stored_and_a_positive_is_corrected() -> None:

@@ -186,7 +186,6 @@ class Learner:
                 decided.span.columns["offset"], decided.ends(Outcome.TRAINED), decided.label, decided.ended, strict=True
             )
             self.learned += [(int(at), Outcome(int(how)).name, int(label)) for at, how, label, ends in ended if ends]
-            self.ledger.end(decided, Outcome.TRAINED)
         self.late.settle(batch, finite=True)
         self.ledger.count()
 
