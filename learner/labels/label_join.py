@@ -302,8 +302,9 @@ class LabelJoin:
             kept &= of_taken(negative)
         repeated = np.zeros(len(ids), np.bool_) if again is None else of_taken(again)
         if repeated.any():
-            columns = (decided[name][repeated] for name in ("resolution", "waited_ms", "value"))
-            self._decisions.push(ids[repeated], *columns)
+            resolution, waited = decided["resolution"].astype(np.uint8), decided["waited_ms"].astype(np.int64)
+            values = decided["value"]
+            self._decisions.push(ids[repeated], resolution[repeated], waited[repeated], values[repeated])
         self._events.remove(ids[~(kept | repeated)])
         if kept.any():
             if stored is not None and (only_stored := kept & of_taken(stored)).any():
