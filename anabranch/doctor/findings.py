@@ -192,6 +192,7 @@ FINDINGS: dict[str, FindingType] = {
     "state.exposed": FindingType(
         "warning", "chmod 700 {path}, by its owner; or set state_dir to a folder for the state alone."
     ),
+    "key.exposed": FindingType("warning", "chmod 600 {path}, by its owner."),
     "state.held": FindingType("info", "Nothing; stop that learner before another is started."),
     "checkpoint.damaged": FindingType(
         "warning", "Nothing, when an older checkpoint is whole; else move {path} away to start again."

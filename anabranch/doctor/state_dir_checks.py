@@ -11,7 +11,7 @@ from typing import IO
 
 from anabranch.doctor.findings import CheckContext, Finding, found, ok
 from anabranch.doctor.storage.space import disk_space
-from anabranch.runtime.private_state import is_exposed, is_own
+from anabranch.runtime.private_state import is_exposed, is_open_to_others, is_own
 from learner.state_dir.folders import BASES
 from learner.state_dir.lock import is_held
 from learner.state_dir.report import read_report
@@ -39,11 +39,22 @@ def check_state(context: CheckContext) -> Iterator[Finding]:
     if is_exposed(context.config) and not is_own(context.config):
         message = f"{state_dir} will hold events in clear text, and users other than its owner may read it."
         yield found("state.exposed", message, path=state_dir)
+    yield from _check_keys(context)
     if is_held(state_dir):
         yield found("state.held", f"A learner is running in {state_dir}.")
         report = read_report(state_dir)
         for sentence in () if report is None else report.warnings:
             yield found("learner.warning", f"The learner warns: {sentence}.")
+
+
+def _check_keys(context: CheckContext) -> Iterator[Finding]:
+    """Report private keys that users other than their owner may read."""
+    pipeline, folder = context.config.pipeline, context.config.folder
+    keys = {"lineage.sign_key": pipeline.lineage.sign_key, "serving.tls.key": pipeline.serving.tls.key}
+    for name, key in keys.items():
+        if key is not None and is_open_to_others(folder / key):
+            message = f"{name} = {folder / key} may be read by users other than its owner."
+            yield found("key.exposed", message, path=folder / key)
 
 
 def _check_file(file: IO[bytes], folder: Path) -> Iterator[Finding]:

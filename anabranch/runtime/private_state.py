@@ -5,6 +5,7 @@ import logging
 import os
 import stat
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -40,8 +41,13 @@ def private_state(config: "Config") -> Iterator[None]:
 
 def is_exposed(config: "Config") -> bool:
     """Return whether the state directory exists, and users other than its owner may read it."""
+    return is_open_to_others(config.state_dir)
+
+
+def is_open_to_others(path: Path) -> bool:
+    """Return whether a file or folder exists, and users other than its owner may use it."""
     try:
-        return bool(config.state_dir.stat().st_mode & OTHERS)
+        return bool(path.stat().st_mode & OTHERS)
     except OSError:
         return False
 

@@ -1456,6 +1456,19 @@ class TestStateDirectory:
         example.chmod(0o700)
         assert kinds(diagnose("state")) == []
 
+    @pytest.mark.finds("key.exposed")
+    def test_keys_that_others_may_read(
+        self, diagnose: Callable[..., list[Finding]], example: Path, edit: Callable[..., None]
+    ) -> None:
+        for name in ("audit.pem", "tls.key"):
+            (example / name).touch(0o644)
+        tables = '[lineage]\nsign_key = "audit.pem"\n[serving]\ntls = {cert = "tls.crt", key = "tls.key"}'
+        edit("[serving]", tables)
+        findings = [each for each in diagnose("state") if each.kind == "key.exposed"]
+        assert [each.message.partition(" = ")[0] for each in findings] == ["lineage.sign_key", "serving.tls.key"]
+        (example / "tls.key").chmod(0o600)
+        assert [each.kind for each in diagnose("state")].count("key.exposed") == 1
+
     @pytest.mark.finds("state.held")
     def test_one_that_a_learner_holds(self, diagnose: Callable[..., list[Finding]], example: Path) -> None:
         with hold_state_directory(example / "var"):

@@ -24,7 +24,7 @@ from learner.errors import VersionError
 from learner.object_storage.erasure_upload import fetch_erasures
 from learner.state_dir.folders import MANIFEST
 from learner.state_dir.undo_file import read_undo
-from learner.state_dir.version import WEIGHTS, Manifest, Versions
+from learner.state_dir.version import WEIGHTS, Manifest, Verdict, Versions
 from replay.erasure.erasure_log import NAME as LOG
 from replay.erasure.erasure_log import ErasureLog
 
@@ -64,7 +64,8 @@ def _statement(config: Config, versions: Versions, manifest: Manifest) -> dict[s
 
 
 def verify_lineage(config: Config, which: Which, envelope: Path, sign_key: Path | None = None) -> str:
-    """Return a sentence: the envelope is signed by the key, and its subjects are the files of the version.
+    """Return sentences: the envelope is signed by the key, its subjects are the files of the version, and what the gate
+    says of the version, which the statement says too.
 
     Raises:
         SettingsError: it is not so.
@@ -80,6 +81,7 @@ def verify_lineage(config: Config, which: Which, envelope: Path, sign_key: Path 
         payload, key_id = verified(envelope.read_bytes(), key)
         statement = msgspec.json.decode(payload)
         stated = {each["name"]: each["digest"]["sha256"] for each in statement["subject"]}
+        gate = msgspec.convert(statement["predicate"]["anabranchLineage"]["gate"], Verdict | None)
     except OSError as exc:
         raise SettingsError(f"{envelope} cannot be read: {exc.strerror}") from exc
     except (*UNDECODABLE, KeyError, TypeError) as exc:
@@ -89,13 +91,27 @@ def verify_lineage(config: Config, which: Which, envelope: Path, sign_key: Path 
     with state_errors(f"version {number} cannot be read"):
         manifest = versions.manifest(number)
         versions.contents(manifest)
-        actual = dict(_subjects(versions, manifest))
+        actual, verdict = dict(_subjects(versions, manifest)), versions.verdict(number)
     if stated != actual:
         names = sorted(name for name in {**stated, **actual} if stated.get(name) != actual.get(name))
         raise SettingsError(
             f"{envelope} is signed, but not of version {number} as it is now: {', '.join(names)} differ"
         )
-    return f"the signature of key {key_id} is valid, and version {number} has the files of the statement"
+    if gate != verdict:
+        raise SettingsError(
+            f"{envelope} is signed, but {_judged(gate)}, and now {_judged(verdict)}: its verdict has changed"
+        )
+    return (
+        f"the signature of key {key_id} is valid, and version {number} has the files of the statement\n"
+        f"{_judged(gate)}\nit was signed when it was asked for: what was changed in state_dir before that, it does not show"
+    )
+
+
+def _judged(verdict: Verdict | None) -> str:
+    if verdict is None:
+        return "the gate has not judged it"
+    reasons = f": {'; '.join(verdict.reasons)}" if verdict.reasons else ""
+    return f"the gate's verdict is {verdict.verdict}{reasons}"
 
 
 def _key(config: Config, sign_key: Path | None) -> Path | None:

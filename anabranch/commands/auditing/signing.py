@@ -6,6 +6,7 @@ The form of an envelope is https://github.com/secure-systems-lab/dsse, protocol 
 
 import base64
 import hashlib
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +14,12 @@ import msgspec
 
 from anabranch.core.errors import SettingsError
 from anabranch.core.failures import UNDECODABLE
+from anabranch.runtime.private_state import is_open_to_others
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+log = logging.getLogger(__name__)
 
 PAYLOAD_TYPE = "application/vnd.in-toto+json"
 _HOW = "openssl genpkey -algorithm ed25519 -out FILE"
@@ -47,6 +51,8 @@ def sign(payload: bytes, key: Path) -> dict[str, Any]:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
+    if is_open_to_others(key):
+        log.warning("%s may be read by users other than its owner, who can sign as you: chmod 600 %s", key, key)
     try:
         private = load_pem_private_key(_read(key), password=None)
     except (ValueError, TypeError, UnsupportedAlgorithm) as exc:  # TypeError: it is encrypted

@@ -235,6 +235,35 @@ def test_a_signed_statement_is_verified_by_either_key_and_a_changed_one_is_not(
         verify_lineage(config, 5, path, key)
 
 
+def test_a_verified_statement_says_the_verdict_of_the_gate_which_may_not_have_changed(
+    config: Config, publish: Callable[..., Versions], key: Path, tmp_path: Path
+) -> None:
+    versions, path = publish(5), tmp_path / "signed.json"
+    verdict = versions.directory(5) / "verdict.json"
+    for stated in (Verdict("fail", ["worse on new events"], {}), Verdict("pass")):
+        verdict.write_bytes(msgspec.json.encode(stated))
+        path.write_text(json.dumps(lineage(config, 5, key)))
+        sentence = verify_lineage(config, 5, path, key).splitlines()[1]
+        assert sentence == f"the gate's verdict is {stated.verdict}{': worse on new events' if stated.reasons else ''}"
+    for content in (msgspec.json.encode(Verdict("inconclusive")), None):
+        if content is None:
+            verdict.unlink()
+        else:
+            verdict.write_bytes(content)
+        now = "verdict is inconclusive" if content else "has not judged it"
+        with pytest.raises(SettingsError, match=f"is signed, but the gate's verdict is pass, and now the gate.*{now}"):
+            verify_lineage(config, 5, path, key)
+
+
+@pytest.mark.parametrize(("mode", "warnings"), [(0o600, 0), (0o640, 1), (0o604, 1)])
+def test_a_key_that_others_may_read_is_used_with_a_warning(
+    key: Path, caplog: pytest.LogCaptureFixture, mode: int, warnings: int
+) -> None:
+    key.chmod(mode)
+    sign(b"{}", key)
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * warnings
+
+
 def test_both_forms_of_base64_are_read(key: Path) -> None:
     payload = b"\xfb\xef\xbe\xff\xff\xff"
     envelope = sign(payload, key)
