@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from anabranch.cli.checkpoints import checkpoints
-from anabranch.cli.common import PIPELINE, AsJson, ConfigPath, run_command, show
+from anabranch.cli.common import PIPELINE, AsJson, ConfigPath, run_command, say, show
 from anabranch.cli.config import config
 from anabranch.cli.dead_letters import dead_letters
 from anabranch.cli.event_files import backtest, predict
@@ -288,10 +288,14 @@ def init(
             return
         from anabranch.commands.init import NEXT_OF_HISTORY, next_commands, write_example, write_history
 
+        notes: list[str] = []
         if history is None and label is None:
             paths, commands = write_example(folder, force=force), next_commands(folder)
         else:
-            paths, commands = write_history(folder, history, label, force=force), next_commands(folder, NEXT_OF_HISTORY)
+            paths, notes = write_history(folder, history, label, force=force)
+            commands = next_commands(folder, NEXT_OF_HISTORY)
+        for note in notes:
+            say(note)
         typer.echo(f"wrote {', '.join(path.name for path in paths)} to {folder}; next:\n\n{commands}")
 
     return run_command(start, private=False)

@@ -35,8 +35,10 @@ def write_files(folder: Path, contents: Mapping[str, str], *, force: bool) -> li
     return paths
 
 
-def write_history(folder: Path, pattern: str | None, label: str | None, *, force: bool = False) -> list[Path]:
-    """Write a pipeline for the Parquet files of a glob or URL into `folder`, and return its paths.
+def write_history(
+    folder: Path, pattern: str | None, label: str | None, *, force: bool = False
+) -> tuple[list[Path], list[str]]:
+    """Write a pipeline for the Parquet files of a glob or URL into `folder`; return its paths, and notes on columns.
 
     Raises:
         SettingsError: as `write_example`; or the files are missing, cannot be read or have no column `label`.
@@ -49,7 +51,8 @@ def write_history(folder: Path, pattern: str | None, label: str | None, *, force
         from anabranch.commands.event_files.history_config import described_pipeline
     except ImportError as exc:
         raise SettingsError("--history needs pyarrow: pip install 'anabranch[arrow]'") from exc
-    return write_files(folder, described_pipeline(folder, pattern, label), force=force)
+    contents, notes = described_pipeline(folder, pattern, label)
+    return write_files(folder, contents, force=force), notes
 
 
 _NEXT = """\

@@ -32,6 +32,14 @@ _MOST_GROUP_BYTES = 4_000_000_000
 _NUMBER_BYTES = 8
 
 
+def _without_views(column: Any) -> Any:
+    """Return a column of views of strings, as polars and DataFusion write it, as one of strings.
+
+    pyarrow can neither take nor filter views.
+    """
+    return column.with_type(pa.string()) if types.is_string_view(column.type) else column
+
+
 class ParquetRows(RowTables):
     """An open Parquet file."""
 
@@ -39,7 +47,7 @@ class ParquetRows(RowTables):
         """Read the footer; raises ArrowInvalid or OSError. Tables have at most `chunk_rows` rows."""
         self._chunk_rows = chunk_rows
         self._file = pq.ParquetFile(file, buffer_size=_BUFFER_BYTES)
-        self._schema = self._file.schema_arrow
+        self._schema = pa.schema([_without_views(column) for column in self._file.schema_arrow])
         self._texts = [name for name in self._schema.names if _has_texts(self._schema.field(name).type)]
         leaves = [self._file.schema.column(index).path for index in range(self._file.metadata.num_columns)]
         self._coded = pq.ParquetFile(
@@ -80,7 +88,7 @@ class ParquetRows(RowTables):
                     skipped = max(0, row - begin)
                     table = pa.Table.from_batches([batch.slice(skipped)])
                     begin += skipped
-                    for part in self._pieces(table) if expands else [table]:
+                    for part in self._pieces(table) if expands else [self._plain(table)]:
                         yield FileRows(part, begin)
                         begin += part.num_rows
                 begin = end
@@ -123,6 +131,10 @@ class ParquetRows(RowTables):
             end = max(begin + 1, int(np.searchsorted(ends, before + _TABLE_BYTES, side="right")))
             yield table.slice(begin, end - begin).cast(schema)
             begin = end
+
+    def _plain(self, table: Any) -> Any:
+        schema = self._schema_of(table)
+        return table if table.schema.types == schema.types else table.cast(schema)
 
     def _schema_of(self, table: Any) -> Any:
         return pa.schema([self._schema.field(name) for name in table.schema.names])

@@ -32,7 +32,7 @@ class RowDecoder(Decoder):
         rejected."""
         super().__init__(schema)
         self._longest = longest
-        self._fields: tuple[ArrowField, ...] = tuple(fields_of(schema))
+        self._fields: tuple[ArrowField, ...] = tuple(fields_of(schema, in_files=True))
         self._layout = BlockLayout(schema)
         self._time = time
         names = [field.name for field in self._fields]
@@ -56,7 +56,8 @@ class RowDecoder(Decoder):
             if self._time not in schema.names:
                 return f"it has no column {self._time}, which stream.backfill.time names"
             kind = schema.field(self._time).type
-            if not (types.is_timestamp(kind) or types.is_integer(kind) or types.is_floating(kind)):
+            numbers = types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind)
+            if not (types.is_timestamp(kind) or numbers):
                 return f"its column {self._time} is of Arrow type {kind}, not a timestamp or a number of seconds"
         return None
 

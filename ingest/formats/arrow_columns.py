@@ -65,11 +65,11 @@ class Faults:
         return Decoded(decoded.message[~bad], decoded.row[~bad], columns, rejects, decoded.unknown_fields)
 
 
-def fields_of(schema: Schema) -> Iterator[ArrowField]:
-    """Yield the fields that a message may have, the features first and in their order."""
+def fields_of(schema: Schema, *, in_files: bool = False) -> Iterator[ArrowField]:
+    """Yield the fields that a message may have, or a file, the features first and in their order."""
     for feature in schema.features:
         expected = "string" if feature.is_string else str(feature.dtype)
-        takes = {"b": types.is_boolean, "f": _is_number}.get(feature.dtype.kind, types.is_integer)
+        takes = {"b": types.is_boolean, "f": _is_number}.get(feature.dtype.kind, _is_whole)
         yield ArrowField(
             feature.name,
             f"{expected} of shape {list(feature.shape)}" if feature.shape else expected,
@@ -84,7 +84,7 @@ def fields_of(schema: Schema) -> Iterator[ArrowField]:
     elif label.names is not None:
         yield ArrowField(label.name, "string", _is_text, required=False)
     elif label.classes is not None:
-        yield ArrowField(label.name, "a whole number", types.is_integer, required=False)
+        yield ArrowField(label.name, "a whole number", _class_types(label, in_files=in_files), required=False)
     else:
         yield ArrowField(label.name, "a number", _is_number, required=False)
     for name, expected, takes in (
@@ -141,17 +141,27 @@ def sizes_of(kind: Any, field: ArrowField) -> tuple[int, ...] | None:
     return expected if fits and field.takes(inner) else None
 
 
+def _class_types(label: Label, *, in_files: bool) -> Callable[[Any], bool]:
+    """Return which types a class number may have; in files also floats, as pandas writes it if some are null."""
+    fits = [_is_whole, *([types.is_boolean] if label.one_of == 2 else []), *([_is_number] if in_files else [])]
+    return lambda kind: any(each(kind) for each in fits)
+
+
 def _is_text(kind: Any) -> bool:
     plain = kind.value_type if types.is_dictionary(kind) else kind
     return bool(types.is_string(plain) or types.is_large_string(plain))
 
 
 def _is_number(kind: Any) -> bool:
-    return bool(types.is_integer(kind) or types.is_floating(kind))
+    return bool(types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind))
+
+
+def _is_whole(kind: Any) -> bool:
+    return bool(types.is_integer(kind) or (types.is_decimal(kind) and kind.scale == 0))
 
 
 def _is_word(kind: Any) -> bool:
-    return bool(_is_text(kind) or types.is_integer(kind))
+    return bool(_is_text(kind) or _is_whole(kind))
 
 
 def _is_time(kind: Any) -> bool:
@@ -183,6 +193,8 @@ def _label_columns(label: Label, array: Any, faults: Faults) -> dict[str, Array]
     if array is None or types.is_null(array.type):
         return {"label": np.full((n, *label.shape), label.missing, label.dtype), "labelled": np.zeros(n, np.bool_)}
     labelled = _present(array)
+    if label.classes is not None and types.is_floating(array.type):
+        labelled &= ~np.isnan(_filled(array))
     if label.is_list:
         return {"label": _several(label, array, labelled, faults), "labelled": labelled}
     values, good = _classes(label, array) if label.names is not None else _numbers(label.dtype)(array)
@@ -254,13 +266,20 @@ def _dense(array: Any, sizes: tuple[int, ...], leaf: Leaf) -> tuple[Array, Mask]
 
 
 def _numbers(dtype: np.dtype[Any]) -> Leaf:
-    """Return a leaf that converts to this dtype; null and integers out of its range are invalid."""
+    """Return a leaf that converts to this dtype; null is invalid, as is for integers what is not whole or in range."""
 
     def leaf(array: Any) -> tuple[Array, Mask]:
         good = _present(array)
-        raw = _filled(array)
+        raw = _filled(array.cast(pa.float64()) if types.is_decimal(array.type) else array)
         if dtype.kind in "iu":
             limits = np.iinfo(dtype)
+            if raw.dtype.kind == "f":
+                wide = pa.uint64() if dtype.kind == "u" else pa.int64()
+                cut = pc.CastOptions(
+                    wide, allow_int_overflow=True, allow_float_truncate=True, allow_decimal_truncate=True
+                )
+                real, raw = raw.astype(np.float64), _filled(pc.cast(array, options=cut))
+                good &= np.isclose(real, raw.astype(np.float64), rtol=1e-14, atol=0)  # it was whole and fitted
             good &= np.greater_equal(raw, int(limits.min)) & np.less_equal(raw, int(limits.max))
         with np.errstate(over="ignore", invalid="ignore"):  # also of signalling NaN
             return raw.astype(dtype, copy=False), good
@@ -271,6 +290,7 @@ def _numbers(dtype: np.dtype[Any]) -> Leaf:
 def _seconds(array: Any) -> tuple[Array, Mask]:
     unit = array.type.unit if types.is_timestamp(array.type) else "s"
     whole = array.cast(pa.int64()) if types.is_timestamp(array.type) else array
+    whole = array.cast(pa.float64()) if types.is_decimal(array.type) else whole
     return _filled(whole).astype(np.float64) / _PER_SECOND[unit], _present(array)
 
 
@@ -284,6 +304,8 @@ def _encoded(feature: Feature) -> Leaf:
 
 
 def _hashed(array: Any) -> tuple[Array, Mask]:
+    if types.is_decimal(array.type):
+        array = array.cast(pa.string())  # the digits of a whole number
     words, codes, good = _coded(array)
     return hash_texts([str(word).encode() for word in words])[codes], good
 

@@ -176,7 +176,10 @@ def _label_type(label: Label) -> Any:
         return list[one]
     if label.names is not None:
         return Literal[label.names]
-    return float if label.classes is None else Annotated[int, Meta(ge=0, le=label.classes - 1)]
+    if label.classes is None:
+        return float
+    number = Annotated[int, Meta(ge=0, le=label.classes - 1)]
+    return number | bool if label.one_of == 2 else number
 
 
 def _feature_column(feature: Feature, values: list[Any]) -> Array:

@@ -90,8 +90,10 @@ def cell_reader(schema: Schema, field: str) -> Callable[[str, bool], Any]:
     if field == schema.label.name and schema.label.is_list:
         return lambda cell, _: msgspec.json.decode(cell)
     if field == schema.label.name:
-        label = str if schema.label.names else _READERS["f" if schema.label.classes is None else "i"]
-        return lambda cell, _: label(cell)
+        label: Callable[[str], Any] = _READERS["f" if schema.label.classes is None else "i"]
+        if schema.label.one_of == 2 and not schema.label.names:
+            return lambda cell, _: _BOOLEANS[cell.lower()] if cell.lower() in _BOOLEANS else label(cell)
+        return lambda cell, _: cell if schema.label.names else label(cell)
     if field in (schema.key, schema.group):
         return lambda cell, _: _number_or_text(cell)
     return lambda cell, _: _float(cell)

@@ -11,7 +11,8 @@ import sys
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, Protocol
 
@@ -220,6 +221,7 @@ class _Parquet:
         self._errors = pyarrow.ArrowException
         self._name = name
         self._time = schema.time
+        self._class = schema.label.name if schema.label.one_of else None
         self._row = 0
         try:
             self._file = stack.enter_context(pyarrow.parquet.ParquetFile(path))
@@ -252,4 +254,17 @@ class _Parquet:
 
     def _value(self, field: str, cell: Any, *, whole: bool) -> Any:
         del whole
-        return cell.timestamp() if field == self._time and isinstance(cell, datetime) else cell
+        if field == self._time and isinstance(cell, datetime):
+            return (cell if cell.tzinfo else cell.replace(tzinfo=UTC)).timestamp()
+        if field == self._class and isinstance(cell, float) and cell.is_integer():
+            return int(cell)  # pandas writes labels as floats where some are missing
+        return _plain(cell)
+
+
+def _plain(cell: Any) -> Any:
+    """Return decimals as the numbers that they are."""
+    if isinstance(cell, list):
+        return [_plain(each) for each in cell]
+    if not isinstance(cell, Decimal):
+        return cell
+    return int(cell) if cell.as_tuple().exponent == 0 else float(cell)

@@ -1,10 +1,11 @@
 """`anabranch init --history`: a pipeline for a folder of Parquet, written from the columns of its files."""
 
+import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pyarrow as pa
@@ -15,12 +16,14 @@ from pyarrow import types
 from anabranch.config.toml_text import toml_comment, toml_value
 from anabranch.core.errors import SettingsError
 from ingest.backfill.files import FileMark, listed, store_of
-from ingest.backfill_settings import BackfillSettings
+from ingest.backfill_settings import SUFFIXES, BackfillSettings
 
 _MOST_CLASSES = 1000
 _BUCKETS = 1000
 """Hash buckets of a column of strings."""
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_NAMED = 5
+"""Columns that an error names."""
 _OF_KAFKA = ("", "kafka_", "_kafka_", "__")
 """What sinks of Kafka Connect usually put before `topic`, `partition` and `offset`."""
 
@@ -38,10 +41,12 @@ class _Columns:
     identity: tuple[str, str, str] | None = None
     left_out: dict[str, str] = field(default_factory=dict)
     """Columns that are no feature, and why."""
+    notes: list[str] = field(default_factory=list)
+    """What else was decided that another reader of the files might not have."""
 
 
-def described_pipeline(folder: Path, pattern: str, label: str) -> dict[str, str]:
-    """Return `pipeline.toml` and `my_model.py` for the files of a glob or URL, of which the first is read.
+def described_pipeline(folder: Path, pattern: str, label: str) -> tuple[dict[str, str], list[str]]:
+    """Return `pipeline.toml` and `my_model.py` for the files of a glob or URL, of which the first is read, and notes.
 
     Raises:
         SettingsError: no file matches, or the first cannot be read or has no usable column `label`.
@@ -58,7 +63,8 @@ def described_pipeline(folder: Path, pattern: str, label: str) -> dict[str, str]
             raise SettingsError(f"{mark.name} cannot be read as Parquet: {str(exc).partition(chr(10))[0]}") from exc
     outputs = described.pop("outputs")
     text = "\n".join(_lines(folder, absolute, mark, columns, label, described, outputs)) + "\n"
-    return {"pipeline.toml": text, "my_model.py": _MODEL}
+    left_out = [f'the column "{toml_comment(name)}" is left out: {why}' for name, why in columns.left_out.items()]
+    return {"pipeline.toml": text, "my_model.py": _MODEL}, left_out + columns.notes
 
 
 def _read(parquet: Any, mark: FileMark, label: str) -> tuple[_Columns, dict[str, Any]]:
@@ -71,16 +77,27 @@ def _read(parquet: Any, mark: FileMark, label: str) -> tuple[_Columns, dict[str,
         names = f"{prefix}topic", f"{prefix}partition", f"{prefix}offset"
         if columns.identity is None and set(names) <= set(schema.names):
             columns.identity = names
+    index = _pandas_index(schema)
     for column in schema:
         if column.name != label and column.name not in (columns.identity or ()):
-            _sort(columns, column)
+            _sort(columns, column, is_index=column.name in index)
     columns.nulls = {name for name in (*columns.numbers, *columns.words) if _has_nulls(parquet, name)}
     if not columns.numbers and not columns.words:
-        raise SettingsError(f"{mark.name} has no column that can be a feature besides {label}")
-    return columns, _label(parquet, mark, label)
+        why = "".join(f"; {toml_comment(name)}: {reason}" for name, reason in list(columns.left_out.items())[:_NAMED])
+        raise SettingsError(f"{mark.name} has no column that can be a feature besides {label}{why}")
+    return columns, _label(parquet, mark, label, columns.notes)
 
 
-def _sort(columns: _Columns, column: Any) -> None:
+def _pandas_index(schema: Any) -> set[str]:
+    """Return the columns that are the index of the table that pandas wrote, which says so in the file."""
+    try:
+        named = json.loads((schema.metadata or {}).get(b"pandas", b"{}")).get("index_columns", ())
+        return {name for name in named if isinstance(name, str)}
+    except (ValueError, AttributeError, TypeError):  # the file's own text, which may be anything
+        return set()
+
+
+def _sort(columns: _Columns, column: Any, *, is_index: bool) -> None:
     """Put a column where it belongs."""
     name, kind = column.name, column.type
     plain = kind.value_type if types.is_dictionary(kind) else kind
@@ -90,14 +107,18 @@ def _sort(columns: _Columns, column: Any) -> None:
         shape.append(inner.list_size)
         inner = inner.value_type
     if not _NAME.fullmatch(name):
-        columns.left_out[name] = "its name is not that of a field"
+        columns.left_out[name] = "its name is not that of a field: rename it to letters, digits and _"
     elif types.is_timestamp(kind) and columns.time is None:
         columns.time = name
-    elif types.is_string(plain) or types.is_large_string(plain):
+    elif is_index:
+        columns.left_out[name] = "it is the index of pandas, such as the number of a row"
+    elif types.is_string(plain) or types.is_large_string(plain) or types.is_string_view(plain):
         columns.words.append(name)
     elif types.is_boolean(inner) or types.is_integer(inner):
         columns.numbers[name] = str(inner), tuple(shape)
-    elif types.is_floating(inner):
+    elif types.is_decimal(inner) and inner.scale == 0:
+        columns.numbers[name] = "int64", tuple(shape)
+    elif types.is_floating(inner) or types.is_decimal(inner):
         columns.numbers[name] = "float32", tuple(shape)
     else:
         columns.left_out[name] = f"no feature is of Arrow type {toml_comment(str(kind))}"
@@ -107,28 +128,37 @@ def _has_nulls(parquet: Any, name: str) -> bool:
     return any(batch.column(0).null_count for batch in parquet.iter_batches(columns=[name]))
 
 
-def _label(parquet: Any, mark: FileMark, label: str) -> dict[str, Any]:
-    """Return the keys of the label, from its values in the first file."""
+def _label(parquet: Any, mark: FileMark, label: str, notes: list[str]) -> dict[str, Any]:
+    """Return the keys of the label, from its values in the first file; adds to `notes` what was made of them."""
     kind = parquet.schema_arrow.field(label).type
     plain = kind.value_type if types.is_dictionary(kind) else kind
-    if types.is_floating(plain):
-        return {"dtype": "float32", "outputs": 1}
-    words = types.is_string(plain) or types.is_large_string(plain)
-    if not words and not types.is_integer(plain):
+    if types.is_boolean(plain):
+        return {"classes": 2, "outputs": 2}
+    whole = types.is_integer(plain) or (types.is_decimal(plain) and plain.scale == 0)
+    words = types.is_string(plain) or types.is_large_string(plain) or types.is_string_view(plain)
+    if not words and not whole and not types.is_floating(plain) and not types.is_decimal(plain):
         raise SettingsError(f"{mark.name}: the label {label} is of Arrow type {kind}, not a number or a string")
     values = pc.unique(parquet.read(columns=[label]).column(label).cast(plain)).drop_null().to_pylist()
+    if not words and not whole:
+        found = {value for value in values if value == value}
+        if found and found <= {0, 1}:
+            notes.append(f"the label {label} has the values 0.0 and 1.0 alone: it has two classes")
+            return {"classes": 2, "outputs": 2}
+        notes.append(f"the label {label} has numbers such as {max(found, default=0.0)}: the model is a regression")
+        return {"dtype": "float32", "outputs": 1}
     if words:
-        found: dict[str, Any] = {"classes": sorted(values), "outputs": len(values)}
+        described: dict[str, Any] = {"classes": sorted(values), "outputs": len(values)}
     elif not values or min(values) < 0:
         raise SettingsError(f"{mark.name}: the label {label} is {min(values, default='missing')}, not 0 or above")
     else:
-        found = {"classes": max(1, *values) + 1, "outputs": max(1, *values) + 1}
-    if not 2 <= found["outputs"] <= _MOST_CLASSES:
+        most = int(max(1, *values)) + 1
+        described = {"classes": most, "outputs": most}
+    if not 2 <= described["outputs"] <= _MOST_CLASSES:
         raise SettingsError(
-            f"{mark.name}: the label {label} has {found['outputs']} classes, not 2 to {_MOST_CLASSES}; choose another "
-            "--label, or write its values as floats for a regression"
+            f"{mark.name}: the label {label} has {described['outputs']} classes, not 2 to {_MOST_CLASSES}; choose "
+            "another --label, or write its values as floats for a regression"
         )
-    return found
+    return described
 
 
 def _lines(
@@ -149,6 +179,8 @@ def _lines(
     yield ""
     yield "[stream.backfill]"
     yield f"files = [{toml_value(pattern)}]"
+    if SUFFIXES.get(PurePosixPath(pattern).suffix) != "parquet":
+        yield 'format = "parquet"'
     if columns.identity is not None:
         keys = zip(("topic", "partition", "offset"), columns.identity, strict=True)
         yield f"identity = {{{', '.join(f'{key} = {toml_value(name)}' for key, name in keys)}}}"

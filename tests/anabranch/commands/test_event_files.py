@@ -1,11 +1,13 @@
 """CSV and Parquet as sources of events: what ingest decodes is what the file holds."""
 
 import csv
+import decimal
 import gzip
 import io
 import json
 import math
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +21,8 @@ from anabranch.commands.event_files.files import STDIN, open_source
 from anabranch.commands.produce import produce
 from anabranch.config.loader import load_config
 from anabranch.core.errors import SettingsError
+from ingest.backfill.history import FileHistory
+from ingest.backfill_settings import BackfillSettings
 from ingest.config import SchemaSettings
 from ingest.events.encoders import HashEncoder
 from ingest.events.schema import Schema
@@ -327,3 +331,37 @@ def test_a_bad_row_of_csv_is_named_with_its_line(pipeline, tmp_path):
     path = table(tmp_path / "a.csv", list(ROW), cells(ROW), cells(ROW | {"small": 128}))
     with pytest.raises(SettingsError, match=r"a\.csv, line 4: Expected `int` <= 127 - at `\$\.small`; the 1 events"):
         produce(pipeline, path, topic=None, rate=None, partitions=None, checked=True)
+
+
+def test_a_parquet_file_has_the_same_events_for_commands_and_for_the_history(tmp_path: Path) -> None:
+    """Decimals, labels that are floats or true, views of strings and times without a zone."""
+    described = {
+        "features": {
+            "amount": {"dtype": "float32"},
+            "count": {"dtype": "int64"},
+            "word": {"dtype": "string", "encode": {"hash": 99}},
+        },
+        "label": {"name": "y", "classes": 2},
+        "key": {"name": "k"},
+        "time": {"name": "at"},
+    }
+    schema = Schema(SchemaSettings.model_validate(described))
+    decimals = {
+        "amount": pa.array([decimal.Decimal("1.25")] * 3, pa.decimal128(12, 2)),
+        "count": pa.array([decimal.Decimal(3)] * 3, pa.decimal128(38, 0)),
+        "word": pa.array(["a", "b", "c"]).cast(pa.string_view()),
+        "k": pa.array([decimal.Decimal(2**60)] * 3, pa.decimal128(38, 0)),
+        "at": pa.array([1_764_000_000_123] * 3, pa.timestamp("ms")),
+    }
+    for labels in ([True, False, None], [1.0, 0.0, None], [1, 0, None]):
+        pq.write_table(pa.table({**decimals, "y": labels}), tmp_path / "a.parquet")
+        records = read(tmp_path / "a.parquet", schema)
+        decoded = JsonFormat(schema).decode([json.dumps(record.content).encode() for record in records])
+        history = FileHistory(BackfillSettings(files=(str(tmp_path / "a.parquet"),)), schema, 0, 1000)
+        history.list_files(None)
+        rows = history.poll(timedelta(seconds=20))
+        history.close()
+        assert rows is not None
+        assert not [*decoded.rejects, *rows.decoded.rejects]
+        for name, column in decoded.columns.items():
+            np.testing.assert_array_equal(column, rows.decoded.columns[name], err_msg=name)

@@ -1,5 +1,8 @@
 """`anabranch init --history`: a pipeline that fits the files that it was written from."""
 
+import json
+from datetime import timedelta
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from anabranch.cli import app as cli
 from anabranch.commands.init import write_history
 from anabranch.config.loader import Config, load_config
 from anabranch.core.errors import SettingsError
+from ingest.backfill.history import FileHistory
 from ingest.backfill.row_decoder import RowDecoder
 from ingest.events.schema import Schema
 from learner.model.factory import build_model, check_model, make_task
@@ -141,3 +145,77 @@ def test_a_file_whose_name_is_no_plain_text_is_refused(history: Path, name: str)
         loaded(history)
     assert str(raised.value).isascii()
     assert str(raised.value).isprintable()
+
+
+def init(history: Path, label: str, capsys: pytest.CaptureFixture[str], **table: Any) -> tuple[Config, str]:
+    """Return the pipeline for a table, which its file fits, and what the command printed."""
+    if table:
+        pq.write_table(pa.table(table), history / "part-0.parquet")
+    folder = history.parent / "new"
+    assert cli.main(["init", str(folder), "--history", f"{history}/*", "--label", label, "--force"]) == 0
+    config = load_config(folder / "pipeline.toml", {})
+    assert config.pipeline.stream.backfill is not None
+    source = FileHistory(config.pipeline.stream.backfill, Schema(config.pipeline.events), 0, 1000)
+    source.list_files(None)
+    rows = source.poll(timedelta(seconds=20))
+    source.close()
+    assert rows is not None
+    assert not rows.decoded.rejects
+    return config, capsys.readouterr().out
+
+
+def test_the_index_of_pandas_is_no_feature(history: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = pa.table({"x": [1.0, 2.0], "y": [0, 1], "__index_level_0__": [7, 3], "row": [0, 1]})
+    described = {"index_columns": ["__index_level_0__", "row", {"kind": "range", "start": 0}]}
+    unusable = ("[", "[]", '{"index_columns": 1}')
+    for metadata, left_out in ((json.dumps(described), True), *((each, False) for each in unusable)):
+        pq.write_table(table.replace_schema_metadata({"pandas": metadata}), history / "part-0.parquet")
+        config, printed = init(history, "y", capsys)
+        assert list(config.pipeline.events.features) == (["x"] if left_out else ["x", "__index_level_0__", "row"])
+        assert ('the column "row" is left out: it is the index of pandas' in printed) == left_out
+        assert ('# the column "row" is left out' in config.path.read_text()) == left_out
+
+
+def test_an_index_of_times_is_the_time(history: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = pa.table({"x": [1.0, 2.0], "y": [0, 1], "at": pa.array([1, 2], pa.timestamp("ns"))})
+    described = json.dumps({"index_columns": ["at"]})
+    pq.write_table(table.replace_schema_metadata({"pandas": described}), history / "part-0.parquet")
+    assert init(history, "y", capsys)[0].pipeline.events.time is not None
+
+
+def test_decimals_are_numbers(history: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    amounts = pa.array([Decimal("1.25"), Decimal("-3.50")], pa.decimal128(12, 2))
+    counts = pa.array([Decimal(3), Decimal(2**60)], pa.decimal128(38, 0))
+    features = init(history, "y", capsys, amount=amounts, count=counts, y=[0, 1])[0].pipeline.events.features
+    assert {name: each.dtype for name, each in features.items()} == {"amount": "float32", "count": "int64"}
+    assert init(history, "amount", capsys, amount=amounts, count=counts)[0].pipeline.events.label.classes is None
+    label = init(history, "y", capsys, x=[1, 2], y=pa.array([0, 2], pa.decimal128(38, 0)))[0].pipeline.events.label
+    assert label.classes == 3
+
+
+def test_a_label_that_is_true_or_false_or_0_0_and_1_0_has_two_classes(
+    history: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for label, note in (([True, False], ""), ([1.0, None], "0.0 and 1.0 alone"), ([0.0, 1.0], "0.0 and 1.0 alone")):
+        config, printed = init(history, "y", capsys, x=[1.0, 2.0], y=label)
+        assert (config.pipeline.events.label.classes, config.pipeline.model.args["outputs"]) == (2, 2)
+        assert note in printed
+    config, printed = init(history, "y", capsys, x=[1.0, 2.0], y=[0.0, 2.5])
+    assert config.pipeline.events.label.classes is None
+    assert "the label y has numbers such as 2.5: the model is a regression" in printed
+
+
+def test_views_of_strings_are_strings(history: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = pa.array(["CH", None, "DE"]).cast(pa.string_view())
+    config, _ = init(history, "y", capsys, country=words, y=words.cast(pa.string()))
+    assert config.pipeline.events.features["country"].dtype == "string"
+
+
+def test_a_name_that_is_no_field_and_types_without_a_feature_are_said(
+    history: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, printed = init(history, "y", capsys, **{"device-type": ["a", "b"], "x": [1, 2], "y": [0, 1]})
+    assert 'the column "device-type" is left out: its name is not that of a field: rename it' in printed
+    pq.write_table(pa.table({"day": [[1], [2]], "y": [0, 1]}), history / "part-0.parquet")
+    assert cli.main(["init", str(history.parent / "b"), "--history", f"{history}/*", "--label", "y"]) == 2
+    assert "besides y; day: no feature is of Arrow type list<" in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """Columns of Arrow tables of rows."""
 
 import math
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from ingest.backfill.row_decoder import RowDecoder
 from ingest.config import SchemaSettings
+from ingest.events.encoders import hash_texts
 from ingest.events.schema import Schema
 from tests.support.tokenizer import write_tokenizer
 
@@ -102,3 +104,64 @@ def test_a_row_that_makes_the_decoder_raise_is_rejected_alone(monkeypatch: pytes
     decoded = reader.decode_all(pa.table({"word": ["a", "poison", "b"], "y": [0, 1, 2]}))
     assert decoded.message.tolist() == [0, 2]
     assert decoded.rejects == [(1, 0, "internal: KeyError: 'poison'")]
+
+
+def test_decimals_are_the_numbers_that_they_are() -> None:
+    amounts = [Decimal("1.25"), None, Decimal("-3.50"), Decimal("1e10")]
+    whole = [Decimal(2**63 - 1), Decimal(5), Decimal(2**63), Decimal(-(2**63))]
+    table = pa.table(
+        {
+            "a": pa.array(amounts, pa.decimal128(14, 2)),
+            "b": pa.array(whole, pa.decimal256(50, 0)),
+            "c": pa.array([[each] * 2 for each in amounts[:1] * 4], pa.list_(pa.decimal128(12, 2))),
+            "y": pa.array([0, 1, 2, 1], pa.decimal128(38, 0)),
+            "k": pa.array([7, 8, 9, 2**70], pa.decimal128(38, 0)),
+            "t": pa.array([Decimal("1.5")] * 4, pa.decimal128(12, 3)),
+        }
+    )
+    features = {
+        "a": {"dtype": "float32", "default": 0.5},
+        "b": {"dtype": "int64"},
+        "c": {"dtype": "float64", "shape": [2]},
+    }
+    described = {
+        "features": features,
+        "label": {"name": "y", "classes": 3},
+        "key": {"name": "k"},
+        "time": {"name": "t"},
+    }
+    reader = RowDecoder(Schema(SchemaSettings.model_validate(described)), "t", 1000)
+    assert reader.problem(table.schema) is None
+    assert reader.times_ms(table).tolist() == [1500] * 4
+    decoded = reader.decode(table)
+    assert [(each.message, each.reason) for each in decoded.rejects] == [(2, "b does not fit int64")]
+    assert decoded.columns["feature.a"].tolist() == [1.25, 0.5, 1e10]
+    assert decoded.columns["feature.b"].tolist() == [2**63 - 1, 5, -(2**63)]
+    assert decoded.columns["feature.c"].tolist() == [[1.25, 1.25]] * 3
+    assert decoded.columns["label"].tolist() == [0, 1, 1]
+    assert decoded.columns["time"].tolist() == [1.5] * 3
+    assert decoded.columns["key_hash"].tolist() == hash_texts([b"7", b"8", str(2**70).encode()]).tolist()
+
+
+def test_a_fraction_is_no_whole_number() -> None:
+    kind = pa.table({"x": pa.array([Decimal("1.5")], pa.decimal128(12, 2)), "y": [0]}).schema
+    assert decoder(x={"dtype": "int64"}).problem(kind) == "its column x is of Arrow type decimal128(12, 2), not int64"
+
+
+@pytest.mark.parametrize(
+    ("labels", "found", "rejected"),
+    [
+        ([0.0, 1.0, None, math.nan], [0, 1, None, None], []),
+        ([2.0, 0.5, 3.0, 2.0**60], [2], [1, 2, 3]),
+        ([True, False, None, True], [1, 0, None, 1], []),
+    ],
+)
+def test_a_class_may_be_a_float_or_true_in_a_file(labels: list[Any], found: list[Any], rejected: list[int]) -> None:
+    table = pa.table({"x": [1.0] * 4, "y": labels})
+    described = {"features": {"x": {"dtype": "float32"}}, "label": {"name": "y", "classes": 2 if True in labels else 3}}
+    reader = RowDecoder(Schema(SchemaSettings.model_validate(described)), None, 1000)
+    assert reader.problem(table.schema) is None
+    decoded = reader.decode(table)
+    assert [each.message for each in decoded.rejects] == rejected
+    labelled = decoded.columns["labelled"].tolist()
+    assert [int(y) if has else None for y, has in zip(decoded.columns["label"], labelled, strict=True)] == found
