@@ -103,7 +103,8 @@ def verify_lineage(config: Config, which: Which, envelope: Path, sign_key: Path 
         )
     return (
         f"the signature of key {key_id} is valid, and version {number} has the files of the statement\n"
-        f"{_judged(gate)}\nit was signed when it was asked for: what was changed in state_dir before that, it does not show"
+        f"{_judged(gate)}\n"
+        "it was signed when it was asked for: what was changed in state_dir before that, it does not show"
     )
 
 
