@@ -26,7 +26,7 @@ from learner.model.features.learned import Columns, features_of
 from learner.model.features.row_tables import row_tables
 from learner.model.task import Task
 from learner.strategies.base import Strategy, StrategyContext, overrides
-from learner.strategies.early_negatives import EARLY, trained_first
+from learner.strategies.early_negatives import EARLY, Early, trained_first
 from learner.strategies.examples import TEACHER, Examples, Tensors, pad_single
 from learner.strategies.teacher_loss import TeacherLoss
 from learner.training.activation_checkpointing import checkpoint_activations
@@ -205,6 +205,8 @@ class Trainer(TrainerState):
         if self._learned is not None and result.finite:
             assert columns is not None
             self.learn_features(*trained_first(columns, result.output_B))
+            if EARLY in columns and (taken_back := columns[EARLY] == Early.TAKEN_BACK).any():
+                self._learned.take_back({name: column[taken_back] for name, column in columns.items()})
         return result
 
     def step_without_features(self, new: Examples, old: Sequence[Examples] = (), rows: int | None = None) -> StepResult:

@@ -18,6 +18,7 @@ from learner.distributed.scatter import layout_of, packed, unpacked
 from learner.evaluation.prequential import scored
 from learner.model.cuda_graph import GraphedPass
 from learner.model.device import choose_precision
+from learner.model.features.learned import attach_features, features_of
 from learner.model.task import Classification, Regression
 from learner.strategies.early_negatives import EARLY, Early, check_early, importance
 from learner.strategies.examples import examples_of, pad_single
@@ -180,6 +181,34 @@ def test_a_positive_after_the_time_out_takes_the_negative_back() -> None:
     )
     torch.testing.assert_close(taken_back, positive - negative)
     assert importance(torch.tensor([[-200.0, 200.0]]), torch.tensor([Early.TAKEN_BACK])).isfinite().all()
+
+
+@pytest.mark.parametrize("others", [0, 3])
+def test_a_step_with_events_that_are_taken_back_corrects_what_intercepts_learned_from_them(others: int) -> None:
+    group = {"dtype": "int64", "encode": {"learn": 8, "min_count": 1}, "intercept": True}
+    settings = {"features": {"x": {"dtype": "float32", "shape": [4]}, "group": group}}
+    grouped = Schema(SchemaSettings.model_validate({**settings, "label": {"name": "y", "classes": 2}}))
+    model = make_model()
+    attach_features(model, grouped, CPU)
+    trainer, learned = make_trainer(grouped, model), features_of(model)
+    assert learned is not None
+    columns = fake_columns(grouped, range(5 + others), label=[0])
+    columns["feature.group"] = np.arange(5 + others) % 3
+    first = {name: column[:5] for name, column in columns.items()}
+    trainer.step(trainer.examples(first), columns=first)
+    score, information = (learned.intercepts["group"].get_buffer(name) for name in ("score", "information"))
+    score_before, information_before = score.clone(), information.clone()
+    again = columns | {EARLY: np.array([Early.TAKEN_BACK] * 5 + [Early.PLAIN] * others, np.uint8)}
+    again["label"] = np.ones_like(columns["label"])
+    result = trainer.step(trainer.examples(again), columns=again)
+    assert result.finite
+    rows = learned.intercepts["group"].table(torch.arange(3))
+    if others:
+        assert (information[rows] > information_before[rows]).all()
+    else:
+        assert torch.equal(information, information_before)
+        change = score[rows] - score_before[rows]
+        assert torch.allclose(change, torch.tensor([[-2.0, 2.0], [-2.0, 2.0], [-1.0, 1.0]]))
 
 
 def test_a_padded_event_and_a_part_keep_their_kind(schema: Schema) -> None:

@@ -93,6 +93,14 @@ class GroupIntercept(nn.Module):
         score.index_add_(0, rows_B, (gradient_BK + information_BK * mean_BK) * own_B1)
         information.index_add_(0, rows_B, information_BK * own_B1)
 
+    def take_back(self, keys_B: Ints, label_B: Tensor, weight_B: Tensor) -> None:
+        """Give events from which this has learned as class 0 another class: the sums are then those of that class."""
+        score = self.get_buffer("score")
+        rows_B = self.table(torch.from_numpy(keys_B).to(score.device))
+        change_BK = functional.one_hot(label_B.long(), score.shape[1]).to(score)
+        change_BK[:, 0] -= 1
+        score.index_add_(0, rows_B, change_BK * weight_B[:, None] * (rows_B >= self.table.shared)[:, None])
+
     def _mean(self, rows_B: Tensor) -> tuple[Tensor, Tensor]:
         """Return the intercepts of rows, and how much of each step towards the label the prior takes, in 0..1."""
         strength = self.get_buffer("log_strength").exp()

@@ -155,6 +155,16 @@ class LearnedFeatures(nn.Module):
         restarted = {name: table.observe(self._keys(name, columns), time_ms) for name, table in tables.items()}
         return {name: found for name, found in restarted.items() if len(found.rows)}
 
+    def take_back(self, columns: Columns) -> None:
+        """Give events that intercepts have learned from as negatives the label of the columns, and learn nothing else.
+
+        A group that has lost its row in between, and has one again, gets the difference all the same.
+        """
+        for name, intercept in self.intercepts.items():
+            device = intercept.get_buffer("score").device
+            label_B, weight_B = (torch.from_numpy(columns[each]).to(device) for each in ("label", "weight"))
+            intercept.take_back(self._keys(name, columns), label_B, weight_B)
+
     def _remember(self, name: str, columns: Columns, far: NDArray[np.intp]) -> None:
         at, before = far[-1], self.outliers.get(name)
         values = columns[f"feature.{name}"][at].reshape(-1)

@@ -80,6 +80,20 @@ def test_an_intercept_is_the_shrunk_mean_of_its_group_however_events_are_batched
         assert float(found(torch.tensor([key]))) == pytest.approx(expected, abs=1e-4)
 
 
+def test_an_intercept_of_events_that_are_taken_back_has_the_sums_of_their_labels() -> None:
+    output_B, keys, weight_B = torch.tensor([[0.3, 0.1], [0.0, 1.0], [2.0, 0.0]]), keys_of(5, 6, 5), torch.ones(3)
+    found, expected = table(width=2), table(width=2)
+    residuals = [residual_of(Classification(), output_B, label_B) for label_B in torch.tensor([[0, 0, 0], [1, 0, 1]])]
+    for each, residual in zip((found, expected), residuals, strict=True):
+        each.observe(keys, 0, residual, weight_B)
+    taken_back = np.array([True, False, True])
+    found.take_back(keys[taken_back], torch.tensor([1, 1]), weight_B[:2])
+    assert torch.allclose(found.get_buffer("score"), expected.get_buffer("score"))
+    assert torch.equal(found.get_buffer("information"), expected.get_buffer("information"))
+    found.take_back(keys_of(99), torch.tensor([1]), torch.ones(1))  # has no row
+    assert torch.allclose(found.get_buffer("score"), expected.get_buffer("score"))
+
+
 def test_a_group_of_which_nothing_is_known_has_the_prior() -> None:
     found = table(min_count=3)
     observe(found, [7, 7], [5.0, 5.0])
