@@ -280,7 +280,7 @@ class TestJson:
     def test_a_label_with_two_classes_may_be_true_or_false(self) -> None:
         described = {"features": {"x": {"dtype": "float32"}}, "label": {"name": "y", "classes": 2}}
         values = [b'{"x": 1, "y": %s}' % label for label in (b"true", b"false", b"1", b"null", b"2")]
-        decoded = JsonFormat(Schema(SchemaSettings.model_validate(described))).decode(values)
+        decoded = FORMATS["json"](Schema(SchemaSettings.model_validate(described))).decode(values)
         assert [reject.message for reject in decoded.rejects] == [4]
         assert decoded.columns["label"].tolist()[:3] == [1, 0, 1]
         assert decoded.columns["labelled"].tolist() == [True, True, True, False]
