@@ -276,6 +276,47 @@ def test_no_metric_is_named_that_does_not_exist(page):
     assert [name for name in found if name not in reference.metrics() and not name.endswith(suffixes)] == []
 
 
+DENIALS = {
+    "Does it need a GPU?": "tests/learner/model/test_device.py::test_a_learner_on_the_cpu_asks_cuda_nothing",
+    "Do I need Kafka to try it?": (
+        "tests/anabranch/test_demo.py::test_it_ends_by_itself_with_a_report_in_which_every_event_has_its_outcome"
+    ),
+    "Can one server answer for several models?": (
+        "tests/serving/test_http.py::test_what_does_not_exist_is_a_404_that_names_what_does"
+    ),
+    "Not supported are fields within records, maps": (
+        "tests/ingest/test_registered.py::test_of_a_writer_whose_fields_never_fit_are_rejected_by_name"
+    ),
+    "Apple's MPS is not supported": "",  # no Apple device is here to show it
+}
+"""What the pages say that there is not, and the test that shows that it is still so."""
+DENIED = re.compile(r"\b(?:[Nn]ot (?:yet )?supported|[Nn]ot yet (?:possible|there))\b")
+
+
+def test_each_no_of_the_docs_is_known_and_has_a_test_that_shows_it():
+    found = re.findall(r"^### (.*)\n\n(?:No|Not)\b", PAGES["docs/faq.md"], re.MULTILINE)
+    for page, text in PAGES.items():
+        if not page.startswith(("docs/adr/", "docs/reference.md", "docs/benchmarks.md", "docs/operate/troubleshoot")):
+            sentences = re.split(r"(?<=[.?!])\s|\|", " ".join(FENCED.sub("", text).split()))
+            found += [sentence for sentence in sentences if DENIED.search(sentence)]
+    assert [one for one in found if not any(known in one for known in DENIALS)] == []
+    assert [known for known in DENIALS if not any(known in one for one in found)] == []
+    for shown in filter(None, DENIALS.values()):
+        path, _, name = shown.partition("::")
+        assert f"def {name}" in Path(path).read_text(), shown
+
+
+def test_every_extra_that_users_take_is_on_the_page_on_installing():
+    extras = tomllib.loads(Path("pyproject.toml").read_text())["project"]["optional-dependencies"]
+    listed = re.findall(r"^\| `([\w-]+)` \|", PAGES["docs/get-started/install.md"], re.MULTILINE)
+    assert set(listed) == set(extras) - {"bench", "docs", "peers", "test"}
+
+
+def test_every_outcome_of_an_event_is_in_the_glossary():
+    (row,) = [line for line in PAGES["docs/concepts/glossary.md"].splitlines() if line.startswith("| outcome |")]
+    assert {f"`{outcome.name.lower()}`" for outcome in Outcome} - set(re.findall(r"`\w+`", row)) == {"`pending`"}
+
+
 @pytest.mark.slow
 def test_sentences_are_those_of_the_code():
     """The headings of the page of errors, and the rows of the table of what is checked at start."""

@@ -231,6 +231,11 @@ class TestBadMessages:
             ({"history": "float"}, "history is of Avro type float, not float32 of shape [3]"),
             ({"history": {"type": "array", "items": FLOATS}}, "history is of Avro type array of array of float"),
             ({"country": "int"}, "country is of Avro type int, not string"),
+            ({"amount": {"type": "map", "values": "double"}}, "amount is of Avro type map, not float64"),
+            (
+                {"amount": {"type": "record", "name": "Money", "fields": [{"name": "units", "type": "double"}]}},
+                "amount is of Avro type record Money, not float64",
+            ),
             ({"fraud": "string"}, "fraud is of Avro type string, not a whole number or a boolean"),
             ({"at": "string"}, "at is of Avro type string, not a timestamp or a number of seconds"),
             (
