@@ -135,6 +135,7 @@ _ROWS = "rows of embeddings start again when their value is another one"
 _ROW_STATE = f"{_ROWS}, and each replica has a part of the optimizer's state"
 _ROW_ANCHORS = f"{_ROWS}, and this strategy pulls weights towards those they had before"
 _ROW_FROZEN = f"{_ROWS}, and this strategy does not train them"
+_COLUMNS = "this strategy connects the columns of layers, and learned features are no layer"
 _RAW = "a teacher gets the features as they are in events, and has not learned what the model has"
 
 _NO_RESIDUAL = "intercepts are for outputs whose distance from the label is known"
@@ -166,6 +167,7 @@ _OF_FEATURES = (
         _NO_RESIDUAL,
         'take one of "classification", "multilabel" and "regression"',
     ),
+    Conflict("learner.strategy", ("progressive",), _LEARNED, Except(), _COLUMNS, 'take "experts"'),
     Conflict("learner.strategy", ("ewc",), _VOCABULARY, Except(), _ROW_ANCHORS, 'take "er"'),
     Conflict("learner.strategy", ("slda", "ncm", *_GROWS), _VOCABULARY, Except(), _ROW_FROZEN, 'take "er"'),
 )

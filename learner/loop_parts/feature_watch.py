@@ -6,6 +6,9 @@ from learner.model.features.learned import LearnedFeatures
 from learner.model.features.numbers import FELL, LearnedNumber
 from learner.stream.ledger import Ledger
 
+_MANY = 0.05
+"""Values beyond a fixed scale, of those of late."""
+
 log = logging.getLogger(__name__)
 
 
@@ -21,8 +24,9 @@ class FeatureWatch:
 
     @property
     def warning(self) -> str | None:
-        """One sentence for each feature that has met such a value, or whose scale has collapsed."""
-        return "; ".join([*self._sentences.values(), *map(_fallen, self._fallen())]) or None
+        """One sentence for each feature that has met such a value, or whose scale does not fit its values any more."""
+        fits = (sentence for name, number in self._learned.numbers.items() if (sentence := _of_scale(name, number)))
+        return "; ".join([*self._sentences.values(), *fits]) or None
 
     @property
     def clipped(self) -> dict[str, int]:
@@ -45,13 +49,17 @@ class FeatureWatch:
             )
             log.warning("%s", self._sentences[name])
 
-    def _fallen(self) -> list[tuple[str, LearnedNumber]]:
-        return [pair for pair in self._learned.numbers.items() if pair[1].fell >= FELL]
 
-
-def _fallen(pair: tuple[str, LearnedNumber]) -> str:
-    name, number = pair
-    return (
-        f"schema.features.{name} has a scale {number.fell:.0f} times as wide as it has been since the start: "
-        "either its values have another unit now, or some are wrong"
-    )
+def _of_scale(name: str, number: LearnedNumber) -> str | None:
+    if number.fell >= FELL:
+        return (
+            f"schema.features.{name} has a scale {number.fell:.0f} times as wide as it has been since the start: "
+            "either its values have another unit now, or some are wrong"
+        )
+    if number.beyond >= _MANY:
+        return (
+            f"schema.features.{name} has a scale that learner.strategy has fixed, and {number.beyond:.0%} "
+            "of its values of late are beyond it, and cut off: scale it by constants in the model, "
+            "or take another strategy"
+        )
+    return None

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from learner.model.factory import forward as run
 from learner.model.faulty_events import may_be_of_events
+from learner.model.features.learned import features_of
 from learner.strategies.base import eval_mode
 from learner.strategies.er import NoReplay
 from learner.strategies.examples import Examples, Tensors
@@ -64,6 +65,8 @@ class ElasticWeights(NoReplay):
         self._fisher = latest if before is None else list(torch._foreach_add(before, latest))
         self._anchor = [weight.detach().clone() for weight in self.learner.weights]
         self._sum = self._sum_of_all = None
+        if (learned := features_of(self.learner.model)) is not None:
+            learned.fix_numbers()  # else weights would be pulled to what they were for other inputs
 
     def _add(self, event: Examples) -> None:
         """Add the squared gradient of a single event, if there is one, and count it unless its weight is 0."""

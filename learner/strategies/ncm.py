@@ -9,10 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from anabranch.core.errors import SettingsError
+from learner.model.features.learned import features_of
 from learner.model.trained_set import base_parameters
 from learner.strategies.base import Forward, MicroBatchLoss, StepWeights, Strategy, StrategyContext, eval_mode, weighted
 from learner.strategies.examples import Examples, Tensors
 
+_SCALED = 1000
+"""Events by which numbers are scaled. They are no part of the sums, whose embeddings have to be of one space."""
 _NEVER = -1e6
 """The logit of a class that has not been seen."""
 
@@ -39,6 +42,9 @@ class NearestClassMean(Strategy):
         """Find the last layer, and check that the model's output is that layer applied to the embedding."""
         super().setup(learner)
         self._head = self._find_head()
+        self._learned = features_of(learner.model)
+        if self._learned is not None:
+            self._learned.fix_numbers(after=_SCALED)
         embedding_BD, output_BC = self._run(learner.probe)
         classes, dim = self._head.weight.shape
         if embedding_BD.shape[1] != dim or not torch.allclose(self._logits(embedding_BD), output_BC, atol=1e-3):
@@ -71,6 +77,8 @@ class NearestClassMean(Strategy):
 
     def after_step(self, new: Examples, _output_B: Tensor) -> None:
         """Add the events of all ranks to the sums, and set the last layer's weights."""
+        if self._learned is not None and not self._learned.numbers_are_fixed:
+            return  # embeddings of these events will be others
         embedding_BD = torch.cat(self._embedding).double()
         weight_B1 = new.weight_B.double()[:, None]
         for total, part in zip(self._totals(), self._parts(embedding_BD, weight_B1, new.label_B), strict=True):

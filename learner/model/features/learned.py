@@ -16,6 +16,7 @@ from ingest.events.schema import Schema
 from ingest.feature_settings import CrossSettings, HashBuckets, LearnedVocabulary
 from learner.errors import ModelError
 from learner.model.features.cycles import Cycles
+from learner.model.features.host_state import HostState
 from learner.model.features.intercept import GroupIntercept, Residual
 from learner.model.features.mixing import crossed
 from learner.model.features.numbers import LearnedNumber
@@ -23,6 +24,8 @@ from learner.model.features.vocabulary import Restarted, VocabularyTable
 
 NAME = "learned_features"
 """The name of the submodule: the names of its tensors begin with it."""
+
+_NEVER = 2**63 - 1
 
 Columns = Mapping[str, NDArray[Any]]
 
@@ -41,7 +44,7 @@ class LearnedFeatures(nn.Module):
     """Turns the raw features of events into the inputs of a model.
 
     Its submodules are `feature_<name>` for each feature that is transformed, `cross_<name>` for each cross, and
-    `intercept_<name>` for each feature that the model does not get.
+    `intercept_<name>` for each feature that the model does not get; and `state`.
     """
 
     def __init__(self, schema: Schema) -> None:
@@ -68,6 +71,8 @@ class LearnedFeatures(nn.Module):
         for name, cross in self._crosses.items():
             if isinstance(cross.encode, LearnedVocabulary):
                 self.add_module(f"cross_{name}", VocabularyTable(cross.encode))
+        self.state = HostState(left=torch.full((1,), _NEVER))
+        """How many events numbers are still learned from."""
 
     def forward(self, x: Any) -> Any:
         """Return the input: an `nn.Sequential` runs its submodules one after the other, and this one too."""
@@ -93,6 +98,15 @@ class LearnedFeatures(nn.Module):
             else:
                 inputs[name] = self.get_submodule(f"cross_{name}")(keys)
         return inputs
+
+    def fix_numbers(self, after: int = 0) -> None:
+        """Learn numbers from at most so many events more: what a strategy keeps has to go on with the same inputs."""
+        self.state["left"][0] = min(int(self.state["left"][0]), after)
+
+    @property
+    def numbers_are_fixed(self) -> bool:
+        """Whether no number is learned any more."""
+        return not self.numbers or int(self.state["left"][0]) <= 0
 
     @property
     def numbers(self) -> dict[str, LearnedNumber]:
@@ -139,10 +153,15 @@ class LearnedFeatures(nn.Module):
         Returns:
             By the name of the input, the rows that have another value now, where there are any.
         """
-        for name, number in self.numbers.items():
-            far_B = number.observe(columns[f"feature.{name}"])
-            if far_B is not None and "offset" in columns:
-                self._remember(name, columns, np.flatnonzero(far_B))
+        if self.numbers_are_fixed:
+            for name, number in self.numbers.items():
+                number.watch(columns[f"feature.{name}"])
+        else:
+            self.state["left"][0] -= len(columns["time_ms"])
+            for name, number in self.numbers.items():
+                far_B = number.observe(columns[f"feature.{name}"])
+                if far_B is not None and "offset" in columns:
+                    self._remember(name, columns, np.flatnonzero(far_B))
         tables, intercepts = self.vocabularies, self.intercepts
         if not tables and not intercepts:
             return {}

@@ -25,6 +25,8 @@ FAR = 64.0
 """A value that is so many times as far from the others as statistics learn from is reported."""
 FELL = 100.0
 """A factor that is so much smaller than it has been is reported."""
+_OF_LATE = 0.01
+"""What one batch counts in an average over the batches of late."""
 _STEADY = 1000
 """Values after which a factor is one that may fall."""
 _LEAST = 1e-38
@@ -70,6 +72,8 @@ class LearnedNumber(nn.Module):
         self.fell = 1.0
         """How many times as small as it has been since the start the factor is, of the number where it is the most."""
         self._largest_factor = np.zeros(n)
+        self.beyond = 0.0
+        """The part of the values of late that are cut off, since the scale is fixed and they are beyond it."""
         self.register_buffer("factor", torch.zeros(feature.shape, dtype=self._exact))
         centre = (*feature.shape, INTERVALS + 1) if self._scale == "quantile" else feature.shape
         self.register_buffer("knots" if self._scale == "quantile" else "shift", torch.zeros(centre, dtype=self._exact))
@@ -129,6 +133,14 @@ class LearnedNumber(nn.Module):
         self.clipped += int(outside_Bn.sum())
         far_Bn = outside_Bn & (bounds.distance(value_Bn) > FAR * reach) & (reach > 0)
         return np.asarray(far_Bn.any(axis=1)) if far_Bn.any() else None
+
+    def watch(self, column: NDArray[Any]) -> None:
+        """Measure how many values of B events are cut off by a scale that is not learned any more."""
+        if self._scale in ("standard", "robust"):
+            shift, factor = (self.get_buffer(name).cpu().numpy().astype(np.float64) for name in ("shift", "factor"))
+            with np.errstate(over="ignore"):
+                cut = np.abs((column.astype(np.float64) - shift) * factor) >= LIMIT
+            self.beyond += _OF_LATE * (float(cut.mean()) - self.beyond)
 
     def _observe_moments(self, value_Bn: Floats, again: NDArray[np.bool_]) -> None:
         state = self.state

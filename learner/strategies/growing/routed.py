@@ -13,6 +13,7 @@ from torch import Tensor
 
 from anabranch.core.errors import SettingsError
 from learner.model.factory import forward as run
+from learner.model.features.learned import features_of
 from learner.model.growing.parts import Pool, pool_of
 from learner.strategies.base import Forward, MicroBatchLoss, StepWeights, Strategy, StrategyContext, eval_mode, weighted
 from learner.strategies.examples import Examples, Tensors
@@ -107,7 +108,7 @@ class RoutedParts(Strategy, abc.ABC):
             self._set_classes(sorted({*self._classes, *self._present}))
         self._update_router()
         self._undo = None
-        self._log_opened()
+        self._end_opening()
 
     def give_up(self) -> None:
         """Close what this step has opened."""
@@ -118,7 +119,7 @@ class RoutedParts(Strategy, abc.ABC):
     def on_drift(self) -> None:
         """Freeze the open part, unless it is too young; called by every rank."""
         self._grow("the stream has changed")
-        self._log_opened()
+        self._end_opening()
 
     def _open_for(self, classes: list[int]) -> None:
         """Freeze the open part where there are new classes, and let the open one predict all that are there; once for
@@ -171,9 +172,11 @@ class RoutedParts(Strategy, abc.ABC):
         self._set_classes([])
         self._opened_for = reason
 
-    def _log_opened(self) -> None:
+    def _end_opening(self) -> None:
         reason, self._opened_for = self._opened_for, None
         if reason is not None:
+            if (learned := features_of(self.learner.model)) is not None:
+                learned.fix_numbers()  # else what is frozen would get other inputs for the same events
             log.info("%s: part %d of the model is opened, and the one before it is frozen", reason, self._pool.size)
 
     def _open_means(self) -> Tensor:

@@ -157,7 +157,8 @@ def test_the_hook_gives_a_model_its_inputs_and_keeps_the_names_of_its_tensors() 
     forward(model, sample(schema, 3, CPU))
     assert list(model.inputs) == ["x", "x_missing"]
     assert set(model.state_dict()) - before == {
-        f"learned_features.feature_x.{name}" for name in ("shift", "factor", *(f"state.{each}" for each in STATE))
+        "learned_features.state.left",
+        *(f"learned_features.feature_x.{name}" for name in ("shift", "factor", *(f"state.{each}" for each in STATE))),
     }
     one = Recorder()
     attach_features(one, schema_of({"x": {**FLOAT, "scale": "standard"}}), CPU)
