@@ -3,6 +3,7 @@
 import http.client
 import json
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from anabranch.commands.rollout import connect
 from anabranch.config.loader import Config
 from anabranch.core.errors import DependencyError, SettingsError
 from ingest.events.schema import Feature, Schema
+from ingest.formats.json_text import decoded
 from serving.reporting.report import read_report
 
 _JSON = {"Content-Type": "application/json"}
@@ -67,7 +69,7 @@ def _event(record: FileRecord) -> Mapping[str, Any]:
     if not isinstance(record.content, bytes):
         return record.content
     try:
-        return msgspec.json.decode(record.content, type=dict[str, Any])
+        return decoded(partial(msgspec.json.decode, type=dict[str, Any]), record.content)
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
         raise SettingsError(f"{record.location}: it is not a JSON object: {exc}") from exc
 

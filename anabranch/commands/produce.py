@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from anabranch.core.errors import SettingsError
 from anabranch.runtime.rate_limiter import Pacer
 from ingest.events.schema import Schema
 from ingest.formats.envelopes.cloud_events import binary_headers
+from ingest.formats.json_text import decoded
 from ingest.formats.registry import FORMATS
 from ingest.formats.rows import pack_rows
 from ingest.kafka.producer import EventProducer, create_topics
@@ -187,14 +189,14 @@ def packer(name: str) -> Callable[[Schema, Sequence[Mapping[str, Any]]], bytes] 
 
 def _json(event: dict[str, Any]) -> bytes:
     for name, value in event.items():
-        if isinstance(value, float) and value - value != 0:  # JSON has neither NaN nor infinity
+        if isinstance(value, float) and math.isinf(value):  # JSON has no infinity; NaN is written as null
             raise ValueError(f"{name} is {value}")
     return msgspec.json.encode(event)
 
 
 def _object(line: bytes) -> dict[str, Any]:
     try:
-        value = msgspec.json.decode(line)
+        value = decoded(msgspec.json.decode, line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
         raise SettingsError(f"it is not JSON: {exc}") from exc
     if not isinstance(value, dict):

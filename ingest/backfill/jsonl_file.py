@@ -16,6 +16,7 @@ from ingest.backfill.text_files import BYTE_ORDER_MARK, other_than_lines, start_
 from ingest.events.schema import Schema
 from ingest.formats.base import WHOLE_MESSAGE, Decoded, Reject, joined
 from ingest.formats.json import JsonFormat
+from ingest.formats.json_text import decoded
 
 LINE = "line"
 """The only column of the tables: the bytes of a line."""
@@ -150,7 +151,7 @@ class LineDecoder(Decoder):
         """Return the time of a line in milliseconds since 1970; 0 where it has none that can be read."""
         assert self._time is not None
         try:
-            time: float | str | None = msgspec.structs.asdict(self._time.decode(line))["time"]
+            time: float | str | None = msgspec.structs.asdict(decoded(self._time.decode, line))["time"]
             if isinstance(time, str):
                 moment = datetime.fromisoformat(time)
                 time = (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()

@@ -10,6 +10,8 @@ from typing import BinaryIO, cast
 
 import msgspec
 
+from ingest.formats.json_text import decoded
+
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _GZIP = b"\x1f\x8b"
 _BINARY = {
@@ -71,7 +73,7 @@ def other_than_lines(first: bytes, following: Callable[[], bytes | None]) -> str
 
 def _is_torn(line: bytes) -> bool:
     try:
-        msgspec.json.decode(line)
+        decoded(msgspec.json.decode, line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
         return "truncated" in str(exc)
     return False
@@ -79,6 +81,6 @@ def _is_torn(line: bytes) -> bool:
 
 def _is_object(line: bytes) -> bool:
     try:
-        return isinstance(msgspec.json.decode(line), dict)
+        return isinstance(decoded(msgspec.json.decode, line), dict)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return False

@@ -4,12 +4,14 @@ Each message is parsed by itself: joined ones could be parsed faster, but two ma
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import msgspec
 
 from ingest.events.schema import Schema
 from ingest.formats.base import Decoded, Headers
 from ingest.formats.event_structs import StructDecoder, event_type
+from ingest.formats.json_text import decoded
 
 
 class JsonFormat:
@@ -17,7 +19,8 @@ class JsonFormat:
 
     def __init__(self, schema: Schema) -> None:
         exact, lenient = (
-            msgspec.json.Decoder(event_type(schema, forbid_unknown=each)).decode for each in (True, False)
+            partial(decoded, msgspec.json.Decoder(event_type(schema, forbid_unknown=each)).decode)
+            for each in (True, False)
         )
         self._decoder = StructDecoder[bytes](schema, exact, lenient)
 

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 
 from ingest.events.schema import Schema
+from ingest.formats import json_text
 from ingest.formats.base import WHOLE_MESSAGE, Decoded, RecordDecoder, Reject
 from ingest.formats.event_structs import StructDecoder, event_type
 from ingest.formats.json_schema_bounds import most_steps
@@ -111,7 +112,7 @@ class JsonSchemaRecords:
         self._validator = validator
         self._steps = steps
         self._most_bytes = _MOST_VALIDATION_STEPS * _FEWEST_BYTES // steps
-        self._parse = msgspec.json.Decoder().decode
+        self._parse = partial(json_text.decoded, msgspec.json.Decoder().decode)
         exact, lenient = (
             partial(msgspec.convert, type=event_type(schema, forbid_unknown=each)) for each in (True, False)
         )

@@ -52,6 +52,7 @@ def pack_rows(schema: Schema, events: Sequence[Mapping[str, Any]]) -> bytes:
     """
     rows = np.zeros(len(events), row_dtype(schema))
     label = schema.label
+    optional = {feature.name for feature in schema.features if feature.may_be_nan}
     for index, event in enumerate(events):
         for name in rows.dtype.names or ():
             value = event.get(name, label.missing if name == label.name else None)
@@ -60,7 +61,7 @@ def pack_rows(schema: Schema, events: Sequence[Mapping[str, Any]]) -> bytes:
             elif label.names is not None and name == label.name and isinstance(value, str):
                 value = label.names.index(value) if value in label.names else None
             try:
-                if value is None:
+                if value is None and name not in optional:
                     raise ValueError("it is missing")
                 rows[index][name] = value
             except (ValueError, TypeError, OverflowError) as exc:

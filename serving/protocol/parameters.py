@@ -4,6 +4,7 @@ from typing import TypeVar
 
 import msgspec
 
+from ingest.formats.json_text import decoded
 from learner.state_dir.trained_through import parse_trained_through
 from serving.errors import BadRequestError, shorten
 from serving.protocol.bodies import Parameters
@@ -78,7 +79,7 @@ def read_flag(parameters: Parameters, name: str, default: bool) -> bool:
 def decode_json(decoder: msgspec.json.Decoder[_T], text: _Text, otherwise: str) -> _T:
     """Decode JSON, or raise BadRequestError with the sentence that begins with `otherwise`."""
     try:
-        return decoder.decode(text)
+        return decoded(decoder.decode, text)
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
         raise BadRequestError(f"{otherwise}: {shorten(str(exc))}") from exc
     except RecursionError as exc:

@@ -77,7 +77,10 @@ def read_json(spec: TensorSpec, data: bytes, rows: int) -> Array:
         values = decoder.decode(data)
         array = _array(values, spec.dtype)
     except (msgspec.DecodeError, ValueError, OverflowError) as exc:
-        raise BadRequestError(f"input {spec.name!r} is not {spec.datatype} data of its shape: {_cause(exc)}") from exc
+        missing = "; null and NaN are a missing value, which [schema] does not allow here" * ("`null`" in str(exc))
+        raise BadRequestError(
+            f"input {spec.name!r} is not {spec.datatype} data of its shape: {_cause(exc)}{missing}"
+        ) from exc
     shape = (rows, *spec.shape)
     if array.shape != (shape if nested else (expected,)):
         raise BadRequestError(f"input {spec.name!r} has data of shape {list(array.shape)}, not {list(shape)}")

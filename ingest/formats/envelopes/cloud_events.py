@@ -15,6 +15,7 @@ import numpy as np
 
 from ingest.events.schema import Schema
 from ingest.formats.base import WHOLE_MESSAGE, Decoded, Format, Headers, Reject, joined, nothing
+from ingest.formats.json_text import decoded
 
 _STRUCTURED = "application/cloudevents"
 _JSON = "application/cloudevents+json"
@@ -84,7 +85,7 @@ class CloudEventsFormat:
 
     def _structured(self, value: bytes) -> bytes:
         try:
-            envelope = self._decoder.decode(value)
+            envelope = decoded(self._decoder.decode, value)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
             raise _EnvelopeError(f"neither a header {_SPEC_HEADER} nor an event in JSON: {exc}") from exc
         _check_version(envelope.specversion)

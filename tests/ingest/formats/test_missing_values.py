@@ -26,6 +26,20 @@ def decoded(*changes: dict[str, Any]) -> Any:
     return JsonFormat(SCHEMA).decode([json.dumps(event).encode() for event in events])
 
 
+def test_the_bare_word_nan_is_a_missing_value() -> None:
+    """Python's json writes it, and pandas with it."""
+    found = decoded({"x": NAN}, {"w": NAN}, {"w": [NAN, 7]}, {"y": NAN, "x": NAN})
+    assert not found.rejects
+    np.testing.assert_array_equal(found.columns["feature.x"], np.array([NAN, 1.5, 1.5, NAN], np.float32))
+    np.testing.assert_array_equal(found.columns["feature.w"], [[2, 3], [NAN, NAN], [NAN, 7], [2, 3]])
+    assert found.columns["labelled"].tolist() == [True, True, True, False]
+
+
+def test_the_bare_word_nan_is_named_where_no_value_may_be_missing() -> None:
+    found = decoded({}, {"z": NAN})
+    assert found.rejects == [(1, -1, "Expected `float`, got `null` - at `$.z`; NaN is read as null")]
+
+
 def test_absent_and_null_values_are_nan_where_they_may_be_missing() -> None:
     found = decoded({}, {"x": None}, {"x": "absent", "w": None}, {"w": [None, 7]})
     assert not found.rejects
@@ -45,3 +59,10 @@ def test_packed_rows_have_nan() -> None:
     found = RowsFormat(SCHEMA).decode([packed])
     np.testing.assert_array_equal(found.columns["feature.x"], np.array([1.5, NAN], np.float32))
     assert [reject.row for reject in found.rejects] == [2]
+
+
+def test_missing_values_of_events_are_packed_as_nan() -> None:
+    absent = {name: value for name, value in FULL.items() if name != "x"}
+    found = RowsFormat(SCHEMA).decode([pack_rows(SCHEMA, [{**FULL, "x": None}, absent, {**FULL, "w": [None, 7]}])])
+    np.testing.assert_array_equal(found.columns["feature.x"], np.array([NAN, NAN, 1.5], np.float32))
+    np.testing.assert_array_equal(found.columns["feature.w"], [[2, 3], [2, 3], [NAN, 7]])
