@@ -34,6 +34,8 @@ class Feature:
     max: float | None = None
     may_be_nan: bool = False
     """Whether a value may be missing, which a column has as NaN."""
+    is_time: bool = False
+    """Whether a value is a time in seconds since 1970."""
 
     @property
     def is_string(self) -> bool:
@@ -61,8 +63,8 @@ class Feature:
 
     @property
     def allowed(self) -> str:
-        """The values between `min` and `max`, in words."""
-        return allowed(self.min, self.max)
+        """The values between `min` and `max`, or the times, in words."""
+        return TIMES if self.is_time and self.min is None and self.max is None else allowed(self.min, self.max)
 
     @property
     def filler(self) -> float:
@@ -77,8 +79,10 @@ class Feature:
     def outside(self, column: NDArray[np.generic]) -> NDArray[np.bool_] | None:
         """Return which of N events have a value below `min` or above `max`, bool `[N]`; None: there are none.
 
-        `column` is `[N, *shape]`.
+        `column` is `[N, *shape]`. Times have bounds of their own, without these.
         """
+        if self.is_time and self.min is None and self.max is None:
+            return no_times(column)
         return outside(column, self.min, self.max)
 
 
@@ -99,6 +103,17 @@ def outside(column: NDArray[np.generic], lowest: float | None, highest: float | 
     if highest is not None:
         found |= np.greater(column, highest)
     return np.asarray(found.reshape(len(column), -1).any(axis=1)) if found.any() else None
+
+
+TIMES = "a time in seconds since 1970; it seems to be in milliseconds, or smaller units"
+"""What a time has to be, in words."""
+_MOST_SECONDS = 1e11
+"""The year 5138 in seconds since 1970, and March 1973 in milliseconds: no time of an event lies beyond both."""
+
+
+def no_times(column: NDArray[np.generic]) -> NDArray[np.bool_] | None:
+    """Return which of N events have a time that cannot be in seconds since 1970, bool `[N]`; None: there are none."""
+    return outside(column, -_MOST_SECONDS, _MOST_SECONDS)
 
 
 IGNORED = -100
@@ -225,7 +240,9 @@ def _feature(name: str, settings: FeatureSettings) -> Feature:
     default = (
         np.full(settings.shape, np.nan, dtype) if missing else _constant(name, "default", settings, encoder, dtype)
     )
-    feature = Feature(name, dtype, settings.shape, encoder, default, settings.min, settings.max, missing)
+    feature = Feature(
+        name, dtype, settings.shape, encoder, default, settings.min, settings.max, missing, bool(settings.cycles)
+    )
     if default is not None and feature.outside(default[None]) is not None:  # NaN is within any bounds
         raise SettingsError(f"schema.features.{name}.default = {settings.default!r} is not {feature.allowed}")
     return feature

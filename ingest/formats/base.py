@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ingest.events.block import Array, BlockLayout
-from ingest.events.schema import IGNORED, Schema, allowed, outside
+from ingest.events.schema import IGNORED, TIMES, Schema, allowed, no_times, outside
 
 WHOLE_MESSAGE = -1
 Headers = Sequence[tuple[str, bytes]]
@@ -112,7 +112,8 @@ class RecordDecoder(Protocol):
 
 
 def reject_unusable_numbers(decoded: Decoded, schema: Schema) -> Decoded:
-    """Reject events with NaN or infinity, a number out of range or a negative weight, in every format.
+    """Reject events with NaN or infinity, a number out of range, a time in another unit than seconds or a negative
+    weight, in every format.
 
     Weights above `schema.weight.max` become that.
     A missing label is no fault; its value in the column is `schema.label.missing`.
@@ -130,6 +131,8 @@ def reject_unusable_numbers(decoded: Decoded, schema: Schema) -> Decoded:
         beyond = feature.outside(decoded.columns[f"feature.{feature.name}"])
         if beyond is not None:
             return reject_unusable_numbers(decoded.without(beyond, f"{feature.name} is not {feature.allowed}"), schema)
+    if schema.time is not None and (far := no_times(decoded.columns["time"])) is not None:
+        return reject_unusable_numbers(decoded.without(far, f"{schema.time} is not {TIMES}"), schema)
     negative = np.less(decoded.columns["weight"], 0)
     if negative.any():
         return reject_unusable_numbers(decoded.without(negative, f"{schema.weight} is negative"), schema)
