@@ -12,6 +12,7 @@ import msgspec
 from learner.device_health.watch import HealthWatch
 from learner.device_memory.live import live_bytes
 from learner.device_sharing.sharing import DeviceSharing
+from learner.evaluation.held_out_share import HeldOutShare
 from learner.loop import TrainingLoop
 from learner.loop_parts.feature_watch import FeatureWatch
 from learner.loop_parts.loop_state import LoopComponents, LoopMetrics
@@ -62,6 +63,7 @@ class Reporter:
         mirror: Mirror | None = None,
         fleet: Monitored | None = None,
         registrar: Registrar | None = None,
+        held_out: HeldOutShare | None = None,
     ) -> None:
         """Report on `loop` and its `parts`; `launched`: whether the launcher or torchrun started this process."""
         self._state_dir = state_dir
@@ -76,6 +78,7 @@ class Reporter:
         self._health = health
         self._mirror = mirror
         self._registrar = registrar
+        self._held_out = held_out
         self._launcher = os.getppid() if launched else None
         self._resumed_at = loop.state.steps
         self._started = time.time()
@@ -123,7 +126,7 @@ class Reporter:
         parts, late = self._parts, None if self._parts.late is None else self._parts.late.join
         components = (
             *(self._heartbeat, self._loop, self._features, parts.lag, parts.teacher, late),
-            *(self._health, self._registrar),
+            *(self._health, self._registrar, self._held_out),
             *uploads,
         )
         return [warning for component in components if component and (warning := component.warning)]
@@ -143,6 +146,8 @@ class Reporter:
         """
         check_generation(self._state_dir, self._generation)
         self._loop.count()
+        if self._held_out is not None:
+            self._held_out.update(self._loop.ledger.outcomes)
         if self._features is not None:
             self._features.poll()
         store = None if self._store is None else self._store.flush()

@@ -36,6 +36,7 @@ from learner.distributed.channel import lead
 from learner.distributed.mesh import num_row_groups
 from learner.distributed.process_group import RankAssignment
 from learner.errors import StoppedEarlyError
+from learner.evaluation.held_out_share import HeldOutShare
 from learner.evaluation.holdout import HoldoutSet
 from learner.late_labels import LateLabels
 from learner.loop import Task, TrainingLoop
@@ -470,6 +471,7 @@ class Learner:
             mirror=self._mirror,
             fleet=self._fleet,
             registrar=self._registrar,
+            held_out=HeldOutShare(deployment.gate.holdout_fraction),
         )
         if self._sharing is not None:
             self._sharing.set_waiting_task(self._reporter.report_if_due)

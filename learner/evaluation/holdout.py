@@ -18,6 +18,9 @@ from replay.erasure.erased_events import ErasedEvents
 
 YOUNG = 4
 """The newest 1 / `YOUNG` of the events are young: they measure the accuracy on new events."""
+_KEYS = 20
+"""Once the set is full, the events of a key or group give way to others where they are more than 1 / `_KEYS` of it, and
+more than twice what each key would have: whoever sends many events of a key that is held out does not decide alone."""
 _SLACK = 16
 _MOST_PARTS = 64
 _MANY = 16
@@ -58,9 +61,10 @@ class HoldoutRows:
 class HoldoutSet:
     """At most `rows` events: the youngest, and an equal share of the older ones for each class.
 
-    Classes have shares if a label is one class. Within a class, a hash of the identity decides which events stay. The
-    set is trimmed when it has a sixteenth more than `rows`, since joining all parts for each event would cost more than
-    a step. Used by one thread; what `held` returns may be read by others.
+    Classes have shares if a label is one class. In a class, a hash of the identity decides which events stay. Before
+    that, a key or group with too many events loses some. The set is trimmed when it has a sixteenth more than `rows`,
+    since joining all parts for each event would cost more than a step. Used by one thread; what `held` returns may be
+    read by others.
     """
 
     def __init__(self, schema: Schema, rows: int, seed: int) -> None:
@@ -199,8 +203,41 @@ def trimmed(columns: Mapping[str, Array], limit: int, *, classes: bool) -> Mappi
     """Return at most `limit` of the events, in their order; `classes`: each class has an equal share."""
     if not columns or len(columns["label"]) <= limit:
         return columns
+    crowded = _crowded(columns, limit)
+    if crowded.any():
+        columns = {name: column[~crowded] for name, column in columns.items()}
     stays = _stays(columns["label"], columns["hash"].astype(np.uint64), limit, classes=classes)
     return {name: column[stays] for name, column in columns.items()}
+
+
+def _crowded(columns: Mapping[str, Array], limit: int) -> NDArray[np.bool_]:
+    """Return which events give way to those of other keys and groups; no more than have to go.
+
+    The youngest quarter of a key's share stays, and of its older events those with the smallest hashes.
+    """
+    who = columns["key_hash"].astype(np.uint64)
+    if "group_hash" in columns:
+        group = columns["group_hash"].astype(np.uint64)
+        who = np.where(group != 0, group, who)
+    keys, members = np.unique(who, return_inverse=True)
+    share = max(limit // _KEYS, 2 * limit // len(keys), 1)
+    age = np.arange(len(who))[::-1].astype(np.uint64)
+    older = _rank(members, age) >= share // YOUNG
+    rank = np.zeros(len(who), np.int64)
+    rank[older] = _rank(members[older], columns["hash"].astype(np.uint64)[older])
+    rank[who == 0] = 0
+    crowded = np.zeros(len(who), np.bool_)
+    most = np.argsort(-rank, kind="stable")[: len(who) - limit]
+    crowded[most[rank[most] >= share - share // YOUNG]] = True
+    return crowded
+
+
+def _rank(members: NDArray[np.int64], hashed: NDArray[np.uint64]) -> NDArray[np.int64]:
+    """Return the rank of each event by its hash among the events of its class, key or group."""
+    order = np.lexsort((hashed, members))
+    rank = np.empty(len(order), np.int64)
+    rank[order] = np.arange(len(order)) - np.searchsorted(members[order], members[order])
+    return rank
 
 
 def _stays(label: Array, hashed: NDArray[np.uint64], limit: int, *, classes: bool) -> NDArray[np.bool_]:
@@ -211,9 +248,7 @@ def _stays(label: Array, hashed: NDArray[np.uint64], limit: int, *, classes: boo
     groups = label[: total - young].astype(np.float64) if classes else np.zeros(total - young)
     _, members = np.unique(groups, return_inverse=True)
     share = _water_level(np.bincount(members), limit - young)
-    order = np.lexsort((hashed[: total - young], members))
-    rank = np.arange(len(order)) - np.searchsorted(members[order], members[order])
-    stays[order[rank < share[members[order]]]] = True
+    stays[: total - young] = _rank(members, hashed[: total - young]) < share[members]
     return stays
 
 

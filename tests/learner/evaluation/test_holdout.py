@@ -1,10 +1,12 @@
 """The holdout set: which events it keeps."""
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anabranch.core.stream_secret import StreamSecret
+from ingest.config import SchemaSettings
 from ingest.events.identity import identity_hash, keyed_hash
 from ingest.events.partition import TopicPartition
 from ingest.events.schema import Schema
@@ -68,6 +70,52 @@ def test_held_out_events_are_independent_of_the_reservoir() -> None:
         assert abs(held.mean() - 0.2) < 0.02
         assert abs(priority[held].mean() - 0.5) < 0.03
         assert abs(np.mean(priority[held] < 0.1) - 0.1) < 0.03
+
+
+@pytest.mark.parametrize("name", ["key_hash", "group_hash"])
+def test_one_key_does_not_crowd_out_the_others_once_the_set_is_full(name: str) -> None:
+    settings = {"features": {"x": {"dtype": "float32", "shape": [1]}}, "label": {"name": "y", "classes": 3}}
+    settings |= {"key": {"name": "who"}, "group": {"name": "of"}}
+    holdout, offset = HoldoutSet(Schema(SchemaSettings.model_validate(settings)), 400, 0), 0
+
+    def add(count: int, own: np.ndarray) -> None:
+        nonlocal offset
+        columns = fake_columns(holdout_schema, range(offset, offset + count), label=[0, 1, 2])
+        columns |= {"key_hash": own, "group_hash": np.zeros_like(own)}
+        columns[name] = own
+        holdout.add(columns, NAMES)
+        offset += count
+
+    holdout_schema = Schema(SchemaSettings.model_validate(settings))
+    add(300, np.full(300, 7, np.uint64))
+    assert len(holdout.held.columns["label"]) == 300, "nobody else has events"
+    add(400, np.arange(1000, 1400, dtype=np.uint64))
+    for _ in range(30):
+        add(100, np.full(100, 7, np.uint64))
+        columns = holdout.held.columns
+        assert len(columns["label"]) == 400
+        assert np.count_nonzero(columns[name] == 7) <= 20
+        assert columns["offset"][columns[name] == 7].max() == offset - 1
+
+
+def test_few_keys_with_equally_many_events_keep_the_youngest(schema: Schema) -> None:
+    holdout = HoldoutSet(schema, 400, 0)
+    columns = fake_columns(schema, range(5000), label=[0, 1, 2])
+    columns["key_hash"] = np.arange(5000).astype(np.uint64) % 4 + 1
+    for begin in range(0, 5000, 50):
+        holdout.add({key: column[begin : begin + 50] for key, column in columns.items()}, NAMES)
+    held = holdout.held.columns
+    assert set(range(4900, 5000)) <= set(held["offset"].tolist())
+    assert np.quantile(held["offset"], 0.3) < 2500, "old events stay"
+
+
+def test_events_without_a_key_have_no_share(schema: Schema) -> None:
+    holdout = HoldoutSet(schema, 400, 0)
+    columns = fake_columns(schema, range(1000), label=[0, 1, 2])
+    columns["key_hash"] = np.where(np.arange(1000) < 900, 0, np.arange(1000)).astype(np.uint64)
+    holdout.add(columns, NAMES)
+    assert len(holdout.held.columns["label"]) == 400
+    assert np.count_nonzero(holdout.held.columns["key_hash"] == 0) > 250
 
 
 def test_events_get_other_labels_where_they_are_in_the_set(schema: Schema) -> None:
