@@ -35,7 +35,7 @@ class HeldOutShare:
         self.warning = (
             f"{held_out / events:.2%} of the labelled events of a minute were held out, and gate.holdout_fraction is "
             f"{self._fraction:.2%}: few keys or groups send most events, or somebody sends many under one that is held "
-            "out; look at what the topic has"
+            "out; check the keys in the topic"
             if is_far
             else None
         )

@@ -19,7 +19,7 @@ from replay.erasure.erased_events import ErasedEvents
 YOUNG = 4
 """The newest 1 / `YOUNG` of the events are young: they measure the accuracy on new events."""
 _KEYS = 20
-"""Once the set is full, the events of a key or group give way to others where they are more than 1 / `_KEYS` of it, and
+"""Once the set is full, the events of a key or group yield to others where they are more than 1 / `_KEYS` of it, and
 more than twice what each key would have: whoever sends many events of a key that is held out does not decide alone."""
 _SLACK = 16
 _MOST_PARTS = 64
@@ -211,7 +211,7 @@ def trimmed(columns: Mapping[str, Array], limit: int, *, classes: bool) -> Mappi
 
 
 def _crowded(columns: Mapping[str, Array], limit: int) -> NDArray[np.bool_]:
-    """Return which events give way to those of other keys and groups; no more than have to go.
+    """Return which events yield to those of other keys and groups; no more than have to go.
 
     The youngest quarter of a key's share stays, and of its older events those with the smallest hashes.
     """

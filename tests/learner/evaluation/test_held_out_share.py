@@ -24,24 +24,26 @@ def test_a_minute_with_far_more_or_fewer_held_out_events_is_a_warning(
     held_out: int, trained: int, shown: str | None
 ) -> None:
     clock = SimpleNamespace(now=0.0)
-    share = HeldOutShare(0.01, lambda: clock.now)
-    share.update({"held_out": 7, "trained": 100})
+    measured = HeldOutShare(0.01, lambda: clock.now)
+    measured.update({"held_out": 7, "trained": 100})
     clock.now = 59.0
-    share.update({"held_out": 7 + held_out, "trained": 100 + trained})
-    assert share.warning is None
+    measured.update({"held_out": 7 + held_out, "trained": 100 + trained})
+    assert measured.warning is None
     clock.now = 61.0
-    share.update({"held_out": 7 + held_out, "trained": 100 + trained})
-    assert (share.warning is None) == (shown is None)
-    assert shown is None or str(share.warning).startswith(f"{shown} of the labelled events of a minute were held out")
+    measured.update({"held_out": 7 + held_out, "trained": 100 + trained})
+    assert (measured.warning is None) == (shown is None)
+    assert shown is None or str(measured.warning).startswith(
+        f"{shown} of the labelled events of a minute were held out"
+    )
     clock.now = 125.0
-    share.update({"held_out": 7 + held_out, "trained": 100 + trained})
-    assert share.warning is None, "no event came since"
+    measured.update({"held_out": 7 + held_out, "trained": 100 + trained})
+    assert measured.warning is None, "no event came since"
 
 
 def test_without_held_out_events_nothing_is_expected() -> None:
     clock = SimpleNamespace(now=0.0)
-    share = HeldOutShare(0.0, lambda: clock.now)
+    measured = HeldOutShare(0.0, lambda: clock.now)
     for minute in range(3):
         clock.now = 61.0 * minute
-        share.update({"held_out": 0, "trained": 100_000 * minute})
-    assert share.warning is None
+        measured.update({"held_out": 0, "trained": 100_000 * minute})
+    assert measured.warning is None
