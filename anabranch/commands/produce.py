@@ -16,6 +16,7 @@ from anabranch.config.loader import Config
 from anabranch.core.errors import SettingsError
 from anabranch.runtime.rate_limiter import Pacer
 from ingest.events.schema import Schema
+from ingest.formats.base import seconds_of
 from ingest.formats.envelopes.cloud_events import binary_headers
 from ingest.formats.json_text import decoded
 from ingest.formats.registry import FORMATS
@@ -152,12 +153,17 @@ class _Encoder:
             event = _object(content) if isinstance(content, bytes) else self._labelled(content)
             key = event.get(self.schema.key) if self.schema.key else None
             if self._pack:
-                value = self._pack(self.schema, [event])
+                value = self._pack(self.schema, [self._with_seconds(event)])
             else:
                 value = content if isinstance(content, bytes) else _json(event)
         except (SettingsError, TypeError, ValueError) as exc:
             return _Message(record.location, fault=str(exc).removeprefix("event 0: "))
         return _Message(record.location, value, None if key is None else str(key).encode())
+
+    def _with_seconds(self, event: dict[str, Any]) -> dict[str, Any]:
+        """Return an event whose time is a number, as formats that are not JSON need it."""
+        time = event.get(self.schema.time) if self.schema.time else None
+        return {**event, self.schema.time: seconds_of(time)} if isinstance(time, str) and self.schema.time else event
 
     def _labelled(self, event: dict[str, Any]) -> dict[str, Any]:
         """Leave out a label of NaN, which is how tables of numbers say that there is none."""

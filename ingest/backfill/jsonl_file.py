@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime
 from typing import Any, BinaryIO
 
 import msgspec
@@ -14,7 +13,7 @@ from typing_extensions import override
 from ingest.backfill.row_tables import CHUNK_ROWS, Decoder, FileRows, RowTables, Seek
 from ingest.backfill.text_files import BYTE_ORDER_MARK, other_than_lines, start_of, unpacked
 from ingest.events.schema import Schema
-from ingest.formats.base import WHOLE_MESSAGE, Decoded, Reject, joined
+from ingest.formats.base import WHOLE_MESSAGE, Decoded, Reject, joined, seconds_of
 from ingest.formats.json import JsonFormat
 from ingest.formats.json_text import decoded
 
@@ -153,8 +152,7 @@ class LineDecoder(Decoder):
         try:
             time: float | str | None = msgspec.structs.asdict(decoded(self._time.decode, line))["time"]
             if isinstance(time, str):
-                moment = datetime.fromisoformat(time)
-                time = (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+                time = seconds_of(time)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError):
             return 0
         return round(min(time, 2**52) * 1000) if time is not None and time > -(2**52) else 0

@@ -5,6 +5,7 @@ Legend: M messages in, N usable events out.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -159,6 +160,12 @@ def reject_unusable_numbers(decoded: Decoded, schema: Schema) -> Decoded:
         bad = labelled & (np.less(label, 0) | np.greater_equal(label, schema.label.classes))
         expected = f"in 0..{schema.label.classes - 1}"
     return decoded.without(bad, f"{schema.label.name} is not {expected}") if bad.any() else decoded
+
+
+def seconds_of(text: str) -> float:
+    """Return the seconds since 1970 of an ISO time, which is UTC without a zone; raises ValueError where it is none."""
+    moment = datetime.fromisoformat(text.strip())
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 
 
 def nested(values: list[Any], shape: tuple[int, ...]) -> list[Any]:

@@ -120,8 +120,11 @@ def dict_decoder(schema: Schema) -> StructDecoder[Mapping[str, Any]]:
     return StructDecoder(schema, present, present, "schema: ")
 
 
-def event_type(schema: Schema, *, forbid_unknown: bool) -> type[msgspec.Struct]:
-    """Return the type of an event, as msgspec checks it; with `forbid_unknown` other fields are an error."""
+def event_type(schema: Schema, *, forbid_unknown: bool, in_json: bool = False) -> type[msgspec.Struct]:
+    """Return the type of an event, as msgspec checks it; with `forbid_unknown` other fields are an error.
+
+    `in_json`: whether a time may be a text.
+    """
     names: dict[str, str] = {}
     fields: list[Any] = []
 
@@ -130,11 +133,12 @@ def event_type(schema: Schema, *, forbid_unknown: bool) -> type[msgspec.Struct]:
         fields.append((attribute, kind | UnsetType, UNSET) if optional else (attribute, kind))
 
     for index, feature in enumerate(schema.features):
-        add(f"f{index}", feature.name, _feature_type(feature), optional=feature.default is not None)
+        kind, optional = _feature_type(feature), feature.default is not None
+        add(f"f{index}", feature.name, kind | None if optional else kind, optional=optional)
     add("label", schema.label.name, _label_type(schema.label) | None, optional=True)
     for attribute, name, kind in (
         ("key", schema.key, str | int),
-        ("time", schema.time, float),
+        ("time", schema.time, float | str if in_json else float),
         ("weight", schema.weight, Annotated[float, Meta(ge=0)]),
         ("group", schema.group, str | int),
         ("join", schema.join, str | int),

@@ -3,13 +3,14 @@
 Each message is parsed by itself: joined ones could be parsed faster, but two malformed messages can join to good ones.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import msgspec
 
 from ingest.events.schema import Schema
-from ingest.formats.base import Decoded, Headers
+from ingest.formats.base import Decoded, Headers, seconds_of
 from ingest.formats.event_structs import StructDecoder, event_type
 from ingest.formats.json_text import decoded
 
@@ -18,12 +19,30 @@ class JsonFormat:
     """Decodes JSON objects. Fields that the schema does not know are ignored, and their messages counted."""
 
     def __init__(self, schema: Schema) -> None:
-        exact, lenient = (
-            partial(decoded, msgspec.json.Decoder(event_type(schema, forbid_unknown=each)).decode)
-            for each in (True, False)
-        )
+        kinds = (event_type(schema, forbid_unknown=each, in_json=True) for each in (True, False))
+        parsers = (partial(decoded, msgspec.json.Decoder(kind).decode) for kind in kinds)
+        exact, lenient = (_timed(parse, schema.time) for parse in parsers)
         self._decoder = StructDecoder[bytes](schema, exact, lenient)
 
     def decode(self, values: Sequence[bytes], headers: Sequence[Headers] = ()) -> Decoded:  # noqa: ARG002
         """Decode M message values, each one event or a reject."""
         return self._decoder.decode(values)
+
+
+def _timed(parse: Callable[[bytes], Any], name: str | None) -> Callable[[bytes], Any]:
+    """Return `parse` for events whose time, if they have one, is a number then, though it may be written as a text."""
+    if name is None:
+        return parse
+
+    def parsed(value: bytes) -> Any:
+        event = parse(value)
+        if isinstance(event.time, str):
+            try:
+                event.time = seconds_of(event.time)
+            except ValueError:
+                raise msgspec.ValidationError(
+                    f"Expected seconds since 1970 or an ISO time, got {event.time[:40]!r} - at `$.{name}`"
+                ) from None
+        return event
+
+    return parsed

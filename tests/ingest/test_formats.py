@@ -277,6 +277,40 @@ def test_a_value_that_is_no_number_is_rejected_by_the_name_of_its_field(name: st
 
 
 class TestJson:
+    def test_a_time_may_be_a_number_or_an_iso_time_which_is_utc_without_a_zone(self) -> None:
+        described = {
+            "features": {"x": {"dtype": "float32"}},
+            "label": {"name": "y", "classes": 2},
+            "time": {"name": "t"},
+        }
+        times = [
+            "1.5",
+            '"1970-01-01T00:00:02.5Z"',
+            '"1970-01-01T02:00:03+02:00"',
+            '"1970-01-01 00:00:04"',
+            '"1970-01-02"',
+        ]
+        bad = ['"noon"', "null", '""', "true", '"1970-13-01"']
+        values = [f'{{"x": 1, "y": 1, "t": {time}}}'.encode() for time in times + bad]
+        decoded = FORMATS["json"](Schema(SchemaSettings.model_validate(described))).decode(values)
+        assert decoded.columns["time"].tolist() == [1.5, 2.5, 3, 4, 86400]
+        assert [reject.message for reject in decoded.rejects] == [5, 6, 7, 8, 9]
+        assert decoded.rejects[0].reason == "Expected seconds since 1970 or an ISO time, got 'noon' - at `$.t`"
+
+    def test_null_is_missing(self) -> None:
+        features = {
+            "a": {"dtype": "float32", "default": 7},
+            "b": {"dtype": "int64", "shape": [2], "default": [1, 2]},
+            "c": {"dtype": "string", "encode": {"vocab": ["u"]}, "default": "u"},
+        }
+        described = {"features": features, "label": {"name": "y", "classes": 2}}
+        decode = FORMATS["json"](Schema(SchemaSettings.model_validate(described))).decode
+        null, absent = decode([b'{"a": null, "b": null, "c": null, "y": null}']), decode([b"{}"])
+        assert not [*null.rejects, *absent.rejects]
+        for name, column in null.columns.items():
+            np.testing.assert_array_equal(column, absent.columns[name], err_msg=name)
+        assert decode([b'{"b": [1, null]}']).rejects
+
     def test_a_label_with_two_classes_may_be_true_or_false(self) -> None:
         described = {"features": {"x": {"dtype": "float32"}}, "label": {"name": "y", "classes": 2}}
         values = [b'{"x": 1, "y": %s}' % label for label in (b"true", b"false", b"1", b"null", b"2")]

@@ -9,7 +9,7 @@ import numpy as np
 
 from anabranch.core.errors import SettingsError
 from ingest.events.schema import Schema
-from ingest.formats.base import nested
+from ingest.formats.base import nested, seconds_of
 
 _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 _PART = re.compile(r"(\w+?)((?:\.\d+)+|(?:\[\d+\])+)")
@@ -92,10 +92,12 @@ def cell_reader(schema: Schema, field: str) -> Callable[[str, bool], Any]:
     if field == schema.label.name:
         label: Callable[[str], Any] = _READERS["f" if schema.label.classes is None else "i"]
         if schema.label.one_of == 2 and not schema.label.names:
-            return lambda cell, _: _BOOLEANS[cell.lower()] if cell.lower() in _BOOLEANS else label(cell)
+            return lambda cell, _: int(_BOOLEANS[cell.lower()]) if cell.lower() in _BOOLEANS else label(cell)
         return lambda cell, _: cell if schema.label.names else label(cell)
     if field in (schema.key, schema.group):
         return lambda cell, _: _number_or_text(cell)
+    if field == schema.time:
+        return lambda cell, _: _seconds(cell)
     return lambda cell, _: _float(cell)
 
 
@@ -115,6 +117,17 @@ def _float(cell: str) -> float:
         return float(cell)
     except ValueError:
         raise ValueError("is not a number") from None
+
+
+def _seconds(cell: str) -> float:
+    try:
+        return float(cell)
+    except ValueError:
+        pass
+    try:
+        return seconds_of(cell)
+    except ValueError:
+        raise ValueError("is neither seconds since 1970 nor an ISO time") from None
 
 
 def _bool(cell: str) -> bool:

@@ -365,3 +365,15 @@ def test_a_parquet_file_has_the_same_events_for_commands_and_for_the_history(tmp
         assert not [*decoded.rejects, *rows.decoded.rejects]
         for name, column in decoded.columns.items():
             np.testing.assert_array_equal(column, rows.decoded.columns[name], err_msg=name)
+
+
+def test_a_time_in_csv_is_a_number_or_an_iso_time(tmp_path: Path) -> None:
+    label, time = {"name": "y", "classes": 2}, {"name": "at"}
+    described = {"features": {"x": {"dtype": "float32"}}, "label": label, "time": time}
+    schema = Schema(SchemaSettings.model_validate(described))
+    (tmp_path / "a.csv").write_text(
+        "x,y,at\n1,TRUE,1.5\n1,0,1970-01-01T00:00:02Z\n1,false,1970-01-01 00:00:03\n1,1,soon\n"
+    )
+    *good, bad = read(tmp_path / "a.csv", schema)
+    assert [(record.content["at"], record.content["y"]) for record in good] == [(1.5, True), (2, 0), (3, False)]
+    assert bad.fault == "at = 'soon' is neither seconds since 1970 nor an ISO time"
