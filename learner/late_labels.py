@@ -29,7 +29,7 @@ from learner.strategies.early_negatives import EARLY, Early
 from learner.stream.aligned_reading import AlignedReading
 from learner.stream.batch import Batch, Decided
 from learner.stream.batches import MOST_LATE
-from learner.stream.label_times import NEVER, LabelClock, LabelLags, LabelsThrough, StreamTimes
+from learner.stream.label_times import NEVER, LabelClock, LabelLags, StreamTimes
 from learner.stream.lag import LagPolicy
 from learner.stream.ledger import Ledger
 from learner.training.step_result import StepResult
@@ -94,11 +94,9 @@ class LateLabels:
         self._max_delay = max_delay.total_seconds()
         self._clock = clock or LabelClock()
         self._times = StreamTimes(settings.topics, self._clock)
-        self._label_topics = frozenset(settings.topics)
         self._aligned = AlignedReading(round(settings.wait.total_seconds() * 1000), self._clock.monotonic)
         self.ahead: frozenset[int] = frozenset()
         """The indexes of the partitions that are not to be read now: others are behind them."""
-        self._through = LabelsThrough()
         self._ready_since: float | None = None
         self._advance_at = 0.0
         self._ledger = Ledger()
@@ -107,7 +105,8 @@ class LateLabels:
         self._lags = LabelLags()
         self._most_rows = min(step_size if self._early else MOST_LATE, max(1, join.slots // _PARTS))
         self._oldest: dict[int, int] = {}
-        """By index of the partition, an offset before which no event waits: the first that does, as last searched."""
+        """By index of the partition, an offset before which no event waits and no label is open: the first of these, as
+        last searched."""
         self._search_at, self._searched = 0.0, 0
         self._repeated: set[tuple[int, ...]] = set()
         """Partition, offset and row of the events whose correction is in another step, since one was not finite."""
@@ -194,7 +193,6 @@ class LateLabels:
             self._times.add(span.columns)
         if batch.decided is not None:
             self._end(batch.decided, finite=finite)
-            self._through.settle(len(batch.decided.span.trained))
             if not batch.new:  # no step has observed their scores
                 self._unobserved += self._scores_of(batch.decided)
         if batch.waiting:
@@ -207,7 +205,7 @@ class LateLabels:
         if batch.labels:
             keys = {"key_hash": batch.labels[self._join_column]}
             self.join.add_labels({**self._with_times(batch.labels), **keys})
-        self._mark()
+            self._add_oldest(batch.labels)
 
     def advance(self, partitions: Sequence[Partition], ends_time: float | None) -> None:
         """Decide about events whose time is up, a few times a second; called between steps."""
@@ -221,7 +219,6 @@ class LateLabels:
             self.join.tidy()
         else:
             self.join.advance(labels_ms, NEVER if events_ms is None else events_ms)
-            self._mark()
 
     def scored(self, batch: Batch, result: StepResult) -> Scored:
         """Return the scores of the events of a batch that have their label, by the predictions from before training.
@@ -239,10 +236,10 @@ class LateLabels:
         return self._predictor.score(batch.new[_OUTPUT][plain].astype(np.float32), batch.new["label"][plain])
 
     def first_open(self) -> dict[int, int]:
-        """Return, by index of the partition, the first offset of an event that has not ended, or of a label whose event
-        has not."""
+        """Return, by index of the partition, the first offset of an event that has not ended, or of a label that is not
+        learned from: its event has not ended, or may still come."""
         self.search_if_due()
-        return {**self._oldest, **self._through.first_open}
+        return dict(self._oldest)
 
     def search_if_due(self) -> int:
         """Search for the oldest events that wait, unless that is slow and was done a moment ago.
@@ -254,9 +251,10 @@ class LateLabels:
         return self._searched
 
     def search(self) -> None:
-        """Search for the oldest events that wait."""
+        """Search for the oldest events that wait, and for the oldest labels that are not learned from."""
         begin = self._clock.cpu()
-        self._oldest, self._searched = self.join.oldest_waiting(), self._ledger.ended
+        self._oldest = {**self.join.oldest_waiting(), **self.join.oldest_open_labels()}
+        self._searched = self._ledger.ended
         seconds = self._clock.cpu() - begin
         self._search_at = self._clock.monotonic() + (_SHARE * seconds if seconds > _AT_ONCE_SECONDS else 0.0)
 
@@ -265,9 +263,7 @@ class LateLabels:
 
         Raises OSError where the file cannot be written; nothing is removed then.
         """
-        ready = self.join.ready
         self.join.erase(covers)
-        self._through.settle(ready - self.join.ready)
         return self._end_erased()
 
     def report(self) -> LabelReport:
@@ -299,7 +295,6 @@ class LateLabels:
     def state(self) -> dict[str, Any]:
         """Return plain values, for a checkpoint; the join has a separate part."""
         return {
-            "through": self._through.state(),
             "lags": self._lags.state(),
             "unobserved": asdict(self._unobserved),
         }
@@ -309,7 +304,6 @@ class LateLabels:
         if state:
             self._lags.add(np.array(state["lags"], np.int64))
             self._unobserved = Scored(**state["unobserved"])
-            self._through.restore(state["through"], self.join.ready, self._label_positions)
             self._end_erased()
 
     def _end(self, decided: Decided, *, finite: bool) -> None:
@@ -326,7 +320,7 @@ class LateLabels:
         self.join.settle((ends == _TIMED_OUT) | (ends == _HELD_OUT) | stored, stored=stored, again=again)
 
     def _add_oldest(self, columns: Mapping[str, Array]) -> None:
-        """Add the first event of each partition in which none has waited; those of the others are not older."""
+        """Add the first event, or label, of each partition in which none is open; those of the others are not older."""
         numbers, first = np.unique(columns["partition"], return_index=True)
         for index, offset in zip(numbers.tolist(), columns["offset"][first].tolist(), strict=True):
             self._oldest.setdefault(index, offset)
@@ -362,11 +356,3 @@ class LateLabels:
         if not absent.any():
             return dict(columns)
         return {**columns, "time_ms": np.where(absent, np.int64(self._clock.wall() * 1000), columns["time_ms"])}
-
-    def _mark(self) -> None:
-        self._through.mark(self.join.ready, self._label_positions)
-
-    @property
-    def _label_positions(self) -> dict[int, int]:
-        accounts = enumerate(self._ledger.partitions)
-        return {index: each.position.offset for index, each in accounts if each.name.topic in self._label_topics}

@@ -115,6 +115,15 @@ class KeptLabels:
         _, ids = self._index.find(np.unique(keys))
         return self._any_within(ids, keys, begin_ms, end_ms)
 
+    def values(self, ids: Ids) -> tuple[Array, NDArray[np.int32], NDArray[np.int64]]:
+        """Return the values of n labels, and the partitions and offsets of their messages."""
+        return self.value[ids], self._partition[ids], self._offset[ids]
+
+    def unused(self) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """Return the partitions and offsets of the labels that no event has matched, save duplicates."""
+        ids = np.flatnonzero(self._state[: self._numbers.used] == UNUSED)
+        return self._partition[ids], self._offset[ids]
+
     def use(self, ids: Ids) -> None:
         """Mark n labels as used."""
         self._state[ids] = USED

@@ -287,8 +287,6 @@ class LabelJoin:
         """
         decided = self._decisions.first(self._taken)
         ids = decided["id"].astype(np.int32) if decided else np.empty(0, np.int32)
-        self._decisions.pop(self._taken)
-        self._taken = 0
         valid = self._valid[: len(ids)]
         self.counts.damaged += int(np.count_nonzero(~valid))
 
@@ -302,9 +300,9 @@ class LabelJoin:
             kept &= of_taken(negative)
         repeated = np.zeros(len(ids), np.bool_) if again is None else of_taken(again)
         if repeated.any():
-            resolution, waited = decided["resolution"].astype(np.uint8), decided["waited_ms"].astype(np.int64)
-            values = decided["value"]
-            self._decisions.push(ids[repeated], resolution[repeated], waited[repeated], values[repeated])
+            self._decisions.repeat(repeated)
+        self._decisions.pop(self._taken)
+        self._taken = 0
         self._events.remove(ids[~(kept | repeated)])
         if kept.any():
             if stored is not None and (only_stored := kept & of_taken(stored)).any():
@@ -328,6 +326,17 @@ class LabelJoin:
     def oldest_waiting(self) -> dict[int, int]:
         """Return, by index of the partition, the lowest offset of an event that has not ended."""
         return self._table.oldest_waiting()
+
+    def oldest_open_labels(self) -> dict[int, int]:
+        """Return, by index of the partition, the lowest offset of a label that is not learned from yet.
+
+        It is kept for an event that comes, or its event is decided and not settled.
+        """
+        kept, decided = self._labels.unused(), self._decisions.labels()
+        partition, offset = np.concatenate([kept[0], decided[0]]), np.concatenate([kept[1], decided[1]])
+        lowest = np.full(int(partition.max(initial=-1)) + 1, np.iinfo(np.int64).max)
+        np.minimum.at(lowest, partition, offset)
+        return {int(index): int(lowest[index]) for index in np.unique(partition)}
 
     def erase(self, covers: Callable[[Mapping[str, Array]], NDArray[np.bool_]]) -> int:
         """Remove erased events and labels, overwrite their payload, and return how many events were removed.

@@ -134,6 +134,6 @@ class Matching:
         early = self._table.before[ids] == Before.EARLY
         resolution = np.where(again | early, Resolution.CORRECTED, Resolution.LABELLED)
         waited = self._labels.time_ms[labels] - self._table.time_ms[ids]
-        self._decisions.push(ids, resolution.astype(np.uint8), waited, self._labels.value[labels])
+        self._decisions.push(ids, resolution.astype(np.uint8), waited, self._labels.values(labels))
         self._counts.matched += int(np.count_nonzero(~again))
         self._counts.taken_back += int(np.count_nonzero(again))

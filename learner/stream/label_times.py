@@ -1,7 +1,6 @@
-"""Stream time of labels and events, and up to where labels are learned from. Legend: N rows of a call."""
+"""Stream time of labels and events, and the lags of labels. Legend: N rows of a call."""
 
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -110,44 +109,3 @@ class LabelLags:
     def state(self) -> list[int]:
         """Return some of the lags, for a checkpoint."""
         return list(map(int, self._lags[: min(self._count, _MOST_SAVED)]))
-
-
-class LabelsThrough:
-    """Up to which offset each label partition has been learned from: a label may be decided, and its step not taken.
-
-    Decided events are taken in the order of the decisions: so their number shows when all up to a position are settled.
-    """
-
-    def __init__(self) -> None:
-        self._settled = 0
-        self._marks: deque[tuple[int, dict[int, int]]] = deque()
-        """How many events have to be settled, and the positions of label partitions that are then learned from."""
-        self._through: dict[int, int] = {}
-
-    def mark(self, ready: int, positions: Mapping[int, int]) -> None:
-        """Record positions after which `ready` events are decided and not settled."""
-        if ready:
-            self._marks.append((self._settled + ready, dict(positions)))
-        else:
-            self._marks.clear()
-            self._through = dict(positions)
-
-    def settle(self, events: int) -> None:
-        """Count events that were settled, or erased before that."""
-        self._settled += events
-        while self._marks and self._marks[0][0] <= self._settled:
-            self._through = self._marks.popleft()[1]
-
-    @property
-    def first_open(self) -> Mapping[int, int]:
-        """The first offset of a label whose event is not settled, by index of the partition; none where all are."""
-        return self._through if self._marks else {}
-
-    def state(self) -> list[list[int]]:
-        """Return the positions for a checkpoint."""
-        return [[index, offset] for index, offset in self._through.items()]
-
-    def restore(self, state: Sequence[tuple[int, int]], ready: int, positions: Mapping[int, int]) -> None:
-        """Restore the positions of a checkpoint with `ready` events that are decided."""
-        self._through = dict(state)
-        self.mark(ready, positions)

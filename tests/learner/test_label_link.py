@@ -166,13 +166,47 @@ def test_trained_through_ends_before_the_first_event_that_waits_and_the_first_la
     bench.arrive(0, 1, 2, 3, 5, partition=1)
     assert through() == [-1, -1]
     bench.step()
-    assert through() == [3, -1]
+    assert through() == [3, 4]
     bench.clock.now += 1.0
     bench.step()
     bench.clock.now += 1.0
     assert bench.step() == [5]
     assert through() == [3, 5]
     assert list(bench.ledger.seen_through.values()) == [5, 5]
+
+
+def through(bench: Bench) -> list[int]:
+    """Up to which offsets events and labels are learned from."""
+    return [progress.offset for progress in bench.ledger.trained_through.values()]
+
+
+def test_a_label_that_came_before_its_event_is_not_learned_from_before_that_is(bench: Bench) -> None:
+    bench.late._max_delay = 0.0
+    bench.arrive(0, 1)
+    bench.arrive(0, 1, 2, partition=1)
+    assert bench.step() == [0, 1]
+    assert through(bench) == [1, 1]
+    bench.arrive(2)
+    assert through(bench) == [1, 1]
+    assert bench.step() == [2]
+    assert through(bench) == [2, 2]
+
+
+def test_a_label_that_no_event_can_match_any_more_is_no_longer_waited_for(bench: Bench) -> None:
+    bench.arrive(7, partition=1)
+    assert through(bench) == [-1, 6]
+    bench.late.join.advance(5_000 + 3_600_001)
+    assert through(bench) == [-1, 7]
+
+
+def test_an_erasure_of_decided_events_says_nothing_of_the_others(bench: Bench) -> None:
+    bench.arrive(*range(8))
+    bench.arrive(*range(4), partition=1)
+    bench.arrive(*range(4, 8), partition=1)
+    bench.late.erase(lambda columns: columns["offset"] >= 4)
+    assert through(bench) == [-1, -1]
+    assert bench.step() == [0, 1, 2, 3]
+    assert through(bench) == [7, 7]
 
 
 def test_the_search_for_the_oldest_event_is_rare_where_it_is_slow_and_never_too_high(bench: Bench) -> None:

@@ -1,4 +1,4 @@
-"""Stream time of labels and events, and up to where labels are learned from."""
+"""Stream time of labels and events, and the lags of labels."""
 
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ from ingest.events.block import Array
 from ingest.events.partition import TopicPartition
 from ingest.events.position import Position
 from ingest.reader.cursors import Partition
-from learner.stream.label_times import LabelClock, LabelLags, LabelsThrough, StreamTimes
+from learner.stream.label_times import LabelClock, LabelLags, StreamTimes
 from learner.stream.ledger import Ledger
 
 EVENTS, LABELS_0, LABELS_1 = TopicPartition("events", 0), TopicPartition("labels", 0), TopicPartition("labels", 1)
@@ -107,33 +107,6 @@ def test_stream_time_goes_back_after_wrong_times(times: StreamTimes) -> None:
     assert times.now(partitions(9, 9, 9), ledger(1, 2, 1), 99.0) == (8_000, 4_000_000)
     steadily(times, 0, 7_001)
     assert times.now(partitions(9, 9, 9), ledger(1, 2, 1), 99.0) == (8_000, 7_001)
-
-
-def test_a_label_is_learned_from_once_the_event_that_it_decided_is_settled() -> None:
-    through = LabelsThrough()
-    through.mark(0, {1: 5})
-    assert through.first_open == {}
-    through.mark(3, {1: 8})
-    through.mark(7, {1: 12})
-    assert through.first_open == {1: 5}
-    through.settle(2)
-    assert through.first_open == {1: 5}
-    through.settle(1)
-    assert through.first_open == {1: 8}
-    restored = LabelsThrough()
-    restored.restore([(1, 8)], 4, {1: 12})
-    for each in (through, restored):
-        each.settle(3)
-        assert each.first_open == {1: 8}
-        each.settle(1)
-        assert each.first_open == {}
-
-
-def test_where_nothing_is_decided_all_labels_are_learned_from() -> None:
-    through = LabelsThrough()
-    through.mark(2, {1: 8})
-    through.mark(0, {1: 9})
-    assert through.first_open == {}
 
 
 def test_the_lag_of_labels_is_that_of_the_last_ones() -> None:
