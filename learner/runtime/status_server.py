@@ -1,13 +1,21 @@
-"""The learner's status server: `/metrics`, `/healthz` and `/livez`."""
+"""The learner's status server: `/metrics`, `/healthz` and `/livez`.
+
+A process of its own accepts connections (see `liveness`): it answers `/livez`, also while no thread of this process
+runs, and passes on all others.
+"""
 
 import contextlib
 import io
 import json
+import logging
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
@@ -23,7 +31,10 @@ _MOST_CONNECTIONS = 16
 _PATIENCE = timedelta(seconds=10)
 """Longest duration of a connection."""
 _MOST_HEAD_BYTES = 16_384
-_RETRY = timedelta(milliseconds=100)
+_SAY_EVERY = timedelta(seconds=1)
+"""How often the process that answers `/livez` hears that this one runs."""
+
+log = logging.getLogger("anabranch.learner")
 
 
 class _Server(ThreadingMixIn, WSGIServer):
@@ -34,13 +45,36 @@ class _Server(ThreadingMixIn, WSGIServer):
         self._open: dict[socket.socket, float] = {}
         """Connections with the time at which each has to end, the oldest first."""
         self._lock = threading.Lock()
+        self._answers: subprocess.Popen[bytes] | None = None
+        self._said, self._say_at = b"", 0.0
         super().__init__(*args)
 
+    def answer_livez(self, hang: Callable[[], str | None], *, any_host: bool) -> None:
+        """Let a process of its own accept the connections from now on, and answer `/livez` by what `hang` returns."""
+        self._hang, self._any_host = hang, any_host
+        self._listener = self.socket
+        # Both ends stay open here, for the next process should this one be killed.
+        self.socket, self._channel = socket.socketpair()
+        self._start_answers()
+
+    def _start_answers(self) -> None:
+        descriptors = self._listener.fileno(), self._channel.fileno()
+        script = str(Path(__file__).with_name("liveness.py"))
+        self._answers = subprocess.Popen(
+            [sys.executable, "-I", "-S", script, *map(str, descriptors), str(int(self._any_host))],
+            pass_fds=descriptors,
+            stdin=subprocess.DEVNULL,
+        )
+
     def get_request(self) -> tuple[socket.socket, Any]:
+        """Take a connection that the other process has accepted; raises OSError where it has ended."""
+        _, descriptors, _, _ = socket.recv_fds(self.socket, 1, 1)
+        connection = socket.socket(fileno=descriptors[0])
+        connection.setblocking(True)
         try:
-            return super().get_request()
-        except OSError:  # out of descriptors: the connection waits in the backlog
-            time.sleep(_RETRY.total_seconds())
+            return connection, connection.getpeername()
+        except OSError:
+            connection.close()
             raise
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -51,11 +85,36 @@ class _Server(ThreadingMixIn, WSGIServer):
         super().process_request(request, client_address)
 
     def service_actions(self) -> None:
-        """End the connections whose time is over; called several times a second."""
+        """End the connections whose time is over, and say that this process runs; called several times a second."""
         now = time.monotonic()
+        self._say(now)
         with self._lock:
             for request in [request for request, end in self._open.items() if end <= now]:
                 self._end(request)
+
+    def _say(self, now: float) -> None:
+        """Write whether the training loop hangs to the process that answers `/livez`; start it again if it is gone."""
+        hang = self._hang()
+        said = json.dumps({"ok": hang is None, "problems": [] if hang is None else [hang]}).encode() + b"\n"
+        if said == self._said and now < self._say_at:
+            return
+        self._said, self._say_at = said, now + _SAY_EVERY.total_seconds()
+        assert self._answers is not None
+        if self._answers.poll() is not None:
+            code = self._answers.returncode
+            log.warning("the process that answers /livez has ended with code %d; another one is started", code)
+            self._start_answers()
+        with contextlib.suppress(BlockingIOError):  # it does not read for now
+            self.socket.send(said, socket.MSG_DONTWAIT)
+
+    def server_close(self) -> None:
+        """End the other process, and close all sockets."""
+        super().server_close()
+        if self._answers is not None:
+            self._answers.kill()
+            self._answers.wait()
+            self._channel.close()
+            self._listener.close()
 
     def shutdown_request(self, request: Any) -> None:
         with self._lock:
@@ -151,6 +210,7 @@ def serve_status(
         server = make_server(host.strip("[]"), int(port), application, kind, _QuietHandler)
     except OSError as exc:
         raise SettingsError(f'learner.status = "{address}" cannot be listened on: {exc.strerror or exc}') from exc
+    server.answer_livez(hang, any_host=bool(token))
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.1}, name="status", daemon=True)
     thread.start()
     try:

@@ -1,17 +1,27 @@
 """The learner's status server: which requests it answers, and that no client can keep it from answering."""
 
 import contextlib
+import ctypes
 import http.client
+import os
+import shlex
+import signal
 import socket
 import struct
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
 
 import learner.runtime.status_server
+from learner.runtime import liveness
+from learner.runtime.liveness import Liveness
 from learner.runtime.status_server import serve_status
 from tests.support.waiting import PATIENCE_SECONDS, wait_until
 
@@ -86,6 +96,76 @@ def test_a_slow_client_does_not_extend_the_time_limit_of_its_connection(
     with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_SECONDS) as slow:
         slow.sendall(b"GET /metrics HTTP/1.1\r\n")
         assert slow.recv(1) == b""
+
+
+def livez(port: int, method: str = "GET", path: str = "/livez", host: str = "localhost") -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_SECONDS)
+    with contextlib.closing(connection):
+        connection.request(method, path, headers={"Host": host})
+        reply = connection.getresponse()
+        return reply.status, reply.read()
+
+
+def test_livez_says_whether_the_loop_hangs() -> None:
+    sentences: list[str] = []
+    with serve_status("127.0.0.1:0", "", CollectorRegistry(), list, hang=lambda: next(iter(sentences), None)) as port:
+        for path in ("/livez", "/livez?probe=1"):
+            assert livez(port, path=path) == (200, b'{"ok": true, "problems": []}')
+        assert livez(port, "HEAD") == (200, b"")
+        assert livez(port, host="127.0.0.2")[0] == 200
+        assert livez(port, host="elsewhere.example")[0] == 403
+        assert livez(port, path="/livezz")[0] == 404
+        sentences.append("the training loop has made no progress")
+        wait_until(lambda: livez(port)[0] == 503)
+        assert livez(port) == (503, b'{"ok": false, "problems": ["the training loop has made no progress"]}')
+        assert livez(port, "HEAD") == (503, b"")
+
+
+_ASK = """import socket
+with socket.create_connection(("127.0.0.1", {port}), 20) as connection:
+    connection.sendall(b"GET /livez HTTP/1.1\\r\\nHost: localhost\\r\\n\\r\\n")
+    print(connection.makefile().read())
+"""
+
+
+def test_livez_is_answered_while_no_thread_of_the_process_runs(port: int, tmp_path: Path) -> None:
+    """A training thread that has Python's lock and gets no processor stops all other threads with it."""
+    assert health(port) == 200
+    (tmp_path / "ask.py").write_text(_ASK.format(port=port))
+    command = shlex.join([sys.executable, "-I", "-S", str(tmp_path / "ask.py")])
+    # Called with the lock, unlike all else that waits for a process.
+    assert ctypes.PyDLL(None).system(f"{command} > {shlex.quote(str(tmp_path / 'reply'))}".encode()) == 0
+    assert (tmp_path / "reply").read_text().endswith('{"ok": true, "problems": []}\n')
+
+
+def test_a_process_that_runs_nothing_for_a_minute_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs, socket.create_server(("127.0.0.1", 0)) as listener:
+        answers = Liveness(listener, theirs, any_host=True)
+        assert answers._reply(with_body=True).startswith(b"HTTP/1.0 200 OK")
+        monkeypatch.setattr(liveness, "SILENCE_SECONDS", -1.0)
+        reply = answers._reply(with_body=True)
+        assert reply.startswith(b"HTTP/1.0 503")
+        assert b"nothing in the learner's process has run for 0 s" in reply
+
+
+def test_the_process_that_answers_is_started_again_after_it_was_killed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    class Started(subprocess.Popen[bytes]):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            started.append(self)
+
+    monkeypatch.setattr(subprocess, "Popen", Started)
+    with serve_status("127.0.0.1:0", "secret", CollectorRegistry(), list) as port:
+        assert livez(port)[0] == 200
+        os.kill(started[0].pid, signal.SIGKILL)
+        assert livez(port)[0] == 200
+        assert health(port) == 200
+    assert len(started) == 2
 
 
 def test_an_endless_request_head_is_refused(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
