@@ -255,6 +255,7 @@ COMMANDS = {"demo", "init", "up", "learn", "serve", "produce", "status", "doctor
 COMMANDS |= {"versions promote", "versions reject", "versions rollback", "versions pin", "versions unpin"}
 COMMANDS |= {"versions diff", "versions export", "versions rebuild", "versions lineage"}
 COMMANDS |= {"config check", "config show", "checkpoints ls", "checkpoints show", "checkpoints restore"}
+COMMANDS |= {"checkpoints backup"}
 COMMANDS |= {"dead-letters ls", "dead-letters resend", "predict", "backtest", "plan"}
 COMMANDS |= {"search status", "search promote", "search pin", "search unpin"}
 COMMANDS |= {"replay stats", "replay sample", "replay erase", "undo"}

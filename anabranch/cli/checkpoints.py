@@ -1,5 +1,6 @@
 """`anabranch checkpoints`: the commands that show and choose what a restart of the learner resumes from."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -71,6 +72,28 @@ def checkpoints_restore(
             show(plan.document(), lambda: None)
             return
         for sentence in plan.sentences(done=not dry_run, renamed=renamed):
+            say(sentence)
+
+    return run_command(start)
+
+
+@checkpoints.command("backup", epilog="Example: anabranch checkpoints backup /backup/$(date +%F)")
+def checkpoints_backup(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to create; it may exist if it is empty.")],
+    config: ConfigPath = PIPELINE,
+    as_json: AsJson = False,
+) -> int:
+    """Copy all that belongs to the state directory into a new one, also while the learner runs."""
+
+    def start() -> None:
+        from anabranch.commands.backup import back_up
+        from anabranch.config.loader import load_config
+
+        backup = back_up(load_config(config), folder)
+        if as_json:
+            show(backup.document(), lambda: None)
+            return
+        for sentence in backup.sentences():
             say(sentence)
 
     return run_command(start)

@@ -97,7 +97,7 @@ class RestorePlan:
 
 def list_checkpoints(config: Config) -> list[CheckpointSummary]:
     """Return all checkpoints, the newest first; their files' digests are not checked."""
-    checkpoints = _checkpoints(config)
+    checkpoints = stored_checkpoints(config)
     return [_summary(checkpoints, number) for number in reversed(checkpoints.numbers())]
 
 
@@ -107,7 +107,7 @@ def show_checkpoint(config: Config, which: str) -> CheckpointSummary:
     Raises:
         SettingsError: there is no such checkpoint.
     """
-    checkpoints = _checkpoints(config)
+    checkpoints = stored_checkpoints(config)
     numbers = checkpoints.numbers()
     if not numbers:
         raise SettingsError(f"no checkpoint has been written yet in {checkpoints.location}")
@@ -138,7 +138,7 @@ def plan_restore(config: Config, number: int) -> RestorePlan:
     one = show_checkpoint(config, str(number))
     if one.manifest is None or one.problem is not None:
         raise SettingsError(f"checkpoint {number} cannot be restored: {one.problem}")
-    checkpoints, erasures = _checkpoints(config), ErasureLog(config.state_dir / NAME)
+    checkpoints, erasures = stored_checkpoints(config), ErasureLog(config.state_dir / NAME)
     erasures.refresh()
     parts, state = checkpoints.open(one.manifest)
     check_age(number, Checkpoint(one.manifest.step, parts, state), erasures)
@@ -171,12 +171,12 @@ def restore_checkpoint(config: Config, number: int) -> RestorePlan:
         hold_state_directory(config.state_dir, command="anabranch checkpoints restore") as generation,
         contextlib.ExitStack() as stack,
     ):
-        plan, checkpoints = plan_restore(config, number), _checkpoints(config)
+        plan, checkpoints = plan_restore(config, number), stored_checkpoints(config)
         try:
             if (settings := config.pipeline.storage) is not None:
                 owner = PrefixOwner(config.pipeline.name, config.pipeline.stream.topics)
                 held = stack.enter_context(hold_storage(settings, config.state_dir, generation, owner=owner))
-                stored = _checkpoints(config, held.checkpoints)
+                stored = stored_checkpoints(config, held.checkpoints)
                 for newer in _newer_in(stored, checkpoints.manifest(number)):
                     stored.set_aside(newer)
             if settings is None or settings.mode == "mirror":
@@ -191,11 +191,11 @@ def restore_checkpoint(config: Config, number: int) -> RestorePlan:
 
 def _newer(config: Config, manifest: CheckpointManifest) -> list[int]:
     """Return the checkpoints that a restart prefers to this one, also those of an object store, the newest first."""
-    newer, settings = _checkpoints(config).newer_than(manifest.number), config.pipeline.storage
+    newer, settings = stored_checkpoints(config).newer_than(manifest.number), config.pipeline.storage
     if settings is None or settings.mode == "only":
         return newer
     only = settings.model_copy(update={"mode": "only"})
-    there = _newer_in(_checkpoints(config, storage_to_read(only, "checkpoints")), manifest)
+    there = _newer_in(stored_checkpoints(config, storage_to_read(only, "checkpoints")), manifest)
     return list(dict.fromkeys([*there, *newer]))
 
 
@@ -245,7 +245,8 @@ def render_checkpoint(one: CheckpointSummary) -> RenderableType:
     return table
 
 
-def _checkpoints(config: Config, storage: Storage | None = None) -> Checkpoints:
+def stored_checkpoints(config: Config, storage: Storage | None = None) -> Checkpoints:
+    """Return the checkpoints of a pipeline, for reading, or those of a storage."""
     # A checkpoint whose generation cannot be read counts as the newest, as for a learner that starts now.
     schema = Schema(config.pipeline.events).digest
     storage = storage or storage_to_read(config.pipeline.storage, "checkpoints")

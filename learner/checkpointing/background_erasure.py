@@ -77,7 +77,7 @@ class BackgroundErasure:
         """Until when records of tombstones are gathered, by the monotonic clock. None of their events is used any more
         meanwhile, and they do not count as erased yet."""
         self._gathered = 0
-        """The last record that was looked at since, none of which is a command's."""
+        """The last record that was examined since, none of which is a command's."""
         self._work: Iterator[None] | None = None
         self._retry_at: float | None = None
         """When the work that has failed is tried again; None where none has failed."""

@@ -5,35 +5,28 @@ What is needed of the pipeline's state directory is copied into another one. Its
 
 import contextlib
 import logging
-import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 from anabranch.core.failures import away_is_dependency
 from anabranch.core.stream_secret import StreamSecret
 from ingest.config import LagPolicySettings
 from ingest.events.partition import TopicPartition
 from learner.build import LearnerSpec
+from learner.checkpointing.checkpoint_copy import copy_checkpoint, copy_rows
 from learner.errors import CheckpointError, MisfitError
-from learner.labels.join_segments import PART
-from learner.labels.opening import label_folder
 from learner.rebuilding.errors import RebuildError
-from learner.state_dir.checkpoint import RANK, Checkpoint, CheckpointManifest, Checkpoints
-from learner.state_dir.folders import MANIFEST
+from learner.state_dir.checkpoint import Checkpoint, CheckpointManifest, Checkpoints
 from learner.state_dir.undo_file import NAME, UndoRecord, copy_records
 from learner.state_dir.version import Manifest
 from learner.stream.partition_ledger import PartitionLedger
 from learner.undo.tainted import seen_by_checkpoint
 from replay.erasure.erasure_log import NAME as LOG
 from replay.erasure.log_file import SECRET_FILE
-from replay.snapshot import TierRef
-from replay.tiers.disk_files import find
 
-_PIECE_BYTES = 1 << 24
 _NEVER = timedelta(days=36_500)
 
 log = logging.getLogger(__name__)
@@ -173,33 +166,17 @@ def _is_read(account: PartitionLedger) -> bool:
 
 def _copy_checkpoint(source: Checkpoints, state_dir: Path, manifest: CheckpointManifest, target: Path) -> None:
     number = manifest.number
-    folder = target / "checkpoints" / str(number)
-    for name in manifest.files:
-        copy = folder / name
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source.checked(manifest, name), copy)
-    (folder / MANIFEST).write_bytes(source.folder(number).read(MANIFEST))
+    state = copy_checkpoint(source, manifest, target, {})
     copied = Checkpoints(target / "checkpoints", source.schema, 0)
-    tensors, state = copied.open(copied.manifest(number))
+    tensors, _ = copied.open(copied.manifest(number))
     if any(name.startswith("rank-") for name in tensors.get("rng", {})):
         raise RebuildError(
             f"checkpoint {number} is of several ranks, whose sums of gradients are rounded in another order than those "
             "of one process; only versions of one rank can be rebuilt"
         )
-    for file, live, aside in _files_of(state, state_dir, target):
-        if (path := find(live, file)).exists():  # else the checkpoint has the rows, or a learner refuses it
-            aside.mkdir(parents=True, exist_ok=True)
-            copy_sparse(path, aside / file.name)
+    copy_rows([state], state_dir, target)
     if number not in source.numbers():
         raise CheckpointError("it was deleted meanwhile, so that its stored events may have been overwritten")
-
-
-def _files_of(state: Mapping[str, Any], state_dir: Path, target: Path) -> Iterator[tuple[TierRef, Path, Path]]:
-    """Yield each file of rows that a checkpoint names, with its folder in both state directories."""
-    if (file := state.get("replay", {}).get("file")) is not None:
-        yield TierRef(*file), state_dir / "replay" / RANK, target / "replay" / RANK
-    if (file := state.get(PART, {}).get("file")) is not None:
-        yield TierRef(*file), label_folder(state_dir), label_folder(target)
 
 
 def _clear(target: Path) -> None:
@@ -217,30 +194,3 @@ def _write_beginning(target: Path, schema: str, manifest: Manifest) -> None:
         if start is not None:
             accounts.append(PartitionLedger(name, start).state())
     Checkpoints(target / "checkpoints", schema, 0).write(1, Checkpoint(0, {}, {"ledger": accounts}), manifest.time)
-
-
-def copy_sparse(path: Path, copy: Path) -> None:
-    """Copy the parts of a file that were ever written: files of rows are allocated in full, and may have few rows."""
-    with path.open("rb") as source, copy.open("wb") as written:
-        size = os.fstat(source.fileno()).st_size
-        written.truncate(size)
-        begin = 0
-        while begin < size:
-            begin, end = _data_from(source.fileno(), begin, size)
-            while begin < end:
-                piece = os.pread(source.fileno(), min(_PIECE_BYTES, end - begin), begin)
-                if not piece:
-                    return  # it was shortened meanwhile
-                os.pwrite(written.fileno(), piece, begin)
-                begin += len(piece)
-
-
-def _data_from(descriptor: int, begin: int, size: int) -> tuple[int, int]:
-    """Return the bounds of the next piece of a file that was ever written."""
-    if not hasattr(os, "SEEK_DATA"):
-        return begin, size
-    try:
-        data = os.lseek(descriptor, begin, os.SEEK_DATA)
-        return data, os.lseek(descriptor, data, os.SEEK_HOLE)
-    except OSError:  # there is none, or the file system does not say
-        return (size, size) if begin else (0, size)

@@ -1,7 +1,7 @@
 """`python -m learner.registration.mlflow_client`: the registry of MLflow, by its own client.
 
 The only module that imports the client, which bounds neither the bytes of an answer, after it is unpacked, nor the time
-of all of it. So it runs in a process of its own, with bounded memory: see `registry.py`, which starts it. Each line of
+of all of it. So it runs in a separate process, with bounded memory: see `registry.py`, which starts it. Each line of
 stdin is a call, each line of stdout its answer. It ends with stdin, as when the learner ends.
 """
 
@@ -199,7 +199,7 @@ def main() -> NoReturn:
     def read() -> None:
         for line in sys.stdin.buffer:
             lines.put(line)
-        os._exit(0)  # perhaps amid a request
+        os._exit(0)  # perhaps during a request
 
     # What the client prints is no answer.
     answers = os.fdopen(os.dup(1), "wb", 0)

@@ -1,4 +1,4 @@
-"""The registry of MLflow, whose client runs in a process of its own: its answers are bounded in bytes and time."""
+"""The registry of MLflow, whose client runs in a separate process: its answers are bounded in bytes and time."""
 
 import contextlib
 import os
@@ -79,7 +79,7 @@ class MlflowRegistry(Registry):
     def _start(self) -> None:
         # -P: a folder named learner in the working directory must not shadow this package.
         command = [sys.executable, "-P", "-m", "learner.registration.mlflow_client"]
-        # A session of its own: a terminal sends SIGINT to all of one, and this ends with stdin.
+        # A separate session: a terminal sends SIGINT to all of one, and this ends with stdin.
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
         self._ask(self._opening, _LONGEST_START)
 

@@ -84,7 +84,7 @@ class _Connection(http.client.HTTPConnection):
         self.deadline.watch(self.sock)
 
     def end(self) -> None:
-        """Close it for good: `close` is also called while an answer without a length is read."""
+        """Close it permanently: `close` is also called while an answer without a length is read."""
         self.close()
         self.deadline.close()
 
@@ -245,7 +245,7 @@ class EndpointTeacher(Teacher):
                 connection.request(method, self._address.path + path, body, headers)
                 reply = connection.getresponse()
                 content = self._read(reply, limit)
-            if connection.deadline.expired:  # the end of its connection may have looked like that of the answer
+            if connection.deadline.expired:  # the end of its connection may have seemed to be that of the answer
                 raise self._unanswered()
         except (OSError, http.client.HTTPException, _RetriableError, MessageError) as exc:
             connection.end()

@@ -13,11 +13,12 @@ from anabranch.core.tracing.config import TracingSettings
 from ingest.config import SchemaSettings, StreamSettings
 from ingest.events.partition import TopicPartition
 from learner.build import LearnerSpec
+from learner.checkpointing.checkpoint_copy import copy_sparse
 from learner.config import GateSettings, LearnerSettings, ModelSettings
 from learner.publishing.origin import origin_of, settings_of_weights
 from learner.rebuilding.errors import RebuildError
 from learner.rebuilding.requirements import changes_since, check_settings
-from learner.rebuilding.start import copy_sparse, in_scratch, preceding, targets
+from learner.rebuilding.start import in_scratch, preceding, targets
 from learner.sections.mlflow_settings import MlflowSettings
 from learner.state_dir.checkpoint import Checkpoint, Checkpoints
 from learner.state_dir.trained_through import PartitionProgress

@@ -129,7 +129,7 @@ def test_a_server_that_answers_byte_after_byte_is_given_up_and_asked_again(
         ended.set()
 
 
-def test_the_process_may_be_killed_and_ends_amid_a_call_with_the_registry(
+def test_the_process_may_be_killed_and_ends_during_a_call_with_the_registry(
     mlflow: MlflowServer, open_registry: Callable[..., MlflowRegistry]
 ) -> None:
     registry = open_registry(mlflow.url)
