@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from learner.checkpointing.tombstone_watch import TombstoneWatch
 from learner.device_health.watch import HealthWatch
 from learner.device_memory.live import live_bytes
 from learner.device_sharing.sharing import DeviceSharing
@@ -92,6 +93,7 @@ class Reporter:
         self._marks: deque[tuple[float, ...]] = deque(maxlen=_RATE_MARKS)
         self._marks.append(self._mark())
         self._unusable: list[str] = []
+        self._tombstones = TombstoneWatch(lambda: parts.source.tombstones, lambda: parts.erasure.erased)
         self.problem: str | None = None
         """One sentence when the last report could not be written."""
         publisher, others = parts.publisher, (parts.publisher.canary, store, unused_device, health, fleet)
@@ -126,7 +128,7 @@ class Reporter:
         parts, late = self._parts, None if self._parts.late is None else self._parts.late.join
         components = (
             *(self._heartbeat, self._loop, self._features, parts.lag, parts.teacher, late),
-            *(self._health, self._registrar, self._held_out),
+            *(self._health, self._registrar, self._held_out, self._tombstones),
             *uploads,
         )
         return [warning for component in components if component and (warning := component.warning)]

@@ -134,6 +134,9 @@ FINDINGS: dict[str, FindingType] = {
         "problem", "Install it: pip install 'anabranch[codecs]'; or set stream.client = \"confluent\"."
     ),
     "message.unusable": FindingType("problem", "Fix the producer of the topic, or [schema] and stream.format."),
+    "message.tombstone": FindingType(
+        "warning", "Let the connector write the key as text, or erase with anabranch replay erase --key."
+    ),
     "message.unlabelled": FindingType("warning", 'Send labels, or set stream.unlabelled = "store".'),
     "message.unknown": FindingType("info", "Nothing, if they are not meant to be features."),
     "registry.ca": FindingType("problem", "Set stream.registry.ca to a PEM file of certificates."),

@@ -16,9 +16,12 @@ from anabranch.doctor.schema_checks import blank
 from anabranch.doctor.stream.label_checks import check_labels
 from ingest.config import HoldOut, SchemaSettings, StreamSettings
 from ingest.errors import BrokerError, CodecError, CredentialsError
-from ingest.events.block import Outcome
+from ingest.events.block import Outcome, SkipReason
+from ingest.events.key_forms import PLAIN, form_of
 from ingest.events.position import Position
 from ingest.events.schema import Schema
+from ingest.formats import json_text
+from ingest.formats.other_formats import other_format
 from ingest.formats.registry import FORMATS
 from ingest.kafka.client import Messages
 from ingest.kafka.topic_inspector import Inspector, Topic
@@ -166,6 +169,15 @@ def _check_message(context: CheckContext, newest: Messages) -> Iterator[Finding]
         schemas.close()
     if assembled.deferred:  # a finding of the registry's check
         return
+    if (assembled.columns["reason"] == SkipReason.TOMBSTONE).any():
+        form = form_of(newest.keys[0] or b"")
+        tombstone = f"The newest message, {source}, is a tombstone"
+        if form == PLAIN:
+            yield ok(f"{tombstone}, which erases the events with its key.")
+        else:
+            message = f"{tombstone} that erases nothing: its key is {form}, not the text of [schema.key] {schema.key}."
+            yield found("message.tombstone", message)
+        return
     if assembled.letters:
         reasons = _reasons(newest, pipeline.events, pipeline.stream)
         reasons = reasons or [dict(assembled.letters[0].added)["anabranch-error"].decode()]
@@ -186,7 +198,7 @@ def _check_message(context: CheckContext, newest: Messages) -> Iterator[Finding]
         message = "The newest message has fields that [schema] does not know"
         if pipeline.stream.format == "json":
             named = [*pipeline.events.features, schema.label.name, schema.key, schema.time, schema.weight, schema.group]
-            message += f": {', '.join(sorted(set(msgspec.json.decode(value)) - set(named)))}"
+            message += f": {', '.join(sorted(set(json_text.decoded(msgspec.json.decode, value)) - set(named)))}"
         yield found("message.unknown", f"{message}.")
 
 
@@ -195,6 +207,8 @@ def _reasons(newest: Messages, events: SchemaSettings, stream: StreamSettings) -
     value = newest.values[0]
     if stream.format != "json" or value is None or len(value) > stream.max_message_bytes:
         return []
+    if FORMATS[stream.format](Schema(events)).decode([value]).rejects and (what := other_format(value)) is not None:
+        return [what]
     alone: dict[str, Any] = {"key": None, "time": None, "weight": None, "group": None}
     tries = [alone | {"features": {name: feature}} for name, feature in events.features.items()]
     (first, *_) = events.features

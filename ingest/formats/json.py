@@ -4,15 +4,17 @@ Each message is parsed by itself: joined ones could be parsed faster, but two ma
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import msgspec
 
 from ingest.events.schema import Schema
+from ingest.formats import json_text
 from ingest.formats.base import Decoded, Headers, seconds_of
 from ingest.formats.event_structs import StructDecoder, event_type
-from ingest.formats.json_text import decoded
+from ingest.formats.other_formats import other_format
 
 
 class JsonFormat:
@@ -20,13 +22,21 @@ class JsonFormat:
 
     def __init__(self, schema: Schema) -> None:
         kinds = (event_type(schema, forbid_unknown=each, in_json=True) for each in (True, False))
-        parsers = (partial(decoded, msgspec.json.Decoder(kind).decode) for kind in kinds)
+        parsers = (partial(json_text.decoded, msgspec.json.Decoder(kind).decode) for kind in kinds)
         exact, lenient = (_timed(parse, schema.time) for parse in parsers)
         self._decoder = StructDecoder[bytes](schema, exact, lenient)
 
     def decode(self, values: Sequence[bytes], headers: Sequence[Headers] = ()) -> Decoded:  # noqa: ARG002
         """Decode M message values, each one event or a reject."""
-        return self._decoder.decode(values)
+        decoded = self._decoder.decode(values)
+        if not decoded.rejects:
+            return decoded
+        whats = [other_format(values[reject.message]) for reject in decoded.rejects]
+        rejects = [
+            reject if what is None else reject._replace(reason=f"{what} ({reject.reason})")
+            for reject, what in zip(decoded.rejects, whats, strict=True)
+        ]
+        return replace(decoded, rejects=rejects)
 
 
 def _timed(parse: Callable[[bytes], Any], name: str | None) -> Callable[[bytes], Any]:

@@ -109,9 +109,11 @@ class BlockReader:
         self.history: HistoryProgress | None = None
         """How far the history was read, as last reported."""
         self.unknown_fields = 0
+        """Messages so far with fields that the schema does not know."""
         self.overweight = 0
         """Events whose weight was larger than `schema.weight.max`."""
-        """Messages so far with fields that the schema does not know."""
+        self.tombstones: Counter[str] = Counter()
+        """Tombstones so far, by the form of their key."""
         self.letters_dropped: Counter[str] = Counter()
         """Dead letters so far that were not written, by reason."""
 
@@ -331,6 +333,7 @@ class BlockReader:
                 count_left_out("links", message.contexts_left_out)
                 self.unknown_fields += unknown_fields
                 self.overweight += message.overweight
+                self.tombstones.update(message.tombstones)
                 self.letters_dropped.update(letters_dropped)
                 self._cursors.advance(block)
                 return block

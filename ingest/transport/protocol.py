@@ -93,6 +93,8 @@ class BlockReady(msgspec.Struct, frozen=True, tag=True):
     """How many of them are too many for a block."""
     overweight: int = 0
     """Events whose weight was larger than `schema.weight.max`, and is that now."""
+    tombstones: dict[str, int] = {}
+    """Tombstones by the form of their key."""
 
 
 class HistoryProgress(msgspec.Struct, frozen=True):

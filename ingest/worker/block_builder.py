@@ -7,8 +7,9 @@ import bisect
 import itertools
 import logging
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from ingest.events.block import Array, BlockLayout, Outcome, SkipReason
 from ingest.events.encoders import hash_texts
 from ingest.events.hold_out import held_out
 from ingest.events.identity import partition_base
+from ingest.events.key_forms import form_of
 from ingest.events.position import Position
 from ingest.events.schema import Schema
 from ingest.formats.base import WHOLE_MESSAGE, Decoded, Reject, joined
@@ -86,6 +88,8 @@ class Assembled:
     """The messages that the rows are of: of each partition those before its first deferred message."""
     deferred: Sequence[int] = ()
     """Indexes of the partitions that have a deferred message: one whose schema the registry has not returned yet."""
+    tombstones: Mapping[str, int] = field(default_factory=dict)
+    """Tombstones by the form of their key."""
 
     def __len__(self) -> int:
         return len(self.columns["offset"])
@@ -156,7 +160,10 @@ class BlockBuilder:
             columns, message = {name: column[fresh] for name, column in columns.items()}, message[fresh]
         rows = np.bincount(part[message], minlength=len(incoming)).tolist()
         heavy = self._count_overweight(decoded, incoming, part, firsts)
-        return Assembled(columns, rows, letters, looped, decoded.unknown_fields, heavy, fault, incoming)
+        forms = dict(Counter(map(form_of, tombstones.values())))
+        return Assembled(
+            columns, rows, letters, looped, decoded.unknown_fields, heavy, fault, incoming, tombstones=forms
+        )
 
     def assemble_history(self, rows: HistoryRows, indexes: Sequence[int]) -> Assembled:
         """Return rows of files; `indexes` are those of their partitions, in order."""

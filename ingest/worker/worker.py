@@ -305,6 +305,7 @@ class IngestWorker:
     def _write_blocks(self, assembled: Assembled, cover: Cover) -> None:
         """Write rows into slots."""
         total, unknown, heavy = len(assembled), assembled.unknown_fields, assembled.overweight
+        tombstones = dict(assembled.tombstones)
         contexts = contexts_of(assembled) if self._traced else []
         for begin, end in _pieces(total, self._ring.rows):
             while not self._free:
@@ -313,8 +314,12 @@ class IngestWorker:
             self._ring.write(slot, assembled.columns, begin, end)
             coverage, dropped = tuple(cover(begin, end)), self._letters.take_dropped()
             own, left_out = of_block(contexts, begin, end)
-            send(self._connection, BlockReady(slot, end - begin, coverage, unknown, dropped, own, left_out, heavy))
+            send(
+                self._connection,
+                BlockReady(slot, end - begin, coverage, unknown, dropped, own, left_out, heavy, tombstones),
+            )
             unknown = heavy = 0
+            tombstones = {}
 
     def _back_off(self, backoff: Backoff, problem: str) -> None:
         """Report a problem, and handle the learner's messages until the back-off's next delay is over."""

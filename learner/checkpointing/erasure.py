@@ -102,6 +102,8 @@ class Erasure:
         """The events that the unwritten records erase."""
         self._write_at = 0.0
         self._poll_at = 0.0
+        self.erased = 0
+        """Events that were removed since the start, from the store, the holdout set and those that wait for labels."""
         self.due = 0.0
         """When `poll_if_due` has something to do, by the monotonic clock."""
         self._problem: str | None = None
@@ -213,6 +215,7 @@ class Erasure:
         store = self._background_store.flush().erase(erased) if self._background_store is not None else 0
         holdout = self._holdout.erase(erased, self._bases)
         self._background.count(store, holdout)
+        self.erased += store + holdout + late
         log.info(
             "erasing %d events of the store, %d of the holdout set and %d that wait for labels (record %d)",
             *(store, holdout, late, through),

@@ -1174,6 +1174,25 @@ class TestTopics:
         send(value, key=b"k")
         assert reason in only(diagnose("broker"), "message.unusable").message
 
+    @pytest.mark.finds("message.unusable")
+    def test_an_envelope_is_named_and_not_the_fields_that_it_lacks(self, diagnose, send):
+        send({"before": None, "after": EVENT, "op": "c"})
+        assert only(diagnose("broker"), "message.unusable").message.endswith(
+            'cannot be used: it is an envelope of Debezium, with the row in "after": let the connector send the row '
+            "alone (the transform ExtractNewRecordState)."
+        )
+
+    @pytest.mark.finds("message.tombstone")
+    def test_a_tombstone_is_known_and_the_form_of_its_key(self, diagnose, send, edit):
+        edit("[schema.label]", '[schema.key]\nname = "id"\n[schema.label]')
+        send(None, key=b"17")
+        assert "is a tombstone, which erases the events with its key." in " ".join(
+            finding.message for finding in diagnose("broker")
+        )
+        send(None, key=b'{"id": 17}')
+        message = only(diagnose("broker"), "message.tombstone").message
+        assert "its key is a JSON object, not the text of [schema.key] id." in message
+
     @pytest.mark.finds("message.unlabelled", "message.unknown")
     def test_a_message_without_a_label_but_with_more(self, diagnose, send):
         send({"x": EVENT["x"], "lable": 7})

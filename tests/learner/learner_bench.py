@@ -99,6 +99,7 @@ class Stream:
         """Changes the events of a block."""
         self.unknown_fields = self.overweight = 0
         self.letters_dropped: Counter[str] = Counter()
+        self.tombstones: Counter[str] = Counter()
         self.ends_time: float | None = None
         self.reads_history = False
         self.partitions = [Partition(NAME, 0, blocks * ROWS)]

@@ -1,0 +1,50 @@
+"""JSON messages in an envelope, or of another format, are rejected with what they are."""
+
+import json
+from typing import Any
+
+import pytest
+
+from ingest.formats.base import Reject
+from ingest.formats.json import JsonFormat
+from tests.ingest.conftest import make_schema
+
+SCHEMA = make_schema({"x": {"dtype": "float32"}}, {"name": "y", "classes": 2})
+ROW = {"x": 1.5, "y": 1}
+CHANGE = {"before": None, "after": ROW, "source": {}, "op": "c", "ts_ms": 1}
+
+
+def rejected(value: Any) -> str:
+    content = value if isinstance(value, bytes) else json.dumps(value).encode()
+    decoded = JsonFormat(SCHEMA).decode([json.dumps(ROW).encode(), content])
+    assert decoded.message.tolist() == [0]
+    (reject,) = decoded.rejects
+    assert reject.message == 1
+    return reject.reason
+
+
+@pytest.mark.parametrize(
+    ("value", "what"),
+    [
+        (CHANGE, 'it is an envelope of Debezium, with the row in "after": let the connector send the row alone'),
+        ({"schema": {}, "payload": ROW}, 'it is an envelope of Kafka Connect, with the event in "payload": set value.'),
+        ({"schema": {}, "payload": CHANGE}, 'with the event in "payload", and in it an envelope of Debezium: let the'),
+        (b"\0\0\0\0\7" + json.dumps(ROW).encode(), 'set stream.format = "json-schema", and [stream.registry]'),
+        (b"\0\0\0\0\7\2\0\0\xc0\x3f", 'set stream.format = "avro" or "protobuf", and [stream.registry]'),
+    ],
+)
+def test_what_it_is_comes_before_the_reason_of_the_decoder(value: Any, what: str) -> None:
+    reason = rejected(value)
+    assert what in reason
+    assert "(Object missing required field `x`)" in reason or "(JSON is malformed" in reason
+
+
+@pytest.mark.parametrize("value", [{"y": 1}, {"schema": 1, "y": 2}, {"after": ROW}, b"\0\0", b"[", [ROW], b""])
+def test_others_have_the_reason_of_the_decoder_alone(value: Any) -> None:
+    assert not rejected(value).startswith("it ")
+
+
+def test_an_event_whose_fields_are_those_of_an_envelope_is_an_event() -> None:
+    schema = make_schema({name: {"dtype": "float32"} for name in ("before", "after")}, {"name": "op", "classes": 2})
+    decoded = JsonFormat(schema).decode([b'{"before": 1, "after": 2, "op": 1}'])
+    assert (decoded.message.tolist(), list[Reject](decoded.rejects)) == ([0], [])
