@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from anabranch.core.failures import Failure, failure_of, panics_are_errors
 from learner.errors import ModelError, VersionError
 from learner.model.embedding import Embeddings
-from learner.model.factory import forward
+from learner.model.factory import forward, in_one_line
 from learner.model.growing.parts import grown, parts_in, pool_of
 from learner.model.trained_set import bound_tensors
 from learner.state_dir.trained_through import format_offsets, format_trained_through
@@ -301,7 +301,13 @@ def _warm_up_sizes(version: ServedVersion, max_batch: int, warmed: set[int]) -> 
 
 
 def _warm_up(version: ServedVersion, rows: int, *, short: bool = False) -> None:
-    for name, array in version.run(version.zeros(rows, short=short)).items():
+    try:
+        outputs = version.run(version.zeros(rows, short=short))
+    except Exception as exc:  # the module is the user's code, which may raise anything
+        if failure_of(exc) is not None:
+            raise
+        raise ModelError(f"the model fails on {rows} row{'s'[: rows != 1]} of zeros: {in_one_line(exc)}") from exc
+    for name, array in outputs.items():
         if len(array) != rows:
             raise ModelError(f"for {rows} rows of zeros, {name} has {len(array)}")
         if not is_finite(array):

@@ -99,6 +99,15 @@ class Touchy(nn.Module):
         return torch.where(x.sum(dim=1) > 100, torch.inf, x.sum(dim=1)) * self.scale
 
 
+class Squeezed(Number):
+    """Once it has learned, it takes one row for none."""
+
+    def forward(self, x):
+        if self.number >= 1 and len(x) == 1:
+            return super().forward(x[0])
+        return super().forward(x)
+
+
 class Quitting(Number):
     """Ends its script on negative input."""
 
@@ -217,6 +226,10 @@ def doomed():
     return Doomed()
 
 
+def squeezed():
+    return Squeezed()
+
+
 def quitting():
     return Quitting()
 
@@ -273,6 +286,7 @@ SCHEMAS = {
     "touchy": NUMBER,
     "doomed": NUMBER,
     "quitting": NUMBER,
+    "squeezed": NUMBER,
     "hungry": NUMBER,
     "indexed": NUMBER,
     "broken": NUMBER,

@@ -974,3 +974,15 @@ def test_the_thread_takes_a_version_and_ends_with_its_context(numbers: Any) -> N
 def test_the_device_is_the_cpu_where_no_other_is_configured_or_exists() -> None:
     assert pick_device("cpu") == torch.device("cpu")
     assert pick_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def test_a_version_that_fails_on_one_row_is_refused_with_the_number_of_rows_and_the_line(
+    deploy: Callable[..., Any],
+) -> None:
+    publisher = deploy("squeezed")
+    watched = Watched(publisher)
+    publisher.publish(1)
+    assert watched.poll() is None
+    (sentence,) = watched.swap.problems
+    assert "version 1: the model fails on 1 row of zeros: IndexError: Dimension out of range" in sentence
+    assert re.search(r"test_models\.py, line \d+\)$", sentence)
