@@ -114,11 +114,54 @@ REFUSED: Mapping[str, str] = {
 """Properties that would break a guarantee, and what decides instead."""
 
 
+_STORE = "it is for stores of Java: use ssl.ca.location, a file in PEM"
+_CALLBACK = "it names a class of Java: use sasl.username and sasl.password, or sasl.oauthbearer.*"
+
+OF_OTHERS: Mapping[str, str] = {
+    "basic.auth.credentials.source": "use stream.registry.user and stream.registry.password",
+    "basic.auth.user.info": "use stream.registry.user and stream.registry.password",
+    "default.api.timeout.ms": "use socket.timeout.ms",
+    "fetch.max.wait.ms": "use fetch.wait.max.ms",
+    "key.deserializer": "use stream.format",
+    "max.poll.records": "use stream.buffer_bytes",
+    "metadata.max.age.ms": "use topic.metadata.refresh.interval.ms",
+    "receive.buffer.bytes": "use socket.receive.buffer.bytes",
+    "request.timeout.ms": "use socket.timeout.ms",
+    "sasl.client.callback.handler.class": _CALLBACK,
+    "sasl.jaas.config": "use sasl.username and sasl.password",
+    "sasl.login.callback.handler.class": _CALLBACK,
+    "sasl.login.class": _CALLBACK,
+    "sasl.oauthbearer.jwks.endpoint.url": "use sasl.oauthbearer.token.endpoint.url",
+    "schema.registry.url": "use stream.registry.url",
+    "send.buffer.bytes": "use socket.send.buffer.bytes",
+    "ssl.enabled.protocols": "the newest protocol that both sides know is used",
+    "ssl.keystore.certificate.chain": "use ssl.certificate.pem, or ssl.certificate.location",
+    "ssl.keystore.key": "use ssl.key.pem, or ssl.key.location",
+    "ssl.keystore.type": "use ssl.certificate.location and ssl.key.location, files in PEM",
+    "ssl.protocol": "the newest protocol that both sides know is used",
+    "ssl.truststore.certificates": "use ssl.ca.pem, or ssl.ca.location",
+    "ssl.truststore.location": _STORE,
+    "ssl.truststore.password": _STORE,
+    "ssl.truststore.type": _STORE,
+    "value.deserializer": "use stream.format",
+}
+"""Names of Java's clients, and what has their meaning here: the nearest spelling has another one."""
+_CHOICES: Mapping[str, tuple[str, ...]] = {
+    "sasl.mechanism": ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "GSSAPI", "OAUTHBEARER"),
+}
+"""Values of properties that have few, in any case."""
+
+
 def check_name(name: str) -> str:
     """Return the name of a property, or raise ValueError with the way out."""
     if name in REFUSED:
         raise ValueError(f"is not taken here: {REFUSED[name]}")
+    if name in OF_OTHERS:
+        raise ValueError(f"is a name of Java's client: {OF_OTHERS[name]}")
     if name not in PROPERTIES:
+        same = [mine for mine, known in PROPERTIES.items() if name in (known.kafka_python, mine.replace(".", "_"))]
+        if same:
+            raise ValueError(f"is a name of kafka-python: use {same[0]!r}, in quotes")
         close = difflib.get_close_matches(name, (*PROPERTIES, *REFUSED), n=1)
         hint = f"; the nearest known one is {close[0]!r}" if close else f"; known are {', '.join(PROPERTIES)}"
         raise ValueError(f"unknown property{hint}")
@@ -127,7 +170,10 @@ def check_name(name: str) -> str:
 
 def check(client: str, name: str, value: str) -> None:
     """Check that a client supports a property's value; raises ValueError, which never contains the value."""
-    known = PROPERTIES[name]
+    known, choices = PROPERTIES[name], _CHOICES.get(name.removesuffix("s"), ())
+    if choices and value.upper() not in choices:
+        aws = "; AWS_MSK_IAM is of Java's client alone: use SCRAM-SHA-512" * (value.upper() == "AWS_MSK_IAM")
+        raise ValueError(f"{name} is none of {', '.join(choices)}{aws}")
     if (known.kind == _NUMBER and not value.isdecimal()) or (known.kind == _SWITCH and value not in _BOOLEANS):
         raise ValueError(f"{name} is not a {known.kind}" if known.kind == _NUMBER else f"{name} is not {known.kind}")
     if client == "kafka-python":

@@ -13,6 +13,9 @@ from pydantic_core import ErrorDetails
 from anabranch.config.model import Pipeline, alternatives
 from anabranch.core.settings import documented_fields
 
+_CLOSE = 0.5
+"""How much of two keys has to be the same for the one to be taken for the other."""
+
 
 class Fault(NamedTuple):
     """One thing that is wrong with a config: the keys that lead to it, and a sentence that explains it."""
@@ -76,6 +79,20 @@ def _has_secret(kind: Any) -> bool:
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         return any(_has_secret(each) for field in kind.model_fields.values() for each in alternatives(field.annotation))
     return kind is SecretStr or (get_origin(kind) is dict and any(map(_has_secret, alternatives(get_args(kind)[1]))))
+
+
+def explained(document: Mapping[str, Any], errors: Sequence[ErrorDetails]) -> list[ErrorDetails]:
+    """Return the errors without those that follow from another one.
+
+    A key is missing since it is misspelt, or a list is too short since its only value is none of those that it takes.
+    """
+    misspelt = set()
+    for location in (key_of(document, error) for error in errors if error["type"] == "extra_forbidden"):
+        names = [name for name, _ in _fields(location[:-1])]
+        misspelt |= {(*location[:-1], name) for name in difflib.get_close_matches(location[-1], names, 1, _CLOSE)}
+    lists = {key_of(document, error)[:-1] for error in errors}
+    follow = {"missing": misspelt, "too_short": lists}
+    return [error for error in errors if key_of(document, error) not in follow.get(error["type"], ())]
 
 
 def rank(error: ErrorDetails) -> int:
@@ -147,5 +164,5 @@ def _nearest_value(error: ErrorDetails) -> str:
 def nearest_key(key: str, names: Iterable[str]) -> str:
     """Return the end of a sentence that names the known key nearest to an unknown one, or all known keys."""
     names = sorted(names)
-    close = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(key, names, 1, _CLOSE)
     return f'; the nearest known key is "{close[0]}"' if close else f"; known keys are {', '.join(names)}"

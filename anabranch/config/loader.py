@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from anabranch.config.explain import Fault, key_of, rank, sentence_of, without
+from anabranch.config.explain import Fault, explained, key_of, rank, sentence_of, without
 from anabranch.config.label_checks import label_conflicts
 from anabranch.config.model import Pipeline
 from anabranch.config.overrides import apply_overrides, origin_of
@@ -81,24 +81,20 @@ def examine_config(path: Path, environment: Mapping[str, str] = os.environ) -> E
     secrets: dict[tuple[str, ...], str] = {}
     resolved = _resolve(document, (), path.parent, environment, secrets, faults)
     pipeline: Pipeline | None = None
-    for _ in range(2):
-        try:
-            pipeline = Pipeline.model_validate(resolved)
-            break
-        except ValidationError as exc:
-            errors = sorted(exc.errors(), key=rank)
-            known = {fault.location for fault in faults}
-            for error in errors:
-                location = key_of(resolved, error)
-                if location not in known:
-                    known.add(location)
-                    same_key = [other for other in errors if key_of(resolved, other) == location]
-                    origin = origin_of(path, location, overrides)
-                    faults.append(Fault(location, sentence_of(origin, resolved, same_key, set(secrets))))
-            locations = [key_of(resolved, error) for error in errors]
-            for location in locations:
-                _remove(resolved, location)
-    if pipeline is not None:
+    try:
+        pipeline = Pipeline.model_validate(resolved)
+    except ValidationError as exc:
+        errors = explained(resolved, sorted(exc.errors(), key=rank))
+        known = {fault.location for fault in faults}
+        for error in errors:
+            location = key_of(resolved, error)
+            if location not in known:
+                known.add(location)
+                same_key = [other for other in errors if key_of(resolved, other) == location]
+                origin = origin_of(path, location, overrides)
+                faults.append(Fault(location, sentence_of(origin, resolved, same_key, set(secrets))))
+        pipeline = _without_faults(resolved, exc)
+    else:
         faults += [
             Fault(location, f"{origin_of(path, location, overrides)}: {sentence}")
             for location, sentence in _conflicts(pipeline)
@@ -106,6 +102,18 @@ def examine_config(path: Path, environment: Mapping[str, str] = os.environ) -> E
     hidden = set(secrets.values())
     faults = [Fault(location, without(sentence, hidden)) for location, sentence in faults]
     return Examined(None if pipeline is None else Config(pipeline, path), faults, hidden)
+
+
+def _without_faults(document: dict[str, Any], found: ValidationError) -> Pipeline | None:
+    """Return the settings without the keys at fault; what is wrong with these is no fault of the document."""
+    for _ in range(2):
+        for location in [key_of(document, error) for error in sorted(found.errors(), key=rank)]:
+            _remove(document, location)
+        try:
+            return Pipeline.model_validate(document)
+        except ValidationError as exc:
+            found = exc
+    return None
 
 
 def _conflicts(pipeline: Pipeline) -> Iterator[tuple[tuple[str, ...], str]]:

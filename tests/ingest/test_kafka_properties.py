@@ -14,7 +14,7 @@ from anabranch.core.errors import SettingsError
 from ingest.config import StreamSettings
 from ingest.kafka.kafka_python.connection import client_options
 from ingest.kafka.registry import CLIENTS
-from ingest.kafka_properties import PROPERTIES, REFUSED
+from ingest.kafka_properties import OF_OTHERS, PROPERTIES, REFUSED
 
 SAMPLE = {"string": "sample", "whole number": "4000", "true or false": "true"}
 SPECIAL = {
@@ -121,3 +121,35 @@ def test_without_confluent_kafka_the_extra_is_named(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "confluent_kafka", None)
     with pytest.raises(SettingsError, match=r"pip install 'anabranch\[fast\]'"):
         CLIENTS["confluent"](settings("confluent"))
+
+
+@pytest.mark.parametrize("name", sorted(OF_OTHERS))
+def test_a_name_of_java_says_what_has_its_meaning_here(name: str) -> None:
+    with pytest.raises(ValidationError, match="is a name of Java's client: ") as raised:
+        settings("confluent", **{name: "hush"})
+    assert "hush" not in str(raised.value.errors()[0]["msg"])
+    assert name not in {*PROPERTIES, *REFUSED}
+    mine = re.findall(r"(?:ssl|sasl|socket|fetch|topic)[a-z.]+[a-z]", OF_OTHERS[name])
+    assert [each for each in mine if each not in PROPERTIES and not each.startswith("sasl.oauthbearer")] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "mine"), [("security_protocol", "security.protocol"), ("sasl_plain_username", "sasl.username")]
+)
+def test_a_name_of_kafka_python_says_what_has_its_meaning_here(name: str, mine: str) -> None:
+    with pytest.raises(ValidationError, match=f"is a name of kafka-python: use '{re.escape(mine)}', in quotes"):
+        StreamSettings.model_validate({"topics": ["events"], "properties": {name: "x"}})
+
+
+@pytest.mark.parametrize("client", ["kafka-python", "confluent"])
+def test_a_mechanism_that_no_client_knows_is_refused_by_the_settings(client: str) -> None:
+    with pytest.raises(ValidationError, match=r"none of PLAIN, .*; AWS_MSK_IAM is of Java's client alone"):
+        settings(client, sasl__mechanism="AWS_MSK_IAM")
+    with pytest.raises(ValidationError, match=r"sasl\.mechanisms is none of PLAIN"):
+        settings(client, sasl__mechanisms="hush")
+
+
+def test_advice_does_not_name_a_client_that_is_set() -> None:
+    stream = settings("confluent", sasl__mechanism="OAUTHBEARER")
+    with pytest.raises(SettingsError, match=r"sasl.mechanism = OAUTHBEARER; the pipeline itself reads with"):
+        client_options(KafkaProducer, stream)

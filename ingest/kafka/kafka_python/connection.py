@@ -34,7 +34,11 @@ def client_options(kind: Any, settings: StreamSettings, patience: timedelta = PA
         try:
             check("kafka-python", name, secret.get_secret_value())
         except ValueError as exc:
-            raise SettingsError(f"stream.properties: what writes events is kafka-python, and {exc}") from exc
+            what = str(exc).partition("; ")[0]
+            raise SettingsError(
+                f"stream.properties: what writes events is kafka-python, and {what}; the pipeline itself reads with "
+                f'stream.client = "{settings.client}"'
+            ) from exc
         options |= kafka_python_options(name, secret.get_secret_value())
     return {name: value for name, value in options.items() if name in kind.DEFAULT_CONFIG} | ours
 

@@ -10,6 +10,7 @@ import pytest
 from pydantic import BaseModel
 
 from anabranch.commands.config import render_toml, resolved_config
+from anabranch.config.explain import Fault
 from anabranch.config.loader import Config, examine_config, load_config
 from anabranch.config.model import Pipeline, alternatives
 from anabranch.core.errors import SettingsError
@@ -590,3 +591,32 @@ def test_canaries_need_held_out_events(load, refused) -> None:
     sentence = refused({**sections, "gate": "holdout_fraction = 0"})
     assert "serving.canary = 0.1 compares versions on held-out events, and gate.holdout_fraction = 0 holds" in sentence
     load(sections)
+
+
+def faults_of(tmp_path: Path, sections: dict[str, str]) -> list[Fault]:
+    path = tmp_path / "pipeline.toml"
+    text = "\n".join(f"[{name}]\n{body}" if name else body for name, body in (SMALLEST | sections).items())
+    path.write_text(text, encoding="utf-8")
+    return examine_config(path, {}).faults
+
+
+@pytest.mark.parametrize(
+    ("sections", "sentence"),
+    [
+        ({"stream": 'topics = ["^r4.*"]'}, "stream.topics.0 = '^r4.*'"),
+        ({"schema.features.x": 'dtype = "flaot32"'}, "schema.features.x.dtype = 'flaot32'"),
+        ({"schema.label": 'name = "y"\ndtype = "flaot32"'}, "schema.label.dtype = 'flaot32'"),
+        ({"schema.label": 'nmae = "y"\nclasses = 10'}, "unknown key schema.label.nmae; the nearest known"),
+        ({"model": 'factry = "my_model:build"'}, 'unknown key model.factry; the nearest known key is "factory"'),
+        ({"storage": 'ulr = "s3://x"', "serving": "canary = 0.1"}, "unknown key storage.ulr; the nearest known"),
+    ],
+)
+def test_one_fault_is_one_sentence(tmp_path: Path, sections: dict[str, str], sentence: str) -> None:
+    """Neither the key that is missing in its place, nor the default that is taken for it, makes a second one."""
+    (fault,) = faults_of(tmp_path, sections)
+    assert sentence in fault.sentence
+
+
+def test_faults_of_their_own_are_all_named(tmp_path: Path) -> None:
+    found = faults_of(tmp_path, {"stream": 'topics = ["^r4.*"]\nlabls = 1', "model": ""})
+    assert {fault.location for fault in found} == {("stream", "topics", "0"), ("stream", "labls"), ("model", "factory")}
