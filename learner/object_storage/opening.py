@@ -6,9 +6,11 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from anabranch.core.errors import SettingsError
 from anabranch.core.failures import state_errors
+from anabranch.core.object_store.conditional_writes import check_conditional_writes
 from learner.object_storage.bases.uploads import BaseUploads, uploads_of
 from learner.object_storage.bucket_storage import BucketStorage
 from learner.object_storage.config import StorageSettings
@@ -21,6 +23,7 @@ from learner.state_dir.lock import write_generation
 from learner.state_dir.version import Versions
 
 FETCHED = "fetched"
+_LOCAL = ("file", "memory")
 """Name of the folder of local copies of objects, which a learner makes when it needs them."""
 
 
@@ -60,9 +63,12 @@ def hold_storage(
         SecondLearnerError: another learner holds the lease.
         DependencyError: the object store cannot be reached.
         StorageError: its state cannot be used.
+        SettingsError: it lacks conditional writes.
     """
     fetched = state_dir / FETCHED
     shutil.rmtree(fetched, ignore_errors=True)
+    if urlsplit(settings.url).scheme not in _LOCAL:  # there, the comparison is this program's
+        check_conditional_writes(settings.quick_bucket)
     lease = Lease(settings.quick_bucket, settings.lease, holder_of(state_dir), owner)
     bucket, only = settings.bucket, settings.mode == "only"
     write_generation(state_dir, lease.take(generation - 1, stop))

@@ -1,12 +1,11 @@
 """The object store of `[storage]`: whether it answers, can be written, and compares before it replaces."""
 
-import contextlib
-import secrets
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from anabranch.core.errors import SettingsError
-from anabranch.core.object_store.bucket import Bucket, BucketAwayError, ReplacedError
+from anabranch.core.object_store.bucket import Bucket, BucketAwayError
+from anabranch.core.object_store.conditional_writes import UnconditionalWritesError, check_conditional_writes
 from anabranch.doctor.findings import CheckContext, Finding, found, ok
 from learner.errors import StorageError
 from learner.object_storage.head import HeadReader
@@ -40,21 +39,10 @@ def check_storage(context: CheckContext) -> Iterator[Finding]:
 
 
 def _check_writes(bucket: Bucket) -> Iterator[Finding]:
-    """Try what a learner does, with an object that is deleted again."""
-    path, taken = f"doctor/{secrets.token_hex(8)}", False
-    tag = bucket.create(path, b"1")
+    """Try what a learner does, with an object that is deleted again; the start of a learner does the same."""
     try:
-        with contextlib.suppress(ReplacedError):
-            bucket.create(path, b"2")
-            taken = True
-        newer = bucket.replace(path, b"3", tag)
-        with contextlib.suppress(ReplacedError):
-            bucket.replace(path, b"4", tag)
-            taken = taken or newer != tag
-    finally:
-        bucket.delete([each for each in bucket.sizes("doctor") if each.startswith(path)])
-    if taken:
-        message = f"{bucket.url} replaces objects without a comparison: it ignores If-None-Match or If-Match."
-        yield found("storage.conditional", message)
+        check_conditional_writes(bucket)
+    except UnconditionalWritesError as exc:
+        yield found("storage.conditional", f"{exc.fault}.")
     else:
         yield ok(f"{bucket.url} answers, can be written, and compares before it replaces.")

@@ -1,0 +1,179 @@
+"""Object stores that do not compare before they replace are refused, by the learner's start as by doctor."""
+
+import hashlib
+import re
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import parse_qs, unquote, urlsplit
+
+import pytest
+
+from anabranch.core.object_store.bucket import Bucket, BucketAwayError
+from anabranch.core.object_store.conditional_writes import UnconditionalWritesError, check_conditional_writes
+from anabranch.runtime.lifecycle import Exit, exit_code
+from learner.object_storage.config import StorageSettings
+from learner.object_storage.opening import hold_storage
+from learner.state_dir.lock import hold_state_directory
+from tests.support.s3 import S3Prefix
+
+URL = "s3://bucket/prefix"
+REFUSED = "replaces objects without a comparison: it {}.*; use an object store with conditional writes, or two"
+
+
+class S3Server:
+    """As much of S3 as a learner uses, in memory, whose conditional writes are as a test says."""
+
+    def __init__(self) -> None:
+        self.ignores: set[str] = set()
+        """Of `create`, `replace` and `absent`: conditions that are not evaluated."""
+        self.refuses: int | None = None
+        """Status of the answer to each write."""
+        self.unmet = 412
+        """Status where a condition is not met."""
+        self.objects: dict[str, bytes] = {}
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"s3": self}))
+        self.options = {
+            "endpoint": f"http://127.0.0.1:{self._server.server_port}",
+            "aws_region": "us-east-1",
+            "aws_access_key_id": "key-of-nobody",
+            "aws_secret_access_key": "secret-of-nobody",
+        }
+        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def put(self, path: str, content: bytes, if_match: str | None, if_none_match: str | None) -> int:
+        if self.refuses is not None:
+            return self.refuses
+        there = self.objects.get(path)
+        if if_none_match is not None and there is not None and "create" not in self.ignores:
+            return self.unmet
+        if if_match is not None and there is None and "absent" not in self.ignores:
+            return 404
+        if if_match is not None and there is not None and "replace" not in self.ignores and if_match != etag(there):
+            return self.unmet
+        self.objects[path] = content
+        return 200
+
+
+class _Handler(BaseHTTPRequestHandler):
+    s3: S3Server
+    protocol_version = "HTTP/1.1"
+
+    def do_PUT(self) -> None:
+        content = self.rfile.read(int(self.headers["Content-Length"]))
+        path = urlsplit(self.path).path
+        status = self.s3.put(path, content, self.headers["If-Match"], self.headers["If-None-Match"])
+        self._answer(status, b"" if status in (200, 304) else f"<Error><Code>{status}</Code></Error>".encode(), content)
+
+    def do_GET(self) -> None:
+        url = urlsplit(self.path)
+        if (prefix := parse_qs(url.query).get("prefix")) is not None:
+            names = [each.removeprefix("/bucket/") for each in self.s3.objects]
+            listed = "".join(
+                f"<Contents><Key>{name}</Key><LastModified>2026-01-01T00:00:00Z</LastModified><ETag>e</ETag>"
+                f"<Size>1</Size></Contents>"
+                for name in names
+                if name.startswith(prefix[0])
+            )
+            self._answer(200, f"<ListBucketResult>{listed}</ListBucketResult>".encode())
+        elif (content := self.s3.objects.get(url.path)) is not None:
+            self._answer(200, content, content)
+        else:
+            self._answer(404, b"<Error><Code>NoSuchKey</Code></Error>")
+
+    def do_POST(self) -> None:
+        content = self.rfile.read(int(self.headers["Content-Length"])).decode()
+        names = re.findall("<Key>(.*?)</Key>", content)
+        for name in names:
+            self.s3.objects.pop(f"/bucket/{unquote(name)}", None)
+        deleted = "".join(f"<Deleted><Key>{name}</Key></Deleted>" for name in names)
+        self._answer(200, f"<DeleteResult>{deleted}</DeleteResult>".encode())
+
+    def _answer(self, status: int, content: bytes, tagged: bytes | None = None) -> None:
+        self.send_response(status)
+        if tagged is not None:
+            self.send_header("ETag", etag(tagged))
+        self.send_header("Last-Modified", "Thu, 01 Jan 2026 00:00:00 GMT")
+        self.send_header("Content-Type", "application/xml")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: object) -> None: ...
+
+
+def etag(content: bytes) -> str:
+    return f'"{hashlib.md5(content, usedforsecurity=False).hexdigest()}"'
+
+
+@pytest.fixture
+def server() -> Iterator[S3Server]:
+    server = S3Server()
+    yield server
+    server.close()
+
+
+def start(options: dict[str, str], folder: Path, url: str = URL) -> None:
+    """Take the lease, as the start of a learner does."""
+    settings = StorageSettings(url=url, options=options, lease=timedelta(seconds=4))
+    with hold_state_directory(folder) as generation, hold_storage(settings, folder, generation):
+        pass
+
+
+def test_a_store_that_compares_is_taken_and_nothing_of_the_check_stays(server: S3Server, tmp_path: Path) -> None:
+    for bucket in (Bucket(f"file://{tmp_path}/bucket", {}), Bucket("memory://any", {}), Bucket(URL, server.options)):
+        check_conditional_writes(bucket)
+        assert bucket.sizes("doctor") == {}
+    start(server.options, tmp_path)
+    assert [*server.objects] == ["/bucket/prefix/head.json"]
+
+
+@pytest.mark.parametrize(
+    ("ignores", "fault"),
+    [
+        ({"create", "replace", "absent"}, "ignores If-None-Match and If-Match"),
+        ({"create"}, "ignores If-None-Match"),
+        ({"replace", "absent"}, "ignores If-Match"),
+        ({"absent"}, "ignores If-Match for an object that is not there"),
+    ],
+)
+def test_a_store_that_ignores_a_condition_is_refused(
+    server: S3Server, tmp_path: Path, ignores: set[str], fault: str
+) -> None:
+    server.ignores = ignores
+    with pytest.raises(UnconditionalWritesError, match=REFUSED.format(fault)) as error:
+        start(server.options, tmp_path)
+    assert exit_code(error.value) == Exit.SETTINGS
+    assert server.objects == {}
+
+
+def test_a_store_that_answers_not_implemented_is_refused(server: S3Server, tmp_path: Path) -> None:
+    server.refuses = 501
+    with pytest.raises(UnconditionalWritesError, match=REFUSED.format("answers a conditional write with an error")):
+        start(server.options, tmp_path)
+
+
+def test_a_store_that_answers_not_modified_is_refused(server: S3Server, tmp_path: Path) -> None:
+    server.unmet = 304
+    with pytest.raises(UnconditionalWritesError, match=REFUSED.format("answers a conditional write with an error")):
+        start(server.options, tmp_path)
+    assert server.objects == {}
+
+
+def test_an_outage_is_none_of_it(server: S3Server, tmp_path: Path) -> None:
+    server.refuses = 500
+    with pytest.raises(BucketAwayError) as error:
+        start(server.options, tmp_path)
+    assert exit_code(error.value) == Exit.DEPENDENCY
+
+
+@pytest.mark.services
+def test_an_s3_server_is_taken(s3: S3Prefix, tmp_path: Path) -> None:
+    check_conditional_writes(Bucket(s3.url, s3.options))
+    start(s3.options, tmp_path, s3.url)
