@@ -25,7 +25,7 @@ from learner.object_storage.fetching import (
     newest_age,
 )
 from learner.object_storage.opening import HeldStorage
-from learner.state_dir.checkpoint import RANK, Checkpoint, Checkpoints
+from learner.state_dir.checkpoint import ERASED, RANK, Checkpoint, Checkpoints
 from learner.state_dir.manifest_directory import other_base
 from learner.state_dir.origin import ResumedFrom
 from learner.strategies.examples import OUTPUT, TEACHER, output_fields
@@ -115,6 +115,11 @@ class ResumePoint:
             return None
         number, checkpoint = self.found
         return ResumedFrom(number, checkpoint.step)
+
+    @property
+    def applied(self) -> int:
+        """The number of the last record of the erasure log that the checkpoint is without."""
+        return 0 if self.found is None else int(self.found[1].state.get(ERASED, 0))
 
     def restore(self, loop: TrainingLoop) -> None:
         """Restore the checkpoint into the loop, if there is one."""

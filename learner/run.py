@@ -44,6 +44,7 @@ from learner.loop_parts.loop_state import LoopComponents, LoopMetrics
 from learner.metrics import LearnerMetrics
 from learner.model.base_file import write_base
 from learner.model.device import UnusedDevice, choose_device, without_denormals
+from learner.model.features.learned import features_of
 from learner.object_storage.erasure_upload import fetch_erasures
 from learner.object_storage.fleet import FleetWatch
 from learner.object_storage.holder import check_state_is_here, record_mode
@@ -374,6 +375,8 @@ class Learner:
             keyed=keyed,
             has_history=deployment.stream.backfill is not None,
             mirror=self._mirror,
+            learns=self._trainer,
+            seed=lambda record: secret.number(f"blur {record}") >> 66,
         )
         erasure.record_erased(*resumed.erased_counts)
         if self._log_fetched:
@@ -397,7 +400,10 @@ class Learner:
             secret=secret.digest,
         )
         self._loop = TrainingLoop(settings, self._parts, metrics, ranks=self._row_groups)
+        if keyed and (learned := features_of(self._trainer.model)) is not None:
+            learned.secret = secret.number("learned features")
         resumed.restore(self._loop)
+        erasure.restored(resumed.applied)
         self._publisher.set_resumed_from(resumed.origin)
         if self._storage is not None:
             self._storage.checkpoints.drop_copies()

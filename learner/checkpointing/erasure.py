@@ -49,6 +49,14 @@ class ErasableEvents(Protocol):
         ...
 
 
+class LearnsOfKeys(Protocol):
+    """Learns from events what may be of those of one key alone."""
+
+    def erase_features(self, keys: NDArray[np.uint64], seed: int) -> None:
+        """Erase what is of the events of these keys alone, by their hashes; `seed` is secret."""
+        ...
+
+
 class Erasure:
     """Keeps the events that the erasure log covers out of a learner. Used by the loop's thread, between steps."""
 
@@ -65,6 +73,8 @@ class Erasure:
         keyed: bool = True,
         has_history: bool = False,
         mirror: Mirror | None = None,
+        learns: LearnsOfKeys | None = None,
+        seed: Callable[[int], int] = int,
     ) -> None:
         """Start with a log that was read.
 
@@ -79,7 +89,10 @@ class Erasure:
             keyed: whether events have keys; without keys the stream has no tombstones.
             has_history: whether a learner that begins again reads files.
             mirror: the uploads to the object store, which must not keep erased events either.
+            learns: what has learned from the events.
+            seed: returns a secret number for the number of a record.
         """
+        self._learns, self._seed = learns, seed
         self._has_history = has_history
         self._log = written
         self._background_store = background_store
@@ -216,10 +229,20 @@ class Erasure:
         holdout = self._holdout.erase(erased, self._bases)
         self._background.count(store, holdout)
         self.erased += store + holdout + late
+        self._erase_learned(erased)
         log.info(
             "erasing %d events of the store, %d of the holdout set and %d that wait for labels (record %d)",
             *(store, holdout, late, through),
         )
+
+    def restored(self, through: int) -> None:
+        """Erase from restored weights what the records after `through` erase; their checkpoint is of before them."""
+        if through < self._log.count:
+            self._erase_learned(self._log.erased)
+
+    def _erase_learned(self, erased: ErasedEvents) -> None:
+        if self._learns is not None and len(erased.keys):
+            self._learns.erase_features(erased.keys, self._seed(self._log.count))
 
     def finish(self, deadline: Deadline) -> None:
         """Apply the records to checkpoints and tiers before the deadline; the next start applies the rest."""

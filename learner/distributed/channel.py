@@ -43,6 +43,7 @@ class Action(IntEnum):
     GENERATORS = 10
     SNIFF = 11
     FEATURES = 12
+    ERASE = 13
 
 
 class Channel:

@@ -65,6 +65,9 @@ def follow(channel: Channel, make: Callable[[], tuple[Trainer, DataParallelGroup
         elif action is Action.FEATURES:
             assert message is not None
             trainer.learn_features(arrays_from_bytes(message))
+        elif action is Action.ERASE:
+            assert message is not None
+            trainer.erase_owners(arrays_from_bytes(message)["owner"], numbers[0])
         elif action is Action.DRIFT:
             trainer.on_drift()
         elif action is Action.SNAPSHOT:

@@ -10,7 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from learner.device_health.sniff_test import COLLECTIVE, product_or_nan, time_collective
@@ -97,6 +99,11 @@ class Leader(Trainer):
         if self._learned is not None:
             self._channel.send_all(Action.FEATURES, (), arrays_to_bytes(self._learned.needed(columns)))
             super().learn_features(columns, output_B)
+
+    def erase_owners(self, owners: NDArray[np.int64], seed: int) -> None:
+        """Erase what features have learned of owners alone, on all ranks."""
+        self._channel.send_all(Action.ERASE, (seed,), arrays_to_bytes({"owner": owners}))
+        super().erase_owners(owners, seed)
 
     def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:
         """Restore the weights and the optimizer of a checkpoint, on all ranks."""

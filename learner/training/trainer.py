@@ -9,6 +9,7 @@ from functools import partial
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ingest.events.block import Array
@@ -24,6 +25,7 @@ from learner.model.faulty_events import may_be_of_events
 from learner.model.features.intercept import residual_of
 from learner.model.features.learned import Columns, features_of
 from learner.model.features.row_tables import row_tables
+from learner.model.features.vocabulary import Restarted
 from learner.model.task import Task
 from learner.strategies.base import Strategy, StrategyContext, overrides
 from learner.strategies.early_negatives import EARLY, Early, trained_first
@@ -237,7 +239,20 @@ class Trainer(TrainerState):
         if self._learned.intercepts:
             assert output_B is not None
             residual = residual_of(self.task, output_B, torch.from_numpy(columns["label"]).to(self.device))
-        for name, restarted in self._learned.observe(columns, residual).items():
+        self._restart_rows(self._learned.observe(columns, residual))
+
+    def erase_features(self, keys: NDArray[np.uint64], seed: int) -> None:
+        """Erase what features have learned of the events of these keys alone, by their hashes; `seed` is secret."""
+        if self._learned is not None:
+            self.erase_owners(self._learned.owners_of(keys), seed)
+
+    def erase_owners(self, owners: NDArray[np.int64], seed: int) -> None:
+        """Erase what features have learned of owners alone; `erase_features` calls it, and a follower does."""
+        assert self._learned is not None
+        self._restart_rows(self._learned.erase(owners, seed))
+
+    def _restart_rows(self, restarted_by_name: Mapping[str, Restarted]) -> None:
+        for name, restarted in restarted_by_name.items():
             rows, like = (torch.from_numpy(each).to(self.device) for each in restarted)
             for table in self._row_tables[name]:
                 self.update.restart_rows(table.weight, rows, like)

@@ -208,6 +208,11 @@ class ErasedEvents:
             self._cover_keys(bases, columns, erased)
         return erased
 
+    @property
+    def keys(self) -> NDArray[np.uint64]:
+        """The hashes of keys of which there are records, uint64."""
+        return np.unique(np.concatenate([np.empty(0, np.uint64), *(run.keys for run in self._runs)]))
+
     def packed(self) -> Packed:
         """Return the covered events in the form of a file."""
         self._merge_all()

@@ -76,7 +76,16 @@ class GroupIntercept(nn.Module):
         """Return the intercepts of groups, float32 `[B, K]`."""
         return self._mean(self.table(keys_B))[0]
 
-    def observe(self, keys_B: Ints, time_ms: int, residual: Residual, weight_B: Tensor) -> None:
+    def erase(self, owners: Ints) -> None:
+        """Take their intercepts from the groups that events of these owners alone were in."""
+        rows = torch.from_numpy(self.table.erase(owners).rows)
+        for name in ("score", "information"):
+            buffer = self.get_buffer(name)
+            buffer[rows.to(buffer.device)] = 0
+
+    def observe(
+        self, keys_B: Ints, time_ms: int, residual: Residual, weight_B: Tensor, owner_B: Ints | None = None
+    ) -> None:
         """Learn from the events of one step, whose residuals are those of a pass with the intercepts as they are."""
         score, information = self.get_buffer("score"), self.get_buffer("information")
         keys = torch.from_numpy(keys_B).to(score.device)
@@ -85,7 +94,7 @@ class GroupIntercept(nn.Module):
         information_BK = residual.information_BK * weight_B[:, None]
         gradient_BK = value_BK * weight_B[:, None]
         self._learn_strength(mean_BK * shrunk_BK, value_BK, gradient_BK, information_BK)
-        restarted = torch.from_numpy(self.table.observe(keys_B, time_ms).rows).to(score.device)
+        restarted = torch.from_numpy(self.table.observe(keys_B, time_ms, owner_B).rows).to(score.device)
         score[restarted] = information[restarted] = 0
         rows_B = self.table(keys)
         own_B1 = (rows_B >= self.table.shared)[:, None]

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from ingest.events.identity import keyed_hash
 from ingest.events.schema import Schema
 from ingest.feature_settings import CrossSettings, HashBuckets, LearnedVocabulary
 from learner.errors import ModelError
@@ -26,6 +27,7 @@ NAME = "learned_features"
 """The name of the submodule: the names of its tensors begin with it."""
 
 _NEVER = 2**63 - 1
+_OWNER = "owner"
 
 Columns = Mapping[str, NDArray[Any]]
 
@@ -53,6 +55,8 @@ class LearnedFeatures(nn.Module):
         settings = schema.settings
         self.names = tuple(feature.name for feature in schema.features)
         self._crosses = dict(settings.cross)
+        self.secret: int | None = None
+        """By which keys of events become owners of rows; None: rows have no owners, and an erasure takes none."""
         self._added: Tensor | None = None
         """The intercepts of the pass that runs, from its begin to its end."""
         self.outliers: dict[str, Outlier] = {}
@@ -141,9 +145,31 @@ class LearnedFeatures(nn.Module):
         return output_B + added.view(output_B.shape)
 
     def needed(self, columns: Columns) -> dict[str, NDArray[Any]]:
-        """Return the columns of events that `observe` reads."""
+        """Return the columns of events that `observe` reads on other ranks."""
         names = [f"feature.{name}" for name in self.names]
-        return {name: columns[name] for name in (*names, "label", "time_ms")}
+        needed = {name: columns[name] for name in (*names, "label", "time_ms")}
+        owner_B = self._owners(columns)
+        return needed if owner_B is None else needed | {_OWNER: owner_B}
+
+    def owners_of(self, keys: NDArray[np.uint64]) -> NDArray[np.int64]:
+        """Return the owner of the events of each key, by its hash: another hash, under the secret."""
+        if self.secret is None:
+            return np.zeros(0, np.int64)
+        # Even, and not 0: neither NOBODY nor SEVERAL.
+        return (keyed_hash(keys, self.secret) | np.uint64(2)).view(np.int64) & ~1
+
+    def erase(self, owners: NDArray[np.int64], seed: int) -> dict[str, Restarted]:
+        """Erase what is of owners alone: rows of vocabularies and intercepts; and blur the values in sketches.
+
+        Returns:
+            By the name of the input, the rows that have no value any more, where there are any.
+        """
+        for index, number in enumerate(self.numbers.values()):
+            number.blur(np.random.default_rng([seed, index]))
+        for intercept in self.intercepts.values():
+            intercept.erase(owners)
+        restarted = {name: table.erase(owners) for name, table in self.vocabularies.items()}
+        return {name: found for name, found in restarted.items() if len(found.rows)}
 
     def observe(self, columns: Columns, residual: Residual | None = None) -> dict[str, Restarted]:
         """Learn from new events: their columns `feature.<name>` and `time_ms`, `[B, ...]` each on the host.
@@ -167,11 +193,16 @@ class LearnedFeatures(nn.Module):
             return {}
         # The middle of the batch, so that a single record with a wrong time does not count.
         time_ms = int(np.sort(columns["time_ms"])[len(columns["time_ms"]) // 2])
+        owner_B = self._owners(columns)
         for name, intercept in intercepts.items():
             assert residual is not None
             weight_B = torch.from_numpy(columns["weight"]).to(residual.value_BK.device)
-            intercept.observe(self._keys(name, columns), time_ms, residual, weight_B)
-        restarted = {name: table.observe(self._keys(name, columns), time_ms) for name, table in tables.items()}
+            intercept.observe(self._keys(name, columns), time_ms, residual, weight_B, owner_B)
+        restarted = dict[str, Restarted]()
+        for name, table in tables.items():
+            keys = self._keys(name, columns)
+            owners = None if owner_B is None else np.repeat(owner_B, len(keys) // len(owner_B))
+            restarted[name] = table.observe(keys, time_ms, owners)
         return {name: found for name, found in restarted.items() if len(found.rows)}
 
     def take_back(self, columns: Columns) -> None:
@@ -183,6 +214,11 @@ class LearnedFeatures(nn.Module):
             device = intercept.get_buffer("score").device
             label_B, weight_B = (torch.from_numpy(columns[each]).to(device) for each in ("label", "weight"))
             intercept.take_back(self._keys(name, columns), label_B, weight_B)
+
+    def _owners(self, columns: Columns) -> NDArray[np.int64] | None:
+        if _OWNER in columns:
+            return columns[_OWNER]
+        return None if self.secret is None else self.owners_of(columns["key_hash"])
 
     def _remember(self, name: str, columns: Columns, far: NDArray[np.intp]) -> None:
         at, before = far[-1], self.outliers.get(name)

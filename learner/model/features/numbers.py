@@ -14,7 +14,7 @@ from ingest.events.schema import Feature
 from ingest.feature_settings import FeatureSettings
 from learner.model.features.host_state import HostState, write
 from learner.model.features.moments import Floats, Moments
-from learner.model.features.outliers import OutlierBounds, empty_bounds
+from learner.model.features.outliers import FIRST, OutlierBounds, empty_bounds
 from learner.model.features.quantiles import QuantileSketch, empty_sketches
 
 LIMIT = 10.0
@@ -134,6 +134,21 @@ class LearnedNumber(nn.Module):
         far_Bn = outside_Bn & (bounds.distance(value_Bn) > FAR * reach) & (reach > 0)
         return np.asarray(far_Bn.any(axis=1)) if far_Bn.any() else None
 
+    def blur(self, random: np.random.Generator) -> None:
+        """Move the values in sketches, and what follows from them, so that none of a single event is there any more."""
+        if not self._learns:
+            return
+        state = self.state
+        cold = state["exponents"].sum(axis=1) < FIRST  # whose first values are kept: these numbers begin again
+        for name in ("exponents", "anchor", "used") if self._scale in _PARTS else ("exponents", "anchor"):
+            state[name][cold] = 0
+        state["first"][:] = 0
+        if self._scale not in _PARTS:
+            return
+        for index in np.flatnonzero(state["used"].sum(axis=1) > 0):
+            QuantileSketch(state["items"][index], state["used"][index], state["odd"][index]).blur(random)
+        self._compute([int(index) for index in np.flatnonzero(state["used"].sum(axis=1) > 0)])
+
     def watch(self, column: NDArray[Any]) -> None:
         """Measure how many values of B events are cut off by a scale that is not learned any more."""
         if self._scale in ("standard", "robust"):
@@ -153,7 +168,6 @@ class LearnedNumber(nn.Module):
     def _observe_ranks(self, value_Bn: Floats, again: NDArray[np.bool_]) -> None:
         state = self.state
         items, used, odd, (count, computed) = state["items"], state["used"], state["odd"], state["count"]
-        parts = _PARTS[str(self._scale)]
         for values in (used, odd):
             values[again] = 0
         count[again] = computed[again] = 0
@@ -164,9 +178,16 @@ class LearnedNumber(nn.Module):
             count[index] += len(present_B)
             if count[index] > computed[index] + computed[index] // _GROWTH:
                 due.append(index)
+        if due:
+            computed[due] = count[due]
+            self._compute(due)
+
+    def _compute(self, due: list[int]) -> None:
+        """Compute the buffers of some numbers from their sketches."""
+        state, parts = self.state, _PARTS[str(self._scale)]
+        items, used, odd = state["items"], state["used"], state["odd"]
         if not due:
             return
-        computed[due] = count[due]
         found = np.stack([QuantileSketch(items[i], used[i], odd[i]).quantiles(parts) for i in due])
         if self._scale == "quantile":
             self._write("knots", found, due)

@@ -62,7 +62,9 @@ class OutlierBounds:
             compact = np.take_along_axis(value_Bn, np.isnan(value_Bn).argsort(axis=0, kind="stable"), axis=0)[:FIRST]
             present = (~np.isnan(compact)).sum(axis=0)
             middle = np.maximum(present - 1, 0) // 2
-            median = np.take_along_axis(np.sort(compact, axis=0), middle[None], axis=0)[0]
+            # Between two values in the end, so that the anchor is no single event's.
+            after = middle + (present == FIRST)
+            median = np.take_along_axis(np.sort(compact, axis=0), np.stack([middle, after]), axis=0).mean(axis=0)
             anchor[again] = np.nan_to_num(median[again])
             exponents[again] = 0
             first[:] = np.where(again & (present < FIRST), np.nan_to_num(compact), 0.0)

@@ -16,6 +16,8 @@ Floats = NDArray[np.float64]
 
 SIZE = 256
 LEVELS = 20
+_COMMON = 0.05
+"""A value that so many events have, of all, says nothing of one of them."""
 
 
 class QuantileSketch:
@@ -49,6 +51,21 @@ class QuantileSketch:
         middle = np.cumsum(weight) - weight / 2
         found: Floats = np.interp(parts * weight.sum(), middle, values[order])
         return found
+
+    def blur(self, random: np.random.Generator) -> None:
+        """Move each value to a random place between its neighbours, unless it is that of many events; equal values
+        together. Ranks change by less than the weight of a value."""
+        levels = np.repeat(np.arange(len(self._used)), self._used)
+        places = np.concatenate([np.arange(count) for count in self._used])
+        values, group = np.unique(self._items[levels, places], return_inverse=True)
+        weight = np.bincount(group, np.exp2(levels.astype(np.float64)))
+        between = (values[:-1] + values[1:]) / 2
+        low, high = np.append(values[:1], between), np.append(between, values[-1:])
+        moved = low + random.random(len(values)) * (high - low)
+        values = np.where(weight < _COMMON * weight.sum(), moved, values)
+        unused = np.arange(self._items.shape[1]) >= self._used[:, None]
+        self._items[unused] = 0.0
+        self._items[levels, places] = values[group]
 
     def _compact(self, level: int) -> None:
         if level + 1 == len(self._used):

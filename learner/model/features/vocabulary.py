@@ -29,6 +29,7 @@ from learner.model.features.mixing import mixed
 
 EMPTY = 2**63 - 1
 """In place of a key where there is none."""
+NOBODY, SEVERAL = 0, -1
 _STEP, _CLOCK, _ADDED, _USED, _BEHIND = range(5)
 _TIMES = 9
 """Batches by whose middle time the clock goes."""
@@ -48,6 +49,8 @@ _COMPARED = 32
 _SHARED = 4
 """One of so many rows is shared."""
 """Rows whose order of age is computed at once."""
+
+_BY_ROW = ("seen_step", "seen_ms", "count", "owner")
 
 Ints = NDArray[np.int64]
 
@@ -75,8 +78,8 @@ class VocabularyTable(nn.Module):
     """Row numbers of keys.
 
     Its buffers: `keys`, int64 `[N - shared]`, sorted, EMPTY at the end; `rows`, int64, the row of each; and in
-    `state`, by row, `seen_step`, `seen_ms` and `count`, the count sketch `sketch`, `totals`, and `times` of the last
-    batches.
+    `state`, by row, `seen_step`, `seen_ms`, `count` and `owner`, which is whose events alone have had the key, NOBODY,
+    or SEVERAL; the count sketch `sketch`, `totals`, and `times` of the last batches.
     """
 
     def __init__(self, settings: LearnedVocabulary) -> None:
@@ -90,7 +93,7 @@ class VocabularyTable(nn.Module):
         self._expire_ms = _EXPIRE_MS if settings.expire is None else settings.expire.total_seconds() * 1000
         self.register_buffer("keys", torch.full((self.size - self.shared,), EMPTY))
         self.register_buffer("rows", torch.zeros(self.size - self.shared, dtype=torch.int64))
-        by_row = {name: torch.zeros(self.size, dtype=torch.int64) for name in ("seen_step", "seen_ms", "count")}
+        by_row = {name: torch.zeros(self.size, dtype=torch.int64) for name in _BY_ROW}
         sketch = torch.zeros(count_sketch.DEPTH, count_sketch.width_for(self.size), dtype=torch.uint8)
         totals, times = torch.zeros(5, dtype=torch.int64), torch.zeros(_TIMES, dtype=torch.int64)
         self.state = HostState(**by_row, sketch=sketch, totals=totals, times=times)
@@ -110,9 +113,13 @@ class VocabularyTable(nn.Module):
     def _shared_row(self, keys: Tensor) -> Tensor:
         return torch.remainder(mixed(keys), self.shared)
 
-    def observe(self, keys: Ints, time_ms: int) -> Restarted:
-        """Learn from the keys of one batch, at a time; return the rows that have a new key now."""
-        keys, counts = np.unique(np.minimum(keys, EMPTY - 1), return_counts=True)
+    def observe(self, keys: Ints, time_ms: int, owners: Ints | None = None) -> Restarted:
+        """Learn from the keys of one batch, at a time; return the rows that have a new key now.
+
+        `owners`: whose event has each key; None: events are of nobody.
+        """
+        all_keys = np.minimum(keys, EMPTY - 1)
+        keys, counts = np.unique(all_keys, return_counts=True)
         counts = counts.astype(np.int64)
         cache, state = self._current(), self.state
         totals = state["totals"]
@@ -132,7 +139,40 @@ class VocabularyTable(nn.Module):
         if gone or fresh:
             self._rewrite(cache, gone, fresh)
         rows = np.fromiter(fresh.values(), np.int64, len(fresh))
+        state["owner"][[*gone, *rows]] = NOBODY
+        if owners is not None:
+            self._own(cache, all_keys, owners)
         return Restarted(rows, self._shared_row(torch.tensor([*fresh], dtype=torch.int64)).numpy())
+
+    def erase(self, owners: Ints) -> Restarted:
+        """Take their rows from the keys that events of these owners alone have had; return the rows, and the shared
+        rows that these keys have now."""
+        cache, state = self._current(), self.state
+        mine = np.isin(state["owner"][cache.rows], owners)
+        keys, rows = cache.keys[mine], cache.rows[mine]
+        if len(rows):
+            for name in _BY_ROW:
+                state[name][rows] = 0
+            cache.oldest.clear()
+            cache.free += rows.tolist()
+            heapq.heapify(cache.free)
+            self._rewrite(cache, {*rows.tolist()}, {})
+        return Restarted(rows, self._shared_row(torch.from_numpy(keys)).numpy())
+
+    def _own(self, cache: _Cache, keys: Ints, owners: Ints) -> None:
+        """Keep for the row of each key whose event had it, as long as it is one owner."""
+        at = np.searchsorted(cache.keys, keys)
+        known = at < len(cache.keys)
+        known[known] = cache.keys[at[known]] == keys[known]
+        rows, owners = cache.rows[at[known]], owners[known]
+        if not len(rows):
+            return
+        order = np.lexsort((owners, rows))
+        rows, first = np.unique(rows[order], return_index=True)
+        last = np.append(first[1:], len(order)) - 1
+        lowest, highest, before = owners[order][first], owners[order][last], self.state["owner"][rows]
+        one = (lowest == highest) & ((before == NOBODY) | (before == lowest))
+        self.state["owner"][rows] = np.where(one, lowest, SEVERAL)
 
     def _advance(self, time_ms: int) -> None:
         """Move the clock towards the middle time of the last batches, in both directions.

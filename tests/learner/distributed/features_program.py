@@ -17,7 +17,7 @@ from learner.distributed.follower import follow
 from learner.distributed.leader import Leader
 from learner.distributed.process_group import RankAssignment, exiting_at_once, join_group
 from learner.model.device import choose_precision
-from learner.model.features.learned import attach_features
+from learner.model.features.learned import attach_features, features_of
 from learner.model.task import Classification
 from learner.strategies.registry import STRATEGIES
 from learner.training.trainer import Trainer
@@ -54,6 +54,9 @@ def trainer(kind: type[Trainer], *given: object, **ranks: object) -> Trainer:
 def play(leader: Trainer) -> None:
     """Step on batches of several sizes, and restore what was captured on the way."""
     generator = np.random.default_rng(0)
+    learned = features_of(leader.model)
+    assert learned is not None
+    learned.secret = 7
     for step in range(STEPS):
         rows = 9 + step % 3
         x = generator.normal(100, 5, (rows, 2)).astype(np.float32)
@@ -65,8 +68,11 @@ def play(leader: Trainer) -> None:
             "label": generator.integers(0, 2, rows),
             "weight": np.ones(rows, np.float32),
             "time_ms": np.full(rows, step),
+            "key_hash": generator.integers(0, 5, rows).astype(np.uint64),
         }
         assert leader.step(leader.examples(columns), columns=columns).finite
+        if step == STEPS - 2:
+            leader.erase_features(np.arange(2, dtype=np.uint64), seed=5)
         if step == STEPS // 2:
             leader.restore(leader.tensors(), leader.state())
 
