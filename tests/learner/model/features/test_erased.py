@@ -14,7 +14,7 @@ from learner.model.features.quantiles import QuantileSketch, empty_sketches
 from learner.model.task import Classification
 
 SECRET_VALUE = 4.74242
-HOME, SHOP = 1007, 5
+FLAT, SHOP = 1007, 5
 KEYS = hash_texts([b"customer-%d" % number for number in range(60)])
 
 
@@ -22,11 +22,11 @@ def learned_of(**scale: Any) -> LearnedFeatures:
     encode = {"learn": 256, "min_count": 2}
     features = {
         "x": {"dtype": "float32", **scale},
-        "home": {"dtype": "int64", "encode": encode},
+        "flat": {"dtype": "int64", "encode": encode},
         "shop": {"dtype": "int64", "encode": encode},
         "group": {"dtype": "int64", "encode": encode, "intercept": True},
     }
-    both = {"of": ["home", "shop"], "encode": encode}
+    both = {"of": ["flat", "shop"], "encode": encode}
     settings = {"features": features, "cross": {"both": both}, "label": {"name": "y", "classes": 2}}
     learned = LearnedFeatures(Schema(SchemaSettings.model_validate(settings)))
     learned.secret = 2**100 + 3
@@ -37,7 +37,7 @@ def observe(learned: LearnedFeatures, people: list[int], random: np.random.Gener
     who = np.array(people)
     columns: dict[str, Any] = {"key_hash": KEYS[who], "time_ms": np.ones(len(who), np.int64)}
     columns["feature.x"] = np.where(who == 7, SECRET_VALUE, random.normal(size=len(who))).astype(np.float32)
-    columns |= {"feature.home": 1000 + who, "feature.group": 2000 + who, "feature.shop": np.full(len(who), SHOP)}
+    columns |= {"feature.flat": 1000 + who, "feature.group": 2000 + who, "feature.shop": np.full(len(who), SHOP)}
     columns |= {"label": (who == 7).astype(np.int64), "weight": np.ones(len(who), np.float32)}
     output = torch.zeros(len(who), 2)
     learned.observe(columns, residual_of(Classification(), output, torch.from_numpy(columns["label"])))
@@ -57,21 +57,21 @@ def has(learned: LearnedFeatures, value: float) -> list[str]:
 
 def test_rows_of_one_person_alone_are_gone_and_those_of_several_stay() -> None:
     learned = lived()
-    table, group = learned.vocabularies["home"], learned.intercepts["group"]
+    table, group = learned.vocabularies["flat"], learned.intercepts["group"]
     own = {
-        name: int(each(torch.tensor([HOME]))[0])
-        for name, each in (("home", table), ("shop", learned.vocabularies["shop"]))
+        name: int(each(torch.tensor([FLAT]))[0])
+        for name, each in (("flat", table), ("shop", learned.vocabularies["shop"]))
     }
-    assert own["home"] >= table.shared
+    assert own["flat"] >= table.shared
     assert group(torch.tensor([2007])).abs().min() > 0.1
     row = int(group.table(torch.tensor([2007]))[0])
     assert group.get_buffer("information")[row].all()
     others = {name: each(torch.arange(1008, 1060)) for name, each in learned.vocabularies.items()}
     found = learned.erase(learned.owners_of(KEYS[[7]]), seed=1)
-    assert set(found) == {"home", "both"}
-    assert found["home"].rows.tolist() == [own["home"]]
-    assert table(torch.tensor([HOME])).tolist() == found["home"].shared.tolist()
-    assert HOME not in table.get_buffer("keys").tolist()
+    assert set(found) == {"flat", "both"}
+    assert found["flat"].rows.tolist() == [own["flat"]]
+    assert table(torch.tensor([FLAT])).tolist() == found["flat"].shared.tolist()
+    assert FLAT not in table.get_buffer("keys").tolist()
     assert 2007 not in group.table.get_buffer("keys").tolist()
     assert not group(torch.tensor([2007])).any()
     assert not group.get_buffer("information")[row].any()
@@ -81,17 +81,17 @@ def test_rows_of_one_person_alone_are_gone_and_those_of_several_stay() -> None:
 
 def test_an_erased_row_is_free_for_another_value_and_the_person_may_come_back() -> None:
     learned = lived()
-    (row,) = learned.erase(learned.owners_of(KEYS[[7]]), seed=1)["home"].rows.tolist()
+    (row,) = learned.erase(learned.owners_of(KEYS[[7]]), seed=1)["flat"].rows.tolist()
     random = np.random.default_rng(3)
     for _ in range(3):
         observe(learned, [7, 7], random)
-    assert int(learned.vocabularies["home"](torch.tensor([HOME]))[0]) == row
-    assert learned.erase(learned.owners_of(KEYS[[7]]), seed=1)["home"].rows.tolist() == [row]
+    assert int(learned.vocabularies["flat"](torch.tensor([FLAT]))[0]) == row
+    assert learned.erase(learned.owners_of(KEYS[[7]]), seed=1)["flat"].rows.tolist() == [row]
 
 
 def test_owners_do_not_show_keys() -> None:
     learned = lived()
-    owners = learned.vocabularies["home"].state["owner"]
+    owners = learned.vocabularies["flat"].state["owner"]
     assert len(np.unique(owners)) > 40
     assert not np.isin(owners.view(np.uint64), KEYS).any()
 
