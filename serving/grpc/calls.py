@@ -21,7 +21,7 @@ from serving.config import ServingSettings
 from serving.errors import BadRequestError, DeadlineExceededError, RequestError, TooManyRequestsError
 from serving.grpc.intake import Intake
 from serving.grpc.messages import MESSAGES, SERVICE
-from serving.grpc.tensors import read_request, write_reply
+from serving.grpc.tensors import parse_request, read_request, write_reply
 from serving.http.auth import check_one_authorization, check_read
 from serving.http.request_body import BodyReader, HeldBytes
 from serving.inference.request_tracing import end_request, request_span
@@ -171,10 +171,12 @@ class InferenceCalls:
         held.add(len(body))
         service = self._service
         long = service.is_long(len(body))
-        message = await in_thread(long, _parsed, "ModelInferRequest", body)
+        message = await in_thread(long, parse_request, service.signature, body)
         service.check_name(message.model_name)
         request = await in_thread(long, read_request, service.signature, message)
-        chosen, answers = await service.predict(request, message.model_version or None, context.peer())
+        version = message.model_version or None
+        del message  # it may be much larger than the request
+        chosen, answers = await service.predict(request, version, context.peer())
         reply = await in_thread(
             is_large(answers),
             write_reply,

@@ -4,9 +4,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from google.protobuf.message import DecodeError
 
 from serving.errors import BadRequestError, shorten
 from serving.grpc.messages import MESSAGES
+from serving.grpc.wire import check_fields
 from serving.protocol.bodies import Parameters, RequestedOutput
 from serving.protocol.codec import GivenInput, Request, Signature
 from serving.protocol.parameters import check_served
@@ -26,6 +28,22 @@ _CONTENTS = {
 _MOST_ITEMS = 64
 """Largest number of parameters, and of requested outputs."""
 _MOST_DIMENSIONS = 64
+_OTHER_FIELDS = 4096
+"""Fields of a request besides its inputs and the elements that are strings, which are a field each."""
+
+
+def parse_request(signature: Signature, body: bytes) -> Any:
+    """Return the `ModelInferRequest` in a body.
+
+    Raises:
+        BadRequestError: it is none, or has more fields than any request for the model.
+    """
+    kind = MESSAGES["ModelInferRequest"]
+    check_fields(body, kind.DESCRIPTOR, _OTHER_FIELDS + 2 * len(signature.inputs) + signature.most_strings)
+    try:
+        return kind.FromString(body)
+    except DecodeError as exc:
+        raise BadRequestError("the message is no ModelInferRequest") from exc
 
 
 def read_request(signature: Signature, message: Any) -> Request:
@@ -40,9 +58,8 @@ def read_request(signature: Signature, message: Any) -> Request:
         raise BadRequestError(f"the request has {len(inputs)} inputs; inputs are {', '.join(signature.inputs)}")
     if raw and len(raw) != len(inputs):
         raise BadRequestError(f"raw_input_contents has {len(raw)} elements for {len(inputs)} inputs")
-    for name, items in (("parameters", message.parameters), ("outputs", message.outputs)):
-        if len(items) > _MOST_ITEMS:
-            raise BadRequestError(f"there are {len(items)} {name}; there may be {_MOST_ITEMS}")
+    if len(message.outputs) > _MOST_ITEMS:
+        raise BadRequestError(f"there are {len(message.outputs)} outputs; there may be {_MOST_ITEMS}")
     for tensor in inputs:
         check_served(_parameters(tensor.parameters), f"input {shorten(tensor.name)!r}")
     given = [GivenInput(tensor.name, tensor.datatype, _shape(tensor)) for tensor in inputs]
@@ -85,6 +102,8 @@ def _shape(tensor: Any) -> list[int]:
 
 
 def _parameters(entries: Any) -> Parameters:
+    if len(entries) > _MOST_ITEMS:
+        raise BadRequestError(f"there are {len(entries)} parameters; there may be {_MOST_ITEMS}")
     parameters: Parameters = {}
     for key, value in entries.items():
         choice = value.WhichOneof("parameter_choice")

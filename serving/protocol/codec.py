@@ -79,6 +79,8 @@ class Signature:
         self.outputs = {spec.name: spec for spec in outputs}
         self.tokenizes = any(feature.column_shape != feature.shape for feature in schema.features)
         """Whether decoding takes the time of a tokenizer."""
+        self.most_strings = max_rows * sum(spec.row_elements for spec in self.inputs.values() if spec.dtype is None)
+        """The largest number of strings that a request may have."""
         self._max_rows = max_rows
         self._embeds = embeds
         self._decoder = msgspec.json.Decoder(InferBody)

@@ -20,9 +20,14 @@ import pytest
 import torch
 
 from anabranch.core.errors import SettingsError
+from ingest.config import SchemaSettings
+from ingest.events.schema import Schema
 from serving.config import ServingSettings
+from serving.errors import BadRequestError
 from serving.grpc.messages import MESSAGES, SERVICE
+from serving.grpc.tensors import parse_request
 from serving.http.acceptor import most_connections, most_grpc_connections
+from serving.protocol.codec import Signature
 from serving.reporting.report import read_report
 from tests.support.waiting import wait_until
 
@@ -35,6 +40,15 @@ Calls = Callable[..., Any]
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 """The first bytes of a connection of HTTP/2."""
 X = np.array([[1.0, 2.0, 3.0, 4.0]] * 3, np.float32)
+
+
+MIXED = {
+    "features": {
+        "word": {"dtype": "string", "shape": [2], "encode": {"vocab": ["red"]}},
+        "size": {"dtype": "float32", "shape": [2]},
+    },
+    "label": {"name": "y", "classes": 2},
+}
 
 
 def address_of(server: Any) -> str:
@@ -195,6 +209,43 @@ def test_a_message_that_is_too_long_is_refused_compressed_or_not(
     assert code == grpc.StatusCode.RESOURCE_EXHAUSTED
     assert call("ModelInfer", infer(), compression=compression).model_version == "7"
     assert server.deployment.name == "tiny"
+
+
+@pytest.mark.parametrize("unit", [b"\x2a\x00", b"\x32\x00", b"\x3a\x00", b"\x22\x00"])
+def test_a_message_of_many_small_ones_is_refused_before_it_is_parsed(unit: bytes) -> None:
+    """Two bytes each become up to 88: 16 MB of them took 700 MB."""
+    signature = Signature(Schema(SchemaSettings.model_validate(MIXED)), [], 100)
+    parsed: list[Any] = []
+    with pytest.raises(BadRequestError, match=r"more than \d+ fields"):
+        parsed.append(parse_request(signature, unit * 1_000_000))
+    assert not parsed
+
+
+@pytest.mark.parametrize(
+    ("end", "sentence"),
+    [
+        (b"\x2a\xff", "ends within a field"),
+        (b"\x2a\x05", "ends within"),
+        (b"\x0b", "a kind"),
+        (b"\xff" * 11, "64 bits"),
+    ],
+)
+def test_a_long_message_that_is_malformed_is_refused(end: bytes, sentence: str) -> None:
+    signature = Signature(Schema(SchemaSettings.model_validate(MIXED)), [], 100)
+    with pytest.raises(BadRequestError, match=sentence):
+        parse_request(signature, b"\x12\x80\x80\x08" + bytes(131_072) + end)
+
+
+def test_a_long_message_of_all_that_a_request_may_have_is_read() -> None:
+    signature = Signature(Schema(SchemaSettings.model_validate(MIXED)), [], 10_000)
+    message = MESSAGES["ModelInferRequest"](model_name="m", id="i", outputs=[{"name": "a"}] * 64)
+    for index in range(64):
+        message.parameters[f"key {index}"].int64_param = index
+    message.inputs.add(name="word", datatype="BYTES", shape=[10_000, 2]).contents.bytes_contents.extend(
+        [b"red"] * 20_000
+    )
+    message.inputs.add(name="size", datatype="FP32", shape=[10_000, 2]).contents.fp32_contents.extend([1.0] * 20_000)
+    assert parse_request(signature, message.SerializeToString()) == message
 
 
 @pytest.mark.slow
